@@ -1,0 +1,32 @@
+# Every target creates or reuses .venv; the first run installs about 3 GB, later ones start at once.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: help setup demo test test-fast lint format clean
+
+help:  ## this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
+
+setup:  ## create .venv with everything the other targets need
+	@$(PYTHON) scripts/setup_env.py
+
+demo: setup  ## train a tiny policy with GRPO on a real Dynamo stack
+	@$(BIN)/rollway demo
+
+test: setup  ## all tests, against real Dynamo and vLLM on CPU
+	@$(BIN)/python -m pytest $(ARGS)
+
+test-fast: setup  ## unit and property tests only
+	@$(BIN)/python -m pytest -m "not stack" $(ARGS)
+
+lint: setup  ## ruff and mypy
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+format: setup  ## let ruff rewrite the files
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+clean:  ## remove the environment and caches
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis

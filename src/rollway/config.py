@@ -1,0 +1,314 @@
+"""What a user can say about a stack: one typed model, read from YAML, a dict or keywords.
+
+    name: demo
+    models:
+      - path: /models/qwen3-0.6b
+        name: policy
+        replicas: 2
+        args: {max-model-len: 4096}     # vLLM's own names, passed through untouched
+    router: {mode: kv}
+
+Typed where Rollway decides, raw where Dynamo or the engine decides. What is not said is filled in
+by the preset (`rollway.stack.preset`); `rollway up --dry-run` shows the outcome.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from rollway.errors import SpecError, UsageError
+
+Scalar: TypeAlias = str | int | float | bool | None
+RawArgs: TypeAlias = dict[str, Any]
+"""Options of another program under its own names, without the dashes.
+
+`true` gives `--name`, `false` gives `--no-name`, `null` removes a preset's value, a mapping is
+passed as JSON, a list as several values."""
+
+_NAME = re.compile(r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")
+_PORT = Field(default=0, ge=0, le=65535)
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", validate_default=True)
+
+
+class ModelSpec(_Part):
+    """One served model: its checkpoint, its engine and how many workers serve it."""
+
+    path: str
+    """A local checkpoint directory, or a Hugging Face id."""
+    name: str = ""
+    """The served name; the last part of `path` when empty."""
+    engine: Literal["vllm", "mocker"] = "vllm"
+    replicas: int = Field(default=1, ge=1, le=4096)
+    tensor_parallel: int = Field(default=1, ge=1, le=1024)
+    seed: int = Field(default=0, ge=0)
+    """Replica i samples with seed + i: equal seeds would make two workers sample equal tokens."""
+    args: RawArgs = Field(default_factory=dict)
+    env: dict[str, str] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _default_name(self) -> ModelSpec:
+        if not self.name:
+            self.name = Path(self.path).name
+        return self
+
+
+class FrontendSpec(_Part):
+    """Dynamo's HTTP frontend. Port 0 means a free one."""
+
+    host: str = "127.0.0.1"
+    port: int = _PORT
+    rl_port: int = _PORT
+    """Port of the RL worker listing; every stack has its own."""
+    args: RawArgs = Field(default_factory=dict)
+    env: dict[str, str] = Field(default_factory=dict)
+
+
+class RouterSpec(_Part):
+    """How the frontend picks a worker. `args` are Dynamo's own `--router-*` names."""
+
+    mode: Literal[
+        "kv", "round-robin", "random", "power-of-two", "direct", "least-loaded",
+        "device-aware-weighted",
+    ] = "kv"  # fmt: skip
+    args: RawArgs = Field(default_factory=dict)
+
+
+class RestartSpec(_Part):
+    """What happens when a process of a ready stack dies."""
+
+    enabled: bool = True
+    backoff_seconds: float = Field(default=1.0, gt=0)
+    max_backoff_seconds: float = Field(default=30.0, gt=0)
+    max_failures: int = Field(default=5, ge=1)
+    """Deaths in a row, without a stable minute in between, after which Rollway gives up."""
+
+
+class StackSpec(_Part):
+    """A whole stack: models, frontend, router, planes, ports, logs."""
+
+    name: str = "default"
+    preset: Literal["rl", "plain"] = "rl"
+    models: list[ModelSpec] = Field(min_length=1)
+    frontend: FrontendSpec = Field(default_factory=FrontendSpec)
+    router: RouterSpec = Field(default_factory=RouterSpec)
+    migration_limit: int | None = Field(default=None, ge=0)
+    """How often a request may move to another worker when its worker dies; None: the preset's."""
+    discovery: Literal["file", "etcd"] = "file"
+    etcd_endpoints: str | None = None
+    """A running etcd; without it Rollway starts one."""
+    event_plane: Literal["zmq", "nats"] = "zmq"
+    request_plane: Literal["tcp", "nats"] = "tcp"
+    nats_server: str | None = None
+    """A running NATS, as nats://host:port; without it Rollway starts one."""
+    admin_host: str = "127.0.0.1"
+    """Where workers bind their admin (system) port. It has no authentication."""
+    python: str | None = None
+    """Interpreter whose environment has Dynamo and the engine; this one when not given."""
+    log_dir: Path | None = None
+    env: dict[str, str] = Field(default_factory=dict)
+    start_seconds: float = Field(default=900, gt=0)
+    stop_seconds: float = Field(default=20, gt=0)
+    restart: RestartSpec = Field(default_factory=RestartSpec)
+    warmup: bool = True
+
+    @field_validator("name")
+    @classmethod
+    def _usable_name(cls, value: str) -> str:
+        if not _NAME.match(value):
+            raise ValueError("use lower-case letters, digits and inner dashes, at most 40")
+        return value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> StackSpec:
+        names = [model.name for model in self.models]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(
+                f"two models are served under one name ({', '.join(twice)}); "
+                "give each a `name` of its own"
+            )
+        slugs = {slug(name) for name in names}
+        if len(slugs) < len(names):
+            raise ValueError(
+                "two model names differ only in signs that an endpoint name cannot hold; "
+                "choose names with different letters or digits"
+            )
+        if self.etcd_endpoints and self.discovery != "etcd":
+            raise ValueError("`etcd_endpoints` is given but `discovery` is not `etcd`")
+        if self.nats_server and "nats" not in (self.event_plane, self.request_plane):
+            raise ValueError("`nats_server` is given but no plane is `nats`")
+        return self
+
+    @property
+    def needs_etcd(self) -> bool:
+        return self.discovery == "etcd" and self.etcd_endpoints is None
+
+    @property
+    def needs_nats(self) -> bool:
+        return "nats" in (self.event_plane, self.request_plane) and self.nats_server is None
+
+
+def slug(name: str) -> str:
+    """A model name as a Dynamo component name."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "model"
+
+
+def load_spec(
+    source: StackSpec | Mapping[str, Any] | str | Path | None = None,
+    overrides: Sequence[str] = (),
+    **fields: Any,
+) -> StackSpec:
+    """Read a spec from a YAML file, a mapping or keywords, then apply `a.b=c` overrides."""
+    if isinstance(source, StackSpec):
+        data: dict[str, Any] = source.model_dump(mode="json", exclude_unset=True)
+    elif isinstance(source, Mapping):
+        data = dict(source)
+    elif source is not None:
+        data = _read_yaml(Path(source))
+    else:
+        data = {}
+    data.update(fields)
+    for override in overrides:
+        _apply(data, override)
+    return parse_spec(data)
+
+
+def parse_spec(data: Mapping[str, Any]) -> StackSpec:
+    """Validate plain data; every complaint names the field by its path."""
+    if not data.get("models"):
+        raise SpecError(
+            "The stack names no model.",
+            "Give a YAML file with `models: [{path: …}]`, or `--model PATH`.",
+        )
+    try:
+        spec = StackSpec.model_validate(data)
+    except ValidationError as error:
+        raise SpecError(_explain(error)) from error
+    for index, model in enumerate(spec.models):
+        _check_model_path(model.path, f"models.{index}.path")
+    return spec
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        raise UsageError(f"There is no file {path}.", "Check the path of the stack file.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UsageError(f"{path} cannot be read: {reason}.", "Check the file.") from error
+    try:
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise SpecError(
+            f"{path} is not valid YAML: {' '.join(str(error).split())}.", "Mend the line it names."
+        ) from error
+    if not isinstance(data, dict):
+        kind = "is empty" if data is None else f"holds a {type(data).__name__}"
+        raise SpecError(
+            f"{path} {kind}, not a mapping of fields.",
+            "Start it with `models:`, see docs/stack.md.",
+        )
+    return data
+
+
+def _apply(data: dict[str, Any], override: str) -> None:
+    """`models.0.replicas=4`: a path through mappings and lists, and a YAML value."""
+    path, separator, text = override.partition("=")
+    if not separator or not path:
+        raise UsageError(
+            f"`--set {override}` is not of the form a.b=value.", "For example: --set router.mode=kv"
+        )
+    try:
+        value = yaml.safe_load(text) if text else None
+    except yaml.YAMLError as error:
+        raise UsageError(f"`--set {override}`: the value is not YAML ({error}).") from error
+    keys = path.split(".")
+    target: Any = data
+    for key in keys[:-1]:
+        target = _descend(target, key, override)
+    if isinstance(target, list):
+        target[_index(target, keys[-1], override)] = value
+    else:
+        target[keys[-1]] = value
+
+
+def _descend(target: Any, key: str, override: str) -> Any:
+    if isinstance(target, list):
+        return target[_index(target, key, override)]
+    child = target.setdefault(key, {})
+    if child is None:
+        child = target[key] = {}
+    if not isinstance(child, (dict, list)):
+        raise UsageError(f"`--set {override}`: `{key}` holds a value, so it has no fields.")
+    return child
+
+
+def _index(items: list[Any], key: str, override: str) -> int:
+    if not key.isdigit() or int(key) >= len(items):
+        raise UsageError(
+            f"`--set {override}`: `{key}` is no position in a list of {len(items)}.",
+            f"Use 0 to {len(items) - 1}." if items else "The list is empty.",
+        )
+    return int(key)
+
+
+def _explain(error: ValidationError) -> str:
+    return " ".join(_explain_one(dict(detail)) for detail in error.errors())
+
+
+def _explain_one(detail: dict[str, Any]) -> str:
+    path = ".".join(str(part) for part in detail["loc"]) or "the stack"
+    if detail["type"] == "extra_forbidden":
+        return f"`{path}`: there is no such field.{_nearest(detail['loc'])}"
+    message = str(detail["msg"]).removeprefix("Value error, ")
+    given = detail.get("input")
+    shown = f" (got {given!r})" if isinstance(given, (str, int, float, bool, type(None))) else ""
+    return f"`{path}`: {message}{shown}."
+
+
+def _nearest(location: tuple[int | str, ...]) -> str:
+    part: type[BaseModel] = StackSpec
+    for step in location[:-1]:
+        if isinstance(step, str):
+            part = _part_of(part, step)
+    close = difflib.get_close_matches(str(location[-1]), list(part.model_fields), n=1, cutoff=0.5)
+    if close:
+        return f" Did you mean `{close[0]}`?"
+    return f" Known here: {', '.join(sorted(part.model_fields))}."
+
+
+def _part_of(part: type[BaseModel], field: str) -> type[BaseModel]:
+    annotation = part.model_fields[field].annotation
+    for candidate in (annotation, *typing.get_args(annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            return candidate
+    return part
+
+
+def _check_model_path(path: str, field: str) -> None:
+    directory = Path(path).expanduser()
+    if directory.is_dir():
+        if not (directory / "config.json").is_file():
+            raise SpecError(
+                f"`{field}`: {path} has no config.json, so it is not a checkpoint.",
+                "Point it at a directory in Hugging Face format.",
+            )
+        return
+    looks_like_hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not path.startswith(".")
+    if not looks_like_hub_id:
+        raise SpecError(
+            f"`{field}`: there is no directory {path}.",
+            "Give an existing checkpoint directory, or a Hugging Face id such as Qwen/Qwen3-0.6B.",
+        )

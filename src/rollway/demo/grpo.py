@@ -1,0 +1,228 @@
+"""GRPO in plain PyTorch: advantages, the clipped loss, one optimizer step, the mismatch.
+
+One step of training, in the order of this file:
+
+1. The engine samples ``group_size`` completions for each prompt and grades them. A completion
+   is as good as it is better than its *group*: ``group_advantages``.
+2. The trainer recomputes the log-probs of exactly the sampled token ids: ``token_logprobs``.
+3. The gap between those and the log-probs that the engine reported says how far the policy
+   that sampled is from the policy being trained: ``mismatch_kl``. With the same weights on
+   both sides only floating-point noise is left.
+4. ``clipped_loss`` raises the probability of good completions and lowers that of bad ones, and
+   ``GrpoTrainer.train_step`` takes the optimizer step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+TokenIds = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True)
+class GrpoConfig:
+    """Settings of the demo's training run.
+
+    The learning rate is far above what a real model takes: this one has about 0.1 million
+    parameters and some thirty steps. ``temperature`` is the one to sample with; the trainer
+    computes log-probs at temperature 1, so another value would be a mismatch by construction.
+    """
+
+    groups_per_step: int = 16
+    group_size: int = 8
+    steps: int = 30
+    lr: float = 3e-3
+    clip: float = 0.2
+    epochs: int = 1
+    max_grad_norm: float = 1.0
+    temperature: float = 1.0
+
+
+@dataclass(frozen=True)
+class RolloutBatch:
+    """The completions of one step, one entry per completion in every list.
+
+    ``engine_logprobs`` are those of the policy that sampled, as the engine reported them. They
+    are checked against the completions here, since a shifted list would still train, badly.
+    """
+
+    prompt_ids: TokenIds
+    completion_ids: TokenIds
+    rewards: Sequence[float]
+    advantages: Sequence[float]
+    engine_logprobs: Sequence[Sequence[float]] | None = None
+
+    def __post_init__(self) -> None:
+        size = len(self.completion_ids)
+        columns = [self.prompt_ids, self.rewards, self.advantages]
+        if self.engine_logprobs is not None:
+            columns.append(self.engine_logprobs)
+        if size == 0 or any(len(column) != size for column in columns):
+            raise ValueError("a batch needs one entry per completion in every list")
+        if self.engine_logprobs is not None:
+            for ids, logprobs in zip(self.completion_ids, self.engine_logprobs, strict=True):
+                if len(ids) != len(logprobs):
+                    raise ValueError(f"{len(ids)} sampled tokens, {len(logprobs)} log-probs")
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """What one training step reports."""
+
+    loss: float
+    grad_norm: float
+    # None when the engine sent no log-probs: then there is nothing to compare.
+    mismatch_kl: float | None
+    mean_reward: float
+    # Share of sampled tokens whose probability ratio had left the clip range.
+    clip_fraction: float
+    tokens: int
+    seconds: float
+
+
+def group_advantages(rewards: Tensor, eps: float = 1e-4) -> Tensor:
+    """Rewards ``[groups, group_size]`` to advantages of the same shape.
+
+    The mean of the group takes the place of a value function. A group whose rewards are all
+    equal says nothing about which completion was better, so its advantages are exactly zero
+    (not rounding noise blown up by a tiny deviation).
+    """
+    centred = rewards - rewards.mean(dim=1, keepdim=True)
+    deviation = rewards.std(dim=1, keepdim=True, correction=0)
+    constant = rewards.amax(dim=1, keepdim=True) == rewards.amin(dim=1, keepdim=True)
+    return torch.where(constant, torch.zeros_like(rewards), centred / (deviation + eps))
+
+
+def completion_mask(completion_ids: TokenIds) -> Tensor:
+    """1.0 where ``[completions, longest]`` holds a sampled token, 0.0 where it is padding."""
+    return pad_rows([[1.0] * len(ids) for ids in completion_ids])
+
+
+def pad_rows(rows: Sequence[Sequence[float]]) -> Tensor:
+    """Rows of unequal length as one float tensor, zeros on the right."""
+    return torch.nn.utils.rnn.pad_sequence(
+        [torch.tensor(row, dtype=torch.float32) for row in rows], batch_first=True
+    )
+
+
+def token_logprobs(
+    model: PreTrainedModel, prompt_ids: TokenIds, completion_ids: TokenIds
+) -> Tensor:
+    """Log-probs of the sampled tokens, ``[completions, longest]``, zero where padded.
+
+    They are those of the unmodified policy: temperature 1, the whole vocabulary, float32.
+    """
+    completions = pad_rows(completion_ids).long()
+    mask = completion_mask(completion_ids)
+    rows = [[*prompt, *ids] for prompt, ids in zip(prompt_ids, completion_ids, strict=True)]
+    # Padding is on the right and attention is causal, so that no real token sees a padded one
+    # and an attention mask would change nothing but the speed.
+    hidden = model.base_model(input_ids=pad_rows(rows).long(), use_cache=False).last_hidden_state
+    # The token at place t is predicted by the state before it. Picking these states first
+    # spares the vocabulary projection of the prompt, the larger part of the row.
+    first = torch.tensor([len(prompt) - 1 for prompt in prompt_ids])
+    places = first[:, None] + torch.arange(completions.shape[1])
+    places = places.clamp(max=hidden.shape[1] - 1)
+    states = hidden.gather(1, places[:, :, None].expand(-1, -1, hidden.shape[2]))
+    logits = model.get_output_embeddings()(states).float()
+    logprobs = logits.log_softmax(dim=-1).gather(2, completions[:, :, None]).squeeze(2)
+    return logprobs * mask
+
+
+def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Mean over the sampled tokens of the whole batch, so that each token weighs the same."""
+    return (values * mask).sum() / mask.sum().clamp(min=1.0)
+
+
+def mismatch_kl(trainer_lp: Tensor, engine_lp: Tensor, mask: Tensor) -> Tensor:
+    """Estimate of KL(engine || trainer) from the sampled tokens, never negative.
+
+    The mean of ``exp(d) - d - 1`` with ``d = trainer - engine``: unbiased for tokens that the
+    engine sampled, and without the sign changes of the plain mean of ``-d``. It is computed in
+    float64, since the values of interest (about d * d / 2) would drown in float32 rounding.
+    """
+    d = (trainer_lp - engine_lp).double() * mask
+    return masked_mean(torch.expm1(d) - d, mask.double())
+
+
+def clipped_loss(
+    new_lp: Tensor, old_lp: Tensor, advantages: Tensor, mask: Tensor, clip: float = 0.2
+) -> Tensor:
+    """PPO's clipped surrogate over sampled tokens.
+
+    ``advantages`` has one value per completion: all of its tokens share the credit. The clip
+    takes away the incentive to move a token's probability further than ``1 +- clip`` from
+    what it was when the token was sampled.
+    """
+    ratio = torch.exp(new_lp - old_lp)
+    credit = advantages[:, None]
+    surrogate = torch.minimum(ratio * credit, ratio.clamp(1 - clip, 1 + clip) * credit)
+    return -masked_mean(surrogate, mask)
+
+
+class GrpoTrainer:
+    """Holds the policy and its optimizer, and takes one step per batch of rollouts."""
+
+    def __init__(self, model: PreTrainedModel, config: GrpoConfig | None = None) -> None:
+        self.config = config or GrpoConfig()
+        # In eval mode: dropout would make the recomputed log-probs differ from the engine's.
+        self.model = model.eval()
+        self.optimizer = torch.optim.Adam(model.parameters(), lr=self.config.lr)
+
+    @classmethod
+    def from_checkpoint(cls, directory: Path, config: GrpoConfig | None = None) -> GrpoTrainer:
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        return cls(model, config)
+
+    def train_step(self, batch: RolloutBatch) -> StepStats:
+        """Update the policy on one batch.
+
+        The forward pass of the first epoch runs before any optimizer step, with the weights
+        that sampled the batch, so it also serves the comparison with the engine. (If the
+        engine was behind the trainer, the mismatch shows that lag as well, as it should.)
+        """
+        started = time.perf_counter()
+        mask = completion_mask(batch.completion_ids)
+        advantages = torch.tensor(batch.advantages, dtype=torch.float32)
+        engine_lp = None if batch.engine_logprobs is None else pad_rows(batch.engine_logprobs)
+        old_lp = engine_lp
+        mismatch: float | None = None
+        losses, norms, clipped = [], [], []
+        for epoch in range(self.config.epochs):
+            new_lp = token_logprobs(self.model, batch.prompt_ids, batch.completion_ids)
+            if epoch == 0 and engine_lp is not None:
+                mismatch = mismatch_kl(new_lp.detach(), engine_lp, mask).item()
+            if old_lp is None:
+                old_lp = new_lp.detach()
+            loss = clipped_loss(new_lp, old_lp, advantages, mask, self.config.clip)
+            losses.append(loss.item())
+            norms.append(self._optimize(loss))
+            clipped.append(self._clip_fraction(new_lp.detach(), old_lp, mask))
+        return StepStats(
+            loss=sum(losses) / len(losses),
+            grad_norm=sum(norms) / len(norms),
+            mismatch_kl=mismatch,
+            mean_reward=sum(batch.rewards) / len(batch.rewards),
+            clip_fraction=sum(clipped) / len(clipped),
+            tokens=int(mask.sum()),
+            seconds=time.perf_counter() - started,
+        )
+
+    def _optimize(self, loss: Tensor) -> float:
+        """One optimizer step; returns the gradient norm before clipping."""
+        self.optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
+        self.optimizer.step()
+        return float(norm)
+
+    def _clip_fraction(self, new_lp: Tensor, old_lp: Tensor, mask: Tensor) -> float:
+        outside = (torch.exp(new_lp - old_lp) - 1).abs() > self.config.clip
+        return float(masked_mean(outside.float(), mask))

@@ -1,0 +1,198 @@
+"""Builds the demo's base policy: a tiny Qwen3 checkpoint with its tokenizer, offline.
+
+Nothing is downloaded: the weights are random apart from a short supervised warm-up, and the
+tokenizer has one token per byte. The warm-up teaches the *format*, answering with digits, on
+answers drawn at random. It cannot teach counting, because the answers hold none, so the base
+policy earns what guessing digits earns, 0.1, and everything above that is learnt by RL.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING
+
+import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from rollway.demo.task import CountingTask, Prompt
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# Raise this whenever the builder, the warm-up or the task's prompt changes: a checkpoint with
+# another format is built again.
+FORMAT = 1
+MARKER = "rollway-demo.json"
+
+EOS_TOKEN = "<|endoftext|>"
+PAD_TOKEN = "<|pad|>"
+TURN_START = "<|im_start|>"
+TURN_END = "<|im_end|>"
+
+# The training prompts are raw token ids; the template serves whoever tries the chat endpoint.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+MAX_POSITIONS = 2048
+WARMUP_STEPS = 60
+WARMUP_BATCH = 20
+WARMUP_LR = 3e-3
+WARMUP_SKILL = 0.3
+
+
+def build_base(directory: Path, *, seed: int = 0) -> Path:
+    """Make sure that ``directory`` holds the base checkpoint of ``seed``, and return it.
+
+    A complete checkpoint is returned at once. Otherwise one is built next to it and renamed
+    into place, so that an interrupted build never leaves half a checkpoint behind.
+    """
+    directory = Path(directory)
+    if _is_complete(directory, seed):
+        return directory
+    _refuse_foreign(directory)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    workspace = Path(tempfile.mkdtemp(prefix=f".{directory.name}.build-", dir=directory.parent))
+    try:
+        _write_checkpoint(workspace / "fresh", seed)
+        _move_into_place(workspace, directory, seed)
+    finally:
+        shutil.rmtree(workspace, ignore_errors=True)
+    return directory
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte, so that any text can be encoded and no vocabulary has to be learnt."""
+    # Sorted, because the alphabet comes in no fixed order and ids must not depend on the run.
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {symbol: index for index, symbol in enumerate(alphabet)}
+    tokenizer = Tokenizer(BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([EOS_TOKEN, PAD_TOKEN, TURN_START, TURN_END])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=EOS_TOKEN,
+        pad_token=PAD_TOKEN,
+        additional_special_tokens=[TURN_START, TURN_END],
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=MAX_POSITIONS,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _config(tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
+    return Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        # Fewer key-value heads than query heads, as in real checkpoints: engines fuse the
+        # three projections, and a weight transfer has to get the uneven split right.
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        # CPU attention kernels take multiples of 32 only.
+        head_dim=32,
+        max_position_embeddings=MAX_POSITIONS,
+        tie_word_embeddings=False,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+
+
+def _generation_config(tokenizer: PreTrainedTokenizerFast) -> GenerationConfig:
+    # Real checkpoints ship such values, and engines adopt them as defaults for whatever a
+    # request leaves out. RL samples from the policy itself, so the rollout client must not let
+    # them change an RL request. They are here on purpose, so that the demo would show it.
+    return GenerationConfig(
+        do_sample=True,
+        temperature=0.7,
+        top_p=0.9,
+        top_k=20,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+
+
+def _write_checkpoint(directory: Path, seed: int) -> None:
+    directory.mkdir()
+    tokenizer = build_tokenizer()
+    # A library function must not disturb its caller's random stream.
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(_config(tokenizer)).float()
+    _warm_up(model, CountingTask(tokenizer), Random(seed))
+    model.generation_config = _generation_config(tokenizer)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    # The marker comes last: a directory that has it has everything else.
+    (directory / MARKER).write_text(json.dumps({"format": FORMAT, "seed": seed}) + "\n")
+
+
+def _warm_up(model: Qwen3ForCausalLM, task: CountingTask, rng: Random) -> None:
+    """Supervised steps on prompts answered with random digits."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=WARMUP_LR)
+    model.train()
+    for prompt_length, rows in _warm_up_batches(task, rng):
+        logits = model(input_ids=rows[:, :-1]).logits[:, prompt_length - 1 :]
+        loss = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), rows[:, prompt_length:].flatten()
+        )
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    model.eval()
+
+
+def _warm_up_batches(task: CountingTask, rng: Random) -> Iterator[tuple[int, torch.Tensor]]:
+    for step in range(WARMUP_STEPS):
+        prompts = task.prompts(step, WARMUP_BATCH, rng)
+        rows = [prompt.token_ids + _clumsy_answer(task, prompt, rng) for prompt in prompts]
+        yield len(prompts[0].token_ids), torch.tensor(rows)
+
+
+def _clumsy_answer(task: CountingTask, prompt: Prompt, rng: Random) -> list[int]:
+    digits, last = [], prompt.start
+    for _ in range(task.max_tokens):
+        last = (last + 1) % 10 if rng.random() < WARMUP_SKILL else rng.randrange(10)
+        digits.append(task.digit_ids[last])
+    return digits
+
+
+def _is_complete(directory: Path, seed: int) -> bool:
+    try:
+        marker = json.loads((directory / MARKER).read_text())
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return False
+    return bool(marker == {"format": FORMAT, "seed": seed})
+
+
+def _refuse_foreign(directory: Path) -> None:
+    """Only a checkpoint of ours may be replaced, never something else in that place."""
+    if not directory.exists() or (directory / MARKER).is_file():
+        return
+    if not directory.is_dir() or any(directory.iterdir()):
+        raise FileExistsError(f"{directory} exists and is not a demo checkpoint")
+
+
+def _move_into_place(workspace: Path, directory: Path, seed: int) -> None:
+    try:
+        if (directory / MARKER).is_file() and not _is_complete(directory, seed):
+            # Outdated: it leaves with the workspace. A rename, so that nobody sees half of it.
+            os.replace(directory, workspace / "outdated")
+        os.replace(workspace / "fresh", directory)
+    except OSError:
+        # Another process may have finished the same build first; its result is as good.
+        if not _is_complete(directory, seed):
+            raise

@@ -1,0 +1,198 @@
+"""The one HTTP layer: JSON both ways, bounded time, one retry policy, typed errors.
+
+Numbers stay exact: Dynamo's instance ids exceed 2^53, and msgspec decodes integers as integers.
+Dynamo's `/engine` routes send JSON as text/plain, so the content type is not consulted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import aiohttp
+import msgspec
+
+from rollway.errors import RequestFailed, RollwayError, Unreachable
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """How often a call that is safe to repeat is tried, and how long to wait in between."""
+
+    attempts: int = 1
+    wait_seconds: float = 0.2
+    max_wait_seconds: float = 5.0
+
+    def wait(self, attempt: int) -> float:
+        return min(self.wait_seconds * 2.0**attempt, self.max_wait_seconds)
+
+
+ONCE = Retry()
+IDEMPOTENT = Retry(attempts=4)
+
+
+class Http:
+    """A pool of connections with `get` and `post`; close it, or use it as a context manager."""
+
+    def __init__(self) -> None:
+        self._session: aiohttp.ClientSession | None = None
+
+    async def get(self, url: str, *, timeout: float, retry: Retry = IDEMPOTENT) -> Any:
+        return await self._call("GET", url, None, None, timeout, retry)
+
+    async def get_text(self, url: str, *, timeout: float) -> str:
+        return (await self._attempt("GET", url, None, None, timeout)).decode(errors="replace")
+
+    async def post(
+        self,
+        url: str,
+        body: Any,
+        *,
+        timeout: float,
+        retry: Retry = ONCE,
+        headers: Mapping[str, str] | None = None,
+    ) -> Any:
+        return await self._call("POST", url, body, headers, timeout, retry)
+
+    @asynccontextmanager
+    async def stream_lines(
+        self, url: str, body: Any, *, timeout: float, headers: Mapping[str, str] | None = None
+    ) -> AsyncIterator[AsyncIterator[bytes]]:
+        """POST and hand out the response line by line (server-sent events)."""
+        with _typed_errors("POST", url, timeout):
+            async with self._request("POST", url, body, headers, timeout) as response:
+                if response.status >= 400:
+                    raise _failed("POST", url, response.status, await response.read())
+                yield response.content
+
+    async def close(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def _call(
+        self,
+        method: str,
+        url: str,
+        body: Any,
+        headers: Mapping[str, str] | None,
+        timeout: float,
+        retry: Retry,
+    ) -> Any:
+        for attempt in range(retry.attempts):
+            try:
+                raw = await self._attempt(method, url, body, headers, timeout)
+            except (Unreachable, RequestFailed) as error:
+                temporary = isinstance(error, Unreachable) or error.status >= 500
+                if not temporary or attempt + 1 == retry.attempts:
+                    raise
+                await asyncio.sleep(retry.wait(attempt))
+                continue
+            return _decoded(raw, method, url)
+        raise AssertionError("a retry policy allows at least one attempt")
+
+    async def _attempt(
+        self, method: str, url: str, body: Any, headers: Mapping[str, str] | None, timeout: float
+    ) -> bytes:
+        with _typed_errors(method, url, timeout):
+            async with self._request(method, url, body, headers, timeout) as response:
+                raw: bytes = await response.read()
+        if response.status >= 400:
+            raise _failed(method, url, response.status, raw)
+        return raw
+
+    def _request(
+        self, method: str, url: str, body: Any, headers: Mapping[str, str] | None, timeout: float
+    ) -> Any:
+        if self._session is None:
+            # The callers bound concurrency; a limit here would only hide a second queue.
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0), read_bufsize=2**20, trust_env=False
+            )
+        data = None if body is None else msgspec.json.encode(body)
+        return self._session.request(
+            method,
+            url,
+            data=data,
+            headers={"content-type": "application/json", **(headers or {})},
+            timeout=aiohttp.ClientTimeout(total=timeout, sock_connect=min(timeout, 10.0)),
+        )
+
+
+class _typed_errors:
+    """Turns what aiohttp raises into `Unreachable` with the address and the cause in it."""
+
+    def __init__(self, method: str, url: str, timeout: float) -> None:
+        self._call = f"{method} {url}"
+        self._timeout = timeout
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: object
+    ) -> None:
+        if isinstance(error, TimeoutError):
+            raise Unreachable(f"{self._call} gave no answer within {self._timeout:g} s.") from error
+        if isinstance(error, (aiohttp.ClientError, OSError, ValueError)) and not isinstance(
+            error, RollwayError
+        ):
+            raise Unreachable(f"{self._call} failed: {_reason(error)}.") from error
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return f"no connection ({error.os_error.strerror or error.os_error})"
+    if isinstance(error, aiohttp.ServerDisconnectedError):
+        return "the server closed the connection before it answered"
+    return str(error) or type(error).__name__
+
+
+def _failed(method: str, url: str, status: int, raw: bytes) -> RequestFailed:
+    text = raw.decode(errors="replace").strip()
+    return RequestFailed(
+        f"{method} {url} answered {status}: {server_message(text)}", status=status, body=text
+    )
+
+
+def server_message(text: str) -> str:
+    """What the server said, without its JSON around it."""
+    try:
+        body = msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return text[:500] or "(empty body)"
+    if isinstance(body, dict):
+        for key in ("message", "error", "detail"):
+            value = body.get(key)
+            if isinstance(value, dict):
+                value = value.get("message")
+            if isinstance(value, str) and value:
+                return value[:500]
+    return text[:500]
+
+
+def _decoded(raw: bytes, method: str, url: str) -> Any:
+    try:
+        return msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        start = raw[:120].decode(errors="replace")
+        raise RequestFailed(
+            f"{method} {url} answered something that is not JSON ({error}): {start!r}",
+            status=200,
+            body=start,
+        ) from error

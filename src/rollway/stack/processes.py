@@ -1,0 +1,187 @@
+"""Processes as the kernel knows them: who they are, which belong to a run, how to end them.
+
+A pid alone names nobody, since numbers are reused; a pid with its start time does. The members of
+a run are found by a random mark in their environment, which children inherit: vLLM's EngineCore
+and Worker processes outlive a killed parent, change their name, and are still found. (Changing the
+name overwrites the environment unless SPT_NOENV is set, so the mark comes with it.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+MARK = "ROLLWAY_RUN"
+SHM = Path("/dev/shm")
+_PROC = Path("/proc")
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ProcessId:
+    """One process, now and for ever: its number and the clock tick at which it started."""
+
+    pid: int
+    start: int
+
+    @classmethod
+    def of(cls, pid: int) -> ProcessId | None:
+        entry = _entry(pid)
+        return entry.id if entry else None
+
+    @property
+    def alive(self) -> bool:
+        entry = _entry(self.pid)
+        return entry is not None and entry.id == self and entry.state not in "ZX"
+
+    def send(self, number: signal.Signals) -> None:
+        """Signal this process and no other that has its number by now."""
+        if self.alive:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(self.pid, number)
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    id: ProcessId
+    parent: int
+    state: str
+
+
+def boot_id() -> str:
+    """Start times count from boot, so a record of an earlier boot says nothing."""
+    return (_PROC / "sys/kernel/random/boot_id").read_text().strip()
+
+
+def run_environment(run_id: str) -> dict[str, str]:
+    """What marks a process and all it starts as members of a run."""
+    return {MARK: run_id, "SPT_NOENV": "1"}
+
+
+def members(run_id: str) -> set[ProcessId]:
+    """Every living process of this user that carries the run's mark."""
+    mark = f"{MARK}={run_id}".encode()
+    found = set()
+    for pid in _own_pids():
+        try:
+            environment = (_PROC / str(pid) / "environ").read_bytes()
+        except OSError:
+            continue
+        if mark in environment.split(b"\0"):
+            entry = _entry(pid)
+            if entry is not None and entry.state not in "ZX":
+                found.add(entry.id)
+    return found
+
+
+def descendants(root: int) -> set[ProcessId]:
+    """All living children of a process and theirs, to any depth."""
+    entries = [entry for pid in _own_pids() if (entry := _entry(pid))]
+    family, grown = {root}, True
+    while grown:
+        more = {e.id.pid for e in entries if e.parent in family} - family
+        family |= more
+        grown = bool(more)
+    return {e.id for e in entries if e.id.pid in family - {root} and e.state not in "ZX"}
+
+
+def shared_memory(processes: Iterable[ProcessId]) -> set[str]:
+    """Names under /dev/shm that these processes have mapped."""
+    names = set()
+    prefix = f"{SHM}/"
+    for process in processes:
+        try:
+            lines = (_PROC / str(process.pid) / "maps").read_text(errors="replace").splitlines()
+        except OSError:
+            continue
+        for line in lines:
+            position = line.find(prefix)
+            if position >= 0 and not line.endswith("(deleted)"):
+                names.add(line[position + len(prefix) :])
+    return names
+
+
+def remove_shared_memory(names: Iterable[str]) -> list[str]:
+    """Unlink segments that dead members left, unless a living process has one mapped."""
+    left = {name for name in names if (SHM / name).exists()}
+    if left:
+        everyone = (ProcessId(pid, 0) for pid in _own_pids())
+        left -= shared_memory(everyone)
+    for name in left:
+        with contextlib.suppress(OSError):
+            (SHM / name).unlink()
+    return sorted(left)
+
+
+def end(processes: set[ProcessId], grace_seconds: float) -> set[ProcessId]:
+    """Wait for these to go, then SIGKILL those that have not; returns the killed ones."""
+    remaining = wait_gone(processes, grace_seconds)
+    for process in remaining:
+        process.send(signal.SIGKILL)
+    wait_gone(remaining, 5.0)
+    return remaining
+
+
+def wait_gone(processes: set[ProcessId], seconds: float) -> set[ProcessId]:
+    """Those still alive after at most `seconds`."""
+    deadline = time.monotonic() + seconds
+    remaining = {process for process in processes if process.alive}
+    while remaining and time.monotonic() < deadline:
+        time.sleep(0.05)
+        remaining = {process for process in remaining if process.alive}
+    return remaining
+
+
+def adopt_orphans() -> None:
+    """Become the parent of grandchildren whose own parent dies, instead of pid 1."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent() -> None:
+    """Runs in a child before exec: be asked to end when the supervisor is killed."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def reap(known: Mapping[int, object]) -> None:
+    """Collect adopted children that have ended; `known` pids have another waiter."""
+    for pid in _own_pids():
+        entry = _entry(pid)
+        if entry and entry.parent == os.getpid() and entry.state == "Z" and pid not in known:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+
+
+def _own_pids() -> list[int]:
+    uid = os.getuid()
+    pids = []
+    with os.scandir(_PROC) as entries:
+        for entry in entries:
+            if entry.name.isdigit():
+                with contextlib.suppress(OSError):
+                    if entry.stat().st_uid == uid:
+                        pids.append(int(entry.name))
+    return pids
+
+
+def _entry(pid: int) -> _Entry | None:
+    try:
+        text = (_PROC / str(pid) / "stat").read_text()
+    except OSError:
+        return None
+    # The name in brackets may hold anything, so fields are counted from the last bracket.
+    fields = text.rpartition(")")[2].split()
+    return _Entry(ProcessId(pid, int(fields[19])), parent=int(fields[1]), state=fields[0])
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _prctl(option: int, value: int) -> None:
+    if _libc.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}) failed")

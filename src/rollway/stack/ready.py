@@ -1,0 +1,153 @@
+"""When a stack is ready: every model is listed, every worker of every replica has answered a
+greedy and a sampled request. That a process exists, or that a port is open, proves neither.
+
+The first request of each kind compiles kernels and takes seconds; here it is paid before the
+first user, on every worker, by pinning the request to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from urllib.parse import urlsplit
+
+from rollway.errors import RequestFailed, RollwayError, Unreachable
+from rollway.fleet.discovery import discover
+from rollway.http import ONCE, Http
+from rollway.rollout.sampling import Sampling
+from rollway.rollout.wire import Assembly, completion_request
+from rollway.stack.plan import ProcessPlan, StackPlan
+
+Report = Callable[[ProcessPlan, str, str], None]
+"""Called with a process, its new state, and a detail for the user."""
+
+WARM_UP_SECONDS = 600.0
+_POLL_SECONDS = 0.25
+_PROMPT = [1, 2, 3, 4, 5, 6, 7, 8]
+_WARM_UPS = (Sampling(max_tokens=2, temperature=0.0), Sampling(max_tokens=2, temperature=1.0))
+
+
+async def until_serving(
+    http: Http, plan: StackPlan, workers: Sequence[ProcessPlan], report: Report, *, warm_up: bool
+) -> None:
+    """Return when each of these workers is registered, listed and has answered."""
+    instances = await _registered(http, plan, workers, report)
+    await _listed(http, plan, {w.model for w in workers if w.model})
+
+    async def warm(worker: ProcessPlan) -> None:
+        instance = instances[worker.name]
+        if warm_up:
+            report(worker, "warming up", "first greedy and first sampled request")
+            await _answer(http, plan, worker, instance)
+        report(worker, "ready", "")
+
+    await asyncio.gather(*map(warm, workers))
+
+
+async def until_open(http: Http, url: str) -> None:
+    """Return when something answers HTTP at `url`, whatever it says."""
+    while True:
+        try:
+            await http.get_text(url, timeout=2.0)
+            return
+        except RequestFailed:
+            return
+        except Unreachable:
+            await asyncio.sleep(_POLL_SECONDS)
+
+
+async def until_connectable(port: int, host: str) -> None:
+    """Return when a TCP connection can be made (for servers that do not speak HTTP)."""
+    while True:
+        try:
+            _, writer = await asyncio.open_connection(host, port)
+        except OSError:
+            await asyncio.sleep(_POLL_SECONDS)
+            continue
+        writer.close()
+        return
+
+
+async def _registered(
+    http: Http, plan: StackPlan, workers: Sequence[ProcessPlan], report: Report
+) -> dict[str, int]:
+    """The instance id of each worker, once all have registered."""
+    found: dict[str, int] = {}
+    while len(found) < len(workers):
+        try:
+            seen = await _instances(http, plan, workers)
+        except RollwayError:
+            seen = {}  # the frontend itself is still starting
+        for worker in workers:
+            if worker.name in seen and worker.name not in found:
+                found[worker.name] = seen[worker.name]
+                report(worker, "registered", "")
+        await asyncio.sleep(_POLL_SECONDS)
+    return found
+
+
+async def _instances(http: Http, plan: StackPlan, workers: Sequence[ProcessPlan]) -> dict[str, int]:
+    """Worker name to instance id, for those that are there."""
+    by_port = {worker.ports["system"]: worker.name for worker in workers}
+    found = {}
+    for listed in await discover(http, plan.rl_url, retry=ONCE):
+        port = urlsplit(listed.admin_url).port
+        if port in by_port and listed.error is None:
+            found[by_port[port]] = listed.instance_id
+    mockers = [worker for worker in workers if worker.engine == "mocker"]
+    if mockers:
+        found.update(await _mocker_instances(http, plan, mockers))
+    return found
+
+
+async def _mocker_instances(
+    http: Http, plan: StackPlan, mockers: Sequence[ProcessPlan]
+) -> dict[str, int]:
+    """Mockers are not in the RL listing. The frontend's health lists instances without saying
+    which process each is; for replicas of one model any assignment will do."""
+    health = await http.get(f"{plan.frontend_url}/health", timeout=5.0, retry=ONCE)
+    endpoint = {m.name: m.argv[m.argv.index("--endpoint") + 1] for m in mockers}
+    found: dict[str, int] = {}
+    for address in set(endpoint.values()):
+        component = address.split(".")[-2]
+        ids = sorted(
+            i["instance_id"]
+            for i in health.get("instances", [])
+            if i.get("endpoint") == "generate" and i.get("component") == component
+        )
+        found.update(zip((n for n, a in endpoint.items() if a == address), ids, strict=False))
+    return found
+
+
+async def _listed(http: Http, plan: StackPlan, models: set[str]) -> None:
+    while True:
+        try:
+            answer = await http.get(f"{plan.frontend_url}/v1/models", timeout=5.0, retry=ONCE)
+            if models <= {entry["id"] for entry in answer["data"]}:
+                return
+        except (Unreachable, RequestFailed):
+            pass
+        await asyncio.sleep(_POLL_SECONDS)
+
+
+async def _answer(http: Http, plan: StackPlan, worker: ProcessPlan, instance: int) -> None:
+    """One request of each kind, answered by this very worker."""
+    for sampling in _WARM_UPS:
+        body = completion_request(worker.model or "", _PROMPT, sampling, pin=instance)
+        if worker.engine == "mocker":
+            body.pop("logprobs")
+        while True:
+            try:
+                answer = await http.post(
+                    f"{plan.frontend_url}/v1/completions", body, timeout=WARM_UP_SECONDS
+                )
+                break
+            except RequestFailed as error:
+                # The frontend answers 404 or 400 for a moment after it has listed a model.
+                if error.status not in (400, 404, 500, 503):
+                    raise
+                await asyncio.sleep(_POLL_SECONDS)
+        if worker.engine == "vllm":
+            assembly = Assembly(sampling, len(_PROMPT))
+            assembly.add(answer)
+            assembly.finish()

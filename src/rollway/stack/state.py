@@ -1,0 +1,169 @@
+"""What is on disk about a stack: one directory per name, owned by the user.
+
+    <home>/stacks/<name>/
+        state.json     what runs now; written by the supervisor, replaced atomically
+        events.jsonl   what happened: starts, deaths, restarts, with times
+        logs/          one file per process, kept until the next start
+
+`<home>` is $ROLLWAY_HOME, or $XDG_STATE_HOME/rollway, or ~/.local/state/rollway.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from rollway.errors import StartError
+from rollway.stack.processes import ProcessId, boot_id
+
+Phase = Literal["starting", "ready", "stopping", "failed"]
+
+
+@dataclass(slots=True)
+class ProcessState:
+    """One process as `rollway status` shows it."""
+
+    name: str
+    role: str
+    log: str
+    state: str = "waiting"
+    pid: int | None = None
+    start: int | None = None
+    restarts: int = 0
+    failures: int = 0
+    detail: str = ""
+    model: str | None = None
+    admin_url: str | None = None
+    ports: dict[str, int] = field(default_factory=dict)
+    ready_seconds: float | None = None
+
+    @property
+    def id(self) -> ProcessId | None:
+        if self.pid is None or self.start is None:
+            return None
+        return ProcessId(self.pid, self.start)
+
+
+@dataclass(slots=True)
+class StackState:
+    """The whole stack; everything needed to end it without its supervisor."""
+
+    name: str
+    run_id: str
+    supervisor_pid: int
+    supervisor_start: int
+    run_dir: str
+    log_dir: str
+    uid: int = field(default_factory=os.getuid)
+    boot: str = field(default_factory=boot_id)
+    phase: Phase = "starting"
+    started_at: float = field(default_factory=time.time)
+    frontend: str = ""
+    rl: str = ""
+    models: list[str] = field(default_factory=list)
+    processes: list[ProcessState] = field(default_factory=list)
+    shared_memory: list[str] = field(default_factory=list)
+    stop_seconds: float = 20.0
+    error: dict[str, Any] | None = None
+
+    @property
+    def supervisor(self) -> ProcessId:
+        return ProcessId(self.supervisor_pid, self.supervisor_start)
+
+    @property
+    def supervised(self) -> bool:
+        return self.boot == boot_id() and self.supervisor.alive
+
+
+class StackDir:
+    """The directory of one stack."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.path = home() / "stacks" / name
+        self.lock_name = f"stack/{os.getuid()}/{self.path}"
+
+    @property
+    def state_file(self) -> Path:
+        return self.path / "state.json"
+
+    @property
+    def events_file(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    def read(self) -> StackState | None:
+        try:
+            return msgspec.json.decode(self.state_file.read_bytes(), type=StackState)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except (msgspec.DecodeError, msgspec.ValidationError):
+            return None  # of another version of Rollway, and so of no stack that this one runs
+
+    def write(self, state: StackState) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        scratch = self.state_file.with_suffix(".new")
+        scratch.write_bytes(msgspec.json.encode(asdict(state)))
+        scratch.replace(self.state_file)
+
+    def record(self, event: str, **details: Any) -> None:
+        """Append to the history; a full disk must not take the stack down."""
+        line = json.dumps({"time": time.time(), "event": event, **details})
+        with contextlib.suppress(OSError), self.events_file.open("a") as file:
+            file.write(line + "\n")
+
+    def events(self) -> list[dict[str, Any]]:
+        try:
+            lines = self.events_file.read_text().splitlines()
+        except OSError:
+            return []
+        return [json.loads(line) for line in lines if line.startswith("{")]
+
+    def forget(self) -> None:
+        """Remove what says that a stack runs; logs and history stay."""
+        for path in (self.state_file, self.state_file.with_suffix(".new")):
+            path.unlink(missing_ok=True)
+
+
+def home() -> Path:
+    explicit = os.environ.get("ROLLWAY_HOME")
+    if explicit:
+        return Path(explicit).expanduser().resolve()
+    base = os.environ.get("XDG_STATE_HOME")
+    return (Path(base) if base else Path.home() / ".local" / "state") / "rollway"
+
+
+def known_stacks() -> list[StackState]:
+    """Every stack of this user that has a state, running or left behind."""
+    directory = home() / "stacks"
+    if not directory.is_dir():
+        return []
+    states = (StackDir(path.name).read() for path in sorted(directory.iterdir()))
+    return [state for state in states if state is not None and state.uid == os.getuid()]
+
+
+def prepare_logs(directory: Path) -> Path:
+    """Create the log directory and set the previous run's files aside (one generation)."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for log in directory.glob("*.log"):
+            log.replace(log.with_suffix(".log.1"))
+        probe = directory / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise StartError(
+            f"The log directory {directory} cannot be written: {error.strerror or error}.",
+            "Choose another with `log_dir` (or --set log_dir=PATH), or mend its permissions.",
+        ) from error
+    return directory
