@@ -72,6 +72,10 @@ class AdminError(RollwayError):
     """A worker refused an admin call, or said `status: error` under HTTP 200."""
 
 
+class NoWorkers(AdminError):
+    """The RL listing is there and empty."""
+
+
 class RefitError(RollwayError):
     """A refit did not bring every worker to the new version; `report` has each worker's state."""
 

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rollway.errors import AdminError, RefitError, RollwayError, UsageError
+from rollway.errors import AdminError, NoWorkers, RefitError, RollwayError, UsageError
 from rollway.fleet.admin import Admin, AdminTimeouts, PauseMode
 from rollway.fleet.discovery import Worker, discover
 from rollway.fleet.versions import VersionBook
@@ -204,7 +204,7 @@ class Fleet:
                 "Wait for them to recover or leave (a dead one is listed for about 10 s).",
             )
         if not workers:
-            raise AdminError(
+            raise NoWorkers(
                 f"No RL worker is listed at {self.rl_url}.",
                 "Workers need --enable-rl, and the mocker engine has no admin routes.",
             )

@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import asyncio
 
+BASE_VERSION = 0
+"""The checkpoint a worker starts from. Trainers number their updates from 1."""
+
 
 class VersionBook:
     """The weight version of the fleet and of each worker."""

@@ -13,8 +13,9 @@ from __future__ import annotations
 import asyncio
 import random
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -23,6 +24,8 @@ from rollway.fleet.versions import VersionBook
 from rollway.http import Http, Retry, server_message
 from rollway.rollout.sampling import Sampling
 from rollway.rollout.wire import Assembly, Completion, FinishReason, completion_request
+
+T = TypeVar("T")
 
 SESSION_HEADER = "x-dynamo-session-id"
 # Sampling again is always safe: nothing of the failed attempt is used.
@@ -79,15 +82,22 @@ class Rollouts:
             raise UsageError(f"n is {n}.", "Ask for at least one rollout.")
         session = group or uuid.uuid4().hex
         chosen = sampling or Sampling()
-        try:
-            async with asyncio.TaskGroup() as tasks:  # one failure ends the others
-                running = [
-                    tasks.create_task(self._one(prompt, chosen, index, session))
-                    for index in range(n)
-                ]
-        except BaseExceptionGroup as failures:
-            raise failures.exceptions[0] from None
-        return [task.result() for task in running]
+        return await all_or_none(self._one(prompt, chosen, index, session) for index in range(n))
+
+    async def generate_batch(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling | None = None,
+        n: int = 1,
+    ) -> list[list[Rollout]]:
+        """A group of n rollouts for each prompt, in the order of the prompts.
+
+        With a seed, every rollout of the batch gets its own: seed, seed + 1, …"""
+        chosen = sampling or Sampling()
+        return await all_or_none(
+            self.generate(prompt, chosen.shifted(position * n), n)
+            for position, prompt in enumerate(prompts)
+        )
 
     async def stream(
         self,
@@ -184,6 +194,16 @@ class Rollouts:
     def _salt(self) -> str | None:
         version = self._versions.current
         return None if version is None else f"v{version}"
+
+
+async def all_or_none(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """All results in order; the first failure cancels the others and is raised as itself."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(one) for one in work]
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    return [task.result() for task in running]
 
 
 def checked_prompt(prompt_ids: Sequence[int]) -> list[int]:

@@ -8,7 +8,7 @@ own distribution".
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rollway.errors import UsageError
@@ -44,6 +44,10 @@ class Sampling:
             raise UsageError(
                 f"{len(self.stop_token_ids)} stop token ids.", "Dynamo takes at most 32."
             )
+
+    def shifted(self, offset: int) -> Sampling:
+        """The same with the seed moved on; without a seed, the same."""
+        return self if self.seed is None else replace(self, seed=self.seed + offset)
 
     def on_wire(self, index: int) -> dict[str, Any]:
         """The request fields for rollout `index` of a group."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rollway.config import StackSpec
-from rollway.errors import RollwayError, StackNotRunning, StartError
+from rollway.errors import RollwayError, StackNotRunning, StartError, UsageError
 from rollway.stack import processes
 from rollway.stack.locks import NamedLock
 from rollway.stack.state import StackDir, StackState, known_stacks
@@ -114,17 +114,15 @@ def clear_leftovers(name: str) -> bool:
     return True
 
 
-def resolve_name(name: str | None) -> str:
+def resolve_name(name: str | None, *, dead_too: bool = False) -> str:
     """The stack meant by a command that names none: the only one there is."""
     if name is not None:
         return name
-    running = [state.name for state in known_stacks() if state.supervised]
-    if len(running) == 1:
-        return running[0]
-    if running:
-        raise RollwayError(
-            f"Several stacks are running: {', '.join(running)}.", "Name the one you mean."
-        )
+    known = [state.name for state in known_stacks() if dead_too or state.supervised]
+    if len(known) == 1:
+        return known[0]
+    if known:
+        raise UsageError(f"There are several stacks: {', '.join(known)}.", "Name the one you mean.")
     raise not_running(None)
 
 
@@ -143,9 +141,7 @@ def _writable_home(directory: StackDir) -> None:
         ) from error
 
 
-def _spawn_supervisor(
-    spec: StackSpec, directory: StackDir
-) -> tuple[subprocess.Popen[bytes], int]:
+def _spawn_supervisor(spec: StackSpec, directory: StackDir) -> tuple[subprocess.Popen[bytes], int]:
     """A supervisor of its own session, tied to this process by a pipe."""
     their_end, our_end = os.pipe()
     log = directory.path / "supervisor.log"

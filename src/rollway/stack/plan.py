@@ -193,6 +193,7 @@ class _Planner:
             "DYN_DISCOVERY_BACKEND": spec.discovery,
             "DYN_REQUEST_PLANE": spec.request_plane,
             "DYN_EVENT_PLANE": spec.event_plane,
+            "DYN_SDK_DISABLE_ANSI_LOGGING": "1",  # logs are files, read with any tool
         }
         if spec.discovery == "file":
             env["DYN_FILE_KV"] = str(self.run_dir / "discovery")

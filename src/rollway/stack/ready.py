@@ -12,7 +12,9 @@ from collections.abc import Callable, Sequence
 from urllib.parse import urlsplit
 
 from rollway.errors import RequestFailed, RollwayError, Unreachable
+from rollway.fleet.admin import Admin
 from rollway.fleet.discovery import discover
+from rollway.fleet.versions import BASE_VERSION
 from rollway.http import ONCE, Http
 from rollway.rollout.sampling import Sampling
 from rollway.rollout.wire import Assembly, completion_request
@@ -22,7 +24,7 @@ Report = Callable[[ProcessPlan, str, str], None]
 """Called with a process, its new state, and a detail for the user."""
 
 WARM_UP_SECONDS = 600.0
-_POLL_SECONDS = 0.25
+_POLL_SECONDS = 0.5
 _PROMPT = [1, 2, 3, 4, 5, 6, 7, 8]
 _WARM_UPS = (Sampling(max_tokens=2, temperature=0.0), Sampling(max_tokens=2, temperature=1.0))
 
@@ -39,6 +41,9 @@ async def until_serving(
         if warm_up:
             report(worker, "warming up", "first greedy and first sampled request")
             await _answer(http, plan, worker, instance)
+        if worker.engine == "vllm":
+            # A worker that starts, also one that starts again, serves the spec's checkpoint.
+            await _declare_base(http, plan, instance)
         report(worker, "ready", "")
 
     await asyncio.gather(*map(warm, workers))
@@ -128,6 +133,12 @@ async def _listed(http: Http, plan: StackPlan, models: set[str]) -> None:
         except (Unreachable, RequestFailed):
             pass
         await asyncio.sleep(_POLL_SECONDS)
+
+
+async def _declare_base(http: Http, plan: StackPlan, instance: int) -> None:
+    for listed in await discover(http, plan.rl_url):
+        if listed.instance_id == instance:
+            await Admin(http).declare_version(listed, BASE_VERSION)
 
 
 async def _answer(http: Http, plan: StackPlan, worker: ProcessPlan, instance: int) -> None:

@@ -1,0 +1,268 @@
+"""`rollway.up` and `rollway.attach`: a stack as a context manager, sync and async in one word.
+
+    with rollway.up(model="/models/tiny", workers=2) as stack:          # blocking
+        group = stack.rollouts().generate([1, 2, 3], n=4)
+
+    async with rollway.up("stack.yaml") as stack:                       # the same, awaited
+        group = await stack.rollouts().generate([1, 2, 3], n=4)
+
+`up` owns what it starts: leaving the block stops the stack, and so does the death of this process.
+`attach` talks to a stack that runs elsewhere, and leaves it running.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+from urllib.parse import urlsplit
+
+from rollway.config import StackSpec, load_spec
+from rollway.errors import (
+    NoWorkers,
+    RequestFailed,
+    RollwayError,
+    StartError,
+    Unreachable,
+    UsageError,
+)
+from rollway.fleet.fleet import Fleet
+from rollway.http import ONCE, Http
+from rollway.rollout.client import Rollouts
+from rollway.stack import local
+from rollway.stack.local import Progress, RunningStack
+from rollway.stack.state import StackDir, StackState, known_stacks
+from rollway.sync import Portal, SyncStack
+
+DEFAULT_RL_PORT = 8001  # Dynamo's, where nobody chose another
+
+
+class Stack:
+    """A running stack, for async code: its addresses, its fleet, its rollouts."""
+
+    def __init__(
+        self, http: Http, frontend_url: str, rl_url: str, models: list[str], name: str = ""
+    ) -> None:
+        self.name = name
+        self.frontend_url = frontend_url
+        self.rl_url = rl_url
+        self.models = models
+        self._http = http
+        self._fleets = {model: Fleet(http, rl_url, model=model) for model in models}
+
+    @property
+    def fleet(self) -> Fleet:
+        """The workers of the only model; with several models use `fleet_of`."""
+        return self.fleet_of(None)
+
+    def fleet_of(self, model: str | None) -> Fleet:
+        return self._fleets[self._model(model)]
+
+    def rollouts(self, model: str | None = None, **options: Any) -> Rollouts:
+        """A client for generating; options are those of `Rollouts`."""
+        chosen = self._model(model)
+        versions = self._fleets[chosen].versions
+        return Rollouts(self._http, self.frontend_url, chosen, versions, **options)
+
+    async def refit(self, checkpoint: Path | str, version: int) -> Any:
+        """Bring all workers of the only model to a new checkpoint; see `Fleet.refit`."""
+        return await self.fleet.refit(checkpoint, version)
+
+    async def learn_versions(self) -> None:
+        """Ask the workers which version they serve. Mockers and stacks without RL have none, and
+        their rollouts say so (`weight_version=None`)."""
+        for fleet in self._fleets.values():
+            with contextlib.suppress(Unreachable, NoWorkers):
+                await fleet.read_versions()
+
+    def _model(self, model: str | None) -> str:
+        if model is None and len(self.models) == 1:
+            return self.models[0]
+        if model in self._fleets:
+            return str(model)
+        served = ", ".join(self.models)
+        if model is None:
+            raise UsageError(f"The stack serves several models: {served}.", "Name one of them.")
+        raise UsageError(f"The stack does not serve `{model}`.", f"It serves: {served}.")
+
+
+class _Opening:
+    """What `up` and `attach` return: enter it with `with` or with `async with`."""
+
+    def __init__(self) -> None:
+        self._http = Http()
+        self._portal: Portal | None = None
+
+    async def _open(self) -> Stack:
+        raise NotImplementedError
+
+    async def _close(self) -> None:
+        await self._http.close()
+
+    async def __aenter__(self) -> Stack:
+        try:
+            return await self._open()
+        except BaseException:
+            await self._close()
+            raise
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self._close()
+
+    def __enter__(self) -> SyncStack:
+        self._portal = Portal()
+        try:
+            return SyncStack(self._portal.run(self.__aenter__()), self._portal)
+        except BaseException:
+            self._portal.close()
+            raise
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        assert self._portal is not None
+        try:
+            self._portal.run(self._close())
+        finally:
+            self._portal.close()
+
+
+class _Up(_Opening):
+    def __init__(self, spec: StackSpec, progress: Progress | None) -> None:
+        super().__init__()
+        self._spec = spec
+        self._progress = progress
+        self._running: RunningStack | None = None
+
+    async def _open(self) -> Stack:
+        self._running = await self._start()
+        state = self._running.state
+        stack = Stack(self._http, state.frontend, state.rl, state.models, state.name)
+        await stack.learn_versions()
+        return stack
+
+    async def _start(self) -> RunningStack:
+        """Start in a thread; cancelling this coroutine ends the start and waits for its end."""
+        cancelled = threading.Event()
+
+        def watch(state: StackState) -> None:
+            if cancelled.is_set():
+                raise StartError("The start was cancelled.")
+            if self._progress is not None:
+                self._progress(state)
+
+        thread = asyncio.ensure_future(asyncio.to_thread(local.start, self._spec, watch))
+        try:
+            return await asyncio.shield(thread)
+        except asyncio.CancelledError:
+            cancelled.set()
+            with contextlib.suppress(RollwayError):
+                # Ready at the very moment of the cancel: then it is ours to stop.
+                self._running = await thread
+            raise
+
+    async def _close(self) -> None:
+        await super()._close()
+        running, self._running = self._running, None
+        if running is not None:
+            await asyncio.shield(asyncio.to_thread(running.stop, self._progress))
+
+
+class _Attach(_Opening):
+    def __init__(self, target: str, rl_url: str | None) -> None:
+        super().__init__()
+        self._frontend, self._rl, self._name = _addresses(target, rl_url)
+
+    async def _open(self) -> Stack:
+        url = f"{self._frontend}/v1/models"
+        try:
+            answer = await self._http.get(url, timeout=10.0, retry=ONCE)
+            models = [str(entry["id"]) for entry in answer["data"]]
+        except Unreachable as error:
+            raise Unreachable(
+                f"No Dynamo frontend answers at {self._frontend}: {error.message}",
+                "Is it running, and is the address right? `rollway status` lists local stacks.",
+            ) from error
+        except (RequestFailed, KeyError, TypeError) as error:
+            raise RequestFailed(
+                f"What answers at {self._frontend} is not a Dynamo frontend ({error}).",
+                "Give the frontend's address, for example http://127.0.0.1:8000.",
+                status=getattr(error, "status", 200),
+            ) from error
+        if not models:
+            raise RollwayError(
+                f"The frontend at {self._frontend} serves no model yet.",
+                "Wait for its workers to register, then attach again.",
+            )
+        stack = Stack(self._http, self._frontend, self._rl, models, self._name)
+        await stack.learn_versions()
+        return stack
+
+
+def up(
+    spec: StackSpec | Mapping[str, Any] | str | Path | None = None,
+    *,
+    model: str | Path | None = None,
+    workers: int | None = None,
+    overrides: Sequence[str] = (),
+    progress: Progress | None = None,
+    **fields: Any,
+) -> _Up:
+    """Start a stack from a spec, a YAML file, or just a model path; ready when entered."""
+    return _Up(
+        make_spec(spec, model=model, workers=workers, overrides=overrides, **fields), progress
+    )
+
+
+def attach(target: str, *, rl_url: str | None = None) -> _Attach:
+    """Use a running stack, by the frontend's address or by the name of a local stack."""
+    return _Attach(target, rl_url)
+
+
+def make_spec(
+    spec: StackSpec | Mapping[str, Any] | str | Path | None = None,
+    *,
+    model: str | Path | None = None,
+    workers: int | None = None,
+    overrides: Sequence[str] = (),
+    **fields: Any,
+) -> StackSpec:
+    """The spec that `up` would run; `workers` is the replica count of the single model."""
+    if model is not None:
+        fields["models"] = [{"path": str(model)}]
+    if workers is not None:
+        overrides = [*overrides, f"models.0.replicas={workers}"]
+    return load_spec(spec, overrides, **fields)
+
+
+def _addresses(target: str, rl_url: str | None) -> tuple[str, str, str]:
+    if "://" not in target:
+        state = StackDir(target).read()
+        if state is None or not state.supervised:
+            raise local.not_running(target)
+        return state.frontend, rl_url or state.rl, target
+    frontend = target.rstrip("/").removesuffix("/v1")
+    parts = urlsplit(frontend)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise UsageError(f"`{target}` is not an HTTP address.", "Use http://host:port.")
+    return frontend, rl_url or _rl_of(frontend, parts.hostname), ""
+
+
+def _rl_of(frontend: str, host: str) -> str:
+    """The RL listing of a local stack is recorded; elsewhere it is on Dynamo's default port."""
+    for state in known_stacks():
+        if state.frontend == frontend and state.supervised:
+            return state.rl
+    return f"http://{host}:{DEFAULT_RL_PORT}"

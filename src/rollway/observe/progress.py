@@ -1,0 +1,101 @@
+"""What a person sees while a stack starts and stops: one live line per process.
+
+On a terminal a table is redrawn; elsewhere each change is one line. Always on stderr, so that
+stdout stays free for what a script reads.
+"""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from rollway.stack.state import ProcessState, StackState
+
+_STYLES = {
+    "ready": "green",
+    "failed": "red",
+    "exited": "red",
+    "restarting": "yellow",
+    "stopping": "dim",
+    "waiting": "dim",
+}
+
+
+class StackProgress:
+    """Give it to `up` or `down` as the progress callback, inside a `with`."""
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        self.console = Console(stderr=True, quiet=quiet, highlight=False)
+        self._live: Live | None = None
+        self._shown: dict[str, str] = {}
+
+    def __enter__(self) -> Self:
+        if self.console.is_terminal and not self.console.quiet:
+            self._live = Live(console=self.console, refresh_per_second=8, transient=False)
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def __call__(self, state: StackState) -> None:
+        if self._live is not None:
+            self._live.update(process_table(state))
+            return
+        for process in state.processes:
+            words = f"{process.state} {process.detail}".strip()
+            if process.state != "waiting" and self._shown.get(process.name) != words:
+                self._shown[process.name] = words
+                elapsed = time.time() - state.started_at
+                self.console.print(f"[{elapsed:6.1f} s] {process.name}: {words}", markup=False)
+
+
+def process_table(state: StackState) -> Table:
+    """The processes of a stack as a table."""
+    elapsed = time.time() - state.started_at
+    table = Table(
+        title=f"{state.name}: {state.phase} ({_duration(elapsed)})",
+        title_justify="left",
+        box=None,
+        pad_edge=False,
+    )
+    for column in ("process", "state", "pid", "restarts", "detail"):
+        table.add_column(column)
+    for process in state.processes:
+        table.add_row(*_row(process))
+    return table
+
+
+def _row(process: ProcessState) -> tuple[str, str, str, str, str]:
+    style = _STYLES.get(process.state, "cyan")
+    return (
+        process.name,
+        f"[{style}]{process.state}[/{style}]",
+        str(process.pid or ""),
+        str(process.restarts or ""),
+        process.detail,
+    )
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return (
+        f"{hours} h {minutes} min"
+        if hours
+        else f"{minutes} min {rest} s"
+        if minutes
+        else f"{rest} s"
+    )
