@@ -159,6 +159,7 @@ class _Up(_Opening):
 
         def watch(state: StackState) -> None:
             if cancelled.is_set():
+                cancelled.clear()  # once is enough: what follows is the stop, to be waited for
                 raise StartError("The start was cancelled.")
             if self._progress is not None:
                 self._progress(state)

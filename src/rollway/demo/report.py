@@ -29,7 +29,7 @@ class DemoDisplay:
 
     def __init__(self, *, quiet: bool) -> None:
         self._quiet = quiet
-        self._console = Console(stderr=True, quiet=quiet, highlight=False)
+        self._console = Console(stderr=True, quiet=quiet, highlight=False, soft_wrap=True)
         self._rows: list[tuple[str, ...]] = []
         self._live: Live | None = None
 

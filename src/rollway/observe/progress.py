@@ -30,7 +30,7 @@ class StackProgress:
     """Give it to `up` or `down` as the progress callback, inside a `with`."""
 
     def __init__(self, *, quiet: bool = False) -> None:
-        self.console = Console(stderr=True, quiet=quiet, highlight=False)
+        self.console = Console(stderr=True, quiet=quiet, highlight=False, soft_wrap=True)
         self._live: Live | None = None
         self._shown: dict[str, str] = {}
 

@@ -22,8 +22,7 @@ from rollway.config import StackSpec
 from rollway.errors import RollwayError, StackNotRunning, StartError, UsageError
 from rollway.stack import processes
 from rollway.stack.locks import NamedLock
-from rollway.stack.state import StackDir, StackState, known_stacks
-from rollway.stack.supervisor import DETACH
+from rollway.stack.state import DETACH, StackDir, StackState, known_stacks
 
 Progress = Callable[[StackState], None]
 _POLL_SECONDS = 0.1

@@ -8,7 +8,7 @@ first user, on every worker, by pinning the request to it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from urllib.parse import urlsplit
 
 from rollway.errors import RequestFailed, RollwayError, Unreachable
@@ -30,10 +30,18 @@ _WARM_UPS = (Sampling(max_tokens=2, temperature=0.0), Sampling(max_tokens=2, tem
 
 
 async def until_serving(
-    http: Http, plan: StackPlan, workers: Sequence[ProcessPlan], report: Report, *, warm_up: bool
-) -> None:
-    """Return when each of these workers is registered, listed and has answered."""
-    instances = await _registered(http, plan, workers, report)
+    http: Http,
+    plan: StackPlan,
+    workers: Sequence[ProcessPlan],
+    report: Report,
+    *,
+    warm_up: bool,
+    taken: Set[int] = frozenset(),
+) -> dict[str, int]:
+    """Return the instance id of each of these workers, when all have registered and answered.
+
+    `taken` are the ids of other workers and of dead ones, which stay listed for a while."""
+    instances = await _registered(http, plan, workers, report, taken)
     await _listed(http, plan, {w.model for w in workers if w.model})
 
     async def warm(worker: ProcessPlan) -> None:
@@ -47,6 +55,7 @@ async def until_serving(
         report(worker, "ready", "")
 
     await asyncio.gather(*map(warm, workers))
+    return instances
 
 
 async def until_open(http: Http, url: str) -> None:
@@ -74,13 +83,17 @@ async def until_connectable(port: int, host: str) -> None:
 
 
 async def _registered(
-    http: Http, plan: StackPlan, workers: Sequence[ProcessPlan], report: Report
+    http: Http,
+    plan: StackPlan,
+    workers: Sequence[ProcessPlan],
+    report: Report,
+    taken: Set[int],
 ) -> dict[str, int]:
     """The instance id of each worker, once all have registered."""
     found: dict[str, int] = {}
     while len(found) < len(workers):
         try:
-            seen = await _instances(http, plan, workers)
+            seen = await _instances(http, plan, workers, taken)
         except RollwayError:
             seen = {}  # the frontend itself is still starting
         for worker in workers:
@@ -91,22 +104,24 @@ async def _registered(
     return found
 
 
-async def _instances(http: Http, plan: StackPlan, workers: Sequence[ProcessPlan]) -> dict[str, int]:
+async def _instances(
+    http: Http, plan: StackPlan, workers: Sequence[ProcessPlan], taken: Set[int]
+) -> dict[str, int]:
     """Worker name to instance id, for those that are there."""
     by_port = {worker.ports["system"]: worker.name for worker in workers}
     found = {}
     for listed in await discover(http, plan.rl_url, retry=ONCE):
         port = urlsplit(listed.admin_url).port
-        if port in by_port and listed.error is None:
+        if port in by_port and listed.error is None and listed.instance_id not in taken:
             found[by_port[port]] = listed.instance_id
     mockers = [worker for worker in workers if worker.engine == "mocker"]
     if mockers:
-        found.update(await _mocker_instances(http, plan, mockers))
+        found.update(await _mocker_instances(http, plan, mockers, taken))
     return found
 
 
 async def _mocker_instances(
-    http: Http, plan: StackPlan, mockers: Sequence[ProcessPlan]
+    http: Http, plan: StackPlan, mockers: Sequence[ProcessPlan], taken: Set[int]
 ) -> dict[str, int]:
     """Mockers are not in the RL listing. The frontend's health lists instances without saying
     which process each is; for replicas of one model any assignment will do."""
@@ -118,7 +133,9 @@ async def _mocker_instances(
         ids = sorted(
             i["instance_id"]
             for i in health.get("instances", [])
-            if i.get("endpoint") == "generate" and i.get("component") == component
+            if i.get("endpoint") == "generate"
+            and i.get("component") == component
+            and i["instance_id"] not in taken
         )
         found.update(zip((n for n, a in endpoint.items() if a == address), ids, strict=False))
     return found

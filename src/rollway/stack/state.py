@@ -23,6 +23,9 @@ import msgspec
 from rollway.errors import StartError
 from rollway.stack.processes import ProcessId, boot_id
 
+DETACH = b"D"
+"""Written to the supervisor's lifeline by an owner that leaves and wants the stack to stay."""
+
 Phase = Literal["starting", "ready", "stopping", "failed"]
 
 

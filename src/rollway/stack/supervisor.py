@@ -37,10 +37,7 @@ from rollway.stack.plan import LOOPBACK, ProcessPlan, StackPlan, plan_stack
 from rollway.stack.ports import PortLease
 from rollway.stack.processes import ProcessId
 from rollway.stack.ready import until_connectable, until_open, until_serving
-from rollway.stack.state import ProcessState, StackDir, StackState, prepare_logs
-
-DETACH = b"D"
-"""Written to the lifeline by an owner that leaves and wants the stack to stay."""
+from rollway.stack.state import DETACH, ProcessState, StackDir, StackState, prepare_logs
 
 _WATCH_SECONDS = 0.2
 _MEMORY_SCAN_SECONDS = 5.0
@@ -59,6 +56,8 @@ class Supervisor:
         self.stopping = asyncio.Event()
         self.children: dict[str, subprocess.Popen[bytes]] = {}
         self.healing: dict[str, asyncio.Task[None]] = {}
+        self.instances: dict[str, int] = {}
+        self.retired: set[int] = set()
         self.plans: dict[str, ProcessPlan] = {}
         self.plan: StackPlan | None = None
         me = ProcessId.of(os.getpid())
@@ -118,11 +117,7 @@ class Supervisor:
         self._spawn(frontend)
         await self._watching_start(until_open(self.http, f"{plan.frontend_url}/health"))
         self._report(frontend, "ready", "")
-        await self._watching_start(
-            until_serving(
-                self.http, plan, plan.by_role("worker"), self._report, warm_up=self.spec.warmup
-            )
-        )
+        await self._watching_start(self._workers_serving(plan, plan.by_role("worker")))
 
     def _prepare(self) -> StackPlan:
         run_dir, log_dir = Path(self.state.run_dir), Path(self.state.log_dir)
@@ -149,6 +144,16 @@ class Supervisor:
         ]
         self._write()
         return plan
+
+    async def _workers_serving(self, plan: StackPlan, workers: list[ProcessPlan]) -> None:
+        self.instances |= await until_serving(
+            self.http,
+            plan,
+            workers,
+            self._report,
+            warm_up=self.spec.warmup,
+            taken=self.retired | set(self.instances.values()),
+        )
 
     async def _service_up(self, service: ProcessPlan) -> None:
         await until_connectable(service.ports["client"], LOOPBACK)
@@ -284,9 +289,8 @@ class Supervisor:
         """Return when a restarted process does its job again."""
         assert self.plan is not None
         if process.role == "worker":
-            await until_serving(
-                self.http, self.plan, [process], self._report, warm_up=self.spec.warmup
-            )
+            self.retired.add(self.instances.pop(process.name, 0))
+            await self._workers_serving(self.plan, [process])
             return
         if process.role == "frontend":
             await until_open(self.http, f"{self.plan.frontend_url}/health")

@@ -1,0 +1,121 @@
+"""Shared fixtures. Every test has a Rollway home of its own: no test sees a user's stacks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from rollway.stack import processes
+from rollway.stack.preset import cache_dir
+from rollway.stack.state import known_stacks
+
+
+@pytest.fixture(scope="session")
+def session_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The home of stacks that live as long as the test session."""
+    home = tmp_path_factory.mktemp("home")
+    before = os.environ.get("ROLLWAY_HOME")
+    os.environ["ROLLWAY_HOME"] = str(home)
+    yield home
+    if before is None:
+        del os.environ["ROLLWAY_HOME"]
+    else:
+        os.environ["ROLLWAY_HOME"] = before
+
+
+@pytest.fixture(autouse=True)
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, session_home: Path) -> Iterator[Path]:
+    home = tmp_path / "rollway-home"
+    monkeypatch.setenv("ROLLWAY_HOME", str(home))
+    yield home
+    # A test that fails half-way must not leave a stack behind for the next one.
+    from rollway.stack import local
+
+    for state in known_stacks():
+        local.stop(state.name)
+
+
+@pytest.fixture(scope="session")
+def base_model() -> Path:
+    """The demo's own checkpoint: tiny, built here, no download."""
+    from rollway.demo.model import build_base
+
+    return build_base(cache_dir() / "demo")
+
+
+Cli = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def cli(tmp_path: Path) -> Cli:
+    """Run the `rollway` command as a user would."""
+
+    def run(*arguments: str, timeout: float = 300.0) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "rollway.cli", *arguments],
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            cwd=tmp_path,
+        )
+
+    return run
+
+
+class Footprint:
+    """What a run could leave behind: processes, shared memory, scratch directories, locks."""
+
+    def __init__(self) -> None:
+        self._marks = _marked_processes()
+        self._memory = _names(processes.SHM)
+        self._scratch = _scratch()
+
+    def new(self) -> dict[str, set[str]]:
+        left = {
+            "processes": _marked_processes() - self._marks,
+            "shared memory": _names(processes.SHM) - self._memory,
+            "scratch": _scratch() - self._scratch,
+        }
+        return {what: names for what, names in left.items() if names}
+
+    def settle(self, seconds: float = 30.0) -> dict[str, set[str]]:
+        """What is still there after some time to go."""
+        deadline = time.monotonic() + seconds
+        while (left := self.new()) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        return left
+
+
+@pytest.fixture
+def footprint() -> Footprint:
+    return Footprint()
+
+
+def _names(directory: Path) -> set[str]:
+    return {path.name for path in directory.iterdir()}
+
+
+def _scratch() -> set[str]:
+    return {path.name for path in Path("/tmp").glob(f"rollway-{os.getuid()}-*")}
+
+
+def _marked_processes() -> set[str]:
+    """Every process that carries any run's mark, and every supervisor, whoever started it."""
+    found = set()
+    for path in Path("/proc").iterdir():
+        if not path.name.isdigit():
+            continue
+        try:
+            marked = processes.MARK.encode() + b"=" in (path / "environ").read_bytes()
+            command = (path / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if marked or b"rollway.stack.supervisor" in command:
+            found.add(path.name)
+    return found

@@ -1,0 +1,330 @@
+"""Starting, watching and ending stacks. Mocker workers: a whole stack starts in a second, and the
+supervisor does not know the difference. What only vLLM does is in test_vllm_stack.py."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import rollway
+from rollway.errors import PortInUse, RollwayError, StackNotRunning, StartError
+from rollway.rollout.sampling import Sampling
+from rollway.stack import local
+from rollway.stack.state import StackDir, StackState
+from tests.conftest import Cli, Footprint
+
+pytestmark = pytest.mark.stack
+
+NO_LOGPROBS = Sampling(max_tokens=8, logprobs=False)
+
+
+def mocker_spec(base_model: Path, name: str = "t", **fields: object) -> rollway.StackSpec:
+    model = {"path": str(base_model), "name": "tiny", "engine": "mocker", "replicas": 2}
+    return rollway.make_spec({"name": name, "models": [model], **fields})
+
+
+def wait_for(condition: object, seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.1)
+
+
+def state_of(name: str) -> StackState:
+    state = StackDir(name).read()
+    assert state is not None
+    return state
+
+
+def test_up_serves_and_leaves_nothing(base_model: Path, footprint: Footprint) -> None:
+    with rollway.up(mocker_spec(base_model)) as stack:
+        group = stack.rollouts().generate([1, 2, 3], NO_LOGPROBS, n=3)
+        assert [len(rollout.token_ids) for rollout in group] == [8, 8, 8]
+        assert group[0].weight_version is None  # a mocker has no weights to name
+        assert all(process.state == "ready" for process in state_of("t").processes)
+    assert StackDir("t").read() is None
+    assert footprint.new() == {}
+
+
+async def test_the_same_words_work_in_async_code(base_model: Path, footprint: Footprint) -> None:
+    async with rollway.up(mocker_spec(base_model)) as stack:
+        group = await stack.rollouts().generate([1, 2, 3], NO_LOGPROBS, n=2)
+        assert len(group) == 2
+    assert footprint.new() == {}
+
+
+async def test_cancelled_start_leaves_nothing(base_model: Path, footprint: Footprint) -> None:
+    async def hold() -> None:
+        async with rollway.up(mocker_spec(base_model)):
+            await asyncio.sleep(60)
+
+    task = asyncio.create_task(hold())
+    await asyncio.sleep(0.4)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert footprint.new() == {}
+
+
+def test_restart_after_stop_works(base_model: Path) -> None:
+    for _ in range(2):
+        with rollway.up(mocker_spec(base_model)) as stack:
+            assert stack.rollouts().generate([1], NO_LOGPROBS)
+
+
+def test_a_name_runs_once(base_model: Path) -> None:
+    with rollway.up(mocker_spec(base_model)):
+        with pytest.raises(StartError, match="already running"):
+            rollway.up(mocker_spec(base_model)).__enter__()
+        assert state_of("t").phase == "ready"
+
+
+def test_two_stacks_started_at_one_moment_share_no_port(base_model: Path) -> None:
+    running: list[local.RunningStack] = []
+
+    def start(name: str) -> None:
+        running.append(local.start(mocker_spec(base_model, name)))
+
+    threads = [threading.Thread(target=start, args=(f"s{i}",)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    try:
+        ports = [p for stack in running for proc in stack.state.processes
+                 for p in proc.ports.values()]  # fmt: skip
+        assert len(running) == 3
+        assert len(ports) == len(set(ports))
+        assert max(ports) < 32768
+    finally:
+        for stack in running:
+            stack.stop()
+
+
+def test_a_dead_worker_is_restarted_and_the_event_recorded(base_model: Path) -> None:
+    with rollway.up(mocker_spec(base_model)) as stack:
+        victim = next(p for p in state_of("t").processes if p.name == "tiny-0")
+        assert victim.pid is not None
+        os.kill(victim.pid, signal.SIGKILL)
+        wait_for(lambda: _process("tiny-0").restarts == 1 and _process("tiny-0").state == "ready")
+        assert stack.rollouts().generate([1, 2, 3], NO_LOGPROBS, n=4)
+        told = [(e["event"], e.get("process")) for e in StackDir("t").events()]
+        assert ("exited", "tiny-0") in told
+        assert ("restarting", "tiny-0") in told
+
+
+def test_a_dead_frontend_is_restarted_on_its_port(base_model: Path) -> None:
+    with rollway.up(mocker_spec(base_model)) as stack:
+        os.kill(_process("frontend").pid or 0, signal.SIGKILL)
+        wait_for(lambda: _process("frontend").restarts == 1)
+        group = stack.rollouts().generate([1, 2, 3], NO_LOGPROBS)  # retried until it is back
+        assert len(group) == 1
+
+
+def test_a_worker_that_always_dies_is_given_up(base_model: Path) -> None:
+    quick = {"backoff_seconds": 0.1, "max_failures": 2}
+    with rollway.up(mocker_spec(base_model, restart=quick)):
+        deaths = 0
+        while _process("tiny-0").state != "failed":
+            state = _process("tiny-0")
+            if state.state in ("starting", "ready", "registered") and state.restarts == deaths:
+                os.kill(state.pid or 0, signal.SIGKILL)
+                deaths += 1
+            time.sleep(0.05)
+        assert deaths == 3
+        assert "not restarted" in _process("tiny-0").detail
+
+
+def _process(name: str, stack: str = "t"):  # type: ignore[no-untyped-def]
+    return next(p for p in state_of(stack).processes if p.name == name)
+
+
+HOLD = """
+import sys, time, rollway
+with rollway.up(rollway.make_spec({spec!r})) as stack:
+    print("ready", flush=True)
+    time.sleep(120)
+"""
+
+
+def owner_of_a_stack(base_model: Path, name: str = "t") -> subprocess.Popen[str]:
+    spec = mocker_spec(base_model, name).model_dump(mode="json")
+    return subprocess.Popen(
+        [sys.executable, "-c", HOLD.format(spec=spec)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+
+
+def test_killing_the_owner_takes_the_stack_with_it(base_model: Path, footprint: Footprint) -> None:
+    owner = owner_of_a_stack(base_model)
+    assert owner.stdout is not None and owner.stdout.readline() == "ready\n"
+    owner.kill()
+    owner.wait()
+    assert footprint.settle() == {}
+    assert StackDir("t").read() is None
+
+
+@pytest.mark.parametrize("clear", ["down", "up"])
+def test_killing_supervisor_and_owner_is_cleared_by_the_next_command(
+    base_model: Path, footprint: Footprint, cli: Cli, clear: str
+) -> None:
+    owner = owner_of_a_stack(base_model)
+    assert owner.stdout is not None and owner.stdout.readline() == "ready\n"
+    state = state_of("t")
+    # Stopped first, so that the children cannot act on the signal the kernel sends them.
+    for process in state.processes:
+        os.kill(process.pid or 0, signal.SIGSTOP)
+    os.kill(state.supervisor_pid, signal.SIGKILL)
+    owner.kill()
+    owner.wait()
+    assert footprint.new()["processes"]
+    if clear == "down":
+        result = cli("down")
+        assert result.returncode == 0, result.stderr
+    else:
+        with rollway.up(mocker_spec(base_model)):
+            pass
+    assert footprint.settle() == {}
+
+
+def test_a_stack_of_another_name_is_not_touched(base_model: Path, cli: Cli) -> None:
+    with rollway.up(mocker_spec(base_model, "kept")) as kept:
+        with rollway.up(mocker_spec(base_model, "other")):
+            assert "several" in cli("down").stderr
+            assert cli("down", "other").returncode == 0
+        assert kept.rollouts().generate([1], NO_LOGPROBS)
+        assert _process("frontend", "kept").restarts == 0
+
+
+def test_a_reused_pid_is_not_killed(base_model: Path) -> None:
+    """A record that names a living pid with another start time is of another process."""
+    bystander = subprocess.Popen(["sleep", "60"])
+    try:
+        directory = StackDir("t")
+        spec = mocker_spec(base_model)
+        with rollway.up(spec):
+            state = state_of("t")
+        state.supervisor_pid, state.supervisor_start = bystander.pid, 1
+        for process in state.processes:
+            process.pid, process.start = bystander.pid, 1
+        directory.write(state)
+        assert local.clear_leftovers("t")
+        assert bystander.poll() is None
+        assert directory.read() is None
+    finally:
+        bystander.kill()
+        bystander.wait()
+
+
+def test_attach_by_name_and_by_address(base_model: Path) -> None:
+    with rollway.up(mocker_spec(base_model)) as stack:
+        for target in ("t", stack.frontend_url):
+            with rollway.attach(target) as attached:
+                assert attached.models == ["tiny"]
+                assert attached.rl_url == stack.rl_url
+                assert attached.rollouts().generate([1], NO_LOGPROBS)
+        assert state_of("t").phase == "ready"  # attach leaves it running
+    with pytest.raises(StackNotRunning):
+        rollway.attach("t")
+
+
+def test_a_port_in_use_is_named(base_model: Path, footprint: Footprint) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        spec = mocker_spec(base_model, frontend={"port": port})
+        with pytest.raises(StartError, match=f"Port {port}") as failure:
+            rollway.up(spec).__enter__()
+    assert isinstance(failure.value, RollwayError)
+    assert PortInUse.exit_code == 1
+    assert footprint.new() == {}
+
+
+def test_two_models_each_on_its_own_endpoint(base_model: Path) -> None:
+    models = [
+        {"path": str(base_model), "name": name, "engine": "mocker"} for name in ("one", "two")
+    ]
+    with rollway.up({"name": "t", "models": models}) as stack:
+        assert stack.models == ["one", "two"]
+        for name in stack.models:
+            assert stack.rollouts(name).generate([1], NO_LOGPROBS)
+        with pytest.raises(RollwayError, match="several models"):
+            stack.rollouts()
+
+
+def test_a_failed_start_shows_the_log_and_stops_what_had_started(
+    base_model: Path, footprint: Footprint
+) -> None:
+    spec = mocker_spec(base_model, models=[
+        {"path": str(base_model), "engine": "mocker", "name": "tiny"},
+        {"path": str(base_model), "engine": "mocker", "name": "bad", "args": {"no-such-flag": 1}},
+    ])  # fmt: skip
+    with pytest.raises(StartError, match="bad-0 exited with status 2") as failure:
+        rollway.up(spec).__enter__()
+    assert "no-such-flag" in failure.value.log_tail
+    assert "engine does not know this option" in failure.value.hint
+    assert footprint.new() == {}
+
+
+def test_a_read_only_log_directory_is_explained(base_model: Path, footprint: Footprint) -> None:
+    with pytest.raises(StartError, match="log directory /proc/rollway"):
+        rollway.up(mocker_spec(base_model, log_dir="/proc/rollway")).__enter__()
+    assert footprint.new() == {}
+
+
+def test_the_command_line_brings_up_shows_and_stops(
+    base_model: Path, cli: Cli, tmp_path: Path, footprint: Footprint
+) -> None:
+    file = tmp_path / "stack.yaml"
+    file.write_text(f"name: y\nmodels:\n  - {{path: {base_model}, name: tiny, engine: mocker}}\n")
+    up = cli("up", str(file), "--set", "models.0.replicas=2", "--json")
+    assert up.returncode == 0, up.stderr
+    ready = json.loads(up.stdout)
+    assert ready["models"] == ["tiny"] and ready["phase"] == "ready"
+    shown = json.loads(cli("status", "--json").stdout)["stacks"]
+    assert [process["name"] for process in shown[0]["processes"]] == [
+        "tiny-0",
+        "tiny-1",
+        "frontend",
+    ]
+    assert "frontend" in cli("status").stdout
+    assert cli("logs").stdout.split() == ["frontend", "tiny-0", "tiny-1"]
+    assert json.loads(cli("logs", "frontend", "--json").stdout)["lines"]
+    assert "There are: frontend" in cli("logs", "nobody").stderr
+    stopped = cli("down", "--json")
+    assert json.loads(stopped.stdout) == {"stopped": ["y"]}
+    assert cli("down").returncode == 1
+    assert footprint.new() == {}
+
+
+def test_following_a_log_ends_with_the_stack(base_model: Path, cli: Cli) -> None:
+    with rollway.up(mocker_spec(base_model)):
+        follower = subprocess.Popen(
+            [sys.executable, "-m", "rollway.cli", "logs", "-f", "frontend"],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert follower.stdout is not None and follower.stdout.readline()
+    assert follower.wait(timeout=20) == 0
+
+
+def test_real_etcd_and_nats(base_model: Path, footprint: Footprint) -> None:
+    planes = {"discovery": "etcd", "event_plane": "nats", "request_plane": "nats"}
+    with rollway.up(mocker_spec(base_model, **planes)) as stack:
+        roles = {p.name: p.role for p in state_of("t").processes}
+        assert roles["etcd"] == roles["nats-server"] == "service"
+        assert stack.rollouts().generate([1, 2, 3], NO_LOGPROBS, n=2)
+    assert footprint.new() == {}
