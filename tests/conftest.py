@@ -11,22 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from rollway.stack import processes
+from rollway.stack import local, processes
 from rollway.stack.preset import cache_dir
 from rollway.stack.state import known_stacks
 
 
 @pytest.fixture(scope="session")
-def session_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The home of stacks that live as long as the test session."""
-    home = tmp_path_factory.mktemp("home")
-    before = os.environ.get("ROLLWAY_HOME")
-    os.environ["ROLLWAY_HOME"] = str(home)
-    yield home
-    if before is None:
-        del os.environ["ROLLWAY_HOME"]
-    else:
-        os.environ["ROLLWAY_HOME"] = before
+def session_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The home of the stack that lives as long as the test session."""
+    return tmp_path_factory.mktemp("home")
 
 
 @pytest.fixture(autouse=True)
@@ -35,8 +28,7 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, session_home: Path
     monkeypatch.setenv("ROLLWAY_HOME", str(home))
     yield home
     # A test that fails half-way must not leave a stack behind for the next one.
-    from rollway.stack import local
-
+    monkeypatch.setenv("ROLLWAY_HOME", str(home))
     for state in known_stacks():
         local.stop(state.name)
 

@@ -183,7 +183,7 @@ def _dry_run(spec: rollway.StackSpec, options: argparse.Namespace) -> int:
 def _foreground(stack: local.RunningStack, options: argparse.Namespace) -> int:
     _print_ready(stack.state, options)
     try:
-        for _ in local.each_state(stack.name):
+        for _ in local.each_state(stack.directory):
             pass
     except KeyboardInterrupt:
         pass

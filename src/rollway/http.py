@@ -7,6 +7,7 @@ Dynamo's `/engine` routes send JSON as text/plain, so the content type is not co
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -157,7 +158,8 @@ class _typed_errors:
 
 def _reason(error: BaseException) -> str:
     if isinstance(error, aiohttp.ClientConnectorError):
-        return f"no connection ({error.os_error.strerror or error.os_error})"
+        number = error.os_error.errno
+        return f"no connection ({os.strerror(number) if number else error.os_error})"
     if isinstance(error, aiohttp.ServerDisconnectedError):
         return "the server closed the connection before it answered"
     return str(error) or type(error).__name__
@@ -176,14 +178,15 @@ def server_message(text: str) -> str:
         body = msgspec.json.decode(text)
     except msgspec.DecodeError:
         return text[:500] or "(empty body)"
-    if isinstance(body, dict):
-        for key in ("message", "error", "detail"):
-            value = body.get(key)
-            if isinstance(value, dict):
-                value = value.get("message")
-            if isinstance(value, str) and value:
-                return value[:500]
-    return text[:500]
+    if not isinstance(body, dict):
+        return text[:500]
+    said = next((body[key] for key in ("message", "error", "detail") if body.get(key)), text)
+    if isinstance(said, dict):
+        said = said.get("message", text)
+    details = body.get("details")  # Dynamo puts the reason of a bare "Invalid request" there
+    if isinstance(details, dict):
+        said = f"{said} ({', '.join(f'{name} {value}' for name, value in details.items())})"
+    return str(said)[:500]
 
 
 def _decoded(raw: bytes, method: str, url: str) -> Any:

@@ -220,7 +220,7 @@ def test_a_reused_pid_is_not_killed(base_model: Path) -> None:
         for process in state.processes:
             process.pid, process.start = bystander.pid, 1
         directory.write(state)
-        assert local.clear_leftovers("t")
+        assert local.clear_leftovers(directory)
         assert bystander.poll() is None
         assert directory.read() is None
     finally:

@@ -132,23 +132,23 @@ class Rollouts:
         self, prompt: list[int], sampling: Sampling, index: int, session: str
     ) -> Rollout:
         """Sample until one rollout can be stamped with the version it came from."""
-        pin: int | None = None
+        pins = _Pins(self._versions)
         async with self._slots:
             for attempt in range(_RETRY.attempts):
-                last = attempt + 1 == _RETRY.attempts
                 await self._versions.settled()
                 epoch = self._versions.epoch
                 try:
-                    completion = await self._complete(prompt, sampling, index, session, pin)
+                    completion = await self._complete(prompt, sampling, index, session, pins.now)
                 except (Unreachable, RequestFailed) as error:
-                    if last or not _temporary(error):
+                    if attempt + 1 == _RETRY.attempts or not (pins.now or _temporary(error)):
                         raise _explained(error, self.model) from error
+                    pins.failed()
                     await asyncio.sleep(_RETRY.wait(attempt))
                     continue
                 rollout = self._stamp(prompt, completion, epoch)
                 if rollout is not None:
                     return rollout
-                pin = self._some_current_worker()  # the router would choose the same one again
+                pins.next()
         raise RolloutError(
             f"No rollout could be attributed to one weight version in {_RETRY.attempts} attempts.",
             "A worker serves other weights than the fleet (it restarted, perhaps): refit it, or "
@@ -161,9 +161,9 @@ class Rollouts:
         body = completion_request(
             self.model, prompt, sampling, index=index, cache_salt=self._salt(), pin=pin
         )
-        answer = await self._http.post(
-            self._url, body, timeout=self._timeout, headers={SESSION_HEADER: session}
-        )
+        # A session that is bound to one worker outweighs a pin to another.
+        headers = {} if pin is not None else {SESSION_HEADER: session}
+        answer = await self._http.post(self._url, body, timeout=self._timeout, headers=headers)
         assembly = Assembly(sampling, len(prompt))
         assembly.add(answer)
         return assembly.finish()
@@ -186,14 +186,31 @@ class Rollouts:
             cached_tokens=completion.cached_tokens,
         )
 
-    def _some_current_worker(self) -> int | None:
-        book = self._versions
-        current = [i for i, version in book.by_worker.items() if version == book.current]
-        return random.choice(current) if current else None
-
     def _salt(self) -> str | None:
         version = self._versions.current
         return None if version is None else f"v{version}"
+
+
+class _Pins:
+    """Where to send a rollout again after one from a worker with other weights.
+
+    The router would choose the same worker once more, so the next one goes to a worker known to
+    serve the current version. That one may have died since: then another is tried."""
+
+    def __init__(self, versions: VersionBook) -> None:
+        self._versions = versions
+        self._dead: set[int] = set()
+        self.now: int | None = None
+
+    def next(self) -> None:
+        book = self._versions
+        good = [i for i, v in book.by_worker.items() if v == book.current and i not in self._dead]
+        self.now = random.choice(good) if good else None
+
+    def failed(self) -> None:
+        if self.now is not None:
+            self._dead.add(self.now)
+            self.next()
 
 
 async def all_or_none(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
@@ -245,7 +262,6 @@ def _explained(error: Unreachable | RequestFailed, model: str) -> RolloutError |
         return error
     hints = {
         404: f"Does the stack serve `{model}`? `rollway status` lists what it serves.",
-        400: "A token id outside the vocabulary, or a prompt longer than the model's context, is "
-        "answered like this.",
+        400: "The prompt must fit the model's context, and every token id its vocabulary.",
     }
     return RolloutError(error.message, hints.get(error.status, ""))

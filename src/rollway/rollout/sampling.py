@@ -40,6 +40,11 @@ class Sampling:
             raise UsageError(f"temperature is {self.temperature}.", "Use 0 (greedy) or more.")
         if not 0 < self.top_p <= 1:
             raise UsageError(f"top_p is {self.top_p}.", "Use a value above 0 and at most 1.")
+        if self.ignore_eos and self.stop_token_ids:
+            raise UsageError(
+                "ignore_eos and stop_token_ids are given together.",
+                "Dynamo then ignores the stop token ids as well; give one of the two.",
+            )
         if len(self.stop_token_ids) > 32:
             raise UsageError(
                 f"{len(self.stop_token_ids)} stop token ids.", "Dynamo takes at most 32."

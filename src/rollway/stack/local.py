@@ -32,7 +32,7 @@ _POLL_SECONDS = 0.1
 class RunningStack:
     """A stack this process started. It ends with this process unless it is detached."""
 
-    name: str
+    directory: StackDir
     state: StackState
     _supervisor: subprocess.Popen[bytes]
     _lifeline: int
@@ -47,7 +47,7 @@ class RunningStack:
     def stop(self, progress: Progress | None = None) -> None:
         with contextlib.suppress(OSError):
             os.close(self._lifeline)
-        _ended(StackDir(self.name), self._supervisor, self.state.stop_seconds, progress)
+        _ended(self.directory, self._supervisor, self.state.stop_seconds, progress)
 
 
 def start(spec: StackSpec, progress: Progress | None = None) -> RunningStack:
@@ -55,7 +55,7 @@ def start(spec: StackSpec, progress: Progress | None = None) -> RunningStack:
 
     On failure, and on KeyboardInterrupt, everything that had started is stopped first."""
     directory = StackDir(spec.name)
-    clear_leftovers(spec.name)
+    clear_leftovers(directory)
     state = directory.read()
     if state is not None and state.supervised:
         raise StartError(
@@ -72,7 +72,7 @@ def start(spec: StackSpec, progress: Progress | None = None) -> RunningStack:
         if isinstance(error, RollwayError):
             directory.forget()
         raise
-    return RunningStack(spec.name, state, supervisor, lifeline)
+    return RunningStack(directory, state, supervisor, lifeline)
 
 
 def stop(name: str, progress: Progress | None = None) -> None:
@@ -90,12 +90,11 @@ def stop(name: str, progress: Progress | None = None) -> None:
             time.sleep(_POLL_SECONDS)
         state.supervisor.send(signal.SIGKILL)
         processes.wait_gone({state.supervisor}, 5.0)
-    clear_leftovers(name)
+    clear_leftovers(directory)
 
 
-def clear_leftovers(name: str) -> bool:
+def clear_leftovers(directory: StackDir) -> bool:
     """End what a dead supervisor left: by its record and its mark, never by a program's name."""
-    directory = StackDir(name)
     state = directory.read()
     if state is None or state.supervised or state.uid != os.getuid():
         return False
@@ -220,7 +219,7 @@ def _ended(
     if supervisor.poll() is None:
         supervisor.kill()
         supervisor.wait()
-    clear_leftovers(directory.name)
+    clear_leftovers(directory)
 
 
 def _end_members(state: StackState) -> None:
@@ -234,9 +233,8 @@ def _end_members(state: StackState) -> None:
     processes.remove_shared_memory(memory)
 
 
-def each_state(name: str) -> Iterator[StackState]:
+def each_state(directory: StackDir) -> Iterator[StackState]:
     """The state of a running stack, again and again, until it ends."""
-    directory = StackDir(name)
     while (state := directory.read()) is not None and state.supervised:
         yield state
         time.sleep(1.0)

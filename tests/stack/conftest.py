@@ -1,0 +1,47 @@
+"""One real stack, two vLLM workers on CPU, shared by all tests of a session that only use it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import rollway
+from rollway.sync import SyncStack
+from tests.stack.policies import Policy, perturbed
+
+VLLM_ARGS = {
+    "dtype": "float32",
+    "max-model-len": 512,
+    "max-num-seqs": 64,
+    "kv-cache-memory-bytes": 64 * 2**20,
+}
+
+
+@pytest.fixture(scope="session")
+def vllm_stack(session_home: Path, base_model: Path) -> Iterator[SyncStack]:
+    model = {"path": str(base_model), "name": "tiny", "replicas": 2, "args": VLLM_ARGS}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ROLLWAY_HOME", str(session_home))
+        opening = rollway.up({"name": "shared", "models": [model]})
+        stack = opening.__enter__()
+    yield stack
+    opening.__exit__(None, None, None)
+
+
+@pytest.fixture(autouse=True)
+def shared_home(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, own_home: Path
+) -> None:
+    """Tests of the shared stack see the home it runs in."""
+    if "vllm_stack" in request.fixturenames:
+        monkeypatch.setenv("ROLLWAY_HOME", str(request.getfixturevalue("session_home")))
+
+
+@pytest.fixture(scope="session")
+def policies(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Policy]:
+    """The base checkpoint and others with the same shapes, each with a torch model to compare."""
+    directory = tmp_path_factory.mktemp("policies")
+    others = [perturbed(base_model, directory / f"p{seed}", seed) for seed in (1, 2)]
+    return [Policy(path) for path in (base_model, *others)]

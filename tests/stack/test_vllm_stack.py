@@ -1,0 +1,328 @@
+"""Rollouts and refits on real vLLM workers behind a real frontend."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+import rollway
+from rollway.errors import RolloutError, UsageError
+from rollway.rollout.client import Rollout
+from rollway.rollout.sampling import Sampling
+from rollway.stack import processes
+from rollway.stack.state import StackDir, StackState
+from rollway.sync import SyncStack
+from tests.stack.policies import Policy
+
+pytestmark = pytest.mark.stack
+
+TOLERANCE = 1e-4
+_random = random.Random(7)
+_versions = itertools.count(1)
+
+
+def fresh_prompt(length: int = 100) -> list[int]:
+    """A prompt nobody has sent before, so that nothing of it is cached."""
+    return [_random.randrange(10, 200) for _ in range(length)]
+
+
+def worst(policy: Policy, rollouts: list[Rollout]) -> float:
+    return max(policy.distance(r.prompt_ids, r.token_ids, r.logprobs or []) for r in rollouts)
+
+
+@pytest.fixture
+def served(vllm_stack: SyncStack, policies: list[Policy]) -> tuple[int, Policy]:
+    """Puts the shared stack on a known policy under a new version."""
+    version = next(_versions)
+    policy = policies[version % len(policies)]
+    vllm_stack.refit(policy.path, version)
+    return version, policy
+
+
+def test_a_new_stack_serves_version_0(vllm_stack: SyncStack, policies: list[Policy]) -> None:
+    assert set(vllm_stack.fleet.read_versions().values()) <= {0} or next(_versions) > 1
+    workers = vllm_stack.fleet.workers()
+    assert len(workers) == 2
+    assert {worker.model for worker in workers} == {"tiny"}
+
+
+def test_greedy_tokens_and_logprobs_equal_torch(
+    vllm_stack: SyncStack, served: tuple[int, Policy]
+) -> None:
+    version, policy = served
+    prompt = fresh_prompt()
+    (rollout,) = vllm_stack.rollouts().generate(
+        prompt, Sampling(max_tokens=24, temperature=0.0, ignore_eos=True)
+    )
+    assert rollout.token_ids == policy.greedy(prompt, 24)
+    assert worst(policy, [rollout]) < TOLERANCE
+    assert rollout.finish_reason == "length"
+    assert rollout.weight_version == version
+
+
+def test_generation_config_does_not_touch_a_request(
+    vllm_stack: SyncStack, policies: list[Policy], base_model: Path
+) -> None:
+    """The checkpoint ships top_k 20 and top_p 0.9; the log-probs are of the whole distribution."""
+    vllm_stack.refit(policies[1].path, next(_versions))
+    shipped = json.loads((base_model / "generation_config.json").read_text())
+    assert shipped["top_k"] == 20 and shipped["top_p"] < 1
+    prompt, sampling = fresh_prompt(), Sampling(max_tokens=32, ignore_eos=True)
+    group = vllm_stack.rollouts().generate(prompt, sampling, n=8)
+    assert worst(policies[1], group) < TOLERANCE
+    assert worst(policies[1], [_naive_request(vllm_stack, prompt)]) > 0.01  # the trap is there
+
+
+def _naive_request(stack: SyncStack, prompt: list[int]) -> Rollout:
+    """What a client gets that says `temperature: 1` and trusts that nothing else is changed."""
+    extra = ["completion_token_ids"]
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 32, "temperature": 1.0, "logprobs": 0,
+            "ignore_eos": True, "nvext": {"extra_fields": extra}}  # fmt: skip
+    request = urllib.request.Request(
+        f"{stack.frontend_url}/v1/completions",
+        json.dumps(body).encode(),
+        {"content-type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        got = json.load(answer)
+    logprobs = got["choices"][0]["logprobs"]["token_logprobs"]
+    return Rollout(prompt, got["nvext"]["completion_token_ids"], logprobs, "length", None, None, 0)
+
+
+def test_a_group_shares_one_worker_and_its_prefix(
+    vllm_stack: SyncStack, served: tuple[int, Policy]
+) -> None:
+    groups = vllm_stack.rollouts().generate_batch(
+        [fresh_prompt() for _ in range(6)], Sampling(max_tokens=4), n=6
+    )
+    for group in groups:
+        assert len({rollout.worker_id for rollout in group}) == 1
+        assert sum(rollout.cached_tokens for rollout in group) >= 4 * 96
+    assert len({group[0].worker_id for group in groups}) == 2
+
+
+def test_worker_ids_are_exact(vllm_stack: SyncStack, served: tuple[int, Policy]) -> None:
+    listed = {worker.instance_id for worker in vllm_stack.fleet.workers()}
+    group = vllm_stack.rollouts().generate(fresh_prompt(), Sampling(max_tokens=2), n=2)
+    assert {rollout.worker_id for rollout in group} <= listed
+    assert max(listed) > 2**53
+
+
+def test_seeds_repeat_a_batch_and_differ_within_it(
+    vllm_stack: SyncStack, served: tuple[int, Policy]
+) -> None:
+    prompt, sampling = fresh_prompt(), Sampling(max_tokens=12, seed=5, ignore_eos=True)
+    first = vllm_stack.rollouts().generate_batch([prompt, prompt], sampling, n=4)
+    again = vllm_stack.rollouts().generate_batch([prompt, prompt], sampling, n=4)
+    tokens = [[rollout.token_ids for rollout in group] for group in first]
+    assert tokens == [[rollout.token_ids for rollout in group] for group in again]
+    assert len({tuple(ids) for group in tokens for ids in group}) == 8
+
+
+def test_unseeded_workers_do_not_sample_alike(
+    vllm_stack: SyncStack, served: tuple[int, Policy]
+) -> None:
+    """Two engines with one seed would answer one prompt with the same tokens."""
+    prompt = fresh_prompt()
+    groups = vllm_stack.rollouts().generate_batch(
+        [prompt] * 8, Sampling(max_tokens=8, ignore_eos=True), n=2
+    )
+    assert len({tuple(r.token_ids) for group in groups for r in group}) == 16
+
+
+def test_stop_token_is_part_of_the_rollout(
+    vllm_stack: SyncStack, served: tuple[int, Policy]
+) -> None:
+    prompt = fresh_prompt()
+    expected = served[1].greedy(prompt, 6)
+    stop = expected[3]
+    (rollout,) = vllm_stack.rollouts().generate(
+        prompt,
+        Sampling(max_tokens=6, temperature=0.0, stop_token_ids=(stop,)),
+    )
+    assert rollout.finish_reason == "stop"
+    assert rollout.token_ids == expected[: expected.index(stop) + 1]
+    assert worst(served[1], [rollout]) < TOLERANCE
+
+
+async def test_streaming_gives_the_same_tokens(
+    vllm_stack: SyncStack, served: tuple[int, Policy]
+) -> None:
+    prompt = fresh_prompt()
+    sampling = Sampling(max_tokens=150, temperature=0.0, ignore_eos=True)
+    async with rollway.attach(vllm_stack.frontend_url) as stack:
+        parts = [part async for part in stack.rollouts().stream(prompt, sampling)]
+        *chunks, whole = parts
+        assert isinstance(whole, Rollout)
+        assert list(itertools.chain(*chunks)) == whole.token_ids  # type: ignore[arg-type]
+        assert 2 <= len(chunks) <= 5  # coalesced: the first token, then 64 at a time
+        assert whole.weight_version == served[0]
+        (unary,) = await stack.rollouts().generate(prompt, sampling)
+        assert unary.token_ids == whole.token_ids
+    assert worst(served[1], [whole]) < TOLERANCE
+
+
+async def test_cancelling_ends_the_request_on_the_worker(
+    vllm_stack: SyncStack, served: tuple[int, Policy]
+) -> None:
+    async with rollway.attach(vllm_stack.frontend_url) as stack:
+        long = Sampling(max_tokens=400, ignore_eos=True)
+        task = asyncio.create_task(stack.rollouts().generate(fresh_prompt(), long, n=4))
+        await _until(lambda: _running_requests(vllm_stack) > 0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await _until(lambda: _running_requests(vllm_stack) == 0)
+
+
+def _running_requests(stack: SyncStack) -> float:
+    total = 0.0
+    for worker in stack.fleet.workers():
+        with urllib.request.urlopen(f"{worker.admin_url}/metrics", timeout=10) as answer:
+            for line in answer.read().decode().splitlines():
+                if line.startswith("vllm:num_requests_running"):
+                    total += float(line.split()[-1])
+    return total
+
+
+async def _until(condition: object, seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not await asyncio.to_thread(condition):  # type: ignore[arg-type]
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.05)
+
+
+def test_refit_changes_every_worker_and_no_old_kv_is_read(
+    vllm_stack: SyncStack, policies: list[Policy]
+) -> None:
+    prompts = [fresh_prompt() for _ in range(6)]
+    sampling = Sampling(max_tokens=8, ignore_eos=True)
+    for _ in range(2):
+        version = next(_versions)
+        policy = policies[version % len(policies)]
+        report = vllm_stack.refit(policy.path, version)
+        assert [worker.state for worker in report.workers] == ["serving", "serving"]
+        assert 0 < report.paused_seconds <= report.seconds
+        first = vllm_stack.rollouts().generate_batch(prompts, sampling, n=1)
+        assert all(group[0].cached_tokens == 0 for group in first)
+        warm = vllm_stack.rollouts().generate_batch(prompts, sampling, n=4)
+        flat = [rollout for group in (*first, *warm) for rollout in group]
+        assert len({rollout.worker_id for rollout in flat}) == 2
+        assert {rollout.weight_version for rollout in flat} == {version}
+        assert worst(policy, flat) < TOLERANCE
+    other = policies[(version + 1) % len(policies)]
+    assert worst(other, flat) > 0.1  # the comparison can tell two policies apart
+
+
+async def test_requests_in_flight_end_on_the_version_they_began_with(
+    vllm_stack: SyncStack, policies: list[Policy]
+) -> None:
+    old, new = next(_versions), next(_versions)
+    async with rollway.attach(vllm_stack.frontend_url) as stack:
+        await stack.refit(policies[old % len(policies)].path, old)
+        long = Sampling(max_tokens=300, ignore_eos=True)
+        running = asyncio.create_task(stack.rollouts().generate(fresh_prompt(), long, n=4))
+        await _until(lambda: _running_requests(vllm_stack) > 0)
+        refit = asyncio.create_task(stack.refit(policies[new % len(policies)].path, new))
+        await asyncio.sleep(0.05)
+        late = await stack.rollouts().generate(fresh_prompt(), Sampling(max_tokens=4), n=2)
+        await refit
+        group = await running
+    assert {rollout.weight_version for rollout in group} == {old}
+    assert worst(policies[old % len(policies)], group) < TOLERANCE
+    assert {rollout.weight_version for rollout in late} == {new}
+    assert worst(policies[new % len(policies)], late) < TOLERANCE
+    vllm_stack.fleet.read_versions()
+
+
+def test_bad_checkpoints_and_versions_are_refused_untouched(
+    vllm_stack: SyncStack, served: tuple[int, Policy], tmp_path: Path
+) -> None:
+    version, policy = served
+    with pytest.raises(UsageError, match="not newer"):
+        vllm_stack.refit(policy.path, version)
+    with pytest.raises(UsageError, match="no checkpoint directory"):
+        vllm_stack.refit(tmp_path / "nowhere", version + 1000)
+    half = tmp_path / "half"
+    shutil.copytree(policy.path, half)
+    (half / "model.safetensors").unlink()
+    with pytest.raises(UsageError, match="lacks weight files"):
+        vllm_stack.refit(half, version + 1000)
+    group = vllm_stack.rollouts().generate(fresh_prompt(), Sampling(max_tokens=4), n=2)
+    assert {rollout.weight_version for rollout in group} == {version}
+    assert worst(policy, group) < TOLERANCE
+
+
+def test_pause_and_resume(vllm_stack: SyncStack, served: tuple[int, Policy]) -> None:
+    vllm_stack.fleet.pause()
+    vllm_stack.fleet.resume()
+    vllm_stack.fleet.flush_cache()
+    assert vllm_stack.rollouts().generate(fresh_prompt(), Sampling(max_tokens=2))
+
+
+def test_impossible_requests_are_explained(
+    vllm_stack: SyncStack, served: tuple[int, Policy]
+) -> None:
+    with pytest.raises(RolloutError, match="context_length, limit 512, actual 600"):
+        vllm_stack.rollouts().generate([10] * 600, Sampling(max_tokens=4))
+    with pytest.raises(UsageError, match="no token"):
+        vllm_stack.rollouts().generate([])
+
+
+def test_status_names_the_weight_version(vllm_stack: SyncStack, served: tuple[int, Policy]) -> None:
+    shown = subprocess.run(
+        [sys.executable, "-m", "rollway.cli", "status", "--json"], capture_output=True, text=True
+    )
+    (stack,) = json.loads(shown.stdout)["stacks"]
+    assert list(stack["weight_versions"].values()) == [served[0]] * 2
+
+
+def test_a_killed_worker_leaves_no_orphans_and_never_serves_stale_tokens(
+    vllm_stack: SyncStack, policies: list[Policy]
+) -> None:
+    """kill -9 of the main process orphans EngineCore and Worker. They are cleared, the worker is
+    restarted from the base checkpoint, and until the next refit no rollout comes from it."""
+    version = next(_versions)
+    policy = policies[1]
+    vllm_stack.refit(policy.path, version)
+    state = _state()
+    victim = next(p for p in state.processes if p.name == "tiny-0")
+    family = processes.descendants(victim.pid or 0)
+    assert len(family) >= 2
+    os.kill(victim.pid or 0, signal.SIGKILL)
+    assert processes.wait_gone(family, 15.0) == set()
+    sampling = Sampling(max_tokens=8, ignore_eos=True)
+    flat: list[Rollout] = []
+    while next(p for p in _state().processes if p.name == "tiny-0").state != "ready":
+        groups = vllm_stack.rollouts().generate_batch([fresh_prompt() for _ in range(4)], sampling)
+        flat += [rollout for group in groups for rollout in group]
+        time.sleep(1.0)  # the restarting worker needs the cores
+    for _ in range(5):
+        groups = vllm_stack.rollouts().generate_batch([fresh_prompt() for _ in range(4)], sampling)
+        flat += [rollout for group in groups for rollout in group]
+    assert {rollout.weight_version for rollout in flat} == {version}
+    assert worst(policy, flat) < TOLERANCE
+    assert sorted(v or 0 for v in vllm_stack.fleet.read_versions().values()) == [0, version]
+    version = next(_versions)
+    vllm_stack.refit(policies[2].path, version)
+    groups = vllm_stack.rollouts().generate_batch([fresh_prompt() for _ in range(8)], sampling)
+    assert len({group[0].worker_id for group in groups}) == 2
+    assert worst(policies[2], [group[0] for group in groups]) < TOLERANCE
+
+
+def _state() -> StackState:
+    state = StackDir("shared").read()
+    assert state is not None
+    return state
