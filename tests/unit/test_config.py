@@ -1,0 +1,126 @@
+"""Specs: what is accepted, and that every complaint names the field and the fix."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollway.config import StackSpec, load_spec, slug
+from rollway.errors import RollwayError, SpecError, UsageError
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "config.json").write_text("{}")
+    return str(directory)
+
+
+def test_a_model_path_is_all_that_is_needed(model: str) -> None:
+    spec = load_spec({"models": [{"path": model}]})
+    assert spec.models[0].name == "model"
+    assert (spec.discovery, spec.event_plane, spec.request_plane) == ("file", "zmq", "tcp")
+    assert spec.frontend.host == spec.admin_host == "127.0.0.1"
+    assert spec.router.mode == "kv"
+
+
+def test_yaml_and_overrides(model: str, tmp_path: Path) -> None:
+    file = tmp_path / "stack.yaml"
+    file.write_text(f"name: a\nmodels:\n  - path: {model}\n    args: {{dtype: float32}}\n")
+    spec = load_spec(
+        file, ["models.0.replicas=3", "router.mode=random", "models.0.args.max-model-len=128"]
+    )
+    assert spec.models[0].replicas == 3
+    assert spec.router.mode == "random"
+    assert spec.models[0].args == {"dtype": "float32", "max-model-len": 128}
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ({"replica": 2}, ["models.0.replica", "Did you mean `replicas`"]),
+        ({"replicas": 0}, ["models.0.replicas", "greater than or equal to 1", "got 0"]),
+        ({"engine": "trt"}, ["models.0.engine", "'vllm' or 'mocker'"]),
+        ({"name": "x", "zzzz": 1}, ["models.0.zzzz", "Known here: args, engine"]),
+    ],
+)
+def test_a_wrong_model_field_is_named(
+    model: str, data: dict[str, object], words: list[str]
+) -> None:
+    with pytest.raises(SpecError) as error:
+        load_spec({"models": [{"path": model, **data}]})
+    for word in words:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"routr": {}}, "Did you mean `router`"),
+        ({"router": {"mod": "kv"}}, "`router.mod`: there is no such field. Did you mean `mode`"),
+        ({"frontend": {"port": 70000}}, "`frontend.port`"),
+        ({"name": "Not A Name"}, "lower-case"),
+        ({"etcd_endpoints": "http://x"}, "`discovery` is not `etcd`"),
+        ({"nats_server": "nats://x"}, "no plane is `nats`"),
+    ],
+)
+def test_a_wrong_stack_field_is_named(model: str, fields: dict[str, object], words: str) -> None:
+    with pytest.raises(SpecError) as error:
+        load_spec({"models": [{"path": model}], **fields})
+    assert words in str(error.value)
+
+
+def test_two_models_of_one_name(model: str) -> None:
+    with pytest.raises(SpecError, match="two models are served under one name"):
+        load_spec({"models": [{"path": model}, {"path": model}]})
+    with pytest.raises(SpecError, match="differ only in signs"):
+        load_spec({"models": [{"path": model, "name": "a.b"}, {"path": model, "name": "a-b"}]})
+
+
+def test_missing_model_paths(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"models\.0\.path.*no directory"):
+        load_spec({"models": [{"path": str(tmp_path / "nowhere")}]})
+    with pytest.raises(SpecError, match=r"has no config\.json"):
+        load_spec({"models": [{"path": str(tmp_path)}]})
+    with pytest.raises(SpecError, match="names no model"):
+        load_spec({})
+    assert load_spec({"models": [{"path": "Qwen/Qwen3-0.6B"}]}).models[0].name == "Qwen3-0.6B"
+
+
+def test_unreadable_files(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="There is no file"):
+        load_spec(tmp_path / "none.yaml")
+    with pytest.raises(UsageError, match="cannot be read"):
+        load_spec(tmp_path)
+    for text, words in [("a: [1", "not valid YAML"), ("- 1", "holds a list"), ("", "is empty")]:
+        file = tmp_path / "bad.yaml"
+        file.write_text(text)
+        with pytest.raises(SpecError, match=words):
+            load_spec(file)
+
+
+@given(st.text(max_size=40))
+def test_any_override_is_applied_or_refused_in_words(text: str) -> None:
+    data = {"models": [{"path": "org/model"}]}
+    try:
+        load_spec(data, [text])
+    except RollwayError as error:
+        assert error.exit_code == 2
+        assert str(error)
+
+
+@given(st.text(min_size=1, max_size=60))
+def test_a_slug_is_a_component_name(name: str) -> None:
+    assert set(slug(name)) <= set("abcdefghijklmnopqrstuvwxyz0123456789-")
+    assert slug(name)
+
+
+def test_a_spec_survives_the_trip_to_the_supervisor(model: str) -> None:
+    spec = load_spec(
+        {"models": [{"path": model, "args": {"a": None, "b": [1, "x"], "c": {"d": True}}}]}
+    )
+    assert StackSpec.model_validate_json(spec.model_dump_json()) == spec
