@@ -31,16 +31,19 @@ class GrpoConfig:
     """Settings of the demo's training run.
 
     The learning rate is far above what a real model takes: this one has about 0.1 million
-    parameters and some thirty steps. ``temperature`` is the one to sample with; the trainer
-    computes log-probs at temperature 1, so another value would be a mismatch by construction.
+    parameters and some thirty steps. It rises over the first ``lr_warmup_steps``, because Adam's
+    first steps have their full size however noisy the gradient is, and a policy that loses a
+    digit to such a step may never sample it again. ``temperature`` is the one to sample with; the
+    trainer computes log-probs at temperature 1, so another value would be a mismatch by
+    construction.
     """
 
     groups_per_step: int = 16
     group_size: int = 8
     steps: int = 30
-    lr: float = 3e-3
+    lr: float = 2e-3
+    lr_warmup_steps: int = 10
     clip: float = 0.2
-    epochs: int = 1
     max_grad_norm: float = 1.0
     temperature: float = 1.0
 
@@ -168,49 +171,48 @@ def clipped_loss(
 
 
 class GrpoTrainer:
-    """Holds the policy and its optimizer, and takes one step per batch of rollouts."""
+    """Holds the policy and its optimizer, and takes one optimizer step per batch of rollouts.
+
+    One step, because rollouts are cheap here and a second pass over the same batch would be off
+    policy. The clip therefore only acts when the engine sampled with other weights.
+    """
 
     def __init__(self, model: PreTrainedModel, config: GrpoConfig | None = None) -> None:
         self.config = config or GrpoConfig()
         # In eval mode: dropout would make the recomputed log-probs differ from the engine's.
         self.model = model.eval()
         self.optimizer = torch.optim.Adam(model.parameters(), lr=self.config.lr)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._lr_factor)
 
     @classmethod
     def from_checkpoint(cls, directory: Path, config: GrpoConfig | None = None) -> GrpoTrainer:
+        """A trainer for the policy in ``directory``, in float32."""
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
         return cls(model, config)
 
     def train_step(self, batch: RolloutBatch) -> StepStats:
         """Update the policy on one batch.
 
-        The forward pass of the first epoch runs before any optimizer step, with the weights
-        that sampled the batch, so it also serves the comparison with the engine. (If the
+        The log-probs are recomputed before the optimizer step, so with the weights that
+        sampled the batch, and serve both the comparison with the engine and the loss. (If the
         engine was behind the trainer, the mismatch shows that lag as well, as it should.)
         """
         started = time.perf_counter()
         mask = completion_mask(batch.completion_ids)
         advantages = torch.tensor(batch.advantages, dtype=torch.float32)
-        engine_lp = None if batch.engine_logprobs is None else pad_rows(batch.engine_logprobs)
-        old_lp = engine_lp
-        mismatch: float | None = None
-        losses, norms, clipped = [], [], []
-        for epoch in range(self.config.epochs):
-            new_lp = token_logprobs(self.model, batch.prompt_ids, batch.completion_ids)
-            if epoch == 0 and engine_lp is not None:
-                mismatch = mismatch_kl(new_lp.detach(), engine_lp, mask).item()
-            if old_lp is None:
-                old_lp = new_lp.detach()
-            loss = clipped_loss(new_lp, old_lp, advantages, mask, self.config.clip)
-            losses.append(loss.item())
-            norms.append(self._optimize(loss))
-            clipped.append(self._clip_fraction(new_lp.detach(), old_lp, mask))
+        new_lp = token_logprobs(self.model, batch.prompt_ids, batch.completion_ids)
+        old_lp, mismatch = new_lp.detach(), None
+        if batch.engine_logprobs is not None:
+            old_lp = pad_rows(batch.engine_logprobs)
+            mismatch = mismatch_kl(new_lp.detach(), old_lp, mask).item()
+        loss = clipped_loss(new_lp, old_lp, advantages, mask, self.config.clip)
+        outside = (torch.exp(new_lp.detach() - old_lp) - 1).abs() > self.config.clip
         return StepStats(
-            loss=sum(losses) / len(losses),
-            grad_norm=sum(norms) / len(norms),
+            loss=loss.item(),
+            grad_norm=self._optimize(loss),
             mismatch_kl=mismatch,
             mean_reward=sum(batch.rewards) / len(batch.rewards),
-            clip_fraction=sum(clipped) / len(clipped),
+            clip_fraction=masked_mean(outside.float(), mask).item(),
             tokens=int(mask.sum()),
             seconds=time.perf_counter() - started,
         )
@@ -221,8 +223,8 @@ class GrpoTrainer:
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
         self.optimizer.step()
+        self.schedule.step()
         return float(norm)
 
-    def _clip_fraction(self, new_lp: Tensor, old_lp: Tensor, mask: Tensor) -> float:
-        outside = (torch.exp(new_lp - old_lp) - 1).abs() > self.config.clip
-        return float(masked_mean(outside.float(), mask))
+    def _lr_factor(self, step: int) -> float:
+        return min(1.0, (step + 1) / max(1, self.config.lr_warmup_steps))

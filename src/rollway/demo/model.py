@@ -1,15 +1,17 @@
 """Builds the demo's base policy: a tiny Qwen3 checkpoint with its tokenizer, offline.
 
 Nothing is downloaded: the weights are random apart from a short supervised warm-up, and the
-tokenizer has one token per byte. The warm-up teaches the *format*, answering with digits, on
-answers drawn at random. It cannot teach counting, because the answers hold none, so the base
-policy earns what guessing digits earns, 0.1, and everything above that is learnt by RL.
+tokenizer has one token per byte. The warm-up teaches the *format*, answering with digits, and
+a shaky hand at the task: in the answers it shows, fewer than half of the steps count on and
+the others jump to any digit. Since one slip spoils the rest of an answer, the base policy earns
+less than 0.2 where guessing earns 0.1. Everything above that is learnt by RL. (From a policy
+that only guesses, the same RL needs far more steps: nearly every completion is then wrong
+almost everywhere, and the reward hardly tells a good token from a bad one.)
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -39,16 +41,21 @@ TURN_END = "<|im_end|>"
 # The training prompts are raw token ids; the template serves whoever tries the chat endpoint.
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    f"{{{{ '{TURN_START}' + message['role'] + '\\n' + message['content'] + '{TURN_END}\\n' }}}}"
     "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    f"{{% if add_generation_prompt %}}{{{{ '{TURN_START}assistant\\n' }}}}{{% endif %}}"
 )
 
 MAX_POSITIONS = 2048
+# Ten prompts a step, one for each start digit. Their answers are longer than the task's: the
+# prompt costs most of the time, and a longer answer teaches more for nearly the same.
 WARMUP_STEPS = 60
-WARMUP_BATCH = 20
+WARMUP_BATCH = 10
+WARMUP_ANSWER = 64
 WARMUP_LR = 3e-3
-WARMUP_SKILL = 0.3
+# Share of steps that count on in the warm-up's answers. Well below, RL from this policy is a
+# gamble; well above, it has little left to learn.
+WARMUP_SKILL = 0.45
 
 
 def build_base(directory: Path, *, seed: int = 0) -> Path:
@@ -84,7 +91,6 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         tokenizer_object=tokenizer,
         eos_token=EOS_TOKEN,
         pad_token=PAD_TOKEN,
-        additional_special_tokens=[TURN_START, TURN_END],
         chat_template=CHAT_TEMPLATE,
         model_max_length=MAX_POSITIONS,
         clean_up_tokenization_spaces=False,
@@ -104,6 +110,9 @@ def _config(tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
         # CPU attention kernels take multiples of 32 only.
         head_dim=32,
         max_position_embeddings=MAX_POSITIONS,
+        # 1 / sqrt(hidden_size). The usual 0.02 suits wide models; at this width it leaves weights
+        # so small that a single optimizer step at the demo's learning rate upsets the policy.
+        initializer_range=0.125,
         tie_word_embeddings=False,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -135,13 +144,22 @@ def _write_checkpoint(directory: Path, seed: int) -> None:
     _warm_up(model, CountingTask(tokenizer), Random(seed))
     model.generation_config = _generation_config(tokenizer)
     model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
+    _save_tokenizer(tokenizer, directory)
     # The marker comes last: a directory that has it has everything else.
     (directory / MARKER).write_text(json.dumps({"format": FORMAT, "seed": seed}) + "\n")
 
 
+def _save_tokenizer(tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
+    tokenizer.save_pretrained(directory)
+    # transformers 5 writes a class name that engines with transformers 4 do not know. Both know
+    # this one.
+    path = directory / "tokenizer_config.json"
+    config = json.loads(path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    path.write_text(json.dumps(config, indent=2) + "\n")
+
+
 def _warm_up(model: Qwen3ForCausalLM, task: CountingTask, rng: Random) -> None:
-    """Supervised steps on prompts answered with random digits."""
+    """Supervised steps on prompts with clumsy answers; only the answers count in the loss."""
     optimizer = torch.optim.Adam(model.parameters(), lr=WARMUP_LR)
     model.train()
     for prompt_length, rows in _warm_up_batches(task, rng):
@@ -164,7 +182,7 @@ def _warm_up_batches(task: CountingTask, rng: Random) -> Iterator[tuple[int, tor
 
 def _clumsy_answer(task: CountingTask, prompt: Prompt, rng: Random) -> list[int]:
     digits, last = [], prompt.start
-    for _ in range(task.max_tokens):
+    for _ in range(WARMUP_ANSWER):
         last = (last + 1) % 10 if rng.random() < WARMUP_SKILL else rng.randrange(10)
         digits.append(task.digit_ids[last])
     return digits
@@ -190,8 +208,8 @@ def _move_into_place(workspace: Path, directory: Path, seed: int) -> None:
     try:
         if (directory / MARKER).is_file() and not _is_complete(directory, seed):
             # Outdated: it leaves with the workspace. A rename, so that nobody sees half of it.
-            os.replace(directory, workspace / "outdated")
-        os.replace(workspace / "fresh", directory)
+            directory.rename(workspace / "outdated")
+        (workspace / "fresh").rename(directory)
     except OSError:
         # Another process may have finished the same build first; its result is as good.
         if not _is_complete(directory, seed):

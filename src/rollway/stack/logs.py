@@ -34,7 +34,7 @@ _HINTS: list[tuple[str, str]] = [
     (r"(?i)max_model_len.*greater|larger than the maximum number of tokens",
      "Set a smaller `max-model-len` or a larger `kv-cache-memory-bytes`."),
 ]  # fmt: skip
-_TELLING = re.compile(r"(?i)\berror\b|exception|traceback|fatal|killed|panic")
+_TELLING = re.compile(r"(?i)error\b|exception|traceback|fatal|killed|panic")
 
 
 def tail(path: Path, lines: int = 20) -> list[str]:

@@ -1,0 +1,107 @@
+"""A stand-in for Dynamo workers: the admin routes with scripted failures, over real HTTP.
+
+It exists for faults that a real worker cannot be made to show on demand; what works is tested
+against real ones in tests/stack."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+ROUTES = [
+    "pause_generation", "resume_generation", "flush_cache", "update_weights_from_disk",
+    "get_weight_version", "set_weight_version", "liveness_probe",
+]  # fmt: skip
+
+
+@dataclass
+class FakeWorker:
+    instance_id: int
+    version: int | None = 0
+    paused: bool = False
+    calls: list[str] = field(default_factory=list)
+    fail: dict[str, Any] = field(default_factory=dict)
+    """Route to what goes wrong: an HTTP status, a message, or seconds to hang."""
+    routes: list[str] = field(default_factory=lambda: list(ROUTES))
+    error: str | None = None
+    lies: bool = False
+    """Says ok to an update and keeps its version."""
+
+    async def handle(self, request: web.Request) -> web.Response:
+        route = request.match_info["route"]
+        self.calls.append(route)
+        trouble = self.fail.get(route)
+        if isinstance(trouble, list):
+            trouble = trouble.pop(0) if trouble else None
+        if isinstance(trouble, float):
+            await asyncio.sleep(trouble)
+        elif isinstance(trouble, int):
+            return web.Response(status=trouble, text="trouble")
+        elif isinstance(trouble, str):
+            return _reply({"status": "error", "message": trouble})
+        body = await request.json()
+        if route == "update_weights_from_disk":
+            if not self.paused:
+                return _reply({"status": "error", "message": "must be paused"})
+            if not self.lies:
+                self.version = body["weight_version"]
+        elif route == "set_weight_version":
+            self.version = body["weight_version"]
+        elif route in ("pause_generation", "resume_generation"):
+            self.paused = route == "pause_generation"
+        return _reply({"status": "ok", "version": self.version, "alive": True})
+
+
+def _reply(body: dict[str, Any]) -> web.Response:
+    # Dynamo sends JSON as text/plain.
+    return web.Response(text=json.dumps(body), content_type="text/plain")
+
+
+@asynccontextmanager
+async def fake_fleet(*workers: FakeWorker) -> AsyncIterator[str]:
+    """Serve the workers and their listing; yields the listing's base URL."""
+    runners = []
+
+    async def serve(app: web.Application) -> str:
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        runners.append(runner)
+        return f"http://127.0.0.1:{runner.addresses[0][1]}"
+
+    urls = []
+    for worker in workers:
+        app = web.Application()
+        app.router.add_post("/engine/{route}", worker.handle)
+        urls.append(await serve(app))
+
+    async def listing(_: web.Request) -> web.Response:
+        return web.json_response(
+            {
+                "workers": [
+                    {
+                        "instance_id": worker.instance_id,
+                        "system_url": url,
+                        "model": "tiny",
+                        "routes": worker.routes,
+                        "error": worker.error,
+                    }
+                    for worker, url in zip(workers, urls, strict=True)
+                ]
+            }
+        )
+
+    app = web.Application()
+    app.router.add_get("/v1/rl/workers", listing)
+    try:
+        yield await serve(app)
+    finally:
+        for runner in runners:
+            await runner.cleanup()

@@ -1,0 +1,150 @@
+"""Admin calls and refits when workers misbehave (a scripted stand-in, see fake_fleet.py)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rollway.errors import AdminError, NoWorkers, RefitError, Unreachable, UsageError
+from rollway.fleet.admin import AdminTimeouts
+from rollway.fleet.fleet import Fleet
+from rollway.http import Http
+from tests.unit.fake_fleet import FakeWorker, fake_fleet
+
+BIG = 2**64 - 59
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").touch()
+    return tmp_path
+
+
+async def test_instance_ids_are_exact_and_failures_listed() -> None:
+    broken = FakeWorker(2, error="DeadlineExceeded")
+    async with fake_fleet(FakeWorker(BIG), broken) as url, Http() as http:
+        workers = await Fleet(http, url).workers()
+        assert [worker.instance_id for worker in workers] == [2, BIG]
+        assert workers[0].error == "DeadlineExceeded"
+        with pytest.raises(AdminError, match=r"1 of 2 workers do not answer.*DeadlineExceeded"):
+            await Fleet(http, url).resume()
+
+
+async def test_no_listing_and_no_workers_are_told_apart() -> None:
+    async with Http() as http:
+        with pytest.raises(Unreachable, match="DYN_RL_PORT"):
+            await Fleet(http, "http://127.0.0.1:9").workers()
+        async with fake_fleet() as url:
+            with pytest.raises(NoWorkers):
+                await Fleet(http, url).pause()
+
+
+async def test_a_refit_moves_every_worker(checkpoint: Path) -> None:
+    workers = [FakeWorker(1), FakeWorker(2)]
+    async with fake_fleet(*workers) as url, Http() as http:
+        fleet = Fleet(http, url)
+        report = await fleet.refit(checkpoint, 7)
+        assert fleet.versions.current == 7
+        assert fleet.versions.by_worker == {1: 7, 2: 7}
+        assert not fleet.versions.moving
+    assert [worker.state for worker in report.workers] == ["serving", "serving"]
+    for worker in workers:
+        assert worker.calls == [
+            "pause_generation", "update_weights_from_disk", "flush_cache", "get_weight_version",
+            "resume_generation",
+        ]  # fmt: skip
+
+
+async def test_status_error_under_200_is_an_error() -> None:
+    async with fake_fleet(FakeWorker(1, fail={"flush_cache": "no"})) as url, Http() as http:
+        with pytest.raises(AdminError, match="refused `flush_cache`: no"):
+            await Fleet(http, url).flush_cache()
+
+
+async def test_a_failed_pause_undoes_the_others(checkpoint: Path) -> None:
+    good, bad = FakeWorker(1), FakeWorker(2, fail={"pause_generation": "engine is busy"})
+    async with fake_fleet(good, bad) as url, Http() as http:
+        fleet = Fleet(http, url)
+        with pytest.raises(AdminError, match="engine is busy"):
+            await fleet.refit(checkpoint, 7)
+        assert not fleet.versions.moving
+        assert fleet.versions.current is None
+    assert not good.paused and good.version == 0
+    assert "update_weights_from_disk" not in good.calls + bad.calls
+
+
+async def test_an_update_is_sent_once_and_its_worker_stays_paused(checkpoint: Path) -> None:
+    good, bad = FakeWorker(1), FakeWorker(2, fail={"update_weights_from_disk": 500})
+    async with fake_fleet(good, bad) as url, Http() as http:
+        fleet = Fleet(http, url)
+        with pytest.raises(RefitError, match="worker 2: updating") as failure:
+            await fleet.refit(checkpoint, 7)
+        assert fleet.versions.by_worker == {1: 7}
+        assert fleet.versions.current is None
+    assert bad.calls.count("update_weights_from_disk") == 1
+    assert bad.paused and "resume_generation" not in bad.calls
+    assert not good.paused
+    assert [worker.state for worker in failure.value.report.workers] == ["serving", "updating"]
+
+
+async def test_a_worker_that_says_ok_and_does_nothing_is_caught(checkpoint: Path) -> None:
+    async with fake_fleet(FakeWorker(1, lies=True)) as url, Http() as http:
+        with pytest.raises(RefitError, match="declares version 0 after the update"):
+            await Fleet(http, url).refit(checkpoint, 7)
+
+
+async def test_calls_that_can_be_repeated_are() -> None:
+    worker = FakeWorker(1, fail={"resume_generation": [503, 500]})
+    async with fake_fleet(worker) as url, Http() as http:
+        await Fleet(http, url).resume()
+    assert worker.calls == ["resume_generation"] * 3
+
+
+async def test_a_hung_worker_is_bounded() -> None:
+    worker = FakeWorker(1, fail={"get_weight_version": 30.0})
+    async with fake_fleet(worker) as url, Http() as http:
+        fleet = Fleet(http, url, timeouts=AdminTimeouts(probe=0.1))
+        with pytest.raises(AdminError, match=r"no answer within 0\.1 s"):
+            await fleet.read_versions()
+
+
+async def test_a_worker_without_the_route_is_named() -> None:
+    async with fake_fleet(FakeWorker(1, routes=[])) as url, Http() as http:
+        with pytest.raises(AdminError, match="does not offer `resume_generation`"):
+            await Fleet(http, url).resume()
+
+
+async def test_versions_go_up_only(checkpoint: Path) -> None:
+    worker = FakeWorker(1)
+    async with fake_fleet(worker) as url, Http() as http:
+        fleet = Fleet(http, url)
+        await fleet.refit(checkpoint, 7)
+        for stale in (7, 6):
+            with pytest.raises(UsageError, match="not newer than 7"):
+                await fleet.refit(checkpoint, stale)
+    assert worker.calls.count("pause_generation") == 1
+
+
+async def test_a_bad_checkpoint_touches_nobody(tmp_path: Path) -> None:
+    worker = FakeWorker(1)
+    async with fake_fleet(worker) as url, Http() as http:
+        with pytest.raises(UsageError, match=r"no config\.json"):
+            await Fleet(http, url).refit(tmp_path, 1)
+    assert worker.calls == []
+
+
+async def test_versions_are_learnt_from_workers_that_agree() -> None:
+    async with (
+        fake_fleet(FakeWorker(1, version=4), FakeWorker(2, version=4)) as url,
+        Http() as http,
+    ):
+        fleet = Fleet(http, url)
+        assert await fleet.read_versions() == {1: 4, 2: 4}
+        assert fleet.versions.current == 4
+    undeclared = FakeWorker(2, version=None)
+    async with fake_fleet(FakeWorker(1, version=4), undeclared) as url, Http() as http:
+        fleet = Fleet(http, url)
+        assert await fleet.read_versions() == {1: 4, 2: None}
+        assert fleet.versions.current is None
