@@ -20,7 +20,7 @@ from rich.table import Table
 
 import rollway
 from rollway.api import make_spec
-from rollway.errors import RollwayError, StartError, UsageError
+from rollway.errors import NoWorkers, RollwayError, StartError, Unreachable, UsageError
 from rollway.fleet.fleet import Fleet
 from rollway.http import Http
 from rollway.observe.progress import StackProgress, process_table
@@ -28,6 +28,7 @@ from rollway.stack import doctor, local, logs
 from rollway.stack.plan import plan_stack
 from rollway.stack.ports import PortLease
 from rollway.stack.state import StackDir, StackState, known_stacks
+from rollway.sync import SyncFleet
 
 Command = Callable[[argparse.Namespace], int]
 out = Console(highlight=False)
@@ -88,6 +89,8 @@ def down(options: argparse.Namespace) -> int:
 
 
 def status(options: argparse.Namespace) -> int:
+    if options.name is not None and "://" in options.name:
+        return _status_elsewhere(options)
     states = known_stacks()
     if options.name is not None:
         states = [state for state in states if state.name == options.name]
@@ -231,6 +234,32 @@ async def _weight_versions(state: StackState) -> dict[str, int | str | None]:
         return {str(instance): version for instance, version in versions.items()}
 
 
+def _status_elsewhere(options: argparse.Namespace) -> int:
+    """A stack that Rollway did not start, by its frontend's address."""
+    with rollway.attach(options.name) as stack:
+        versions = {
+            model: {str(i): v for i, v in fleet_versions.items()}
+            for model in stack.models
+            if (fleet_versions := _versions_if_any(stack.fleet_of(model))) is not None
+        }
+        report = {"frontend": stack.frontend_url, "models": stack.models, "versions": versions}
+    if options.json:
+        print(json.dumps(report))
+        return 0
+    print(f"{stack.frontend_url} serves {', '.join(stack.models)}")
+    for model, by_worker in versions.items():
+        for instance, version in by_worker.items():
+            print(f"{model}: worker {instance}: weight version {version}")
+    return 0
+
+
+def _versions_if_any(fleet: SyncFleet) -> dict[int, int | None] | None:
+    try:
+        return fleet.read_versions()
+    except (Unreachable, NoWorkers):
+        return None
+
+
 def _print_status(state: StackState, report: dict[str, Any]) -> None:
     if not state.supervised:
         out.print(f"{state.name}: its supervisor is gone; `rollway down {state.name}` clears it")
@@ -310,7 +339,7 @@ def _parser() -> argparse.ArgumentParser:
 
     _up_grammar(add("up", up, "start a stack and return when it is ready"))
     child = add("status", status, "show running stacks, their processes and weight versions")
-    child.add_argument("name", nargs="?", help="one stack only")
+    child.add_argument("name", nargs="?", help="one stack, or the address of any frontend")
     child = add("logs", show_logs, "show the log of a process")
     child.add_argument("process", nargs="?", help="for example frontend; none: list them")
     child.add_argument("-f", "--follow", action="store_true", help="go on as the log grows")

@@ -103,7 +103,7 @@ async def test_calls_that_can_be_repeated_are() -> None:
 
 
 async def test_a_hung_worker_is_bounded() -> None:
-    worker = FakeWorker(1, fail={"get_weight_version": 30.0})
+    worker = FakeWorker(1, fail={"get_weight_version": 2.0})
     async with fake_fleet(worker) as url, Http() as http:
         fleet = Fleet(http, url, timeouts=AdminTimeouts(probe=0.1))
         with pytest.raises(AdminError, match=r"no answer within 0\.1 s"):

@@ -41,9 +41,9 @@ TURN_END = "<|im_end|>"
 # The training prompts are raw token ids; the template serves whoever tries the chat endpoint.
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
-    f"{{{{ '{TURN_START}' + message['role'] + '\\n' + message['content'] + '{TURN_END}\\n' }}}}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
     "{% endfor %}"
-    f"{{% if add_generation_prompt %}}{{{{ '{TURN_START}assistant\\n' }}}}{{% endif %}}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 
 MAX_POSITIONS = 2048

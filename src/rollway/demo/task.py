@@ -30,10 +30,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# With one token per byte this is more than four KV blocks of 32 tokens.
+# With one token per byte these are a little more than four KV blocks of 32 tokens.
 INSTRUCTION = (
-    "You are given one start digit. Count upward from it, one digit at a time, "
-    "and go back to 0 after 9. Write the digits only: no spaces, no words.\n"
+    "Count upward from the start digit, one digit at a time, and go back to 0 after 9. "
+    "Write the digits only: no spaces, no words.\n"
     "Start:"
 )
 

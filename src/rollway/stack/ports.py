@@ -25,7 +25,7 @@ class PortLease:
 
     def __init__(self) -> None:
         self._locks: dict[int, NamedLock] = {}
-        self._random = random.SystemRandom()
+        self._candidates = random.SystemRandom().sample(range(FIRST, LAST), LAST - FIRST)
 
     def take(self, wanted: int, host: str, what: str) -> int:
         """Reserve `wanted`, or any free port when it is 0."""
@@ -37,7 +37,8 @@ class PortLease:
                     "shows who has it.",
                 )
             return wanted
-        for port in self._random.sample(range(FIRST, LAST), LAST - FIRST):
+        while self._candidates:
+            port = self._candidates.pop()
             if self._reserve(port, host):
                 return port
         raise PortInUse(f"No port from {FIRST} to {LAST} is free on {host}.", "Stop some stacks.")

@@ -40,7 +40,7 @@ from rollway.stack.ready import until_connectable, until_open, until_serving
 from rollway.stack.state import DETACH, ProcessState, StackDir, StackState, prepare_logs
 
 _WATCH_SECONDS = 0.2
-_MEMORY_SCAN_SECONDS = 5.0
+_SCAN_SECONDS = 5.0
 _STABLE_SECONDS = 60.0
 
 
@@ -238,10 +238,10 @@ class Supervisor:
             for name, child in self.children.items():
                 if child.poll() is not None and name not in self.healing:
                     self.healing[name] = asyncio.create_task(self._heal(name))
-            processes.reap({child.pid: None for child in self.children.values()})
             if time.monotonic() >= next_scan:
+                processes.reap({child.pid: None for child in self.children.values()})
                 self._scan_memory()
-                next_scan = time.monotonic() + _MEMORY_SCAN_SECONDS
+                next_scan = time.monotonic() + _SCAN_SECONDS
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.stopping.wait(), _WATCH_SECONDS)
 

@@ -1,0 +1,139 @@
+"""The demo as a user runs it, its control, and the promise that nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollway.stack.state import StackDir, StackState
+from tests.conftest import Cli, Footprint
+
+pytestmark = pytest.mark.stack
+
+
+def run_demo(cli: Cli, *arguments: str) -> dict[str, Any]:
+    result = cli("demo", "--json", *arguments, timeout=900.0)
+    assert result.returncode == 0, result.stderr
+    report: dict[str, Any] = json.loads(result.stdout)
+    return report
+
+
+def test_the_demo_learns(cli: Cli, tmp_path: Path, footprint: Footprint) -> None:
+    report = run_demo(cli, "--out", "run")
+    assert report["reward_last"] >= 0.8
+    assert report["reward_last"] >= 3 * report["reward_first"]
+    assert report["mismatch_kl_max"] < 1e-3
+    assert all(step["mismatch_kl"] < 1e-3 for step in report["steps"])
+    assert [s["weight_version"] for s in report["steps"]] == list(range(len(report["steps"])))
+    assert set(report["weight_versions"].values()) == {len(report["steps"])}
+    assert len(report["weight_versions"]) == report["workers"] == 2
+    assert all(step["prefix_hit_rate"] > 0.5 for step in report["steps"])
+    assert 0 < report["pause_seconds_median"] <= report["refit_seconds_median"]
+    assert report["versions"]["ai-dynamo"]
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {
+        "report.json", "reward.png", "logs",
+    }  # fmt: skip
+    assert json.loads((tmp_path / "run" / "report.json").read_text()) == report
+    assert footprint.new() == {}
+
+
+def test_without_refit_it_does_not_learn(cli: Cli, footprint: Footprint) -> None:
+    """The control: the trainer trains, the workers keep the base weights."""
+    report = run_demo(cli, "--no-refit", "--out", "run")
+    assert report["reward_last"] < 0.8
+    assert report["reward_last"] < 3 * report["reward_first"]
+    assert {step["weight_version"] for step in report["steps"]} == {0}
+    assert report["mismatch_kl_max"] > 1e-3  # trainer and engine drift apart, and it shows
+    assert footprint.new() == {}
+
+
+class DemoProcess:
+    """A demo in the background, to be killed."""
+
+    def __init__(self, directory: Path, engine: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "rollway.cli", "demo", "--engine", engine, "--steps", "400",
+             "--out", str(directory / "run"), "--json"],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )  # fmt: skip
+
+    def wait_for_phase(self, phase: str, seconds: float = 240.0) -> StackState:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            state = StackDir("demo").read()
+            if state is not None and (phase == "starting" or _in_phase(state, phase)):
+                return state
+            assert self.process.poll() is None, "the demo ended by itself"
+            time.sleep(0.02)
+        raise AssertionError(f"the demo never was {phase}")
+
+
+def _in_phase(state: StackState, phase: str) -> bool:
+    if phase == "ready":
+        return state.phase == "ready"
+    return any(process.state == phase for process in state.processes)
+
+
+# Ten moments of the demo's life: before there is a stack, at each stage of its start, and at
+# random times of the training loop. On mockers a run takes seconds; the stages that only vLLM has
+# are killed on vLLM.
+MOMENTS = [
+    ("mocker", "none", 0.0),
+    ("mocker", "none", 2.0),
+    ("mocker", "starting", 0.0),
+    ("mocker", "starting", 0.3),
+    ("mocker", "registered", 0.0),
+    ("mocker", "ready", 0.0),
+    ("mocker", "ready", 1.0),
+    ("vllm", "starting", 12.0),
+    ("vllm", "warming up", 0.5),
+    ("vllm", "ready", 6.0),
+]
+
+
+@pytest.mark.parametrize(("engine", "phase", "delay"), MOMENTS)
+def test_killed_at_any_moment_nothing_remains(
+    engine: str, phase: str, delay: float, tmp_path: Path, cli: Cli, footprint: Footprint
+) -> None:
+    """kill -9 of the demo and of its supervisor at once, then `rollway down`."""
+    demo = DemoProcess(tmp_path, engine)
+    if phase != "none":
+        demo.wait_for_phase(phase)
+    time.sleep(delay)
+    state = StackDir("demo").read()
+    demo.process.kill()
+    if state is not None:
+        os.kill(state.supervisor_pid, signal.SIGKILL)
+    demo.process.wait()
+    cli("down")
+    assert footprint.settle(20.0) == {}
+    assert StackDir("demo").read() is None
+
+
+@pytest.mark.parametrize(
+    ("engine", "phase", "delay"), [("mocker", "none", 1.0), ("mocker", "starting", 0.2),
+                                   ("mocker", "ready", 0.5), ("vllm", "starting", 8.0)]
+)  # fmt: skip
+def test_interrupted_at_any_moment_nothing_remains(
+    engine: str, phase: str, delay: float, tmp_path: Path, footprint: Footprint
+) -> None:
+    """Ctrl-C: the demo itself stops what it started before it ends."""
+    demo = DemoProcess(tmp_path, engine)
+    if phase != "none":
+        demo.wait_for_phase(phase)
+    time.sleep(delay * random.uniform(0.8, 1.2))
+    os.killpg(demo.process.pid, signal.SIGINT)
+    assert demo.process.wait(timeout=60) in (130, -signal.SIGINT, 1)
+    assert footprint.new() == {}
+    assert not (tmp_path / "run" / "weights").exists()
