@@ -119,7 +119,7 @@ def test_an_orphan_that_changed_its_name_is_still_found() -> None:
     parent.wait()
     (orphan,) = processes.members(run_id)
     assert b"EngineCore" in Path(f"/proc/{orphan.pid}/cmdline").read_bytes()
-    assert processes.end({orphan}, grace_seconds=0.0) == {orphan}
+    assert processes.end(lambda: processes.members(run_id), grace_seconds=0.0) == set()
     assert processes.members(run_id) == set()
 
 
@@ -160,6 +160,46 @@ def test_shared_memory_goes_with_its_owner_and_not_before() -> None:
     assert (processes.SHM / name).exists()  # nobody else would remove it
     assert processes.remove_shared_memory([name, "never-existed"]) == [name]
     assert not (processes.SHM / name).exists()
+
+
+BREEDER = """
+import subprocess, sys, time
+print("up", flush=True)
+while True:
+    subprocess.Popen(["sleep", "60"])
+    time.sleep(0.002)
+"""
+
+
+def test_a_process_that_keeps_starting_others_is_ended_with_all_of_them() -> None:
+    run_id = f"breeder{os.getpid()}"
+    parent = subprocess.Popen(
+        [sys.executable, "-c", BREEDER],
+        env={**os.environ, **processes.run_environment(run_id)},
+        stdout=subprocess.PIPE,
+    )
+    assert parent.stdout is not None and parent.stdout.readline() == b"up\n"
+    processes.end(lambda: processes.members(run_id), grace_seconds=0.1)
+    assert processes.members(run_id) == set()
+    parent.wait()
+
+
+def test_a_semaphore_is_found_under_its_real_name() -> None:
+    """glibc maps a semaphore under a scratch name and links the real one to it afterwards."""
+    code = (
+        "import multiprocessing as m, time; s = m.get_context('spawn').Semaphore(); "
+        "print(s._semlock.name, flush=True); time.sleep(60)"
+    )
+    owner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    try:
+        assert owner.stdout is not None
+        name = "sem." + owner.stdout.readline().strip().lstrip("/")
+        identity = ProcessId.of(owner.pid)
+        assert identity is not None
+        assert name in processes.shared_memory([identity])
+    finally:
+        owner.terminate()
+        owner.wait()
 
 
 def test_waiting_for_the_dead_takes_no_time() -> None:

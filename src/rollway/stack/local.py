@@ -22,7 +22,8 @@ from rollway.config import StackSpec
 from rollway.errors import RollwayError, StackNotRunning, StartError, UsageError
 from rollway.stack import processes
 from rollway.stack.locks import NamedLock
-from rollway.stack.state import DETACH, StackDir, StackState, known_stacks
+from rollway.stack.processes import ProcessId
+from rollway.stack.state import DETACH, StackDir, StackState, known_stacks, patience
 
 Progress = Callable[[StackState], None]
 _POLL_SECONDS = 0.1
@@ -223,14 +224,17 @@ def _ended(
 
 
 def _end_members(state: StackState) -> None:
-    recorded = {p.id for p in state.processes if p.id is not None}
-    left = {p for p in recorded if p.alive} | processes.members(state.run_id)
-    memory = processes.shared_memory(left) | set(state.shared_memory)
-    for process in left & recorded:
-        process.send(signal.SIGTERM)
-    processes.end(left | processes.members(state.run_id), min(state.stop_seconds, 10.0))
-    processes.end(processes.members(state.run_id), 0.0)
-    processes.remove_shared_memory(memory)
+    """Ask the recorded processes to end, which ends their children; then end whatever is left."""
+    leaders = {p.id for p in state.processes if p.id is not None and p.id.alive}
+    for leader in leaders:
+        leader.send(signal.SIGTERM)
+    processes.wait_gone(leaders, patience(state))
+
+    def left() -> set[ProcessId]:
+        return {leader for leader in leaders if leader.alive} | processes.members(state.run_id)
+
+    memory = processes.end(left, 0.5)
+    processes.remove_shared_memory({*memory, *state.shared_memory})
 
 
 def each_state(directory: StackDir) -> Iterator[StackState]:

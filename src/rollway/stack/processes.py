@@ -13,7 +13,7 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,40 +92,50 @@ def descendants(root: int) -> set[ProcessId]:
 
 
 def shared_memory(processes: Iterable[ProcessId]) -> set[str]:
-    """Names under /dev/shm that these processes have mapped."""
+    """Names under /dev/shm of what these processes have mapped or open.
+
+    Found by inode: a semaphore is mapped under a scratch name and linked to its real one later."""
+    held = {inode for p in processes for inode in (*_mapped(p.pid), *_opened(p.pid))}
     names = set()
-    prefix = f"{SHM}/"
-    for process in processes:
-        try:
-            lines = (_PROC / str(process.pid) / "maps").read_text(errors="replace").splitlines()
-        except OSError:
-            continue
-        for line in lines:
-            position = line.find(prefix)
-            if position >= 0 and not line.endswith("(deleted)"):
-                names.add(line[position + len(prefix) :])
+    with contextlib.suppress(OSError), os.scandir(SHM) as entries:
+        for entry in entries:
+            with contextlib.suppress(OSError):
+                if entry.is_file(follow_symlinks=False) and entry.inode() in held:
+                    names.add(entry.name)
     return names
 
 
 def remove_shared_memory(names: Iterable[str]) -> list[str]:
-    """Unlink segments that dead members left, unless a living process has one mapped."""
+    """Unlink segments that dead members left, unless a living process holds one."""
     left = {name for name in names if (SHM / name).exists()}
     if left:
-        everyone = (ProcessId(pid, 0) for pid in _own_pids())
-        left -= shared_memory(everyone)
+        left -= shared_memory(ProcessId(pid, 0) for pid in _own_pids())
     for name in left:
         with contextlib.suppress(OSError):
             (SHM / name).unlink()
     return sorted(left)
 
 
-def end(processes: set[ProcessId], grace_seconds: float) -> set[ProcessId]:
-    """Wait for these to go, then SIGKILL those that have not; returns the killed ones."""
-    remaining = wait_gone(processes, grace_seconds)
-    for process in remaining:
+def end(find: Callable[[], set[ProcessId]], grace_seconds: float) -> set[str]:
+    """Wait until `find` finds nobody, then SIGKILL those it still finds; returns the shared memory
+    that the killed ones held.
+
+    They are stopped first, until no new one turns up: one that is just starting would otherwise
+    create a child or a segment between the look and the kill."""
+    deadline = time.monotonic() + grace_seconds
+    while (remaining := find()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    stopped: set[ProcessId] = set()
+    while remaining - stopped:
+        for process in remaining - stopped:
+            process.send(signal.SIGSTOP)
+        stopped |= remaining
+        remaining = find()
+    memory = shared_memory(stopped)
+    for process in stopped:
         process.send(signal.SIGKILL)
-    wait_gone(remaining, 5.0)
-    return remaining
+    wait_gone(stopped, 5.0)
+    return memory
 
 
 def wait_gone(processes: set[ProcessId], seconds: float) -> set[ProcessId]:
@@ -155,6 +165,25 @@ def reap(known: Mapping[int, object]) -> None:
         if entry and entry.parent == os.getpid() and entry.state == "Z" and pid not in known:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
+
+
+def _mapped(pid: int) -> list[int]:
+    """Inodes of mapped shared memory; a line is `range mode offset device inode path`."""
+    try:
+        lines = (_PROC / str(pid) / "maps").read_text(errors="replace").splitlines()
+    except OSError:
+        return []
+    return [int(line.split(maxsplit=5)[4]) for line in lines if f"{SHM}/" in line]
+
+
+def _opened(pid: int) -> list[int]:
+    inodes = []
+    with contextlib.suppress(OSError), os.scandir(_PROC / str(pid) / "fd") as handles:
+        for handle in handles:
+            with contextlib.suppress(OSError):
+                if str(Path(handle.path).readlink()).startswith(f"{SHM}/"):
+                    inodes.append(handle.stat().st_ino)
+    return inodes
 
 
 def _own_pids() -> list[int]:

@@ -85,6 +85,15 @@ class StackState:
         return self.boot == boot_id() and self.supervisor.alive
 
 
+def patience(state: StackState) -> float:
+    """Seconds to wait between SIGTERM and SIGKILL. A worker that still loads its model does not
+    hear the first and has nothing to finish."""
+    loading = any(
+        process.role == "worker" and process.state != "ready" for process in state.processes
+    )
+    return min(state.stop_seconds, 3.0) if loading else state.stop_seconds
+
+
 class StackDir:
     """The directory of one stack."""
 

@@ -37,7 +37,14 @@ from rollway.stack.plan import LOOPBACK, ProcessPlan, StackPlan, plan_stack
 from rollway.stack.ports import PortLease
 from rollway.stack.processes import ProcessId
 from rollway.stack.ready import until_connectable, until_open, until_serving
-from rollway.stack.state import DETACH, ProcessState, StackDir, StackState, prepare_logs
+from rollway.stack.state import (
+    DETACH,
+    ProcessState,
+    StackDir,
+    StackState,
+    patience,
+    prepare_logs,
+)
 
 _WATCH_SECONDS = 0.2
 _SCAN_SECONDS = 5.0
@@ -300,11 +307,12 @@ class Supervisor:
 
     def _clear_session(self, leader: int) -> None:
         """End what a dead leader left in its session: vLLM's EngineCore and Worker processes."""
-        left = {p for p in processes.members(self.state.run_id) if _session(p.pid) == leader}
-        memory = processes.shared_memory(left)
-        for process in left:
-            process.send(signal.SIGKILL)
-        processes.wait_gone(left, 5.0)
+
+        def left() -> set[ProcessId]:
+            members = processes.members(self.state.run_id)
+            return {process for process in members if _session(process.pid) == leader}
+
+        memory = processes.end(left, 0.0)
         processes.remove_shared_memory({*memory, *self.state.shared_memory})
 
     def _scan_memory(self) -> None:
@@ -318,6 +326,7 @@ class Supervisor:
     # --- stop ------------------------------------------------------------------------------
 
     async def _stop(self) -> None:
+        seconds = patience(self.state)
         self.state.phase = "stopping"
         for task in self.healing.values():
             task.cancel()
@@ -330,26 +339,26 @@ class Supervisor:
             if child.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
                     child.terminate()
-        await asyncio.to_thread(self._wait_for_all)
-        processes.remove_shared_memory(self.state.shared_memory)
+        memory = await asyncio.to_thread(self._wait_for_all, seconds)
+        processes.remove_shared_memory({*memory, *self.state.shared_memory})
         shutil.rmtree(self.state.run_dir, ignore_errors=True)
         self.ports.release()
         await self.http.close()
 
-    def _wait_for_all(self) -> None:
+    def _wait_for_all(self, seconds: float) -> set[str]:
         """SIGTERM was sent; give time, then SIGKILL every member that is left."""
-        deadline = time.monotonic() + self.spec.stop_seconds
+        deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             processes.reap({child.pid: None for child in self.children.values()})
             if all(child.poll() is not None for child in self.children.values()):
                 break
             time.sleep(0.05)
-        left = processes.members(self.state.run_id)
         # A leader that has gone may still have children on their way out.
-        processes.end(left, 0.0 if time.monotonic() >= deadline else 1.0)
+        memory = processes.end(lambda: processes.members(self.state.run_id), 0.5)
         for child in self.children.values():
             child.poll()
         processes.reap({})
+        return memory
 
     async def _until_stop(self, work: Coroutine[Any, Any, None]) -> None:
         """Do some work, but drop it when the stack is told to stop."""
