@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -24,6 +25,8 @@ from rollway.rollout.sampling import Sampling
 from rollway.stack import processes
 from rollway.stack.state import StackDir, StackState
 from rollway.sync import SyncStack
+from tests.conftest import Footprint
+from tests.stack.conftest import VLLM_ARGS
 from tests.stack.policies import Policy
 
 pytestmark = pytest.mark.stack
@@ -285,6 +288,20 @@ def test_impossible_requests_are_explained(
         vllm_stack.rollouts().generate([])
 
 
+def test_the_readme_example_runs(
+    vllm_stack: SyncStack, policies: list[Policy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Word for word, but for the paths, the version, and the stack, which is the shared one."""
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    assert "/checkpoints/step-1" in example and "version=1)" in example
+    example = example.replace("/checkpoints/step-1", str(policies[1].path))
+    example = example.replace("version=1)", f"version={next(_versions)})")
+    monkeypatch.setattr(rollway, "up", lambda **_: rollway.attach(vllm_stack.frontend_url))
+    exec(example, {"prompt_ids": fresh_prompt()})
+    vllm_stack.fleet.read_versions()
+
+
 def test_status_names_the_weight_version(vllm_stack: SyncStack, served: tuple[int, Policy]) -> None:
     shown = subprocess.run(
         [sys.executable, "-m", "rollway.cli", "status", "--json"], capture_output=True, text=True
@@ -324,6 +341,22 @@ def test_a_killed_worker_leaves_no_orphans_and_never_serves_stale_tokens(
     groups = vllm_stack.rollouts().generate_batch([fresh_prompt() for _ in range(8)], sampling)
     assert len({group[0].worker_id for group in groups}) == 2
     assert worst(policies[2], [group[0] for group in groups]) < TOLERANCE
+
+
+def test_vllm_over_real_etcd_and_nats(
+    base_model: Path, policies: list[Policy], footprint: Footprint
+) -> None:
+    model = {"path": str(base_model), "name": "tiny", "args": VLLM_ARGS}
+    planes = {"discovery": "etcd", "event_plane": "nats", "request_plane": "nats"}
+    with rollway.up({"name": "planes", "models": [model], **planes}) as stack:
+        sampling = Sampling(max_tokens=8, ignore_eos=True)
+        group = stack.rollouts().generate(fresh_prompt(), sampling, n=4)
+        assert worst(policies[0], group) < TOLERANCE
+        assert sum(rollout.cached_tokens for rollout in group) > 0
+        stack.refit(policies[1].path, 1)
+        group = stack.rollouts().generate(fresh_prompt(), sampling, n=2)
+        assert worst(policies[1], group) < TOLERANCE
+    assert footprint.new() == {}
 
 
 def _state() -> StackState:

@@ -15,6 +15,7 @@ from rollway.weights.checkpoint import STABLE, check_checkpoint, publish_checkpo
 def write_model(directory: Path) -> None:
     (directory / "config.json").write_text("{}")
     (directory / "model.safetensors").write_bytes(b"x")
+    (directory / "model.safetensors").chmod(0o600)  # as safetensors does
 
 
 def test_a_checkpoint_appears_at_once(tmp_path: Path) -> None:
@@ -27,6 +28,8 @@ def test_a_checkpoint_appears_at_once(tmp_path: Path) -> None:
     publish_checkpoint(target, write)
     check_checkpoint(target)
     assert (target / STABLE).is_file()
+    modes = {path.stat().st_mode for path in target.iterdir()}
+    assert len(modes) == 1  # every file as readable as any other
     assert [path.name for path in tmp_path.iterdir()] == ["v1"]
 
 

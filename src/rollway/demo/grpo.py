@@ -32,10 +32,11 @@ class GrpoConfig:
 
     The learning rate is far above what a real model takes: this one has about 0.1 million
     parameters and some thirty steps. It rises over the first ``lr_warmup_steps``, because Adam's
-    first steps have their full size however noisy the gradient is, and a policy that loses a
-    digit to such a step may never sample it again. ``temperature`` is the one to sample with; the
-    trainer computes log-probs at temperature 1, so another value would be a mismatch by
-    construction.
+    first steps have their full size however noisy the gradient is. Without the rise some seeds
+    lose one digit to such a step, and what is never sampled is never learnt.
+
+    ``temperature`` is the one to sample with. The trainer computes log-probs at temperature 1,
+    so another value would be a mismatch by construction.
     """
 
     groups_per_step: int = 16

@@ -26,6 +26,7 @@ def publish_checkpoint(directory: Path, write: Callable[[Path], object]) -> Path
     try:
         write(scratch)
         for path in scratch.iterdir():
+            path.chmod(_readable())  # safetensors writes for its owner alone
             _sync(path)
         (scratch / STABLE).touch()
         scratch.rename(directory)
@@ -55,6 +56,13 @@ def _shards(directory: Path) -> list[str]:
     if index.is_file():
         return sorted(set(json.loads(index.read_text())["weight_map"].values()))
     return ["model.safetensors"]
+
+
+def _readable() -> int:
+    """The mode a plain `open` would give: workers may run as another user."""
+    umask = os.umask(0)
+    os.umask(umask)
+    return 0o666 & ~umask
 
 
 def _sync(path: Path) -> None:
