@@ -53,11 +53,12 @@ class StackProgress:
     def __call__(self, state: StackState) -> None:
         if self._live is not None:
             self._live.update(process_table(state))
-            return
         for process in state.processes:
             words = f"{process.state} {process.detail}".strip()
-            if process.state != "waiting" and self._shown.get(process.name) != words:
-                self._shown[process.name] = words
+            if process.state == "waiting" or self._shown.get(process.name) == words:
+                continue
+            self._shown[process.name] = words
+            if self._live is None:
                 elapsed = time.time() - state.started_at
                 self.console.print(f"[{elapsed:6.1f} s] {process.name}: {words}", markup=False)
 
