@@ -76,7 +76,7 @@ class Stack:
         """Ask the workers which version they serve. Mockers and stacks without RL have none, and
         their rollouts say so (`weight_version=None`)."""
         for fleet in self._fleets.values():
-            with contextlib.suppress(Unreachable, NoWorkers):
+            with contextlib.suppress(Unreachable, RequestFailed, NoWorkers):
                 await fleet.read_versions()
 
     def _model(self, model: str | None) -> str:
@@ -255,15 +255,20 @@ def _addresses(target: str, rl_url: str | None) -> tuple[str, str, str]:
             raise local.not_running(target)
         return state.frontend, rl_url or state.rl, target
     frontend = target.rstrip("/").removesuffix("/v1")
-    parts = urlsplit(frontend)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    try:
+        parts = urlsplit(frontend)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host = None
+    if host is None or parts.scheme not in ("http", "https"):
         raise UsageError(f"`{target}` is not an HTTP address.", "Use http://host:port.")
-    return frontend, rl_url or _rl_of(frontend, parts.hostname), ""
+    return frontend, rl_url or _rl_of(host, port), ""
 
 
-def _rl_of(frontend: str, host: str) -> str:
+def _rl_of(host: str, port: int | None) -> str:
     """The RL listing of a local stack is recorded; elsewhere it is on Dynamo's default port."""
-    for state in known_stacks():
-        if state.frontend == frontend and state.supervised:
-            return state.rl
-    return f"http://{host}:{DEFAULT_RL_PORT}"
+    if host in ("localhost", "127.0.0.1", "::1"):
+        for state in known_stacks():
+            if state.supervised and urlsplit(state.frontend).port == port:
+                return state.rl
+    return f"http://{f'[{host}]' if ':' in host else host}:{DEFAULT_RL_PORT}"

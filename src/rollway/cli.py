@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.util
 import json
 import os
 import sys
@@ -25,8 +26,8 @@ from rollway.fleet.fleet import Fleet
 from rollway.http import Http
 from rollway.observe.progress import StackProgress, process_table
 from rollway.stack import doctor, local, logs
+from rollway.stack.lease import Lease
 from rollway.stack.plan import plan_stack
-from rollway.stack.ports import PortLease
 from rollway.stack.state import StackDir, StackState, known_stacks
 from rollway.sync import SyncFleet
 
@@ -52,6 +53,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader (head, less) has seen enough; keep Python from complaining at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        what = f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")
+        trouble = RollwayError(
+            f"The system refused: {what}.", "Check the path and its permissions."
+        )
+        return _fail(trouble, as_json=getattr(options, "json", False))
 
 
 def up(options: argparse.Namespace) -> int:
@@ -138,6 +145,7 @@ def examine(options: argparse.Namespace) -> int:
 
 
 def demo(options: argparse.Namespace) -> int:
+    _require("torch", "transformers", "matplotlib")
     from rollway.demo.run import DemoOptions, run_demo
 
     chosen = DemoOptions(
@@ -160,7 +168,7 @@ def demo(options: argparse.Namespace) -> int:
 
 
 def _dry_run(spec: rollway.StackSpec, options: argparse.Namespace) -> int:
-    ports = PortLease()
+    ports = Lease()
     try:
         directory = StackDir(spec.name)
         plan = plan_stack(
@@ -185,15 +193,16 @@ def _dry_run(spec: rollway.StackSpec, options: argparse.Namespace) -> int:
 
 def _foreground(stack: local.RunningStack, options: argparse.Namespace) -> int:
     _print_ready(stack.state, options)
+    interrupted = False
     try:
         for _ in local.each_state(stack.directory):
             pass
     except KeyboardInterrupt:
-        pass
+        interrupted = True
     finally:
         with StackProgress(quiet=options.quiet) as progress:
             stack.stop(progress)
-    return 0
+    return 0 if interrupted else 1  # it ended without being asked to from here
 
 
 def _print_ready(state: StackState, options: argparse.Namespace) -> None:
@@ -283,7 +292,7 @@ def _log_directory(options: argparse.Namespace) -> tuple[Path, str]:
 
 
 def _list_logs(directory: Path, options: argparse.Namespace) -> int:
-    names = [path.stem for path in doctor.log_files(directory)]
+    names = [path.stem for path in sorted(directory.glob("*.log"))]
     if options.process is not None:
         known = f"There are: {', '.join(names)}." if names else "Nothing has run there yet."
         raise UsageError(f"There is no log of `{options.process}` in {directory}.", known)
@@ -315,6 +324,15 @@ def _fail(error: RollwayError, *, as_json: bool) -> int:
         print(file=sys.stderr)
     print(f"rollway: {error}", file=sys.stderr)
     return error.exit_code
+
+
+def _require(*modules: str) -> None:
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UsageError(
+            f"The demo needs packages that are not installed: {', '.join(missing)}.",
+            "pip install 'rollway[cpu,demo]', see docs/install.md.",
+        )
 
 
 def _quoted(word: str) -> str:

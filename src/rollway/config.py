@@ -14,6 +14,7 @@ by the preset (`rollway.stack.preset`); `rollway up --dry-run` shows the outcome
 
 from __future__ import annotations
 
+import copy
 import difflib
 import re
 import typing
@@ -26,7 +27,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from rollway.errors import SpecError, UsageError
 
-Scalar: TypeAlias = str | int | float | bool | None
 RawArgs: TypeAlias = dict[str, Any]
 """Options of another program under its own names, without the dashes.
 
@@ -38,7 +38,7 @@ _PORT = Field(default=0, ge=0, le=65535)
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", validate_default=True)
+    model_config = ConfigDict(extra="forbid", validate_default=True, coerce_numbers_to_str=True)
 
 
 class ModelSpec(_Part):
@@ -122,6 +122,12 @@ class StackSpec(_Part):
     restart: RestartSpec = Field(default_factory=RestartSpec)
     warmup: bool = True
 
+    @field_validator("log_dir")
+    @classmethod
+    def _absolute(cls, value: Path | None) -> Path | None:
+        """The supervisor and later commands run elsewhere."""
+        return None if value is None else value.expanduser().absolute()
+
     @field_validator("name")
     @classmethod
     def _usable_name(cls, value: str) -> str:
@@ -173,7 +179,7 @@ def load_spec(
     if isinstance(source, StackSpec):
         data: dict[str, Any] = source.model_dump(mode="json", exclude_unset=True)
     elif isinstance(source, Mapping):
-        data = dict(source)
+        data = copy.deepcopy(dict(source))
     elif source is not None:
         data = _read_yaml(Path(source))
     else:
@@ -186,7 +192,9 @@ def load_spec(
 
 def parse_spec(data: Mapping[str, Any]) -> StackSpec:
     """Validate plain data; every complaint names the field by its path."""
-    if not data.get("models"):
+    if not isinstance(data.get("models"), list) or not any(
+        isinstance(model, dict) and model.get("path") for model in data["models"]
+    ):
         raise SpecError(
             "The stack names no model.",
             "Give a YAML file with `models: [{path: …}]`, or `--model PATH`.",

@@ -71,9 +71,15 @@ def test_read_only_log_directory(cli: Cli, model: Path, footprint: Footprint) ->
     assert footprint.new() == {}
 
 
+def test_an_interpreter_that_is_not_there(cli: Cli, model: Path, footprint: Footprint) -> None:
+    arguments = ["up", "--model", str(model), "--set", "python=/no/python", "--quiet"]
+    expect(cli, arguments, 1, "/no/python", "No such file", "Check the path")
+    assert footprint.new() == {}
+
+
 def test_unwritable_home(cli: Cli, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROLLWAY_HOME", "/proc/home")
-    expect(cli, ["up", "--model", str(model)], 1, "cannot be created", "Set ROLLWAY_HOME")
+    expect(cli, ["up", "--model", str(model)], 1, "cannot be written", "Set ROLLWAY_HOME")
     monkeypatch.undo()
 
 
@@ -102,8 +108,9 @@ def test_no_frontend_at_the_attach_address(cli: Cli) -> None:
 
     with pytest.raises(Unreachable, match=r"No Dynamo frontend answers at http://127\.0\.0\.1:9"):
         rollway.attach("http://127.0.0.1:9").__enter__()
-    with pytest.raises(UsageError, match="not an HTTP address"):
-        rollway.attach("ftp://x")
+    for wrong in ("ftp://x", "http://[::1", "http://x:port"):
+        with pytest.raises(UsageError, match="not an HTTP address"):
+            rollway.attach(wrong)
     with pytest.raises(StackNotRunning):
         rollway.attach("no-such-stack")
     assert RequestFailed.exit_code == 1

@@ -15,6 +15,7 @@ import sys
 import time
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -88,9 +89,9 @@ def test_generation_config_does_not_touch_a_request(
     assert worst(policies[1], [_naive_request(vllm_stack, prompt)]) > 0.01  # the trap is there
 
 
-def _naive_request(stack: SyncStack, prompt: list[int]) -> Rollout:
-    """What a client gets that says `temperature: 1` and trusts that nothing else is changed."""
-    extra = ["completion_token_ids"]
+def _plain_request(stack: SyncStack, prompt: list[int]) -> Any:
+    """A request as any client could send it, not through Rollway."""
+    extra = ["completion_token_ids", "worker_id", "timing"]
     body = {"model": "tiny", "prompt": prompt, "max_tokens": 32, "temperature": 1.0, "logprobs": 0,
             "ignore_eos": True, "nvext": {"extra_fields": extra}}  # fmt: skip
     request = urllib.request.Request(
@@ -99,7 +100,12 @@ def _naive_request(stack: SyncStack, prompt: list[int]) -> Rollout:
         {"content-type": "application/json"},
     )
     with urllib.request.urlopen(request, timeout=60) as answer:
-        got = json.load(answer)
+        return json.load(answer)
+
+
+def _naive_request(stack: SyncStack, prompt: list[int]) -> Rollout:
+    """What a client gets that says `temperature: 1` and trusts that nothing else is changed."""
+    got = _plain_request(stack, prompt)
     logprobs = got["choices"][0]["logprobs"]["token_logprobs"]
     return Rollout(prompt, got["nvext"]["completion_token_ids"], logprobs, "length", None, None, 0)
 
@@ -114,6 +120,20 @@ def test_a_group_shares_one_worker_and_its_prefix(
         assert len({rollout.worker_id for rollout in group}) == 1
         assert sum(rollout.cached_tokens for rollout in group) >= 4 * 96
     assert len({group[0].worker_id for group in groups}) == 2
+
+
+def test_the_router_hears_what_the_workers_have_cached(
+    vllm_stack: SyncStack, served: tuple[int, Policy]
+) -> None:
+    """Without a session id only the workers' KV events can bring a prompt back to its worker."""
+    for _ in range(4):
+        prompt = fresh_prompt()
+        first = _plain_request(vllm_stack, prompt)
+        time.sleep(0.5)  # events travel beside the answer
+        again = _plain_request(vllm_stack, prompt)
+        assert again["nvext"]["worker_id"] == first["nvext"]["worker_id"]
+        assert first["nvext"]["timing"]["kv_hit_rate"] == 0
+        assert again["nvext"]["timing"]["kv_hit_rate"] > 0.5
 
 
 def test_worker_ids_are_exact(vllm_stack: SyncStack, served: tuple[int, Policy]) -> None:

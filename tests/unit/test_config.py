@@ -91,6 +91,16 @@ def test_missing_model_paths(tmp_path: Path) -> None:
     assert load_spec({"models": [{"path": "Qwen/Qwen3-0.6B"}]}).models[0].name == "Qwen3-0.6B"
 
 
+def test_small_conveniences(model: str) -> None:
+    given = {"models": [{"path": model}]}
+    spec = load_spec(given, ["models.0.replicas=2", "env.OMP_NUM_THREADS=4", "log_dir=~/logs"])
+    assert given == {"models": [{"path": model}]}  # the caller's mapping is left alone
+    assert spec.env == {"OMP_NUM_THREADS": "4"}
+    assert spec.log_dir == Path.home() / "logs"
+    with pytest.raises(UsageError):
+        load_spec(None, ["models.0.replicas=2"])
+
+
 def test_unreadable_files(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="There is no file"):
         load_spec(tmp_path / "none.yaml")

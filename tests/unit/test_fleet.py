@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
 
-from rollway.errors import AdminError, NoWorkers, RefitError, Unreachable, UsageError
+from rollway.errors import (
+    AdminError,
+    NoWorkers,
+    RefitError,
+    RolloutError,
+    Unreachable,
+    UsageError,
+)
 from rollway.fleet.admin import AdminTimeouts
 from rollway.fleet.fleet import Fleet
 from rollway.http import Http
+from rollway.rollout.client import Rollouts
 from tests.unit.fake_fleet import FakeWorker, fake_fleet
 
 BIG = 2**64 - 59
@@ -89,6 +98,53 @@ async def test_an_update_is_sent_once_and_its_worker_stays_paused(checkpoint: Pa
     assert [worker.state for worker in failure.value.report.workers] == ["serving", "updating"]
 
 
+async def test_a_refit_that_is_cancelled_vouches_only_for_what_it_knows(checkpoint: Path) -> None:
+    quick, slow = FakeWorker(1), FakeWorker(2, fail={"update_weights_from_disk": 1.0})
+    async with fake_fleet(quick, slow) as url, Http() as http:
+        fleet = Fleet(http, url)
+        await fleet.read_versions()
+        task = asyncio.create_task(fleet.refit(checkpoint, 7))
+        while "resume_generation" not in quick.calls:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert fleet.versions.by_worker == {1: 7}
+        assert fleet.versions.current == 0
+        assert not fleet.versions.served and not fleet.versions.moving
+        rollouts = Rollouts(http, url, "tiny", fleet.versions)
+        with pytest.raises(RolloutError, match="No worker is known to serve weight version 0"):
+            await rollouts.generate([1])
+    assert slow.paused
+
+
+async def test_a_refit_cancelled_while_pausing_changes_nothing(checkpoint: Path) -> None:
+    quick, slow = FakeWorker(1), FakeWorker(2, fail={"pause_generation": 0.5})
+    async with fake_fleet(quick, slow) as url, Http() as http:
+        fleet = Fleet(http, url)
+        task = asyncio.create_task(fleet.refit(checkpoint, 7))
+        while not quick.paused:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not fleet.versions.moving
+    assert not quick.paused
+    assert "resume_generation" in slow.calls  # its pause may have been on its way
+
+
+async def test_of_two_refits_at_once_the_older_version_does_not_win(checkpoint: Path) -> None:
+    worker = FakeWorker(1, fail={"update_weights_from_disk": 0.1})
+    async with fake_fleet(worker) as url, Http() as http:
+        fleet = Fleet(http, url)
+        results = await asyncio.gather(
+            fleet.refit(checkpoint, 6), fleet.refit(checkpoint, 5), return_exceptions=True
+        )
+    assert isinstance(results[1], UsageError)
+    assert worker.version == 6
+
+
 async def test_a_worker_that_says_ok_and_does_nothing_is_caught(checkpoint: Path) -> None:
     async with fake_fleet(FakeWorker(1, lies=True)) as url, Http() as http:
         with pytest.raises(RefitError, match="declares version 0 after the update"):
@@ -103,11 +159,11 @@ async def test_calls_that_can_be_repeated_are() -> None:
 
 
 async def test_a_hung_worker_is_bounded() -> None:
-    worker = FakeWorker(1, fail={"get_weight_version": 2.0})
+    worker = FakeWorker(1, fail={"flush_cache": 2.0})
     async with fake_fleet(worker) as url, Http() as http:
         fleet = Fleet(http, url, timeouts=AdminTimeouts(probe=0.1))
         with pytest.raises(AdminError, match=r"no answer within 0\.1 s"):
-            await fleet.read_versions()
+            await fleet.flush_cache()
 
 
 async def test_a_worker_without_the_route_is_named() -> None:
@@ -135,7 +191,7 @@ async def test_a_bad_checkpoint_touches_nobody(tmp_path: Path) -> None:
     assert worker.calls == []
 
 
-async def test_versions_are_learnt_from_workers_that_agree() -> None:
+async def test_the_newest_version_is_the_fleets_and_laggards_are_left_out() -> None:
     async with (
         fake_fleet(FakeWorker(1, version=4), FakeWorker(2, version=4)) as url,
         Http() as http,
@@ -147,4 +203,18 @@ async def test_versions_are_learnt_from_workers_that_agree() -> None:
     async with fake_fleet(FakeWorker(1, version=4), undeclared) as url, Http() as http:
         fleet = Fleet(http, url)
         assert await fleet.read_versions() == {1: 4, 2: None}
-        assert fleet.versions.current is None
+        assert fleet.versions.current == 4
+        assert fleet.versions.by_worker == {1: 4}
+    base, hung = FakeWorker(2, version=0), FakeWorker(3, error="DeadlineExceeded")
+    async with fake_fleet(FakeWorker(1, version=5), base, hung) as url, Http() as http:
+        fleet = Fleet(http, url)
+        assert await fleet.read_versions() == {1: 5, 2: 0, 3: None}
+        assert fleet.versions.current == 5
+
+
+async def test_liveness() -> None:
+    dead = FakeWorker(2, fail={"liveness_probe": 500})
+    async with fake_fleet(FakeWorker(1), dead) as url, Http() as http:
+        fleet = Fleet(http, url)
+        alive = [await fleet.admin.alive(worker) for worker in await fleet.workers()]
+    assert alive == [True, False]

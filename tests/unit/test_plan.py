@@ -11,13 +11,13 @@ import pytest
 from rollway.config import load_spec
 from rollway.errors import SpecError, StartError
 from rollway.stack import machine, plan
+from rollway.stack.lease import Lease
 from rollway.stack.plan import StackPlan, as_flags, plan_stack
-from rollway.stack.ports import PortLease
 
 
 @pytest.fixture
 def lay_out(tmp_path: Path) -> Any:
-    lease = PortLease()
+    lease = Lease()
 
     def build(**fields: Any) -> StackPlan:
         model = {"path": "org/model", "replicas": 2, **fields.pop("model", {})}
@@ -42,7 +42,8 @@ def test_every_worker_has_its_own_kv_event_and_system_port(lay_out: Any) -> None
     workers = lay_out().by_role("worker")
     endpoints = [json.loads(option(w.argv, "kv-events-config"))["endpoint"] for w in workers]
     assert len(set(endpoints)) == 2
-    assert all(endpoint.startswith("tcp://127.0.0.1:") for endpoint in endpoints)
+    # vLLM binds only where it sees a wildcard; elsewhere it connects, and nobody hears it.
+    assert all(endpoint.startswith("tcp://*:") for endpoint in endpoints)
     systems = [int(w.env["DYN_SYSTEM_PORT"]) for w in workers]
     assert len(set(systems)) == 2 and max(systems) < 32768
     assert all(w.env["DYN_SYSTEM_HOST"] == "127.0.0.1" for w in workers)
@@ -99,7 +100,7 @@ def test_raw_arguments_keep_their_names() -> None:
 
 def test_every_model_has_its_own_endpoint(lay_out: Any) -> None:
     spec = {"models": [{"path": "o/a"}, {"path": "o/b"}]}
-    lease = PortLease()
+    lease = Lease()
     laid = plan_stack(load_spec(spec), run_id="0" * 16, run_dir=Path("/tmp/x"),
                       log_dir=Path("/tmp/x"), ports=lease)  # fmt: skip
     lease.release()
@@ -116,6 +117,13 @@ def test_gpus_are_dealt_out_by_tensor_parallel_size(
     assert "--enforce-eager" not in workers[0].argv  # the CPU profile is for CPUs
     with pytest.raises(SpecError, match="need 8 GPUs"):
         lay_out(model={"tensor_parallel": 4})
+    with pytest.raises(SpecError, match="0 of them not taken by another stack"):
+        lay_out(model={"replicas": 1})
+
+
+def test_a_stack_wide_choice_of_gpus_is_shared_out(lay_out: Any) -> None:
+    workers = lay_out(env={"CUDA_VISIBLE_DEVICES": "6,7"}).by_role("worker")
+    assert [w.env["CUDA_VISIBLE_DEVICES"] for w in workers] == ["6", "7"]
 
 
 def test_a_missing_program_is_named_with_what_installs_it(
@@ -152,3 +160,4 @@ def test_environment_of_the_user_wins_over_defaults_but_not_over_the_mark(lay_ou
 def test_a_server_on_all_interfaces_is_dialled_on_loopback() -> None:
     assert plan.reachable("0.0.0.0") == "127.0.0.1"
     assert plan.reachable("10.0.0.7") == "10.0.0.7"
+    assert plan.reachable("::1") == "[::1]"

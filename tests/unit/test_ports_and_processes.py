@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from rollway.errors import PortInUse
+from rollway.errors import PortInUse, StartError
 from rollway.stack import processes
+from rollway.stack.lease import FIRST, LAST, Lease
 from rollway.stack.locks import NamedLock
-from rollway.stack.ports import FIRST, LAST, PortLease
 from rollway.stack.processes import ProcessId
 
 
@@ -42,8 +42,8 @@ def test_a_lock_is_held_once_and_freed_by_death() -> None:
 
 
 def _lease_some(count: int, pipe: Connection) -> None:
-    lease = PortLease()
-    pipe.send([lease.take(0, "127.0.0.1", "x") for _ in range(count)])
+    lease = Lease()
+    pipe.send([lease.port(0, "127.0.0.1", "x") for _ in range(count)])
     pipe.recv()  # hold them until every process has chosen
 
 
@@ -69,12 +69,12 @@ def test_a_wanted_port_is_given_or_refused() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        lease = PortLease()
+        lease = Lease()
         with pytest.raises(PortInUse, match=f"Port {port} on 127.0.0.1, asked for as the door"):
-            lease.take(port, "127.0.0.1", "the door")
-    assert lease.take(port, "127.0.0.1", "the door") == port
+            lease.port(port, "127.0.0.1", "the door")
+    assert lease.port(port, "127.0.0.1", "the door") == port
     with pytest.raises(PortInUse):
-        PortLease().take(port, "127.0.0.1", "the door")  # reserved, though nobody listens yet
+        Lease().port(port, "127.0.0.1", "the door")  # reserved, though nobody listens yet
     lease.release()
 
 
@@ -89,6 +89,27 @@ def test_identity_is_pid_and_start_time() -> None:
     identity.send(signal.SIGKILL)
     child.wait()
     assert not identity.alive
+
+
+def test_an_address_that_is_not_ours_is_explained() -> None:
+    with pytest.raises(StartError, match=r"Nothing can listen on 192\.0\.2\.1"):
+        Lease().port(0, "192.0.2.1", "the door")
+
+
+def test_a_process_whose_name_is_half_a_character_does_no_harm() -> None:
+    """The kernel cuts names at 15 bytes, wherever that falls."""
+    code = (
+        "import ctypes, time; ctypes.CDLL(None).prctl(15, bytes([195, 169] * 7 + [195]), 0, 0, 0); "
+        "print('up', flush=True); time.sleep(60)"
+    )
+    odd = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    try:
+        assert odd.stdout is not None and odd.stdout.readline() == "up\n"
+        assert ProcessId.of(odd.pid) is not None
+        assert ProcessId.of(odd.pid) in processes.descendants(os.getpid())
+    finally:
+        odd.kill()
+        odd.wait()
 
 
 ORPHAN = """

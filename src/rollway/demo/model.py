@@ -12,6 +12,7 @@ nearly all of the digits before it are wrong.)
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -70,13 +71,23 @@ def build_base(directory: Path, *, seed: int = 0) -> Path:
         return directory
     _refuse_foreign(directory)
     directory.parent.mkdir(parents=True, exist_ok=True)
-    workspace = Path(tempfile.mkdtemp(prefix=f".{directory.name}.build-", dir=directory.parent))
+    prefix = f".{directory.name}.build-"
+    _clear_dead_builds(directory.parent, prefix)
+    workspace = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=directory.parent))
     try:
         _write_checkpoint(workspace / "fresh", seed)
         _move_into_place(workspace, directory, seed)
     finally:
         shutil.rmtree(workspace, ignore_errors=True)
     return directory
+
+
+def _clear_dead_builds(parent: Path, prefix: str) -> None:
+    """Remove what a killed build left; one that is still running is let be."""
+    for path in parent.glob(f"{prefix}*"):
+        pid = path.name.removeprefix(prefix).partition("-")[0]
+        if not Path("/proc", pid).exists():
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:

@@ -99,6 +99,7 @@ def run_demo(options: DemoOptions) -> dict[str, Any]:
     run = _prepare(options)
     display = DemoDisplay(quiet=options.quiet)
     display.note(f"base checkpoint {run.base}")
+    shutil.rmtree(run.directory / "weights", ignore_errors=True)  # of a run that was killed
     with ExitStack() as cleanup:
         cleanup.callback(shutil.rmtree, run.directory / "weights", ignore_errors=True)
         began = time.monotonic()

@@ -26,7 +26,6 @@ class Worker:
     admin_url: str
     routes: frozenset[str]
     world_size: int = 1
-    component: str = ""
     error: str | None = None
 
     def __str__(self) -> str:
@@ -63,6 +62,5 @@ def _worker(entry: Any) -> Worker:
         admin_url=(entry.get("system_url") or "").rstrip("/"),
         routes=frozenset(entry.get("routes") or ()),
         world_size=entry.get("world_size") or 1,
-        component=entry.get("component") or "",
         error=str(error) if error else None,
     )

@@ -91,21 +91,26 @@ class Fleet:
         await self._all(await self._usable(), self.admin.flush_cache)
 
     async def read_versions(self) -> dict[int, int | None]:
-        """The version each worker declares, by instance id; also brings the book up to date."""
-        workers = await self._usable()
-        declared = await self._all(workers, self.admin.weight_version)
-        by_id = {w.instance_id: v for w, v in zip(workers, declared, strict=True)}
+        """The version each worker declares, by instance id; None where it declares none or does
+        not answer. Also brings the book up to date, unless weights moved meanwhile: the newest
+        version becomes the fleet's, and workers on another are not used until the next refit."""
+        epoch = self.versions.epoch
+        workers = await self.workers()
+        if not workers:
+            raise self._no_workers()
+        answering = [worker for worker in workers if worker.error is None]
+        told = await asyncio.gather(
+            *(self.admin.weight_version(worker) for worker in answering), return_exceptions=True
+        )
+        by_id: dict[int, int | None] = {worker.instance_id: None for worker in workers}
+        for worker, version in zip(answering, told, strict=True):
+            if isinstance(version, int):
+                by_id[worker.instance_id] = version
         known = {i: v for i, v in by_id.items() if v is not None}
-        if not self.versions.moving:
-            agreed = known and len(set(by_id.values())) == 1 and self.versions.current is None
-            self.versions.note(known, next(iter(known.values())) if agreed else None)
+        if self.versions.epoch == epoch and not self.versions.moving:
+            newest = max(known.values(), default=None)
+            self.versions.note(known, newest if self.versions.current is None else None)
         return by_id
-
-    async def declare(self, version: int) -> None:
-        """Name the weights that all workers have loaded at start."""
-        workers = await self._usable()
-        await self._all(workers, lambda worker: self.admin.declare_version(worker, version))
-        self.versions.note({worker.instance_id: version for worker in workers}, version)
 
     async def refit(
         self, checkpoint: Path | str, version: int, *, mode: PauseMode = "wait"
@@ -113,13 +118,13 @@ class Fleet:
         """Bring every worker to `version` from a checkpoint directory all of them can read."""
         path = Path(checkpoint).expanduser().resolve()
         check_checkpoint(path)
-        current = self.versions.current
-        if current is not None and version <= current:
-            raise UsageError(
-                f"Version {version} is not newer than {current}, which the fleet serves.",
-                "Versions only go up; give the next number.",
-            )
         async with self._refitting:
+            current = self.versions.current
+            if current is not None and version <= current:
+                raise UsageError(
+                    f"Version {version} is not newer than {current}, which the fleet serves.",
+                    "Versions only go up; give the next number.",
+                )
             return await self._refit(path, version, mode)
 
     async def _refit(self, path: Path, version: int, mode: PauseMode) -> RefitReport:
@@ -132,12 +137,14 @@ class Fleet:
         try:
             await self._pause_all(workers, mode, clear_cache=True, states=states)
             self.versions.updates_begin()
-            await asyncio.gather(
-                *(self._update_one(w, path, version, states[w.instance_id]) for w in workers)
-            )
-            done = all(state.state == "serving" for state in report.workers)
-            serving = {i: s.version for i, s in states.items() if s.version is not None}
-            self.versions.note(serving, version if done else None)
+            try:
+                await asyncio.gather(
+                    *(self._update_one(w, path, version, states[w.instance_id]) for w in workers)
+                )
+            finally:  # also when this call is cancelled: some workers may have moved already
+                done = all(state.state == "serving" for state in report.workers)
+                serving = {i: s.version for i, s in states.items() if s.version is not None}
+                self.versions.note(serving, version if done else None)
         finally:
             self.versions.open()
         report.seconds = time.monotonic() - began
@@ -183,14 +190,15 @@ class Fleet:
                 state.state = "paused"
                 state.pause_seconds = time.monotonic() - started
 
-        results = await asyncio.gather(*map(pause, workers), return_exceptions=True)
-        failures = [result for result in results if isinstance(result, BaseException)]
-        if failures:
-            paused = [
-                w for w, r in zip(workers, results, strict=True) if not isinstance(r, BaseException)
-            ]
-            await asyncio.gather(*map(self.admin.resume, paused), return_exceptions=True)
-            raise failures[0]
+        try:
+            await self._all(workers, pause)
+        except BaseException:
+            # A pause that timed out, or was cancelled here, may still take effect there: all are
+            # resumed, which does no harm to one that was not paused.
+            await asyncio.shield(
+                asyncio.gather(*map(self.admin.resume, workers), return_exceptions=True)
+            )
+            raise
 
     async def _usable(self) -> list[Worker]:
         """The workers, all of them answering; a worker in error must not be passed over."""
@@ -204,11 +212,14 @@ class Fleet:
                 "Wait for them to recover or leave (a dead one is listed for about 10 s).",
             )
         if not workers:
-            raise NoWorkers(
-                f"No RL worker is listed at {self.rl_url}.",
-                "Workers need --enable-rl, and the mocker engine has no admin routes.",
-            )
+            raise self._no_workers()
         return workers
+
+    def _no_workers(self) -> NoWorkers:
+        return NoWorkers(
+            f"No RL worker is listed at {self.rl_url}.",
+            "Workers need --enable-rl, and the mocker engine has no admin routes.",
+        )
 
     async def _all(
         self, workers: Iterable[Worker], call: Callable[[Worker], Awaitable[Any]]

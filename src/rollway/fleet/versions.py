@@ -30,6 +30,11 @@ class VersionBook:
     def moving(self) -> bool:
         return not self._open.is_set()
 
+    @property
+    def served(self) -> bool:
+        """Whether some worker is known to serve the current version (or none was ever named)."""
+        return self.current is None or self.current in self.by_worker.values()
+
     async def settled(self) -> None:
         """Wait until no weights are moving."""
         await self._open.wait()
@@ -38,7 +43,9 @@ class VersionBook:
         self._open.clear()
 
     def updates_begin(self) -> None:
+        """From here on no worker is known to serve anything, until `note` says so."""
         self.epoch += 1
+        self.by_worker = {}
 
     def open(self) -> None:
         self._open.set()

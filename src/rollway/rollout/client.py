@@ -14,6 +14,7 @@ import asyncio
 import random
 import uuid
 from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -112,7 +113,7 @@ class Rollouts:
         prompt = checked_prompt(prompt_ids)
         chosen = sampling or Sampling()
         async with self._slots:
-            await self._versions.settled()
+            await self._ready_to_sample()
             epoch, salt = self._versions.epoch, self._salt()
             body = completion_request(self.model, prompt, chosen, cache_salt=salt, stream=True)
             assembly = Assembly(chosen, len(prompt))
@@ -133,9 +134,9 @@ class Rollouts:
     ) -> Rollout:
         """Sample until one rollout can be stamped with the version it came from."""
         pins = _Pins(self._versions)
-        async with self._slots:
+        async with self._slots, self._deadline():
             for attempt in range(_RETRY.attempts):
-                await self._versions.settled()
+                await self._ready_to_sample()
                 epoch = self._versions.epoch
                 try:
                     completion = await self._complete(prompt, sampling, index, session, pins.now)
@@ -154,6 +155,28 @@ class Rollouts:
             "A worker serves other weights than the fleet (it restarted, perhaps): refit it, or "
             "see `rollway status`.",
         )
+
+    async def _ready_to_sample(self) -> None:
+        """Wait while weights move; refuse where no worker could give a rollout to train on."""
+        await self._versions.settled()
+        if not self._versions.served:
+            raise RolloutError(
+                f"No worker is known to serve weight version {self._versions.current}.",
+                "The last refit failed or was interrupted, or all workers restarted: refit with "
+                "a newer version.",
+            )
+
+    @asynccontextmanager
+    async def _deadline(self) -> AsyncIterator[None]:
+        """One bound over all attempts at a rollout."""
+        try:
+            async with asyncio.timeout(self._timeout):
+                yield
+        except TimeoutError as error:
+            raise Unreachable(
+                f"A rollout took longer than {self._timeout:g} s.",
+                "Raise `timeout` of rollouts(), or see whether its worker hangs (rollway status).",
+            ) from error
 
     async def _complete(
         self, prompt: list[int], sampling: Sampling, index: int, session: str, pin: int | None

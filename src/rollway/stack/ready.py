@@ -48,7 +48,7 @@ async def until_serving(
         instance = instances[worker.name]
         if warm_up:
             report(worker, "warming up", "first greedy and first sampled request")
-            await _answer(http, plan, worker, instance)
+            await _answer(http, plan, worker, instance, report)
         if worker.engine == "vllm":
             # A worker that starts, also one that starts again, serves the spec's checkpoint.
             await _declare_base(http, plan, instance)
@@ -158,7 +158,9 @@ async def _declare_base(http: Http, plan: StackPlan, instance: int) -> None:
             await Admin(http).declare_version(listed, BASE_VERSION)
 
 
-async def _answer(http: Http, plan: StackPlan, worker: ProcessPlan, instance: int) -> None:
+async def _answer(
+    http: Http, plan: StackPlan, worker: ProcessPlan, instance: int, report: Report
+) -> None:
     """One request of each kind, answered by this very worker."""
     for sampling in _WARM_UPS:
         body = completion_request(worker.model or "", _PROMPT, sampling, pin=instance)
@@ -170,10 +172,10 @@ async def _answer(http: Http, plan: StackPlan, worker: ProcessPlan, instance: in
                     f"{plan.frontend_url}/v1/completions", body, timeout=WARM_UP_SECONDS
                 )
                 break
-            except RequestFailed as error:
-                # The frontend answers 404 or 400 for a moment after it has listed a model.
-                if error.status not in (400, 404, 500, 503):
-                    raise
+            except (RequestFailed, Unreachable) as error:
+                # The frontend answers 404 or 400 for a moment after it has listed a model, and
+                # not at all while it restarts. The caller bounds how long this goes on.
+                report(worker, "warming up", error.message)
                 await asyncio.sleep(_POLL_SECONDS)
         if worker.engine == "vllm":
             assembly = Assembly(sampling, len(_PROMPT))

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from rollway.errors import StartError
+from rollway.errors import RollwayError, StartError
 from rollway.stack.processes import ProcessId, boot_id
 
 DETACH = b"D"
@@ -119,6 +119,11 @@ class StackDir:
             return msgspec.json.decode(self.state_file.read_bytes(), type=StackState)
         except (FileNotFoundError, NotADirectoryError):
             return None
+        except OSError as error:
+            raise RollwayError(
+                f"{self.state_file} cannot be read: {error.strerror}.",
+                "It belongs to somebody else, perhaps: set ROLLWAY_HOME to a directory of yours.",
+            ) from error
         except (msgspec.DecodeError, msgspec.ValidationError):
             return None  # of another version of Rollway, and so of no stack that this one runs
 

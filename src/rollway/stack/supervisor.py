@@ -32,9 +32,9 @@ from rollway.config import StackSpec
 from rollway.errors import RollwayError, StartError
 from rollway.http import Http
 from rollway.stack import logs, processes
+from rollway.stack.lease import Lease
 from rollway.stack.locks import NamedLock
 from rollway.stack.plan import LOOPBACK, ProcessPlan, StackPlan, plan_stack
-from rollway.stack.ports import PortLease
 from rollway.stack.processes import ProcessId
 from rollway.stack.ready import until_connectable, until_open, until_serving
 from rollway.stack.state import (
@@ -58,7 +58,7 @@ class Supervisor:
         self.spec = spec
         self.directory = StackDir(spec.name)
         self.lifeline = lifeline
-        self.ports = PortLease()
+        self.ports = Lease()
         self.http = Http()
         self.stopping = asyncio.Event()
         self.children: dict[str, subprocess.Popen[bytes]] = {}
@@ -89,7 +89,7 @@ class Supervisor:
         if self.lifeline is not None:
             loop.add_reader(self.lifeline, self._lifeline_changed)
         processes.adopt_orphans()
-        self._write()
+        self.directory.write(self.state)
         self.directory.record("start", run=self.state.run_id)
         failure: RollwayError | None = None
         try:
@@ -99,6 +99,12 @@ class Supervisor:
                 await self._watch()
         except RollwayError as error:
             failure = error
+        except OSError as error:
+            what = f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")
+            failure = StartError(
+                f"The supervisor could not go on: {what}.",
+                "Check the path, the disk space and the permissions it names.",
+            )
         finally:
             await self._stop()
         if failure is None:
@@ -222,6 +228,7 @@ class Supervisor:
         identity = ProcessId.of(child.pid)
         state = self._state_of(process.name)
         state.pid, state.start = child.pid, identity.start if identity else None
+        state.ready_seconds = None
         self._report(process, "starting", "")
 
     def _report(self, process: ProcessPlan, new_state: str, detail: str) -> None:
@@ -283,14 +290,25 @@ class Supervisor:
         return min(policy.backoff_seconds * 2.0 ** (state.failures - 1), policy.max_backoff_seconds)
 
     async def _serving_or_dead(self, process: ProcessPlan) -> None:
+        """Return when a restarted process serves or has died; one that does neither is killed."""
+        child = self.children[process.name]
         task = asyncio.ensure_future(self._serving(process))
+        deadline = time.monotonic() + self.spec.start_seconds
         try:
-            while not task.done() and self.children[process.name].poll() is None:
+            while not task.done() and child.poll() is None and time.monotonic() < deadline:
                 await asyncio.wait({task}, timeout=_WATCH_SECONDS)
             if task.done():
                 await task
+                return
+            reason = f"not serving after {self.spec.start_seconds:g} s"
+        except RollwayError as error:
+            reason = error.message
         finally:
             task.cancel()
+        if child.poll() is None:
+            self._report(process, "hung", reason)
+            child.kill()
+            await asyncio.to_thread(child.wait)
 
     async def _serving(self, process: ProcessPlan) -> None:
         """Return when a restarted process does its job again."""
@@ -384,7 +402,9 @@ class Supervisor:
             self.stopping.set()
 
     def _write(self) -> None:
-        self.directory.write(self.state)
+        """A full disk must not keep the stack from being watched and ended."""
+        with contextlib.suppress(OSError):
+            self.directory.write(self.state)
 
 
 def _run_dir(run_id: str) -> Path:
@@ -409,7 +429,7 @@ def _exit_words(status: int) -> str:
 
 
 def main() -> int:
-    """`python -m rollway.stack.supervisor [lifeline fd]`, with the spec as JSON on stdin."""
+    """Run a supervisor: the lifeline's fd as argument, the spec as JSON on stdin."""
     lifeline = int(sys.argv[1]) if len(sys.argv) > 1 else None
     spec = StackSpec.model_validate_json(sys.stdin.buffer.read())
     lock = NamedLock(StackDir(spec.name).lock_name)

@@ -1,8 +1,8 @@
 """Checkpoint directories: write one that readers never see half of, and check one before use.
 
-The last file to appear is `STABLE`; a directory without it is still being written, or its writer
-died. Dynamo answers 200 to a missing directory and to an incomplete one, and damages the worker,
-so Rollway looks first.
+`publish_checkpoint` writes `STABLE` last and renames last, for readers that look for either.
+Dynamo answers 200 to a missing directory and to an incomplete one, and damages the worker, so
+`check_checkpoint` looks first, also at checkpoints that others wrote.
 """
 
 from __future__ import annotations
@@ -53,9 +53,15 @@ def check_checkpoint(directory: Path) -> None:
 
 def _shards(directory: Path) -> list[str]:
     index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    return ["model.safetensors"]
+    if not index.is_file():
+        return ["model.safetensors"]
+    try:
+        return sorted({str(name) for name in json.loads(index.read_text())["weight_map"].values()})
+    except (ValueError, KeyError, AttributeError) as error:
+        raise UsageError(
+            f"{index} cannot be read as an index of weight files ({error}).",
+            "It is still being written, or its writer died.",
+        ) from error
 
 
 def _readable() -> int:
