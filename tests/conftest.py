@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from rollway.stack import local, processes
+from rollway.stack.lease import FIRST, LAST
 from rollway.stack.preset import cache_dir
 from rollway.stack.state import known_stacks
 
@@ -61,20 +62,25 @@ def cli(tmp_path: Path) -> Cli:
 
 
 class Footprint:
-    """What a run could leave behind: processes, shared memory, scratch directories, locks."""
+    """What a run could leave behind: processes, shared memory, scratch directories, ports."""
 
     def __init__(self) -> None:
-        self._marks = _marked_processes()
-        self._memory = _names(processes.SHM)
-        self._scratch = _scratch()
+        self._before = self._look()
 
     def new(self) -> dict[str, set[str]]:
-        left = {
-            "processes": _marked_processes() - self._marks,
-            "shared memory": _names(processes.SHM) - self._memory,
-            "scratch": _scratch() - self._scratch,
-        }
+        now = self._look()
+        left = {what: names - self._before[what] for what, names in now.items()}
         return {what: names for what, names in left.items() if names}
+
+    @staticmethod
+    def _look() -> dict[str, set[str]]:
+        return {
+            "processes": _marked_processes(),
+            "shared memory": {path.name for path in processes.SHM.iterdir()},
+            "scratch": {path.name for path in Path("/tmp").glob(f"rollway-{os.getuid()}-*")},
+            "ports": _listening_ports(),
+            "reservations": _reservations(),
+        }
 
     def settle(self, seconds: float = 30.0) -> dict[str, set[str]]:
         """What is still there after some time to go."""
@@ -89,12 +95,21 @@ def footprint() -> Footprint:
     return Footprint()
 
 
-def _names(directory: Path) -> set[str]:
-    return {path.name for path in directory.iterdir()}
+def _listening_ports() -> set[str]:
+    """Of the range that Rollway chooses from."""
+    ports = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path("/proc/net", table).read_text().splitlines()[1:]:
+            _, local, _, state, *_ = line.split()
+            port = int(local.rpartition(":")[2], 16)
+            if state == "0A" and FIRST <= port < LAST:
+                ports.add(str(port))
+    return ports
 
 
-def _scratch() -> set[str]:
-    return {path.name for path in Path("/tmp").glob(f"rollway-{os.getuid()}-*")}
+def _reservations() -> set[str]:
+    lines = Path("/proc/net/unix").read_text(errors="replace").splitlines()
+    return {line.split()[-1] for line in lines if "@rollway/" in line}
 
 
 def _marked_processes() -> set[str]:

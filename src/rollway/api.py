@@ -45,9 +45,18 @@ class Stack:
     """A running stack, for async code: its addresses, its fleet, its rollouts."""
 
     def __init__(
-        self, http: Http, frontend_url: str, rl_url: str, models: list[str], name: str = ""
+        self,
+        http: Http,
+        frontend_url: str,
+        rl_url: str,
+        models: list[str],
+        name: str = "",
+        run_dir: Path | None = None,
     ) -> None:
         self.name = name
+        self.run_dir = run_dir
+        """A scratch directory that goes when the stack goes, however it ends; of a stack that this
+        process started."""
         self.frontend_url = frontend_url
         self.rl_url = rl_url
         self.models = models
@@ -149,7 +158,9 @@ class _Up(_Opening):
     async def _open(self) -> Stack:
         self._running = await self._start()
         state = self._running.state
-        stack = Stack(self._http, state.frontend, state.rl, state.models, state.name)
+        stack = Stack(
+            self._http, state.frontend, state.rl, state.models, state.name, Path(state.run_dir)
+        )
         await stack.learn_versions()
         return stack
 

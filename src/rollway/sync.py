@@ -118,6 +118,7 @@ class SyncStack:
         self._stack = stack
         self._portal = portal
         self.name = stack.name
+        self.run_dir = stack.run_dir
         self.frontend_url = stack.frontend_url
         self.rl_url = stack.rl_url
         self.models = stack.models

@@ -64,8 +64,9 @@ class DemoProcess:
             [sys.executable, "-m", "rollway.cli", "demo", "--engine", engine, "--steps", "400",
              "--out", str(directory / "run"), "--json"],
             stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
             start_new_session=True,
+            text=True,
         )  # fmt: skip
 
     def wait_for_phase(self, phase: str, seconds: float = 240.0) -> StackState:
@@ -119,6 +120,8 @@ def test_killed_at_any_moment_nothing_remains(
     cli("down")
     assert footprint.settle(20.0) == {}
     assert StackDir("demo").read() is None
+    left = {path.name for path in (tmp_path / "run").glob("*")}
+    assert left <= {"logs"}
 
 
 @pytest.mark.parametrize(
@@ -134,6 +137,8 @@ def test_interrupted_at_any_moment_nothing_remains(
         demo.wait_for_phase(phase)
     time.sleep(delay * random.uniform(0.8, 1.2))
     os.killpg(demo.process.pid, signal.SIGINT)
-    assert demo.process.wait(timeout=60) in (130, -signal.SIGINT, 1)
+    _, said = demo.process.communicate(timeout=60)
     assert footprint.new() == {}
-    assert not (tmp_path / "run" / "weights").exists()
+    if phase != "none":  # before that Python itself is still importing
+        assert demo.process.returncode == 130
+        assert "Traceback" not in said

@@ -99,9 +99,7 @@ def run_demo(options: DemoOptions) -> dict[str, Any]:
     run = _prepare(options)
     display = DemoDisplay(quiet=options.quiet)
     display.note(f"base checkpoint {run.base}")
-    shutil.rmtree(run.directory / "weights", ignore_errors=True)  # of a run that was killed
     with ExitStack() as cleanup:
-        cleanup.callback(shutil.rmtree, run.directory / "weights", ignore_errors=True)
         began = time.monotonic()
         with display.bring_up() as progress:
             stack = cleanup.enter_context(up(_stack_fields(run), progress=progress))
@@ -248,7 +246,8 @@ def _refit(run: _Run, stack: SyncStack, number: int) -> tuple[float | None, Refi
         return None, None
     began = time.monotonic()
     version = BASE_VERSION + number + 1
-    weights = run.directory / "weights"
+    assert stack.run_dir is not None
+    weights = stack.run_dir / "weights"  # ends with the stack, also when the demo is killed
     path = publish_checkpoint(weights / f"v{version}", run.trainer.model.save_pretrained)
     report = stack.refit(path, version)
     seconds = time.monotonic() - began
