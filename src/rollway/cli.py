@@ -11,6 +11,7 @@ import importlib.util
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -32,7 +33,8 @@ from rollway.stack.state import StackDir, StackState, known_stacks
 from rollway.sync import SyncFleet
 
 Command = Callable[[argparse.Namespace], int]
-out = Console(highlight=False)
+# Elsewhere than on a terminal nothing is folded to 80 columns.
+out = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -85,11 +87,12 @@ def down(options: argparse.Namespace) -> int:
         names = [state.name for state in known_stacks()]
     else:
         names = [local.resolve_name(options.name, dead_too=True)]
+    began = time.monotonic()
     with StackProgress(quiet=options.quiet) as progress:
         for name in names:
             local.stop(name, progress)
     if options.json:
-        print(json.dumps({"stopped": names}))
+        print(json.dumps({"stopped": names, "seconds": round(time.monotonic() - began, 3)}))
     else:
         print("\n".join(f"stopped {name}" for name in names) or "no stack is running")
     return 0

@@ -91,8 +91,7 @@ def stop(name: str, progress: Progress | None = None) -> None:
         state.supervisor.send(signal.SIGTERM)
         deadline = time.monotonic() + state.stop_seconds + 15.0
         while state.supervisor.alive and time.monotonic() < deadline:
-            if progress and (now := directory.read()):
-                progress(now)
+            _show_stop(directory, progress)
             time.sleep(_POLL_SECONDS)
         state.supervisor.send(signal.SIGKILL)
         processes.wait_gone({state.supervisor}, 5.0)
@@ -224,13 +223,18 @@ def _ended(
         supervisor.terminate()
     deadline = time.monotonic() + stop_seconds + 15.0
     while supervisor.poll() is None and time.monotonic() < deadline:
-        if progress and (state := directory.read()):
-            progress(state)
+        _show_stop(directory, progress)
         time.sleep(_POLL_SECONDS)
     if supervisor.poll() is None:
         supervisor.kill()
         supervisor.wait()
     clear_leftovers(directory)
+
+
+def _show_stop(directory: StackDir, progress: Progress | None) -> None:
+    state = directory.read()
+    if progress is not None and state is not None and state.phase == "stopping":
+        progress(state)
 
 
 def _end_members(state: StackState) -> None:
