@@ -83,6 +83,14 @@ def test_unwritable_home(cli: Cli, model: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.undo()
 
 
+def test_a_state_file_of_another_version(cli: Cli, own_home: Path) -> None:
+    file = own_home / "stacks" / "old" / "state.json"
+    file.parent.mkdir(parents=True)
+    file.write_text('{"name": "old"}')
+    expect(cli, ["down", "old"], 1, str(file), "not written by this version", "remove the file")
+    file.unlink()
+
+
 def test_nothing_to_stop_or_show(cli: Cli) -> None:
     expect(cli, ["down"], 1, "No stack is running", "rollway up")
     expect(cli, ["status", "nobody"], 1, "nobody")

@@ -129,11 +129,14 @@ def test_the_router_hears_what_the_workers_have_cached(
     for _ in range(4):
         prompt = fresh_prompt()
         first = _plain_request(vllm_stack, prompt)
-        time.sleep(0.5)  # events travel beside the answer
-        again = _plain_request(vllm_stack, prompt)
-        assert again["nvext"]["worker_id"] == first["nvext"]["worker_id"]
         assert first["nvext"]["timing"]["kv_hit_rate"] == 0
+        for _ in range(10):
+            time.sleep(0.5)  # events travel beside the answer
+            again = _plain_request(vllm_stack, prompt)
+            if again["nvext"]["timing"]["kv_hit_rate"] > 0.5:
+                break
         assert again["nvext"]["timing"]["kv_hit_rate"] > 0.5
+        assert again["nvext"]["worker_id"] == first["nvext"]["worker_id"]
 
 
 def test_worker_ids_are_exact(vllm_stack: SyncStack, served: tuple[int, Policy]) -> None:

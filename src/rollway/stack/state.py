@@ -124,8 +124,12 @@ class StackDir:
                 f"{self.state_file} cannot be read: {error.strerror}.",
                 "It belongs to somebody else, perhaps: set ROLLWAY_HOME to a directory of yours.",
             ) from error
-        except (msgspec.DecodeError, msgspec.ValidationError):
-            return None  # of another version of Rollway, and so of no stack that this one runs
+        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            raise RollwayError(
+                f"{self.state_file} was not written by this version of Rollway ({error}).",
+                "Stop that stack with the version that started it, or remove the file if it is "
+                "not running.",
+            ) from error
 
     def write(self, state: StackState) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
