@@ -62,6 +62,8 @@ class Stack:
         self.models = models
         self._http = http
         self._fleets = {model: Fleet(http, rl_url, model=model) for model in models}
+        for fleet in self._fleets.values():
+            fleet.versions.tainted = bool(name)  # Rollway's own launcher taints the workers
 
     @property
     def fleet(self) -> Fleet:
@@ -273,13 +275,16 @@ def _addresses(target: str, rl_url: str | None) -> tuple[str, str, str]:
         host = None
     if host is None or parts.scheme not in ("http", "https"):
         raise UsageError(f"`{target}` is not an HTTP address.", "Use http://host:port.")
-    return frontend, rl_url or _rl_of(host, port), ""
+    local_stack = _local_stack(host, port)
+    if local_stack is not None:
+        return frontend, rl_url or local_stack.rl, local_stack.name
+    default = f"http://{f'[{host}]' if ':' in host else host}:{DEFAULT_RL_PORT}"
+    return frontend, rl_url or default, ""
 
 
-def _rl_of(host: str, port: int | None) -> str:
-    """The RL listing of a local stack is recorded; elsewhere it is on Dynamo's default port."""
-    if host in ("localhost", "127.0.0.1", "::1"):
-        for state in known_stacks():
-            if state.supervised and urlsplit(state.frontend).port == port:
-                return state.rl
-    return f"http://{f'[{host}]' if ':' in host else host}:{DEFAULT_RL_PORT}"
+def _local_stack(host: str, port: int | None) -> StackState | None:
+    """The recorded stack of this user whose frontend has that address."""
+    if host not in ("localhost", "127.0.0.1", "::1"):
+        return None
+    states = (state for state in known_stacks() if state.supervised)
+    return next((state for state in states if urlsplit(state.frontend).port == port), None)

@@ -14,17 +14,18 @@ import subprocess
 import sys
 import time
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import rollway
-from rollway.errors import RolloutError, UsageError
+from rollway.errors import RolloutError, RollwayError, UsageError
 from rollway.rollout.client import Rollout
 from rollway.rollout.sampling import Sampling
 from rollway.stack import processes
-from rollway.stack.state import StackDir, StackState
+from rollway.stack.state import ProcessState, StackDir, StackState
 from rollway.sync import SyncStack
 from tests.conftest import Footprint
 from tests.stack.conftest import VLLM_ARGS
@@ -336,34 +337,86 @@ def test_status_names_the_weight_version(vllm_stack: SyncStack, served: tuple[in
 def test_a_killed_worker_leaves_no_orphans_and_never_serves_stale_tokens(
     vllm_stack: SyncStack, policies: list[Policy]
 ) -> None:
-    """kill -9 of the main process orphans EngineCore and Worker. They are cleared, the worker is
-    restarted from the base checkpoint, and until the next refit no rollout comes from it."""
-    version = next(_versions)
-    policy = policies[1]
+    """kill -9 of the main process orphans EngineCore and Worker. They are cleared, its rollouts go
+    on elsewhere, the worker is restarted from the base checkpoint, and until the next refit no
+    rollout comes from it, not even the rest of one whose worker dies."""
+    version, policy = next(_versions), policies[1]
     vllm_stack.refit(policy.path, version)
-    state = _state()
-    victim = next(p for p in state.processes if p.name == "tiny-0")
-    family = processes.descendants(victim.pid or 0)
+    family = processes.descendants(_process("tiny-0").pid or 0)
     assert len(family) >= 2
-    os.kill(victim.pid or 0, signal.SIGKILL)
-    assert processes.wait_gone(family, 15.0) == set()
-    sampling = Sampling(max_tokens=8, ignore_eos=True)
-    flat: list[Rollout] = []
-    while next(p for p in _state().processes if p.name == "tiny-0").state != "ready":
-        groups = vllm_stack.rollouts().generate_batch([fresh_prompt() for _ in range(4)], sampling)
-        flat += [rollout for group in groups for rollout in group]
+    with LongRollouts(vllm_stack) as running:
+        _kill("tiny-0")
+        assert processes.wait_gone(family, 15.0) == set()
+    flat = running.finished()
+    assert len(flat) == running.count  # migrated, or sampled anew
+    while _process("tiny-0").state != "ready":
+        flat += _some_rollouts(vllm_stack)
         time.sleep(1.0)  # the restarting worker needs the cores
     for _ in range(5):
-        groups = vllm_stack.rollouts().generate_batch([fresh_prompt() for _ in range(4)], sampling)
-        flat += [rollout for group in groups for rollout in group]
+        flat += _some_rollouts(vllm_stack)
     assert {rollout.weight_version for rollout in flat} == {version}
     assert worst(policy, flat) < TOLERANCE
     assert sorted(v or 0 for v in vllm_stack.fleet.read_versions().values()) == [0, version]
+
+    with LongRollouts(vllm_stack) as running:  # all on tiny-1: tiny-0 has base weights
+        _kill("tiny-1")
+    assert running.failures()  # rather than continued by tiny-0
+    assert all(isinstance(error, RollwayError) for error in running.failures())
+    ended_before = running.finished()
+    assert not ended_before or worst(policy, ended_before) < TOLERANCE
+    while _process("tiny-1").state != "ready":
+        time.sleep(0.5)
+
     version = next(_versions)
     vllm_stack.refit(policies[2].path, version)
-    groups = vllm_stack.rollouts().generate_batch([fresh_prompt() for _ in range(8)], sampling)
-    assert len({group[0].worker_id for group in groups}) == 2
-    assert worst(policies[2], [group[0] for group in groups]) < TOLERANCE
+    flat = _some_rollouts(vllm_stack)
+    assert len({rollout.worker_id for rollout in flat}) == 2
+    assert worst(policies[2], flat) < TOLERANCE
+
+
+class LongRollouts:
+    """Rollouts under way while the block runs; afterwards each has ended in one way or another."""
+
+    count = 16
+
+    def __init__(self, stack: SyncStack) -> None:
+        self._stack = stack
+        self._pool = ThreadPoolExecutor(self.count)
+
+    def __enter__(self) -> LongRollouts:
+        rollouts = self._stack.rollouts(timeout=90.0)
+        sampling = Sampling(max_tokens=350, ignore_eos=True)
+        self._futures = [
+            self._pool.submit(rollouts.generate, fresh_prompt(), sampling)
+            for _ in range(self.count)
+        ]
+        while _running_requests(self._stack) < 4:
+            time.sleep(0.01)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        wait(self._futures)
+        self._pool.shutdown()
+
+    def finished(self) -> list[Rollout]:
+        return [future.result()[0] for future in self._futures if future.exception() is None]
+
+    def failures(self) -> list[BaseException]:
+        return [error for future in self._futures if (error := future.exception()) is not None]
+
+
+def _some_rollouts(stack: SyncStack) -> list[Rollout]:
+    sampling = Sampling(max_tokens=8, ignore_eos=True)
+    groups = stack.rollouts().generate_batch([fresh_prompt() for _ in range(4)], sampling)
+    return [rollout for group in groups for rollout in group]
+
+
+def _process(name: str) -> ProcessState:
+    return next(process for process in _state().processes if process.name == name)
+
+
+def _kill(name: str) -> None:
+    os.kill(_process(name).pid or 0, signal.SIGKILL)
 
 
 def test_vllm_over_real_etcd_and_nats(

@@ -30,6 +30,7 @@ class FakeWorker:
     """Route to what goes wrong: an HTTP status, a message, or seconds to hang."""
     routes: list[str] = field(default_factory=lambda: list(ROUTES))
     error: str | None = None
+    taints: list[str] = field(default_factory=list)
     lies: bool = False
     """Says ok to an update and keeps its version."""
 
@@ -53,6 +54,8 @@ class FakeWorker:
                 self.version = body["weight_version"]
         elif route == "set_weight_version":
             self.version = body["weight_version"]
+        elif route == "update/model_taints":
+            self.taints = body["taints"]
         elif route in ("pause_generation", "resume_generation"):
             self.paused = route == "pause_generation"
         return _reply({"status": "ok", "version": self.version, "alive": True})
@@ -79,7 +82,7 @@ async def fake_fleet(*workers: FakeWorker) -> AsyncIterator[str]:
     urls = []
     for worker in workers:
         app = web.Application()
-        app.router.add_post("/engine/{route}", worker.handle)
+        app.router.add_post("/engine/{route:.+}", worker.handle)
         urls.append(await serve(app))
 
     async def listing(_: web.Request) -> web.Response:

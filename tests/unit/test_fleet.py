@@ -61,9 +61,10 @@ async def test_a_refit_moves_every_worker(checkpoint: Path) -> None:
     assert [worker.state for worker in report.workers] == ["serving", "serving"]
     for worker in workers:
         assert worker.calls == [
-            "pause_generation", "update_weights_from_disk", "flush_cache", "get_weight_version",
-            "resume_generation",
+            "pause_generation", "update/model_taints", "update_weights_from_disk", "flush_cache",
+            "get_weight_version", "update/model_taints", "resume_generation",
         ]  # fmt: skip
+        assert worker.taints == ["rollway-v7"]
 
 
 async def test_status_error_under_200_is_an_error() -> None:
@@ -94,6 +95,7 @@ async def test_an_update_is_sent_once_and_its_worker_stays_paused(checkpoint: Pa
         assert fleet.versions.current is None
     assert bad.calls.count("update_weights_from_disk") == 1
     assert bad.paused and "resume_generation" not in bad.calls
+    assert bad.taints == []  # the router sends it nothing that asks for a version
     assert not good.paused
     assert [worker.state for worker in failure.value.report.workers] == ["serving", "updating"]
 

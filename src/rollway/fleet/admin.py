@@ -7,6 +7,7 @@ since an update whose answer was lost may have been applied.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -75,6 +76,11 @@ class Admin:
         body = {"weight_version": version}
         await self._post(worker, "set_weight_version", body, self._timeouts.probe, IDEMPOTENT)
 
+    async def set_taints(self, worker: Worker, taints: Sequence[str]) -> None:
+        """Say which requests the router may send here: those that require one of these, and those
+        that require none. The worker does not list this route, but has it."""
+        await self._call(worker, "update/model_taints", {"taints": list(taints)})
+
     async def alive(self, worker: Worker) -> bool:
         try:
             reply = await self._post(worker, "liveness_probe", {}, self._timeouts.probe, ONCE)
@@ -85,16 +91,27 @@ class Admin:
     async def _post(
         self, worker: Worker, route: str, body: dict[str, Any], timeout: float, retry: Retry
     ) -> dict[str, Any]:
-        if worker.error is not None:
-            raise AdminError(
-                f"{worker} is listed with an error: {worker.error}.",
-                "It is hung or dead; a supervised worker is restarted by its stack.",
-            )
         if route not in worker.routes:
             raise AdminError(
                 f"{worker} does not offer `{route}`.",
                 "Start it with --enable-rl (Rollway does so for engine: vllm).",
             )
+        return await self._call(worker, route, body, timeout, retry)
+
+    async def _call(
+        self,
+        worker: Worker,
+        route: str,
+        body: dict[str, Any],
+        timeout: float | None = None,
+        retry: Retry = IDEMPOTENT,
+    ) -> dict[str, Any]:
+        if worker.error is not None:
+            raise AdminError(
+                f"{worker} is listed with an error: {worker.error}.",
+                "It is hung or dead; a supervised worker is restarted by its stack.",
+            )
+        timeout = timeout or self._timeouts.probe
         try:
             reply = await self._http.post(
                 f"{worker.admin_url}/engine/{route}", body, timeout=timeout, retry=retry

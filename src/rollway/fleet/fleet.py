@@ -22,7 +22,7 @@ from typing import Any
 from rollway.errors import AdminError, NoWorkers, RefitError, RollwayError, UsageError
 from rollway.fleet.admin import Admin, AdminTimeouts, PauseMode
 from rollway.fleet.discovery import Worker, discover
-from rollway.fleet.versions import VersionBook
+from rollway.fleet.versions import VersionBook, taint_of
 from rollway.http import Http
 from rollway.weights.checkpoint import check_checkpoint
 
@@ -145,6 +145,7 @@ class Fleet:
                 done = all(state.state == "serving" for state in report.workers)
                 serving = {i: s.version for i, s in states.items() if s.version is not None}
                 self.versions.note(serving, version if done else None)
+                self.versions.tainted = True
         finally:
             self.versions.open()
         report.seconds = time.monotonic() - began
@@ -161,12 +162,14 @@ class Fleet:
         started = time.monotonic()
         try:
             state.state = "updating"
+            await self.admin.set_taints(worker, [])  # from here on it serves no known version
             await self.admin.update_from_disk(worker, path, version)
             await self.admin.flush_cache(worker)
             declared = await self.admin.weight_version(worker)
             state.update_seconds = time.monotonic() - started
             if declared != version:
                 raise AdminError(f"{worker} declares version {declared} after the update.")
+            await self.admin.set_taints(worker, [taint_of(version)])
             state.state = "updated"
             started = time.monotonic()
             await self.admin.resume(worker)

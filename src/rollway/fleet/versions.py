@@ -14,6 +14,12 @@ BASE_VERSION = 0
 """The checkpoint a worker starts from. Trainers number their updates from 1."""
 
 
+def taint_of(version: int) -> str:
+    """The routing taint of a worker that serves `version`. A request that requires it reaches no
+    other worker, also when it migrates."""
+    return f"rollway-v{version}"
+
+
 class VersionBook:
     """The weight version of the fleet and of each worker."""
 
@@ -21,6 +27,8 @@ class VersionBook:
         self.current: int | None = None
         """What the whole fleet is meant to serve; None while nobody declared a version."""
         self.by_worker: dict[int, int] = {}
+        self.tainted = False
+        """Whether the workers carry their version's taint, so that requests may require it."""
         self.epoch = 0
         """Goes up each time updates are issued: an answer from another epoch proves nothing."""
         self._open = asyncio.Event()
@@ -38,6 +46,10 @@ class VersionBook:
     async def settled(self) -> None:
         """Wait until no weights are moving."""
         await self._open.wait()
+
+    @property
+    def required_taint(self) -> str | None:
+        return taint_of(self.current) if self.tainted and self.current is not None else None
 
     def close(self) -> None:
         self._open.clear()

@@ -115,7 +115,14 @@ class Rollouts:
         async with self._slots:
             await self._ready_to_sample()
             epoch, salt = self._versions.epoch, self._salt()
-            body = completion_request(self.model, prompt, chosen, cache_salt=salt, stream=True)
+            body = completion_request(
+                self.model,
+                prompt,
+                chosen,
+                cache_salt=salt,
+                required_taint=self._versions.required_taint,
+                stream=True,
+            )
             assembly = Assembly(chosen, len(prompt))
             headers = {SESSION_HEADER: group or uuid.uuid4().hex}
             async with self._http.stream_lines(
@@ -182,7 +189,13 @@ class Rollouts:
         self, prompt: list[int], sampling: Sampling, index: int, session: str, pin: int | None
     ) -> Completion:
         body = completion_request(
-            self.model, prompt, sampling, index=index, cache_salt=self._salt(), pin=pin
+            self.model,
+            prompt,
+            sampling,
+            index=index,
+            cache_salt=self._salt(),
+            required_taint=self._versions.required_taint,
+            pin=pin,
         )
         # A session that is bound to one worker outweighs a pin to another.
         headers = {} if pin is not None else {SESSION_HEADER: session}
@@ -231,9 +244,11 @@ class _Pins:
         self.now = random.choice(good) if good else None
 
     def failed(self) -> None:
+        """Also for a request that was not pinned: its session may be bound to a worker that has
+        fallen behind."""
         if self.now is not None:
             self._dead.add(self.now)
-            self.next()
+        self.next()
 
 
 async def all_or_none(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
@@ -285,6 +300,7 @@ def _explained(error: Unreachable | RequestFailed, model: str) -> RolloutError |
         return error
     hints = {
         404: f"Does the stack serve `{model}`? `rollway status` lists what it serves.",
+        500: "Perhaps no worker serves the current weight version any more: see `rollway status`.",
         400: "The prompt must fit the model's context, and every token id its vocabulary.",
     }
     return RolloutError(error.message, hints.get(error.status, ""))

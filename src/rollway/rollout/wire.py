@@ -39,6 +39,7 @@ def completion_request(
     *,
     index: int = 0,
     cache_salt: str | None = None,
+    required_taint: str | None = None,
     pin: int | None = None,
     stream: bool = False,
 ) -> dict[str, Any]:
@@ -46,6 +47,8 @@ def completion_request(
     nvext: dict[str, Any] = {"token_data": list(prompt_ids), "extra_fields": _EXTRA_FIELDS}
     if cache_salt is not None:
         nvext["cache_salt"] = cache_salt
+    if required_taint is not None:
+        nvext["routing_constraints"] = {"required_taints": [required_taint]}
     if pin is not None:
         nvext["backend_instance_id"] = pin
     body: dict[str, Any] = {

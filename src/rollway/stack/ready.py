@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from rollway.errors import RequestFailed, RollwayError, Unreachable
 from rollway.fleet.admin import Admin
 from rollway.fleet.discovery import discover
-from rollway.fleet.versions import BASE_VERSION
+from rollway.fleet.versions import BASE_VERSION, taint_of
 from rollway.http import ONCE, Http
 from rollway.rollout.sampling import Sampling
 from rollway.rollout.wire import Assembly, completion_request
@@ -156,6 +156,7 @@ async def _declare_base(http: Http, plan: StackPlan, instance: int) -> None:
     for listed in await discover(http, plan.rl_url):
         if listed.instance_id == instance:
             await Admin(http).declare_version(listed, BASE_VERSION)
+            await Admin(http).set_taints(listed, [taint_of(BASE_VERSION)])
 
 
 async def _answer(
