@@ -29,8 +29,9 @@ from rollway.rollout.wire import Assembly, Completion, FinishReason, completion_
 T = TypeVar("T")
 
 SESSION_HEADER = "x-dynamo-session-id"
-# Sampling again is always safe: nothing of the failed attempt is used.
-_RETRY = Retry(attempts=4, wait_seconds=0.3)
+# Sampling again is always safe: nothing of the failed attempt is used. In all 9 s, which covers the
+# restart of a frontend and the time a dead worker stays listed.
+_RETRY = Retry(attempts=6, wait_seconds=0.3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,7 +293,9 @@ async def _events(lines: AsyncIterator[bytes]) -> AsyncIterator[object]:
 
 
 def _temporary(error: Unreachable | RequestFailed) -> bool:
-    return isinstance(error, Unreachable) or error.status in (429, 500, 502, 503, 504)
+    """404 too: the model was served when this client was made, and a frontend that restarts does
+    not know its models for a moment."""
+    return isinstance(error, Unreachable) or error.status in (404, 429, 500, 502, 503, 504)
 
 
 def _explained(error: Unreachable | RequestFailed, model: str) -> RolloutError | Unreachable:
