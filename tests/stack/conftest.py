@@ -26,6 +26,8 @@ def vllm_stack(session_home: Path, base_model: Path) -> Iterator[SyncStack]:
         patch.setenv("ROLLWAY_HOME", str(session_home))
         opening = rollway.up({"name": "shared", "models": [model]})
         stack = opening.__enter__()
+    # Here, because the tests that follow move it on.
+    assert list(stack.fleet.read_versions().values()) == [0, 0]
     yield stack
     opening.__exit__(None, None, None)
 

@@ -59,8 +59,7 @@ def served(vllm_stack: SyncStack, policies: list[Policy]) -> tuple[int, Policy]:
     return version, policy
 
 
-def test_a_new_stack_serves_version_0(vllm_stack: SyncStack, policies: list[Policy]) -> None:
-    assert set(vllm_stack.fleet.read_versions().values()) <= {0} or next(_versions) > 1
+def test_both_workers_are_listed(vllm_stack: SyncStack) -> None:
     workers = vllm_stack.fleet.workers()
     assert len(workers) == 2
     assert {worker.model for worker in workers} == {"tiny"}

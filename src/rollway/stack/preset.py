@@ -83,7 +83,7 @@ def _cpu_profile(spec: StackSpec, args: RawArgs, env: dict[str, str]) -> None:
             # The default binding pins every worker to the same core.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": str(max(1, machine.cores() // workers)),
-            # The first request compiles CPU kernels for 15 s; kept, later starts take 1 s.
+            # The first request ever compiles CPU kernels (17 s seen); kept, later starts skip it.
             "TORCHINDUCTOR_CACHE_DIR": str(cache_dir() / "torchinductor"),
         }
     )
