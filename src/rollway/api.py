@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -30,11 +31,14 @@ from rollway.errors import (
     Unreachable,
     UsageError,
 )
-from rollway.fleet.fleet import Fleet
+from rollway.fleet.fleet import Fleet, RefitReport
+from rollway.fleet.updates import Update
 from rollway.http import ONCE, Http
+from rollway.rollout.canary import canary
 from rollway.rollout.client import Rollouts
 from rollway.stack import local
 from rollway.stack.local import Progress, RunningStack
+from rollway.stack.locks import machine_lock
 from rollway.stack.state import StackDir, StackState, known_stacks
 from rollway.sync import Portal, SyncStack
 
@@ -61,9 +65,28 @@ class Stack:
         self.rl_url = rl_url
         self.models = models
         self._http = http
-        self._fleets = {model: Fleet(http, rl_url, model=model) for model in models}
-        for fleet in self._fleets.values():
-            fleet.versions.tainted = bool(name)  # Rollway's own launcher taints the workers
+        self._fleets = {model: self._new_fleet(model) for model in models}
+        self._watching: list[asyncio.Task[None]] = []
+
+    def _new_fleet(self, model: str) -> Fleet:
+        """A stack of this machine has more to offer: a lock, its spec, and a supervisor."""
+        ask = canary(self._http, self.frontend_url, model)
+        state = StackDir(self.name).read() if self.name else None
+        if state is None:
+            return Fleet(self._http, self.rl_url, model=model, canary=ask)
+        fleet = Fleet(
+            self._http,
+            self.rl_url,
+            model=model,
+            roots=[Path(root) for root in state.checkpoint_roots],
+            reference=Path(state.model_paths.get(model, "")),
+            canary=ask,
+            replace=partial(local.replace_worker, self.name),
+            guard=partial(machine_lock, f"refit/{state.run_id}/{model}"),
+            supervised=True,
+        )
+        fleet.versions.tainted = True  # the launcher has done it
+        return fleet
 
     @property
     def fleet(self) -> Fleet:
@@ -77,18 +100,29 @@ class Stack:
         """A client for generating; options are those of `Rollouts`."""
         chosen = self._model(model)
         versions = self._fleets[chosen].versions
-        return Rollouts(self._http, self.frontend_url, chosen, versions, **options)
+        refresh = self._fleets[chosen].refresh
+        return Rollouts(self._http, self.frontend_url, chosen, versions, refresh=refresh, **options)
 
-    async def refit(self, checkpoint: Path | str, version: int) -> Any:
-        """Bring all workers of the only model to a new checkpoint; see `Fleet.refit`."""
-        return await self.fleet.refit(checkpoint, version)
+    async def refit(self, version: int, update: Update | Path | str, **options: Any) -> RefitReport:
+        """Bring all workers of the only model to new weights; see `Fleet.refit`."""
+        return await self.fleet.refit(version, update, **options)
 
-    async def learn_versions(self) -> None:
-        """Ask the workers which version they serve. Mockers and stacks without RL have none, and
-        their rollouts say so (`weight_version=None`)."""
+    async def watch(self) -> None:
+        """Ask the workers which version they serve, then go on noticing who joins and leaves.
+        Mockers and stacks without RL have no versions, and their rollouts say so
+        (`weight_version=None`)."""
         for fleet in self._fleets.values():
-            with contextlib.suppress(Unreachable, RequestFailed, NoWorkers):
+            try:
                 await fleet.read_versions()
+            except (Unreachable, RequestFailed, NoWorkers):
+                continue
+            self._watching.append(asyncio.create_task(fleet.watch()))
+
+    async def unwatch(self) -> None:
+        for task in self._watching:
+            task.cancel()
+        await asyncio.gather(*self._watching, return_exceptions=True)
+        self._watching.clear()
 
     def _model(self, model: str | None) -> str:
         if model is None and len(self.models) == 1:
@@ -107,16 +141,21 @@ class _Opening:
     def __init__(self) -> None:
         self._http = Http()
         self._portal: Portal | None = None
+        self._stack: Stack | None = None
 
     async def _open(self) -> Stack:
         raise NotImplementedError
 
     async def _close(self) -> None:
+        if self._stack is not None:
+            await self._stack.unwatch()
         await self._http.close()
 
     async def __aenter__(self) -> Stack:
         try:
-            return await self._open()
+            self._stack = await self._open()
+            await self._stack.watch()
+            return self._stack
         except BaseException:
             await self._close()
             raise
@@ -160,11 +199,9 @@ class _Up(_Opening):
     async def _open(self) -> Stack:
         self._running = await self._start()
         state = self._running.state
-        stack = Stack(
+        return Stack(
             self._http, state.frontend, state.rl, state.models, state.name, Path(state.run_dir)
         )
-        await stack.learn_versions()
-        return stack
 
     async def _start(self) -> RunningStack:
         """Start in a thread; cancelling this coroutine ends the start and waits for its end."""
@@ -220,9 +257,7 @@ class _Attach(_Opening):
                 f"The frontend at {self._frontend} serves no model yet.",
                 "Wait for its workers to register, then attach again.",
             )
-        stack = Stack(self._http, self._frontend, self._rl, models, self._name)
-        await stack.learn_versions()
-        return stack
+        return Stack(self._http, self._frontend, self._rl, models, self._name)
 
 
 def up(

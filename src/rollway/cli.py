@@ -167,6 +167,28 @@ def demo(options: argparse.Namespace) -> int:
     return 0
 
 
+def chaos(options: argparse.Namespace) -> int:
+    _require("torch", "transformers")
+    from rollway.chaos.command import run_command
+
+    report = run_command(
+        options.stack,
+        rounds=options.rounds,
+        seed=options.seed,
+        faults=options.fault,
+        unprotected=options.unprotected,
+        overrides=options.set,
+        quiet=options.quiet,
+    )
+    if options.json:
+        print(json.dumps(report.as_json()))
+    else:
+        _print_chaos(report.as_json())
+    # A control that finds nothing has shown that the check cannot fail.
+    good = report.stale_tokens > 0 if options.unprotected else report.clean
+    return 0 if good else 1
+
+
 # --- what the commands print ---------------------------------------------------------------
 
 
@@ -319,6 +341,21 @@ def _print_findings(findings: list[doctor.Finding]) -> None:
     out.print(table)
 
 
+def _print_chaos(report: dict[str, Any]) -> None:
+    table = Table(box=None, pad_edge=False)
+    for column in ("round", "fault", "step", "mode", "outcome", "seconds", "healed in"):
+        table.add_column(column)
+    for entry in report["detail"]:
+        keys = ("number", "fault", "step", "mode", "outcome", "seconds", "heal_seconds")
+        table.add_row(*(str(entry[key]) for key in keys))
+    out.print(table)
+    names = ("rounds", "rollouts", "tokens_checked", "stale_tokens", "wrong_logprobs")
+    for name in (*names, "lost_rollouts", "hangs", "orphans", "seconds"):
+        out.print(f"{name.replace('_', ' ')}: {report[name]}")
+    for line in report["examples"][:5]:
+        out.print(f"  {line}", markup=False)
+
+
 def _fail(error: RollwayError, *, as_json: bool) -> int:
     if as_json:
         print(json.dumps(error.as_json()))
@@ -371,6 +408,8 @@ def _parser() -> argparse.ArgumentParser:
     child.add_argument("--all", action="store_true", help="every stack of this user")
     child.add_argument("--quiet", action="store_true", help="no progress display")
     add("doctor", examine, "check this machine: versions, programs, ports, memory, GPUs")
+    child = add("chaos", chaos, "refit while things break, and check every token")
+    _chaos_grammar(child)
     _demo_grammar(add("demo", demo, "train a tiny policy with GRPO on a real stack"))
     return parser
 
@@ -385,6 +424,20 @@ def _up_grammar(child: argparse.ArgumentParser) -> None:
     )
     child.add_argument("--foreground", action="store_true", help="stay, and stop it on Ctrl-C")
     child.add_argument("--dry-run", action="store_true", help="print the commands, start nothing")
+    child.add_argument("--quiet", action="store_true", help="no progress display")
+
+
+def _chaos_grammar(child: argparse.ArgumentParser) -> None:
+    child.add_argument("stack", nargs="?", type=Path, help="a stack file; none: 2 vLLM workers")
+    child.add_argument("--rounds", type=int, default=20, help="how many refits (default 20)")
+    child.add_argument("--seed", type=int, default=0, help="of faults, steps, modes and prompts")
+    child.add_argument("--fault", action="append", default=[], help="only this one; repeatable")
+    child.add_argument(
+        "--unprotected", action="store_true", help="the control: it must find stale tokens"
+    )
+    child.add_argument(
+        "--set", action="append", default=[], metavar="A.B=C", help="override a field; repeatable"
+    )
     child.add_argument("--quiet", action="store_true", help="no progress display")
 
 

@@ -48,7 +48,10 @@ class ModelSpec(_Part):
     """A local checkpoint directory, or a Hugging Face id."""
     name: str = ""
     """The served name; the last part of `path` when empty."""
-    engine: Literal["vllm", "mocker"] = "vllm"
+    engine: Literal["vllm", "mocker", "custom"] = "vllm"
+    module: str = ""
+    """With `engine: custom`, what runs as a worker: `python -m MODULE --model … --endpoint …`. It
+    takes the options of dynamo.vllm that say what to serve and where."""
     replicas: int = Field(default=1, ge=1, le=4096)
     tensor_parallel: int = Field(default=1, ge=1, le=1024)
     seed: int = Field(default=0, ge=0)
@@ -57,10 +60,17 @@ class ModelSpec(_Part):
     env: dict[str, str] = Field(default_factory=dict)
 
     @model_validator(mode="after")
-    def _default_name(self) -> ModelSpec:
+    def _consistent(self) -> ModelSpec:
         if not self.name:
             self.name = Path(self.path).name
+        if (self.engine == "custom") != bool(self.module):
+            raise ValueError("`engine: custom` and `module` go together")
         return self
+
+    @property
+    def takes_refits(self) -> bool:
+        """Whether its workers have admin routes and weights that can change."""
+        return self.engine != "mocker"
 
 
 class FrontendSpec(_Part):
@@ -115,6 +125,8 @@ class StackSpec(_Part):
     """Where workers bind their admin (system) port. It has no authentication."""
     python: str | None = None
     """Interpreter whose environment has Dynamo and the engine; this one when not given."""
+    checkpoint_roots: list[Path] = Field(default_factory=list)
+    """Refits take checkpoints only from below these directories; from anywhere when empty."""
     log_dir: Path | None = None
     env: dict[str, str] = Field(default_factory=dict)
     start_seconds: float = Field(default=900, gt=0)
@@ -127,6 +139,11 @@ class StackSpec(_Part):
     def _absolute(cls, value: Path | None) -> Path | None:
         """The supervisor and later commands run elsewhere."""
         return None if value is None else value.expanduser().absolute()
+
+    @field_validator("checkpoint_roots")
+    @classmethod
+    def _absolute_roots(cls, value: list[Path]) -> list[Path]:
+        return [root.expanduser().absolute() for root in value]
 
     @field_validator("name")
     @classmethod

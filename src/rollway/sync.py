@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rollway.fleet.admin import PauseMode
 from rollway.fleet.discovery import Worker
 from rollway.fleet.fleet import Fleet, RefitReport
+from rollway.fleet.updates import Update
 from rollway.rollout.client import Rollout, Rollouts
 from rollway.rollout.sampling import Sampling
 
@@ -74,8 +75,11 @@ class SyncRollouts:
         n: int = 1,
         *,
         group: str | None = None,
+        version: int | None = None,
     ) -> list[Rollout]:
-        return self._portal.run(self._rollouts.generate(prompt_ids, sampling, n, group=group))
+        return self._portal.run(
+            self._rollouts.generate(prompt_ids, sampling, n, group=group, version=version)
+        )
 
     def generate_batch(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling | None = None, n: int = 1
@@ -105,10 +109,11 @@ class SyncFleet:
     def read_versions(self) -> dict[int, int | None]:
         return self._portal.run(self._fleet.read_versions())
 
-    def refit(
-        self, checkpoint: Path | str, version: int, *, mode: PauseMode = "wait"
-    ) -> RefitReport:
-        return self._portal.run(self._fleet.refit(checkpoint, version, mode=mode))
+    def refit(self, version: int, update: Update | Path | str, **options: Any) -> RefitReport:
+        return self._portal.run(self._fleet.refit(version, update, **options))
+
+    def admit(self) -> RefitReport | None:
+        return self._portal.run(self._fleet.admit())
 
 
 class SyncStack:
@@ -133,5 +138,5 @@ class SyncStack:
     def rollouts(self, model: str | None = None, **options: Any) -> SyncRollouts:
         return SyncRollouts(self._stack.rollouts(model, **options), self._portal)
 
-    def refit(self, checkpoint: Path | str, version: int) -> RefitReport:
-        return self.fleet.refit(checkpoint, version)
+    def refit(self, version: int, update: Update | Path | str, **options: Any) -> RefitReport:
+        return self.fleet.refit(version, update, **options)

@@ -55,7 +55,7 @@ def served(vllm_stack: SyncStack, policies: list[Policy]) -> tuple[int, Policy]:
     """Puts the shared stack on a known policy under a new version."""
     version = next(_versions)
     policy = policies[version % len(policies)]
-    vllm_stack.refit(policy.path, version)
+    vllm_stack.refit(version, policy.path)
     return version, policy
 
 
@@ -83,7 +83,7 @@ def test_generation_config_does_not_touch_a_request(
     vllm_stack: SyncStack, policies: list[Policy], base_model: Path
 ) -> None:
     """The checkpoint ships top_k 20 and top_p 0.9; the log-probs are of the whole distribution."""
-    vllm_stack.refit(policies[1].path, next(_versions))
+    vllm_stack.refit(next(_versions), policies[1].path)
     shipped = json.loads((base_model / "generation_config.json").read_text())
     assert shipped["top_k"] == 20 and shipped["top_p"] < 1
     prompt, sampling = fresh_prompt(), Sampling(max_tokens=32, ignore_eos=True)
@@ -110,7 +110,7 @@ def _naive_request(stack: SyncStack, prompt: list[int]) -> Rollout:
     """What a client gets that says `temperature: 1` and trusts that nothing else is changed."""
     got = _plain_request(stack, prompt)
     logprobs = got["choices"][0]["logprobs"]["token_logprobs"]
-    return Rollout(prompt, got["nvext"]["completion_token_ids"], logprobs, "length", None, None, 0)
+    return Rollout(prompt, got["nvext"]["completion_token_ids"], logprobs, "length", (), 0)
 
 
 def test_a_group_shares_one_worker_and_its_prefix(
@@ -239,7 +239,7 @@ def test_refit_changes_every_worker_and_no_old_kv_is_read(
     for _ in range(2):
         version = next(_versions)
         policy = policies[version % len(policies)]
-        report = vllm_stack.refit(policy.path, version)
+        report = vllm_stack.refit(version, policy.path)
         assert [worker.state for worker in report.workers] == ["serving", "serving"]
         assert 0 < report.paused_seconds <= report.seconds
         first = vllm_stack.rollouts().generate_batch(prompts, sampling, n=1)
@@ -258,11 +258,11 @@ async def test_requests_in_flight_are_stamped_with_what_sampled_them(
 ) -> None:
     old, new = next(_versions), next(_versions)
     async with rollway.attach(vllm_stack.frontend_url) as stack:
-        await stack.refit(policies[old % len(policies)].path, old)
+        await stack.refit(old, policies[old % len(policies)].path)
         long = Sampling(max_tokens=400, ignore_eos=True)
         running = asyncio.create_task(stack.rollouts().generate(fresh_prompt(), long, n=32))
         await asyncio.sleep(UNDER_WAY_SECONDS)
-        refit = asyncio.create_task(stack.refit(policies[new % len(policies)].path, new))
+        refit = asyncio.create_task(stack.refit(new, policies[new % len(policies)].path))
         await asyncio.sleep(0.05)
         late = await stack.rollouts().generate(fresh_prompt(), Sampling(max_tokens=4), n=2)
         await refit
@@ -283,14 +283,14 @@ def test_bad_checkpoints_and_versions_are_refused_untouched(
 ) -> None:
     version, policy = served
     with pytest.raises(UsageError, match="not newer"):
-        vllm_stack.refit(policy.path, version)
+        vllm_stack.refit(version, policy.path)
     with pytest.raises(UsageError, match="no checkpoint directory"):
-        vllm_stack.refit(tmp_path / "nowhere", version + 1000)
+        vllm_stack.refit(version + 1000, tmp_path / "nowhere")
     half = tmp_path / "half"
     shutil.copytree(policy.path, half)
     (half / "model.safetensors").unlink()
     with pytest.raises(UsageError, match="lacks weight files"):
-        vllm_stack.refit(half, version + 1000)
+        vllm_stack.refit(version + 1000, half)
     group = vllm_stack.rollouts().generate(fresh_prompt(), Sampling(max_tokens=4), n=2)
     assert {rollout.weight_version for rollout in group} == {version}
     assert worst(policy, group) < TOLERANCE
@@ -341,7 +341,7 @@ def test_a_killed_worker_leaves_no_orphans_and_never_serves_stale_tokens(
     on elsewhere, the worker is restarted from the base checkpoint, and until the next refit no
     rollout comes from it, not even the rest of one whose worker dies."""
     version, policy = next(_versions), policies[1]
-    vllm_stack.refit(policy.path, version)
+    vllm_stack.refit(version, policy.path)
     family = processes.descendants(_process("tiny-0").pid or 0)
     assert len(family) >= 2
     with LongRollouts(vllm_stack) as running:
@@ -368,7 +368,7 @@ def test_a_killed_worker_leaves_no_orphans_and_never_serves_stale_tokens(
         time.sleep(0.5)
 
     version = next(_versions)
-    vllm_stack.refit(policies[2].path, version)
+    vllm_stack.refit(version, policies[2].path)
     flat = _some_rollouts(vllm_stack)
     assert len({rollout.worker_id for rollout in flat}) == 2
     assert worst(policies[2], flat) < TOLERANCE
@@ -441,7 +441,7 @@ def test_vllm_over_real_etcd_and_nats(
         group = stack.rollouts().generate(fresh_prompt(), sampling, n=4)
         assert worst(policies[0], group) < TOLERANCE
         assert sum(rollout.cached_tokens for rollout in group) > 0
-        stack.refit(policies[1].path, 1)
+        stack.refit(1, policies[1].path)
         group = stack.rollouts().generate(fresh_prompt(), sampling, n=2)
         assert worst(policies[1], group) < TOLERANCE
     assert footprint.new() == {}

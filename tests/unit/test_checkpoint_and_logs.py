@@ -5,16 +5,24 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from rollway.errors import UsageError
 from rollway.stack import logs
-from rollway.weights.checkpoint import STABLE, check_checkpoint, publish_checkpoint
+from rollway.weights.checkpoint import (
+    STABLE,
+    check_checkpoint,
+    differences,
+    publish_checkpoint,
+    read_headers,
+)
+from tests.checkpoints import write_checkpoint
 
 
 def write_model(directory: Path) -> None:
-    (directory / "config.json").write_text("{}")
-    (directory / "model.safetensors").write_bytes(b"x")
+    write_checkpoint(directory)
     (directory / "model.safetensors").chmod(0o600)  # as safetensors does
 
 
@@ -47,11 +55,62 @@ def test_every_shard_of_the_index_must_be_there(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     index = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    (tmp_path / "one.safetensors").touch()
+    save_file({"a": np.ones(3)}, tmp_path / "one.safetensors")
     with pytest.raises(UsageError, match=r"two\.safetensors"):
         check_checkpoint(tmp_path)
-    (tmp_path / "two.safetensors").touch()
-    check_checkpoint(tmp_path)
+    save_file({"c": np.ones(3)}, tmp_path / "two.safetensors")
+    with pytest.raises(UsageError, match=r"lacks tensors that its index lists: b"):
+        check_checkpoint(tmp_path)
+    save_file({"b": np.ones(3)}, tmp_path / "two.safetensors")
+    assert set(check_checkpoint(tmp_path).tensors) == {"a", "b"}
+
+
+def test_a_half_written_file_is_noticed(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+    file = tmp_path / "model.safetensors"
+    whole = file.read_bytes()
+    for length in (0, 5, 40, len(whole) - 1):
+        file.write_bytes(whole[:length])
+        with pytest.raises(UsageError, match="not a whole weight file"):
+            check_checkpoint(tmp_path)
+    file.write_bytes(whole + b"x")
+    with pytest.raises(UsageError, match="not a whole weight file"):
+        check_checkpoint(tmp_path)
+
+
+def test_a_byte_that_changed_after_publishing_is_noticed(tmp_path: Path) -> None:
+    target = publish_checkpoint(tmp_path / "v1", write_model)
+    before = check_checkpoint(target).identity
+    file = target / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(UsageError, match=r"corrupt: model\.safetensors"):
+        check_checkpoint(target)
+    assert check_checkpoint(target, whole=False).identity == before
+
+
+def test_only_the_allowed_roots(tmp_path: Path) -> None:
+    inside = write_checkpoint(tmp_path / "root" / "a")
+    outside = write_checkpoint(tmp_path / "elsewhere")
+    link = tmp_path / "root" / "link"
+    link.symlink_to(outside)
+    check_checkpoint(inside, roots=[tmp_path / "root"])
+    for path in (outside, link, tmp_path / "root" / ".." / "elsewhere"):
+        with pytest.raises(UsageError, match="outside the allowed checkpoint roots"):
+            check_checkpoint(path, roots=[tmp_path / "root"])
+
+
+def test_differences_are_named(tmp_path: Path) -> None:
+    served = read_headers(write_checkpoint(tmp_path / "a"))
+    assert differences(served, served) == []
+    other = read_headers(
+        write_checkpoint(tmp_path / "b", shapes={"model.norm.weight": (5,), "extra": (1,)})
+    )
+    words = "; ".join(differences(other, served))
+    assert "model.embed_tokens.weight is missing" in words
+    assert "extra is not part of the model" in words
+    assert "model.norm.weight is F32[5], served is F32[4]" in words
 
 
 def test_the_tail_ends_with_the_error_that_matters(tmp_path: Path) -> None:

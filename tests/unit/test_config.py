@@ -44,7 +44,7 @@ def test_yaml_and_overrides(model: str, tmp_path: Path) -> None:
     [
         ({"replica": 2}, ["models.0.replica", "Did you mean `replicas`"]),
         ({"replicas": 0}, ["models.0.replicas", "greater than or equal to 1", "got 0"]),
-        ({"engine": "trt"}, ["models.0.engine", "'vllm' or 'mocker'"]),
+        ({"engine": "trt"}, ["models.0.engine", "'vllm', 'mocker' or 'custom'"]),
         ({"name": "x", "zzzz": 1}, ["models.0.zzzz", "Known here: args, engine"]),
     ],
 )

@@ -15,10 +15,11 @@ from rollway.errors import (
     Unreachable,
     UsageError,
 )
-from rollway.fleet.admin import AdminTimeouts
+from rollway.fleet.admin import IN_DOUBT, AdminTimeouts
 from rollway.fleet.fleet import Fleet
 from rollway.http import Http
 from rollway.rollout.client import Rollouts
+from tests.checkpoints import write_checkpoint
 from tests.unit.fake_fleet import FakeWorker, fake_fleet
 
 BIG = 2**64 - 59
@@ -26,9 +27,7 @@ BIG = 2**64 - 59
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "model.safetensors").touch()
-    return tmp_path
+    return write_checkpoint(tmp_path / "checkpoint")
 
 
 async def test_instance_ids_are_exact_and_failures_listed() -> None:
@@ -54,15 +53,17 @@ async def test_a_refit_moves_every_worker(checkpoint: Path) -> None:
     workers = [FakeWorker(1), FakeWorker(2)]
     async with fake_fleet(*workers) as url, Http() as http:
         fleet = Fleet(http, url)
-        report = await fleet.refit(checkpoint, 7)
+        report = await fleet.refit(7, checkpoint)
         assert fleet.versions.current == 7
         assert fleet.versions.by_worker == {1: 7, 2: 7}
         assert not fleet.versions.moving
     assert [worker.state for worker in report.workers] == ["serving", "serving"]
     for worker in workers:
         assert worker.calls == [
-            "pause_generation", "update/model_taints", "update_weights_from_disk", "flush_cache",
-            "get_weight_version", "update/model_taints", "resume_generation",
+            "get_weight_version",
+            "update/model_taints", "pause_generation",
+            "set_weight_version", "update_weights_from_disk", "flush_cache", "get_weight_version",
+            "pause_generation", "update/model_taints", "resume_generation",
         ]  # fmt: skip
         assert worker.taints == ["rollway-v7"]
 
@@ -77,10 +78,12 @@ async def test_a_failed_pause_undoes_the_others(checkpoint: Path) -> None:
     good, bad = FakeWorker(1), FakeWorker(2, fail={"pause_generation": "engine is busy"})
     async with fake_fleet(good, bad) as url, Http() as http:
         fleet = Fleet(http, url)
-        with pytest.raises(AdminError, match="engine is busy"):
-            await fleet.refit(checkpoint, 7)
+        with pytest.raises(RefitError, match="engine is busy") as failure:
+            await fleet.refit(7, checkpoint)
         assert not fleet.versions.moving
         assert fleet.versions.current is None
+        assert {w.state for w in failure.value.report.workers} == {"restored"}
+    assert good.taints == ["rollway-v0"]
     assert not good.paused and good.version == 0
     assert "update_weights_from_disk" not in good.calls + bad.calls
 
@@ -89,15 +92,18 @@ async def test_an_update_is_sent_once_and_its_worker_stays_paused(checkpoint: Pa
     good, bad = FakeWorker(1), FakeWorker(2, fail={"update_weights_from_disk": 500})
     async with fake_fleet(good, bad) as url, Http() as http:
         fleet = Fleet(http, url)
-        with pytest.raises(RefitError, match="worker 2: updating") as failure:
-            await fleet.refit(checkpoint, 7)
+        with pytest.raises(RefitError, match="worker 2: in doubt") as failure:
+            await fleet.refit(7, checkpoint)
         assert fleet.versions.by_worker == {1: 7}
-        assert fleet.versions.current is None
+        assert fleet.versions.current == 7  # the good one serves it
+        with pytest.raises(AdminError, match="left between two versions"):
+            await fleet.resume()
     assert bad.calls.count("update_weights_from_disk") == 1
     assert bad.paused and "resume_generation" not in bad.calls
     assert bad.taints == []  # the router sends it nothing that asks for a version
     assert not good.paused
-    assert [worker.state for worker in failure.value.report.workers] == ["serving", "updating"]
+    assert bad.version == IN_DOUBT
+    assert [worker.state for worker in failure.value.report.workers] == ["serving", "in doubt"]
 
 
 async def test_a_refit_that_is_cancelled_vouches_only_for_what_it_knows(checkpoint: Path) -> None:
@@ -105,7 +111,7 @@ async def test_a_refit_that_is_cancelled_vouches_only_for_what_it_knows(checkpoi
     async with fake_fleet(quick, slow) as url, Http() as http:
         fleet = Fleet(http, url)
         await fleet.read_versions()
-        task = asyncio.create_task(fleet.refit(checkpoint, 7))
+        task = asyncio.create_task(fleet.refit(7, checkpoint))
         while "resume_generation" not in quick.calls:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.05)
@@ -113,19 +119,28 @@ async def test_a_refit_that_is_cancelled_vouches_only_for_what_it_knows(checkpoi
         with pytest.raises(asyncio.CancelledError):
             await task
         assert fleet.versions.by_worker == {1: 7}
-        assert fleet.versions.current == 0
-        assert not fleet.versions.served and not fleet.versions.moving
-        rollouts = Rollouts(http, url, "tiny", fleet.versions)
+        assert fleet.versions.current == 7
+        assert not fleet.versions.moving and not fleet.versions.changing
+    assert slow.paused and slow.version == IN_DOUBT and slow.taints == []
+
+
+async def test_a_rollout_is_refused_when_nobody_serves_its_version(checkpoint: Path) -> None:
+    only = FakeWorker(1, fail={"update_weights_from_disk": 500})
+    async with fake_fleet(only) as url, Http() as http:
+        fleet = Fleet(http, url)
+        await fleet.read_versions()
+        with pytest.raises(RefitError):
+            await fleet.refit(7, checkpoint)
+        rollouts = Rollouts(http, url, "tiny", fleet.versions, refresh=fleet.refresh, patience=0.3)
         with pytest.raises(RolloutError, match="No worker is known to serve weight version 0"):
             await rollouts.generate([1])
-    assert slow.paused
 
 
 async def test_a_refit_cancelled_while_pausing_changes_nothing(checkpoint: Path) -> None:
     quick, slow = FakeWorker(1), FakeWorker(2, fail={"pause_generation": 0.5})
     async with fake_fleet(quick, slow) as url, Http() as http:
         fleet = Fleet(http, url)
-        task = asyncio.create_task(fleet.refit(checkpoint, 7))
+        task = asyncio.create_task(fleet.refit(7, checkpoint))
         while not quick.paused:
             await asyncio.sleep(0.01)
         task.cancel()
@@ -141,7 +156,7 @@ async def test_of_two_refits_at_once_the_older_version_does_not_win(checkpoint: 
     async with fake_fleet(worker) as url, Http() as http:
         fleet = Fleet(http, url)
         results = await asyncio.gather(
-            fleet.refit(checkpoint, 6), fleet.refit(checkpoint, 5), return_exceptions=True
+            fleet.refit(6, checkpoint), fleet.refit(5, checkpoint), return_exceptions=True
         )
     assert isinstance(results[1], UsageError)
     assert worker.version == 6
@@ -149,15 +164,15 @@ async def test_of_two_refits_at_once_the_older_version_does_not_win(checkpoint: 
 
 async def test_a_worker_that_says_ok_and_does_nothing_is_caught(checkpoint: Path) -> None:
     async with fake_fleet(FakeWorker(1, lies=True)) as url, Http() as http:
-        with pytest.raises(RefitError, match="declares version 0 after the update"):
-            await Fleet(http, url).refit(checkpoint, 7)
+        with pytest.raises(RefitError, match="declares version -1 after the update"):
+            await Fleet(http, url).refit(7, checkpoint)
 
 
 async def test_calls_that_can_be_repeated_are() -> None:
     worker = FakeWorker(1, fail={"resume_generation": [503, 500]})
     async with fake_fleet(worker) as url, Http() as http:
         await Fleet(http, url).resume()
-    assert worker.calls == ["resume_generation"] * 3
+    assert worker.calls.count("resume_generation") == 3
 
 
 async def test_a_hung_worker_is_bounded() -> None:
@@ -170,7 +185,7 @@ async def test_a_hung_worker_is_bounded() -> None:
 
 async def test_a_worker_without_the_route_is_named() -> None:
     async with fake_fleet(FakeWorker(1, routes=[])) as url, Http() as http:
-        with pytest.raises(AdminError, match="does not offer `resume_generation`"):
+        with pytest.raises(AdminError, match="does not offer pause_generation"):
             await Fleet(http, url).resume()
 
 
@@ -178,18 +193,23 @@ async def test_versions_go_up_only(checkpoint: Path) -> None:
     worker = FakeWorker(1)
     async with fake_fleet(worker) as url, Http() as http:
         fleet = Fleet(http, url)
-        await fleet.refit(checkpoint, 7)
-        for stale in (7, 6):
-            with pytest.raises(UsageError, match="not newer than 7"):
-                await fleet.refit(checkpoint, stale)
-    assert worker.calls.count("pause_generation") == 1
+        await fleet.refit(7, checkpoint)
+        with pytest.raises(UsageError, match="older than 7"):
+            await fleet.refit(6, checkpoint)
+        other = write_checkpoint(checkpoint.parent / "other", 2.0)
+        with pytest.raises(UsageError, match="7 already names other weights"):
+            await fleet.refit(7, other)
+        updates = worker.calls.count("update_weights_from_disk")
+        again = await fleet.refit(7, checkpoint)  # the same weights: nothing is left to do
+        assert [state.proof for state in again.workers] == ["earlier refit"]
+    assert worker.calls.count("update_weights_from_disk") == updates == 1
 
 
 async def test_a_bad_checkpoint_touches_nobody(tmp_path: Path) -> None:
     worker = FakeWorker(1)
     async with fake_fleet(worker) as url, Http() as http:
         with pytest.raises(UsageError, match=r"no config\.json"):
-            await Fleet(http, url).refit(tmp_path, 1)
+            await Fleet(http, url).refit(1, tmp_path)
     assert worker.calls == []
 
 
@@ -218,5 +238,5 @@ async def test_liveness() -> None:
     dead = FakeWorker(2, fail={"liveness_probe": 500})
     async with fake_fleet(FakeWorker(1), dead) as url, Http() as http:
         fleet = Fleet(http, url)
-        alive = [await fleet.admin.alive(worker) for worker in await fleet.workers()]
+        alive = [await fleet.admin.health(worker) for worker in await fleet.workers()]
     assert alive == [True, False]

@@ -149,7 +149,7 @@ def test_any_field_may_be_anything(data: st.DataObject) -> None:
 
 
 def test_every_sampling_parameter_is_said() -> None:
-    body = completion_request("m", [1, 2], Sampling(max_tokens=5, seed=9), index=2)
+    body = completion_request("m", [1, 2], Sampling(max_tokens=5, seed=9).shifted(2))
     assert body["nvext"]["token_data"] == [1, 2]
     assert (body["temperature"], body["top_p"], body["top_k"], body["min_p"]) == (1.0, 1.0, -1, 0.0)
     assert body["repetition_penalty"] == 1.0

@@ -249,7 +249,7 @@ def _refit(run: _Run, stack: SyncStack, number: int) -> tuple[float | None, Refi
     assert stack.run_dir is not None
     weights = stack.run_dir / "weights"  # ends with the stack, also when the demo is killed
     path = publish_checkpoint(weights / f"v{version}", run.trainer.model.save_pretrained)
-    report = stack.refit(path, version)
+    report = stack.refit(version, path)
     seconds = time.monotonic() - began
     shutil.rmtree(weights / f"v{version - KEEP_CHECKPOINTS}", ignore_errors=True)
     return seconds, report

@@ -1,22 +1,37 @@
-"""Admin calls to one Dynamo worker: `POST {admin_url}/engine/<route>`, typed and bounded.
+"""What can be asked of one worker, whatever serves it: `AdminAPI`, and Dynamo's way of it.
 
 Dynamo answers HTTP 200 also when a call failed, with `status: error` in the body; here that is an
-`AdminError`. Calls that may be repeated without harm are retried; a weight update is sent once,
-since an update whose answer was lost may have been applied.
+`AdminError`. Calls that may be repeated without harm are retried; a call that changes weights is
+sent once, since one whose answer was lost may have been applied.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import re
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypeVar
 
 from rollway.errors import AdminError, RequestFailed, RollwayError, Unreachable
 from rollway.fleet.discovery import Worker
 from rollway.http import IDEMPOTENT, ONCE, Http, Retry
 
+T = TypeVar("T")
+
 PauseMode = Literal["wait", "keep", "abort"]
+MAX_PARALLEL_CALLS = 128
+IN_DOUBT = -1
+"""The label of a worker while its weights change, and after a change that failed."""
+# A worker that waits longer than this for the other side of a weight group ends itself
+# (DYN_RL_INIT_WEIGHTS_TIMEOUT_S).
+RENDEZVOUS_SECONDS = 30.0
+
+_CONTROL = ("sleep", "wake_up", "pause_generation", "resume_generation", "flush_cache")
+_UNADVERTISED = {"sleep", "wake_up", "model_taints"}
+_WRAPPED = re.compile(r"Worker failed with error '(.*?)'(?:, please check|$)", re.DOTALL)
+_NO_METHOD = "has no attribute '{0}'", "Method '{0}' is not implemented"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,81 +43,206 @@ class AdminTimeouts:
     update: float = 720.0
 
 
-class Admin:
-    """The admin routes of Dynamo's vLLM workers."""
+class NoSuchMethod(AdminError):
+    """The worker has no such route, or its engine no such method: no code of ours runs in it."""
 
-    def __init__(self, http: Http, timeouts: AdminTimeouts | None = None) -> None:
-        self._http = http
-        self._timeouts = timeouts or AdminTimeouts()
+
+class AdminAPI(Protocol):
+    """The admin surface of a worker. Every call raises `AdminError` with the worker and reason."""
+
+    async def health(self, worker: Worker) -> bool: ...
+
+    async def models(self, openai_url: str) -> list[str]:
+        """What the server at its OpenAI address serves; admin calls go elsewhere."""
+        ...
 
     async def pause(
         self, worker: Worker, mode: PauseMode = "wait", *, clear_cache: bool = True
     ) -> None:
         """Stop generating. `wait` lets running requests finish, `keep` freezes them, `abort` ends
-        them. The KV cache is cleared unless told otherwise: blocks of one policy must not serve
-        the next."""
-        body = {"mode": mode, "clear_cache": clear_cache}
-        await self._post(worker, "pause_generation", body, self._timeouts.pause, IDEMPOTENT)
+        them and those that queue. The KV cache is cleared unless told otherwise: blocks of one
+        policy must not serve the next."""
+        ...
 
-    async def resume(self, worker: Worker) -> None:
-        await self._post(worker, "resume_generation", {}, self._timeouts.pause, IDEMPOTENT)
+    async def resume(self, worker: Worker) -> None: ...
 
     async def flush_cache(self, worker: Worker) -> None:
-        """Drop cached prefixes. Dynamo says ok also when vLLM refused because requests hold
-        blocks, so flush only what is paused and drained."""
-        await self._post(worker, "flush_cache", {}, self._timeouts.probe, IDEMPOTENT)
+        """Drop cached prefixes. Sure only when nothing runs: held blocks stay."""
+        ...
 
-    async def update_from_disk(self, worker: Worker, path: Path, version: int) -> None:
-        """Load a checkpoint directory the worker can read; the worker must be paused."""
-        body = {"model_path": str(path), "weight_version": version}
-        await self._post(worker, "update_weights_from_disk", body, self._timeouts.update, ONCE)
+    async def update_from_disk(
+        self, worker: Worker, path: Path, version: int, *, method: str | None = None
+    ) -> None:
+        """Load a checkpoint directory the worker can read; `method` names an engine method that
+        loads it instead of the engine's own. The worker must be paused."""
+        ...
+
+    async def update_distributed(
+        self, worker: Worker, version: int, method: str, arguments: Mapping[str, Any]
+    ) -> None:
+        """Have an engine method receive weights; the worker must be paused."""
+        ...
+
+    async def call(self, worker: Worker, method: str, arguments: Mapping[str, Any]) -> None:
+        """Run an engine method that changes no weights; `NoSuchMethod` when there is none."""
+        ...
+
+    async def init_group(
+        self, worker: Worker, arguments: Mapping[str, Any], *, method: str | None = None
+    ) -> None:
+        """Join a group for weight transfer: the trainer must be joining it at the same time."""
+        ...
+
+    async def destroy_group(
+        self, worker: Worker, arguments: Mapping[str, Any], *, method: str | None = None
+    ) -> None: ...
+
+    async def load_lora(self, worker: Worker, name: str, path: Path) -> None:
+        """Load an adapter, or load it anew when the name is taken."""
+        ...
+
+    async def unload_lora(self, worker: Worker, name: str) -> None: ...
 
     async def weight_version(self, worker: Worker) -> int | None:
-        """The version the worker declares; None before any was declared."""
-        reply = await self._post(worker, "get_weight_version", {}, self._timeouts.probe, IDEMPOTENT)
-        version = reply.get("version")
-        if version is None:
-            return None
-        try:
-            return int(version)
-        except (TypeError, ValueError):
-            raise AdminError(
-                f"{worker} declares the weight version {version!r}, which is not a whole number.",
-                "Rollway numbers versions; refit the worker with `fleet.refit(path, version)`.",
-            ) from None
+        """The version the worker declares; None when it never declared one, `IN_DOUBT` when it is
+        between two."""
+        ...
 
     async def declare_version(self, worker: Worker, version: int) -> None:
-        """Set the label alone: the worker does not check it against its weights."""
-        body = {"weight_version": version}
-        await self._post(worker, "set_weight_version", body, self._timeouts.probe, IDEMPOTENT)
+        """Set the label alone; `IN_DOUBT` says that what the worker holds is not known."""
+        ...
 
     async def set_taints(self, worker: Worker, taints: Sequence[str]) -> None:
         """Say which requests the router may send here: those that require one of these, and those
-        that require none. The worker does not list this route, but has it."""
-        await self._call(worker, "update/model_taints", {"taints": list(taints)})
+        that require none."""
+        ...
 
-    async def alive(self, worker: Worker) -> bool:
+    async def abort(self, worker: Worker, request_id: str) -> None: ...
+
+    async def sleep(self, worker: Worker, level: int = 1) -> None: ...
+
+    async def wake(self, worker: Worker, tags: Sequence[str] | None = None) -> None: ...
+
+
+class DynamoAdmin:
+    """`AdminAPI` of Dynamo's workers: `POST {admin_url}/engine/<route>`."""
+
+    def __init__(self, http: Http, timeouts: AdminTimeouts | None = None) -> None:
+        self._http = http
+        self._timeouts = timeouts or AdminTimeouts()
+
+    async def health(self, worker: Worker) -> bool:
         try:
-            reply = await self._post(worker, "liveness_probe", {}, self._timeouts.probe, ONCE)
+            reply = await self._post(worker, "liveness_probe", {}, retry=ONCE)
         except RollwayError:
             return False
         return reply.get("alive") is True
 
-    async def _post(
-        self, worker: Worker, route: str, body: dict[str, Any], timeout: float, retry: Retry
-    ) -> dict[str, Any]:
-        if route not in worker.routes:
-            raise AdminError(
-                f"{worker} does not offer `{route}`.",
-                "Start it with --enable-rl (Rollway does so for engine: vllm).",
-            )
-        return await self._call(worker, route, body, timeout, retry)
+    async def models(self, openai_url: str) -> list[str]:
+        return await served_models(self._http, openai_url, self._timeouts.probe)
 
-    async def _call(
+    async def pause(
+        self, worker: Worker, mode: PauseMode = "wait", *, clear_cache: bool = True
+    ) -> None:
+        body = {"mode": mode, "clear_cache": clear_cache}
+        await self._post(worker, "pause_generation", body, self._timeouts.pause)
+
+    async def resume(self, worker: Worker) -> None:
+        await self._post(worker, "resume_generation", {}, self._timeouts.pause)
+
+    async def flush_cache(self, worker: Worker) -> None:
+        await self._post(worker, "flush_cache", {})
+
+    async def update_from_disk(
+        self, worker: Worker, path: Path, version: int, *, method: str | None = None
+    ) -> None:
+        body: dict[str, Any] = {"model_path": str(path), "weight_version": version}
+        if method is not None:
+            body["engine_rpc"] = method
+        await self._post(
+            worker, "update_weights_from_disk", body, self._timeouts.update, retry=ONCE
+        )
+
+    async def update_distributed(
+        self, worker: Worker, version: int, method: str, arguments: Mapping[str, Any]
+    ) -> None:
+        body = {**arguments, "engine_rpc": method, "weight_version": version}
+        await self._post(
+            worker, "update_weights_from_distributed", body, self._timeouts.update, retry=ONCE
+        )
+
+    async def call(self, worker: Worker, method: str, arguments: Mapping[str, Any]) -> None:
+        # Without a version and with the cache left alone, this route just runs the method.
+        body = {
+            **arguments,
+            "engine_rpc": method,
+            "allow_unpaused": True,
+            "reset_prefix_cache": False,
+        }
+        await self._post(
+            worker, "update_weights_from_distributed", body, self._timeouts.pause, retry=ONCE
+        )
+
+    async def init_group(
+        self, worker: Worker, arguments: Mapping[str, Any], *, method: str | None = None
+    ) -> None:
+        body = {**arguments, **({"engine_rpc": method} if method else {})}
+        limit = RENDEZVOUS_SECONDS + self._timeouts.probe
+        try:
+            await self._post(worker, "init_weights_update_group", body, limit, retry=ONCE)
+        except AdminError as error:
+            if not isinstance(error.__cause__, Unreachable):
+                raise
+            raise AdminError(
+                f"{worker} did not join the weight group: {error.message}",
+                f"A worker that waits {RENDEZVOUS_SECONDS:g} s for the other side of the group "
+                "ends itself (DYN_RL_INIT_WEIGHTS_TIMEOUT_S). Is the trainer joining the group, "
+                "at an address the worker can reach, with the same world size?",
+            ) from error
+
+    async def destroy_group(
+        self, worker: Worker, arguments: Mapping[str, Any], *, method: str | None = None
+    ) -> None:
+        body = {**arguments, **({"engine_rpc": method} if method else {})}
+        await self._post(worker, "destroy_weights_update_group", body, retry=ONCE)
+
+    async def load_lora(self, worker: Worker, name: str, path: Path) -> None:
+        body = {"lora_name": name, "source": {"uri": path.resolve().as_uri()}}
+        reply = await self._post(worker, "load_lora", body, self._timeouts.update, retry=ONCE)
+        if "already loaded" in str(reply.get("message", "")):
+            # Without hot-swap Dynamo says success and keeps the old adapter.
+            await self.unload_lora(worker, name)
+            await self._post(worker, "load_lora", body, self._timeouts.update, retry=ONCE)
+
+    async def unload_lora(self, worker: Worker, name: str) -> None:
+        body = {"lora_name": name}
+        await self._post(worker, "unload_lora", body, self._timeouts.pause, retry=ONCE)
+
+    async def weight_version(self, worker: Worker) -> int | None:
+        reply = await self._post(worker, "get_weight_version", {})
+        return whole_version(reply.get("version"))
+
+    async def declare_version(self, worker: Worker, version: int) -> None:
+        await self._post(worker, "set_weight_version", {"weight_version": version})
+
+    async def set_taints(self, worker: Worker, taints: Sequence[str]) -> None:
+        await self._post(worker, "model_taints", {"taints": list(taints)})
+
+    async def abort(self, worker: Worker, request_id: str) -> None:
+        await self._post(worker, "abort_request", {"request_id": request_id})
+
+    async def sleep(self, worker: Worker, level: int = 1) -> None:
+        await self._post(worker, "sleep", {"level": level}, self._timeouts.pause)
+
+    async def wake(self, worker: Worker, tags: Sequence[str] | None = None) -> None:
+        body = {} if tags is None else {"tags": list(tags)}
+        await self._post(worker, "wake_up", body, self._timeouts.pause)
+
+    async def _post(
         self,
         worker: Worker,
-        route: str,
-        body: dict[str, Any],
+        name: str,
+        body: Mapping[str, Any],
         timeout: float | None = None,
         retry: Retry = IDEMPOTENT,
     ) -> dict[str, Any]:
@@ -111,14 +251,72 @@ class Admin:
                 f"{worker} is listed with an error: {worker.error}.",
                 "It is hung or dead; a supervised worker is restarted by its stack.",
             )
-        timeout = timeout or self._timeouts.probe
+        url = f"{worker.admin_url}/engine/{_route(worker, name)}"
         try:
             reply = await self._http.post(
-                f"{worker.admin_url}/engine/{route}", body, timeout=timeout, retry=retry
+                url, body, timeout=timeout or self._timeouts.probe, retry=retry
             )
         except (RequestFailed, Unreachable) as error:
             raise AdminError(f"{worker}: {error.message}", error.hint) from error
         if not isinstance(reply, dict) or reply.get("status") not in ("ok", "success"):
-            said = reply.get("message") if isinstance(reply, dict) else reply
-            raise AdminError(f"{worker} refused `{route}`: {said or 'no reason given'}.")
+            raise _refused(worker, name, str(body.get("engine_rpc", "")), reply)
         return reply
+
+
+async def served_models(http: Http, openai_url: str, timeout: float) -> list[str]:
+    """The model names at an OpenAI base URL, with or without its /v1."""
+    base = openai_url.rstrip("/").removesuffix("/v1")
+    answer = await http.get(f"{base}/v1/models", timeout=timeout)
+    try:
+        return [str(entry["id"]) for entry in answer["data"]]
+    except (KeyError, TypeError) as error:
+        raise RequestFailed(f"{base}/v1/models answered without models.", status=200) from error
+
+
+async def on_all(
+    workers: Iterable[Worker], call: Callable[[Worker], Awaitable[T]]
+) -> list[T | BaseException]:
+    """One call on every worker at once, bounded; failures are in the list, in place."""
+    slots = asyncio.Semaphore(MAX_PARALLEL_CALLS)
+
+    async def bounded(worker: Worker) -> T:
+        async with slots:
+            return await call(worker)
+
+    return await asyncio.gather(*map(bounded, workers), return_exceptions=True)
+
+
+def whole_version(said: Any) -> int | None:
+    """A label as a version; one that is not a number (another tool's) says nothing of ours."""
+    if said is None:
+        return None
+    try:
+        return max(int(said), IN_DOUBT)
+    except (TypeError, ValueError):
+        return IN_DOUBT
+
+
+def _route(worker: Worker, name: str) -> str:
+    """The path of a route in the style that the worker advertises."""
+    styles = (name, f"control/{name}", f"update/{name}")
+    advertised = next((path for path in styles if path in worker.routes), None)
+    if advertised is not None:
+        return advertised
+    if name in _UNADVERTISED:  # there, but on no list
+        return f"control/{name}" if name in _CONTROL else f"update/{name}"
+    if not worker.routes:  # found in a way that does not tell: flat is what vLLM workers have
+        return name
+    raise NoSuchMethod(
+        f"{worker} does not offer `{name}`.",
+        "Start it with --enable-rl (Rollway does so for engine: vllm).",
+    )
+
+
+def _refused(worker: Worker, name: str, method: str, reply: Any) -> AdminError:
+    said = str((reply.get("message") if isinstance(reply, dict) else reply) or "no reason given")
+    wrapped = _WRAPPED.search(said)
+    if wrapped:  # what the engine's method raised, without vLLM's words around it
+        said = wrapped.group(1)
+    if method and any(words.format(method) in said for words in _NO_METHOD):
+        return NoSuchMethod(f"{worker} has no such engine method: {said.rstrip('.')}.")
+    return AdminError(f"{worker} refused `{name}`: {said.rstrip('.')}.")

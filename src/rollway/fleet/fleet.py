@@ -1,207 +1,256 @@
-"""The workers as one thing: pause, refit, resume all of them, and know what each serves.
+"""The workers as one thing: list, pause, refit, resume all of them, and know what each serves.
 
-A refit, seen from the trainer:
-
-    save v7 ──► check files ──► pause all ──► load v7 ──► flush KV ──► verify ──► resume ──► sample
-                  │ refused        │ failed      └──────── failed ───────┘
-                  ▼                ▼                         ▼
-              nothing touched   resume all        that worker stays paused, RefitError
-
-Generation stands still only between `pause all` and `resume`; the report says for how long.
+`refit` is the heart; its protocol is in rollway.fleet.refit. `watch` keeps the fleet whole between
+refits: a worker that joins, also one that was restarted, starts from the base checkpoint, and is
+brought to the current version before it gets any traffic.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from rollway.errors import AdminError, NoWorkers, RefitError, RollwayError, UsageError
-from rollway.fleet.admin import Admin, AdminTimeouts, PauseMode
-from rollway.fleet.discovery import Worker, discover
+from rollway.errors import AdminError, NoWorkers, RollwayError
+from rollway.fleet.admin import (
+    IN_DOUBT,
+    AdminAPI,
+    AdminTimeouts,
+    DynamoAdmin,
+    PauseMode,
+    on_all,
+)
+from rollway.fleet.discovery import RlListing, Source, Worker
+from rollway.fleet.membership import POLL_SECONDS, Membership
+from rollway.fleet.refit import Observer, Refit, RefitMode, RefitReport, Replace, WorkerRefit
+from rollway.fleet.updates import FromDisk, Update
+from rollway.fleet.verify import Agreement, Answer, Ask
 from rollway.fleet.versions import VersionBook, taint_of
 from rollway.http import Http
-from rollway.weights.checkpoint import check_checkpoint
+from rollway.weights.checkpoint import TensorHeader, read_headers
 
-MAX_PARALLEL_CALLS = 64
+__all__ = ["Fleet", "RefitReport", "WorkerRefit"]
 
+log = logging.getLogger(__name__)
 
-@dataclass(slots=True)
-class WorkerRefit:
-    """What a refit did to one worker."""
+Guard = Callable[[], AbstractAsyncContextManager[Any]]
+"""Keeps two refits of one fleet apart, also those of two processes."""
 
-    instance_id: int
-    state: str = "untouched"
-    version: int | None = None
-    pause_seconds: float = 0.0
-    update_seconds: float = 0.0
-    resume_seconds: float = 0.0
-    error: str | None = None
-
-
-@dataclass(slots=True)
-class RefitReport:
-    """The outcome of one refit."""
-
-    version: int
-    seconds: float = 0.0
-    paused_seconds: float = 0.0
-    """How long generation stood still, from the first pause to the last resume."""
-    workers: list[WorkerRefit] = field(default_factory=list)
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
+_REFRESH_SECONDS = 1.0
 
 
 class Fleet:
-    """All RL workers behind one frontend."""
+    """All RL workers of one model."""
 
     def __init__(
         self,
         http: Http,
-        rl_url: str,
+        source: Source | str,
         *,
         model: str | None = None,
         timeouts: AdminTimeouts | None = None,
+        admin: AdminAPI | None = None,
+        roots: Sequence[Path] = (),
+        reference: Path | None = None,
+        canary: Ask | None = None,
+        replace: Replace | None = None,
+        guard: Guard = nullcontext,
+        supervised: bool = False,
     ) -> None:
-        self.rl_url = rl_url.rstrip("/")
         self.model = model
         self.versions = VersionBook()
-        self.admin = Admin(http, timeouts)
-        self._http = http
+        self.admin: AdminAPI = admin or DynamoAdmin(http, timeouts)
+        self.membership = Membership(
+            http, RlListing(source) if isinstance(source, str) else source, model
+        )
+        self.membership.on_leave(self._left)
+        self.observer: Observer | None = None
+        """Told of each step of a refit, with its worker, before it is taken."""
+        self._roots = roots
+        self._reference = reference
+        self._canary = canary
+        self._replace = replace
+        self._guard = guard
+        self._supervised = supervised
         self._refitting = asyncio.Lock()
+        self._recipe: tuple[int, Update] | None = None
+        self._doubtful: set[int] = set()
+        self._refreshed_at = float("-inf")
 
-    async def workers(self) -> list[Worker]:
-        """Who is there now; with a `model`, only those that serve it."""
-        found = await discover(self._http, self.rl_url)
-        return [w for w in found if self.model is None or w.model in (self.model, "")]
+    async def workers(self, *, fresh: bool = True) -> list[Worker]:
+        """Who is there, those in error included; `fresh=False` may be a moment old."""
+        return await self.membership.workers(fresh=fresh)
 
     async def pause(self, mode: PauseMode = "wait", *, clear_cache: bool = True) -> None:
-        """Pause every worker; if one fails the others are resumed again."""
+        """Pause every worker and take it out of the routing, where it would only collect requests
+        that hang; if one fails the others are resumed again."""
         workers = await self._usable()
-        await self._pause_all(workers, mode, clear_cache)
+
+        async def pause(worker: Worker) -> None:
+            if self.versions.tainted:
+                await self.admin.set_taints(worker, [])
+            await self.admin.pause(worker, mode, clear_cache=clear_cache)
+
+        self.versions.close()
+        results = await on_all(workers, pause)
+        failed = next((r for r in results if isinstance(r, BaseException)), None)
+        if failed is not None:
+            await on_all(workers, self._back)
+            self.versions.open()
+            raise failed
 
     async def resume(self) -> None:
-        await self._all(await self._usable(), self.admin.resume)
+        """Resume every worker whose weights are known; one that a refit left in doubt stays
+        paused, and is named in the error."""
+        workers = await self._usable()
+        declared = await self._declared(workers)
+        doubtful = [w for w in workers if declared[w.instance_id] == IN_DOUBT]
+        try:
+            await self._all([w for w in workers if w not in doubtful], self._back)
+        finally:
+            self.versions.open()
+        if doubtful:
+            raise AdminError(
+                f"{len(doubtful)} of {len(workers)} workers were left between two versions and "
+                f"stay paused: {'; '.join(map(str, doubtful))}.",
+                "Refit them, or restart them.",
+            )
 
     async def flush_cache(self) -> None:
         await self._all(await self._usable(), self.admin.flush_cache)
 
     async def read_versions(self) -> dict[int, int | None]:
-        """The version each worker declares, by instance id; None where it declares none or does
-        not answer. Also brings the book up to date, unless weights moved meanwhile: the newest
-        version becomes the fleet's, and workers on another are not used until the next refit."""
+        """The version each worker declares, by instance id; None where it declares none or does not
+        answer, `IN_DOUBT` where a change of its weights is under way or has failed. Also brings
+        the book up to date, unless this process is changing weights right now."""
         epoch = self.versions.epoch
         workers = await self.workers()
         if not workers:
             raise self._no_workers()
-        answering = [worker for worker in workers if worker.error is None]
-        told = await asyncio.gather(
-            *(self.admin.weight_version(worker) for worker in answering), return_exceptions=True
+        by_id = await self._declared(workers)
+        if self.versions.epoch == epoch and not self.versions.changing:
+            self.versions.learn({i: v for i, v in by_id.items() if v is not None and v >= 0})
+        return by_id
+
+    async def refresh(self) -> None:
+        """Look again, at most once a second and never raising; for a request that found nobody:
+        another process may have refitted, or a worker may have caught up."""
+        if time.monotonic() - self._refreshed_at < _REFRESH_SECONDS:
+            return
+        self._refreshed_at = time.monotonic()
+        try:
+            await self.read_versions()
+        except RollwayError as error:
+            log.debug("versions cannot be read: %s", error.message)
+
+    async def refit(
+        self,
+        version: int,
+        update: Update | Path | str,
+        *,
+        mode: RefitMode = "pause-all",
+        share: float = 0.5,
+        expected: Answer | None = None,
+    ) -> RefitReport:
+        """Bring every worker to `version`; `update` is a checkpoint directory that all of them can
+        read, or another `Update`. A second refit waits for the first."""
+        if isinstance(update, str | Path):
+            update = FromDisk(Path(update), self._roots, await self._served())
+        async with self._refitting, self._guard():
+            refit = self._new_refit(version, update, expected)
+            refit.mode, refit.share = mode, share
+            try:
+                return await refit.run()
+            finally:
+                if self.versions.current == version:
+                    self._recipe = (version, update)
+                self._note_doubts(refit)
+
+    async def admit(self) -> RefitReport | None:
+        """Bring workers that are not on the current version to it, the others going on; None when
+        there is nothing to do, or nothing to do it with."""
+        if self._recipe is None or not self._recipe[1].repeatable:
+            return None
+        async with self._refitting, self._guard():
+            version, update = self._recipe
+            listed = await self.workers()
+            await self.read_versions()
+            if self.versions.current != version or all(
+                self.versions.by_worker.get(w.instance_id) == version for w in listed if not w.error
+            ):
+                return None
+            refit = self._new_refit(version, update, None)
+            try:
+                return await refit.catch_up()
+            finally:
+                self._note_doubts(refit)
+
+    async def watch(self, seconds: float = POLL_SECONDS) -> None:
+        """Until cancelled: notice who joins and leaves, and admit those who join."""
+
+        async def joined(worker: Worker) -> None:
+            if self._recipe is not None:
+                log.info("%s joined; bringing it to version %d", worker, self._recipe[0])
+                await self.admit()
+            elif worker.instance_id not in self.versions.by_worker:
+                await self.read_versions()
+
+        self.membership.on_join(joined)
+        await self.membership.watch(seconds)
+
+    async def _back(self, worker: Worker) -> None:
+        """Into service as what it is."""
+        await self.admin.resume(worker)
+        version = await self.admin.weight_version(worker)
+        if self.versions.tainted and version is not None and version >= 0:
+            await self.admin.set_taints(worker, [taint_of(version)])
+
+    def _new_refit(self, version: int, update: Update, expected: Answer | None) -> Refit:
+        agreement = None
+        if self._canary is not None:
+            agreement = Agreement(self._canary, expected)
+        return Refit(
+            self.admin,
+            self.membership,
+            self.versions,
+            update,
+            version,
+            agreement=agreement,
+            replace=self._replace,
+            observer=self.observer,
+            skip=frozenset(self._doubtful),
+            supervised=self._supervised,
         )
+
+    def _note_doubts(self, refit: Refit) -> None:
+        doubtful = {i for i, state in refit.states.items() if state.state == "in doubt"}
+        self._doubtful = (self._doubtful - refit.states.keys()) | doubtful
+
+    async def _served(self) -> dict[str, TensorHeader] | None:
+        """Names, shapes and dtypes of what is served, if this process can tell."""
+        if self._recipe is not None and isinstance(self._recipe[1], FromDisk):
+            checkpoint = self._recipe[1].checkpoint
+            if checkpoint is not None:
+                return checkpoint.tensors
+        if self._reference is not None and self._reference.is_dir():
+            return await asyncio.to_thread(read_headers, self._reference)
+        return None
+
+    async def _left(self, worker: Worker) -> None:
+        self.versions.gone(worker.instance_id)
+
+    async def _declared(self, workers: Sequence[Worker]) -> dict[int, int | None]:
+        answering = [worker for worker in workers if worker.error is None]
+        told = await on_all(answering, self.admin.weight_version)
         by_id: dict[int, int | None] = {worker.instance_id: None for worker in workers}
         for worker, version in zip(answering, told, strict=True):
             if isinstance(version, int):
                 by_id[worker.instance_id] = version
-        known = {i: v for i, v in by_id.items() if v is not None}
-        if self.versions.epoch == epoch and not self.versions.moving:
-            newest = max(known.values(), default=None)
-            self.versions.note(known, newest if self.versions.current is None else None)
         return by_id
-
-    async def refit(
-        self, checkpoint: Path | str, version: int, *, mode: PauseMode = "wait"
-    ) -> RefitReport:
-        """Bring every worker to `version` from a checkpoint directory all of them can read."""
-        path = Path(checkpoint).expanduser().resolve()
-        check_checkpoint(path)
-        async with self._refitting:
-            current = self.versions.current
-            if current is not None and version <= current:
-                raise UsageError(
-                    f"Version {version} is not newer than {current}, which the fleet serves.",
-                    "Versions only go up; give the next number.",
-                )
-            return await self._refit(path, version, mode)
-
-    async def _refit(self, path: Path, version: int, mode: PauseMode) -> RefitReport:
-        began = time.monotonic()
-        workers = await self._usable()
-        states = {worker.instance_id: WorkerRefit(worker.instance_id) for worker in workers}
-        report = RefitReport(version, workers=list(states.values()))
-        self.versions.close()
-        pausing = time.monotonic()
-        try:
-            await self._pause_all(workers, mode, clear_cache=True, states=states)
-            self.versions.updates_begin()
-            try:
-                await asyncio.gather(
-                    *(self._update_one(w, path, version, states[w.instance_id]) for w in workers)
-                )
-            finally:  # also when this call is cancelled: some workers may have moved already
-                done = all(state.state == "serving" for state in report.workers)
-                serving = {i: s.version for i, s in states.items() if s.version is not None}
-                self.versions.note(serving, version if done else None)
-                self.versions.tainted = True
-        finally:
-            self.versions.open()
-        report.seconds = time.monotonic() - began
-        report.paused_seconds = time.monotonic() - pausing
-        if not done:
-            raise _refit_error(report)
-        return report
-
-    async def _update_one(
-        self, worker: Worker, path: Path, version: int, state: WorkerRefit
-    ) -> None:
-        """Load, flush, verify, resume. On any failure the worker is left paused: what it would
-        serve is unknown, and no sample is better than a wrong one."""
-        started = time.monotonic()
-        try:
-            state.state = "updating"
-            await self.admin.set_taints(worker, [])  # from here on it serves no known version
-            await self.admin.update_from_disk(worker, path, version)
-            await self.admin.flush_cache(worker)
-            declared = await self.admin.weight_version(worker)
-            state.update_seconds = time.monotonic() - started
-            if declared != version:
-                raise AdminError(f"{worker} declares version {declared} after the update.")
-            await self.admin.set_taints(worker, [taint_of(version)])
-            state.state = "updated"
-            started = time.monotonic()
-            await self.admin.resume(worker)
-            state.resume_seconds = time.monotonic() - started
-            state.state, state.version = "serving", version
-        except RollwayError as error:
-            state.error = str(error)
-
-    async def _pause_all(
-        self,
-        workers: list[Worker],
-        mode: PauseMode,
-        clear_cache: bool,
-        states: dict[int, WorkerRefit] | None = None,
-    ) -> None:
-        async def pause(worker: Worker) -> None:
-            started = time.monotonic()
-            await self.admin.pause(worker, mode, clear_cache=clear_cache)
-            if states is not None:
-                state = states[worker.instance_id]
-                state.state = "paused"
-                state.pause_seconds = time.monotonic() - started
-
-        try:
-            await self._all(workers, pause)
-        except BaseException:
-            # A pause that timed out, or was cancelled here, may still take effect there: all are
-            # resumed, which does no harm to one that was not paused.
-            await asyncio.shield(
-                asyncio.gather(*map(self.admin.resume, workers), return_exceptions=True)
-            )
-            raise
 
     async def _usable(self) -> list[Worker]:
         """The workers, all of them answering; a worker in error must not be passed over."""
@@ -220,35 +269,12 @@ class Fleet:
 
     def _no_workers(self) -> NoWorkers:
         return NoWorkers(
-            f"No RL worker is listed at {self.rl_url}.",
+            f"No RL worker is listed at {self.membership.source}.",
             "Workers need --enable-rl, and the mocker engine has no admin routes.",
         )
 
-    async def _all(
-        self, workers: Iterable[Worker], call: Callable[[Worker], Awaitable[Any]]
-    ) -> list[Any]:
-        """One call on every worker at once, bounded; the first failure is raised at the end."""
-        slots = asyncio.Semaphore(MAX_PARALLEL_CALLS)
-
-        async def bounded(worker: Worker) -> Any:
-            async with slots:
-                return await call(worker)
-
-        results = await asyncio.gather(*map(bounded, workers), return_exceptions=True)
-        for result in results:
+    async def _all(self, workers: Sequence[Worker], call: Callable[[Worker], Any]) -> None:
+        """One call on every worker at once; the first failure is raised at the end."""
+        for result in await on_all(workers, call):
             if isinstance(result, BaseException):
                 raise result
-        return list(results)
-
-
-def _refit_error(report: RefitReport) -> RefitError:
-    states = "; ".join(
-        f"worker {s.instance_id}: {s.state}" + (f" ({s.error})" if s.error else "")
-        for s in report.workers
-    )
-    return RefitError(
-        f"Not every worker is on version {report.version}: {states}.",
-        "Workers that are not `serving` stay paused, so that nothing is sampled from them. Refit "
-        "again with a good checkpoint, or restart them.",
-        report=report,
-    )

@@ -4,50 +4,41 @@
     group = await rollouts.generate(prompt_ids, Sampling(max_tokens=64), n=8)
 
 The n rollouts of a call are one group: they carry one session id, which the router keeps on one
-worker, so that the prompt is computed once. KV cache is salted with the weight version, so a block
-computed under one version is never read under another.
+worker, so that the prompt is computed once. Every request requires the taint of its weight version,
+so no worker on another version samples a token of it, and KV cache is salted with the version, so
+a block computed under one is never read under another.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
+import time
 import uuid
-from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
 
 from rollway.errors import RequestFailed, RolloutError, Unreachable, UsageError
-from rollway.fleet.versions import VersionBook
+from rollway.fleet.versions import Ticket, VersionBook
 from rollway.http import Http, Retry, server_message
 from rollway.rollout.sampling import Sampling
-from rollway.rollout.wire import Assembly, Completion, FinishReason, completion_request
+from rollway.rollout.trajectory import Rollout, Span, Trajectory
+from rollway.rollout.wire import Assembly, Completion, completion_request
+
+__all__ = ["Rollout", "Rollouts", "Span"]
 
 T = TypeVar("T")
 
 SESSION_HEADER = "x-dynamo-session-id"
-# Sampling again is always safe: nothing of the failed attempt is used. In all 9 s, which covers the
-# restart of a frontend and the time a dead worker stays listed.
-_RETRY = Retry(attempts=6, wait_seconds=0.3)
-
-
-@dataclass(frozen=True, slots=True)
-class Rollout:
-    """One sampled completion, with what a trainer needs to use it or to refuse it."""
-
-    prompt_ids: list[int]
-    token_ids: list[int]
-    logprobs: list[float] | None
-    """Of each sampled token under the policy that sampled it; None when not asked for."""
-    finish_reason: FinishReason
-    worker_id: int | None
-    weight_version: int | None
-    """None when nobody ever declared a version (an attached stack before its first refit)."""
-    cached_tokens: int
-    """Prompt tokens that came from the worker's prefix cache."""
+PATIENCE_SECONDS = 60.0
+"""How long a rollout rides out trouble without any progress: the restart of a frontend (4 s), the
+time a dead worker stays listed (10 s), a refit by another process."""
+# Sampling again is always safe: nothing of a failed attempt is used.
+_RETRY = Retry(wait_seconds=0.2, max_wait_seconds=3.0)
 
 
 class Rollouts:
@@ -60,15 +51,19 @@ class Rollouts:
         model: str,
         versions: VersionBook,
         *,
+        refresh: Callable[[], Awaitable[None]] | None = None,
         concurrency: int = 256,
         timeout: float = 3600.0,
+        patience: float = PATIENCE_SECONDS,
     ) -> None:
         self.model = model
         self._http = http
         self._url = f"{frontend_url.rstrip('/')}/v1/completions"
         self._versions = versions
+        self._refresh = refresh
         self._slots = asyncio.Semaphore(concurrency)
         self._timeout = timeout
+        self._patience = patience
 
     async def generate(
         self,
@@ -77,14 +72,18 @@ class Rollouts:
         n: int = 1,
         *,
         group: str | None = None,
+        version: int | None = None,
     ) -> list[Rollout]:
-        """Sample n rollouts of one prompt. Cancelling the call ends them on the workers too."""
+        """Sample n rollouts of one prompt, from the current weights or from a `version` that some
+        worker still serves. Cancelling the call ends them on the workers too."""
         prompt = checked_prompt(prompt_ids)
         if n < 1:
             raise UsageError(f"n is {n}.", "Ask for at least one rollout.")
         session = group or uuid.uuid4().hex
         chosen = sampling or Sampling()
-        return await all_or_none(self._one(prompt, chosen, index, session) for index in range(n))
+        return await all_or_none(
+            self._one(prompt, chosen.shifted(index), session, version) for index in range(n)
+        )
 
     async def generate_batch(
         self,
@@ -110,69 +109,128 @@ class Rollouts:
     ) -> AsyncIterator[list[int] | Rollout]:
         """Yield token ids as they come, and the whole checked Rollout last.
 
-        A stream that breaks raises; nothing is sampled again behind the reader's back."""
-        prompt = checked_prompt(prompt_ids)
-        chosen = sampling or Sampling()
-        async with self._slots:
-            await self._ready_to_sample()
-            epoch, salt = self._versions.epoch, self._salt()
-            body = completion_request(
-                self.model,
-                prompt,
-                chosen,
-                cache_salt=salt,
-                required_taint=self._versions.required_taint,
-                stream=True,
-            )
-            assembly = Assembly(chosen, len(prompt))
-            headers = {SESSION_HEADER: group or uuid.uuid4().hex}
-            async with self._http.stream_lines(
-                self._url, body, timeout=self._timeout, headers=headers
-            ) as lines:
-                async for event in _events(lines):
-                    if tokens := assembly.add(event):
-                        yield tokens
-            rollout = self._stamp(prompt, assembly.finish(), epoch)
-        if rollout is None:
-            raise RolloutError("The weights changed while this rollout was streamed.")
+        A stream that breaks raises; nothing is sampled again behind the reader's back. One that a
+        refit cut short goes on with the new weights."""
+        trajectory = Trajectory(checked_prompt(prompt_ids), sampling or Sampling())
+        session = group or uuid.uuid4().hex
+        async with self._slots, self._deadline():
+            while True:
+                ticket = await self._ticket(_Trouble(self._patience))
+                body, assembly = self._request(trajectory, ticket, stream=True)
+                async with self._http.stream_lines(
+                    self._url, body, timeout=self._timeout, headers={SESSION_HEADER: session}
+                ) as lines:
+                    async for event in _events(lines):
+                        if tokens := assembly.add(event):
+                            yield tokens
+                rollout = await self._take(trajectory, assembly.finish(), ticket, streamed=True)
+                if rollout is not None:
+                    break
         yield rollout
 
     async def _one(
-        self, prompt: list[int], sampling: Sampling, index: int, session: str
+        self, prompt: list[int], sampling: Sampling, session: str, version: int | None
     ) -> Rollout:
-        """Sample until one rollout can be stamped with the version it came from."""
+        """Sample until the rollout is whole and every token of it has a version."""
+        trajectory = Trajectory(prompt, sampling)
+        trouble = _Trouble(self._patience)
         pins = _Pins(self._versions)
         async with self._slots, self._deadline():
-            for attempt in range(_RETRY.attempts):
-                await self._ready_to_sample()
-                epoch = self._versions.epoch
+            while True:
+                ticket = await self._ticket(trouble, version)
+                body, assembly = self._request(trajectory, ticket, pin=pins.now)
+                # A session that is bound to one worker outweighs a pin to another.
+                headers = {} if pins.now is not None else {SESSION_HEADER: session}
                 try:
-                    completion = await self._complete(prompt, sampling, index, session, pins.now)
+                    answer = await self._http.post(
+                        self._url, body, timeout=self._timeout, headers=headers
+                    )
                 except (Unreachable, RequestFailed) as error:
-                    if attempt + 1 == _RETRY.attempts or not (pins.now or _temporary(error)):
+                    if not (pins.now or _temporary(error)):
                         raise _explained(error, self.model) from error
-                    pins.failed()
-                    await asyncio.sleep(_RETRY.wait(attempt))
+                    pins.failed(ticket)
+                    # The session may be bound to a worker that has fallen behind or died.
+                    session = uuid.uuid4().hex
+                    await trouble.wait(_explained(error, self.model))
+                    await self._look_again()
                     continue
-                rollout = self._stamp(prompt, completion, epoch)
+                assembly.add(answer)
+                before = len(trajectory.token_ids)
+                rollout = await self._take(trajectory, assembly.finish(), ticket)
                 if rollout is not None:
                     return rollout
-                pins.next()
-        raise RolloutError(
-            f"No rollout could be attributed to one weight version in {_RETRY.attempts} attempts.",
-            "A worker serves other weights than the fleet (it restarted, perhaps): refit it, or "
-            "see `rollway status`.",
-        )
+                if len(trajectory.token_ids) > before:
+                    trouble = _Trouble(self._patience)
+                else:
+                    pins.next(ticket)
+                    await trouble.wait(_cannot_be_attributed())
 
-    async def _ready_to_sample(self) -> None:
-        """Wait while weights move; refuse where no worker could give a rollout to train on."""
-        await self._versions.settled()
-        if not self._versions.served:
-            raise RolloutError(
-                f"No worker is known to serve weight version {self._versions.current}.",
-                "The last refit failed or was interrupted, or all workers restarted: refit with "
-                "a newer version.",
-            )
+    async def _take(
+        self,
+        trajectory: Trajectory,
+        completion: Completion,
+        ticket: Ticket,
+        *,
+        streamed: bool = False,
+    ) -> Rollout | None:
+        """Add a leg; the rollout if it is whole, None if there is more to sample."""
+        book = self._versions
+        if not book.vouches(ticket, completion.worker_id):
+            if streamed:
+                raise RolloutError("The weights changed while this rollout was streamed.")
+            return None
+        trajectory.add(completion, ticket.version)
+        if completion.finish_reason != "aborted":
+            return trajectory.rollout(completion.finish_reason, ticket.version)
+        if trajectory.full:
+            return trajectory.rollout("length", ticket.version)
+        await self._look_again()
+        if ticket.version == book.current and not book.changing and not self._in_doubt(ticket):
+            return trajectory.rollout("aborted", ticket.version)  # somebody meant this rollout
+        if streamed and trajectory.sampling.penalised and trajectory.token_ids:
+            raise RolloutError("A refit cut a streamed rollout that penalties keep from going on.")
+        trajectory.cut()
+        return None
+
+    def _in_doubt(self, ticket: Ticket) -> bool:
+        """Whether another process is changing weights: then nobody is known to serve these."""
+        return ticket.version is not None and not self._versions.served_by(ticket.version)
+
+    def _request(
+        self,
+        trajectory: Trajectory,
+        ticket: Ticket,
+        *,
+        pin: int | None = None,
+        stream: bool = False,
+    ) -> tuple[dict[str, Any], Assembly]:
+        prompt, sampling = trajectory.next_leg()
+        body = completion_request(
+            self.model,
+            prompt,
+            sampling,
+            cache_salt=ticket.salt,
+            required_taint=ticket.taint,
+            pin=pin,
+            stream=stream,
+        )
+        return body, Assembly(sampling, len(prompt))
+
+    async def _ticket(self, trouble: _Trouble, version: int | None = None) -> Ticket:
+        """Wait while weights move, and a while for a worker that serves what is asked for."""
+        while True:
+            await self._versions.settled()
+            try:
+                return self._versions.ticket(version)
+            except RolloutError as error:
+                if self._refresh is None:
+                    raise
+                await self._look_again()
+                await trouble.wait(error)
+
+    async def _look_again(self) -> None:
+        if self._refresh is not None:
+            await self._refresh()
 
     @asynccontextmanager
     async def _deadline(self) -> AsyncIterator[None]:
@@ -186,70 +244,48 @@ class Rollouts:
                 "Raise `timeout` of rollouts(), or see whether its worker hangs (rollway status).",
             ) from error
 
-    async def _complete(
-        self, prompt: list[int], sampling: Sampling, index: int, session: str, pin: int | None
-    ) -> Completion:
-        body = completion_request(
-            self.model,
-            prompt,
-            sampling,
-            index=index,
-            cache_salt=self._salt(),
-            required_taint=self._versions.required_taint,
-            pin=pin,
-        )
-        # A session that is bound to one worker outweighs a pin to another.
-        headers = {} if pin is not None else {SESSION_HEADER: session}
-        answer = await self._http.post(self._url, body, timeout=self._timeout, headers=headers)
-        assembly = Assembly(sampling, len(prompt))
-        assembly.add(answer)
-        return assembly.finish()
 
-    def _stamp(self, prompt: list[int], completion: Completion, epoch: int) -> Rollout | None:
-        """The rollout with its version; None when its version cannot be vouched for."""
-        book = self._versions
-        if book.epoch != epoch:
-            return None
-        version = book.current
-        if version is not None and book.by_worker.get(completion.worker_id or 0) != version:
-            return None
-        return Rollout(
-            prompt_ids=prompt,
-            token_ids=completion.token_ids,
-            logprobs=completion.logprobs,
-            finish_reason=completion.finish_reason,
-            worker_id=completion.worker_id,
-            weight_version=version,
-            cached_tokens=completion.cached_tokens,
-        )
+@dataclass(slots=True)
+class _Trouble:
+    """Waits longer each time, and gives up with the error when it has lasted too long."""
 
-    def _salt(self) -> str | None:
-        version = self._versions.current
-        return None if version is None else f"v{version}"
+    patience: float
+    _since: float | None = None
+    _times: int = 0
+
+    async def wait(self, error: RolloutError | Unreachable) -> None:
+        now = time.monotonic()
+        if self._since is None:
+            self._since = now
+        wait = _RETRY.wait(self._times)
+        if now + wait - self._since > self.patience:
+            raise error
+        self._times += 1
+        await asyncio.sleep(wait)
 
 
+@dataclass(slots=True)
 class _Pins:
-    """Where to send a rollout again after one from a worker with other weights.
+    """Where to send a rollout again, without taints, after one from a worker with other weights.
 
     The router would choose the same worker once more, so the next one goes to a worker known to
-    serve the current version. That one may have died since: then another is tried."""
+    serve the version. That one may have died since: then another is tried. With taints the router
+    itself keeps to the version, and nothing is pinned."""
 
-    def __init__(self, versions: VersionBook) -> None:
-        self._versions = versions
-        self._dead: set[int] = set()
-        self.now: int | None = None
+    versions: VersionBook
+    now: int | None = None
+    _dead: set[int] = field(default_factory=set)
 
-    def next(self) -> None:
-        book = self._versions
-        good = [i for i, v in book.by_worker.items() if v == book.current and i not in self._dead]
-        self.now = random.choice(good) if good else None
+    def next(self, ticket: Ticket) -> None:
+        self.now = None
+        if ticket.version is not None and ticket.taint is None:
+            good = [i for i in self.versions.served_by(ticket.version) if i not in self._dead]
+            self.now = random.choice(good) if good else None
 
-    def failed(self) -> None:
-        """Also for a request that was not pinned: its session may be bound to a worker that has
-        fallen behind."""
+    def failed(self, ticket: Ticket) -> None:
         if self.now is not None:
             self._dead.add(self.now)
-        self.next()
+            self.next(ticket)
 
 
 async def all_or_none(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
@@ -295,7 +331,7 @@ async def _events(lines: AsyncIterator[bytes]) -> AsyncIterator[object]:
 def _temporary(error: Unreachable | RequestFailed) -> bool:
     """404 too: the model was served when this client was made, and a frontend that restarts does
     not know its models for a moment."""
-    return isinstance(error, Unreachable) or error.status in (404, 429, 500, 502, 503, 504)
+    return isinstance(error, Unreachable) or error.status in (404, 429, 499, 500, 502, 503, 504)
 
 
 def _explained(error: Unreachable | RequestFailed, model: str) -> RolloutError | Unreachable:
@@ -307,3 +343,11 @@ def _explained(error: Unreachable | RequestFailed, model: str) -> RolloutError |
         400: "The prompt must fit the model's context, and every token id its vocabulary.",
     }
     return RolloutError(error.message, hints.get(error.status, ""))
+
+
+def _cannot_be_attributed() -> RolloutError:
+    return RolloutError(
+        "No rollout could be attributed to one weight version.",
+        "A worker serves other weights than the fleet (it restarted, perhaps): refit it, or see "
+        "`rollway status`.",
+    )

@@ -54,8 +54,13 @@ class Sampling:
         """The same with the seed moved on; without a seed, the same."""
         return self if self.seed is None else replace(self, seed=self.seed + offset)
 
-    def on_wire(self, index: int) -> dict[str, Any]:
-        """The request fields for rollout `index` of a group."""
+    @property
+    def penalised(self) -> bool:
+        """Whether the probability of a token depends on which were sampled before it."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+
+    def on_wire(self) -> dict[str, Any]:
+        """The request fields."""
         fields: dict[str, Any] = {
             "max_tokens": self.max_tokens,
             "temperature": self.temperature,
@@ -72,7 +77,7 @@ class Sampling:
         if self.stop_token_ids:
             fields["stop_token_ids"] = list(self.stop_token_ids)
         if self.seed is not None:
-            fields["seed"] = self.seed + index
+            fields["seed"] = self.seed
         if self.logprobs:
             fields["logprobs"] = 0  # the sampled token's own: 14 bytes a token
         return fields

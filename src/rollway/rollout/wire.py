@@ -37,7 +37,6 @@ def completion_request(
     prompt_ids: Sequence[int],
     sampling: Sampling,
     *,
-    index: int = 0,
     cache_salt: str | None = None,
     required_taint: str | None = None,
     pin: int | None = None,
@@ -56,7 +55,7 @@ def completion_request(
         "prompt": "-",
         "stream": stream,
         "nvext": nvext,
-        **sampling.on_wire(index),
+        **sampling.on_wire(),
     }
     if stream:
         body["stream_options"] = {"include_usage": True}
@@ -106,6 +105,7 @@ class Completion:
     logprobs: list[float] | None
     finish_reason: FinishReason
     worker_id: int | None
+    """None for an answer that moved between workers: Dynamo names the one that died."""
     cached_tokens: int
 
 
@@ -163,7 +163,7 @@ class Assembly:
             token_ids=self.token_ids,
             logprobs=self._checked_logprobs(),
             finish_reason=reason,
-            worker_id=self._worker_id,
+            worker_id=None if self._migrated else self._worker_id,
             cached_tokens=(details.cached_tokens or 0) if details else 0,
         )
 
@@ -179,7 +179,7 @@ class Assembly:
     def _check_counts(self, reason: FinishReason) -> None:
         ids, usage = len(self.token_ids), self._usage
         if usage is not None:
-            if usage.prompt_tokens != self.prompt_length:
+            if usage.prompt_tokens != self.prompt_length and not self._migrated:
                 raise RolloutError(
                     f"The engine saw {usage.prompt_tokens} prompt tokens of {self.prompt_length}."
                 )
@@ -192,6 +192,16 @@ class Assembly:
         if reason == "length" and ids == 0:
             # Fewer than max_tokens is legal (the model's context may be full), none is not.
             raise RolloutError("The rollout ended by length without a single token.")
+
+    @property
+    def _migrated(self) -> bool:
+        """Whether another worker went on after the first had died: what that one had sampled then
+        counts as prompt as well. It is the only sign of it."""
+        usage = self._usage
+        if usage is None:
+            return False
+        more = usage.prompt_tokens - self.prompt_length
+        return 0 < more <= len(self.token_ids)
 
     def _checked_logprobs(self) -> list[float] | None:
         if not self.sampling.logprobs:

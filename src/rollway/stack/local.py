@@ -20,6 +20,7 @@ from typing import Any
 
 from rollway.config import StackSpec
 from rollway.errors import RollwayError, SpecError, StackNotRunning, StartError, UsageError
+from rollway.fleet.discovery import Worker
 from rollway.stack import processes
 from rollway.stack.locks import NamedLock
 from rollway.stack.processes import ProcessId
@@ -256,3 +257,17 @@ def each_state(directory: StackDir) -> Iterator[StackState]:
     while (state := directory.read()) is not None and state.supervised:
         yield state
         time.sleep(1.0)
+
+
+async def replace_worker(name: str, worker: Worker) -> bool:
+    """End a worker of a stack so that its supervisor starts it anew; False when it is not one of
+    the stack's, or has been started anew already."""
+    state = StackDir(name).read()
+    if state is None or not state.supervised:
+        return False
+    for process in state.processes:
+        if process.instance == worker.instance_id and process.id is not None:
+            StackDir(name).record("replaced", process=process.name, pid=process.pid)
+            process.id.send(signal.SIGKILL)
+            return True
+    return False

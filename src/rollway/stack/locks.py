@@ -7,8 +7,13 @@ lock guards ports (between stacks that start at one moment) and stack names.
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+_POLL_SECONDS = 0.05
 
 
 class NamedLock:
@@ -35,3 +40,15 @@ class NamedLock:
         holder, self._socket = self._socket, None
         if holder is not None:
             holder.close()
+
+
+@asynccontextmanager
+async def machine_lock(name: str) -> AsyncIterator[None]:
+    """Wait for a named lock, and hold it for the block."""
+    lock = NamedLock(name)
+    while not lock.acquire():  # noqa: ASYNC110 (another process lets go of it)
+        await asyncio.sleep(_POLL_SECONDS)
+    try:
+        yield
+    finally:
+        lock.release()

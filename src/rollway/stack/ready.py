@@ -8,12 +8,13 @@ first user, on every worker, by pinning the request to it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence, Set
+import time
+from collections.abc import Callable, Mapping, Sequence, Set
 from urllib.parse import urlsplit
 
 from rollway.errors import RequestFailed, RollwayError, Unreachable
-from rollway.fleet.admin import Admin
-from rollway.fleet.discovery import discover
+from rollway.fleet.admin import DynamoAdmin
+from rollway.fleet.discovery import RlListing, discover
 from rollway.fleet.versions import BASE_VERSION, taint_of
 from rollway.http import ONCE, Http
 from rollway.rollout.sampling import Sampling
@@ -24,6 +25,7 @@ Report = Callable[[ProcessPlan, str, str], None]
 """Called with a process, its new state, and a detail for the user."""
 
 WARM_UP_SECONDS = 600.0
+LOST_SECONDS = 20.0
 _POLL_SECONDS = 0.5
 _PROMPT = [1, 2, 3, 4, 5, 6, 7, 8]
 _WARM_UPS = (Sampling(max_tokens=2, temperature=0.0), Sampling(max_tokens=2, temperature=1.0))
@@ -37,11 +39,13 @@ async def until_serving(
     *,
     warm_up: bool,
     taken: Set[int] = frozenset(),
+    lost: Callable[[ProcessPlan], None] | None = None,
 ) -> dict[str, int]:
     """Return the instance id of each of these workers, when all have registered and answered.
 
-    `taken` are the ids of other workers and of dead ones, which stay listed for a while."""
-    instances = await _registered(http, plan, workers, report, taken)
+    `taken` are the ids of other workers and of dead ones, which stay listed for a while; `lost` is
+    told of a worker that serves its admin port but does not get listed."""
+    instances = await _registered(http, plan, workers, report, taken, lost)
     await _listed(http, plan, {w.model for w in workers if w.model})
 
     async def warm(worker: ProcessPlan) -> None:
@@ -49,7 +53,7 @@ async def until_serving(
         if warm_up:
             report(worker, "warming up", "first greedy and first sampled request")
             await _answer(http, plan, worker, instance, report)
-        if worker.engine == "vllm":
+        if worker.engine != "mocker":
             # A worker that starts, also one that starts again, serves the spec's checkpoint.
             await _declare_base(http, plan, instance)
         report(worker, "ready", "")
@@ -88,9 +92,11 @@ async def _registered(
     workers: Sequence[ProcessPlan],
     report: Report,
     taken: Set[int],
+    lost: Callable[[ProcessPlan], None] | None,
 ) -> dict[str, int]:
     """The instance id of each worker, once all have registered."""
     found: dict[str, int] = {}
+    unlisted_since: dict[str, float] = {}
     while len(found) < len(workers):
         try:
             seen = await _instances(http, plan, workers, taken)
@@ -100,8 +106,57 @@ async def _registered(
             if worker.name in seen and worker.name not in found:
                 found[worker.name] = seen[worker.name]
                 report(worker, "registered", "")
+        for worker in workers:
+            # File discovery drops a registration now and then when very many start at once, and
+            # nobody tries again.
+            if lost is None or worker.name in found or not await _admin_answers(http, worker):
+                continue
+            since = unlisted_since.setdefault(worker.name, time.monotonic())
+            if time.monotonic() - since > LOST_SECONDS:
+                lost(worker)
+                del unlisted_since[worker.name]
         await asyncio.sleep(_POLL_SECONDS)
     return found
+
+
+async def _admin_answers(http: Http, worker: ProcessPlan) -> bool:
+    """Whether an RL worker has its routes up, which it does right before it registers."""
+    if worker.engine == "mocker" or worker.admin_url is None:
+        return False
+    try:
+        await http.post(f"{worker.admin_url}/engine/get_weight_version", {}, timeout=2.0)
+    except (Unreachable, RequestFailed):
+        return False
+    return True
+
+
+class Absences:
+    """Remembers for how many listings in a row a worker was missing."""
+
+    def __init__(self, patience: int = 3) -> None:
+        self._patience = patience
+        self._missing: dict[int, int] = {}
+
+    def lost(self, expected: Mapping[str, int], listed: Set[int] | None) -> list[str]:
+        """Which of these workers (name to instance id) are lost for good. A listing that could
+        not be had says nothing about anybody."""
+        if not listed:  # none at all: then it is the frontend that has just started
+            return []
+        self._missing = {
+            instance: self._missing.get(instance, 0) + 1
+            for instance in expected.values()
+            if instance not in listed
+        }
+        return [n for n, i in expected.items() if self._missing.get(i, 0) >= self._patience]
+
+
+async def listed_instances(http: Http, plan: StackPlan) -> set[int] | None:
+    """The ids of all workers that the frontend knows; None when it does not answer."""
+    try:
+        health = await http.get(f"{plan.frontend_url}/health", timeout=5.0, retry=ONCE)
+        return {int(entry["instance_id"]) for entry in health["instances"]}
+    except (RollwayError, KeyError, TypeError):
+        return None
 
 
 async def _instances(
@@ -110,7 +165,7 @@ async def _instances(
     """Worker name to instance id, for those that are there."""
     by_port = {worker.ports["system"]: worker.name for worker in workers}
     found = {}
-    for listed in await discover(http, plan.rl_url, retry=ONCE):
+    for listed in await discover(http, RlListing(plan.rl_url), retry=ONCE):
         port = urlsplit(listed.admin_url).port
         if port in by_port and listed.error is None and listed.instance_id not in taken:
             found[by_port[port]] = listed.instance_id
@@ -153,10 +208,12 @@ async def _listed(http: Http, plan: StackPlan, models: set[str]) -> None:
 
 
 async def _declare_base(http: Http, plan: StackPlan, instance: int) -> None:
-    for listed in await discover(http, plan.rl_url):
+    """Routing first, label last: once a worker has its label, a refit may begin to change both."""
+    admin = DynamoAdmin(http)
+    for listed in await discover(http, RlListing(plan.rl_url)):
         if listed.instance_id == instance:
-            await Admin(http).declare_version(listed, BASE_VERSION)
-            await Admin(http).set_taints(listed, [taint_of(BASE_VERSION)])
+            await admin.set_taints(listed, [taint_of(BASE_VERSION)])
+            await admin.declare_version(listed, BASE_VERSION)
 
 
 async def _answer(
@@ -178,7 +235,7 @@ async def _answer(
                 # not at all while it restarts. The caller bounds how long this goes on.
                 report(worker, "warming up", error.message)
                 await asyncio.sleep(_POLL_SECONDS)
-        if worker.engine == "vllm":
+        if worker.engine != "mocker":
             assembly = Assembly(sampling, len(_PROMPT))
             assembly.add(answer)
             assembly.finish()

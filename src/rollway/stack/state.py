@@ -46,6 +46,8 @@ class ProcessState:
     admin_url: str | None = None
     ports: dict[str, int] = field(default_factory=dict)
     ready_seconds: float | None = None
+    instance: int | None = None
+    """Dynamo's id of the worker that runs now, once it has registered."""
 
     @property
     def id(self) -> ProcessId | None:
@@ -71,6 +73,8 @@ class StackState:
     frontend: str = ""
     rl: str = ""
     models: list[str] = field(default_factory=list)
+    model_paths: dict[str, str] = field(default_factory=dict)
+    checkpoint_roots: list[str] = field(default_factory=list)
     processes: list[ProcessState] = field(default_factory=list)
     shared_memory: list[str] = field(default_factory=list)
     stop_seconds: float = 20.0

@@ -36,7 +36,13 @@ from rollway.stack.lease import Lease
 from rollway.stack.locks import NamedLock
 from rollway.stack.plan import LOOPBACK, ProcessPlan, StackPlan, plan_stack
 from rollway.stack.processes import ProcessId
-from rollway.stack.ready import until_connectable, until_open, until_serving
+from rollway.stack.ready import (
+    Absences,
+    listed_instances,
+    until_connectable,
+    until_open,
+    until_serving,
+)
 from rollway.stack.state import (
     DETACH,
     ProcessState,
@@ -49,6 +55,7 @@ from rollway.stack.state import (
 _WATCH_SECONDS = 0.2
 _SCAN_SECONDS = 5.0
 _STABLE_SECONDS = 60.0
+_REGISTRATION_SECONDS = 10.0
 
 
 class Supervisor:
@@ -78,6 +85,8 @@ class Supervisor:
             run_dir=str(_run_dir(run_id)),
             log_dir=str(spec.log_dir or self.directory.logs),
             models=[model.name for model in spec.models],
+            model_paths={model.name: model.path for model in spec.models},
+            checkpoint_roots=[str(root) for root in spec.checkpoint_roots],
             stop_seconds=spec.stop_seconds,
         )
 
@@ -159,14 +168,19 @@ class Supervisor:
         return plan
 
     async def _workers_serving(self, plan: StackPlan, workers: list[ProcessPlan]) -> None:
-        self.instances |= await until_serving(
+        found = await until_serving(
             self.http,
             plan,
             workers,
             self._report,
             warm_up=self.spec.warmup,
             taken=self.retired | set(self.instances.values()),
+            lost=self._respawn,
         )
+        self.instances |= found
+        for name, instance in found.items():
+            self._state_of(name).instance = instance
+        self._write()
 
     async def _service_up(self, service: ProcessPlan) -> None:
         await until_connectable(service.ports["client"], LOOPBACK)
@@ -228,8 +242,18 @@ class Supervisor:
         identity = ProcessId.of(child.pid)
         state = self._state_of(process.name)
         state.pid, state.start = child.pid, identity.start if identity else None
-        state.ready_seconds = None
+        state.ready_seconds, state.instance = None, None
         self._report(process, "starting", "")
+
+    def _respawn(self, process: ProcessPlan) -> None:
+        """Start a worker again that runs but never became known."""
+        child = self.children[process.name]
+        self._report(process, "lost", "it runs, but its registration was lost; starting it again")
+        child.kill()
+        child.wait()
+        self._clear_session(child.pid)
+        self._state_of(process.name).restarts += 1
+        self._spawn(process)
 
     def _report(self, process: ProcessPlan, new_state: str, detail: str) -> None:
         state = self._state_of(process.name)
@@ -248,6 +272,28 @@ class Supervisor:
 
     async def _watch(self) -> None:
         next_scan = 0.0
+        registrations = asyncio.create_task(self._watch_registrations())
+        try:
+            await self._watch_children(next_scan)
+        finally:
+            registrations.cancel()
+
+    async def _watch_registrations(self) -> None:
+        """End workers that run but have dropped out of discovery; they are then healed."""
+        assert self.plan is not None
+        absent = Absences()
+        while True:
+            await asyncio.sleep(_REGISTRATION_SECONDS)
+            ready = {
+                state.name: state.instance
+                for state in self.state.processes
+                if state.state == "ready" and state.instance is not None
+            }
+            for name in absent.lost(ready, await listed_instances(self.http, self.plan)):
+                self._report(self.plans[name], "lost", "it runs, but discovery lost it")
+                self.children[name].kill()
+
+    async def _watch_children(self, next_scan: float) -> None:
         while not self.stopping.is_set():
             for name, child in self.children.items():
                 if child.poll() is not None and name not in self.healing:

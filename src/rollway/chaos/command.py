@@ -1,0 +1,69 @@
+"""What `rollway chaos` runs: a spec, made ready for being broken, and a progress line."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rollway.api import make_spec
+from rollway.chaos.faults import WHERE
+from rollway.chaos.run import ChaosOptions, Report, run_chaos
+from rollway.demo.model import build_base
+from rollway.errors import UsageError
+from rollway.stack.preset import cache_dir
+
+DEMO = "demo"
+"""As a model's path: the demo's own tiny checkpoint."""
+
+_REAL_WORKERS = {
+    "name": "chaos",
+    "models": [
+        {
+            "path": DEMO,
+            "name": "tiny",
+            "replicas": 2,
+            "args": {
+                "dtype": "float32",
+                "max-model-len": 512,
+                "max-num-seqs": 64,
+                "kv-cache-memory-bytes": 64 * 2**20,
+            },
+        }
+    ],
+    # Workers are killed on purpose: the supervisor must not give up on them.
+    "restart": {"backoff_seconds": 0.1, "max_backoff_seconds": 0.5, "max_failures": 1000},
+}
+
+
+def run_command(
+    stack: Path | None,
+    *,
+    rounds: int,
+    seed: int,
+    faults: Sequence[str],
+    unprotected: bool,
+    overrides: Sequence[str],
+    quiet: bool,
+) -> Report:
+    unknown = [fault for fault in faults if fault not in WHERE]
+    if unknown:
+        raise UsageError(f"There is no fault `{unknown[0]}`.", f"There are: {', '.join(WHERE)}.")
+    if rounds < 1:
+        raise UsageError(f"{rounds} rounds.", "Ask for at least one.")
+    options = ChaosOptions(rounds, seed, tuple(faults) or tuple(WHERE), unprotected=unprotected)
+    spec = make_spec(stack or _REAL_WORKERS, overrides=[*_demo_model(stack), *overrides])
+
+    def progress(words: str) -> None:
+        if not quiet:
+            print(words, file=sys.stderr, flush=True)
+
+    return asyncio.run(run_chaos(spec, options, progress))
+
+
+def _demo_model(stack: Path | None) -> list[str]:
+    """What replaces `path: demo`: the checkpoint, built if it is not there yet."""
+    if stack is not None and f"path: {DEMO}\n" not in stack.read_text():
+        return []
+    return [f"models.0.path={build_base(cache_dir() / 'demo')}"]

@@ -1,0 +1,229 @@
+"""What can go wrong while weights move, done to real processes, files and connections.
+
+Each fault strikes at one step of the refit protocol. `Injector` is told of every step (it is the
+fleet's observer) and lets the armed fault strike at the first worker that reaches its step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import struct
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from rollway.errors import Unreachable
+from rollway.fleet.discovery import Worker
+from rollway.http import Http
+from rollway.stack import processes
+from rollway.stack.processes import ProcessId
+from rollway.stack.state import StackDir
+
+STEPS = ("preflight", "pause", "update", "flush", "verify", "open", "resume")
+BEFORE = "before"
+SHORT_SECONDS = 1.5
+
+WHERE: dict[str, tuple[str, ...]] = {
+    "none": (BEFORE,),
+    "kill_worker": STEPS,
+    "stop_worker": STEPS,
+    "hang_worker": STEPS,
+    "worker_leave": STEPS,
+    "worker_join": (BEFORE,),
+    "slow_disk": ("update",),
+    "missing_checkpoint": (BEFORE, "update"),
+    "corrupt_checkpoint": (BEFORE, "update"),
+    "half_checkpoint": (BEFORE, "update"),
+    "wrong_checkpoint": (BEFORE,),
+    "connection_reset": STEPS,
+    "frontend_restart": STEPS,
+    "supervisor_crash": STEPS,
+    "refit_cancelled": STEPS,
+}
+"""Every fault, and the steps at which it can strike."""
+
+
+@dataclass(frozen=True, slots=True)
+class Strike:
+    """One fault at one step."""
+
+    fault: str
+    step: str
+
+
+class ResettingHttp(Http):
+    """Real requests; when armed, the next one is sent and its connection reset before an answer
+    can come: the server may have acted on it or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.armed = False
+
+    async def _attempt(
+        self, method: str, url: str, body: Any, headers: Mapping[str, str] | None, timeout: float
+    ) -> bytes:
+        if not self.armed:
+            return await super()._attempt(method, url, body, headers, timeout)
+        self.armed = False
+        parts = urlsplit(url)
+        data = b"" if body is None else msgspec.json.encode(body)
+        _, writer = await asyncio.open_connection(parts.hostname, parts.port)
+        head = f"{method} {parts.path} HTTP/1.1\r\nhost: {parts.netloc}\r\n"
+        head += f"content-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+        writer.write(head.encode() + data)
+        await writer.drain()
+        await asyncio.sleep(0.05)
+        raw: socket.socket = writer.get_extra_info("socket")
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        writer.transport.abort()
+        raise Unreachable(f"{method} {url} failed: connection reset (injected).")
+
+
+@dataclass(slots=True)
+class Injector:
+    """Lets one strike at a time happen."""
+
+    stack: str
+    http: ResettingHttp
+    join: Callable[[], Awaitable[None]]
+    strike: Strike = Strike("none", BEFORE)
+    path: Path | None = None
+    """The checkpoint of this refit; a copy that may be damaged."""
+    refit: asyncio.Task[Any] | None = None
+    struck: bool = False
+    joined: dict[int, int] = field(default_factory=dict)
+    """Workers that chaos itself started: instance id to pid."""
+    _stopped: list[ProcessId] = field(default_factory=list)
+    _later: list[asyncio.Task[None]] = field(default_factory=list)
+
+    async def on_step(self, step: str, worker: Worker) -> None:
+        if not self.struck and self.strike.step == step:
+            self.struck = True
+            await self._act(worker)
+
+    async def before(self) -> None:
+        """Strikes that come before the refit begins."""
+        if self.strike.step == BEFORE:
+            self.struck = True
+            await self._act(None)
+
+    async def after(self) -> None:
+        """Let what was stopped go on."""
+        for task in self._later:
+            await task
+        self._later.clear()
+        self._continue()
+
+    async def _act(self, worker: Worker | None) -> None:
+        fault = self.strike.fault
+        if fault == "worker_join":
+            await self.join()
+        elif fault.endswith("_checkpoint"):
+            self._damage(fault)
+        elif fault == "connection_reset":
+            self.http.armed = True
+        elif fault == "refit_cancelled":
+            assert self.refit is not None
+            self.refit.cancel()
+        elif fault in ("frontend_restart", "supervisor_crash"):
+            self._kill_named("frontend" if fault == "frontend_restart" else None)
+        elif worker is not None:
+            self._strike_worker(fault, worker)
+
+    def _strike_worker(self, fault: str, worker: Worker) -> None:
+        leader = self.pid_of(worker)
+        if leader is None:
+            return
+        if fault == "kill_worker":
+            os.kill(leader, signal.SIGKILL)
+        elif fault == "worker_leave":
+            os.kill(leader, signal.SIGTERM)
+        elif fault == "hang_worker":
+            self._stop(leader)
+        else:
+            # A worker that stalls while it reads is what a slow disk looks like from outside.
+            delay = 0.005 if fault == "slow_disk" else 0.0
+            self._later.append(asyncio.create_task(self._stall(leader, delay)))
+
+    async def _stall(self, leader: int, delay: float) -> None:
+        await asyncio.sleep(delay)
+        self._stop(leader)
+        await asyncio.sleep(SHORT_SECONDS)
+        self._continue()
+
+    def _stop(self, leader: int) -> None:
+        self._stopped = session(leader)
+        for process in self._stopped:
+            process.send(signal.SIGSTOP)
+
+    def _continue(self) -> None:
+        for process in self._stopped:
+            process.send(signal.SIGCONT)
+        self._stopped = []
+
+    def pid_of(self, worker: Worker) -> int | None:
+        if worker.instance_id in self.joined:
+            return self.joined[worker.instance_id]
+        state = StackDir(self.stack).read()
+        named = state.processes if state else []
+        return next((p.pid for p in named if p.instance == worker.instance_id), None)
+
+    def _kill_named(self, name: str | None) -> None:
+        """Kill a process of the stack by name, or its supervisor."""
+        state = StackDir(self.stack).read()
+        if state is None:
+            return
+        if name is None:
+            state.supervisor.send(signal.SIGKILL)
+            return
+        for process in state.processes:
+            if process.name == name and process.id is not None:
+                process.id.send(signal.SIGKILL)
+
+    def _damage(self, fault: str) -> None:
+        assert self.path is not None
+        weights = self.path / "model.safetensors"
+        if fault == "missing_checkpoint":
+            shutil.rmtree(self.path)
+            return
+        data = bytearray(weights.read_bytes())
+        if fault == "half_checkpoint":
+            del data[len(data) // 2 :]
+        elif fault == "corrupt_checkpoint":
+            data[-40:] = os.urandom(40)
+        else:  # wrong: another shape of the same size
+            data = bytearray(_transposed(bytes(data)))
+        weights.write_bytes(data)
+
+
+def _transposed(data: bytes) -> bytes:
+    """A weight file whose first matrix has its sides swapped in the header."""
+    (length,) = struct.unpack("<Q", data[:8])
+    header = msgspec.json.decode(data[8 : 8 + length])
+    for name, fields in header.items():
+        shape = fields.get("shape", []) if name != "__metadata__" else []
+        if len(shape) == 2 and shape[0] != shape[1]:
+            fields["shape"] = shape[::-1]
+            break
+    text = msgspec.json.encode(header)
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text + data[8 + length :]
+
+
+def session(leader: int) -> list[ProcessId]:
+    """All processes of a worker: they share the session of the one that was started."""
+    found = []
+    for process in [*processes.descendants(leader), ProcessId.of(leader)]:
+        with contextlib.suppress(ProcessLookupError):
+            if process is not None and os.getsid(process.pid) == leader:
+                found.append(process)
+    return found

@@ -1,0 +1,86 @@
+"""Workers that join a running stack from outside: a copy of one of its own, on ports of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+from functools import partial
+from pathlib import Path
+
+from rollway.chaos.faults import Injector, session
+from rollway.fleet.admin import DynamoAdmin
+from rollway.fleet.discovery import RlListing, discover
+from rollway.fleet.versions import BASE_VERSION, taint_of
+from rollway.http import Http
+from rollway.stack.lease import Lease
+from rollway.stack.plan import LOOPBACK
+from rollway.stack.processes import ProcessId, end
+from rollway.stack.state import StackDir
+
+
+class Joiner:
+    """Starts such workers, labels them when they are there, and ends them."""
+
+    def __init__(self, stack: str, http: Http) -> None:
+        self._stack = stack
+        self._http = http
+        self._lease = Lease()
+        self._waiting: dict[int, subprocess.Popen[bytes]] = {}
+        self._children: list[subprocess.Popen[bytes]] = []
+
+    def start(self) -> None:
+        """A copy of the first worker's command line and environment."""
+        state = StackDir(self._stack).read()
+        worker = next((p for p in state.processes if p.role == "worker"), None) if state else None
+        if worker is None or worker.pid is None:
+            return
+        proc = Path("/proc") / str(worker.pid)
+        argv = (proc / "cmdline").read_bytes().decode().split("\0")[:-1]
+        entries = (proc / "environ").read_bytes().decode().split("\0")
+        env = dict(entry.split("=", 1) for entry in entries if "=" in entry)
+        port = self._lease.port(0, LOOPBACK, "a joining worker's admin port")
+        events = self._lease.port(0, "0.0.0.0", "a joining worker's KV-event port")
+        env["DYN_SYSTEM_PORT"] = str(port)
+        argv = [re.sub(r"tcp://\*:\d+", f"tcp://*:{events}", word) for word in argv]
+        with Path(worker.log).with_name("joined.log").open("ab") as log:
+            child = subprocess.Popen(
+                argv, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                start_new_session=True,
+            )  # fmt: skip
+        self._children.append(child)
+        self._waiting[port] = child
+
+    async def admit_ready(self, injector: Injector) -> None:
+        """Wait for those that were started and label them as a launcher would, routing first."""
+        admin = DynamoAdmin(self._http)
+        while self._waiting:
+            state = StackDir(self._stack).read()
+            listed = await discover(self._http, RlListing(state.rl)) if state else []
+            for port, child in list(self._waiting.items()):
+                if child.poll() is not None:
+                    del self._waiting[port]
+                for worker in listed:
+                    if worker.admin_url.endswith(f":{port}") and worker.error is None:
+                        await admin.set_taints(worker, [taint_of(BASE_VERSION)])
+                        await admin.declare_version(worker, BASE_VERSION)
+                        injector.joined[worker.instance_id] = child.pid
+                        self._waiting.pop(port, None)
+            await asyncio.sleep(0.3)
+
+    async def end_all(self) -> None:
+        for child in self._children:
+            mine = session(child.pid)
+            if child.poll() is None:
+                os.kill(child.pid, signal.SIGTERM)
+            await asyncio.to_thread(end, partial(_alive, mine), 3.0)
+            child.wait()
+        self._children.clear()
+        self._waiting.clear()
+        self._lease.release()
+
+
+def _alive(candidates: list[ProcessId]) -> set[ProcessId]:
+    return {process for process in candidates if process.alive}

@@ -1,0 +1,316 @@
+"""`rollway chaos`: refit again and again under traffic while things break, and judge every token.
+
+A round arms one fault, refits, lets the fleet heal, and sends requests on warm prefixes. All the
+while callers generate, and each token they get is compared with what the version it is stamped with
+would have said. The stack is chaos' own: it starts it, breaks it, and ends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import shutil
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rollway.api import Stack, up
+from rollway.chaos.faults import WHERE, Injector, ResettingHttp, Strike
+from rollway.chaos.joiner import Joiner
+from rollway.chaos.naive import NaiveBook, naive_refit
+from rollway.chaos.policies import Policies
+from rollway.chaos.traffic import Traffic
+from rollway.config import StackSpec
+from rollway.errors import RefitError, RollwayError, UsageError
+from rollway.fleet.admin import AdminTimeouts, DynamoAdmin
+from rollway.fleet.fleet import Fleet
+from rollway.fleet.refit import RefitMode
+from rollway.stack import processes
+from rollway.stack.state import StackDir
+
+MODES: tuple[RefitMode, ...] = ("pause-all", "in-flight", "rolling")
+TIMEOUTS = AdminTimeouts(probe=5.0, pause=10.0, update=20.0)
+PATIENCE_SECONDS = 20.0
+Progress = Callable[[str], None]
+
+
+@dataclass(slots=True)
+class ChaosOptions:
+    """What a run does."""
+
+    rounds: int = 20
+    seed: int = 0
+    faults: tuple[str, ...] = tuple(WHERE)
+    callers: int = 6
+    unprotected: bool = False
+    hang_seconds: float = 120.0
+    heal_seconds: float = 240.0
+
+
+@dataclass(slots=True)
+class Round:
+    """What one round did, and how it went."""
+
+    number: int
+    fault: str
+    step: str
+    mode: str
+    version: int
+    struck: bool = False
+    outcome: str = ""
+    seconds: float = 0.0
+    heal_seconds: float = 0.0
+    error: str = ""
+
+
+@dataclass(slots=True)
+class Report:
+    """The one JSON object."""
+
+    rounds: int = 0
+    faults: dict[str, int] = field(default_factory=dict)
+    tokens_checked: int = 0
+    stale_tokens: int = 0
+    wrong_logprobs: int = 0
+    lost_rollouts: int = 0
+    hangs: int = 0
+    orphans: int = 0
+    unprotected: bool = False
+    rollouts: int = 0
+    rollout_errors: dict[str, int] = field(default_factory=dict)
+    spans_per_rollout: dict[str, int] = field(default_factory=dict)
+    refits: dict[str, int] = field(default_factory=dict)
+    seed: int = 0
+    seconds: float = 0.0
+    detail: list[Round] = field(default_factory=list)
+    examples: list[str] = field(default_factory=list)
+
+    @property
+    def clean(self) -> bool:
+        bad = (self.stale_tokens, self.wrong_logprobs, self.lost_rollouts, self.hangs, self.orphans)
+        return not any(bad)
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+async def run_chaos(spec: StackSpec, options: ChaosOptions, progress: Progress) -> Report:
+    """Run the rounds; the report says what was found."""
+    with tempfile.TemporaryDirectory(prefix="rollway-chaos-") as scratch:
+        chaos = Chaos(spec, options, Path(scratch), progress)
+        return await chaos.run()
+
+
+class Chaos:
+    """One run."""
+
+    def __init__(
+        self, spec: StackSpec, options: ChaosOptions, scratch: Path, progress: Progress
+    ) -> None:
+        self.spec = spec
+        self.options = options
+        self.scratch = scratch
+        self.progress = progress
+        self.random = random.Random(options.seed)
+        base = Path(spec.models[0].path)
+        if not (base / "model.safetensors").is_file():
+            raise UsageError(
+                f"{base} is not a checkpoint directory with a model.safetensors.",
+                "Chaos needs one that it can copy and change: a small model.",
+            )
+        self.vocabulary = int(json.loads((base / "config.json").read_text())["vocab_size"])
+        self.policies = Policies(base, scratch)
+        self.version = 0
+        self.report = Report(seed=options.seed, unprotected=options.unprotected)
+        self.exits = AsyncExitStack()
+        self.run_ids: list[str] = []
+        self.stack: Stack
+        self.fleet: Fleet
+        self.traffic: Traffic
+        self.injector: Injector
+        self.joiner: Joiner
+
+    async def run(self) -> Report:
+        began = time.monotonic()
+        try:
+            await self._open()
+            self.traffic.start()
+            for number, strike in enumerate(self._strikes(), start=1):
+                await self._round(number, strike)
+            await self.traffic.stop()
+            await self.traffic.check()
+        finally:
+            await self._close()
+        self.report.seconds = round(time.monotonic() - began, 1)
+        self._sum_up()
+        return self.report
+
+    # --- the stack -----------------------------------------------------------------------------
+
+    async def _open(self) -> None:
+        """Start the stack; after a supervisor's death, start it anew."""
+        self.progress("starting the stack")
+        self.exits = AsyncExitStack()
+        self.stack = await self.exits.enter_async_context(up(self.spec))
+        http = await self.exits.enter_async_context(ResettingHttp())
+        self.fleet = self.stack.fleet
+        self.fleet.admin = DynamoAdmin(http, TIMEOUTS)
+        if self.options.unprotected:
+            self.fleet.versions = NaiveBook()
+            self.fleet.versions.current = 0
+        state = StackDir(self.stack.name).read()
+        assert state is not None
+        self.run_ids.append(state.run_id)
+        self.joiner = Joiner(self.stack.name, http)
+        self.injector = Injector(self.stack.name, http, self._join)
+        self.fleet.observer = self.injector.on_step
+        rollouts = self.stack.rollouts(
+            timeout=self.options.hang_seconds - 10, patience=PATIENCE_SECONDS
+        )
+        if hasattr(self, "traffic"):
+            self.traffic.resume(rollouts)
+        else:
+            self.traffic = Traffic(
+                rollouts,
+                self.policies,
+                seed=self.options.seed,
+                vocabulary=self.vocabulary,
+                callers=self.options.callers,
+                hang_seconds=self.options.hang_seconds,
+            )
+
+    async def _close(self) -> None:
+        self.progress("stopping the stack")
+        if hasattr(self, "joiner"):
+            await self.joiner.end_all()
+        await self.exits.aclose()
+        left = [p for run in self.run_ids for p in processes.members(run)]
+        self.report.orphans = len(left)
+
+    async def _join(self) -> None:
+        """A worker that shows up while weights move."""
+        self.joiner.start()
+
+    # --- rounds --------------------------------------------------------------------------------
+
+    def _strikes(self) -> list[Strike]:
+        """Every fault at every step it can strike at, shuffled, over and over."""
+        if self.options.unprotected:
+            return [Strike("none", "before")] * self.options.rounds
+        every = [Strike(fault, step) for fault in self.options.faults for step in WHERE[fault]]
+        strikes: list[Strike] = []
+        while len(strikes) < self.options.rounds:
+            self.random.shuffle(every)
+            strikes += every
+        return strikes[: self.options.rounds]
+
+    async def _round(self, number: int, strike: Strike) -> None:
+        self.version += 1
+        mode = self.random.choice(MODES)
+        entry = Round(number, strike.fault, strike.step, mode, self.version)
+        self.report.detail.append(entry)
+        self.progress(f"round {number}: {strike.fault} at {strike.step}, {mode}")
+        began = time.monotonic()
+        if self.options.unprotected:
+            await naive_refit(self.fleet, self.version, self.policies.path(self.version))
+            entry.outcome, entry.mode = "done", "naive"
+            self.traffic.served = self.version
+        else:
+            await self._struck_refit(entry, strike)
+        entry.seconds = round(time.monotonic() - began, 3)
+        began = time.monotonic()
+        if not self.options.unprotected:
+            await self._heal()
+        await self.traffic.probe()
+        await self.traffic.check()
+        entry.heal_seconds = round(time.monotonic() - began, 3)
+
+    async def _struck_refit(self, entry: Round, strike: Strike) -> None:
+        """Refit with a fault armed; whatever it does must end in a result or a typed error."""
+        path = self.scratch / f"v{entry.version}"
+        shutil.copytree(self.policies.path(entry.version), path)
+        injector = self.injector
+        injector.strike, injector.struck, injector.path = strike, False, path
+        await injector.before()
+        injector.refit = asyncio.create_task(self.fleet.refit(entry.version, path, mode=entry.mode))  # type: ignore[arg-type]
+        try:
+            async with asyncio.timeout(self.options.hang_seconds):
+                await injector.refit
+            entry.outcome = "served"
+            self.traffic.served = entry.version
+        except TimeoutError:
+            entry.outcome = "hung"
+            self.report.hangs += 1
+        except asyncio.CancelledError:
+            entry.outcome = "cancelled"
+        except UsageError as error:
+            entry.outcome, entry.error = "refused", error.message[:300]
+        except RefitError as error:
+            entry.outcome, entry.error = "partly", error.message[:300]
+        except RollwayError as error:
+            entry.outcome, entry.error = "failed", error.message[:300]
+        entry.struck = injector.struck
+        injector.strike = Strike("none", "never")
+        await injector.after()
+
+    async def _heal(self) -> None:
+        """Until every worker is back and on one version. What a trainer would do: refit again."""
+        deadline = time.monotonic() + self.options.heal_seconds
+        while time.monotonic() < deadline:
+            state = StackDir(self.stack.name).read()
+            if state is None or not state.supervised:
+                await self._reopen()
+                continue
+            if all(process.state == "ready" for process in state.processes):
+                try:
+                    await self.joiner.admit_ready(self.injector)
+                    if await self._whole():
+                        return
+                    await self.fleet.admit()
+                    if await self._whole():
+                        return
+                    await self._next_version()
+                except RollwayError as error:
+                    self.progress(f"healing: {error.message[:120]}")
+            await asyncio.sleep(0.5)
+        self.report.hangs += 1
+        raise RollwayError(f"The fleet was not whole after {self.options.heal_seconds:g} s.")
+
+    async def _whole(self) -> bool:
+        versions = await self.fleet.read_versions()
+        return set(versions.values()) == {self.fleet.versions.current}
+
+    async def _next_version(self) -> None:
+        self.version += 1
+        await self.fleet.refit(self.version, self.policies.path(self.version))
+        self.traffic.served = self.version
+
+    async def _reopen(self) -> None:
+        """The supervisor died and took the stack with it."""
+        await self.traffic.hold()
+        await self.joiner.end_all()
+        await self.exits.aclose()
+        await self._open()
+        await self._next_version()
+        self.traffic.release()
+
+    def _sum_up(self) -> None:
+        report, ledger = self.report, self.traffic.ledger
+        report.rounds = len(report.detail)
+        report.faults = dict(Counter(entry.fault for entry in report.detail if entry.struck))
+        report.refits = dict(Counter(entry.outcome for entry in report.detail))
+        report.tokens_checked = ledger.tokens_checked
+        report.stale_tokens = ledger.stale_tokens
+        report.wrong_logprobs = ledger.wrong_logprobs
+        report.lost_rollouts = ledger.lost_calls + ledger.cut + ledger.issued - ledger.accounted
+        report.hangs += ledger.hangs
+        report.rollouts = ledger.issued
+        report.rollout_errors = dict(ledger.errors)
+        report.spans_per_rollout = {str(k): v for k, v in sorted(ledger.spans.items())}
+        report.examples = ledger.examples

@@ -1,0 +1,156 @@
+"""Proof that a model holds the tensors of a checkpoint.
+
+An engine fuses tensors (q, k, v into one), cuts them over ranks, pads the vocabulary, and may pack
+them into a form of its own. So a tensor's fingerprint is a sum over its elements' bits, mixed:
+equal for any order and any cut, unchanged by zeros. Where a packed layer keeps no weights to look
+at, it is asked for its product with a known vector instead, and the same product is made from the
+file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_MIX = (-7046029254386353131, -4658895280553007687)  # odd 64-bit constants of splitmix
+_CHUNK = 1 << 24
+_EXPERTS = {"gate_proj": "w13_weight", "up_proj": "w13_weight", "down_proj": "w2_weight"}
+
+
+def fingerprint(tensor: torch.Tensor) -> int:
+    """64 bits of a tensor's elements, whatever their order; zeros do not count."""
+    flat = tensor.detach().contiguous().view(_INTEGERS[tensor.element_size()]).flatten()
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for start in range(0, flat.numel(), _CHUNK):
+        bits = flat[start : start + _CHUNK].to(torch.int64) * _MIX[0]
+        total += ((bits ^ (bits >> 29)) * _MIX[1]).sum()
+    return int(total)
+
+
+@dataclass(slots=True)
+class _Group:
+    """The checkpoint's tensors that make up one parameter of the engine."""
+
+    products: dict[str, torch.Tensor] = field(default_factory=dict)
+    """With the probe vector, by part; only where the engine keeps no weights to look at."""
+    fingerprint: int = 0
+    elements: int = 0
+
+
+class Proof:
+    """Watches the tensors of a checkpoint go by, then checks a model against them."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._packed: dict[str, list[str]] = dict(getattr(model, "packed_modules_mapping", {}))
+        self._fused_into = {part: whole for whole, parts in self._packed.items() for part in parts}
+        self._mapper = getattr(model, "hf_to_vllm_mapper", None)
+        self._parameters = dict(model.named_parameters())
+        self._groups: dict[str, _Group] = {}
+        self.unknown: list[str] = []
+        """Tensors for which no parameter was found: they cannot be vouched for."""
+
+    def watching(
+        self, tensors: Iterable[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in tensors:
+            self._note(name, tensor)
+            yield name, tensor
+
+    def check(
+        self, model: torch.nn.Module, reduced: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        """Raise unless every parameter that can be looked at holds what went by."""
+        parameters = dict(model.named_parameters())
+        seen = {name: group for name, group in self._groups.items() if parameters[name].numel()}
+        local = [fingerprint(parameters[name]) for name in seen]
+        device = next(iter(parameters.values())).device
+        total = reduced(torch.tensor(local, dtype=torch.int64, device=device)).tolist()
+        wrong = [
+            name
+            for (name, group), mine, all_ranks in zip(seen.items(), local, total, strict=True)
+            if _signed(group.fingerprint) not in (mine, all_ranks)
+            and not _replicated_in_part(group, parameters[name])
+        ]
+        for name in self._groups.keys() - seen.keys():
+            if not self._product_agrees(model, name):
+                wrong.append(name)
+        if wrong:
+            raise RuntimeError(
+                f"{len(wrong)} of {len(self._groups)} parameters do not hold what the checkpoint "
+                f"has, for example {', '.join(sorted(wrong)[:3])}"
+            )
+        missing = sorted(parameters.keys() - self._groups.keys() - {"lm_head.weight"})
+        if missing and not self.unknown:
+            raise RuntimeError(
+                f"the checkpoint has nothing for {len(missing)} parameters, for example "
+                f"{', '.join(missing[:3])}"
+            )
+
+    def _note(self, name: str, tensor: torch.Tensor) -> None:
+        target = self._target(name)
+        if target is None:
+            self.unknown.append(name)
+            return
+        parameter = self._parameters[target]
+        group = self._groups.setdefault(target, _Group())
+        values = tensor.to(parameter.dtype)
+        group.elements += values.numel()
+        if parameter.numel():
+            group.fingerprint += fingerprint(values.to(parameter.device))
+        else:
+            group.products[name.split(".")[-2]] = values.float() @ _probe(values.shape[1])
+
+    def _target(self, name: str) -> str | None:
+        """The engine's parameter that a tensor of the checkpoint goes into."""
+        mapped = self._mapper.apply_list([name])[0] if self._mapper is not None else name
+        words = mapped.split(".")
+        if len(words) > 2 and words[-2] in self._fused_into:
+            words[-2] = self._fused_into[words[-2]]
+        if "experts" in words and words[-2] in _EXPERTS:
+            words = [*words[: words.index("experts") + 1], _EXPERTS[words[-2]]]
+        target = ".".join(words)
+        if target in self._parameters:
+            return target
+        return mapped if mapped in self._parameters else None
+
+    def _product_agrees(self, model: torch.nn.Module, name: str) -> bool:
+        """Whether a packed layer multiplies as the checkpoint's tensors would."""
+        layer: Any = model.get_submodule(name.rpartition(".")[0])
+        kernel = getattr(layer, "cpu_linear", None)
+        group = self._groups[name]
+        order = self._packed.get(name.split(".")[-2], list(group.products))
+        if kernel is None or set(order) != set(group.products):
+            return False
+        expected = torch.cat([group.products[part] for part in order])
+        probe = _probe(_width(layer)).to(layer.weight.dtype)
+        made = kernel(probe[None], layer.weight, None)[0].float()
+        if made.numel() != expected.numel():
+            return bool(made.numel() < expected.numel())  # a part of it, on one of several ranks
+        scale = expected.abs().max().clamp(min=1e-6)
+        precise = layer.weight.dtype == torch.float32
+        return bool((made - expected).abs().max() / scale < (1e-4 if precise else 3e-2))
+
+
+def _probe(width: int) -> torch.Tensor:
+    return torch.cos(torch.arange(width, dtype=torch.float32) * 1.7 + 0.3)
+
+
+def _width(layer: Any) -> int:
+    return int(getattr(layer, "input_size_per_partition", None) or layer.embedding_dim)
+
+
+def _signed(value: int) -> int:
+    value &= (1 << 64) - 1
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _replicated_in_part(group: _Group, parameter: torch.Tensor) -> bool:
+    """Fewer KV heads than ranks: some are held twice, and no sum over ranks is right."""
+    from vllm.distributed import get_tensor_model_parallel_world_size
+
+    ranks = get_tensor_model_parallel_world_size()
+    return ranks > 1 and group.elements < parameter.numel() * ranks < group.elements * ranks

@@ -1,0 +1,96 @@
+"""What Rollway adds to a vLLM worker: check a checkpoint, load it, prove what was loaded.
+
+vLLM mixes this class into its worker (`--worker-extension-cls`), and Dynamo's `/engine` routes can
+then call its methods by name. They have no way to return a value, so a method that finds something
+wrong raises: the caller sees `status: error` and the message.
+
+vLLM itself loads an incomplete checkpoint over the old weights and says ok, leaves a worker without
+weights when the path is wrong, and on CPU corrupts the experts of any MoE it reloads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from rollway.engine.fingerprint import Proof
+from rollway.weights.checkpoint import (
+    TensorHeader,
+    differences,
+    read_headers,
+    refuse_differences,
+)
+
+
+class WorkerExtension:
+    """Methods for `collective_rpc`; `self` is vLLM's worker."""
+
+    def rollway_check(self, path: str, allow_cast: bool = False) -> None:
+        """Refuse a checkpoint that this worker could not serve. Changes nothing."""
+        _refuse_what_vllm_corrupts(_model(self))
+        new = read_headers(Path(path))
+        served = _served(self)
+        if served is not None:
+            refuse_differences(differences(new, served, allow_cast=allow_cast), path)
+
+    def rollway_load(self, weight_path: str) -> None:
+        """Load a checkpoint that was checked, then compare what the model holds with the files."""
+        self.rollway_check(weight_path, allow_cast=True)  # the files may have changed since
+        proof = Proof(_model(self))
+        self.reload_weights(  # type: ignore[attr-defined]
+            weights_iterator=proof.watching(_tensors(Path(weight_path)))
+        )
+        proof.check(_model(self), _reduced)
+
+
+def _model(worker: Any) -> torch.nn.Module:
+    model: torch.nn.Module = worker.model_runner.get_model()
+    return model
+
+
+def _served(worker: Any) -> dict[str, TensorHeader] | None:
+    """Names, shapes and dtypes of the checkpoint the worker started from; None where that was not
+    a directory (a model name, whose files vLLM fetched)."""
+    if not hasattr(worker, "_rollway_served"):
+        path = Path(worker.model_config.model)
+        worker._rollway_served = read_headers(path) if path.is_dir() else None
+    served: dict[str, TensorHeader] | None = worker._rollway_served
+    return served
+
+
+def _tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    for file in sorted({header.file for header in read_headers(directory).values()}):
+        with safe_open(str(directory / file), framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 (it is no dict)
+                yield name, opened.get_tensor(name)
+
+
+def _refuse_what_vllm_corrupts(model: torch.nn.Module) -> None:
+    on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
+    if on_cpu and any(True for _ in _expert_layers(model)):
+        raise RuntimeError(
+            "vLLM corrupts the experts of a mixture-of-experts model when it reloads one on CPU; "
+            "refits of such a model need a GPU"
+        )
+
+
+def _expert_layers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Modules that hold the weights of several experts in one parameter."""
+    for module in model.modules():
+        if any(name.startswith("w13") for name, _ in module.named_parameters(recurse=False)):
+            yield module
+
+
+def _reduced(local: torch.Tensor) -> torch.Tensor:
+    """The sum over all tensor-parallel ranks."""
+    from vllm.distributed import get_tensor_model_parallel_world_size, get_tp_group
+
+    if get_tensor_model_parallel_world_size() == 1:
+        return local
+    total = local.clone()
+    torch.distributed.all_reduce(total, group=get_tp_group().device_group)
+    return total

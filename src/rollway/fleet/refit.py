@@ -1,0 +1,472 @@
+"""One refit: bring workers to a new version so that nothing is ever sampled from another one.
+
+    look at the weights ─► ask every worker ─► claim the version      refused here: nothing touched
+                                                    │
+    for a group of workers at a time:               ▼
+      leave the routing ─► pause ──────────────► a pause failed: all back as they were, raised
+                             │
+      each worker on its own:▼
+      label "between versions" ─► load ─► flush KV ─► verify ─► end what still queued
+        ─► enter the routing as the new version ─► resume
+              └─ anything failed: it stays paused, outside the routing, in doubt; replaced if ours
+                             │
+    list again: workers that joined meanwhile are moved too, a bounded number of times
+
+Nothing is sent twice to a worker once an update was issued to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from rollway.errors import AdminError, NoWorkers, RefitError, RequestFailed, RollwayError
+from rollway.fleet.admin import IN_DOUBT, AdminAPI, PauseMode, on_all
+from rollway.fleet.discovery import Worker
+from rollway.fleet.membership import Membership
+from rollway.fleet.updates import Update
+from rollway.fleet.verify import Agreement
+from rollway.fleet.versions import VersionBook, taint_of
+
+RefitMode = Literal["pause-all", "rolling", "in-flight"]
+"""pause-all: all at once, running requests finish first. in-flight: all at once, running requests
+are cut short and continued on the new weights. rolling: a share of the workers at a time, so that
+generation never stops."""
+
+State = Literal[
+    "untouched",
+    "paused",
+    "updating",
+    "in doubt",
+    "serving",
+    "restored",
+    "gone",
+    "replaced",
+    "joining",
+]
+Observer = Callable[[str, Worker], Awaitable[None]]
+"""Told of each step before it is taken."""
+Replace = Callable[[Worker], Awaitable[bool]]
+"""Ends a worker that its supervisor will start anew; False when nobody supervises it."""
+
+MAX_PASSES = 3
+ANSWER_SECONDS = 15.0
+"""How long a listed worker may fail to answer; a dead one is listed for about 10 s."""
+ROUTING_SECONDS = 0.1
+"""A router may still send what it chose before it heard of a change (10 to 30 ms measured)."""
+
+
+@dataclass(slots=True)
+class WorkerRefit:
+    """What a refit did to one worker."""
+
+    instance_id: int
+    state: State = "untouched"
+    version: int | None = None
+    proof: str = ""
+    """What shows that it serves the new weights: its parameters, a canary, or its word alone."""
+    pause_seconds: float = 0.0
+    update_seconds: float = 0.0
+    resume_seconds: float = 0.0
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class RefitReport:
+    """The outcome of one refit."""
+
+    version: int
+    mode: RefitMode = "pause-all"
+    seconds: float = 0.0
+    paused_seconds: float = 0.0
+    """From the first pause to the last resume; with `rolling`, of the slowest share."""
+    passes: int = 0
+    workers: list[WorkerRefit] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        """Instance ids as text: JSON readers with doubles would round them."""
+        plain = asdict(self)
+        for worker in plain["workers"]:
+            worker["instance_id"] = str(worker["instance_id"])
+        return plain
+
+    @property
+    def serving(self) -> int:
+        return sum(worker.state == "serving" for worker in self.workers)
+
+
+@dataclass(slots=True)
+class Refit:
+    """One run of the protocol."""
+
+    admin: AdminAPI
+    membership: Membership
+    book: VersionBook
+    update: Update
+    version: int
+    mode: RefitMode = "pause-all"
+    share: float = 0.5
+    agreement: Agreement | None = None
+    replace: Replace | None = None
+    observer: Observer | None = None
+    answer_seconds: float = ANSWER_SECONDS
+    supervised: bool = False
+    """A supervisor labels each worker when it is ready: one without a label is not."""
+    skip: frozenset[int] = frozenset()
+    """Workers that `catch_up` leaves alone: an update to them has failed."""
+    states: dict[int, WorkerRefit] = field(default_factory=dict)
+    proving: set[int] = field(default_factory=set)
+    _untainted: dict[int, float] = field(default_factory=dict)
+
+    async def run(self) -> RefitReport:
+        began = time.monotonic()
+        report = RefitReport(self.version, self.mode)
+        await self.update.prepare()
+        workers = await self._answering()
+        await self._preflight(workers)
+        self.book.claim(self.version, self.update.identity)
+        workers = [worker for worker in workers if not self._is_there(worker)]
+        self.book.changing += 1
+        trouble: AdminError | None = None
+        try:
+            while workers and report.passes < MAX_PASSES:
+                report.passes += 1
+                for group in self._groups(workers):
+                    report.paused_seconds = max(
+                        report.paused_seconds, await self._move(group, first=report.passes == 1)
+                    )
+                workers = await self._joined()
+        except AdminError as error:
+            trouble = error
+        finally:
+            self.book.changing -= 1
+            report.workers = sorted(self.states.values(), key=lambda state: state.instance_id)
+            report.seconds = time.monotonic() - began
+        if trouble is not None:
+            raise refit_error(report, trouble) from trouble
+        self._judge(report, left_over=workers)
+        return report
+
+    async def catch_up(self) -> RefitReport:
+        """Bring those that are not on a version that others serve already to it."""
+        began = time.monotonic()
+        report = RefitReport(self.version, "rolling", passes=1)
+        await self.update.prepare()
+        behind = [w for w in await self._joined() if w.instance_id not in self.skip]
+        self.book.changing += 1
+        try:
+            await self._preflight(behind)
+            if behind:
+                report.paused_seconds = await self._move(behind, first=False)
+        finally:
+            self.book.changing -= 1
+            report.workers = list(self.states.values())
+            report.seconds = time.monotonic() - began
+        self._judge(report, left_over=[])
+        return report
+
+    # --- before anything is touched ----------------------------------------------------------
+
+    async def _answering(self) -> list[Worker]:
+        """All workers, every one of them answering. A worker that does not must not be passed
+        over: it is waited for, and replaced where that is possible."""
+        deadline = time.monotonic() + self.answer_seconds
+        while True:
+            workers = await self.membership.workers(fresh=True)
+            silent = [worker for worker in workers if worker.error is not None]
+            if not workers and not self.book.by_worker:
+                break  # nobody was ever there
+            if not silent and workers:
+                return await self._labelled(workers)
+            dead = [worker for worker in silent if await _is_dead(worker, workers)]
+            if len(dead) == len(silent) < len(workers):
+                for worker in dead:
+                    self._state(worker).state = "gone"
+                return await self._labelled([w for w in workers if w.error is None])
+            if time.monotonic() > deadline:
+                break
+            await asyncio.sleep(0.5)
+        if not workers:
+            raise NoWorkers(
+                "No RL worker is listed.",
+                "Workers need --enable-rl, and the mocker engine has no admin routes.",
+            )
+        for worker in silent:
+            if not await self._replaced(worker):
+                raise AdminError(
+                    f"{len(silent)} of {len(workers)} workers do not answer: "
+                    + "; ".join(f"{worker}: {worker.error}" for worker in silent)
+                    + ".",
+                    "Wait for them to recover or leave (a dead one is listed for about 10 s).",
+                )
+        return await self._labelled([worker for worker in workers if worker.error is None])
+
+    async def _labelled(self, workers: list[Worker]) -> list[Worker]:
+        """Without those that their supervisor is still getting ready: they take no traffic, and
+        join later."""
+        if not self.supervised:
+            return workers
+        told = await on_all(workers, self.admin.weight_version)
+        for worker, label in zip(workers, told, strict=True):
+            if label is None:
+                self._state(worker).state = "joining"
+        return [worker for worker, label in zip(workers, told, strict=True) if label is not None]
+
+    async def _preflight(self, workers: Sequence[Worker]) -> None:
+        async def ask(worker: Worker) -> None:
+            await self._step("preflight", worker)
+            if await self.update.preflight(self.admin, worker):
+                self.proving.add(worker.instance_id)
+            declared = await self.admin.weight_version(worker)
+            if declared is not None and declared >= 0:
+                self.book.serves(worker.instance_id, declared)
+            if self.agreement is not None and worker.instance_id not in self.proving:
+                await self.agreement.before(worker)
+
+        _raise_first(await on_all(workers, ask))
+
+    def _is_there(self, worker: Worker) -> bool:
+        """Whether a worker serves the version already: its weights are these, as claimed."""
+        there = self.book.by_worker.get(worker.instance_id) == self.version
+        if there:
+            state = self._state(worker)
+            state.state, state.version, state.proof = "serving", self.version, "earlier refit"
+        return there
+
+    # --- a group of workers --------------------------------------------------------------------
+
+    def _groups(self, workers: Sequence[Worker]) -> list[list[Worker]]:
+        if self.mode != "rolling":
+            return [list(workers)]
+        size = max(1, min(len(workers) - 1, round(len(workers) * self.share)))
+        return [list(workers[start : start + size]) for start in range(0, len(workers), size)]
+
+    async def _move(self, group: Sequence[Worker], *, first: bool) -> float:
+        """Pause a group and bring it to the version; returns how long it stood still."""
+        if self.mode != "rolling" and first:
+            self.book.close()
+        began = time.monotonic()
+        try:
+            await self._pause(group)
+            moves = [asyncio.create_task(self._move_one(worker)) for worker in group]
+            try:
+                await asyncio.gather(*moves)
+            except asyncio.CancelledError:
+                await asyncio.gather(*moves, return_exceptions=True)
+                raise
+        finally:
+            self.book.open()
+        return time.monotonic() - began
+
+    async def _pause(self, group: Sequence[Worker]) -> None:
+        mode: PauseMode = "abort" if self.mode == "in-flight" else "wait"
+        had = {w.instance_id: self.book.by_worker.get(w.instance_id) for w in group}
+
+        async def pause(worker: Worker) -> None:
+            started = time.monotonic()
+            await self._step("pause", worker)
+            await self._taint(worker, [])
+            await self.admin.pause(worker, mode)
+            state = self._state(worker)
+            state.state = "paused"
+            state.pause_seconds = time.monotonic() - started
+
+        failed: list[BaseException] = []
+        try:
+            results = await on_all(group, pause)
+            failed = [result for result in results if isinstance(result, BaseException)]
+        finally:
+            if failed or any(self._state(w).state != "paused" for w in group):
+                # A pause that timed out, or was cancelled here, may still take effect there: all
+                # are resumed, which does no harm to one that was not paused.
+                await asyncio.shield(self._restore(group, had))
+        if failed:
+            raise AdminError(
+                f"Not every worker could be paused: {failed[0]}",
+                "The others were put back into service.",
+            ) from failed[0]
+
+    async def _restore(self, group: Sequence[Worker], had: dict[int, int | None]) -> None:
+        """Put workers back into service as they were; no update was issued to them."""
+
+        async def restore(worker: Worker) -> None:
+            version = had[worker.instance_id]
+            await self.admin.resume(worker)
+            await self._taint(worker, [] if version is None else [taint_of(version)])
+
+        for worker, result in zip(group, await on_all(group, restore), strict=True):
+            state = self._state(worker)
+            state.state = "in doubt" if isinstance(result, BaseException) else "restored"
+            if state.state == "in doubt":
+                self.book.gone(worker.instance_id)
+                state.error = str(result)
+
+    # --- one worker ----------------------------------------------------------------------------
+
+    async def _move_one(self, worker: Worker) -> None:
+        """Load, flush, verify, enter service. On any failure the worker is left paused: what it
+        would serve is unknown, and no sample is better than a wrong one."""
+        state = self._state(worker)
+        started = time.monotonic()
+        try:
+            state.state = "updating"
+            await self._step("update", worker)
+            self.book.issued(worker.instance_id)
+            await self.admin.declare_version(
+                worker, IN_DOUBT
+            )  # in case nobody lives to finish this
+            await self.update.apply(self.admin, worker, self.version)
+            await self._step("flush", worker)
+            await self.admin.flush_cache(worker)
+            await self._step("verify", worker)
+            state.proof = await self._verify(worker)
+            state.update_seconds = time.monotonic() - started
+            started = time.monotonic()
+            await self._enter_service(worker)
+            state.resume_seconds = time.monotonic() - started
+            state.state, state.version = "serving", self.version
+        except BaseException as error:
+            state.state, state.error = "in doubt", str(error) or type(error).__name__
+            if not isinstance(error, RollwayError):
+                raise
+            await self._give_up(worker)
+
+    async def _verify(self, worker: Worker) -> str:
+        declared = await self.admin.weight_version(worker)
+        if declared != self.version:
+            raise AdminError(f"{worker} declares version {declared} after the update.")
+        if worker.instance_id in self.proving:
+            return "parameters"  # compared by the worker itself while it loaded them
+        if self.agreement is None or worker.instance_id < 0:
+            return "word"
+        # It has to generate to be heard; outside the routing nobody else hears it.
+        await self.admin.resume(worker)
+        try:
+            await self.agreement.after(worker)
+        finally:
+            await self.admin.pause(worker, "abort")
+        return "canary"
+
+    async def _enter_service(self, worker: Worker) -> None:
+        """End what a router sent late, take the new version's requests, generate."""
+        await self._step("open", worker)
+        since = time.monotonic() - self._untainted.get(worker.instance_id, 0.0)
+        if since < ROUTING_SECONDS:
+            await asyncio.sleep(ROUTING_SECONDS - since)
+        await self.admin.pause(worker, "abort")
+        await self._taint(worker, [taint_of(self.version)])
+        await self._step("resume", worker)
+        await self.admin.resume(worker)
+        self.book.serves(worker.instance_id, self.version)
+        if self.book.current is None or self.book.current < self.version:
+            self.book.current = self.version
+        self.book.open()
+
+    async def _give_up(self, worker: Worker) -> None:
+        """Keep a worker in doubt out of service, for good if it is ours to replace."""
+        if await _is_dead(worker):
+            self._state(worker).state = "gone"
+            return
+        with contextlib.suppress(RollwayError):  # it was out of the routing when this began
+            await self._taint(worker, [])
+        await self._replaced(worker)
+
+    async def _replaced(self, worker: Worker) -> bool:
+        self.book.gone(worker.instance_id)
+        done = self.replace is not None and await self.replace(worker)
+        if done:
+            self._state(worker).state = "replaced"
+        return done
+
+    async def _taint(self, worker: Worker, taints: Sequence[str]) -> None:
+        try:
+            await self.admin.set_taints(worker, taints)
+        except AdminError as error:
+            cause = error.__cause__
+            if not (isinstance(cause, RequestFailed) and cause.status == 404):
+                raise
+            self.book.tainted = False  # an older Dynamo: stamps rest on what this process knows
+            return
+        self.book.tainted = True
+        if not taints:
+            self._untainted[worker.instance_id] = time.monotonic()
+
+    # --- afterwards ----------------------------------------------------------------------------
+
+    async def _joined(self) -> list[Worker]:
+        """Live workers that are not on the version and were not given up."""
+        listed = await self.membership.workers(fresh=True)
+        out = {i for i, state in self.states.items() if state.state != "untouched"}
+        behind = []
+        for worker in listed:
+            if worker.instance_id in out or self.version == self.book.by_worker.get(
+                worker.instance_id
+            ):
+                continue
+            if worker.error is None:
+                behind.append(worker)
+            elif not await _is_dead(worker, listed):
+                self._state(worker).error = worker.error
+        return await self._labelled(behind)
+
+    def _judge(self, report: RefitReport, left_over: Sequence[Worker]) -> None:
+        """Raise unless every live worker is on the version."""
+        for worker in left_over:
+            self._state(worker).error = f"it joined after {MAX_PASSES} passes"
+        report.workers = sorted(self.states.values(), key=lambda state: state.instance_id)
+        fine = ("serving", "gone", "replaced", "joining")
+        if all(state.state in fine for state in report.workers) and (
+            report.serving or self.book.served_by(self.version)
+        ):
+            return
+        raise refit_error(report)
+
+    def _state(self, worker: Worker) -> WorkerRefit:
+        return self.states.setdefault(worker.instance_id, WorkerRefit(worker.instance_id))
+
+    async def _step(self, name: str, worker: Worker) -> None:
+        if self.observer is not None:
+            await self.observer(name, worker)
+
+
+def refit_error(report: RefitReport, cause: AdminError | None = None) -> RefitError:
+    states = "; ".join(
+        f"worker {s.instance_id}: {s.state}" + (f" ({s.error})" if s.error else "")
+        for s in report.workers
+    )
+    why = f" {cause.message}" if cause else ""
+    return RefitError(
+        f"Not every worker is on version {report.version}.{why} {states}.",
+        "Workers in doubt stay paused, so that nothing is sampled from them. Refit again with a "
+        "good checkpoint, or restart them.",
+        report=report,
+    )
+
+
+def _raise_first(results: Sequence[Any]) -> None:
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+
+
+async def _is_dead(worker: Worker, listed: Sequence[Worker] = ()) -> bool:
+    """Whether a worker is dead and not slow: nobody listens at its admin address any more, or
+    another one does (its successor, started with the same ports)."""
+    if any(w.admin_url == worker.admin_url and w.error is None for w in listed):
+        return worker.error is not None
+    host, _, port = worker.admin_url.rpartition("://")[2].rpartition(":")
+    if not port.isdigit():
+        return False
+    try:
+        async with asyncio.timeout(2.0):
+            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    except ConnectionRefusedError:
+        return True
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    return False

@@ -1,0 +1,69 @@
+"""Canary generations: does a worker answer as its weights should?
+
+For workers in which no code of ours can compare parameters. Each is asked for the same few greedy
+tokens before and after an update. Its answer must change when the weights did, and must agree with
+that of the others on the new version, or with what the trainer expects.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+from rollway.errors import AdminError
+from rollway.fleet.discovery import Worker
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a worker said to the canary's prompt."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+
+    def agrees(self, other: Answer, tolerance: float) -> bool:
+        """Up to the first token on which they part; there, a near tie may fall either way."""
+        for mine, theirs, a, b in zip(
+            self.token_ids, other.token_ids, self.logprobs, other.logprobs, strict=False
+        ):
+            if not (math.isfinite(a) and abs(a - b) <= tolerance):
+                return False
+            if mine != theirs:
+                return True
+        return len(self.token_ids) == len(other.token_ids)
+
+
+Ask = Callable[[Worker], Awaitable[Answer]]
+
+
+@dataclass(slots=True)
+class Agreement:
+    """The canaries of one refit."""
+
+    ask: Ask
+    expected: Answer | None = None
+    tolerance: float = 5e-3
+    _before: dict[int, Answer] = field(default_factory=dict)
+    _agreed: Answer | None = None
+
+    async def before(self, worker: Worker) -> None:
+        self._before[worker.instance_id] = await self.ask(worker)
+
+    async def after(self, worker: Worker) -> None:
+        answer = await self.ask(worker)
+        if answer == self._before.get(worker.instance_id):
+            raise AdminError(
+                f"{worker} answers the canary exactly as before the update.",
+                "It did not load the new weights; or they are the old ones, then no refit is due.",
+            )
+        wanted = self.expected or self._agreed
+        if wanted is None:
+            self._agreed = answer
+        elif not answer.agrees(wanted, self.tolerance):
+            raise AdminError(
+                f"{worker} answers the canary otherwise than "
+                f"{'expected' if self.expected else 'the other workers'}: log-probs "
+                f"{[round(x, 4) for x in answer.logprobs]} against "
+                f"{[round(x, 4) for x in wanted.logprobs]}."
+            )

@@ -1,0 +1,230 @@
+"""Requests and pauses, with the semantics of vLLM's scheduler.
+
+Every request is a coroutine of its own that takes one step at a time. All modes of a pause hold
+new requests back; they differ in what happens to the running ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from enum import Enum
+from typing import Any, Literal
+
+import numpy as np
+from dynamo.llm.exceptions import EngineShutdown
+
+from tests.light.cache import PrefixCache
+from tests.light.checkpoint import Array
+from tests.light.model import Decoding, log_softmax
+from tests.light.request import Params
+from tests.light.weights import LightWorker
+
+CHUNK = 8
+
+PauseMode = Literal["keep", "wait", "abort"]
+Chunk = dict[str, Any]
+Seed = int | tuple[int, int]
+
+
+class Pause(Enum):
+    NONE = "none"
+    NEW = "new"  # running requests go on
+    ALL = "all"
+
+
+class Request:
+    """One request and what it has sampled but not sent."""
+
+    def __init__(self, key: str, params: Params, decoding: Decoding, seed: Seed) -> None:
+        self.key = key
+        self.params = params
+        self.decoding = decoding
+        self.rng = np.random.default_rng(seed)
+        self.running = False
+        self.aborted = False
+        self.count = 0
+        self.wake = asyncio.Event()
+        self._ids: list[int] = []
+        self._rows: list[Array] = []
+
+    def sample(self, logits: Array) -> str | None:
+        """Take one token; returns the finish reason if it was the last."""
+        params = self.params
+        if self.count < params.min_tokens and params.stops:
+            logits = logits.copy()
+            logits[list(params.stops)] = -np.inf
+        if params.temperature > 0:
+            logits = logits / np.float32(params.temperature)
+        # RL workers report the log-probs of the distribution that was sampled from.
+        row = log_softmax(logits)
+        if params.temperature > 0:
+            # The Gumbel trick needs no normalised float64 probabilities.
+            token = int((row + self.rng.gumbel(size=row.shape)).argmax())
+        else:
+            token = int(row.argmax())
+        self._ids.append(token)
+        self._rows.append(row)
+        self.decoding.tokens.append(token)
+        self.count += 1
+        if token in params.stops and self.count >= params.min_tokens:
+            return "stop"
+        return "length" if self.count >= params.max_tokens else None
+
+    @property
+    def unsent(self) -> int:
+        return len(self._ids)
+
+    def chunk(self, reason: str | None = None) -> Chunk:
+        """What is unsent, and the end of the answer if it has a reason to end."""
+        params, ids, rows = self.params, self._ids, self._rows
+        self._ids, self._rows = [], []
+        out: Chunk = {"index": 0, "token_ids": ids}
+        if params.logprobs is not None:
+            out["log_probs"] = [float(row[i]) for row, i in zip(rows, ids, strict=True)]
+            if params.logprobs:
+                out["top_logprobs"] = [_top(row, params.logprobs) for row in rows]
+        if reason is not None:
+            out["finish_reason"] = reason
+            out["completion_usage"] = {
+                "prompt_tokens": params.prompt_length,
+                "completion_tokens": self.count,
+                "total_tokens": params.prompt_length + self.count,
+                "prompt_tokens_details": {"cached_tokens": self.decoding.cached_tokens},
+            }
+            if reason == "stop" and ids[-1] in params.named_stops:
+                out["stop_reason"] = ids[-1]
+        return out
+
+
+class Engine:
+    def __init__(
+        self, worker: LightWorker, *, seed: int = 0, max_length: int | None = None
+    ) -> None:
+        config = worker.model.config
+        self.worker = worker
+        self.cache = PrefixCache()
+        self.closing = False
+        self.max_length = min(max_length or config.max_positions, config.max_positions)
+        self._seed = seed
+        self._served = 0
+        self._pause = Pause.NONE
+        self._requests: dict[str, Request] = {}
+        self._ended = asyncio.Event()
+        self._step_seconds = float(os.environ.get("LIGHT_STEP_SECONDS", "0.002"))
+
+    async def generate(self, request: dict[str, Any], context: Any) -> AsyncIterator[Chunk]:
+        """Dynamo's handler: it finds the second parameter by this name."""
+        params = Params.read(request, self.worker.model.config.vocab, self.max_length)
+        self._served += 1
+        # A request's own seed gives the same tokens on every worker.
+        seed: Seed = (self._seed, self._served) if params.seed is None else params.seed
+        decoding = Decoding(self.worker.model, self.cache, params.prompt, params.salt)
+        entry = Request(context.id(), params, decoding, seed)
+        self._requests[entry.key] = entry
+        try:
+            async for chunk in self._run(entry, context):
+                yield chunk
+        finally:
+            self._finish(entry)
+
+    async def _run(self, entry: Request, context: Any) -> AsyncIterator[Chunk]:
+        reason: str | None = None
+        while reason is None:
+            if not self._may_step(entry):
+                if entry.unsent:
+                    yield entry.chunk()  # a pause does not hold back what was sampled before
+                await self._turn(entry, context)
+            if self.closing:
+                raise EngineShutdown("the worker is shutting down")
+            if entry.aborted or context.is_stopped():
+                # Dynamo's vLLM handler writes vLLM's "abort" like this.
+                yield entry.chunk("cancelled")
+                return
+            reason = self._step(entry)
+            if reason is not None or entry.unsent >= CHUNK:
+                yield entry.chunk(reason)
+            if reason is None:
+                await asyncio.sleep(self._step_seconds)
+
+    def _step(self, entry: Request) -> str | None:
+        if not self.worker.usable:
+            os._exit(1)  # weights without storage: the engine core dies, and the worker with it
+        entry.running = True
+        return entry.sample(entry.decoding.next_logits())
+
+    def _may_step(self, entry: Request) -> bool:
+        if self._pause is Pause.NEW:
+            return entry.running
+        return self._pause is Pause.NONE
+
+    async def _turn(self, entry: Request, context: Any) -> None:
+        """Wait until the request may step, or has to end."""
+        gone = asyncio.ensure_future(context.async_killed_or_stopped())
+        gone.add_done_callback(lambda _: entry.wake.set())
+        try:
+            while not (self._may_step(entry) or entry.aborted or self.closing or gone.done()):
+                entry.wake.clear()
+                await entry.wake.wait()
+        finally:
+            gone.cancel()
+
+    async def pause(self, mode: PauseMode, clear_cache: bool) -> None:
+        if mode == "abort":
+            for entry in list(self._requests.values()):
+                self._abort(entry)
+        self._pause = Pause.ALL if mode == "keep" else Pause.NEW
+        self._wake_all()
+        while self._pause is Pause.NEW and any(e.running for e in self._requests.values()):
+            self._ended.clear()
+            await self._ended.wait()
+        if clear_cache:
+            for entry in self._requests.values():
+                entry.running = False
+                entry.decoding.drop_kv()
+            self.reset_prefix_cache()
+
+    def resume(self) -> None:
+        self._pause = Pause.NONE
+        self._wake_all()
+
+    def abort(self, key: str) -> None:
+        """End a request; one that does not exist is no error."""
+        if entry := self._requests.get(key):
+            self._abort(entry)
+
+    def close(self) -> None:
+        """Hand running requests back to the frontend, which may migrate them."""
+        self.closing = True
+        self._wake_all()
+
+    def reset_prefix_cache(self) -> bool:
+        """Refused, without a word to the admin client, while any request holds blocks."""
+        if any(entry.decoding.holds_blocks for entry in self._requests.values()):
+            return False
+        self.cache.clear()
+        return True
+
+    def _abort(self, entry: Request) -> None:
+        entry.aborted = True
+        self._finish(entry)  # its blocks are free at once; its coroutine ends when it wakes
+        entry.wake.set()
+
+    def _finish(self, entry: Request) -> None:
+        entry.running = False
+        if self._requests.get(entry.key) is entry:
+            del self._requests[entry.key]
+        self._ended.set()
+
+    def _wake_all(self) -> None:
+        for entry in self._requests.values():
+            entry.wake.set()
+
+
+def _top(row: Array, count: int) -> list[dict[str, Any]]:
+    best = np.argsort(-row)[:count]
+    return [
+        {"rank": rank, "token_id": int(i), "token": f"token_id:{i}", "logprob": float(row[i])}
+        for rank, i in enumerate(best, start=1)
+    ]

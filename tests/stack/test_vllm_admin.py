@@ -1,0 +1,430 @@
+"""`VllmAdmin` against one real vLLM server on CPU, without Dynamo."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import itertools
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from rollway.errors import AdminError
+from rollway.fleet import vllm_admin
+from rollway.fleet.admin import IN_DOUBT, AdminTimeouts, NoSuchMethod
+from rollway.fleet.discovery import Worker
+from rollway.fleet.vllm_admin import VllmAdmin
+from rollway.http import Http
+from rollway.stack import processes
+from rollway.stack.preset import cache_dir
+from tests.stack.conftest import VLLM_ARGS
+from tests.stack.policies import Policy
+
+pytestmark = pytest.mark.stack
+
+TOLERANCE = 1e-4
+ENDLESS = 1800
+"""Tokens: more than ten seconds here, so whoever asks for it is in flight until it is ended."""
+_random = random.Random(11)
+_versions = itertools.count(1)
+
+# What a user's own engine code could look like; `init_broadcaster` waits for nobody.
+EXTENSION = """
+import time
+from rollway.engine.worker import WorkerExtension
+
+class Probe(WorkerExtension):
+    def probe_receive(self, weights, tag):
+        assert tag == {"step": 4}
+        self.rollway_load(weights)
+
+    def probe_buggy(self):
+        return None.missing
+
+    def init_broadcaster(self, seconds):
+        time.sleep(seconds)
+"""
+SERVER_ENV = {
+    "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "2",
+    "TORCHINDUCTOR_CACHE_DIR": str(cache_dir() / "torchinductor"),
+}
+SERVER_ARGS = {
+    **VLLM_ARGS,
+    "max-model-len": 2048,
+    "served-model-name": "tiny",
+    "block-size": 32,
+    "max-lora-rank": 8,
+    "worker-extension-cls": "probe_extension.Probe",
+}
+
+
+@pytest.fixture(scope="module")
+def server(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
+    directory = tmp_path_factory.mktemp("vllm")
+    (directory / "probe_extension.py").write_text(EXTENSION)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", str(base_model), "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--enforce-eager", "--enable-lora"]
+    command += [str(part) for name, value in SERVER_ARGS.items() for part in (f"--{name}", value)]
+    run_id = f"vllm-admin-{os.getpid()}-{port}"
+    path = os.pathsep.join(filter(None, [str(directory), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, **SERVER_ENV, **processes.run_environment(run_id)}
+    log = directory / "log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            env={**environment, "PYTHONPATH": path},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=processes.die_with_parent,
+        )
+    try:
+        _wait_until_up(process, port, log)
+        yield Worker(-1, "tiny", f"http://127.0.0.1:{port}")
+    finally:
+        process.send_signal(signal.SIGTERM)
+        # By the mark in their environment: EngineCore and Worker outlive a server that is killed.
+        left = processes.end(partial(processes.members, run_id), grace_seconds=8.0)
+        process.wait(10)
+        processes.remove_shared_memory(left)
+
+
+def _wait_until_up(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    deadline = time.monotonic() + 180
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2).close()
+        except OSError:
+            time.sleep(0.2)
+        else:
+            return
+    pytest.fail(f"The server did not start:\n{log.read_text(errors='replace')[-3000:]}")
+
+
+@pytest.fixture
+async def http() -> AsyncIterator[Http]:
+    async with Http() as http:
+        yield http
+
+
+@pytest.fixture
+async def admin(http: Http, server: Worker) -> AsyncIterator[VllmAdmin]:
+    admin = VllmAdmin(http, AdminTimeouts(pause=30.0, update=60.0))
+    yield admin
+    await admin.resume(server)  # a test that fails must not leave it paused
+
+
+@dataclass
+class Completion:
+    """A streamed completion, as far as it has come."""
+
+    prompt: list[int]
+    id: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish: str | None = None
+
+    def distance(self, policy: Policy) -> float:
+        assert self.token_ids
+        return policy.distance(self.prompt, self.token_ids, self.logprobs)
+
+
+def fresh_prompt(length: int = 100) -> list[int]:
+    """A prompt nobody has sent before, long enough to fill cache blocks."""
+    return [_random.randrange(10, 200) for _ in range(length)]
+
+
+async def complete(
+    http: Http, server: Worker, into: Completion, max_tokens: int = 8, **more: Any
+) -> Completion:
+    headers = {"X-Request-Id": more.pop("request_id")} if "request_id" in more else None
+    body = {"model": "tiny", "prompt": into.prompt, "max_tokens": max_tokens, "logprobs": 0}
+    body |= {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "ignore_eos": True}
+    body |= {"stream": True, "return_token_ids": True, **more}
+    url = f"{server.admin_url}/v1/completions"
+    async with http.stream_lines(url, body, timeout=120, headers=headers) as lines:
+        async for line in lines:
+            text = line.decode().strip().removeprefix("data: ")
+            if not text.startswith("{"):
+                continue
+            chunk = json.loads(text)
+            choice = chunk["choices"][0]
+            into.id = chunk["id"]
+            into.token_ids += choice["token_ids"] or []
+            into.logprobs += (choice["logprobs"] or {}).get("token_logprobs") or []
+            into.finish = choice["finish_reason"] or into.finish
+    return into
+
+
+async def under_way(
+    http: Http, server: Worker, max_tokens: int = ENDLESS, **more: Any
+) -> tuple[Completion, asyncio.Task[Completion]]:
+    """A request that is generating by now."""
+    completion = Completion(fresh_prompt())
+    task = asyncio.create_task(complete(http, server, completion, max_tokens, **more))
+    while len(completion.token_ids) < 3:
+        assert not task.done(), task
+        await asyncio.sleep(0.02)
+    return completion, task
+
+
+async def switch(
+    admin: VllmAdmin, server: Worker, policy: Policy, method: str | None = None
+) -> int:
+    version = next(_versions)
+    await admin.pause(server)
+    await admin.update_from_disk(server, policy.path, version, method=method)
+    await admin.resume(server)
+    return version
+
+
+async def test_a_fresh_server_declares_nothing(admin: VllmAdmin, server: Worker) -> None:
+    assert await admin.health(server)
+    assert await admin.models(f"{server.admin_url}/v1") == ["tiny"]
+    assert await admin.weight_version(server) is None
+    for version in (2**63, IN_DOUBT, 0, None):
+        await admin.declare_version(server, version)
+        assert await admin.weight_version(server) == version
+    await admin.set_taints(server, ["rollway-v1"])
+
+
+@pytest.mark.parametrize("method", [None, "rollway_load"])
+async def test_an_update_serves_the_new_weights_and_no_old_block(
+    admin: VllmAdmin, server: Worker, http: Http, policies: list[Policy], method: str | None
+) -> None:
+    prompt = fresh_prompt()
+    for policy in (policies[1], policies[2], policies[0]):
+        version = await switch(admin, server, policy, method)
+        assert await admin.weight_version(server) == version
+        # Twice: the second is answered from the cache of the first.
+        for _ in range(2):
+            done = await complete(http, server, Completion(prompt), 16)
+            assert done.distance(policy) <= TOLERANCE
+
+
+async def test_an_engine_method_receives_weights(
+    admin: VllmAdmin, server: Worker, http: Http, policies: list[Policy]
+) -> None:
+    await admin.pause(server)
+    arguments = {"weights": str(policies[1].path), "tag": {"step": 4}}
+    await admin.update_distributed(server, 900, "probe_receive", arguments)
+    await admin.resume(server)
+    assert await admin.weight_version(server) == 900
+    done = await complete(http, server, Completion(fresh_prompt()))
+    assert done.distance(policies[1]) <= TOLERANCE
+
+
+async def test_what_fails_says_why_and_changes_nothing(
+    admin: VllmAdmin, server: Worker, http: Http, policies: list[Policy], tmp_path: Path
+) -> None:
+    version = await switch(admin, server, policies[0])
+    with pytest.raises(AdminError, match="must be paused before its weights are updated"):
+        await admin.update_from_disk(server, policies[1].path, 901)
+    with pytest.raises(AdminError, match="must be paused before its weights are updated"):
+        await admin.update_distributed(server, 901, "probe_receive", {})
+    await admin.call(server, "rollway_check", {"path": str(policies[1].path)})
+    with pytest.raises(
+        AdminError, match=r"refused `rollway_check`: .* lacks weight files.*died\.$"
+    ):
+        await admin.call(server, "rollway_check", {"path": str(tmp_path)})
+    with pytest.raises(NoSuchMethod, match="no engine method `nothing_of_the_kind`"):
+        await admin.call(server, "nothing_of_the_kind", {})
+    with pytest.raises(AdminError, match="has no attribute 'missing'") as failure:
+        await admin.call(server, "probe_buggy", {})
+    assert not isinstance(failure.value, NoSuchMethod)
+    with pytest.raises(NoSuchMethod, match="destroy_broadcaster"):
+        await admin.destroy_group(server, {})
+    await admin.pause(server)
+    with pytest.raises(NoSuchMethod):
+        await admin.update_from_disk(server, policies[1].path, 901, method="nothing_of_the_kind")
+    await admin.resume(server)
+    assert await admin.weight_version(server) == version
+    done = await complete(http, server, Completion(fresh_prompt()))
+    assert done.distance(policies[0]) <= TOLERANCE
+
+
+async def test_abort_ends_what_runs_and_holds_back_what_comes(
+    admin: VllmAdmin, server: Worker, http: Http
+) -> None:
+    running, task = await under_way(http, server)
+    await admin.pause(server, "abort")
+    await asyncio.wait_for(task, 5)
+    assert running.finish == "abort"
+    late = asyncio.create_task(complete(http, server, Completion(fresh_prompt())))
+    await asyncio.sleep(0.5)
+    assert not late.done()
+    await admin.resume(server)
+    assert (await late).finish == "length"
+
+
+async def test_wait_lets_requests_finish_and_no_update_between_their_tokens(
+    admin: VllmAdmin, server: Worker, http: Http, policies: list[Policy]
+) -> None:
+    version = await switch(admin, server, policies[0])
+    running, task = await under_way(http, server, 800)
+    pausing = asyncio.create_task(admin.pause(server, "wait"))
+    await asyncio.sleep(0.1)
+    with pytest.raises(AdminError, match="requests hold blocks"):
+        await admin.update_from_disk(server, policies[1].path, 902)
+    assert not pausing.done()
+    await pausing
+    await task
+    assert running.finish == "length"
+    assert running.distance(policies[0]) <= TOLERANCE
+    assert await admin.weight_version(server) == version
+
+
+async def test_keep_freezes_and_goes_on_with_the_new_weights(
+    admin: VllmAdmin, server: Worker, http: Http, policies: list[Policy]
+) -> None:
+    await switch(admin, server, policies[0])
+    running, task = await under_way(http, server)
+    await admin.pause(server, "keep")
+    await asyncio.sleep(0.2)
+    before = len(running.token_ids)
+    await asyncio.sleep(0.5)
+    assert len(running.token_ids) == before
+    await admin.update_from_disk(server, policies[1].path, next(_versions))
+    await admin.resume(server)
+    while len(running.token_ids) < before + 40:
+        await asyncio.sleep(0.02)
+    await admin.pause(server, "abort")
+    await task
+    ids, said = running.token_ids, running.logprobs
+    assert policies[0].distance(running.prompt, ids[:before], said[:before]) <= TOLERANCE
+    # As if the new policy had read all of it: nothing of the old one's cache is left.
+    prompt = running.prompt + ids[:before]
+    assert policies[1].distance(prompt, ids[before:], said[before:]) <= TOLERANCE
+
+
+async def test_an_update_is_refused_while_kept_requests_hold_old_blocks(
+    admin: VllmAdmin, server: Worker, http: Http, policies: list[Policy]
+) -> None:
+    version = await switch(admin, server, policies[0])
+    running, task = await under_way(http, server)
+    await admin.pause(server, "keep", clear_cache=False)
+    with pytest.raises(AdminError, match="requests hold blocks"):
+        await admin.update_from_disk(server, policies[1].path, 903)
+    assert not task.done()
+    assert await admin.weight_version(server) == version
+    await admin.pause(server, "abort")
+    await task
+    assert running.distance(policies[0]) <= TOLERANCE
+
+
+async def test_a_flush_is_refused_while_a_request_holds_blocks_and_abort_ends_it(
+    admin: VllmAdmin, server: Worker, http: Http
+) -> None:
+    bystander, other = await under_way(http, server, 400)
+    running, task = await under_way(http, server, request_id="mine")
+    with pytest.raises(AdminError, match="requests hold blocks, and none was dropped"):
+        await admin.flush_cache(server)
+    await admin.abort(server, "nobody")
+    await admin.abort(server, "mine")
+    await asyncio.wait_for(task, 5)
+    assert running.finish == "abort"
+    await other
+    assert bystander.finish == "length"
+    by_id, task = await under_way(http, server)
+    await admin.abort(server, by_id.id)
+    await asyncio.wait_for(task, 5)
+    assert by_id.finish == "abort"
+    await admin.flush_cache(server)
+
+
+async def test_sleep_and_wake(
+    admin: VllmAdmin, server: Worker, http: Http, policies: list[Policy]
+) -> None:
+    await switch(admin, server, policies[0])
+    for tags in (None, ["weights", "kv_cache"]):
+        await admin.sleep(server, 1)
+        await admin.wake(server, tags)
+        done = await complete(http, server, Completion(fresh_prompt()))
+        assert done.distance(policies[0]) <= TOLERANCE
+
+
+RANK, ALPHA = 4, 8
+
+
+def write_adapter(directory: Path, policy: Policy, seed: int) -> Policy:
+    """A PEFT adapter on every q_proj, and the policy that it makes of another."""
+    adapted = copy.copy(policy)
+    adapted.model = copy.deepcopy(policy.model)
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    with torch.no_grad():
+        for index, layer in enumerate(adapted.model.model.layers):
+            weight = layer.self_attn.q_proj.weight
+            down = torch.randn(RANK, weight.shape[1], generator=generator) * 0.3
+            up = torch.randn(weight.shape[0], RANK, generator=generator) * 0.3
+            weight += up @ down * (ALPHA / RANK)
+            name = f"base_model.model.model.layers.{index}.self_attn.q_proj"
+            tensors |= {f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up}
+    directory.mkdir(exist_ok=True)
+    save_file(tensors, directory / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": ["q_proj"]}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    return adapted
+
+
+async def test_an_adapter_is_loaded_replaced_in_place_and_unloaded(
+    admin: VllmAdmin, server: Worker, http: Http, policies: list[Policy], tmp_path: Path
+) -> None:
+    await switch(admin, server, policies[0])
+    prompt = fresh_prompt()
+    for seed in (1, 2):  # the second at the same path and under the same name
+        adapted = write_adapter(tmp_path / "adapter", policies[0], seed)
+        await admin.load_lora(server, "style", tmp_path / "adapter")
+        done = await complete(http, server, Completion(prompt), 16, model="style")
+        assert done.distance(adapted) <= TOLERANCE
+        assert done.distance(policies[0]) > 0.01
+    assert await admin.models(server.admin_url) == ["tiny", "style"]
+    base = await complete(http, server, Completion(prompt), 16)
+    assert base.distance(policies[0]) <= TOLERANCE
+
+    running, task = await under_way(http, server, 200, model="style")
+    await admin.load_lora(server, "style", tmp_path / "adapter")  # also while it is in use
+    await task
+    assert running.distance(adapted) <= TOLERANCE
+
+    await admin.unload_lora(server, "style")
+    assert await admin.models(server.admin_url) == ["tiny"]
+    with pytest.raises(AdminError, match="adapter 'style' cannot be found"):
+        await admin.unload_lora(server, "style")
+    with pytest.raises(AdminError, match="No adapter found"):
+        await admin.load_lora(server, "style", tmp_path / "nowhere")
+
+
+async def test_a_rendezvous_that_hangs_is_given_up(
+    admin: VllmAdmin, server: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await admin.init_group(server, {"seconds": 0})
+    monkeypatch.setattr(vllm_admin, "RENDEZVOUS_SECONDS", 0.5)
+    with pytest.raises(AdminError, match=r"did not join the weight group: .*restart the server"):
+        await admin.init_group(server, {"seconds": 2})
+    assert await admin.health(server)
+    # Whatever comes next waits for it, and gets an answer of its own.
+    with pytest.raises(NoSuchMethod):
+        await admin.call(server, "nothing_of_the_kind", {})

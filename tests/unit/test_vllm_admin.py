@@ -1,0 +1,176 @@
+"""`VllmAdmin` when a server misbehaves (a scripted stand-in; what works is in tests/stack)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from rollway.errors import AdminError, RequestFailed, Unreachable
+from rollway.fleet.admin import NoSuchMethod
+from rollway.fleet.discovery import Worker
+from rollway.fleet.vllm_admin import VllmAdmin
+from rollway.http import IDEMPOTENT, Http
+
+DROP = "drop the connection"
+ANSWERS: dict[str, Any] = {
+    "is_paused": {"is_paused": True},
+    "reset_prefix_cache": {"success": True},
+    "collective_rpc": {"results": [None]},
+    "update_weight_version": {"success": True, "new_version": "7"},
+    "pause": {"status": "paused"},
+}
+
+
+class Server:
+    """Answers as vLLM does when all is well, or with what a test scripts for a route."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.trouble: dict[str, Any] = {}
+        self.worker = Worker(-1, "tiny", "")
+
+    async def handle(self, request: web.Request) -> web.Response:
+        route = request.path[1:]
+        self.calls.append(route)
+        answer = self.trouble.get(route, ANSWERS.get(route))
+        if isinstance(answer, list):
+            answer = answer.pop(0) if answer else ANSWERS[route]
+        if answer == DROP:
+            assert request.transport is not None
+            request.transport.abort()
+            return web.Response()
+        if answer is None:
+            return web.json_response({"detail": "Not Found"}, status=404)
+        status, body = answer if isinstance(answer, tuple) else (200, answer)
+        return web.Response(status=status, text=body if isinstance(body, str) else json.dumps(body))
+
+
+def failed(message: str) -> tuple[int, Any]:
+    """How vLLM words what an engine raised."""
+    return 500, {"error": {"message": message, "type": "InternalServerError", "code": 500}}
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[Server]:
+    server = Server()
+    app = web.Application()
+    app.router.add_route("*", "/{route:.*}", server.handle)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    server.worker = replace(server.worker, admin_url=f"http://127.0.0.1:{runner.addresses[0][1]}")
+    yield server
+    await runner.cleanup()
+
+
+@pytest.fixture
+async def admin() -> AsyncIterator[VllmAdmin]:
+    async with Http() as http:
+        yield VllmAdmin(http)
+
+
+@pytest.mark.parametrize("trouble", [DROP, failed("out of memory"), (503, "busy")])
+async def test_an_update_is_sent_once_and_declares_nothing_when_it_fails(
+    server: Server, admin: VllmAdmin, trouble: Any
+) -> None:
+    server.trouble["collective_rpc"] = trouble
+    with pytest.raises(AdminError) as failure:
+        await admin.update_from_disk(server.worker, Path("/new"), 7)
+    assert server.calls == ["is_paused", "reset_prefix_cache", "collective_rpc"]
+    assert str(server.worker) in failure.value.message
+    # Callers tell by the cause whether the server was heard.
+    kind = Unreachable if trouble == DROP else RequestFailed
+    assert isinstance(failure.value.__cause__, kind)
+
+
+@pytest.mark.parametrize("trouble", [DROP, (500, {"error": "Failed to pause generation: x"})])
+async def test_what_may_be_repeated_is(server: Server, admin: VllmAdmin, trouble: Any) -> None:
+    server.trouble["pause"] = [trouble, trouble]
+    await admin.pause(server.worker)
+    assert server.calls == ["pause"] * 3
+    server.trouble["pause"] = trouble
+    with pytest.raises(AdminError):
+        await admin.pause(server.worker)
+    assert server.calls == ["pause"] * (3 + IDEMPOTENT.attempts)
+
+
+@pytest.mark.parametrize(
+    ("trouble", "said"),
+    [
+        (failed("Call to collective_rpc method failed: it broke."), "it broke."),
+        (
+            failed(
+                "Call to collective_rpc method failed: Worker failed with error 'it's\nbroken', "
+                "please check the stack trace above for the root cause"
+            ),
+            "it's\nbroken.",
+        ),
+        (failed("Worker failed with error '" + "x" * 900 + "', please"), "x" * 400),
+        ((500, "Internal Server Error"), "Internal Server Error."),
+        ((400, {"detail": "Missing 'method' in request body"}), "Missing 'method' in request"),
+        ((500, ""), "(empty body)."),
+    ],
+)
+async def test_the_reason_is_told_without_what_is_around_it(
+    server: Server, admin: VllmAdmin, trouble: Any, said: str
+) -> None:
+    server.trouble["collective_rpc"] = trouble
+    with pytest.raises(AdminError) as failure:
+        await admin.call(server.worker, "rollway_check", {})
+    assert f"refused `rollway_check`: {said}" in failure.value.message
+
+
+async def test_a_missing_method_is_told_apart_from_a_method_that_fails(
+    server: Server, admin: VllmAdmin
+) -> None:
+    # The words of a server with one worker in the engine's own process (a single GPU).
+    server.trouble["collective_rpc"] = failed("Method 'rollway_check' is not implemented.")
+    with pytest.raises(NoSuchMethod):
+        await admin.call(server.worker, "rollway_check", {})
+    server.trouble["collective_rpc"] = failed("NVFP4 is not implemented here")
+    with pytest.raises(AdminError, match="NVFP4") as failure:
+        await admin.call(server.worker, "rollway_check", {})
+    assert not isinstance(failure.value, NoSuchMethod)
+
+
+async def test_a_server_without_the_routes_is_told_how_to_get_them(
+    server: Server, admin: VllmAdmin
+) -> None:
+    server.trouble = dict.fromkeys(ANSWERS)
+    with pytest.raises(AdminError, match=r"no route /pause\. .*VLLM_SERVER_DEV_MODE=1"):
+        await admin.pause(server.worker)
+    with pytest.raises(AdminError, match=r"no route /weight_info\. .*VLLM_SERVER_DEV_MODE=1"):
+        await admin.weight_version(server.worker)
+    with pytest.raises(AdminError, match="VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"):
+        await admin.load_lora(server.worker, "style", Path("/adapter"))
+
+
+@pytest.mark.parametrize("page", ["<html>", "", [1]])
+async def test_an_answer_that_is_not_vllms_is_no_success(
+    server: Server, admin: VllmAdmin, page: Any
+) -> None:
+    server.trouble = dict.fromkeys(ANSWERS, (200, page))
+    for call in (admin.pause(server.worker), admin.call(server.worker, "rollway_check", {})):
+        with pytest.raises(AdminError):
+            await call
+    server.trouble = {"reset_prefix_cache": {}}
+    with pytest.raises(AdminError, match="did not flush"):
+        await admin.flush_cache(server.worker)
+
+
+async def test_health_is_the_engines(server: Server, admin: VllmAdmin) -> None:
+    server.trouble["health"] = (200, "")
+    assert await admin.health(server.worker)
+    for trouble in ((503, ""), DROP):
+        server.trouble["health"] = trouble
+        assert not await admin.health(server.worker)
+    listed = replace(server.worker, error="no answer")
+    assert not await admin.health(listed)
+    with pytest.raises(AdminError, match="listed with an error: no answer"):
+        await admin.pause(listed)
