@@ -39,7 +39,7 @@ from rollway.rollout.client import Rollouts
 from rollway.stack import local
 from rollway.stack.local import Progress, RunningStack
 from rollway.stack.locks import machine_lock
-from rollway.stack.state import StackDir, StackState, known_stacks
+from rollway.stack.state import StackDir, StackState, WeightsFile, known_stacks
 from rollway.sync import Portal, SyncStack
 
 DEFAULT_RL_PORT = 8001  # Dynamo's, where nobody chose another
@@ -84,6 +84,7 @@ class Stack:
             replace=partial(local.replace_worker, self.name),
             guard=partial(machine_lock, f"refit/{state.run_id}/{model}"),
             supervised=True,
+            shelf=WeightsFile(self.name, state.run_id, model),
         )
         fleet.versions.tainted = True  # the launcher has done it
         return fleet

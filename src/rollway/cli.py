@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 import rollway
+from rollway import cli_fleet
 from rollway.api import make_spec
 from rollway.errors import NoWorkers, RollwayError, StartError, Unreachable, UsageError
 from rollway.fleet.fleet import Fleet
@@ -408,6 +409,9 @@ def _parser() -> argparse.ArgumentParser:
     child.add_argument("--all", action="store_true", help="every stack of this user")
     child.add_argument("--quiet", action="store_true", help="no progress display")
     add("doctor", examine, "check this machine: versions, programs, ports, memory, GPUs")
+    cli_fleet.add_grammar(
+        commands.add_parser("fleet", help="list, pause, refit, watch the workers of a stack")
+    )
     child = add("chaos", chaos, "refit while things break, and check every token")
     _chaos_grammar(child)
     _demo_grammar(add("demo", demo, "train a tiny policy with GRPO on a real stack"))

@@ -30,7 +30,7 @@ from rollway.config import StackSpec
 from rollway.errors import RefitError, RollwayError, UsageError
 from rollway.fleet.admin import AdminTimeouts, DynamoAdmin
 from rollway.fleet.fleet import Fleet
-from rollway.fleet.refit import RefitMode
+from rollway.fleet.report import RefitMode
 from rollway.stack import processes
 from rollway.stack.state import StackDir
 
@@ -283,8 +283,12 @@ class Chaos:
         raise RollwayError(f"The fleet was not whole after {self.options.heal_seconds:g} s.")
 
     async def _whole(self) -> bool:
+        """Whether as many workers as there should be answer, all on the current version; the dead
+        stay listed for a while."""
+        alive = [worker for worker in await self.fleet.workers() if worker.error is None]
         versions = await self.fleet.read_versions()
-        return set(versions.values()) == {self.fleet.versions.current}
+        on_it = [w for w in alive if versions.get(w.instance_id) == self.fleet.versions.current]
+        return len(on_it) == len(alive) >= self.spec.models[0].replicas
 
     async def _next_version(self) -> None:
         self.version += 1

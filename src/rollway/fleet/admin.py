@@ -50,6 +50,9 @@ class NoSuchMethod(AdminError):
 class AdminAPI(Protocol):
     """The admin surface of a worker. Every call raises `AdminError` with the worker and reason."""
 
+    taints: bool
+    """Whether a router heeds what `set_taints` says."""
+
     async def health(self, worker: Worker) -> bool: ...
 
     async def models(self, openai_url: str) -> list[str]:
@@ -126,6 +129,8 @@ class AdminAPI(Protocol):
 
 class DynamoAdmin:
     """`AdminAPI` of Dynamo's workers: `POST {admin_url}/engine/<route>`."""
+
+    taints = True
 
     def __init__(self, http: Http, timeouts: AdminTimeouts | None = None) -> None:
         self._http = http

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rollway.errors import AdminError, NoWorkers, RollwayError
 from rollway.fleet.admin import (
@@ -26,7 +26,8 @@ from rollway.fleet.admin import (
 )
 from rollway.fleet.discovery import RlListing, Source, Worker
 from rollway.fleet.membership import POLL_SECONDS, Membership
-from rollway.fleet.refit import Observer, Refit, RefitMode, RefitReport, Replace, WorkerRefit
+from rollway.fleet.refit import Observer, Refit, Replace
+from rollway.fleet.report import RefitMode, RefitReport, WorkerRefit
 from rollway.fleet.updates import FromDisk, Update
 from rollway.fleet.verify import Agreement, Answer, Ask
 from rollway.fleet.versions import VersionBook, taint_of
@@ -41,6 +42,14 @@ Guard = Callable[[], AbstractAsyncContextManager[Any]]
 """Keeps two refits of one fleet apart, also those of two processes."""
 
 _REFRESH_SECONDS = 1.0
+
+
+class Shelf(Protocol):
+    """Where other processes find how the current version was made."""
+
+    def put(self, version: int, path: Path) -> None: ...
+
+    def get(self) -> tuple[int, Path] | None: ...
 
 
 class Fleet:
@@ -60,6 +69,7 @@ class Fleet:
         replace: Replace | None = None,
         guard: Guard = nullcontext,
         supervised: bool = False,
+        shelf: Shelf | None = None,
     ) -> None:
         self.model = model
         self.versions = VersionBook()
@@ -76,6 +86,7 @@ class Fleet:
         self._replace = replace
         self._guard = guard
         self._supervised = supervised
+        self._shelf = shelf
         self._refitting = asyncio.Lock()
         self._recipe: tuple[int, Update] | None = None
         self._doubtful: set[int] = set()
@@ -167,18 +178,19 @@ class Fleet:
                 return await refit.run()
             finally:
                 if self.versions.current == version:
-                    self._recipe = (version, update)
+                    self._keep_recipe(version, update)
                 self._note_doubts(refit)
 
     async def admit(self) -> RefitReport | None:
         """Bring workers that are not on the current version to it, the others going on; None when
         there is nothing to do, or nothing to do it with."""
-        if self._recipe is None or not self._recipe[1].repeatable:
-            return None
         async with self._refitting, self._guard():
-            version, update = self._recipe
-            listed = await self.workers()
             await self.read_versions()
+            listed = await self.workers(fresh=False)
+            recipe = self._current_recipe()
+            if recipe is None or not recipe[1].repeatable:
+                return None
+            version, update = recipe
             if self.versions.current != version or all(
                 self.versions.by_worker.get(w.instance_id) == version for w in listed if not w.error
             ):
@@ -192,15 +204,20 @@ class Fleet:
     async def watch(self, seconds: float = POLL_SECONDS) -> None:
         """Until cancelled: notice who joins and leaves, and admit those who join."""
 
-        async def joined(worker: Worker) -> None:
-            if self._recipe is not None:
-                log.info("%s joined; bringing it to version %d", worker, self._recipe[0])
-                await self.admit()
-            elif worker.instance_id not in self.versions.by_worker:
-                await self.read_versions()
+        while True:
+            if await self.membership.poll() and await self._somebody_is_behind():
+                try:
+                    await self.admit()
+                except RollwayError as error:
+                    log.warning("a worker could not be brought up to date: %s", error)
+            await asyncio.sleep(seconds)
 
-        self.membership.on_join(joined)
-        await self.membership.watch(seconds)
+    async def _somebody_is_behind(self) -> bool:
+        known, current = self.versions.by_worker, self.versions.current
+        return any(
+            worker.error is None and known.get(worker.instance_id) != current
+            for worker in await self.workers(fresh=False)
+        )
 
     async def _back(self, worker: Worker) -> None:
         """Into service as what it is."""
@@ -225,6 +242,21 @@ class Fleet:
             skip=frozenset(self._doubtful),
             supervised=self._supervised,
         )
+
+    def _keep_recipe(self, version: int, update: Update) -> None:
+        self._recipe = (version, update)
+        if self._shelf is not None and isinstance(update, FromDisk):
+            self._shelf.put(version, update.path)
+
+    def _current_recipe(self) -> tuple[int, Update] | None:
+        """How to make the current version: of this process, or left by the one that made it."""
+        current = self.versions.current
+        if self._recipe is not None and self._recipe[0] == current:
+            return self._recipe
+        found = self._shelf.get() if self._shelf is not None else None
+        if found is None or found[0] != current:
+            return None
+        return current, FromDisk(found[1], self._roots)
 
     def _note_doubts(self, refit: Refit) -> None:
         doubtful = {i for i, state in refit.states.items() if state.state == "in doubt"}

@@ -63,18 +63,24 @@ class Membership:
         return list(await asyncio.shield(self._listing))
 
     async def watch(self, seconds: float = POLL_SECONDS) -> None:
-        """Poll for ever and tell the listeners; the first listing is news too."""
+        """Poll for ever and tell the listeners."""
         while True:
-            try:
-                now = {worker.instance_id: worker for worker in await self.workers(fresh=True)}
-            except RollwayError as error:
-                if self._reachable:
-                    log.warning("the workers cannot be listed: %s", error.message)
-                self._reachable = False
-            else:
-                self._reachable = True
-                await self._announce(now)
+            await self.poll()
             await asyncio.sleep(seconds)
+
+    async def poll(self) -> bool:
+        """List once and tell the listeners; the first listing is news too. False when there was
+        no listing to be had."""
+        try:
+            now = {worker.instance_id: worker for worker in await self.workers(fresh=True)}
+        except RollwayError as error:
+            if self._reachable:
+                log.warning("the workers cannot be listed: %s", error.message)
+            self._reachable = False
+            return False
+        self._reachable = True
+        await self._announce(now)
+        return True
 
     async def _announce(self, now: dict[int, Worker]) -> None:
         before, self._announced = self._announced, now

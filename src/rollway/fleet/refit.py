@@ -21,33 +21,18 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any
 
-from rollway.errors import AdminError, NoWorkers, RefitError, RequestFailed, RollwayError
+from rollway.errors import AdminError, NoWorkers, RequestFailed, RollwayError
 from rollway.fleet.admin import IN_DOUBT, AdminAPI, PauseMode, on_all
 from rollway.fleet.discovery import Worker
 from rollway.fleet.membership import Membership
+from rollway.fleet.report import RefitMode, RefitReport, WorkerRefit, refit_error
 from rollway.fleet.updates import Update
 from rollway.fleet.verify import Agreement
 from rollway.fleet.versions import VersionBook, taint_of
 
-RefitMode = Literal["pause-all", "rolling", "in-flight"]
-"""pause-all: all at once, running requests finish first. in-flight: all at once, running requests
-are cut short and continued on the new weights. rolling: a share of the workers at a time, so that
-generation never stops."""
-
-State = Literal[
-    "untouched",
-    "paused",
-    "updating",
-    "in doubt",
-    "serving",
-    "restored",
-    "gone",
-    "replaced",
-    "joining",
-]
 Observer = Callable[[str, Worker], Awaitable[None]]
 """Told of each step before it is taken."""
 Replace = Callable[[Worker], Awaitable[bool]]
@@ -58,45 +43,6 @@ ANSWER_SECONDS = 15.0
 """How long a listed worker may fail to answer; a dead one is listed for about 10 s."""
 ROUTING_SECONDS = 0.1
 """A router may still send what it chose before it heard of a change (10 to 30 ms measured)."""
-
-
-@dataclass(slots=True)
-class WorkerRefit:
-    """What a refit did to one worker."""
-
-    instance_id: int
-    state: State = "untouched"
-    version: int | None = None
-    proof: str = ""
-    """What shows that it serves the new weights: its parameters, a canary, or its word alone."""
-    pause_seconds: float = 0.0
-    update_seconds: float = 0.0
-    resume_seconds: float = 0.0
-    error: str | None = None
-
-
-@dataclass(slots=True)
-class RefitReport:
-    """The outcome of one refit."""
-
-    version: int
-    mode: RefitMode = "pause-all"
-    seconds: float = 0.0
-    paused_seconds: float = 0.0
-    """From the first pause to the last resume; with `rolling`, of the slowest share."""
-    passes: int = 0
-    workers: list[WorkerRefit] = field(default_factory=list)
-
-    def as_json(self) -> dict[str, Any]:
-        """Instance ids as text: JSON readers with doubles would round them."""
-        plain = asdict(self)
-        for worker in plain["workers"]:
-            worker["instance_id"] = str(worker["instance_id"])
-        return plain
-
-    @property
-    def serving(self) -> int:
-        return sum(worker.state == "serving" for worker in self.workers)
 
 
 @dataclass(slots=True)
@@ -156,7 +102,7 @@ class Refit:
         began = time.monotonic()
         report = RefitReport(self.version, "rolling", passes=1)
         await self.update.prepare()
-        behind = [w for w in await self._joined() if w.instance_id not in self.skip]
+        behind = [w for w in await self._behind() if w.instance_id not in self.skip]
         self.book.changing += 1
         try:
             await self._preflight(behind)
@@ -383,6 +329,9 @@ class Refit:
         return done
 
     async def _taint(self, worker: Worker, taints: Sequence[str]) -> None:
+        if not self.admin.taints:
+            self.book.tainted = False
+            return
         try:
             await self.admin.set_taints(worker, taints)
         except AdminError as error:
@@ -397,21 +346,25 @@ class Refit:
 
     # --- afterwards ----------------------------------------------------------------------------
 
-    async def _joined(self) -> list[Worker]:
-        """Live workers that are not on the version and were not given up."""
+    async def _behind(self) -> list[Worker]:
+        """Workers that answer, are not on the version and were not given up."""
         listed = await self.membership.workers(fresh=True)
         out = {i for i, state in self.states.items() if state.state != "untouched"}
-        behind = []
+        out |= set(self.book.served_by(self.version))
+        return await self._labelled(
+            [worker for worker in listed if worker.error is None and worker.instance_id not in out]
+        )
+
+    async def _joined(self) -> list[Worker]:
+        """Those that are still to be moved; a new one that does not answer is an error, since
+        nobody can say what it serves."""
+        behind = await self._behind()
+        listed = await self.membership.workers()
         for worker in listed:
-            if worker.instance_id in out or self.version == self.book.by_worker.get(
-                worker.instance_id
-            ):
-                continue
-            if worker.error is None:
-                behind.append(worker)
-            elif not await _is_dead(worker, listed):
+            new = worker.instance_id not in self.states
+            if worker.error is not None and new and not await _is_dead(worker, listed):
                 self._state(worker).error = worker.error
-        return await self._labelled(behind)
+        return behind
 
     def _judge(self, report: RefitReport, left_over: Sequence[Worker]) -> None:
         """Raise unless every live worker is on the version."""
@@ -431,20 +384,6 @@ class Refit:
     async def _step(self, name: str, worker: Worker) -> None:
         if self.observer is not None:
             await self.observer(name, worker)
-
-
-def refit_error(report: RefitReport, cause: AdminError | None = None) -> RefitError:
-    states = "; ".join(
-        f"worker {s.instance_id}: {s.state}" + (f" ({s.error})" if s.error else "")
-        for s in report.workers
-    )
-    why = f" {cause.message}" if cause else ""
-    return RefitError(
-        f"Not every worker is on version {report.version}.{why} {states}.",
-        "Workers in doubt stay paused, so that nothing is sampled from them. Refit again with a "
-        "good checkpoint, or restart them.",
-        report=report,
-    )
 
 
 def _raise_first(results: Sequence[Any]) -> None:

@@ -39,6 +39,8 @@ _FAILED_CALL = re.compile(r"^Call to \w+ method failed: ")
 class VllmAdmin:
     """`AdminAPI` of vLLM's own server; `Worker.admin_url` is its base URL."""
 
+    taints = False
+
     def __init__(self, http: Http, timeouts: AdminTimeouts | None = None) -> None:
         self._http = http
         self._timeouts = timeouts or AdminTimeouts()

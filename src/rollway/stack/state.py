@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from rollway.config import slug
 from rollway.errors import RollwayError, StartError
 from rollway.stack.processes import ProcessId, boot_id
 
@@ -158,6 +159,32 @@ class StackDir:
         """Remove what says that a stack runs; logs and history stay."""
         for path in (self.state_file, self.state_file.with_suffix(".new")):
             path.unlink(missing_ok=True)
+
+
+class WeightsFile:
+    """Which checkpoint is the current version of a model, for processes that come later: a watcher
+    that brings a restarted worker up to date need not be the one that refitted."""
+
+    def __init__(self, stack: str, run_id: str, model: str) -> None:
+        self._file = StackDir(stack).path / f"weights-{slug(model)}.json"
+        self._run_id = run_id
+
+    def put(self, version: int, path: Path) -> None:
+        record = {"run": self._run_id, "version": version, "path": str(path)}
+        scratch = self._file.with_suffix(".new")
+        with contextlib.suppress(OSError):
+            scratch.write_text(json.dumps(record))
+            scratch.replace(self._file)
+
+    def get(self) -> tuple[int, Path] | None:
+        """None also for a record of an earlier run of the stack."""
+        try:
+            record = json.loads(self._file.read_text())
+            if record["run"] != self._run_id:
+                return None
+            return int(record["version"]), Path(record["path"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
 
 
 def home() -> Path:
