@@ -190,6 +190,21 @@ def chaos(options: argparse.Namespace) -> int:
     return 0 if good else 1
 
 
+def bench_fleet(options: argparse.Namespace) -> int:
+    _require("torch", "transformers")
+    from rollway.bench import fleet
+    from rollway.demo.model import demo_path
+
+    spec = make_spec(options.stack, overrides=[*demo_path(options.stack), *options.set])
+    figures = asyncio.run(fleet.bench_fleet(spec)).as_json()
+    if options.json:
+        print(json.dumps(figures))
+        return 0
+    for name, value in figures.items():
+        print(f"{name.replace('_', ' ')}: {value}")
+    return 0
+
+
 # --- what the commands print ---------------------------------------------------------------
 
 
@@ -414,6 +429,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     child = add("chaos", chaos, "refit while things break, and check every token")
     _chaos_grammar(child)
+    bench = commands.add_parser("bench", help="measure, as ratios within one run")
+    benches = bench.add_subparsers(title="benchmarks", metavar="WHAT", required=True)
+    child = benches.add_parser("fleet", help="list and refit many workers, against one")
+    child.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    child.add_argument("stack", type=Path, help="a stack file")
+    child.add_argument("--set", action="append", default=[], metavar="A.B=C", help="override")
+    child.set_defaults(command=bench_fleet)
     _demo_grammar(add("demo", demo, "train a tiny policy with GRPO on a real stack"))
     return parser
 

@@ -41,6 +41,17 @@ class Http:
 
     def __init__(self) -> None:
         self._session: aiohttp.ClientSession | None = None
+        self._closed = False
+
+    @asynccontextmanager
+    async def one_connection(self) -> AsyncIterator[Http]:
+        """A client whose calls, to one server, all go over one connection and so to one process;
+        once that breaks they fail. An address may belong to another process a moment later."""
+        client = _OneConnection(self)
+        try:
+            yield client
+        finally:
+            await client.close()
 
     async def get(self, url: str, *, timeout: float, retry: Retry = IDEMPOTENT) -> Any:
         return await self._call("GET", url, None, None, timeout, retry)
@@ -71,6 +82,7 @@ class Http:
                 yield response.content
 
     async def close(self) -> None:
+        self._closed = True
         session, self._session = self._session, None
         if session is not None:
             await session.close()
@@ -110,6 +122,7 @@ class Http:
     async def _attempt(
         self, method: str, url: str, body: Any, headers: Mapping[str, str] | None, timeout: float
     ) -> bytes:
+        await self._before(method, url, body)
         with _typed_errors(method, url, timeout):
             async with self._request(method, url, body, headers, timeout) as response:
                 raw: bytes = await response.read()
@@ -117,14 +130,22 @@ class Http:
             raise _failed(method, url, response.status, raw)
         return raw
 
+    async def _before(self, method: str, url: str, body: Any) -> None:
+        """For those who want to disturb a request."""
+
+    def _new_session(self) -> aiohttp.ClientSession:
+        # The callers bound concurrency; a limit here would only hide a second queue.
+        return aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0), read_bufsize=2**20, trust_env=False
+        )
+
     def _request(
         self, method: str, url: str, body: Any, headers: Mapping[str, str] | None, timeout: float
     ) -> Any:
+        if self._closed:
+            raise Unreachable(f"{method} {url}: this client is closed.")
         if self._session is None:
-            # The callers bound concurrency; a limit here would only hide a second queue.
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0), read_bufsize=2**20, trust_env=False
-            )
+            self._session = self._new_session()
         data = None if body is None else msgspec.json.encode(body)
         return self._session.request(
             method,
@@ -133,6 +154,32 @@ class Http:
             headers={"content-type": "application/json", **(headers or {})},
             timeout=aiohttp.ClientTimeout(total=timeout, sock_connect=min(timeout, 10.0)),
         )
+
+
+class _OneConnection(Http):
+    """See `Http.one_connection`."""
+
+    def __init__(self, parent: Http) -> None:
+        super().__init__()
+        self._parent = parent
+        self._used = False
+
+    async def _before(self, method: str, url: str, body: Any) -> None:
+        await self._parent._before(method, url, body)
+
+    def _new_session(self) -> aiohttp.ClientSession:
+        trace = aiohttp.TraceConfig()
+        trace.on_connection_create_start.append(self._first_only)
+        return aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=1, keepalive_timeout=24 * 3600.0),
+            trace_configs=[trace],
+            trust_env=False,
+        )
+
+    async def _first_only(self, *_: object) -> None:
+        if self._used:
+            raise ConnectionResetError("the connection broke; a new one may reach another process")
+        self._used = True
 
 
 class _typed_errors:

@@ -9,7 +9,8 @@ process, each with a runtime, a system port, routes and weights of its own.
 
 Test hooks, from the environment: LIGHT_STEP_SECONDS (each token takes this long; 0.002),
 LIGHT_LOAD_SECONDS (an update takes this much longer; 0), LIGHT_ROUTE_SECONDS (so does every admin
-route; 0), LIGHT_NO_ENGINE_METHODS=1 (the `rollway_*` engine methods are unknown), and
+route; 0), LIGHT_PROBE_SECONDS (and every probe of a listing, and the version; 0),
+LIGHT_NO_ENGINE_METHODS=1 (the `rollway_*` engine methods are unknown), and
 LIGHT_LOSE_REGISTRATION=FILE (the worker that can create FILE serves its system port only, like
 one whose registration got lost).
 """
@@ -22,7 +23,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ from tests.light.engine import Engine
 from tests.light.routes import AdminRoutes
 from tests.light.weights import LightWorker
 
+PROBE_SECONDS = float(os.environ.get("LIGHT_PROBE_SECONDS", "0"))
 _EXIT_SECONDS = 3.0
 
 log = logging.getLogger("light")
@@ -59,11 +61,13 @@ class SlowRoutes:
         self._seconds = float(os.environ.get("LIGHT_ROUTE_SECONDS", "0"))
 
     def register_engine_route(self, name: str, handler: Callable[[Any], Awaitable[Any]]) -> None:
+        seconds = self._seconds + (PROBE_SECONDS if name == "get_weight_version" else 0.0)
+
         async def delayed(body: Any) -> Any:
-            await asyncio.sleep(self._seconds)
+            await asyncio.sleep(seconds)
             return await handler(body)
 
-        self._runtime.register_engine_route(name, delayed if self._seconds else handler)
+        self._runtime.register_engine_route(name, delayed if seconds else handler)
 
 
 class Worker:
@@ -100,7 +104,7 @@ class Worker:
                 self.engine.generate, graceful_shutdown=False, metrics_labels=labels
             ),
             rl.serve_endpoint(
-                registry.dispatch_stream, graceful_shutdown=False, metrics_labels=labels
+                _slow_probe(registry), graceful_shutdown=False, metrics_labels=labels
             ),
         ]
         self.runtime.set_health_status(True)
@@ -184,6 +188,17 @@ def main() -> None:
     # The runtimes' threads have nothing left to do, and some take seconds to notice.
     sys.stdout.flush()
     os._exit(0)
+
+
+def _slow_probe(registry: RLRouteRegistry) -> Callable[..., AsyncIterator[Any]]:
+    """What the frontend asks of each worker when it lists them."""
+
+    async def dispatch(request: Any = None) -> AsyncIterator[Any]:
+        await asyncio.sleep(PROBE_SECONDS)
+        async for answer in registry.dispatch_stream(request):
+            yield answer
+
+    return dispatch
 
 
 def _loses_registration() -> bool:

@@ -61,7 +61,7 @@ async def test_a_refit_moves_every_worker(checkpoint: Path) -> None:
     for worker in workers:
         assert worker.calls == [
             "get_weight_version",
-            "update/model_taints", "pause_generation",
+            "get_weight_version", "update/model_taints", "pause_generation",
             "set_weight_version", "update_weights_from_disk", "flush_cache", "get_weight_version",
             "pause_generation", "update/model_taints", "resume_generation",
         ]  # fmt: skip

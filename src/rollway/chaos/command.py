@@ -10,18 +10,14 @@ from pathlib import Path
 from rollway.api import make_spec
 from rollway.chaos.faults import WHERE
 from rollway.chaos.run import ChaosOptions, Report, run_chaos
-from rollway.demo.model import build_base
+from rollway.demo.model import DEMO_PATH, demo_path
 from rollway.errors import UsageError
-from rollway.stack.preset import cache_dir
-
-DEMO = "demo"
-"""As a model's path: the demo's own tiny checkpoint."""
 
 _REAL_WORKERS = {
     "name": "chaos",
     "models": [
         {
-            "path": DEMO,
+            "path": DEMO_PATH,
             "name": "tiny",
             "replicas": 2,
             "args": {
@@ -53,17 +49,10 @@ def run_command(
     if rounds < 1:
         raise UsageError(f"{rounds} rounds.", "Ask for at least one.")
     options = ChaosOptions(rounds, seed, tuple(faults) or tuple(WHERE), unprotected=unprotected)
-    spec = make_spec(stack or _REAL_WORKERS, overrides=[*_demo_model(stack), *overrides])
+    spec = make_spec(stack or _REAL_WORKERS, overrides=[*demo_path(stack), *overrides])
 
     def progress(words: str) -> None:
         if not quiet:
             print(words, file=sys.stderr, flush=True)
 
     return asyncio.run(run_chaos(spec, options, progress))
-
-
-def _demo_model(stack: Path | None) -> list[str]:
-    """What replaces `path: demo`: the checkpoint, built if it is not there yet."""
-    if stack is not None and f"path: {DEMO}\n" not in stack.read_text():
-        return []
-    return [f"models.0.path={build_base(cache_dir() / 'demo')}"]

@@ -13,7 +13,7 @@ import shutil
 import signal
 import socket
 import struct
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,11 +68,9 @@ class ResettingHttp(Http):
         super().__init__()
         self.armed = False
 
-    async def _attempt(
-        self, method: str, url: str, body: Any, headers: Mapping[str, str] | None, timeout: float
-    ) -> bytes:
+    async def _before(self, method: str, url: str, body: Any) -> None:
         if not self.armed:
-            return await super()._attempt(method, url, body, headers, timeout)
+            return
         self.armed = False
         parts = urlsplit(url)
         data = b"" if body is None else msgspec.json.encode(body)

@@ -187,7 +187,7 @@ class Traffic:
         return [self._random.randrange(1, self._vocabulary) for _ in range(count)]
 
     def _note(self, words: str) -> None:
-        if len(self.ledger.examples) < 40:
+        if len(self.ledger.examples) < 100 and words not in self.ledger.examples:
             self.ledger.examples.append(words)
 
 

@@ -25,6 +25,7 @@ from tokenizers.models import BPE
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from rollway.demo.task import CountingTask, Prompt
+from rollway.stack.preset import cache_dir
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 # another format is built again.
 FORMAT = 1
 MARKER = "rollway-demo.json"
+DEMO_PATH = "demo"
 
 EOS_TOKEN = "<|endoftext|>"
 PAD_TOKEN = "<|pad|>"
@@ -226,3 +228,11 @@ def _move_into_place(workspace: Path, directory: Path, seed: int) -> None:
         # Another process may have finished the same build first; its result is as good.
         if not _is_complete(directory, seed):
             raise
+
+
+def demo_path(stack: Path | None) -> list[str]:
+    """The override that puts the demo's checkpoint, built if need be, in place of `path: demo` in
+    a stack file; for commands that need a small model and do not care which."""
+    if stack is not None and f"path: {DEMO_PATH}\n" not in stack.read_text():
+        return []
+    return [f"models.0.path={build_base(cache_dir() / 'demo')}"]

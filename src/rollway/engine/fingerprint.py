@@ -18,6 +18,8 @@ import torch
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MIX = (-7046029254386353131, -4658895280553007687)  # odd 64-bit constants of splitmix
 _CHUNK = 1 << 24
+# Tied to the embeddings, or computed and not loaded.
+_WITHOUT_PARAMETER = ("lm_head.weight", "rotary_emb.inv_freq")
 _EXPERTS = {"gate_proj": "w13_weight", "up_proj": "w13_weight", "down_proj": "w2_weight"}
 
 
@@ -50,8 +52,14 @@ class Proof:
         self._mapper = getattr(model, "hf_to_vllm_mapper", None)
         self._parameters = dict(model.named_parameters())
         self._groups: dict[str, _Group] = {}
-        self.unknown: list[str] = []
-        """Tensors for which no parameter was found: they cannot be vouched for."""
+
+    def unknown_among(self, names: Iterable[str]) -> list[str]:
+        """Tensors for which no parameter is found: they could not be vouched for."""
+        return [
+            name
+            for name in names
+            if self._target(name) is None and not name.endswith(_WITHOUT_PARAMETER)
+        ]
 
     def watching(
         self, tensors: Iterable[tuple[str, torch.Tensor]]
@@ -61,9 +69,13 @@ class Proof:
             yield name, tensor
 
     def check(
-        self, model: torch.nn.Module, reduced: Callable[[torch.Tensor], torch.Tensor]
+        self,
+        model: torch.nn.Module,
+        ranks: int = 1,
+        reduced: Callable[[torch.Tensor], torch.Tensor] = torch.clone,
     ) -> None:
-        """Raise unless every parameter that can be looked at holds what went by."""
+        """Raise unless every parameter that can be looked at holds what went by; `reduced` sums
+        over the ranks among which parameters are cut."""
         parameters = dict(model.named_parameters())
         seen = {name: group for name, group in self._groups.items() if parameters[name].numel()}
         local = [fingerprint(parameters[name]) for name in seen]
@@ -73,7 +85,7 @@ class Proof:
             name
             for (name, group), mine, all_ranks in zip(seen.items(), local, total, strict=True)
             if _signed(group.fingerprint) not in (mine, all_ranks)
-            and not _replicated_in_part(group, parameters[name])
+            and not _replicated_in_part(group, parameters[name], ranks)
         ]
         for name in self._groups.keys() - seen.keys():
             if not self._product_agrees(model, name):
@@ -83,8 +95,12 @@ class Proof:
                 f"{len(wrong)} of {len(self._groups)} parameters do not hold what the checkpoint "
                 f"has, for example {', '.join(sorted(wrong)[:3])}"
             )
-        missing = sorted(parameters.keys() - self._groups.keys() - {"lm_head.weight"})
-        if missing and not self.unknown:
+        missing = sorted(
+            name
+            for name in parameters.keys() - self._groups.keys()
+            if not name.endswith(_WITHOUT_PARAMETER)
+        )
+        if missing:
             raise RuntimeError(
                 f"the checkpoint has nothing for {len(missing)} parameters, for example "
                 f"{', '.join(missing[:3])}"
@@ -93,7 +109,6 @@ class Proof:
     def _note(self, name: str, tensor: torch.Tensor) -> None:
         target = self._target(name)
         if target is None:
-            self.unknown.append(name)
             return
         parameter = self._parameters[target]
         group = self._groups.setdefault(target, _Group())
@@ -148,9 +163,6 @@ def _signed(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value
 
 
-def _replicated_in_part(group: _Group, parameter: torch.Tensor) -> bool:
+def _replicated_in_part(group: _Group, parameter: torch.Tensor, ranks: int) -> bool:
     """Fewer KV heads than ranks: some are held twice, and no sum over ranks is right."""
-    from vllm.distributed import get_tensor_model_parallel_world_size
-
-    ranks = get_tensor_model_parallel_world_size()
     return ranks > 1 and group.elements < parameter.numel() * ranks < group.elements * ranks

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
@@ -52,6 +53,11 @@ class AdminAPI(Protocol):
 
     taints: bool
     """Whether a router heeds what `set_taints` says."""
+
+    def held(self) -> AbstractAsyncContextManager[AdminAPI]:
+        """The same for one worker, as long as it is one and the same process: calls fail once the
+        connection breaks, rather than reach a successor at its address."""
+        ...
 
     async def health(self, worker: Worker) -> bool: ...
 
@@ -131,6 +137,11 @@ class DynamoAdmin:
     """`AdminAPI` of Dynamo's workers: `POST {admin_url}/engine/<route>`."""
 
     taints = True
+
+    @asynccontextmanager
+    async def held(self) -> AsyncIterator[AdminAPI]:
+        async with self._http.one_connection() as http:
+            yield DynamoAdmin(http, self._timeouts)
 
     def __init__(self, http: Http, timeouts: AdminTimeouts | None = None) -> None:
         self._http = http

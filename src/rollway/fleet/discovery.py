@@ -153,10 +153,8 @@ async def _health_listing(http: Http, source: HealthListing, retry: Retry) -> li
 
 
 async def _static_list(http: Http, source: StaticList) -> list[Worker]:
-    workers = [
-        Worker(_stand_in_id(url), source.model, url.rstrip("/"))
-        for url in dict.fromkeys(source.urls)
-    ]
+    urls = dict.fromkeys(url.rstrip("/") for url in source.urls)
+    workers = [Worker(_stand_in_id(url), source.model, url) for url in urls]
     return list(await asyncio.gather(*(_probed(http, worker) for worker in workers)))
 
 
@@ -191,7 +189,7 @@ def _instance_id(entry: Any) -> int:
 
 
 def _stand_in_id(url: str) -> int:
-    digest = hashlib.sha256(url.rstrip("/").encode()).digest()
+    digest = hashlib.sha256(url.encode()).digest()
     return -int.from_bytes(digest[:7], "big") - 1
 
 

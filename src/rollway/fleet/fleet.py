@@ -221,10 +221,11 @@ class Fleet:
 
     async def _back(self, worker: Worker) -> None:
         """Into service as what it is."""
-        await self.admin.resume(worker)
-        version = await self.admin.weight_version(worker)
-        if self.versions.tainted and version is not None and version >= 0:
-            await self.admin.set_taints(worker, [taint_of(version)])
+        async with self.admin.held() as line:
+            version = await line.weight_version(worker)
+            await line.resume(worker)
+            if self.versions.tainted and version is not None and version >= 0:
+                await line.set_taints(worker, [taint_of(version)])
 
     def _new_refit(self, version: int, update: Update, expected: Answer | None) -> Refit:
         agreement = None

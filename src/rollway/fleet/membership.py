@@ -60,6 +60,8 @@ class Membership:
         if fresh or self._listing is None or self._listing.done():
             # A fresh one must not be an answer to an older question.
             self._listing = asyncio.create_task(self._list())
+            # A caller may have gone before it fails; that is not worth a word.
+            self._listing.add_done_callback(lambda t: t.cancelled() or t.exception())
         return list(await asyncio.shield(self._listing))
 
     async def watch(self, seconds: float = POLL_SECONDS) -> None:

@@ -21,6 +21,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,6 +67,10 @@ class Refit:
     """Workers that `catch_up` leaves alone: an update to them has failed."""
     states: dict[int, WorkerRefit] = field(default_factory=dict)
     proving: set[int] = field(default_factory=set)
+    labels: dict[int, int | None] = field(default_factory=dict)
+    """What each worker declared when last asked: another process declares otherwise."""
+    _lines: dict[int, AdminAPI] = field(default_factory=dict)
+    """Connections held from the first pause to the end, so that all calls reach one process."""
     _untainted: dict[int, float] = field(default_factory=dict)
 
     async def run(self) -> RefitReport:
@@ -82,9 +87,11 @@ class Refit:
             while workers and report.passes < MAX_PASSES:
                 report.passes += 1
                 for group in self._groups(workers):
-                    report.paused_seconds = max(
-                        report.paused_seconds, await self._move(group, first=report.passes == 1)
-                    )
+                    seconds = await self._move(group, first=report.passes == 1)
+                    report.paused_seconds = max(report.paused_seconds, seconds)
+                    if not self.book.served_by(self.version):
+                        # Not one of them got there: the others are better left as they are.
+                        raise AdminError("None of the first workers took the new weights.")
                 workers = await self._joined()
         except AdminError as error:
             trouble = error
@@ -168,6 +175,7 @@ class Refit:
             if await self.update.preflight(self.admin, worker):
                 self.proving.add(worker.instance_id)
             declared = await self.admin.weight_version(worker)
+            self.labels[worker.instance_id] = declared
             if declared is not None and declared >= 0:
                 self.book.serves(worker.instance_id, declared)
             if self.agreement is not None and worker.instance_id not in self.proving:
@@ -197,82 +205,120 @@ class Refit:
             self.book.close()
         began = time.monotonic()
         try:
-            await self._pause(group)
-            moves = [asyncio.create_task(self._move_one(worker)) for worker in group]
-            try:
-                await asyncio.gather(*moves)
-            except asyncio.CancelledError:
-                await asyncio.gather(*moves, return_exceptions=True)
-                raise
+            async with AsyncExitStack() as lines:
+                paused = await self._pause(group, lines)
+                moves = [asyncio.create_task(self._move_one(worker)) for worker in paused]
+                try:
+                    await asyncio.gather(*moves)
+                except asyncio.CancelledError:
+                    await asyncio.gather(*moves, return_exceptions=True)
+                    raise
         finally:
+            self._lines.clear()
             self.book.open()
         return time.monotonic() - began
 
-    async def _pause(self, group: Sequence[Worker]) -> None:
+    async def _pause(self, group: Sequence[Worker], lines: AsyncExitStack) -> list[Worker]:
+        """Take workers out of service; returns those that are there. One that has died needs no
+        pause; if one cannot be paused, all are put back."""
         mode: PauseMode = "abort" if self.mode == "in-flight" else "wait"
-        had = {w.instance_id: self.book.by_worker.get(w.instance_id) for w in group}
 
         async def pause(worker: Worker) -> None:
             started = time.monotonic()
             await self._step("pause", worker)
-            await self._taint(worker, [])
-            await self.admin.pause(worker, mode)
+            line = await lines.enter_async_context(self.admin.held())
+            await self._same_process(line, worker)
+            self._lines[worker.instance_id] = line
+            await self._taint(line, worker, [])
+            await line.pause(worker, mode)
             state = self._state(worker)
             state.state = "paused"
             state.pause_seconds = time.monotonic() - started
 
-        failed: list[BaseException] = []
+        failed: dict[int, BaseException] = {}
+        complete = False
         try:
             results = await on_all(group, pause)
-            failed = [result for result in results if isinstance(result, BaseException)]
+            for worker, result in zip(group, results, strict=True):
+                if isinstance(result, BaseException) and not await self._lost(worker):
+                    failed[worker.instance_id] = result
+            complete = not failed
         finally:
-            if failed or any(self._state(w).state != "paused" for w in group):
+            if not complete:
                 # A pause that timed out, or was cancelled here, may still take effect there: all
                 # are resumed, which does no harm to one that was not paused.
-                await asyncio.shield(self._restore(group, had))
+                await asyncio.shield(self._restore(group))
+        for instance, error in failed.items():
+            self.states[instance].error = str(error)
         if failed:
             raise AdminError(
-                f"Not every worker could be paused: {failed[0]}",
+                f"Not every worker could be paused: {next(iter(failed.values()))}",
                 "The others were put back into service.",
-            ) from failed[0]
+            )
+        return [worker for worker in group if self._state(worker).state == "paused"]
 
-    async def _restore(self, group: Sequence[Worker], had: dict[int, int | None]) -> None:
+    async def _restore(self, group: Sequence[Worker]) -> None:
         """Put workers back into service as they were; no update was issued to them."""
 
         async def restore(worker: Worker) -> None:
-            version = had[worker.instance_id]
-            await self.admin.resume(worker)
-            await self._taint(worker, [] if version is None else [taint_of(version)])
+            async with self.admin.held() as line:
+                await self._same_process(line, worker)
+                await line.resume(worker)
+                version = self.labels.get(worker.instance_id)
+                served = [] if version is None or version < 0 else [taint_of(version)]
+                await self._taint(line, worker, served)
 
         for worker, result in zip(group, await on_all(group, restore), strict=True):
             state = self._state(worker)
-            state.state = "in doubt" if isinstance(result, BaseException) else "restored"
-            if state.state == "in doubt":
+            if not isinstance(result, BaseException):
+                state.state = "restored"
+            elif not await self._lost(worker):
+                state.state, state.error = "in doubt", str(result)
                 self.book.gone(worker.instance_id)
-                state.error = str(result)
+
+    async def _same_process(self, line: AdminAPI, worker: Worker) -> None:
+        """Raise unless what a line reaches is what was asked last."""
+        if await line.weight_version(worker) != self.labels.get(worker.instance_id):
+            raise _AnotherProcess(f"{worker} is gone: another process has its address.")
+
+    async def _lost(self, worker: Worker) -> bool:
+        """Whether a worker has died, or another process has its address; notes it if so."""
+        gone = await _is_dead(worker)
+        if not gone:
+            try:
+                async with self.admin.held() as line:
+                    await self._same_process(line, worker)
+            except _AnotherProcess:
+                gone = True
+            except AdminError:
+                pass  # it is there and does not answer
+        if gone:
+            self._state(worker).state = "gone"
+            self.book.gone(worker.instance_id)
+        return gone
 
     # --- one worker ----------------------------------------------------------------------------
 
     async def _move_one(self, worker: Worker) -> None:
         """Load, flush, verify, enter service. On any failure the worker is left paused: what it
         would serve is unknown, and no sample is better than a wrong one."""
-        state = self._state(worker)
+        state, line = self._state(worker), self._lines[worker.instance_id]
         started = time.monotonic()
         try:
             state.state = "updating"
             await self._step("update", worker)
             self.book.issued(worker.instance_id)
-            await self.admin.declare_version(
-                worker, IN_DOUBT
-            )  # in case nobody lives to finish this
-            await self.update.apply(self.admin, worker, self.version)
+            self.labels[worker.instance_id] = IN_DOUBT  # should nobody live to finish this
+            await line.declare_version(worker, IN_DOUBT)
+            await self.update.apply(line, worker, self.version)
+            self.labels[worker.instance_id] = self.version
             await self._step("flush", worker)
-            await self.admin.flush_cache(worker)
+            await line.flush_cache(worker)
             await self._step("verify", worker)
-            state.proof = await self._verify(worker)
+            state.proof = await self._verify(line, worker)
             state.update_seconds = time.monotonic() - started
             started = time.monotonic()
-            await self._enter_service(worker)
+            await self._enter_service(line, worker)
             state.resume_seconds = time.monotonic() - started
             state.state, state.version = "serving", self.version
         except BaseException as error:
@@ -281,8 +327,8 @@ class Refit:
                 raise
             await self._give_up(worker)
 
-    async def _verify(self, worker: Worker) -> str:
-        declared = await self.admin.weight_version(worker)
+    async def _verify(self, line: AdminAPI, worker: Worker) -> str:
+        declared = await line.weight_version(worker)
         if declared != self.version:
             raise AdminError(f"{worker} declares version {declared} after the update.")
         if worker.instance_id in self.proving:
@@ -290,23 +336,23 @@ class Refit:
         if self.agreement is None or worker.instance_id < 0:
             return "word"
         # It has to generate to be heard; outside the routing nobody else hears it.
-        await self.admin.resume(worker)
+        await line.resume(worker)
         try:
             await self.agreement.after(worker)
         finally:
-            await self.admin.pause(worker, "abort")
+            await line.pause(worker, "abort")
         return "canary"
 
-    async def _enter_service(self, worker: Worker) -> None:
+    async def _enter_service(self, line: AdminAPI, worker: Worker) -> None:
         """End what a router sent late, take the new version's requests, generate."""
         await self._step("open", worker)
         since = time.monotonic() - self._untainted.get(worker.instance_id, 0.0)
         if since < ROUTING_SECONDS:
             await asyncio.sleep(ROUTING_SECONDS - since)
-        await self.admin.pause(worker, "abort")
-        await self._taint(worker, [taint_of(self.version)])
+        await line.pause(worker, "abort")
+        await self._taint(line, worker, [taint_of(self.version)])
         await self._step("resume", worker)
-        await self.admin.resume(worker)
+        await line.resume(worker)
         self.book.serves(worker.instance_id, self.version)
         if self.book.current is None or self.book.current < self.version:
             self.book.current = self.version
@@ -318,7 +364,11 @@ class Refit:
             self._state(worker).state = "gone"
             return
         with contextlib.suppress(RollwayError):  # it was out of the routing when this began
-            await self._taint(worker, [])
+            async with self.admin.held() as line:
+                if await line.weight_version(worker) not in (IN_DOUBT, self.version):
+                    self._state(worker).state = "gone"  # another process has its address
+                    return
+                await self._taint(line, worker, [])
         await self._replaced(worker)
 
     async def _replaced(self, worker: Worker) -> bool:
@@ -328,12 +378,12 @@ class Refit:
             self._state(worker).state = "replaced"
         return done
 
-    async def _taint(self, worker: Worker, taints: Sequence[str]) -> None:
-        if not self.admin.taints:
+    async def _taint(self, line: AdminAPI, worker: Worker, taints: Sequence[str]) -> None:
+        if not line.taints:
             self.book.tainted = False
             return
         try:
-            await self.admin.set_taints(worker, taints)
+            await line.set_taints(worker, taints)
         except AdminError as error:
             cause = error.__cause__
             if not (isinstance(cause, RequestFailed) and cause.status == 404):
@@ -384,6 +434,10 @@ class Refit:
     async def _step(self, name: str, worker: Worker) -> None:
         if self.observer is not None:
             await self.observer(name, worker)
+
+
+class _AnotherProcess(AdminError):
+    """What answers at a worker's address is not that worker."""
 
 
 def _raise_first(results: Sequence[Any]) -> None:

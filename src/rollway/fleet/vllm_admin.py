@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -17,6 +18,7 @@ from urllib.parse import urlencode
 from rollway.errors import AdminError, RequestFailed, RollwayError, Unreachable
 from rollway.fleet.admin import (
     RENDEZVOUS_SECONDS,
+    AdminAPI,
     AdminTimeouts,
     NoSuchMethod,
     PauseMode,
@@ -40,6 +42,11 @@ class VllmAdmin:
     """`AdminAPI` of vLLM's own server; `Worker.admin_url` is its base URL."""
 
     taints = False
+
+    def held(self) -> AbstractAsyncContextManager[AdminAPI]:
+        """Nothing to hold: vLLM closes connections as it likes. Its servers are not restarted
+        under our hands."""
+        return nullcontext(self)
 
     def __init__(self, http: Http, timeouts: AdminTimeouts | None = None) -> None:
         self._http = http

@@ -44,6 +44,8 @@ def frontend_defaults(spec: StackSpec) -> Defaults:
         # The router forgets the load of requests older than this; rollouts last longer than the
         # 300 s it assumes.
         "DYN_ROUTER_ACTIVE_REQUEST_EXPIRY_SECS": str(LONGEST_ROLLOUT_SECONDS),
+        # The RL listing probes every worker: all at once, rather than 32 after 32.
+        "DYN_RL_MAX_CONCURRENT_PROBES": "512",
     }
     return Defaults(args, env)
 

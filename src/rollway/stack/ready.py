@@ -25,7 +25,7 @@ Report = Callable[[ProcessPlan, str, str], None]
 """Called with a process, its new state, and a detail for the user."""
 
 WARM_UP_SECONDS = 600.0
-LOST_SECONDS = 20.0
+LOST_SECONDS = 15.0
 _POLL_SECONDS = 0.5
 _PROMPT = [1, 2, 3, 4, 5, 6, 7, 8]
 _WARM_UPS = (Sampling(max_tokens=2, temperature=0.0), Sampling(max_tokens=2, temperature=1.0))

@@ -1,0 +1,106 @@
+"""`rollway bench fleet`: what it costs to list and to refit many workers, against one of them.
+
+Ratios of one run: the listing against one probe, the refit of all against that of one worker alone.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rollway.api import up
+from rollway.config import StackSpec
+from rollway.errors import NoWorkers
+from rollway.fleet.discovery import Source, Worker
+from rollway.fleet.fleet import Fleet
+from rollway.fleet.membership import Membership
+from rollway.http import Http
+
+_REPEATS = 5
+
+
+@dataclass(slots=True)
+class FleetFigures:
+    """Seconds, and the two ratios that matter."""
+
+    workers: int
+    probe_seconds: float
+    """One worker asked for its version, the slowest of some."""
+    listing_seconds: float
+    listing_ratio: float
+    alone_seconds: float
+    """A refit of one worker alone, the slowest of some."""
+    refit_seconds: float
+    refit_ratio: float
+    paused_seconds: float
+
+    def as_json(self) -> dict[str, Any]:
+        return {key: _rounded(value) for key, value in asdict(self).items()}
+
+
+async def bench_fleet(spec: StackSpec) -> FleetFigures:
+    path = Path(spec.models[0].path)
+    async with up(spec) as stack, Http() as http:
+        await stack.unwatch()  # nobody else lists meanwhile
+        # Not the stack's own fleet: a process may hold many workers, of which its supervisor
+        # knows one.
+        fleet = Fleet(http, stack.rl_url)
+        workers = await fleet.workers()
+        if not workers:
+            raise NoWorkers("No RL worker is listed.", "The engine must have admin routes.")
+        probe = max([await _probe(fleet, worker) for worker in workers[:_REPEATS]])
+        listing = statistics.median([await _listing(fleet) for _ in range(_REPEATS)])
+        alone = max([await _alone(http, fleet, worker, path) for worker in workers[:_REPEATS]])
+        began = time.monotonic()
+        report = await fleet.refit(2, path)
+        seconds = time.monotonic() - began
+    return FleetFigures(
+        workers=len(workers),
+        probe_seconds=probe,
+        listing_seconds=listing,
+        listing_ratio=listing / probe,
+        alone_seconds=alone,
+        refit_seconds=seconds,
+        refit_ratio=seconds / alone,
+        paused_seconds=report.paused_seconds,
+    )
+
+
+async def _probe(fleet: Fleet, worker: Worker) -> float:
+    began = time.monotonic()
+    await fleet.admin.weight_version(worker)
+    return time.monotonic() - began
+
+
+async def _listing(fleet: Fleet) -> float:
+    began = time.monotonic()
+    await fleet.workers()
+    return time.monotonic() - began
+
+
+async def _alone(http: Http, fleet: Fleet, worker: Worker, path: Path) -> float:
+    """The same procedure, by a fleet that consists of one worker."""
+    small = Fleet(http, fleet.membership.source)
+    small.membership = _Only(http, fleet.membership.source, worker)
+    began = time.monotonic()
+    await small.refit(1, path)
+    return time.monotonic() - began
+
+
+class _Only(Membership):
+    """Asks as always, and sees one worker."""
+
+    def __init__(self, http: Http, source: Source, worker: Worker) -> None:
+        super().__init__(http, source)
+        self._worker = worker
+
+    async def workers(self, *, fresh: bool = False) -> list[Worker]:
+        found = await super().workers(fresh=fresh)
+        return [worker for worker in found if worker.instance_id == self._worker.instance_id]
+
+
+def _rounded(value: float) -> float:
+    return value if isinstance(value, int) else round(value, 4)

@@ -1,0 +1,139 @@
+"""The processes of a stack as children of this one: started, reported on, cleared up after."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+from rollway.config import StackSpec
+from rollway.http import Http
+from rollway.stack import processes
+from rollway.stack.lease import Lease
+from rollway.stack.plan import ProcessPlan, StackPlan
+from rollway.stack.processes import ProcessId
+from rollway.stack.state import ProcessState, StackDir, StackState
+
+
+class Children:
+    """What a supervisor has: the plan, the children, and the state it writes down."""
+
+    def __init__(self, spec: StackSpec, lifeline: int | None) -> None:
+        self.spec = spec
+        self.directory = StackDir(spec.name)
+        self.lifeline = lifeline
+        self.ports = Lease()
+        self.http = Http()
+        self.stopping = asyncio.Event()
+        self.children: dict[str, subprocess.Popen[bytes]] = {}
+        self.healing: dict[str, asyncio.Task[None]] = {}
+        self.instances: dict[str, int] = {}
+        self.retired: set[int] = set()
+        self.plans: dict[str, ProcessPlan] = {}
+        self.plan: StackPlan | None = None
+        me = ProcessId.of(os.getpid())
+        assert me is not None
+        run_id = secrets.token_hex(8)
+        self.state = StackState(
+            name=spec.name,
+            run_id=run_id,
+            supervisor_pid=me.pid,
+            supervisor_start=me.start,
+            run_dir=str(_run_dir(run_id)),
+            log_dir=str(spec.log_dir or self.directory.logs),
+            models=[model.name for model in spec.models],
+            model_paths={model.name: model.path for model in spec.models},
+            checkpoint_roots=[str(root) for root in spec.checkpoint_roots],
+            stop_seconds=spec.stop_seconds,
+        )
+
+    def _spawn(self, process: ProcessPlan) -> None:
+        with process.log.open("ab") as log:
+            child = subprocess.Popen(
+                process.argv,
+                env={**os.environ, **process.env},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=processes.die_with_parent,
+            )
+        self.children[process.name] = child
+        identity = ProcessId.of(child.pid)
+        state = self._state_of(process.name)
+        state.pid, state.start = child.pid, identity.start if identity else None
+        state.ready_seconds, state.instance = None, None
+        self._report(process, "starting", "")
+
+    def _respawn(self, process: ProcessPlan) -> None:
+        """Start a worker again that runs but never became known."""
+        child = self.children[process.name]
+        self._report(process, "lost", "it runs, but its registration was lost; starting it again")
+        child.kill()
+        child.wait()
+        self._clear_session(child.pid)
+        self._state_of(process.name).restarts += 1
+        self._spawn(process)
+
+    def _report(self, process: ProcessPlan, new_state: str, detail: str) -> None:
+        state = self._state_of(process.name)
+        if (state.state, state.detail) == (new_state, detail):
+            return
+        state.state, state.detail = new_state, detail
+        if new_state == "ready":
+            state.ready_seconds = round(time.time() - self.state.started_at, 3)
+        self.directory.record(new_state, process=process.name, pid=state.pid, detail=detail)
+        self._write()
+
+    def _state_of(self, name: str) -> ProcessState:
+        return next(state for state in self.state.processes if state.name == name)
+
+    def _clear_session(self, leader: int) -> None:
+        """End what a dead leader left in its session: vLLM's EngineCore and Worker processes."""
+
+        def left() -> set[ProcessId]:
+            members = processes.members(self.state.run_id)
+            return {process for process in members if _session(process.pid) == leader}
+
+        memory = processes.end(left, 0.0)
+        processes.remove_shared_memory({*memory, *self.state.shared_memory})
+
+    def _scan_memory(self) -> None:
+        """Note shared memory while its owners live: the dead cannot be asked."""
+        known = set(self.state.shared_memory)
+        found = processes.shared_memory(processes.members(self.state.run_id))
+        if not found <= known:
+            self.state.shared_memory = sorted(known | found)
+            self._write()
+
+    def _write(self) -> None:
+        """A full disk must not keep the stack from being watched and ended."""
+        with contextlib.suppress(OSError):
+            self.directory.write(self.state)
+
+
+def _run_dir(run_id: str) -> Path:
+    """Short, because vLLM puts Unix sockets below it and their paths end at 107 characters."""
+    base = tempfile.gettempdir()
+    if len(base) > 40:
+        base = "/tmp"
+    return Path(base) / f"rollway-{os.getuid()}-{run_id[:8]}"
+
+
+def _session(pid: int) -> int | None:
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return None
+
+
+def exit_words(status: int) -> str:
+    if status < 0:
+        return f"was ended by {signal.Signals(-status).name}"
+    return f"exited with status {status}"

@@ -1,0 +1,68 @@
+"""`rollway chaos` over light workers (see tests/light) and over real ones, and its control."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tests.conftest import Cli, Footprint
+
+LIGHT = Path(__file__).parents[1] / "light" / "stack.yaml"
+BAD = ("stale_tokens", "wrong_logprobs", "lost_rollouts", "hangs", "orphans")
+
+
+def chaos(cli: Cli, *arguments: str, timeout: float = 600.0) -> dict[str, Any]:
+    done = cli("chaos", *arguments, "--json", "--quiet", timeout=timeout)
+    assert done.stdout, done.stderr[-2000:]
+    report: dict[str, Any] = json.loads(done.stdout)
+    assert "rounds" in report, report
+    return report
+
+
+ROOT = LIGHT.parents[2]
+WITH_LIGHT_WORKERS = (str(LIGHT), "--set", f"models.0.env.PYTHONPATH={ROOT}")
+
+
+def test_light_workers_under_every_kind_of_fault(cli: Cli, footprint: Footprint) -> None:
+    # Supervisor crashes and long hangs are left to the long run: each costs half a minute.
+    faults = [
+        "none", "kill_worker", "stop_worker", "worker_leave", "worker_join", "slow_disk",
+        "missing_checkpoint", "corrupt_checkpoint", "half_checkpoint", "wrong_checkpoint",
+        "connection_reset", "frontend_restart", "refit_cancelled",
+    ]  # fmt: skip
+    only = [word for fault in faults for word in ("--fault", fault)]
+    report = chaos(cli, *WITH_LIGHT_WORKERS, "--rounds", "24", *only)
+    assert {name: report[name] for name in BAD} == dict.fromkeys(BAD, 0), report["examples"]
+    assert report["rounds"] == 24 and report["tokens_checked"] > 10_000
+    assert len(report["faults"]) >= 8
+    assert footprint.settle() == {}
+
+
+def test_a_supervisor_that_dies_takes_nothing_with_it_but_the_stack(
+    cli: Cli, footprint: Footprint
+) -> None:
+    arguments = ("--rounds", "1", "--fault", "supervisor_crash")
+    report = chaos(cli, *WITH_LIGHT_WORKERS, *arguments)
+    assert {name: report[name] for name in BAD} == dict.fromkeys(BAD, 0), report["examples"]
+    assert footprint.settle() == {}
+
+
+def test_without_protection_stale_tokens_are_found(cli: Cli) -> None:
+    report = chaos(cli, *WITH_LIGHT_WORKERS, "--rounds", "3", "--unprotected")
+    assert report["stale_tokens"] > 0 and report["wrong_logprobs"] > 0
+
+
+def test_real_workers(cli: Cli, footprint: Footprint) -> None:
+    faults = ("stop_worker", "connection_reset", "kill_worker", "refit_cancelled")
+    only = [word for fault in faults for word in ("--fault", fault)]
+    report = chaos(cli, "--rounds", "4", "--seed", "1", *only)
+    assert {name: report[name] for name in BAD} == dict.fromkeys(BAD, 0), report["examples"]
+    assert report["tokens_checked"] > 1_000
+    assert footprint.settle() == {}
+
+
+def test_an_unknown_fault_is_explained(cli: Cli) -> None:
+    done = cli("chaos", str(LIGHT), "--fault", "earthquake", "--json")
+    assert done.returncode == 2
+    assert "There is no fault `earthquake`" in done.stderr

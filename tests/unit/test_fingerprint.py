@@ -1,0 +1,127 @@
+"""Proof of what an engine holds: fused, padded, cast and packed parameters, right and wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollway.engine.fingerprint import Proof, fingerprint
+
+HIDDEN = 8
+
+
+class Packed(torch.nn.Module):
+    """A layer that keeps its weights where nobody can look, as vLLM's do on CPU."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.hidden = weight
+        self.weight = torch.nn.Parameter(torch.empty(0), requires_grad=False)
+        self.input_size_per_partition = weight.shape[1]
+
+    def cpu_linear(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        return x @ self.hidden.T
+
+
+class Attention(torch.nn.Module):
+    def __init__(self, qkv: torch.Tensor, packed: bool) -> None:
+        super().__init__()
+        self.qkv_proj = Packed(qkv) if packed else torch.nn.Linear(HIDDEN, len(qkv), bias=False)
+        if not packed:
+            self.qkv_proj.weight = torch.nn.Parameter(qkv.clone())
+
+
+class Model(torch.nn.Module):
+    """What an engine makes of the checkpoint below."""
+
+    packed_modules_mapping: ClassVar = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+
+    def __init__(self, tensors: dict[str, torch.Tensor], *, packed: bool) -> None:
+        super().__init__()
+        qkv = torch.cat([tensors[f"attn.{part}_proj.weight"] for part in "qkv"])
+        self.attn = Attention(qkv, packed)
+        self.embed = torch.nn.Embedding(16, HIDDEN)  # padded from 10 rows
+        padded = torch.zeros(16, HIDDEN)
+        padded[:10] = tensors["embed.weight"]
+        self.embed.weight = torch.nn.Parameter(padded)
+
+
+def checkpoint(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    sizes = {"attn.q_proj.weight": 8, "attn.k_proj.weight": 4, "attn.v_proj.weight": 4}
+    sizes["embed.weight"] = 10
+    return {n: torch.randn(rows, HIDDEN, generator=generator) for n, rows in sizes.items()}
+
+
+def proof_of(model: Model, tensors: dict[str, torch.Tensor]) -> None:
+    proof = Proof(model)
+    seen: Iterator[tuple[str, torch.Tensor]] = proof.watching(tensors.items())
+    assert [name for name, _ in seen] == list(tensors)
+    proof.check(model)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_what_was_loaded_is_proved(packed: bool) -> None:
+    tensors = checkpoint(1)
+    proof_of(Model(tensors, packed=packed), tensors)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", list(checkpoint(1)))
+def test_one_tensor_that_was_not_loaded_is_noticed(packed: bool, name: str) -> None:
+    tensors = checkpoint(1)
+    model = Model({**tensors, name: checkpoint(2)[name]}, packed=packed)
+    with pytest.raises(RuntimeError, match=r"1 of 2 parameters do not hold"):
+        proof_of(model, tensors)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_tensor_that_the_checkpoint_lacks_is_noticed(packed: bool) -> None:
+    tensors = checkpoint(1)
+    model = Model(tensors, packed=packed)
+    del tensors["embed.weight"]
+    with pytest.raises(RuntimeError, match=r"nothing for 1 parameters, for example embed\.weight"):
+        proof_of(model, tensors)
+
+
+def test_tensors_without_a_parameter_are_named_before_anything_is_loaded() -> None:
+    proof = Proof(Model(checkpoint(1), packed=False))
+    names = [*checkpoint(1), "lm_head.weight", "attn.rotary_emb.inv_freq", "attn.q_proj.qweight"]
+    assert proof.unknown_among(names) == ["attn.q_proj.qweight"]
+
+
+def test_a_single_bit_is_noticed() -> None:
+    tensors = checkpoint(1)
+    model = Model(tensors, packed=False)
+    bits = model.embed.weight.data.view(torch.int32)
+    bits[3, 3] ^= 1
+    with pytest.raises(RuntimeError, match=r"embed\.weight"):
+        proof_of(model, tensors)
+
+
+def test_a_checkpoint_of_another_dtype_is_compared_as_it_is_served() -> None:
+    tensors = checkpoint(1)
+    model = Model(tensors, packed=False).to(torch.bfloat16)
+    proof_of(model, tensors)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=64), st.data())
+def test_a_fingerprint_adds_up_over_any_cut_and_order(
+    values: list[float], data: st.DataObject
+) -> None:
+    tensor = torch.tensor(values, dtype=torch.float32)
+    cut = data.draw(st.integers(0, len(values)))
+    order = torch.tensor(data.draw(st.permutations(range(len(values)))))
+    mask = 2**64 - 1
+    parts = fingerprint(tensor[:cut]) + fingerprint(tensor[cut:])
+    assert parts & mask == fingerprint(tensor) & mask == fingerprint(tensor[order]) & mask
+    padded = torch.cat([tensor, torch.zeros(5)])
+    assert fingerprint(padded) == fingerprint(tensor)
