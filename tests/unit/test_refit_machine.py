@@ -97,12 +97,13 @@ class Coordinator:
     async def pause(self, mode: Any = "wait") -> str:
         self.user_paused = True
         outcome = await self._operation(lambda: self.fleet.pause(mode), None)
-        self.user_paused = outcome in ("done", "cancelled")
+        self.user_paused = outcome == "done"
         return outcome
 
     async def resume(self) -> str:
-        self.user_paused = False
-        return await self._operation(self.fleet.resume, None)
+        outcome = await self._operation(self.fleet.resume, None)
+        self.user_paused = self.user_paused and outcome != "done"
+        return outcome
 
     async def _operation(self, work: Callable[[], Awaitable[Any]], version: int | None) -> str:
         world, before = self.world, len(self.world.log)
@@ -330,7 +331,7 @@ class RefitMachine(RuleBasedStateMachine):
     @rule(i=st.integers(0, 1), weights=st.sampled_from(["bad", "unfit", "other"]))
     def refits_wrongly(self, i: int, weights: str) -> None:
         """No checkpoint, one of other shapes, or a version that is taken."""
-        if weights == "unfit" and not self.world.proving:
+        if not self.tried or (weights == "unfit" and not self.world.proving):
             return
         version = max([0, *(v for v, _ in self.tried)]) + (weights != "other")
         self._refit(self._who(i), version, weights, "pause-all")

@@ -15,6 +15,7 @@ from rollway.weights.checkpoint import publish_checkpoint
 
 COUNT = 4
 """Versions take turns with these, so that neighbours always differ."""
+_BATCH = 32
 
 
 class Policies:
@@ -31,12 +32,18 @@ class Policies:
     def path(self, version: int) -> Path:
         return self.paths[version % COUNT]
 
-    def logprobs(self, version: int, prompt: list[int], completion: list[int]) -> list[float]:
-        """Of each token of the completion, by a plain float32 forward in torch."""
-        with torch.no_grad():
-            values = token_logprobs(self._models[version % COUNT], [prompt], [completion])[0]
-        listed: list[float] = values.tolist()
-        return listed
+    def logprobs(
+        self, version: int, prompts: list[list[int]], completions: list[list[int]]
+    ) -> list[list[float]]:
+        """Of each token of each completion, by a plain float32 forward in torch."""
+        found: list[list[float]] = []
+        for start in range(0, len(prompts), _BATCH):
+            some = slice(start, start + _BATCH)
+            with torch.no_grad():
+                model = self._models[version % COUNT]
+                rows = token_logprobs(model, prompts[some], completions[some]).tolist()
+            found += [row[: len(ids)] for row, ids in zip(rows, completions[some], strict=True)]
+        return found
 
 
 hf_logging.disable_progress_bar()

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from rollway.chaos.policies import COUNT, Policies
 from rollway.errors import RollwayError
-from rollway.rollout.client import Rollout, Rollouts
+from rollway.rollout.client import Rollout, Rollouts, Span
 from rollway.rollout.sampling import Sampling
 
 TOLERANCE = 1e-3
@@ -104,11 +104,7 @@ class Traffic:
         """Judge what came in since the last time; in a thread, so that traffic goes on."""
         batch, self._unchecked = self._unchecked, []
 
-        def judge() -> None:
-            for rollout, asked_at in batch:
-                self._judge(rollout, asked_at)
-
-        await asyncio.to_thread(judge)
+        await asyncio.to_thread(self._judge, batch)
 
     async def _caller(self) -> None:
         while True:
@@ -150,38 +146,49 @@ class Traffic:
         finally:
             self._busy -= 1
 
-    def _judge(self, rollout: Rollout, asked_at: int) -> None:
-        ledger = self.ledger
-        ledger.spans[len(rollout.spans)] += 1
-        for span in rollout.spans:
-            version = span.version if span.version is not None else 0
-            given = (rollout.logprobs or [])[span.start : span.end]
-            expected = self._expected(rollout, version)[span.start : span.end]
-            ledger.tokens_checked += len(given)
-            wrong = [
-                i for i, (a, b) in enumerate(zip(given, expected, strict=True)) if _apart(a, b)
-            ]
-            ledger.wrong_logprobs += len(wrong)
-            if version < asked_at:
-                ledger.stale_tokens += len(given)
-                self._note(f"version {version} after the refit to {asked_at} had returned")
-            elif wrong:
-                ledger.stale_tokens += self._from_another(
-                    rollout, version, span.start, given, wrong
-                )
-                self._note(f"{len(wrong)} of {len(given)} tokens are not of version {version}")
+    def _judge(self, batch: list[tuple[Rollout, int]]) -> None:
+        """Compare every span with its version, all spans of one set of weights together."""
+        by_weights: dict[int, list[tuple[Rollout, Span, int]]] = {}
+        for rollout, asked_at in batch:
+            self.ledger.spans[len(rollout.spans)] += 1
+            for span in rollout.spans:
+                key = (span.version or 0) % COUNT
+                by_weights.setdefault(key, []).append((rollout, span, asked_at))
+        for key, entries in by_weights.items():
+            expected = self._expected(key, [rollout for rollout, _, _ in entries])
+            for (rollout, span, asked_at), row in zip(entries, expected, strict=True):
+                self._judge_span(rollout, span, asked_at, row)
 
-    def _from_another(
-        self, rollout: Rollout, version: int, start: int, given: list[float], wrong: list[int]
-    ) -> int:
+    def _judge_span(
+        self, rollout: Rollout, span: Span, asked_at: int, expected: list[float]
+    ) -> None:
+        ledger, version = self.ledger, span.version or 0
+        given = rollout.logprobs or []
+        places = range(span.start, span.end)
+        wrong = [i for i in places if _apart(given[i], expected[i])]
+        ledger.tokens_checked += len(places)
+        ledger.wrong_logprobs += len(wrong)
+        if version < asked_at:
+            ledger.stale_tokens += len(places)
+            self._note(f"version {version} after the refit to {asked_at} had returned")
+        elif wrong:
+            ledger.stale_tokens += self._from_another(rollout, version, wrong)
+            self._note(f"{len(wrong)} of {len(places)} tokens are not of version {version}")
+
+    def _from_another(self, rollout: Rollout, version: int, wrong: list[int]) -> int:
         """How many of the wrong tokens are exactly those of another set of weights."""
+        given = rollout.logprobs or []
         others = [
-            self._expected(rollout, other) for other in range(COUNT) if other != version % COUNT
+            self._expected(other, [rollout])[0]
+            for other in range(COUNT)
+            if other != version % COUNT
         ]
-        return sum(any(not _apart(given[i], o[start + i]) for o in others) for i in wrong)
+        return sum(any(not _apart(given[i], row[i]) for row in others) for i in wrong)
 
-    def _expected(self, rollout: Rollout, version: int) -> list[float]:
-        return self._policies.logprobs(version, rollout.prompt_ids, rollout.token_ids)
+    def _expected(self, version: int, rollouts: list[Rollout]) -> list[list[float]]:
+        return self._policies.logprobs(
+            version, [r.prompt_ids for r in rollouts], [r.token_ids for r in rollouts]
+        )
 
     def _tokens(self, count: int) -> list[int]:
         return [self._random.randrange(1, self._vocabulary) for _ in range(count)]

@@ -1,0 +1,222 @@
+"""Fleet and refits over light workers: real Dynamo, a numpy engine that starts in a second."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+import rollway
+from rollway.errors import RefitError, UsageError
+from rollway.fleet.discovery import HealthListing, RlListing, StaticList, discover
+from rollway.fleet.fleet import Fleet
+from rollway.fleet.updates import FromDisk
+from rollway.http import Http
+from rollway.rollout.client import Rollout
+from rollway.rollout.sampling import Sampling
+from rollway.sync import SyncStack
+from rollway.weights.checkpoint import read_headers
+from tests.conftest import Cli
+from tests.stack.policies import Policy
+
+ROOT = Path(__file__).parents[2]
+TOLERANCE = 1e-4
+PROMPT = list(range(40, 100))
+SHORT = Sampling(max_tokens=8, ignore_eos=True)
+
+
+def light(base_model: Path, name: str, replicas: int = 2, **env: str) -> dict[str, Any]:
+    model = {
+        "path": str(base_model),
+        "name": "tiny",
+        "engine": "custom",
+        "module": "tests.light.worker",
+        "replicas": replicas,
+        "env": {"PYTHONPATH": str(ROOT), **env},
+    }
+    restart = {"backoff_seconds": 0.1, "max_failures": 100}
+    return {"name": name, "models": [model], "start_seconds": 120, "restart": restart}
+
+
+def worst(policy: Policy, rollouts: list[Rollout]) -> float:
+    return max(policy.distance(r.prompt_ids, r.token_ids, r.logprobs or []) for r in rollouts)
+
+
+@pytest.fixture
+def stack(base_model: Path) -> Iterator[SyncStack]:
+    with rollway.up(light(base_model, "light")) as running:
+        yield running
+
+
+@pytest.mark.parametrize("mode", ["pause-all", "rolling", "in-flight"])
+def test_every_mode_brings_every_worker_to_the_version(
+    stack: SyncStack, policies: list[Policy], mode: str
+) -> None:
+    warm = stack.rollouts().generate(PROMPT, SHORT, n=4)
+    assert worst(policies[0], warm) < TOLERANCE
+    report = stack.refit(1, policies[1].path, mode=mode)
+    assert [(w.state, w.proof) for w in report.workers] == [("serving", "parameters")] * 2
+    group = stack.rollouts().generate(PROMPT, SHORT, n=4)
+    assert {rollout.weight_version for rollout in group} == {1}
+    assert worst(policies[1], group) < TOLERANCE
+    assert group[0].cached_tokens == 0 or group[1].cached_tokens == 0
+
+
+def test_a_canary_proves_workers_without_our_engine_methods(
+    base_model: Path, policies: list[Policy], tmp_path: Path
+) -> None:
+    with rollway.up(light(base_model, "canary", LIGHT_NO_ENGINE_METHODS="1")) as stack:
+        report = stack.refit(1, policies[1].path)
+        assert [w.proof for w in report.workers] == ["canary", "canary"]
+        # Weights that equal the served ones cannot be told from an update that did nothing.
+        with pytest.raises(RefitError, match="exactly as before the update"):
+            stack.refit(2, policies[1].path)
+        wrong = Policy(policies[2].path).model
+        wrong.resize_token_embeddings(16)
+        wrong.save_pretrained(tmp_path / "wrong")
+        with pytest.raises(UsageError, match="does not fit the model that is served"):
+            stack.refit(3, tmp_path / "wrong")
+
+
+def test_a_second_process_goes_on_with_what_the_first_refitted(
+    stack: SyncStack, policies: list[Policy]
+) -> None:
+    with rollway.attach(stack.name) as other:
+        assert other.rollouts().generate(PROMPT, SHORT)[0].weight_version == 0
+        stack.refit(1, policies[1].path)
+        group = other.rollouts().generate(PROMPT, SHORT, n=2)
+        assert {rollout.weight_version for rollout in group} == {1}
+        assert worst(policies[1], group) < TOLERANCE
+        with pytest.raises(UsageError, match=r"Version 1 is (older|served already)"):
+            other.refit(1, policies[2].path)
+
+
+def test_a_restarted_worker_is_admitted_by_whoever_watches(
+    stack: SyncStack, policies: list[Policy], cli: Cli
+) -> None:
+    """Also by a process that did not refit: the checkpoint is on record."""
+    done = cli("fleet", "refit", str(policies[1].path), "--version", "1", "--json")
+    assert done.returncode == 0, done.stderr
+    first = stack.fleet.workers()[0].instance_id
+    status = json.loads(cli("status", "--json").stdout)["stacks"][0]
+    victim = next(p for p in status["processes"] if p["instance"] == first)
+    subprocess.run(["kill", "-9", str(victim["pid"])], check=True)
+    deadline = time.monotonic() + 60
+    while True:
+        versions = stack.fleet.read_versions()
+        alive = [w.instance_id for w in stack.fleet.workers() if w.error is None]
+        if len(alive) == 2 and first not in alive and all(versions.get(i) == 1 for i in alive):
+            break
+        assert time.monotonic() < deadline, versions
+        time.sleep(0.5)
+    assert worst(policies[1], stack.rollouts().generate(PROMPT, SHORT, n=4)) < TOLERANCE
+
+
+def test_a_lost_registration_is_repaired(base_model: Path, tmp_path: Path) -> None:
+    spec = light(base_model, "lost", LIGHT_LOSE_REGISTRATION=str(tmp_path / "lost"))
+    with rollway.up(spec) as stack:
+        assert (tmp_path / "lost").exists()
+        assert len(stack.fleet.workers()) == 2
+
+
+async def test_health_and_static_lists_find_the_same_workers(
+    stack: SyncStack, policies: list[Policy]
+) -> None:
+    async with Http() as http:
+        listed = await discover(http, RlListing(stack.rl_url))
+        ports = {worker.instance_id: urlsplit(worker.admin_url).port for worker in listed}
+        for worker in listed:
+            # The admin port is one for all workers there: pods have an address each.
+            port = ports[worker.instance_id] or 0
+            seen = await discover(http, HealthListing(stack.frontend_url, system_port=port))
+            assert [w.instance_id for w in seen] == [w.instance_id for w in listed]
+            mine = next(w for w in seen if w.instance_id == worker.instance_id)
+            assert mine.admin_url == worker.admin_url and mine.error is None
+        fleet = Fleet(http, StaticList(tuple(worker.admin_url for worker in listed)))
+        report = await fleet.refit(5, policies[1].path)
+        assert [w.state for w in report.workers] == ["serving", "serving"]
+        assert set((await fleet.read_versions()).values()) == {5}
+
+
+def test_bad_input_is_refused_and_nothing_changes(
+    base_model: Path, policies: list[Policy], tmp_path: Path
+) -> None:
+    spec = {**light(base_model, "roots"), "checkpoint_roots": [str(policies[1].path.parent)]}
+    with rollway.up(spec) as stack:
+        before = {worker.instance_id for worker in stack.fleet.workers()}
+        with pytest.raises(UsageError, match="outside the allowed checkpoint roots"):
+            stack.refit(1, tmp_path)
+        stack.refit(2, policies[1].path)
+        with pytest.raises(UsageError, match="older than 2"):
+            stack.refit(1, policies[2].path)
+        with pytest.raises(UsageError, match="already names other weights"):
+            stack.refit(2, policies[2].path)
+        assert {worker.instance_id for worker in stack.fleet.workers()} == before
+        assert set(stack.fleet.read_versions().values()) == {2}
+        assert worst(policies[1], stack.rollouts().generate(PROMPT, SHORT, n=2)) < TOLERANCE
+
+
+def test_another_dtype_is_accepted_only_when_asked_for(
+    stack: SyncStack, policies: list[Policy], tmp_path: Path
+) -> None:
+    halved = Policy(policies[1].path).model.half()
+    halved.save_pretrained(tmp_path / "half")
+    assert {header.dtype for header in read_headers(tmp_path / "half").values()} == {"F16"}
+    with pytest.raises(UsageError, match=r"is F16\[.*served is F32"):
+        stack.refit(1, tmp_path / "half")
+    assert set(stack.fleet.read_versions().values()) == {0}
+
+
+def test_the_fleet_command(stack: SyncStack, policies: list[Policy], cli: Cli) -> None:
+    listed = json.loads(cli("fleet", "ls", "--json").stdout)["workers"]
+    assert [worker["version"] for worker in listed] == [0, 0]
+    assert {worker["error"] for worker in listed} == {None}
+    report = cli("fleet", "refit", str(policies[1].path), "--version", "3", "--mode", "rolling")
+    assert "version 3: 2 of 2 workers" in report.stdout
+    assert set(json.loads(cli("fleet", "versions", "--json").stdout)["versions"].values()) == {3}
+    refused = cli("fleet", "refit", str(policies[1].path), "--version", "2", "--json")
+    assert refused.returncode == 2 and "older than 3" in json.loads(refused.stdout)["message"]
+    assert json.loads(cli("fleet", "pause", "--mode", "abort", "--json").stdout) == {"paused": 2}
+    assert json.loads(cli("fleet", "resume", "--json").stdout) == {"resumed": 2}
+    assert stack.rollouts().generate(PROMPT, SHORT)[0].weight_version == 3
+
+
+def test_watch_tells_of_changes(stack: SyncStack, policies: list[Policy]) -> None:
+    command = [sys.executable, "-m", "rollway.cli", "fleet", "watch", "--json", "--seconds", "0.2"]
+    watching = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert watching.stdout is not None
+        first = [json.loads(watching.stdout.readline()) for _ in range(2)]
+        assert {line["event"] for line in first} == {"joined"}
+        stack.refit(1, policies[1].path)
+        while (line := json.loads(watching.stdout.readline()))["version"] != 1:
+            assert line["event"] == "changed"
+    finally:
+        watching.terminate()
+        watching.wait()
+
+
+async def test_128_workers_are_moved_at_once(
+    base_model: Path, policies: list[Policy], footprint: Any
+) -> None:
+    """4 processes with 32 workers each; `rollway bench fleet` measures it."""
+    spec = light(base_model, "many", replicas=4)
+    spec["models"][0]["args"] = {"count": 32}
+    async with rollway.up({**spec, "warmup": False}) as stack, Http() as http:
+        fleet = Fleet(http, stack.rl_url)
+        for _ in range(50):
+            if len(await fleet.workers()) == 128:
+                break
+            await asyncio.sleep(0.2)
+        report = await fleet.refit(1, FromDisk(policies[1].path))
+        assert len(report.workers) == 128 and report.serving == 128
+        assert {w.proof for w in report.workers} == {"parameters"}
+    assert footprint.settle() == {}
