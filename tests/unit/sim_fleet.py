@@ -37,6 +37,11 @@ LISTED_DEAD_SECONDS = 10.0
 TOUCHING = frozenset({"pause", "resume", "flush", "update", "declare", "taint"})
 
 
+def weights_of(version: int | None) -> str:
+    """What a version names; "other" is what it must never come to name."""
+    return f"w{version}" if version else "base"
+
+
 class _Clock(selectors.DefaultSelector):
     now = 0.0
 
@@ -108,7 +113,7 @@ class SimWorker:
         self.issued_by: int | None = None
         """The operation whose update is not known to have ended well."""
         self.entering: int | None = None
-        self.newest = 0
+        self.served = 0
         self.awake, self.drained, self._work = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.awake.set()
         self.engine = asyncio.Lock()
@@ -199,15 +204,11 @@ class SimWorker:
             self.end_all("died")
             self.recover()
 
-    async def load(self, version: int, new: str, fault: str | None) -> None:
-        world = self.world
+    async def load(self, new: str, fault: str | None) -> None:
         if not self.paused:
             raise AdminError("It must be paused.")
-        if world.truth.setdefault(version, new) != new:
-            world.broken(f"version {version} names {world.truth[version]} and {new}")
-        if version < self.newest:
-            world.broken(f"worker {self.instance_id} goes from {self.newest} to {version}")
-        self.newest = version
+        if new == "other" or int(new.removeprefix("w")) < self.served:
+            self.world.broken(f"worker {self.instance_id} goes from {self.served} to {new}")
         old, self.weights = self.weights, f"{self.weights}|{new}"
         await asyncio.sleep(self.load_seconds)
         if fault != "half":
@@ -230,7 +231,6 @@ class World:
         self.tainting = shape != "untainted"
         self.workers: dict[int, SimWorker] = {}
         self.samples: dict[int, tuple[str, frozenset[str]]] = {}
-        self.truth = {0: "base"}
         self.log: list[Call] = []
         self.ops = itertools.count(1)
         self.faults: dict[tuple[str, int], str] = {}
@@ -446,7 +446,7 @@ class SimAdmin:
     async def resume(self, worker: Worker) -> None:
         async def act(sim: SimWorker, _: str | None) -> None:
             if sim.entering == OP.get() == sim.issued_by:
-                sim.issued_by = None
+                sim.issued_by, sim.served = None, max(sim.served, sim.label or 0)
             if sim.issued_by is not None and (sim.issued_by != OP.get() or self.world.proving):
                 self.world.broken(f"{worker} is resumed while its weights are unknown")
             sim.resume()
@@ -465,7 +465,7 @@ class SimAdmin:
     ) -> None:
         async def act(sim: SimWorker, fault: str | None) -> None:
             async with sim.engine:
-                await sim.load(version, path.name, fault)
+                await sim.load(path.name, fault)
                 if method is not None and sim.weights != path.name:
                     raise AdminError(f"{worker} holds other parameters.")
                 sim.set_label(version)

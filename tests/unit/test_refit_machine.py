@@ -30,7 +30,9 @@ from rollway.rollout import client
 from rollway.rollout.canary import canary
 from rollway.rollout.client import Rollout, Rollouts
 from rollway.rollout.sampling import Sampling
-from tests.unit.sim_fleet import OP, TOUCHING, Call, SimAdmin, SimLoop, SimUpdate, SimWorker, World
+from tests.unit.sim_fleet import (
+    OP, TOUCHING, Call, SimAdmin, SimLoop, SimUpdate, SimWorker, World, weights_of
+)
 
 MODES: list[RefitMode] = ["pause-all", "rolling", "in-flight"]
 ROUTES = ["pause", "resume", "flush", "update", "declare", "taint", "version", "check"]
@@ -95,9 +97,9 @@ class Coordinator:
         return await self._operation(self.fleet.admit, None)
 
     async def pause(self, mode: Any = "wait") -> str:
-        self.user_paused = True
+        before, self.user_paused = self.user_paused, True
         outcome = await self._operation(lambda: self.fleet.pause(mode), None)
-        self.user_paused = outcome == "done"
+        self.user_paused = before or outcome == "done"
         return outcome
 
     async def resume(self) -> str:
@@ -125,13 +127,14 @@ class Coordinator:
             others = {c.worker for c in world.log[before:] if c.op != op and c.route in TOUCHING}
             free = [w for w in world.workers.values() if w.instance_id not in others]
             self._check_calls(calls, outcome)
+            first = {c.worker: c.ok for c in reversed(calls) if c.route == "pause"}
             if version is not None:
                 self.user_paused = self.user_paused and outcome != "done"
                 for worker in [w for w in free if w.hung_at < began and w.awake.is_set()]:
                     mine = [call for call in calls if call.worker == worker.instance_id]
                     if outcome == "done":
                         self._check_serving(worker, version)
-                    elif worker.alive:
+                    elif worker.alive and not all(first.values()):
                         self._check_undone(worker, mine)
         return outcome
 
@@ -158,11 +161,11 @@ class Coordinator:
             return
         taints = (taint_of(version),) if self.world.tainting else ()
         state = worker.label, worker.weights, worker.taints, worker.paused
-        if state != (version, self.world.truth[version], taints, False):
+        if state != (version, weights_of(version), taints, False):
             self.world.broken(f"a refit to {version} returned, worker is {state}")
 
     def _check_undone(self, worker: SimWorker, mine: list[Call]) -> None:
-        """After a refit that failed: who was paused and got no update is back."""
+        """After a refit that could not pause everybody: who was paused and got no update is back."""
         routes = [call.route for call in mine]
         lost = any(not call.ok for call in mine if call.route != "pause")
         if "pause" in routes and "update" not in routes and not lost:
@@ -189,7 +192,7 @@ class Coordinator:
         for span in [span for span in rollout.spans if span.version is not None]:
             for token in rollout.token_ids[span.start : span.end]:
                 weights, kv = world.samples[token]
-                if weights != world.truth.get(span.version or 0) or kv != {weights}:
+                if weights != weights_of(span.version) or kv != {weights}:
                     world.broken(f"stamped {span.version}: sampled from {weights}, KV of {kv}")
 
     def check_book(self) -> None:
@@ -223,7 +226,7 @@ class RefitMachine(RuleBasedStateMachine):
         # Without the launcher's taints, stamps rest on what one process knows: only one refits.
         processes = 2 if shape == "stack" else 1
         self.everyone = [self._coordinator() for _ in range(processes)]
-        self.tried: list[tuple[int, str]] = []
+        self.tried = 0
         self._pass(0.1)
 
     def _coordinator(self) -> Coordinator:
@@ -309,9 +312,8 @@ class RefitMachine(RuleBasedStateMachine):
                 # Half a load that passes for a whole one shows in the parameters only.
                 kind = "half" if (kind, half) == ("lie", self.world.proving) else kind
                 self.world.faults[route, worker.instance_id] = kind
-        version = max([0, *(v for v, _ in self.tried)]) + 1
-        self.tried.append((version, f"w{version}"))
-        task = self._refit(who, version, f"w{version}", mode)
+        self.tried += 1
+        task = self._refit(who, self.tried, weights_of(self.tried), mode)
         if fuse is not None:
             crash = fuse[1] == "crash"
             who.admin.process.calls_left = fuse[0]
@@ -325,16 +327,16 @@ class RefitMachine(RuleBasedStateMachine):
 
     @rule(i=st.integers(0, 1), back=st.integers(0, 2), mode=st.sampled_from(MODES))
     def refits_again(self, i: int, back: int, mode: RefitMode) -> None:
-        if self.tried:
-            self._refit(self._who(i), *self.tried[-1 - back % len(self.tried)], mode)
+        if back < self.tried:
+            self._refit(self._who(i), self.tried - back, weights_of(self.tried - back), mode)
 
     @rule(i=st.integers(0, 1), weights=st.sampled_from(["bad", "unfit", "other"]))
     def refits_wrongly(self, i: int, weights: str) -> None:
         """No checkpoint, one of other shapes, or a version that is taken."""
-        if not self.tried or (weights == "unfit" and not self.world.proving):
-            return
-        version = max([0, *(v for v, _ in self.tried)]) + (weights != "other")
-        self._refit(self._who(i), version, weights, "pause-all")
+        who = self._who(i)
+        version = (who.fleet.versions.current or 0) if weights == "other" else self.tried + 1
+        if version and (weights != "unfit" or self.world.proving):
+            self._refit(who, version, weights, "pause-all")
 
     @rule(i=st.integers(0, 1))
     def admits(self, i: int) -> None:

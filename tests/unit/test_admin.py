@@ -1,0 +1,191 @@
+"""`DynamoAdmin` against a scripted worker: route styles, named engine methods, groups, adapters."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from rollway.errors import AdminError, Unreachable
+from rollway.fleet import admin as admin_module
+from rollway.fleet.admin import IN_DOUBT, AdminTimeouts, DynamoAdmin, NoSuchMethod, whole_version
+from rollway.fleet.discovery import Worker
+from rollway.http import Http
+
+Calls = list[tuple[str, dict[str, Any]]]
+Script = Callable[[str, dict[str, Any]], Any]
+
+
+def fine(route: str, body: dict[str, Any]) -> Any:
+    return {"status": "ok"}
+
+
+@asynccontextmanager
+async def worker(script: Script = fine, **fields: Any) -> AsyncIterator[tuple[Worker, Calls]]:
+    """A worker that answers as the script says; None drops the connection."""
+    calls: Calls = []
+
+    async def handle(request: web.Request) -> web.Response:
+        body = await request.json()
+        calls.append((request.match_info["route"], body))
+        answer = script(request.match_info["route"], body)
+        if answer is None:
+            assert request.transport is not None
+            request.transport.abort()
+            return web.Response()
+        return web.Response(text=json.dumps(answer))
+
+    app = web.Application()
+    app.router.add_post("/engine/{route:.+}", handle)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield Worker(1, "m", f"http://127.0.0.1:{runner.addresses[0][1]}", **fields), calls
+    finally:
+        await runner.cleanup()
+
+
+async def test_routes_are_called_in_the_style_the_worker_advertises() -> None:
+    async with Http() as http:
+        admin = DynamoAdmin(http)
+        async with worker(routes=frozenset({"control/pause_generation"})) as (nested, calls):
+            await admin.pause(nested)
+            await admin.set_taints(nested, ["a"])
+            await admin.sleep(nested)
+            with pytest.raises(NoSuchMethod, match="does not offer `flush_cache`"):
+                await admin.flush_cache(nested)
+        assert [route for route, _ in calls] == [
+            "control/pause_generation", "update/model_taints", "control/sleep",
+        ]  # fmt: skip
+        async with worker() as (unknown, calls):  # found by /health or by hand: no list of routes
+            await admin.pause(unknown)
+            await admin.wake(unknown, ["weights"])
+        assert [route for route, _ in calls] == ["pause_generation", "control/wake_up"]
+        assert calls[1][1] == {"tags": ["weights"]}
+
+
+async def test_an_engine_method_is_called_without_touching_version_or_cache() -> None:
+    async with worker() as (one, calls), Http() as http:
+        await DynamoAdmin(http).call(one, "look", {"path": "/x"})
+        await DynamoAdmin(http).update_distributed(one, 7, "receive", {"names": ["a"]})
+    assert calls[0][1] == {
+        "path": "/x",
+        "engine_rpc": "look",
+        "allow_unpaused": True,
+        "reset_prefix_cache": False,
+    }
+    assert calls[1][1] == {"names": ["a"], "engine_rpc": "receive", "weight_version": 7}
+
+
+@pytest.mark.parametrize(
+    ("message", "missing"),
+    [
+        ("'CPUWorker' object has no attribute 'look'", True),
+        ("Call to collective_rpc method failed: Method 'look' is not implemented.", True),
+        ("Worker failed with error ''X' object has no attribute 'look'', please check the", True),
+        ("'NoneType' object has no attribute 'shape'", False),
+        ("the checkpoint has nothing for 2 parameters", False),
+    ],
+)
+async def test_a_missing_method_is_told_from_one_that_failed(message: str, missing: bool) -> None:
+    def refuse(route: str, body: dict[str, Any]) -> Any:
+        return {"status": "error", "message": message}
+
+    async with worker(refuse) as (one, _), Http() as http:
+        with pytest.raises(AdminError) as error:
+            await DynamoAdmin(http).call(one, "look", {})
+    assert isinstance(error.value, NoSuchMethod) is missing
+
+
+async def test_what_the_engine_raised_is_shown_without_the_words_around_it() -> None:
+    words = "Call to collective_rpc method failed: Worker failed with error 'a is missing', please "
+
+    def refuse(route: str, body: dict[str, Any]) -> Any:
+        return {"status": "error", "message": words + "check the stack trace above"}
+
+    async with worker(refuse) as (one, _), Http() as http:
+        with pytest.raises(
+            AdminError, match=r"refused `update_weights_from_disk`: a is missing\.$"
+        ):
+            await DynamoAdmin(http).update_from_disk(one, Path("/x"), 1)
+
+
+async def test_a_rendezvous_that_fails_is_bounded_and_explained(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with worker(lambda route, body: None) as (one, calls), Http() as http:
+        with pytest.raises(AdminError, match=r"did not join the weight group.*") as error:
+            await DynamoAdmin(http).init_group(one, {"port": 1})
+        assert "DYN_RL_INIT_WEIGHTS_TIMEOUT_S" in error.value.hint
+    assert len(calls) == 1  # a worker that may be joining is not asked twice
+    monkeypatch.setattr(admin_module, "RENDEZVOUS_SECONDS", 0.1)
+    gone = Worker(1, "m", "http://10.255.255.1:9")
+    async with Http() as http:
+        with pytest.raises(AdminError, match="did not join"):
+            await DynamoAdmin(http, AdminTimeouts(probe=0.1)).init_group(gone, {})
+
+
+async def test_an_adapter_whose_name_is_taken_is_loaded_anew() -> None:
+    loaded: set[str] = set()
+
+    def adapters(route: str, body: dict[str, Any]) -> Any:
+        name = body["lora_name"]
+        if route == "unload_lora":
+            loaded.discard(name)
+            return {"status": "success", "message": "unloaded"}
+        if name in loaded:
+            return {"status": "success", "message": f"LoRA adapter '{name}' already loaded"}
+        loaded.add(name)
+        return {"status": "success", "message": f"LoRA adapter '{name}' loaded"}
+
+    async with worker(adapters) as (one, calls), Http() as http:
+        admin = DynamoAdmin(http)
+        await admin.load_lora(one, "style", Path("/adapters/a"))
+        await admin.load_lora(one, "style", Path("/adapters/b"))
+        await admin.unload_lora(one, "style")
+    assert [route for route, _ in calls] == [
+        "load_lora", "load_lora", "unload_lora", "load_lora", "unload_lora",
+    ]  # fmt: skip
+    assert calls[3][1]["source"] == {"uri": "file:///adapters/b"}
+
+
+async def test_a_held_line_never_reaches_a_second_process() -> None:
+    drop = [False]
+
+    def script(route: str, body: dict[str, Any]) -> Any:
+        return None if drop[0] else {"status": "ok", "version": 3}
+
+    async with worker(script) as (one, calls), Http() as http:
+        async with DynamoAdmin(http).held() as line:
+            assert await line.weight_version(one) == 3
+            assert await line.weight_version(one) == 3
+            drop[0] = True
+            with pytest.raises(AdminError):
+                await line.flush_cache(one)
+            drop[0] = False
+            before = len(calls)
+            with pytest.raises(AdminError, match="may reach another process"):
+                await line.set_taints(one, ["rollway-v3"])
+            assert len(calls) == before
+        assert await DynamoAdmin(http).weight_version(one) == 3
+
+
+async def test_a_closed_client_says_so() -> None:
+    http = Http()
+    await http.close()
+    with pytest.raises(Unreachable, match="closed"):
+        await http.get("http://127.0.0.1:9", timeout=1.0)
+
+
+@pytest.mark.parametrize(
+    ("said", "version"),
+    [(None, None), (7, 7), ("7", 7), (-1, IN_DOUBT), (-5, IN_DOUBT), ("step-3", IN_DOUBT)],
+)
+def test_a_label_as_a_version(said: Any, version: int | None) -> None:
+    assert whole_version(said) == version

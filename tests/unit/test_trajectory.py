@@ -1,0 +1,156 @@
+"""Rollouts put together from legs: continuations, spans, seeds and what cannot be continued."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollway.errors import RequestFailed, RolloutError
+from rollway.fleet.versions import VersionBook
+from rollway.http import Http
+from rollway.rollout.client import Rollouts
+from rollway.rollout.sampling import Sampling
+from rollway.rollout.trajectory import Trajectory
+from rollway.rollout.wire import Completion
+
+
+def leg(count: int, reason: Any = "aborted", start: int = 0, worker: int = 1) -> Completion:
+    ids = list(range(start, start + count))
+    return Completion(ids, [-0.5] * count, reason, worker, 0)
+
+
+@given(st.lists(st.integers(0, 20), max_size=6), st.integers(1, 20))
+def test_legs_add_up(cuts: list[int], last: int) -> None:
+    total = sum(cuts) + last
+    trajectory = Trajectory([9, 9], Sampling(max_tokens=total, min_tokens=total, seed=5))
+    seeds = set()
+    for version, cut in enumerate(cuts):
+        prompt, sampling = trajectory.next_leg()
+        assert list(prompt) == [9, 9, *trajectory.token_ids]
+        assert sampling.max_tokens == total - len(trajectory.token_ids)
+        seeds.add((sampling.seed, len(trajectory.token_ids)))
+        trajectory.add(leg(cut, start=len(trajectory.token_ids)), version)
+    trajectory.add(leg(last, "length", start=len(trajectory.token_ids)), len(cuts))
+    rollout = trajectory.rollout("length", len(cuts))
+    assert rollout.token_ids == list(range(total)) and len(rollout.logprobs or []) == total
+    covered = [place for span in rollout.spans for place in range(span.start, span.end)]
+    assert covered == list(range(total))
+    assert [span.version for span in rollout.spans] == [v for v, c in enumerate([*cuts, last]) if c]
+    used = [seed for seed, tokens in seeds if tokens]
+    assert len(set(used)) == len(used)  # no two continuations draw from one stream
+
+
+def test_penalties_cannot_be_continued() -> None:
+    trajectory = Trajectory([1], Sampling(max_tokens=8, presence_penalty=0.5))
+    trajectory.add(leg(3), 1)
+    trajectory.cut()
+    assert trajectory.token_ids == [] and trajectory.next_leg()[0] == [1]
+    plain = Trajectory([1], Sampling(max_tokens=8))
+    plain.add(leg(3), 1)
+    plain.cut()
+    assert plain.next_leg()[0] == [1, 0, 1, 2]
+
+
+def test_a_rollout_without_a_token_still_has_its_version() -> None:
+    trajectory = Trajectory([1], Sampling())
+    trajectory.add(leg(0), 3)
+    rollout = trajectory.rollout("aborted", 3)
+    assert rollout.weight_version == 3 and rollout.token_ids == []
+
+
+class Scripted(Http):
+    """A frontend that plays a script of answers and errors."""
+
+    def __init__(self, *script: Any) -> None:
+        super().__init__()
+        self.script = list(script)
+        self.bodies: list[dict[str, Any]] = []
+
+    async def post(self, url: str, body: Any, **_: Any) -> Any:
+        self.bodies.append(body)
+        step = self.script.pop(0)
+        if callable(step):
+            step = step()
+        if isinstance(step, Exception):
+            raise step
+        return step
+
+
+def answer(ids: list[int], prompt: int, detailed: str = "length", extra: int = 0) -> dict[str, Any]:
+    return {
+        "choices": [{"finish_reason": "stop", "logprobs": {"token_logprobs": [-0.1] * len(ids)}}],
+        "nvext": {
+            "completion_token_ids": ids,
+            "worker_id": {"decode_worker_id": 1},
+            "detailed_finish_reason": detailed,
+        },
+        "usage": {"prompt_tokens": prompt + extra, "completion_tokens": len(ids)},
+    }
+
+
+def book(version: int = 1, *, tainted: bool = True) -> VersionBook:
+    made = VersionBook()
+    made.learn({1: version})
+    made.tainted = tainted
+    return made
+
+
+async def test_a_rollout_that_a_refit_cut_goes_on_with_the_new_weights() -> None:
+    versions = book()
+
+    def cut() -> Any:
+        versions.learn({1: 2})  # the refit was over when the answer came
+        return answer([5, 6], 3, "cancelled")
+
+    http = Scripted(cut, answer([7, 8, 9], 5))
+    (rollout,) = await Rollouts(http, "http://f", "m", versions).generate(
+        [1, 2, 3], Sampling(max_tokens=5)
+    )
+    assert rollout.token_ids == [5, 6, 7, 8, 9] and rollout.finish_reason == "length"
+    assert [(s.start, s.end, s.version) for s in rollout.spans] == [(0, 2, 1), (2, 5, 2)]
+    assert rollout.weight_version == 1
+    first, second = http.bodies
+    assert first["nvext"]["routing_constraints"] == {"required_taints": ["rollway-v1"]}
+    assert second["nvext"]["routing_constraints"] == {"required_taints": ["rollway-v2"]}
+    assert second["nvext"]["token_data"] == [1, 2, 3, 5, 6] and second["max_tokens"] == 3
+    assert second["nvext"]["cache_salt"] == "v2"
+
+
+async def test_an_abort_that_no_refit_explains_is_returned_as_one() -> None:
+    http = Scripted(answer([5], 3, "cancelled"))
+    (rollout,) = await Rollouts(http, "http://f", "m", book()).generate([1, 2, 3])
+    assert rollout.finish_reason == "aborted" and rollout.token_ids == [5]
+
+
+async def test_a_migrated_answer_names_no_worker() -> None:
+    """What the dead worker had sampled counts as prompt in the answer of its successor."""
+    http = Scripted(answer([5, 6, 7], 3, extra=2))
+    (rollout,) = await Rollouts(http, "http://f", "m", book()).generate([1, 2, 3])
+    assert rollout.worker_id is None and rollout.weight_version == 1
+    without_taints = Scripted(answer([5, 6, 7], 3, extra=2), answer([8, 9, 9], 3))
+    rollouts = Rollouts(without_taints, "http://f", "m", book(tainted=False))
+    (rollout,) = await rollouts.generate([1, 2, 3])
+    assert rollout.token_ids == [8, 9, 9]  # who sampled the first cannot be told
+
+
+async def test_an_answer_to_another_prompt_is_refused() -> None:
+    http = Scripted(answer([5], 3, extra=2))
+    with pytest.raises(RolloutError, match="saw 5 prompt tokens of 3"):
+        await Rollouts(http, "http://f", "m", book()).generate([1, 2, 3])
+
+
+async def test_patience_ends_in_the_last_error() -> None:
+    nobody = RequestFailed("answered 500: no worker", status=500)
+    http = Scripted(*[nobody] * 50)
+    with pytest.raises(RolloutError, match="answered 500"):
+        await Rollouts(http, "http://f", "m", book(), patience=0.5).generate([1])
+    assert 1 < len(http.bodies) < 10
+
+
+async def test_a_version_that_nobody_serves_is_refused() -> None:
+    rollouts = Rollouts(Scripted(), "http://f", "m", book(), patience=0.1)
+    with pytest.raises(RolloutError, match="No worker is known to serve weight version 7"):
+        await rollouts.generate([1], version=7)
