@@ -98,7 +98,7 @@ class SimWorker:
         self.world, self.instance_id, self.port = world, instance_id, port
         self.weights = "base"
         self.label: int | None = None
-        self.labelled_at = float("inf")
+        self.ready_at = float("inf") if world.supervised else world.now
         self.taints: tuple[str, ...] = ()
         self.routed: tuple[str, ...] = ()
         """The taints as the router knows them."""
@@ -180,8 +180,7 @@ class SimWorker:
             self.cache = {salt: by for salt, by in self.cache.items() if salt in held}
 
     def set_label(self, version: int | None) -> None:
-        if self.label is None:
-            self.labelled_at = self.world.now
+        self.ready_at = min(self.ready_at, self.world.now)
         self.label = version
 
     def set_taints(self, taints: Sequence[str]) -> None:
@@ -446,7 +445,8 @@ class SimAdmin:
     async def resume(self, worker: Worker) -> None:
         async def act(sim: SimWorker, _: str | None) -> None:
             if sim.entering == OP.get() == sim.issued_by:
-                sim.issued_by, sim.served = None, max(sim.served, sim.label or 0)
+                sim.issued_by = None
+            sim.served = max(sim.served, sim.label or 0)
             if sim.issued_by is not None and (sim.issued_by != OP.get() or self.world.proving):
                 self.world.broken(f"{worker} is resumed while its weights are unknown")
             sim.resume()
@@ -492,6 +492,8 @@ class SimAdmin:
     async def declare_version(self, worker: Worker, version: int) -> None:
         async def act(sim: SimWorker, _: str | None) -> None:
             sim.set_label(version)
+            if version >= 0:
+                sim.issued_by = None  # the caller vouches for it
 
         await self._call(worker, "declare", act, version)
 

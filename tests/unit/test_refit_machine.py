@@ -156,8 +156,8 @@ class Coordinator:
 
     def _check_serving(self, worker: SimWorker, version: int) -> None:
         """After a refit that returned. Who got its label after the last listing is a joiner."""
-        known = worker.labelled_at < self.world.listed_at or not self.world.supervised
-        if not worker.alive or not known or self._paused_by_user(worker):
+        joined = worker.ready_at >= self.world.listed_at
+        if not worker.alive or joined or self._paused_by_user(worker):
             return
         taints = (taint_of(version),) if self.world.tainting else ()
         state = worker.label, worker.weights, worker.taints, worker.paused
@@ -220,7 +220,7 @@ class RefitMachine(RuleBasedStateMachine):
         self.patch = pytest.MonkeyPatch()
         self.world = World(self.loop, seed, proving=proving, shape=shape)
         self.world.install(self.patch)
-        self.replacing = replacing
+        self.replacing = replacing and shape == "stack"
         for _ in range(count):
             self.world.join()
         # Without the launcher's taints, stamps rest on what one process knows: only one refits.
