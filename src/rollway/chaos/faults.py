@@ -27,6 +27,7 @@ from rollway.http import Http
 from rollway.stack import processes
 from rollway.stack.processes import ProcessId
 from rollway.stack.state import StackDir
+from rollway.weights.checkpoint import STABLE
 
 STEPS = ("preflight", "pause", "update", "flush", "verify", "open", "resume")
 BEFORE = "before"
@@ -198,7 +199,8 @@ class Injector:
             del data[len(data) // 2 :]
         elif fault == "corrupt_checkpoint":
             data[-40:] = os.urandom(40)
-        else:  # wrong: another shape of the same size
+        else:  # wrong: another shape of the same size, as its writer meant it
+            (self.path / STABLE).unlink(missing_ok=True)
             data = bytearray(_transposed(bytes(data)))
         weights.write_bytes(data)
 

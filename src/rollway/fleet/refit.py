@@ -23,7 +23,6 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from typing import Any
 
 from rollway.errors import AdminError, NoWorkers, RequestFailed, RollwayError
 from rollway.fleet.admin import IN_DOUBT, AdminAPI, PauseMode, on_all
@@ -80,7 +79,7 @@ class Refit:
         workers = await self._answering()
         await self._preflight(workers)
         self.book.claim(self.version, self.update.identity)
-        workers = [worker for worker in workers if not self._is_there(worker)]
+        workers = [w for w in workers if w.instance_id not in self.states and not self._is_there(w)]
         self.book.changing += 1
         trouble: AdminError | None = None
         try:
@@ -113,6 +112,7 @@ class Refit:
         self.book.changing += 1
         try:
             await self._preflight(behind)
+            behind = [worker for worker in behind if worker.instance_id not in self.states]
             if behind:
                 report.paused_seconds = await self._move(behind, first=False)
         finally:
@@ -181,7 +181,11 @@ class Refit:
             if self.agreement is not None and worker.instance_id not in self.proving:
                 await self.agreement.before(worker)
 
-        _raise_first(await on_all(workers, ask))
+        for worker, result in zip(workers, await on_all(workers, ask), strict=True):
+            if isinstance(result, BaseException):
+                if not (isinstance(result, AdminError) and await _is_dead(worker)):
+                    raise result
+                self._state(worker).state = "gone"
 
     def _is_there(self, worker: Worker) -> bool:
         """Whether a worker serves the version already: its weights are these, as claimed."""
@@ -438,12 +442,6 @@ class Refit:
 
 class _AnotherProcess(AdminError):
     """What answers at a worker's address is not that worker."""
-
-
-def _raise_first(results: Sequence[Any]) -> None:
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
 
 
 async def _is_dead(worker: Worker, listed: Sequence[Worker] = ()) -> bool:
