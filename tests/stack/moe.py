@@ -35,6 +35,6 @@ def build_moe(base: Path, directory: Path) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         Qwen3MoeForCausalLM(config).float().save_pretrained(directory)
-    for file in base.glob("tokenizer*"):
-        shutil.copy(file, directory)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(base / name, directory)
     return directory

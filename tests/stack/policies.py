@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import json
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from rollway.demo.grpo import token_logprobs
@@ -45,3 +48,27 @@ def perturbed(base: Path, directory: Path, seed: int) -> Path:
             parameter.add_(noise * parameter.std() * 1.5)
     model.save_pretrained(directory)
     return directory
+
+
+RANK, ALPHA = 4, 8
+
+
+def write_adapter(directory: Path, policy: Policy, seed: int) -> Policy:
+    """A PEFT adapter on every q_proj, and the policy that it makes of another."""
+    adapted = copy.copy(policy)
+    adapted.model = copy.deepcopy(policy.model)
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    with torch.no_grad():
+        for index, layer in enumerate(adapted.model.model.layers):
+            weight = layer.self_attn.q_proj.weight
+            down = torch.randn(RANK, weight.shape[1], generator=generator) * 0.3
+            up = torch.randn(weight.shape[0], RANK, generator=generator) * 0.3
+            weight += up @ down * (ALPHA / RANK)
+            name = f"base_model.model.model.layers.{index}.self_attn.q_proj"
+            tensors |= {f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up}
+    directory.mkdir(exist_ok=True)
+    save_file(tensors, directory / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": ["q_proj"]}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    return adapted

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import itertools
 import json
 import os
@@ -21,8 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
 from rollway.errors import AdminError
 from rollway.fleet import vllm_admin
@@ -33,7 +30,7 @@ from rollway.http import Http
 from rollway.stack import processes
 from rollway.stack.preset import cache_dir
 from tests.stack.conftest import VLLM_ARGS
-from tests.stack.policies import Policy
+from tests.stack.policies import Policy, write_adapter
 
 pytestmark = pytest.mark.stack
 
@@ -363,30 +360,6 @@ async def test_sleep_and_wake(
         await admin.wake(server, tags)
         done = await complete(http, server, Completion(fresh_prompt()))
         assert done.distance(policies[0]) <= TOLERANCE
-
-
-RANK, ALPHA = 4, 8
-
-
-def write_adapter(directory: Path, policy: Policy, seed: int) -> Policy:
-    """A PEFT adapter on every q_proj, and the policy that it makes of another."""
-    adapted = copy.copy(policy)
-    adapted.model = copy.deepcopy(policy.model)
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {}
-    with torch.no_grad():
-        for index, layer in enumerate(adapted.model.model.layers):
-            weight = layer.self_attn.q_proj.weight
-            down = torch.randn(RANK, weight.shape[1], generator=generator) * 0.3
-            up = torch.randn(weight.shape[0], RANK, generator=generator) * 0.3
-            weight += up @ down * (ALPHA / RANK)
-            name = f"base_model.model.model.layers.{index}.self_attn.q_proj"
-            tensors |= {f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up}
-    directory.mkdir(exist_ok=True)
-    save_file(tensors, directory / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": ["q_proj"]}
-    (directory / "adapter_config.json").write_text(json.dumps(config))
-    return adapted
 
 
 async def test_an_adapter_is_loaded_replaced_in_place_and_unloaded(

@@ -1,17 +1,18 @@
 """A model of Dynamo's workers, their router and their admin routes, in memory and simulated time.
 
 It keeps what no real worker tells: which weights sampled each token, and whose KV it read. Breaches
-of the refit protocol that show only here are noted in `World.violations`; raised inside the
-protocol they would be handled as one more fault."""
+of the protocol that show only here are noted in `World.violations`; raised inside the protocol they
+would be handled as one more fault."""
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import itertools
 import random
 import selectors
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from rollway.errors import AdminError, RequestFailed, Unreachable, UsageError
 from rollway.fleet import fleet, membership, refit
 from rollway.fleet.admin import NoSuchMethod
 from rollway.fleet.discovery import Worker
-from rollway.fleet.updates import CHECK_METHOD, FromDisk
+from rollway.fleet.updates import FromDisk
 from rollway.fleet.versions import taint_of
 from rollway.rollout import client
 from rollway.weights.checkpoint import Checkpoint
@@ -34,40 +35,43 @@ OP: ContextVar[int] = ContextVar("OP", default=0)
 """Which operation (a refit, an admit, a user's pause) a call belongs to."""
 TOKEN_SECONDS = 0.02
 LISTED_DEAD_SECONDS = 10.0
-TOUCHING = frozenset({"pause", "resume", "flush", "update", "declare", "taint"})
 
 
 def weights_of(version: int | None) -> str:
-    """What a version names; "other" is what it must never come to name."""
+    """What a version names, and must never cease to name."""
     return f"w{version}" if version else "base"
-
-
-class _Clock(selectors.DefaultSelector):
-    now = 0.0
-
-    def select(self, timeout: float | None = None) -> list[Any]:
-        if timeout is None:
-            raise RuntimeError("Nothing will ever happen again, and somebody waits for it.")
-        self.now += timeout
-        return []
 
 
 class SimLoop(asyncio.SelectorEventLoop):
     """Time passes when nobody has anything to do, and then at once."""
 
     def __init__(self) -> None:
-        self.clock = _Clock()
-        self.worlds: list[World] = []
-        super().__init__(self.clock)
+        self.now = 0.0
+        self.world: World | None = None
+        super().__init__(_Clock(self))
 
     def time(self) -> float:
-        return self.clock.now
+        return self.now
 
-    async def create_connection(self, factory: Any, host: Any = None, port: Any = None, **_: Any):  # type: ignore[override]
+    async def create_connection(
+        self, factory: Any, _: Any = None, port: Any = None, **__: Any
+    ) -> Any:
         """What a probe of an admin port meets; a hung worker's kernel accepts."""
-        if self.worlds[-1].at(port) is None:
+        if self.world is None or self.world.at(port) is None:
             raise ConnectionRefusedError
         return SimpleNamespace(close=lambda: None, is_closing=lambda: True), factory()
+
+
+class _Clock(selectors.DefaultSelector):
+    def __init__(self, loop: SimLoop) -> None:
+        super().__init__()
+        self._loop = loop
+
+    def select(self, timeout: float | None = None) -> list[Any]:
+        if timeout is None:
+            raise RuntimeError("Nothing will ever happen again, and somebody waits for it.")
+        self._loop.now += timeout
+        return []
 
 
 @dataclass(eq=False)
@@ -93,36 +97,40 @@ class Call:
 
 
 class SimWorker:
+    """Its engine, and what its admin routes do; `fault` is what goes wrong while they do it."""
+
     def __init__(self, world: World, instance_id: int, port: int) -> None:
         rng = world.rng
         self.world, self.instance_id, self.port = world, instance_id, port
-        self.weights = "base"
-        self.label: int | None = None
+        self.weights, self.label = "base", None
         self.ready_at = float("inf") if world.supervised else world.now
         self.taints: tuple[str, ...] = ()
         self.routed: tuple[str, ...] = ()
         """The taints as the router knows them."""
         self.lag = rng.choice([0.0, 0.01, 0.03])
         self.load_seconds = rng.choice([0.02, 0.4, 3.0])
-        self.sticky = rng.random() < 0.3  # an engine that cannot drop its cache
+        # An engine that cannot drop its cache; where no taint keeps requests apart, it must.
+        self.sticky = world.supervised and rng.random() < 0.3
         self.alive, self.paused, self.frozen = True, False, False
         self.died_at = self.hung_at = float("-inf")
         self.cache: dict[str | None, str] = {}
         self.queued: list[SimRequest] = []
         self.running: list[SimRequest] = []
+        self.late = 0
+        """How many requests came while it was paused."""
         self.issued_by: int | None = None
         """The operation whose update is not known to have ended well."""
         self.entering: int | None = None
-        self.served = 0
-        self.awake, self.drained, self._work = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.paused_by, self.served, self.known = 0, 0, True
+        self.awake, self._drained, self._work = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.awake.set()
-        self.engine = asyncio.Lock()
+        self._engine = asyncio.Lock()
         self._task = world.loop.create_task(self._run())
 
     def poke(self) -> None:
         runnable = (self.running and not self.frozen) or (self.queued and not self.paused)
         (self._work.set if runnable and self.awake.is_set() else self._work.clear)()
-        (self.drained.clear if self.running else self.drained.set)()
+        (self._drained.clear if self.running else self._drained.set)()
 
     async def _run(self) -> None:
         while self.alive:
@@ -148,6 +156,7 @@ class SimWorker:
             return "died"
         request.done = asyncio.Future()
         self.queued.append(request)
+        self.late += self.paused
         self.poke()
         return await request.done
 
@@ -163,34 +172,9 @@ class SimWorker:
         for request in self.queued + self.running:
             self.end(request, reason)
 
-    def pause(self, mode: str) -> None:
-        self.paused = True
-        self.frozen = self.frozen or mode == "keep"
-        if mode == "abort":
-            self.end_all("aborted")
-        self.poke()
-
-    def resume(self) -> None:
-        self.paused = self.frozen = False
-        self.poke()
-
-    def clear(self) -> None:
-        held = {request.salt for request in self.running}
-        if not self.sticky:
-            self.cache = {salt: by for salt, by in self.cache.items() if salt in held}
-
-    def set_label(self, version: int | None) -> None:
-        self.ready_at = min(self.ready_at, self.world.now)
-        self.label = version
-
-    def set_taints(self, taints: Sequence[str]) -> None:
-        self.taints = tuple(taints)
-        self.world.loop.call_later(self.lag, setattr, self, "routed", tuple(taints))
-
     def hang(self, seconds: float) -> None:
         self.hung_at = self.world.now
         self.awake.clear()
-        self.poke()
         self.world.loop.call_later(seconds, self.recover)
 
     def recover(self) -> None:
@@ -203,20 +187,68 @@ class SimWorker:
             self.end_all("died")
             self.recover()
 
-    async def load(self, new: str, fault: str | None) -> None:
-        if not self.paused:
-            raise AdminError("It must be paused.")
-        if new == "other" or int(new.removeprefix("w")) < self.served:
-            self.world.broken(f"worker {self.instance_id} goes from {self.served} to {new}")
-        old, self.weights = self.weights, f"{self.weights}|{new}"
-        await asyncio.sleep(self.load_seconds)
-        if fault != "half":
-            self.weights = old if fault == "lie" else new
+    async def pause(self, mode: str, clear_cache: bool) -> None:
+        self.paused, self.paused_by = True, OP.get()
+        self.frozen = self.frozen or mode == "keep"
+        if mode == "abort":
+            self.end_all("aborted")
+        self.poke()
+        if mode == "wait":
+            await self._drained.wait()
+        if clear_cache:
+            self.clear(None)
 
-    async def handle(self, act: Callable[[], Awaitable[Any]]) -> Any:
-        """A call in its socket is heard when it wakes up, also when the caller has left."""
-        await self.awake.wait()
-        return await act() if self.alive else None
+    def resume(self) -> None:
+        op = OP.get()
+        if self.entering == op == self.issued_by:
+            self.issued_by = None
+        # To hear its canary, a worker whose load is being verified may generate.
+        if self.issued_by is not None and (self.issued_by != op or self.world.proving):
+            self.world.broken(f"worker {self.instance_id} is resumed, its weights are unknown")
+        self.served = max(self.served, self.label or 0)
+        self.paused = self.frozen = False
+        self.poke()
+
+    def clear(self, fault: str | None) -> None:
+        held = {request.salt for request in self.running}
+        if not self.sticky and (fault != "lie" or not self.world.supervised):
+            self.cache = {salt: by for salt, by in self.cache.items() if salt in held}
+
+    def set_label(self, version: int) -> None:
+        self.ready_at = min(self.ready_at, self.world.now)
+        self.label = version
+
+    def declare(self, version: int) -> None:
+        self.known = self.label is None or self.label >= 0
+        self.set_label(version)
+        if version >= 0:
+            self.issued_by = None  # the caller vouches for it
+
+    def set_taints(self, taints: Sequence[str]) -> None:
+        self.taints = tuple(taints)
+        self.world.loop.call_later(self.lag, setattr, self, "routed", tuple(taints))
+
+    async def load(self, new: str, label: int, proved: bool, fault: str | None) -> None:
+        async with self._engine:
+            if not self.paused:
+                raise AdminError("It must be paused.")
+            if not new.startswith("w") or int(new[1:]) < self.served:
+                self.world.broken(f"worker {self.instance_id} goes from {self.served} to {new}")
+            old, self.weights = self.weights, f"{self.weights}|{new}"
+            await asyncio.sleep(self.load_seconds)
+            # Of one in doubt no canary tells what it held, so a lie would pass for the truth.
+            lies = fault == "lie" and (self.world.proving or self.known)
+            if fault != "half":
+                self.weights = old if lies else new
+            if proved and self.weights != new:
+                raise AdminError("It holds other parameters.")
+            self.set_label(label)
+
+    def check(self, path: str) -> None:
+        if not self.world.proving:
+            raise NoSuchMethod("It has no such method.")
+        if "unfit" in path:
+            raise AdminError("It has other shapes.")
 
 
 class World:
@@ -224,21 +256,20 @@ class World:
 
     def __init__(self, loop: SimLoop, seed: int, *, proving: bool, shape: str = "stack") -> None:
         self.loop, self.rng = loop, random.Random(seed)
+        loop.world = self
         self.proving = proving
         """Whether the workers compare their parameters themselves; otherwise canaries must do."""
-        self.supervised = shape == "stack"
-        self.tainting = shape != "untainted"
+        self.supervised, self.tainting = shape == "stack", shape != "untainted"
         self.workers: dict[int, SimWorker] = {}
         self.samples: dict[int, tuple[str, frozenset[str]]] = {}
         self.log: list[Call] = []
         self.ops = itertools.count(1)
+        self.users_pauses: set[int] = set()
         self.faults: dict[tuple[str, int], str] = {}
         self.violations: list[str] = []
         self.lock = asyncio.Lock()
         self.shelf: tuple[int, Path] | None = None
-        self.listed_at = 0.0
-        self.listing_fails = 0
-        loop.worlds.append(self)
+        self.listed_at, self.listing_fails = 0.0, 0
 
     @property
     def now(self) -> float:
@@ -255,8 +286,8 @@ class World:
         number = len(self.workers) + 1
         # A supervisor starts it with the ports of one that died.
         free = {w.port for w in self.workers.values() if self.at(w.port) is None}
-        port = min(free, default=20_000 + number)
-        worker = self.workers[number] = SimWorker(self, number, port)
+        worker = SimWorker(self, number, min(free, default=20_000 + number))
+        self.workers[number] = worker
         if self.supervised:
             self.loop.call_later(ready_after, worker.set_taints, [taint_of(0)])
             self.loop.call_later(ready_after + 0.005, worker.set_label, 0)
@@ -264,7 +295,7 @@ class World:
 
     async def listing(self, *_: Any, **__: Any) -> list[Worker]:
         self.listed_at = self.now
-        hung = [w for w in self.workers.values() if w.alive and not w.awake.is_set()]
+        hung = any(w.alive and not w.awake.is_set() for w in self.workers.values())
         await asyncio.sleep(5.0 if hung else 0.002)  # the frontend probes them all
         if self.listing_fails:
             self.listing_fails -= 1
@@ -273,23 +304,20 @@ class World:
         for w in self.workers.values():
             if w.alive or self.now - w.died_at < LISTED_DEAD_SECONDS:
                 error = None if w.alive and w.awake.is_set() else "DeadlineExceeded"
-                url = f"http://sim:{w.port}"
-                found.append(Worker(w.instance_id, "m", url, error=error))
+                found.append(Worker(w.instance_id, "m", f"http://sim:{w.port}", error=error))
         return found
 
     def sampled(self, weights: str, request: SimRequest) -> int:
         if request.greedy:
-            text = f"{weights} {sorted(request.kv)} {len(request.tokens)}"
-            return zlib.crc32(text.encode())
+            return zlib.crc32(f"{weights} {sorted(request.kv)} {len(request.tokens)}".encode())
         token = len(self.samples) + 1
         self.samples[token] = weights, frozenset(request.kv)
         return token
 
     async def post(self, url: str, body: Mapping[str, Any], *, timeout: float, **_: Any) -> Any:
-        ext = body["nvext"]
-        length = len(ext["token_data"])
-        greedy = body["temperature"] == 0
-        request = SimRequest(length, body["max_tokens"], greedy, ext.get("cache_salt"))
+        ext, greedy = body["nvext"], body["temperature"] == 0
+        length, salt = len(ext["token_data"]), ext.get("cache_salt")
+        request = SimRequest(length, body["max_tokens"], greedy, salt)
         taints = ext.get("routing_constraints", {}).get("required_taints", [])
         try:
             async with asyncio.timeout(timeout):
@@ -299,18 +327,15 @@ class World:
         finally:
             for w in self.workers.values():  # the client has gone, or has its answer
                 w.end(request, "aborted")
-        tokens = request.tokens
+        ids = request.tokens
         return {
-            "choices": [{"logprobs": {"token_logprobs": [-1.0 / (1 + t) for t in tokens]}}],
+            "choices": [{"logprobs": {"token_logprobs": [-1.0 / (1 + t) for t in ids]}}],
             "nvext": {
-                "completion_token_ids": list(tokens),
+                "completion_token_ids": ids,
                 "worker_id": {"decode_worker_id": worker.instance_id},
                 "detailed_finish_reason": reason,
             },
-            "usage": {
-                "prompt_tokens": request.prompt + request.moved,
-                "completion_tokens": len(tokens),
-            },
+            "usage": {"prompt_tokens": length + request.moved, "completion_tokens": len(ids)},
         }
 
     async def _route(
@@ -358,67 +383,55 @@ class SimUpdate(FromDisk):
         self.checkpoint = Checkpoint(self.path, {}, self.path.name)
 
 
-@dataclass
-class Process:
-    """The caller's side, which can die as well."""
-
-    crashed: bool = False
-    calls_left: int = 0
-    then: Callable[[], object] = lambda: None
-
-    def count(self) -> None:
-        self.calls_left -= 1
-        if self.calls_left == 0:
-            self.then()
-
-
 class SimAdmin:
     """`AdminAPI` over simulated workers, with the faults that the world has in store. A call
     reaches whoever listens at the address; one over a held line reaches one worker or nobody."""
 
-    def __init__(self, world: World, process: Process | None = None, *, line: bool = False) -> None:
+    def __init__(self, world: World, owner: SimAdmin | None = None) -> None:
         self.world, self.taints = world, world.tainting
-        self.process = process or Process()
-        self._line = line
+        self._owner = owner or self
         self._end: SimWorker | None = None
-        self._cut = False
+        self._cut = self.crashed = False
+        self.calls_left, self.then = 0, lambda: None
+        """At the last of so many calls, `then` is done."""
 
     @asynccontextmanager
     async def held(self) -> AsyncIterator[SimAdmin]:
-        yield SimAdmin(self.world, self.process, line=True)
+        yield SimAdmin(self.world, self)
 
     async def _call(
-        self, worker: Worker, route: str, act: Any, detail: Any = None, limit: float = 10.0
+        self, worker: Worker, route: str, act: Callable[..., Any], detail: Any, limit: float = 10.0
     ) -> Any:
-        sim = self._end or self.world.at(int(worker.admin_url.rpartition(":")[2]))
-        if worker.error is not None or sim is None or self._cut or self.process.crashed:
+        owner, sim = self._owner, self._end or self.world.at(int(worker.admin_url[-5:]))
+        if worker.error is not None or sim is None or self._cut or owner.crashed:
             raise _lost(worker)
         call = Call(OP.get(), route, sim.instance_id, detail)
         self.world.log.append(call)
-        self.process.count()
+        owner.calls_left -= 1
+        if owner.calls_left == 0:
+            owner.then()
         if route == "update":
             sim.issued_by = call.op
-        if self._line:
+        if owner is not self:
             self._end, self._cut = sim, True  # a call that is given up breaks its connection
-        said, self._cut = await self._heard(worker, sim, call, act, limit), False
-        call.ok = True
-        return said
-
-    async def _heard(
-        self, worker: Worker, sim: SimWorker, call: Call, act: Any, limit: float
-    ) -> Any:
-        fault = self.world.faults.pop((call.route, sim.instance_id), None)
+        fault = self.world.faults.pop((route, sim.instance_id), None)
         await asyncio.sleep(self.world.rng.uniform(0.0005, 0.003))
         if fault == "die":
             sim.die()
         elif fault == "hang":
             sim.hang(self.world.rng.choice([3.0, 30.0, 900.0]))
-        if not sim.alive or fault == "before" or self.process.crashed:
+        if not sim.alive or fault == "before" or owner.crashed:
             raise _lost(worker)
-        if fault == "refuse":
-            self._cut = False
-            raise AdminError(f"{worker} refuses.")
-        task = self.world.loop.create_task(sim.handle(lambda: act(sim, fault)))
+
+        async def heard() -> Any:
+            """Once it wakes up, also when the caller has left."""
+            await sim.awake.wait()
+            if fault == "refuse":
+                raise AdminError(f"{worker} refuses.")
+            said = act(sim, fault) if sim.alive else None
+            return await said if inspect.isawaitable(said) else said
+
+        task = self.world.loop.create_task(heard())
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
             async with asyncio.timeout(limit):
@@ -428,80 +441,40 @@ class SimAdmin:
         except AdminError:
             self._cut = False
             raise
-        if fault == "lost" or not sim.alive or self.process.crashed:
+        if fault == "lost" or not sim.alive or owner.crashed:
             raise _lost(worker)
+        call.ok, self._cut = True, False
         return said
 
     async def pause(self, worker: Worker, mode: str = "wait", *, clear_cache: bool = True) -> None:
-        async def act(sim: SimWorker, _: str | None) -> None:
-            sim.pause(mode)
-            if mode == "wait":
-                await sim.drained.wait()
-            if clear_cache:
-                sim.clear()
-
-        await self._call(worker, "pause", act, mode, 300.0)
+        await self._call(worker, "pause", lambda w, _: w.pause(mode, clear_cache), mode, 300.0)
 
     async def resume(self, worker: Worker) -> None:
-        async def act(sim: SimWorker, _: str | None) -> None:
-            if sim.entering == OP.get() == sim.issued_by:
-                sim.issued_by = None
-            sim.served = max(sim.served, sim.label or 0)
-            if sim.issued_by is not None and (sim.issued_by != OP.get() or self.world.proving):
-                self.world.broken(f"{worker} is resumed while its weights are unknown")
-            sim.resume()
-
-        await self._call(worker, "resume", act, limit=300.0)
+        await self._call(worker, "resume", lambda w, _: w.resume(), None, 300.0)
 
     async def flush_cache(self, worker: Worker) -> None:
-        async def act(sim: SimWorker, fault: str | None) -> None:
-            if fault != "lie":
-                sim.clear()
-
-        await self._call(worker, "flush", act)
+        await self._call(worker, "flush", lambda w, fault: w.clear(fault), None)
 
     async def update_from_disk(
         self, worker: Worker, path: Path, version: int, *, method: str | None = None
     ) -> None:
-        async def act(sim: SimWorker, fault: str | None) -> None:
-            async with sim.engine:
-                await sim.load(path.name, fault)
-                if method is not None and sim.weights != path.name:
-                    raise AdminError(f"{worker} holds other parameters.")
-                sim.set_label(version)
+        def act(sim: SimWorker, fault: str | None) -> Any:
+            return sim.load(path.name, version, method is not None, fault)
 
         await self._call(worker, "update", act, version, 720.0)
 
     async def call(self, worker: Worker, method: str, arguments: Mapping[str, Any]) -> None:
-        async def act(sim: SimWorker, _: str | None) -> None:
-            if not self.world.proving:
-                raise NoSuchMethod(f"{worker} has no {method}.")
-            if "unfit" in str(arguments["path"]):
-                raise AdminError(f"{worker} has other shapes.")
-
-        assert method == CHECK_METHOD
-        await self._call(worker, "check", act, limit=300.0)
+        await self._call(worker, "check", lambda w, _: w.check(arguments["path"]), method, 300.0)
 
     async def weight_version(self, worker: Worker) -> int | None:
-        async def act(sim: SimWorker, _: str | None) -> int | None:
-            return sim.label
-
-        said: int | None = await self._call(worker, "version", act)
+        said: int | None = await self._call(worker, "version", lambda w, _: w.label, None)
         return said
 
     async def declare_version(self, worker: Worker, version: int) -> None:
-        async def act(sim: SimWorker, _: str | None) -> None:
-            sim.set_label(version)
-            if version >= 0:
-                sim.issued_by = None  # the caller vouches for it
-
-        await self._call(worker, "declare", act, version)
+        await self._call(worker, "declare", lambda w, _: w.declare(version), version)
 
     async def set_taints(self, worker: Worker, taints: Sequence[str]) -> None:
-        async def act(sim: SimWorker, _: str | None) -> None:
-            sim.set_taints(taints)
-
-        await self._call(worker, "taint", act, tuple(taints))
+        await self._call(worker, "taint", lambda w, _: w.set_taints(taints), tuple(taints))
 
 
 def _lost(worker: Worker) -> AdminError:

@@ -70,6 +70,7 @@ class Coordinator:
         self.under_way: set[asyncio.Task[Any]] = set()
         self.sampling: set[asyncio.Task[Any]] = set()
         self.user_paused = False
+        self.trouble = ""
         self._seen: int = -1
 
     async def _replace(self, worker: Any) -> bool:
@@ -85,7 +86,12 @@ class Coordinator:
         task = self.world.loop.create_task(work)
         into.add(task)
         task.add_done_callback(into.discard)
+        task.add_done_callback(self._ended)
         return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        if not task.cancelled() and task.exception() is not None:
+            self.world.broken(f"{task.exception()!r} is no error that a user should meet")
 
     # --- operations --------------------------------------------------------------------------
 
@@ -97,8 +103,12 @@ class Coordinator:
         return await self._operation(self.fleet.admit, None)
 
     async def pause(self, mode: Any = "wait") -> str:
+        def work() -> Awaitable[None]:
+            self.world.users_pauses.add(OP.get())
+            return self.fleet.pause(mode)
+
         before, self.user_paused = self.user_paused, True
-        outcome = await self._operation(lambda: self.fleet.pause(mode), None)
+        outcome = await self._operation(work, None)
         self.user_paused = before or outcome == "done"
         return outcome
 
@@ -108,40 +118,41 @@ class Coordinator:
         return outcome
 
     async def _operation(self, work: Callable[[], Awaitable[Any]], version: int | None) -> str:
-        world, before = self.world, len(self.world.log)
-        op, began = next(world.ops), world.now
+        world, op, began = self.world, next(self.world.ops), self.world.now
         OP.set(op)
+        reached = version
         try:
             result = await work()
             outcome = "done"
-            if result is not None and version is None:
-                version = result.version  # an admit that moved somebody
+            reached = result.version if result is not None else None
         except UsageError:
             outcome = "refused"
-        except RollwayError:
-            outcome = "failed"
+        except RollwayError as error:
+            outcome, self.trouble = "failed", str(error)
         except asyncio.CancelledError:
             outcome = "cancelled"
-        if not self.admin.process.crashed:
-            calls = [call for call in world.log[before:] if call.op == op]
-            others = {c.worker for c in world.log[before:] if c.op != op and c.route in TOUCHING}
-            free = [w for w in world.workers.values() if w.instance_id not in others]
-            self._check_calls(calls, outcome)
-            first = {c.worker: c.ok for c in reversed(calls) if c.route == "pause"}
-            if version is not None:
-                self.user_paused = self.user_paused and outcome != "done"
-                for worker in [w for w in free if w.hung_at < began and w.awake.is_set()]:
-                    mine = [call for call in calls if call.worker == worker.instance_id]
-                    if outcome == "done":
-                        self._check_serving(worker, version)
-                    elif worker.alive and not all(first.values()):
-                        self._check_undone(worker, mine)
+        start = next((n for n, call in enumerate(world.log) if call.op == op), len(world.log))
+        touching = [call for call in world.log[start:] if call.route in TOUCHING]
+        if self.admin.process.crashed or op in world.users_pauses:
+            return outcome
+        self._check_calls([call for call in touching if call.op == op], outcome)
+        paused = {c.worker: c.ok for c in reversed(touching) if (c.op, c.route) == (op, "pause")}
+        for worker in world.workers.values():
+            calls = [call for call in touching if call.worker == worker.instance_id]
+            if worker.hung_at >= began or any(call.op != op for call in calls):
+                continue
+            if reached is not None and outcome == "done" and (calls or version is not None):
+                self._check_serving(worker, reached)
+            elif worker.alive and worker.issued_by == op and not worker.paused:
+                world.broken(f"worker {worker.instance_id} is in doubt and generates")
+            elif worker.alive and not all(paused.values()):
+                self._check_undone(worker, calls)
         return outcome
 
     # --- promises ----------------------------------------------------------------------------
 
     def _check_calls(self, calls: list[Call], outcome: str) -> None:
-        if outcome == "refused" and any(call.route in TOUCHING for call in calls):
+        if outcome == "refused" and calls:
             self.world.broken("a refused refit has touched a worker")
         for worker in {call.worker for call in calls}:
             mine = [c for c in calls if c.worker == worker]
@@ -169,17 +180,21 @@ class Coordinator:
         routes = [call.route for call in mine]
         lost = any(not call.ok for call in mine if call.route != "pause")
         if "pause" in routes and "update" not in routes and not lost:
-            if worker.paused and worker.issued_by is None and not self._paused_by_user(worker):
+            if worker.paused and (worker.label or 0) >= 0 and not self._paused_by_user(worker):
                 self.world.broken(f"worker {worker.instance_id} was left paused")
 
     def _paused_by_user(self, worker: SimWorker) -> bool:
-        return self.user_paused and worker.paused
+        return worker.paused and worker.paused_by in self.world.users_pauses
 
-    async def sample(self, n: int, length: int, version: int | None = None) -> None:
+    async def traffic(self, times: int, length: int = 8, gap: float = 0.01) -> None:
+        """So dense that some request is always under way when something changes."""
+        for _ in range(times):
+            self.start(self.sample(length), self.sampling)
+            await asyncio.sleep(gap)
+
+    async def sample(self, length: int) -> None:
         try:
-            found = await self.rollouts.generate(
-                [1, 2], Sampling(max_tokens=length), n, version=version
-            )
+            found = await self.rollouts.generate([1, 2], Sampling(max_tokens=length))
         except RollwayError:
             return
         for rollout in found:
@@ -223,6 +238,7 @@ class RefitMachine(RuleBasedStateMachine):
         self.replacing = replacing and shape == "stack"
         for _ in range(count):
             self.world.join()
+        self._pass(0.1)
         # Without the launcher's taints, stamps rest on what one process knows: only one refits.
         processes = 2 if shape == "stack" else 1
         self.everyone = [self._coordinator() for _ in range(processes)]
@@ -276,10 +292,10 @@ class RefitMachine(RuleBasedStateMachine):
     def frontend_restarts(self, times: int) -> None:
         self.world.listing_fails = times
 
-    @rule(i=st.integers(0, 1), n=st.integers(1, 3), length=st.integers(1, 30))
-    def samples(self, i: int, n: int, length: int) -> None:
+    @rule(i=st.integers(0, 1), times=st.sampled_from([1, 5, 60]), length=st.integers(1, 30))
+    def samples(self, i: int, times: int, length: int) -> None:
         who = self._who(i)
-        who.start(who.sample(n, length), who.sampling)
+        who.start(who.traffic(times, length), who.sampling)
 
     @rule(
         i=st.integers(0, 1),
@@ -293,6 +309,7 @@ class RefitMachine(RuleBasedStateMachine):
         fuse=st.none() | st.tuples(st.integers(1, 40), st.sampled_from(["cancel", "crash"])),
         seconds=st.sampled_from([0.0, 0.1, 0.5, 5.0]),
         half=st.booleans(),
+        busy=st.booleans(),
     )
     def refits(
         self,
@@ -302,8 +319,12 @@ class RefitMachine(RuleBasedStateMachine):
         fuse: tuple[int, str] | None,
         seconds: float,
         half: bool,
+        busy: bool,
     ) -> None:
         who = self._who(i)
+        if busy:
+            self.samples(i, 60, 8)
+            self._pass(0.1)
         for route, index, kind in faults:
             worker = self._worker(index)
             if kind == "lie" and route not in ("update", "flush"):
@@ -334,7 +355,8 @@ class RefitMachine(RuleBasedStateMachine):
     def refits_wrongly(self, i: int, weights: str) -> None:
         """No checkpoint, one of other shapes, or a version that is taken."""
         who = self._who(i)
-        version = (who.fleet.versions.current or 0) if weights == "other" else self.tried + 1
+        self.tried += 1
+        version = (who.fleet.versions.current or 0) if weights == "other" else self.tried
         if version and (weights != "unfit" or self.world.proving):
             self._refit(who, version, weights, "pause-all")
 
@@ -362,15 +384,34 @@ class RefitMachine(RuleBasedStateMachine):
             who.check_book()
         assert not getattr(self, "world", None) or not self.world.violations, self.world.violations
 
+    def _settles(self) -> None:
+        """Left alone, everything comes to an end, and one more refit puts it right."""
+        self._pass(DRAIN_SECONDS)
+        for who in self.everyone:
+            assert not who.under_way, "an operation never ends"
+            assert not who.sampling, "a rollout is lost"
+        self.holds()
+        self.world.faults.clear()
+        self.world.listing_fails = 0
+        self.world.join()
+        self._pass(DRAIN_SECONDS)
+        for who in self.everyone:
+            who.admin.process.calls_left = 0
+            self.loop.run_until_complete(who.resume())
+        who, version = self.everyone[0], self.tried + 1
+        outcome = self.loop.run_until_complete(
+            who.refit(version, weights_of(version), "in-flight")
+        )
+        assert outcome == "done", f"a last refit {outcome}: {who.trouble}"
+        found = self.loop.run_until_complete(who.rollouts.generate([1], Sampling(max_tokens=3)))
+        assert found[0].weight_version == version
+        self.holds()
+
     def teardown(self) -> None:
         if not hasattr(self, "loop"):
             return
         try:
-            self._pass(DRAIN_SECONDS)
-            for who in self.everyone:
-                assert not who.under_way, "an operation never ends"
-                assert not who.sampling, "a rollout is lost"
-            self.holds()
+            self._settles()
         finally:
             self.patch.undo()
             for task in asyncio.all_tasks(self.loop):

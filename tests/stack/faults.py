@@ -1,0 +1,136 @@
+"""Dynamo without Rollway to compare with, exactness by span, and checkpoints with a fault."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from rollway.api import Stack
+from rollway.fleet.admin import DynamoAdmin
+from rollway.fleet.discovery import Worker
+from rollway.fleet.report import RefitMode
+from rollway.http import Http
+from rollway.rollout.client import Rollout
+from rollway.rollout.sampling import Sampling
+from rollway.rollout.wire import Assembly, Completion, completion_request
+from tests.stack.policies import Policy
+from tests.stack.test_vllm_stack import TOLERANCE, _versions
+
+SHORT = Sampling(max_tokens=6, ignore_eos=True)
+LONG = Sampling(max_tokens=400, ignore_eos=True)
+GREEDY = Sampling(max_tokens=12, temperature=0.0, ignore_eos=True)
+CLEARLY_OTHER = 0.05
+"""Log-probs of two of the policies differ by more than this at some token."""
+
+
+class Bare:
+    """Dynamo without Rollway: no version, no taint, no salt, no check."""
+
+    def __init__(self, http: Http, frontend_url: str, model: str = "tiny") -> None:
+        self.admin = DynamoAdmin(http)
+        self._http = http
+        self._url = f"{frontend_url}/v1/completions"
+        self._model = model
+
+    async def ask(self, prompt: list[int], sampling: Sampling, **options: Any) -> Any:
+        timeout = options.pop("timeout", 60.0)
+        body = completion_request(self._model, prompt, sampling, **options)
+        return await self._http.post(self._url, body, timeout=timeout)
+
+    async def complete(self, prompt: list[int], sampling: Sampling, **options: Any) -> Completion:
+        return read(await self.ask(prompt, sampling, **options), prompt, sampling)
+
+    async def load(self, worker: Worker, path: Path, **body: Any) -> Any:
+        """Pause, update, resume: the documented way, on one worker."""
+        await self.admin.pause(worker, "abort")
+        url = f"{worker.admin_url}/engine/update_weights_from_disk"
+        answer = await self._http.post(url, {"model_path": str(path), **body}, timeout=60.0)
+        await self.admin.resume(worker)
+        return answer
+
+
+def read(answer: Any, prompt: list[int], sampling: Sampling) -> Completion:
+    assembly = Assembly(sampling, len(prompt))
+    assembly.add(answer)
+    return assembly.finish()
+
+
+def off(policy: Policy, prompt: list[int], completion: Completion) -> float:
+    return policy.distance(prompt, completion.token_ids, completion.logprobs or [])
+
+
+async def move(
+    stack: Stack, policies: list[Policy], mode: RefitMode = "pause-all"
+) -> tuple[int, Policy]:
+    """Refit to the next version; neighbours are different policies."""
+    version = next(_versions)
+    policy = policies[version % len(policies)]
+    await stack.refit(version, policy.path, mode=mode)
+    return version, policy
+
+
+def assert_exact(policies: list[Policy], rollout: Rollout) -> None:
+    """Every token is of the version that its span names, and no token is in two spans or none."""
+    assert rollout.logprobs is not None
+    ends = [0, *(span.end for span in rollout.spans)]
+    assert [span.start for span in rollout.spans] == ends[:-1]
+    assert ends[-1] == len(rollout.token_ids) == len(rollout.logprobs)
+    for span in rollout.spans:
+        assert span.version is not None
+        policy = policies[span.version % len(policies)]
+        wanted = policy.logprobs(rollout.prompt_ids, rollout.token_ids)[span.start : span.end]
+        got = rollout.logprobs[span.start : span.end]
+        assert max(abs(a - b) for a, b in zip(wanted, got, strict=True)) < TOLERANCE
+
+
+def flat(groups: list[list[Rollout]]) -> list[Rollout]:
+    return list(itertools.chain(*groups))
+
+
+Damage = Callable[[dict[str, torch.Tensor]], None]
+
+
+def damaged(policy: Policy, directory: Path, damage: Damage = lambda _: None) -> Path:
+    shutil.copytree(policy.path, directory)
+    tensors = load_file(directory / "model.safetensors")
+    damage(tensors)
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    return directory
+
+
+def cut(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.norm.weight"] = tensors["model.norm.weight"][:32].clone()
+
+
+def lose_a_layer(tensors: dict[str, torch.Tensor]) -> None:
+    for name in [name for name in tensors if ".layers.1." in name]:
+        del tensors[name]
+
+
+def lose_a_tensor(tensors: dict[str, torch.Tensor]) -> None:
+    del tensors["model.norm.weight"]
+
+
+def add_a_tensor(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.extra.weight"] = torch.zeros(4)
+
+
+def rounded(tensors: dict[str, torch.Tensor]) -> None:
+    for name, tensor in tensors.items():
+        tensors[name] = tensor.bfloat16()
+
+
+BAD = {
+    "04 missing": (None, "no checkpoint directory"),
+    "05 shape": (cut, r"model.norm.weight is F32\[32\], served is F32\[64\]"),
+    "06 layer": (lose_a_layer, r"model.layers.1.\S+ is missing"),
+    "06 tensor": (lose_a_tensor, "model.norm.weight is missing"),
+    "06 extra": (add_a_tensor, "model.extra.weight is not part of the model"),
+    "06 dtype": (rounded, r"is BF16\S+, served is F32"),
+}
