@@ -16,7 +16,6 @@ from rich.table import Table
 
 import rollway
 from rollway.errors import RefitError
-from rollway.fleet.admin import IN_DOUBT
 from rollway.fleet.discovery import Worker
 from rollway.fleet.report import RefitReport
 from rollway.stack import local
@@ -150,7 +149,7 @@ def _as_json(worker: Worker, version: int | None) -> dict[str, Any]:
 
 
 def _words(version: int | None) -> str:
-    if version == IN_DOUBT:
+    if version is not None and version < 0:
         return "between two versions"
     return "none declared" if version is None else f"version {version}"
 

@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from rollway.errors import AdminError, Unreachable
-from rollway.fleet.admin import IN_DOUBT, DynamoAdmin, NoSuchMethod, whole_version
+from rollway.fleet.admin import IN_DOUBT, DynamoAdmin, NoSuchMethod, unproven, whole_version
 from rollway.fleet.discovery import Worker
 from rollway.http import Http
 
@@ -177,7 +177,7 @@ async def test_a_closed_client_says_so() -> None:
 
 @pytest.mark.parametrize(
     ("said", "version"),
-    [(None, None), (7, 7), ("7", 7), (-1, IN_DOUBT), (-5, IN_DOUBT), ("step-3", IN_DOUBT)],
+    [(None, None), (7, 7), ("7", 7), (-1, IN_DOUBT), (unproven(3), -5), ("step-3", IN_DOUBT)],
 )
 def test_a_label_as_a_version(said: Any, version: int | None) -> None:
     assert whole_version(said) == version

@@ -63,7 +63,7 @@ async def test_a_refit_moves_every_worker(checkpoint: Path) -> None:
             "get_weight_version",
             "get_weight_version", "update/model_taints", "pause_generation",
             "set_weight_version", "update_weights_from_disk", "flush_cache", "get_weight_version",
-            "pause_generation", "update/model_taints", "resume_generation",
+            "pause_generation", "set_weight_version", "update/model_taints", "resume_generation",
         ]  # fmt: skip
         assert worker.taints == ["rollway-v7"]
 

@@ -50,7 +50,7 @@ class ChaosOptions:
     callers: int = 6
     unprotected: bool = False
     hang_seconds: float = 120.0
-    heal_seconds: float = 240.0
+    heal_seconds: float = 400.0
 
 
 @dataclass(slots=True)

@@ -16,6 +16,7 @@ from rollway.rollout.sampling import Sampling
 TOLERANCE = 1e-3
 """Of a log-prob against torch's; policies differ by far more."""
 SHARED_TOKENS, OWN_TOKENS = 48, 8
+THINK_SECONDS = 0.2
 _PREFIXES = 4
 
 
@@ -115,6 +116,8 @@ class Traffic:
             except asyncio.CancelledError:
                 await rollout
                 raise
+            # Restarting workers need the cores, too.
+            await asyncio.sleep(self._random.uniform(0.0, 2 * THINK_SECONDS))
 
     async def _one(self) -> None:
         prompt = self._random.choice(self._prefixes) + self._tokens(OWN_TOKENS)

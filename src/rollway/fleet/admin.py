@@ -24,7 +24,8 @@ T = TypeVar("T")
 PauseMode = Literal["wait", "keep", "abort"]
 MAX_PARALLEL_CALLS = 128
 IN_DOUBT = -1
-"""The label of a worker while its weights change, and after a change that failed."""
+"""The label of a worker while its weights change, and after a change that failed. Any negative
+label means that; see `unproven`."""
 # A worker that waits longer than this for the other side of a weight group ends itself
 # (DYN_RL_INIT_WEIGHTS_TIMEOUT_S).
 RENDEZVOUS_SECONDS = 30.0
@@ -113,7 +114,7 @@ class AdminAPI(Protocol):
     async def unload_lora(self, worker: Worker, name: str) -> None: ...
 
     async def weight_version(self, worker: Worker) -> int | None:
-        """The version the worker declares; None when it never declared one, `IN_DOUBT` when it is
+        """The version the worker declares; None when it never declared one, negative when it is
         between two."""
         ...
 
@@ -302,12 +303,18 @@ async def on_all(
     return await asyncio.gather(*map(bounded, workers), return_exceptions=True)
 
 
+def unproven(version: int) -> int:
+    """The label of a worker that has loaded a version and is not in service with it yet: should
+    nobody live to finish that, it is still in doubt."""
+    return IN_DOUBT - 1 - version
+
+
 def whole_version(said: Any) -> int | None:
     """A label as a version; one that is not a number (another tool's) says nothing of ours."""
     if said is None:
         return None
     try:
-        return max(int(said), IN_DOUBT)
+        return int(said)
     except (TypeError, ValueError):
         return IN_DOUBT
 

@@ -17,7 +17,6 @@ from typing import Any, Protocol
 
 from rollway.errors import AdminError, NoWorkers, RollwayError
 from rollway.fleet.admin import (
-    IN_DOUBT,
     AdminAPI,
     AdminTimeouts,
     DynamoAdmin,
@@ -99,37 +98,39 @@ class Fleet:
     async def pause(self, mode: PauseMode = "wait", *, clear_cache: bool = True) -> None:
         """Pause every worker and take it out of the routing, where it would only collect requests
         that hang; if one fails the others are resumed again."""
-        workers = await self._usable()
+        async with self._refitting, self._guard():
+            workers = await self._usable()
 
-        async def pause(worker: Worker) -> None:
-            if self.versions.tainted:
-                await self.admin.set_taints(worker, [])
-            await self.admin.pause(worker, mode, clear_cache=clear_cache)
+            async def pause(worker: Worker) -> None:
+                if self.versions.tainted:
+                    await self.admin.set_taints(worker, [])
+                await self.admin.pause(worker, mode, clear_cache=clear_cache)
 
-        self.versions.close()
-        results = await on_all(workers, pause)
-        failed = next((r for r in results if isinstance(r, BaseException)), None)
-        if failed is not None:
-            await on_all(workers, self._back)
-            self.versions.open()
-            raise failed
+            self.versions.close()
+            results = await on_all(workers, pause)
+            failed = next((r for r in results if isinstance(r, BaseException)), None)
+            if failed is not None:
+                await on_all(workers, self._back)
+                self.versions.open()
+                raise failed
 
     async def resume(self) -> None:
         """Resume every worker whose weights are known; one that a refit left in doubt stays
         paused, and is named in the error."""
-        workers = await self._usable()
-        declared = await self._declared(workers)
-        doubtful = [w for w in workers if declared[w.instance_id] == IN_DOUBT]
-        try:
-            await self._all([w for w in workers if w not in doubtful], self._back)
-        finally:
-            self.versions.open()
-        if doubtful:
-            raise AdminError(
-                f"{len(doubtful)} of {len(workers)} workers were left between two versions and "
-                f"stay paused: {'; '.join(map(str, doubtful))}.",
-                "Refit them, or restart them.",
-            )
+        async with self._refitting, self._guard():
+            workers = await self._usable()
+            declared = await self._declared(workers)
+            doubtful = [w for w in workers if (declared[w.instance_id] or 0) < 0]
+            try:
+                await self._all([w for w in workers if w not in doubtful], self._back)
+            finally:
+                self.versions.open()
+            if doubtful:
+                raise AdminError(
+                    f"{len(doubtful)} of {len(workers)} workers were left between two versions and "
+                    f"stay paused: {'; '.join(map(str, doubtful))}.",
+                    "Refit them, or restart them.",
+                )
 
     async def flush_cache(self) -> None:
         await self._all(await self._usable(), self.admin.flush_cache)
@@ -177,7 +178,7 @@ class Fleet:
             try:
                 return await refit.run()
             finally:
-                if self.versions.current == version:
+                if refit.claimed and self.versions.current == version:
                     self._keep_recipe(version, update)
                 self._note_doubts(refit)
 
@@ -223,6 +224,8 @@ class Fleet:
         """Into service as what it is."""
         async with self.admin.held() as line:
             version = await line.weight_version(worker)
+            if version is not None and version < 0:
+                return  # nobody knows what it would serve
             await line.resume(worker)
             if self.versions.tainted and version is not None and version >= 0:
                 await line.set_taints(worker, [taint_of(version)])

@@ -20,12 +20,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from typing import Any
 
-from rollway.errors import AdminError, NoWorkers, RequestFailed, RollwayError
-from rollway.fleet.admin import IN_DOUBT, AdminAPI, PauseMode, on_all
+from rollway.errors import AdminError, NoWorkers, RequestFailed, RollwayError, UsageError
+from rollway.fleet.admin import IN_DOUBT, AdminAPI, PauseMode, on_all, unproven
 from rollway.fleet.discovery import Worker
 from rollway.fleet.membership import Membership
 from rollway.fleet.report import RefitMode, RefitReport, WorkerRefit, refit_error
@@ -70,6 +71,8 @@ class Refit:
     """What each worker declared when last asked: another process declares otherwise."""
     _lines: dict[int, AdminAPI] = field(default_factory=dict)
     """Connections held from the first pause to the end, so that all calls reach one process."""
+    claimed: bool = False
+    _had: dict[int, int | None] = field(default_factory=dict)
     _untainted: dict[int, float] = field(default_factory=dict)
 
     async def run(self) -> RefitReport:
@@ -79,7 +82,13 @@ class Refit:
         workers = await self._answering()
         await self._preflight(workers)
         self.book.claim(self.version, self.update.identity)
-        workers = [w for w in workers if w.instance_id not in self.states and not self._is_there(w)]
+        self.claimed = True
+        workers = [w for w in workers if w.instance_id not in self.states]
+        there = [worker for worker in workers if self._is_there(worker)]
+        workers = [worker for worker in workers if worker not in there]
+        for worker, result in zip(there, await on_all(there, self._stays), strict=True):
+            if isinstance(result, BaseException):
+                self._state(worker).state, self._state(worker).error = "in doubt", str(result)
         self.book.changing += 1
         trouble: AdminError | None = None
         try:
@@ -178,7 +187,9 @@ class Refit:
             self.labels[worker.instance_id] = declared
             if declared is not None and declared >= 0:
                 self.book.serves(worker.instance_id, declared)
-            if self.agreement is not None and worker.instance_id not in self.proving:
+            # One in doubt is paused: it could not answer.
+            heard = declared is None or declared >= 0
+            if self.agreement is not None and heard and worker.instance_id not in self.proving:
                 await self.agreement.before(worker)
 
         for worker, result in zip(workers, await on_all(workers, ask), strict=True):
@@ -194,6 +205,13 @@ class Refit:
             state = self._state(worker)
             state.state, state.version, state.proof = "serving", self.version, "earlier refit"
         return there
+
+    async def _stays(self, worker: Worker) -> None:
+        """It has these weights; an interrupted refit may have left it out of service."""
+        async with self.admin.held() as line:
+            await self._same_process(line, worker)
+            await self._taint(line, worker, [taint_of(self.version)])
+            await line.resume(worker)
 
     # --- a group of workers --------------------------------------------------------------------
 
@@ -251,7 +269,7 @@ class Refit:
             if not complete:
                 # A pause that timed out, or was cancelled here, may still take effect there: all
                 # are resumed, which does no harm to one that was not paused.
-                await asyncio.shield(self._restore(group))
+                await _to_the_end(self._restore(group))
         for instance, error in failed.items():
             self.states[instance].error = str(error)
         if failed:
@@ -267,8 +285,10 @@ class Refit:
         async def restore(worker: Worker) -> None:
             async with self.admin.held() as line:
                 await self._same_process(line, worker)
-                await line.resume(worker)
                 version = self.labels.get(worker.instance_id)
+                if version is not None and version < 0:
+                    return  # in doubt since an earlier refit: never resumed
+                await line.resume(worker)
                 served = [] if version is None or version < 0 else [taint_of(version)]
                 await self._taint(line, worker, served)
 
@@ -312,10 +332,11 @@ class Refit:
             state.state = "updating"
             await self._step("update", worker)
             self.book.issued(worker.instance_id)
+            self._had[worker.instance_id] = self.labels.get(worker.instance_id)
             self.labels[worker.instance_id] = IN_DOUBT  # should nobody live to finish this
             await line.declare_version(worker, IN_DOUBT)
-            await self.update.apply(line, worker, self.version)
-            self.labels[worker.instance_id] = self.version
+            await self.update.apply(line, worker, unproven(self.version))
+            self.labels[worker.instance_id] = unproven(self.version)
             await self._step("flush", worker)
             await line.flush_cache(worker)
             await self._step("verify", worker)
@@ -333,13 +354,14 @@ class Refit:
 
     async def _verify(self, line: AdminAPI, worker: Worker) -> str:
         declared = await line.weight_version(worker)
-        if declared != self.version:
+        if declared != unproven(self.version):
             raise AdminError(f"{worker} declares version {declared} after the update.")
         if worker.instance_id in self.proving:
             return "parameters"  # compared by the worker itself while it loaded them
         if self.agreement is None or worker.instance_id < 0:
             return "word"
         # It has to generate to be heard; outside the routing nobody else hears it.
+        await self._end_late(line, worker)
         await line.resume(worker)
         try:
             await self.agreement.after(worker)
@@ -347,13 +369,19 @@ class Refit:
             await line.pause(worker, "abort")
         return "canary"
 
-    async def _enter_service(self, line: AdminAPI, worker: Worker) -> None:
-        """End what a router sent late, take the new version's requests, generate."""
-        await self._step("open", worker)
+    async def _end_late(self, line: AdminAPI, worker: Worker) -> None:
+        """End what a router sent before it heard: it would be sampled from the new weights."""
         since = time.monotonic() - self._untainted.get(worker.instance_id, 0.0)
         if since < ROUTING_SECONDS:
             await asyncio.sleep(ROUTING_SECONDS - since)
         await line.pause(worker, "abort")
+
+    async def _enter_service(self, line: AdminAPI, worker: Worker) -> None:
+        """End what a router sent late, take the new version's requests, generate."""
+        await self._step("open", worker)
+        await self._end_late(line, worker)
+        await line.declare_version(worker, self.version)
+        self.labels[worker.instance_id] = self.version
         await self._taint(line, worker, [taint_of(self.version)])
         await self._step("resume", worker)
         await line.resume(worker)
@@ -369,7 +397,9 @@ class Refit:
             return
         with contextlib.suppress(RollwayError):  # it was out of the routing when this began
             async with self.admin.held() as line:
-                if await line.weight_version(worker) not in (IN_DOUBT, self.version):
+                had = self._had.get(worker.instance_id)
+                told = await line.weight_version(worker)
+                if told not in (self.version, had) and (told is None or told >= 0):
                     self._state(worker).state = "gone"  # another process has its address
                     return
                 await self._taint(line, worker, [])
@@ -403,7 +433,7 @@ class Refit:
     async def _behind(self) -> list[Worker]:
         """Workers that answer, are not on the version and were not given up."""
         listed = await self.membership.workers(fresh=True)
-        out = {i for i, state in self.states.items() if state.state != "untouched"}
+        out = {i for i, state in self.states.items() if state.state not in ("untouched", "joining")}
         out |= set(self.book.served_by(self.version))
         return await self._labelled(
             [worker for worker in listed if worker.error is None and worker.instance_id not in out]
@@ -418,7 +448,12 @@ class Refit:
             new = worker.instance_id not in self.states
             if worker.error is not None and new and not await _is_dead(worker, listed):
                 self._state(worker).error = worker.error
-        return behind
+        try:
+            await self._preflight(behind)
+        except UsageError as error:
+            raise AdminError(error.message, error.hint) from error
+        behind = [w for w in behind if self._state(w).state != "gone"]
+        return [worker for worker in behind if not self._is_there(worker)]
 
     def _judge(self, report: RefitReport, left_over: Sequence[Worker]) -> None:
         """Raise unless every live worker is on the version."""
@@ -442,6 +477,20 @@ class Refit:
 
 class _AnotherProcess(AdminError):
     """What answers at a worker's address is not that worker."""
+
+
+async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
+    """Finish, and only then be cancelled: nobody else may begin before."""
+    task = asyncio.create_task(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+    task.result()
 
 
 async def _is_dead(worker: Worker, listed: Sequence[Worker] = ()) -> bool:
