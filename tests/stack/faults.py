@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from contextlib import aclosing
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -20,7 +22,9 @@ from rollway.rollout.client import Rollout
 from rollway.rollout.sampling import Sampling
 from rollway.rollout.wire import Assembly, Completion, completion_request
 from tests.stack.policies import Policy
-from tests.stack.test_vllm_stack import TOLERANCE, _versions
+from tests.stack.test_vllm_stack import TOLERANCE, _versions, fresh_prompt
+
+T = TypeVar("T")
 
 SHORT = Sampling(max_tokens=6, ignore_eos=True)
 LONG = Sampling(max_tokens=400, ignore_eos=True)
@@ -73,6 +77,21 @@ async def move(
     policy = policies[version % len(policies)]
     await stack.refit(version, policy.path, mode=mode)
     return version, policy
+
+
+async def under_way(stack: Stack, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """Begin some work, and return when a request beside it has got its next 128 tokens."""
+    task: asyncio.Task[T] | None = None
+    tokens = 0
+    stream = stack.rollouts().stream(fresh_prompt(), LONG)
+    async with aclosing(stream) as parts:  # type: ignore[type-var]
+        async for part in parts:
+            task = task or asyncio.create_task(work)
+            tokens += 0 if isinstance(part, Rollout) else len(part)
+            if tokens > 128:
+                break
+    assert task is not None and not task.done()
+    return task
 
 
 def assert_exact(policies: list[Policy], rollout: Rollout) -> None:

@@ -23,7 +23,7 @@ from rollway.fleet.discovery import Worker
 from rollway.fleet.report import RefitMode
 from rollway.fleet.updates import FromDisk
 from rollway.http import Http
-from rollway.rollout.client import Rollout
+from rollway.rollout.client import Rollout, all_or_none
 from rollway.rollout.wire import Assembly, completion_request
 from rollway.sync import SyncStack
 from tests.stack.faults import (
@@ -39,11 +39,11 @@ from tests.stack.faults import (
     move,
     off,
     rounded,
+    under_way,
 )
 from tests.stack.policies import Policy
 from tests.stack.test_vllm_stack import (
     TOLERANCE,
-    UNDER_WAY_SECONDS,
     _versions,
     fresh_prompt,
     worst,
@@ -82,9 +82,7 @@ async def test_01_no_key_or_value_of_old_weights_is_read(
     await rollouts.generate_batch(idle + busy, SHORT)
     for prompt in idle:  # without the salt too: it is not all that stands between the versions
         await bare.ask(prompt, SHORT)
-    running = asyncio.create_task(rollouts.generate_batch(busy, LONG, n=4))
-    await asyncio.sleep(UNDER_WAY_SECONDS)
-    assert not running.done()
+    running = await under_way(client, rollouts.generate_batch(busy, LONG, n=4))
 
     version, policy = await move(client, policies, mode)
     first = flat(await rollouts.generate_batch(idle, SHORT))
@@ -105,12 +103,12 @@ async def test_01_and_03_dynamo_alone_reads_old_kv_and_mixes_policies(
     """What the tests around this one protect from is still there."""
     _, old = await move(client, policies)
     prompt, worker = fresh_prompt(), (await client.fleet.workers())[0].instance_id
-    running = [asyncio.create_task(bare.complete(prompt, LONG, pin=worker)) for _ in range(32)]
-    await asyncio.sleep(UNDER_WAY_SECONDS)
+    requests = [bare.complete(prompt, LONG, pin=worker) for _ in range(32)]
+    running = await under_way(client, all_or_none(requests))
     version = next(_versions)
     new = policies[version % len(policies)]
     await naive_refit(client.fleet, version, new.path)
-    mixed = (await asyncio.gather(*running))[0]
+    mixed = (await running)[0]
     assert (mixed.finish_reason, len(mixed.token_ids)) == ("length", 400)
     assert min(off(policy, prompt, mixed) for policy in (old, new)) > CLEARLY_OTHER
     stale = await bare.complete(prompt, SHORT, pin=worker)
@@ -127,12 +125,12 @@ async def test_02_an_aborted_rollout_does_not_look_finished(
 ) -> None:
     await move(client, policies)
     prompt = fresh_prompt()
-    ours = asyncio.create_task(client.rollouts().generate(prompt, LONG, n=16))
-    plain = [asyncio.create_task(bare.ask(fresh_prompt(), LONG)) for _ in range(16)]
-    await asyncio.sleep(UNDER_WAY_SECONDS)
+    requests = [bare.ask(fresh_prompt(), LONG) for _ in range(16)]
+    plain = asyncio.create_task(all_or_none(requests))
+    ours = await under_way(client, client.rollouts().generate(prompt, LONG, n=16))
     await client.fleet.pause("abort")
     await client.fleet.resume()
-    answers = await asyncio.gather(*plain)
+    answers = await plain
     reasons = {answer["choices"][0]["finish_reason"] for answer in answers}
     assert "stop" in reasons  # Dynamo's word, although no token may end these
     group = await ours
@@ -175,18 +173,17 @@ async def test_03_each_token_of_a_rollout_has_its_version(
     client: Stack, policies: list[Policy], refits: int
 ) -> None:
     versions = [(await move(client, policies))[0]]
-    prompts = [fresh_prompt() for _ in range(32)]
-    running = asyncio.create_task(client.rollouts().generate_batch(prompts, LONG))
+    prompts = [fresh_prompt() for _ in range(12)]
+    running = await under_way(client, client.rollouts().generate_batch(prompts, LONG))
     for _ in range(refits):
-        await asyncio.sleep(UNDER_WAY_SECONDS)
-        assert not running.done()
         versions.append((await move(client, policies, "in-flight"))[0])
+        await client.rollouts().generate(fresh_prompt(), SHORT)  # the others get on meanwhile
     rollouts = flat(await running)
     for rollout in rollouts:
         assert (len(rollout.token_ids), rollout.finish_reason) == (400, "length")
         assert rollout.weight_version == rollout.spans[0].version
         assert_exact(policies, rollout)
-    assert versions in [[span.version for span in rollout.spans] for rollout in rollouts]
+    assert versions in [[span.version for span in r.spans] for r in rollouts]
 
 
 # --- 4, 5, 6: checkpoints that cannot be served ---------------------------------------------------
@@ -296,18 +293,32 @@ async def test_08_generation_goes_on_during_a_rolling_refit(
     client: Stack, policies: list[Policy]
 ) -> None:
     old, _ = await move(client, policies)
-    seen: list[tuple[Worker, Rollout]] = []
+    windows: list[tuple[float, float]] = []
+    seen: list[tuple[float, float, Rollout]] = []
 
-    async def generate(step: str, worker: Worker) -> None:
-        if step in ("update", "resume"):  # this worker generates nothing now
-            group = client.rollouts(patience=3.0).generate(fresh_prompt(), SHORT)
-            seen.append((worker, (await group)[0]))
+    async def linger(step: str, worker: Worker) -> None:
+        if step == "update":  # this worker generates nothing now
+            began = time.monotonic()
+            await asyncio.sleep(1.5)
+            windows.append((began, time.monotonic()))
 
-    client.fleet.observer = generate
-    new, _ = await move(client, policies, "rolling")
-    assert [rollout.weight_version for _, rollout in seen] == [old, old, new, new]
-    for worker, rollout in seen:
-        assert rollout.worker_id != worker.instance_id
+    async def generate() -> None:
+        began = time.monotonic()
+        (rollout,) = await client.rollouts().generate(fresh_prompt(), SHORT)
+        seen.append((began, time.monotonic(), rollout))
+
+    client.fleet.observer = linger
+    refit = asyncio.create_task(move(client, policies, "rolling"))
+    async with asyncio.TaskGroup() as tasks:
+        while not refit.done():
+            tasks.create_task(generate())
+            await asyncio.sleep(0.2)
+    new, _ = await refit
+    assert len(windows) == 2
+    for opened, closed in windows:
+        assert any(opened < began and ended < closed for began, ended, _ in seen)
+    assert {rollout.weight_version for *_, rollout in seen} == {old, new}
+    for *_, rollout in seen:
         assert_exact(policies, rollout)
 
 

@@ -18,7 +18,7 @@ from rollway.errors import AdminError, RefitError, UsageError
 from rollway.fleet.discovery import Worker
 from rollway.fleet.fleet import Fleet
 from rollway.http import Http
-from rollway.rollout.client import Rollout
+from rollway.rollout.client import Rollout, all_or_none
 from rollway.stack import processes
 from rollway.stack.processes import ProcessId
 from rollway.stack.state import StackDir
@@ -38,12 +38,12 @@ from tests.stack.faults import (
     move,
     off,
     read,
+    under_way,
 )
 from tests.stack.moe import build_moe
 from tests.stack.policies import Policy
 from tests.stack.test_vllm_stack import (
     TOLERANCE,
-    UNDER_WAY_SECONDS,
     _kill,
     _process,
     _until_all_serve,
@@ -77,12 +77,11 @@ async def _kill_a_worker(url: str, policies: list[Policy]) -> Aftermath:
         family = processes.descendants(victim.pid or 0)
         assert victim.instance is not None and len(family) >= 2
         prompts = [fresh_prompt() for _ in range(16)]
-        ours = asyncio.create_task(client.rollouts().generate_batch(prompts, LONG))
-        plain = [asyncio.create_task(bare.ask(prompt, LONG)) for prompt in prompts]
-        await asyncio.sleep(UNDER_WAY_SECONDS)
+        plain = asyncio.create_task(all_or_none(bare.ask(prompt, LONG) for prompt in prompts))
+        ours = await under_way(client, client.rollouts().generate_batch(prompts, LONG))
         _kill("tiny-0")
         late = await client.rollouts().generate_batch([fresh_prompt() for _ in range(32)], SHORT)
-        answers = list(zip(prompts, await asyncio.gather(*plain), strict=True))
+        answers = list(zip(prompts, await plain, strict=True))
         orphans = await asyncio.to_thread(processes.wait_gone, family, 15.0)
         whole = flat(await ours)
         return Aftermath(version, victim.instance, whole, answers, flat(late), orphans)

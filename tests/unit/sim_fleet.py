@@ -397,7 +397,7 @@ class SimAdmin:
 
     @asynccontextmanager
     async def held(self) -> AsyncIterator[SimAdmin]:
-        yield SimAdmin(self.world, self)
+        yield SimAdmin(self.world, self._owner)
 
     async def _call(
         self, worker: Worker, route: str, act: Callable[..., Any], detail: Any, limit: float = 10.0

@@ -25,7 +25,7 @@ from rollway.chaos.faults import WHERE, Injector, ResettingHttp, Strike
 from rollway.chaos.joiner import Joiner
 from rollway.chaos.naive import NaiveBook, naive_refit
 from rollway.chaos.policies import Policies
-from rollway.chaos.traffic import Traffic
+from rollway.chaos.traffic import BUSY_SECONDS, CALM_SECONDS, Traffic
 from rollway.config import StackSpec
 from rollway.errors import RefitError, RollwayError, UsageError
 from rollway.fleet.admin import AdminTimeouts, DynamoAdmin
@@ -267,7 +267,10 @@ class Chaos:
             if state is None or not state.supervised:
                 await self._reopen()
                 continue
-            if all(process.state == "ready" for process in state.processes):
+            ready = all(process.state == "ready" for process in state.processes)
+            # Workers that start need the cores; some traffic goes on all the same.
+            self.traffic.think_seconds = BUSY_SECONDS if ready else CALM_SECONDS
+            if ready:
                 try:
                     await self.joiner.admit_ready(self.injector)
                     if await self._whole():

@@ -16,7 +16,7 @@ from rollway.rollout.sampling import Sampling
 TOLERANCE = 1e-3
 """Of a log-prob against torch's; policies differ by far more."""
 SHARED_TOKENS, OWN_TOKENS = 48, 8
-THINK_SECONDS = 0.2
+BUSY_SECONDS, CALM_SECONDS = 0.2, 3.0
 _PREFIXES = 4
 
 
@@ -61,6 +61,8 @@ class Traffic:
         self.ledger = Ledger()
         self.served = 0
         """The newest version whose refit has returned: from then on nothing older may come."""
+        self.think_seconds = BUSY_SECONDS
+        """Between two rollouts of a caller, on average."""
         self._rollouts = rollouts
         self._policies = policies
         self._random = random.Random(seed)
@@ -116,8 +118,7 @@ class Traffic:
             except asyncio.CancelledError:
                 await rollout
                 raise
-            # Restarting workers need the cores, too.
-            await asyncio.sleep(self._random.uniform(0.0, 2 * THINK_SECONDS))
+            await asyncio.sleep(self._random.uniform(0.0, 2 * self.think_seconds))
 
     async def _one(self) -> None:
         prompt = self._random.choice(self._prefixes) + self._tokens(OWN_TOKENS)

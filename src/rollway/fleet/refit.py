@@ -348,9 +348,11 @@ class Refit:
             state.state, state.version = "serving", self.version
         except BaseException as error:
             state.state, state.error = "in doubt", str(error) or type(error).__name__
+            await _to_the_end(self._keep_out(worker))
             if not isinstance(error, RollwayError):
                 raise
-            await self._give_up(worker)
+            if state.state == "in doubt":
+                await self._replaced(worker)
 
     async def _verify(self, line: AdminAPI, worker: Worker) -> str:
         declared = await line.weight_version(worker)
@@ -390,8 +392,8 @@ class Refit:
             self.book.current = self.version
         self.book.open()
 
-    async def _give_up(self, worker: Worker) -> None:
-        """Keep a worker in doubt out of service, for good if it is ours to replace."""
+    async def _keep_out(self, worker: Worker) -> None:
+        """Keep a worker in doubt out of service; it may have been heard, or have entered it."""
         if await _is_dead(worker):
             self._state(worker).state = "gone"
             return
@@ -403,7 +405,8 @@ class Refit:
                     self._state(worker).state = "gone"  # another process has its address
                     return
                 await self._taint(line, worker, [])
-        await self._replaced(worker)
+                await line.declare_version(worker, IN_DOUBT)
+                await line.pause(worker, "abort")
 
     async def _replaced(self, worker: Worker) -> bool:
         self.book.gone(worker.instance_id)
