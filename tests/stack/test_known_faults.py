@@ -125,15 +125,14 @@ async def test_02_an_aborted_rollout_does_not_look_finished(
 ) -> None:
     await move(client, policies)
     prompt = fresh_prompt()
-    requests = [bare.ask(fresh_prompt(), LONG) for _ in range(16)]
-    plain = asyncio.create_task(all_or_none(requests))
-    ours = await under_way(client, client.rollouts().generate(prompt, LONG, n=16))
+    ours = client.rollouts().generate(prompt, LONG, n=16)
+    plain = all_or_none(bare.ask(fresh_prompt(), LONG) for _ in range(16))
+    running = await under_way(client, all_or_none([ours, plain]))
     await client.fleet.pause("abort")
     await client.fleet.resume()
-    answers = await plain
+    group, answers = await running
     reasons = {answer["choices"][0]["finish_reason"] for answer in answers}
     assert "stop" in reasons  # Dynamo's word, although no token may end these
-    group = await ours
     assert {rollout.finish_reason for rollout in group} <= {"aborted", "length"}
     aborted = [rollout for rollout in group if rollout.finish_reason == "aborted"]
     assert aborted and all(len(rollout.token_ids) < 400 for rollout in aborted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -14,7 +15,7 @@ import pytest
 
 import rollway
 from rollway.api import Stack
-from rollway.errors import AdminError, RefitError, UsageError
+from rollway.errors import AdminError, NoWorkers, RefitError, UsageError
 from rollway.fleet.discovery import Worker
 from rollway.fleet.fleet import Fleet
 from rollway.http import Http
@@ -77,14 +78,15 @@ async def _kill_a_worker(url: str, policies: list[Policy]) -> Aftermath:
         family = processes.descendants(victim.pid or 0)
         assert victim.instance is not None and len(family) >= 2
         prompts = [fresh_prompt() for _ in range(16)]
-        plain = asyncio.create_task(all_or_none(bare.ask(prompt, LONG) for prompt in prompts))
-        ours = await under_way(client, client.rollouts().generate_batch(prompts, LONG))
+        ours = client.rollouts().generate_batch(prompts, LONG)
+        plain = all_or_none(bare.ask(prompt, LONG) for prompt in prompts)
+        running = await under_way(client, all_or_none([ours, plain]))
         _kill("tiny-0")
         late = await client.rollouts().generate_batch([fresh_prompt() for _ in range(32)], SHORT)
-        answers = list(zip(prompts, await plain, strict=True))
         orphans = await asyncio.to_thread(processes.wait_gone, family, 15.0)
-        whole = flat(await ours)
-        return Aftermath(version, victim.instance, whole, answers, flat(late), orphans)
+        groups, answers = await running
+        told = list(zip(prompts, answers, strict=True))
+        return Aftermath(version, victim.instance, flat(groups), told, flat(late), orphans)
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +195,9 @@ async def _assert_replaced(odd: Stack, before: Worker, policies: list[Policy]) -
     """Another worker takes its place and is brought to version 1."""
     fleet, deadline = odd.fleet_of("tiny"), time.monotonic() + 120.0
     while True:
-        versions = await fleet.read_versions()
+        versions = {}
+        with contextlib.suppress(NoWorkers):
+            versions = await fleet.read_versions()
         if list(versions.values()) == [1] and before.instance_id not in versions:
             break
         assert time.monotonic() < deadline, versions

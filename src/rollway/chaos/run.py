@@ -8,6 +8,7 @@ would have said. The stack is chaos' own: it starts it, breaks it, and ends it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 import shutil
@@ -275,7 +276,8 @@ class Chaos:
                     await self.joiner.admit_ready(self.injector)
                     if await self._whole():
                         return
-                    await self.fleet.admit()
+                    with contextlib.suppress(RollwayError):
+                        await self.fleet.admit()
                     if await self._whole():
                         return
                     await self._next_version()

@@ -118,6 +118,8 @@ class Refit:
         report = RefitReport(self.version, "rolling", passes=1)
         await self.update.prepare()
         behind = [w for w in await self._behind() if w.instance_id not in self.skip]
+        if not behind:
+            return report  # only such as are left alone, or not ready
         self.book.changing += 1
         try:
             await self._preflight(behind)
