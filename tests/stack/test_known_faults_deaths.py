@@ -236,6 +236,7 @@ async def test_04_a_worker_whose_checkpoint_vanished_is_replaced(
     fleet.observer = vanish
     with pytest.raises(RefitError) as caught:
         await fleet.refit(2, path)
+    fleet.observer = None
     assert [worker.state for worker in caught.value.report.workers] == ["replaced"]
     await _assert_replaced(odd, before, policies)
 

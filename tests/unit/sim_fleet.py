@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 
 from rollway.errors import AdminError, RequestFailed, Unreachable, UsageError
-from rollway.fleet import fleet, membership, refit
+from rollway.fleet import fleet, membership, moves, refit
 from rollway.fleet.admin import NoSuchMethod
 from rollway.fleet.discovery import Worker
 from rollway.fleet.updates import FromDisk
@@ -361,7 +361,7 @@ class World:
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
         """Put simulated time, listings and checkpoints under the real protocol."""
-        for module in (refit, fleet, membership, client):
+        for module in (refit, moves, fleet, membership, client):
             patch.setattr(module, "time", SimpleNamespace(monotonic=self.loop.time))
         patch.setattr(membership, "discover", self.listing)
         patch.setattr(fleet, "FromDisk", SimUpdate)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from rollway.errors import RollwayError, UsageError
-from rollway.fleet import refit as refit_module
+from rollway.fleet import moves
 from rollway.fleet.fleet import Fleet
 from rollway.fleet.refit import Refit
 from rollway.fleet.report import RefitMode
@@ -559,7 +559,7 @@ def stragglers_are_not_aborted(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_router_is_not_waited_for(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(refit_module, "ROUTING_SECONDS", 0.0)
+    patch.setattr(moves, "ROUTING_SECONDS", 0.0)
 
 
 def workers_stay_in_the_routing(patch: pytest.MonkeyPatch) -> None:

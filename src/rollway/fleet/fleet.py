@@ -25,7 +25,8 @@ from rollway.fleet.admin import (
 )
 from rollway.fleet.discovery import RlListing, Source, Worker
 from rollway.fleet.membership import POLL_SECONDS, Membership
-from rollway.fleet.refit import Observer, Refit, Replace
+from rollway.fleet.moves import Observer, Replace
+from rollway.fleet.refit import Refit
 from rollway.fleet.report import RefitMode, RefitReport, WorkerRefit
 from rollway.fleet.updates import FromDisk, Update
 from rollway.fleet.verify import Agreement, Answer, Ask

@@ -18,62 +18,23 @@ Nothing is sent twice to a worker once an update was issued to it.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from rollway.errors import AdminError, NoWorkers, RequestFailed, RollwayError, UsageError
-from rollway.fleet.admin import IN_DOUBT, AdminAPI, PauseMode, on_all, unproven
+from rollway.errors import AdminError, NoWorkers, UsageError
+from rollway.fleet.admin import on_all
 from rollway.fleet.discovery import Worker
-from rollway.fleet.membership import Membership
-from rollway.fleet.report import RefitMode, RefitReport, WorkerRefit, refit_error
-from rollway.fleet.updates import Update
-from rollway.fleet.verify import Agreement
-from rollway.fleet.versions import VersionBook, taint_of
-
-Observer = Callable[[str, Worker], Awaitable[None]]
-"""Told of each step before it is taken."""
-Replace = Callable[[Worker], Awaitable[bool]]
-"""Ends a worker that its supervisor will start anew; False when nobody supervises it."""
+from rollway.fleet.moves import Mover, is_dead
+from rollway.fleet.report import RefitReport, refit_error
+from rollway.fleet.versions import taint_of
 
 MAX_PASSES = 3
-ANSWER_SECONDS = 15.0
-"""How long a listed worker may fail to answer; a dead one is listed for about 10 s."""
-ROUTING_SECONDS = 0.1
-"""A router may still send what it chose before it heard of a change (10 to 30 ms measured)."""
 
 
 @dataclass(slots=True)
-class Refit:
+class Refit(Mover):
     """One run of the protocol."""
-
-    admin: AdminAPI
-    membership: Membership
-    book: VersionBook
-    update: Update
-    version: int
-    mode: RefitMode = "pause-all"
-    share: float = 0.5
-    agreement: Agreement | None = None
-    replace: Replace | None = None
-    observer: Observer | None = None
-    answer_seconds: float = ANSWER_SECONDS
-    supervised: bool = False
-    """A supervisor labels each worker when it is ready: one without a label is not."""
-    skip: frozenset[int] = frozenset()
-    """Workers that `catch_up` leaves alone: an update to them has failed."""
-    states: dict[int, WorkerRefit] = field(default_factory=dict)
-    proving: set[int] = field(default_factory=set)
-    labels: dict[int, int | None] = field(default_factory=dict)
-    """What each worker declared when last asked: another process declares otherwise."""
-    _lines: dict[int, AdminAPI] = field(default_factory=dict)
-    """Connections held from the first pause to the end, so that all calls reach one process."""
-    claimed: bool = False
-    _had: dict[int, int | None] = field(default_factory=dict)
-    _untainted: dict[int, float] = field(default_factory=dict)
 
     async def run(self) -> RefitReport:
         began = time.monotonic()
@@ -146,7 +107,7 @@ class Refit:
                 break  # nobody was ever there
             if not silent and workers:
                 return await self._labelled(workers)
-            dead = [worker for worker in silent if await _is_dead(worker, workers)]
+            dead = [worker for worker in silent if await is_dead(worker, workers)]
             if len(dead) == len(silent) < len(workers):
                 for worker in dead:
                     self._state(worker).state = "gone"
@@ -196,7 +157,7 @@ class Refit:
 
         for worker, result in zip(workers, await on_all(workers, ask), strict=True):
             if isinstance(result, BaseException):
-                if not (isinstance(result, AdminError) and await _is_dead(worker)):
+                if not (isinstance(result, AdminError) and await is_dead(worker)):
                     raise result
                 self._state(worker).state = "gone"
 
@@ -215,223 +176,11 @@ class Refit:
             await self._taint(line, worker, [taint_of(self.version)])
             await line.resume(worker)
 
-    # --- a group of workers --------------------------------------------------------------------
-
     def _groups(self, workers: Sequence[Worker]) -> list[list[Worker]]:
         if self.mode != "rolling":
             return [list(workers)]
         size = max(1, min(len(workers) - 1, round(len(workers) * self.share)))
         return [list(workers[start : start + size]) for start in range(0, len(workers), size)]
-
-    async def _move(self, group: Sequence[Worker], *, first: bool) -> float:
-        """Pause a group and bring it to the version; returns how long it stood still."""
-        if self.mode != "rolling" and first:
-            self.book.close()
-        began = time.monotonic()
-        try:
-            async with AsyncExitStack() as lines:
-                paused = await self._pause(group, lines)
-                moves = [asyncio.create_task(self._move_one(worker)) for worker in paused]
-                try:
-                    await asyncio.gather(*moves)
-                except asyncio.CancelledError:
-                    await asyncio.gather(*moves, return_exceptions=True)
-                    raise
-        finally:
-            self._lines.clear()
-            self.book.open()
-        return time.monotonic() - began
-
-    async def _pause(self, group: Sequence[Worker], lines: AsyncExitStack) -> list[Worker]:
-        """Take workers out of service; returns those that are there. One that has died needs no
-        pause; if one cannot be paused, all are put back."""
-        mode: PauseMode = "abort" if self.mode == "in-flight" else "wait"
-
-        async def pause(worker: Worker) -> None:
-            started = time.monotonic()
-            await self._step("pause", worker)
-            line = await lines.enter_async_context(self.admin.held())
-            await self._same_process(line, worker)
-            self._lines[worker.instance_id] = line
-            await self._taint(line, worker, [])
-            await line.pause(worker, mode)
-            state = self._state(worker)
-            state.state = "paused"
-            state.pause_seconds = time.monotonic() - started
-
-        failed: dict[int, BaseException] = {}
-        complete = False
-        try:
-            results = await on_all(group, pause)
-            for worker, result in zip(group, results, strict=True):
-                if isinstance(result, BaseException) and not await self._lost(worker):
-                    failed[worker.instance_id] = result
-            complete = not failed
-        finally:
-            if not complete:
-                # A pause that timed out, or was cancelled here, may still take effect there: all
-                # are resumed, which does no harm to one that was not paused.
-                await _to_the_end(self._restore(group))
-        for instance, error in failed.items():
-            self.states[instance].error = str(error)
-        if failed:
-            raise AdminError(
-                f"Not every worker could be paused: {next(iter(failed.values()))}",
-                "The others were put back into service.",
-            )
-        return [worker for worker in group if self._state(worker).state == "paused"]
-
-    async def _restore(self, group: Sequence[Worker]) -> None:
-        """Put workers back into service as they were; no update was issued to them."""
-
-        async def restore(worker: Worker) -> None:
-            async with self.admin.held() as line:
-                await self._same_process(line, worker)
-                version = self.labels.get(worker.instance_id)
-                if version is not None and version < 0:
-                    return  # in doubt since an earlier refit: never resumed
-                await line.resume(worker)
-                served = [] if version is None or version < 0 else [taint_of(version)]
-                await self._taint(line, worker, served)
-
-        for worker, result in zip(group, await on_all(group, restore), strict=True):
-            state = self._state(worker)
-            if not isinstance(result, BaseException):
-                state.state = "restored"
-            elif not await self._lost(worker):
-                state.state, state.error = "in doubt", str(result)
-                self.book.gone(worker.instance_id)
-
-    async def _same_process(self, line: AdminAPI, worker: Worker) -> None:
-        """Raise unless what a line reaches is what was asked last."""
-        if await line.weight_version(worker) != self.labels.get(worker.instance_id):
-            raise _AnotherProcess(f"{worker} is gone: another process has its address.")
-
-    async def _lost(self, worker: Worker) -> bool:
-        """Whether a worker has died, or another process has its address; notes it if so."""
-        gone = await _is_dead(worker)
-        if not gone:
-            try:
-                async with self.admin.held() as line:
-                    await self._same_process(line, worker)
-            except _AnotherProcess:
-                gone = True
-            except AdminError:
-                pass  # it is there and does not answer
-        if gone:
-            self._state(worker).state = "gone"
-            self.book.gone(worker.instance_id)
-        return gone
-
-    # --- one worker ----------------------------------------------------------------------------
-
-    async def _move_one(self, worker: Worker) -> None:
-        """Load, flush, verify, enter service. On any failure the worker is left paused: what it
-        would serve is unknown, and no sample is better than a wrong one."""
-        state, line = self._state(worker), self._lines[worker.instance_id]
-        started = time.monotonic()
-        try:
-            state.state = "updating"
-            await self._step("update", worker)
-            self.book.issued(worker.instance_id)
-            self._had[worker.instance_id] = self.labels.get(worker.instance_id)
-            self.labels[worker.instance_id] = IN_DOUBT  # should nobody live to finish this
-            await line.declare_version(worker, IN_DOUBT)
-            await self.update.apply(line, worker, unproven(self.version))
-            self.labels[worker.instance_id] = unproven(self.version)
-            await self._step("flush", worker)
-            await line.flush_cache(worker)
-            await self._step("verify", worker)
-            state.proof = await self._verify(line, worker)
-            state.update_seconds = time.monotonic() - started
-            started = time.monotonic()
-            await self._enter_service(line, worker)
-            state.resume_seconds = time.monotonic() - started
-            state.state, state.version = "serving", self.version
-        except BaseException as error:
-            state.state, state.error = "in doubt", str(error) or type(error).__name__
-            await _to_the_end(self._keep_out(worker))
-            if not isinstance(error, RollwayError):
-                raise
-            if state.state == "in doubt":
-                await self._replaced(worker)
-
-    async def _verify(self, line: AdminAPI, worker: Worker) -> str:
-        declared = await line.weight_version(worker)
-        if declared != unproven(self.version):
-            raise AdminError(f"{worker} declares version {declared} after the update.")
-        if worker.instance_id in self.proving:
-            return "parameters"  # compared by the worker itself while it loaded them
-        if self.agreement is None or worker.instance_id < 0:
-            return "word"
-        # It has to generate to be heard; outside the routing nobody else hears it.
-        await self._end_late(line, worker)
-        await line.resume(worker)
-        try:
-            await self.agreement.after(worker)
-        finally:
-            await line.pause(worker, "abort")
-        return "canary"
-
-    async def _end_late(self, line: AdminAPI, worker: Worker) -> None:
-        """End what a router sent before it heard: it would be sampled from the new weights."""
-        since = time.monotonic() - self._untainted.get(worker.instance_id, 0.0)
-        if since < ROUTING_SECONDS:
-            await asyncio.sleep(ROUTING_SECONDS - since)
-        await line.pause(worker, "abort")
-
-    async def _enter_service(self, line: AdminAPI, worker: Worker) -> None:
-        """End what a router sent late, take the new version's requests, generate."""
-        await self._step("open", worker)
-        await self._end_late(line, worker)
-        await line.declare_version(worker, self.version)
-        self.labels[worker.instance_id] = self.version
-        await self._taint(line, worker, [taint_of(self.version)])
-        await self._step("resume", worker)
-        await line.resume(worker)
-        self.book.serves(worker.instance_id, self.version)
-        if self.book.current is None or self.book.current < self.version:
-            self.book.current = self.version
-        self.book.open()
-
-    async def _keep_out(self, worker: Worker) -> None:
-        """Keep a worker in doubt out of service; it may have been heard, or have entered it."""
-        if await _is_dead(worker):
-            self._state(worker).state = "gone"
-            return
-        with contextlib.suppress(RollwayError):  # it was out of the routing when this began
-            async with self.admin.held() as line:
-                had = self._had.get(worker.instance_id)
-                told = await line.weight_version(worker)
-                if told not in (self.version, had) and (told is None or told >= 0):
-                    self._state(worker).state = "gone"  # another process has its address
-                    return
-                await self._taint(line, worker, [])
-                await line.declare_version(worker, IN_DOUBT)
-                await line.pause(worker, "abort")
-
-    async def _replaced(self, worker: Worker) -> bool:
-        self.book.gone(worker.instance_id)
-        done = self.replace is not None and await self.replace(worker)
-        if done:
-            self._state(worker).state = "replaced"
-        return done
-
-    async def _taint(self, line: AdminAPI, worker: Worker, taints: Sequence[str]) -> None:
-        if not line.taints:
-            self.book.tainted = False
-            return
-        try:
-            await line.set_taints(worker, taints)
-        except AdminError as error:
-            cause = error.__cause__
-            if not (isinstance(cause, RequestFailed) and cause.status == 404):
-                raise
-            self.book.tainted = False  # an older Dynamo: stamps rest on what this process knows
-            return
-        self.book.tainted = True
-        if not taints:
-            self._untainted[worker.instance_id] = time.monotonic()
 
     # --- afterwards ----------------------------------------------------------------------------
 
@@ -451,7 +200,7 @@ class Refit:
         listed = await self.membership.workers()
         for worker in listed:
             new = worker.instance_id not in self.states
-            if worker.error is not None and new and not await _is_dead(worker, listed):
+            if worker.error is not None and new and not await is_dead(worker, listed):
                 self._state(worker).error = worker.error
         try:
             await self._preflight(behind)
@@ -471,47 +220,3 @@ class Refit:
         ):
             return
         raise refit_error(report)
-
-    def _state(self, worker: Worker) -> WorkerRefit:
-        return self.states.setdefault(worker.instance_id, WorkerRefit(worker.instance_id))
-
-    async def _step(self, name: str, worker: Worker) -> None:
-        if self.observer is not None:
-            await self.observer(name, worker)
-
-
-class _AnotherProcess(AdminError):
-    """What answers at a worker's address is not that worker."""
-
-
-async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
-    """Finish, and only then be cancelled: nobody else may begin before."""
-    task = asyncio.create_task(work)
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.shield(task)
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        raise cancelled
-    task.result()
-
-
-async def _is_dead(worker: Worker, listed: Sequence[Worker] = ()) -> bool:
-    """Whether a worker is dead and not slow: nobody listens at its admin address any more, or
-    another one does (its successor, started with the same ports)."""
-    if any(w.admin_url == worker.admin_url and w.error is None for w in listed):
-        return worker.error is not None
-    host, _, port = worker.admin_url.rpartition("://")[2].rpartition(":")
-    if not port.isdigit():
-        return False
-    try:
-        async with asyncio.timeout(2.0):
-            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
-    except ConnectionRefusedError:
-        return True
-    except (OSError, TimeoutError):
-        return False
-    writer.close()
-    return False
