@@ -100,9 +100,16 @@ class Stack:
     def rollouts(self, model: str | None = None, **options: Any) -> Rollouts:
         """A client for generating; options are those of `Rollouts`."""
         chosen = self._model(model)
-        versions = self._fleets[chosen].versions
-        refresh = self._fleets[chosen].refresh
-        return Rollouts(self._http, self.frontend_url, chosen, versions, refresh=refresh, **options)
+        fleet = self._fleets[chosen]
+        return Rollouts(
+            self._http,
+            self.frontend_url,
+            chosen,
+            fleet.versions,
+            refresh=fleet.refresh,
+            confirms=fleet.confirms,
+            **options,
+        )
 
     async def refit(self, version: int, update: Update | Path | str, **options: Any) -> RefitReport:
         """Bring all workers of the only model to new weights; see `Fleet.refit`."""

@@ -82,7 +82,7 @@ async def test_01_no_key_or_value_of_old_weights_is_read(
     await rollouts.generate_batch(idle + busy, SHORT)
     for prompt in idle:  # without the salt too: it is not all that stands between the versions
         await bare.ask(prompt, SHORT)
-    running = await under_way(client, rollouts.generate_batch(busy, LONG, n=4))
+    running = await under_way(client, rollouts.generate_batch(busy, LONG, n=2))
 
     version, policy = await move(client, policies, mode)
     first = flat(await rollouts.generate_batch(idle, SHORT))

@@ -269,6 +269,7 @@ class World:
         self.violations: list[str] = []
         self.lock = asyncio.Lock()
         self.shelf: tuple[int, Path] | None = None
+        self.named: dict[int, str] = {}
         self.listed_at, self.listing_fails = 0.0, 0
 
     @property
@@ -372,6 +373,12 @@ class World:
 
     def get(self) -> tuple[int, Path] | None:
         return self.shelf
+
+    def claim(self, version: int, identity: str) -> None:
+        self.named[version] = identity
+
+    def claims(self) -> dict[int, str]:
+        return dict(self.named)
 
 
 class SimUpdate(FromDisk):

@@ -59,7 +59,8 @@ class Coordinator:
         self.fleet.observer = world.observe
         self.book.tainted = world.supervised
         bounds = {"timeout": 200.0, "patience": 10.0}
-        self.rollouts = Rollouts(http, "sim", "m", self.book, refresh=self.fleet.refresh, **bounds)
+        known = {"refresh": self.fleet.refresh, "confirms": self.fleet.confirms}
+        self.rollouts = Rollouts(http, "sim", "m", self.book, **known, **bounds)
         self.under_way: Tasks = set()
         self.sampling: Tasks = set()
         self.user_paused, self.trouble = False, ""
@@ -520,7 +521,7 @@ def story(sabotage: Callable[[pytest.MonkeyPatch], None], shape: str, proving: b
         run, who, world = m.loop.run_until_complete, m.everyone[0], m.world
         sabotage(m.patch)
         for worker in world.workers.values():
-            worker.lag, worker.load_seconds, worker.sticky = 0.03, 0.02, world.supervised
+            worker.lag, worker.load_seconds, worker.sticky = 0.05, 0.01, world.supervised
 
         def then(work: Coroutine[Any, Any, str], outcome: str) -> None:
             got = run(work)

@@ -25,7 +25,7 @@ from rollway.fleet.admin import (
 )
 from rollway.fleet.discovery import RlListing, Source, Worker
 from rollway.fleet.membership import POLL_SECONDS, Membership
-from rollway.fleet.moves import Observer, Replace
+from rollway.fleet.moves import Observer, Replace, to_the_end
 from rollway.fleet.refit import Refit
 from rollway.fleet.report import RefitMode, RefitReport, WorkerRefit
 from rollway.fleet.updates import FromDisk, Update
@@ -50,6 +50,12 @@ class Shelf(Protocol):
     def put(self, version: int, path: Path) -> None: ...
 
     def get(self) -> tuple[int, Path] | None: ...
+
+    def claim(self, version: int, identity: str) -> None:
+        """Record which weights a version names."""
+        ...
+
+    def claims(self) -> dict[int, str]: ...
 
 
 class Fleet:
@@ -107,13 +113,16 @@ class Fleet:
                     await self.admin.set_taints(worker, [])
                 await self.admin.pause(worker, mode, clear_cache=clear_cache)
 
-            self.versions.close()
-            results = await on_all(workers, pause)
-            failed = next((r for r in results if isinstance(r, BaseException)), None)
-            if failed is not None:
+            async def undo() -> None:
                 await on_all(workers, self._back)
                 self.versions.open()
-                raise failed
+
+            self.versions.close()
+            try:
+                await self._all(workers, pause)
+            except BaseException:
+                await to_the_end(undo())
+                raise
 
     async def resume(self) -> None:
         """Resume every worker whose weights are known; one that a refit left in doubt stays
@@ -149,16 +158,28 @@ class Fleet:
             self.versions.learn({i: v for i, v in by_id.items() if v is not None and v >= 0})
         return by_id
 
-    async def refresh(self) -> None:
-        """Look again, at most once a second and never raising; for a request that found nobody:
-        another process may have refitted, or a worker may have caught up."""
-        if time.monotonic() - self._refreshed_at < _REFRESH_SECONDS:
+    async def refresh(self, *, now: bool = False) -> None:
+        """Look again, at most once a second unless told to, and never raising; for a request that
+        found nobody: another process may have refitted, or a worker may have caught up."""
+        if not now and time.monotonic() - self._refreshed_at < _REFRESH_SECONDS:
             return
         self._refreshed_at = time.monotonic()
         try:
             await self.read_versions()
         except RollwayError as error:
             log.debug("versions cannot be read: %s", error.message)
+
+    async def confirms(self, instance: int, version: int) -> bool:
+        """Whether a worker still declares a version. Since versions only go up, it has served
+        nothing else in between. For requests without a taint; one that requires it needs no
+        asking."""
+        for worker in await self.workers(fresh=False):
+            if worker.instance_id == instance:
+                try:
+                    return await self.admin.weight_version(worker) == version
+                except RollwayError:
+                    return False
+        return False
 
     async def refit(
         self,
@@ -176,6 +197,9 @@ class Fleet:
         async with self._refitting, self._guard():
             refit = self._new_refit(version, update, expected)
             refit.mode, refit.share = mode, share
+            if self._shelf is not None:
+                self.versions.claimed(self._shelf.claims())
+                refit.record = self._shelf.claim
             try:
                 return await refit.run()
             finally:

@@ -59,6 +59,8 @@ class Mover:
     """What each worker declared when last asked: another process declares otherwise."""
     _lines: dict[int, AdminAPI] = field(default_factory=dict)
     """Connections held from the first pause to the end, so that all calls reach one process."""
+    record: Callable[[int, str], None] | None = None
+    """Keeps which weights a version names, for other processes."""
     claimed: bool = False
     """Whether the version is this refit's: before that nothing was touched."""
     _had: dict[int, int | None] = field(default_factory=dict)
@@ -115,7 +117,7 @@ class Mover:
             if not complete:
                 # A pause that timed out, or was cancelled here, may still take effect there: all
                 # are resumed, which does no harm to one that was not paused.
-                await _to_the_end(self._restore(group))
+                await to_the_end(self._restore(group))
         for instance, error in failed.items():
             self.states[instance].error = str(error)
         if failed:
@@ -194,7 +196,7 @@ class Mover:
             state.state, state.version = "serving", self.version
         except BaseException as error:
             state.state, state.error = "in doubt", str(error) or type(error).__name__
-            await _to_the_end(self._keep_out(worker))
+            await to_the_end(self._keep_out(worker))
             if not isinstance(error, RollwayError):
                 raise
             if state.state == "in doubt":
@@ -289,7 +291,7 @@ class _AnotherProcess(AdminError):
     """What answers at a worker's address is not that worker."""
 
 
-async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
+async def to_the_end(work: Coroutine[Any, Any, None]) -> None:
     """Finish, and only then be cancelled: nobody else may begin before."""
     task = asyncio.create_task(work)
     cancelled: asyncio.CancelledError | None = None

@@ -22,7 +22,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rollway.errors import AdminError, NoWorkers, UsageError
+from rollway.errors import AdminError, NoWorkers, RollwayError, UsageError
 from rollway.fleet.admin import on_all
 from rollway.fleet.discovery import Worker
 from rollway.fleet.moves import Mover, is_dead
@@ -43,6 +43,8 @@ class Refit(Mover):
         workers = await self._answering()
         await self._preflight(workers)
         self.book.claim(self.version, self.update.identity)
+        if self.record is not None:
+            self.record(self.version, self.update.identity)
         self.claimed = True
         workers = [w for w in workers if w.instance_id not in self.states]
         there = [worker for worker in workers if self._is_there(worker)]
@@ -51,7 +53,7 @@ class Refit(Mover):
             if isinstance(result, BaseException):
                 self._state(worker).state, self._state(worker).error = "in doubt", str(result)
         self.book.changing += 1
-        trouble: AdminError | None = None
+        trouble: RollwayError | None = None
         try:
             while workers and report.passes < MAX_PASSES:
                 report.passes += 1
@@ -62,7 +64,7 @@ class Refit(Mover):
                         # Not one of them got there: the others are better left as they are.
                         raise AdminError("None of the first workers took the new weights.")
                 workers = await self._joined()
-        except AdminError as error:
+        except RollwayError as error:
             trouble = error
         finally:
             self.book.changing -= 1
@@ -85,6 +87,7 @@ class Refit(Mover):
         try:
             await self._preflight(behind)
             behind = [worker for worker in behind if worker.instance_id not in self.states]
+            await self._hear_one_that_serves(behind)
             if behind:
                 report.paused_seconds = await self._move(behind, first=False)
         finally:
@@ -181,6 +184,16 @@ class Refit(Mover):
             return [list(workers)]
         size = max(1, min(len(workers) - 1, round(len(workers) * self.share)))
         return [list(workers[start : start + size]) for start in range(0, len(workers), size)]
+
+    async def _hear_one_that_serves(self, behind: Sequence[Worker]) -> None:
+        """For joiners that only a canary can prove: what the others answer is right."""
+        if self.agreement is None or all(w.instance_id in self.proving for w in behind):
+            return
+        serving = self.book.served_by(self.version)
+        for worker in await self.membership.workers():
+            if worker.instance_id in serving and worker.error is None:
+                await self.agreement.agree_with(worker)
+                return
 
     # --- afterwards ----------------------------------------------------------------------------
 

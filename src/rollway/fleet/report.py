@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from rollway.errors import AdminError, RefitError
+from rollway.errors import RefitError, RollwayError
 
 RefitMode = Literal["pause-all", "rolling", "in-flight"]
 """pause-all: all at once, running requests finish first. in-flight: all at once, running requests
@@ -64,7 +64,7 @@ class RefitReport:
         return sum(worker.state == "serving" for worker in self.workers)
 
 
-def refit_error(report: RefitReport, cause: AdminError | None = None) -> RefitError:
+def refit_error(report: RefitReport, cause: RollwayError | None = None) -> RefitError:
     states = "; ".join(
         f"worker {s.instance_id}: {s.state}" + (f" ({s.error})" if s.error else "")
         for s in report.workers

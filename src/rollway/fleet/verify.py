@@ -50,6 +50,10 @@ class Agreement:
     async def before(self, worker: Worker) -> None:
         self._before[worker.instance_id] = await self.ask(worker)
 
+    async def agree_with(self, worker: Worker) -> None:
+        """Take the answer of a worker that serves the version for the right one."""
+        self._agreed = await self.ask(worker)
+
     async def after(self, worker: Worker) -> None:
         answer = await self.ask(worker)
         if answer == self._before.get(worker.instance_id):

@@ -89,6 +89,10 @@ class VersionBook:
             )
         self._weights[version] = identity
 
+    def claimed(self, weights: Mapping[int, str]) -> None:
+        """What versions name according to other processes."""
+        self._weights = {**weights, **self._weights}
+
     def served_by(self, version: int) -> list[int]:
         return [worker for worker, has in self.by_worker.items() if has == version]
 

@@ -51,7 +51,8 @@ class Rollouts:
         model: str,
         versions: VersionBook,
         *,
-        refresh: Callable[[], Awaitable[None]] | None = None,
+        refresh: Callable[..., Awaitable[None]] | None = None,
+        confirms: Callable[[int, int], Awaitable[bool]] | None = None,
         concurrency: int = 256,
         timeout: float = 3600.0,
         patience: float = PATIENCE_SECONDS,
@@ -61,6 +62,7 @@ class Rollouts:
         self._url = f"{frontend_url.rstrip('/')}/v1/completions"
         self._versions = versions
         self._refresh = refresh
+        self._confirms = confirms
         self._slots = asyncio.Semaphore(concurrency)
         self._timeout = timeout
         self._patience = patience
@@ -175,7 +177,7 @@ class Rollouts:
     ) -> Rollout | None:
         """Add a leg; the rollout if it is whole, None if there is more to sample."""
         book = self._versions
-        if not book.vouches(ticket, completion.worker_id):
+        if not await self._vouched(ticket, completion.worker_id):
             if streamed:
                 raise RolloutError("The weights changed while this rollout was streamed.")
             return None
@@ -184,7 +186,7 @@ class Rollouts:
             return trajectory.rollout(completion.finish_reason, ticket.version)
         if trajectory.full:
             return trajectory.rollout("length", ticket.version)
-        await self._look_again()
+        await self._look_again(now=True)
         if ticket.version == book.current and not book.changing and not self._in_doubt(ticket):
             return trajectory.rollout("aborted", ticket.version)  # somebody meant this rollout
         if streamed and trajectory.sampling.penalised and trajectory.token_ids:
@@ -228,9 +230,17 @@ class Rollouts:
                 await self._look_again()
                 await trouble.wait(error)
 
-    async def _look_again(self) -> None:
+    async def _vouched(self, ticket: Ticket, worker: int | None) -> bool:
+        """Without a taint the worker itself is asked too: another process may have changed it."""
+        if not self._versions.vouches(ticket, worker):
+            return False
+        if ticket.taint is not None or ticket.version is None or self._confirms is None:
+            return True
+        return await self._confirms(worker or 0, ticket.version)
+
+    async def _look_again(self, *, now: bool = False) -> None:
         if self._refresh is not None:
-            await self._refresh()
+            await self._refresh(now=now)
 
     @asynccontextmanager
     async def _deadline(self) -> AsyncIterator[None]:

@@ -170,21 +170,34 @@ class WeightsFile:
         self._run_id = run_id
 
     def put(self, version: int, path: Path) -> None:
-        record = {"run": self._run_id, "version": version, "path": str(path)}
-        scratch = self._file.with_suffix(".new")
-        with contextlib.suppress(OSError):
-            scratch.write_text(json.dumps(record))
-            scratch.replace(self._file)
+        self._write({**self._read(), "version": version, "path": str(path)})
 
     def get(self) -> tuple[int, Path] | None:
-        """None also for a record of an earlier run of the stack."""
+        record = self._read()
+        return (record["version"], Path(record["path"])) if "path" in record else None
+
+    def claim(self, version: int, identity: str) -> None:
+        """Record which weights a version names, for good."""
+        record = self._read()
+        self._write({**record, "claims": {**record.get("claims", {}), str(version): identity}})
+
+    def claims(self) -> dict[int, str]:
+        return {int(version): name for version, name in self._read().get("claims", {}).items()}
+
+    def _read(self) -> dict[str, Any]:
+        """Empty also for a record of an earlier run of the stack."""
         try:
             record = json.loads(self._file.read_text())
-            if record["run"] != self._run_id:
-                return None
-            return int(record["version"]), Path(record["path"])
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
+        except (OSError, ValueError):
+            return {}
+        ours = isinstance(record, dict) and record.get("run") == self._run_id
+        return record if ours else {}
+
+    def _write(self, record: dict[str, Any]) -> None:
+        scratch = self._file.with_suffix(".new")
+        with contextlib.suppress(OSError):
+            scratch.write_text(json.dumps({**record, "run": self._run_id}))
+            scratch.replace(self._file)
 
 
 def home() -> Path:
