@@ -618,7 +618,11 @@ def the_gate_stays_shut(patch: pytest.MonkeyPatch) -> None:
 
 
 def every_answer_is_believed(patch: pytest.MonkeyPatch) -> None:
+    async def yes(*_: object) -> bool:
+        return True
+
     patch.setattr(VersionBook, "vouches", lambda *_: True)
+    patch.setattr(Fleet, "confirms", yes)
 
 
 @pytest.mark.parametrize("proving", [True, False], ids=["parameters", "canary"])
