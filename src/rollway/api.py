@@ -260,6 +260,9 @@ class _Attach(_Opening):
                 "Give the frontend's address, for example http://127.0.0.1:8000.",
                 status=getattr(error, "status", 200),
             ) from error
+        if self._name:  # while its only worker starts anew, a model is not listed
+            state = StackDir(self._name).read()
+            models = state.models if state is not None else models
         if not models:
             raise RollwayError(
                 f"The frontend at {self._frontend} serves no model yet.",

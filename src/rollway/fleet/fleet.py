@@ -25,7 +25,7 @@ from rollway.fleet.admin import (
 )
 from rollway.fleet.discovery import RlListing, Source, Worker
 from rollway.fleet.membership import POLL_SECONDS, Membership
-from rollway.fleet.moves import Observer, Replace, to_the_end
+from rollway.fleet.moves import ROUTING_SECONDS, Observer, Replace, to_the_end
 from rollway.fleet.refit import Refit
 from rollway.fleet.report import RefitMode, RefitReport, WorkerRefit
 from rollway.fleet.updates import FromDisk, Update
@@ -112,6 +112,10 @@ class Fleet:
                 if self.versions.tainted:
                     await self.admin.set_taints(worker, [])
                 await self.admin.pause(worker, mode, clear_cache=clear_cache)
+                if self.versions.tainted and mode != "keep":
+                    # What a router sent before it heard of it would hang until the resume.
+                    await asyncio.sleep(ROUTING_SECONDS)
+                    await self.admin.pause(worker, "abort", clear_cache=clear_cache)
 
             async def undo() -> None:
                 await on_all(workers, self._back)
@@ -293,12 +297,11 @@ class Fleet:
 
     async def _served(self) -> dict[str, TensorHeader] | None:
         """Names, shapes and dtypes of what is served, if this process can tell."""
-        if self._recipe is not None and isinstance(self._recipe[1], FromDisk):
-            checkpoint = self._recipe[1].checkpoint
-            if checkpoint is not None:
-                return checkpoint.tensors
         if self._reference is not None and self._reference.is_dir():
             return await asyncio.to_thread(read_headers, self._reference)
+        if self._recipe is not None and isinstance(self._recipe[1], FromDisk):
+            checkpoint = self._recipe[1].checkpoint
+            return None if checkpoint is None else checkpoint.tensors
         return None
 
     async def _left(self, worker: Worker) -> None:

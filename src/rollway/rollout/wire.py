@@ -22,6 +22,7 @@ FinishReason = Literal["stop", "length", "aborted"]
 
 # "stop" also stands for a request that was cancelled; the detailed reason tells them apart.
 _EXTRA_FIELDS = ["completion_token_ids", "worker_id", "detailed_finish_reason"]
+_ROUNDING = 1e-5  # of a token that is certain; float32 may end above 0
 _FINISH: dict[str, FinishReason] = {
     "stop": "stop",
     "eos": "stop",
@@ -213,7 +214,9 @@ class Assembly:
                 if not self._logprobs
                 else "",
             )
-        checked = [lp for lp in self._logprobs if lp is not None and math.isfinite(lp) and lp <= 0]
+        checked = [
+            lp for lp in self._logprobs if lp is not None and math.isfinite(lp) and lp <= _ROUNDING
+        ]
         if len(checked) != len(self._logprobs):
             raise RolloutError("A log-prob is missing, not finite, or above 0.")
         return checked

@@ -30,7 +30,8 @@ def frontend_defaults(spec: StackSpec) -> Defaults:
     if spec.preset == "plain":
         return Defaults({} if migration is None else {"migration-limit": migration})
     args: RawArgs = {
-        # A request whose worker dies goes on elsewhere instead of failing with 503.
+        # A request whose worker dies goes on elsewhere instead of failing with 503 (not one that a
+        # session binds to that worker: Rollouts samples it anew).
         "migration-limit": 3 if migration is None else migration,
         # The rollouts of one group carry one session id and stay where their prefix is cached:
         # 0.85 prefix hits against 0.63 with the router's own choice (32 workers, G=8, 3 turns).
