@@ -115,16 +115,15 @@ class Stack:
         """Bring all workers of the only model to new weights; see `Fleet.refit`."""
         return await self.fleet.refit(version, update, **options)
 
-    async def watch(self) -> None:
-        """Ask the workers which version they serve, then go on noticing who joins and leaves.
+    async def learn(self, *, watch: bool = True) -> None:
+        """Ask the workers which version they serve, and go on noticing who joins and leaves.
         Mockers and stacks without RL have no versions, and their rollouts say so
         (`weight_version=None`)."""
         for fleet in self._fleets.values():
-            try:
+            with contextlib.suppress(Unreachable, RequestFailed, NoWorkers):
                 await fleet.read_versions()
-            except (Unreachable, RequestFailed, NoWorkers):
-                continue
-            self._watching.append(asyncio.create_task(fleet.watch()))
+            if watch:
+                self._watching.append(asyncio.create_task(fleet.watch()))
 
     async def unwatch(self) -> None:
         for task in self._watching:
@@ -150,6 +149,7 @@ class _Opening:
         self._http = Http()
         self._portal: Portal | None = None
         self._stack: Stack | None = None
+        self._watch = True
 
     async def _open(self) -> Stack:
         raise NotImplementedError
@@ -162,7 +162,7 @@ class _Opening:
     async def __aenter__(self) -> Stack:
         try:
             self._stack = await self._open()
-            await self._stack.watch()
+            await self._stack.learn(watch=self._watch)
             return self._stack
         except BaseException:
             await self._close()
@@ -240,8 +240,9 @@ class _Up(_Opening):
 
 
 class _Attach(_Opening):
-    def __init__(self, target: str, rl_url: str | None) -> None:
+    def __init__(self, target: str, rl_url: str | None, watch: bool) -> None:
         super().__init__()
+        self._watch = watch
         self._frontend, self._rl, self._name = _addresses(target, rl_url)
 
     async def _open(self) -> Stack:
@@ -286,9 +287,10 @@ def up(
     )
 
 
-def attach(target: str, *, rl_url: str | None = None) -> _Attach:
-    """Use a running stack, by the frontend's address or by the name of a local stack."""
-    return _Attach(target, rl_url)
+def attach(target: str, *, rl_url: str | None = None, watch: bool = True) -> _Attach:
+    """Use a running stack, by the frontend's address or by the name of a local stack. With `watch`,
+    workers that join meanwhile are noticed and brought up to date."""
+    return _Attach(target, rl_url, watch)
 
 
 def make_spec(

@@ -286,7 +286,7 @@ async def _weight_versions(state: StackState) -> dict[str, int | str | None]:
 
 def _status_elsewhere(options: argparse.Namespace) -> int:
     """A stack that Rollway did not start, by its frontend's address."""
-    with rollway.attach(options.name) as stack:
+    with rollway.attach(options.name, watch=False) as stack:
         versions = {
             model: {str(i): v for i, v in fleet_versions.items()}
             for model in stack.models

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 import rollway
-from rollway.errors import RefitError
+from rollway.errors import RefitError, RollwayError
 from rollway.fleet.discovery import Worker
 from rollway.fleet.report import RefitReport
 from rollway.stack import local
@@ -119,10 +119,13 @@ def watch(options: argparse.Namespace) -> int:
     before: dict[str, Any] = {}
     with _fleet(options) as fleet:
         while True:
-            served = fleet.read_versions()
-            now = {
-                str(w.instance_id): _as_json(w, served.get(w.instance_id)) for w in fleet.workers()
-            }
+            try:
+                served, listed = fleet.read_versions(), fleet.workers()
+            except RollwayError as error:  # the frontend restarts, or the only worker does
+                print(f"rollway: {error.message}", file=sys.stderr, flush=True)
+                time.sleep(options.seconds)
+                continue
+            now = {str(w.instance_id): _as_json(w, served.get(w.instance_id)) for w in listed}
             for instance in before.keys() | now.keys():
                 if before.get(instance) != now.get(instance):
                     _print_change(options, instance, before.get(instance), now.get(instance))
@@ -133,7 +136,9 @@ def watch(options: argparse.Namespace) -> int:
 @contextmanager
 def _fleet(options: argparse.Namespace) -> Iterator[SyncFleet]:
     target = options.stack or local.resolve_name(None)
-    with rollway.attach(target, rl_url=options.rl_url) as stack:
+    # A command that ends at once must not begin to bring a worker up to date.
+    watching = options.command is watch
+    with rollway.attach(target, rl_url=options.rl_url, watch=watching) as stack:
         yield stack.fleet_of(options.model)
 
 

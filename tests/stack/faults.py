@@ -94,6 +94,16 @@ async def under_way(stack: Stack, work: Coroutine[Any, Any, T]) -> asyncio.Task[
     return task
 
 
+async def tokens_pass(stack: Stack, count: int = 65) -> None:
+    """Return when a request beside the others has got that many tokens; they have, too."""
+    tokens = 0
+    async with aclosing(stack.rollouts().stream(fresh_prompt(), LONG)) as parts:  # type: ignore[type-var]
+        async for part in parts:
+            tokens += 0 if isinstance(part, Rollout) else len(part)
+            if tokens >= count:
+                return
+
+
 def assert_exact(policies: list[Policy], rollout: Rollout) -> None:
     """Every token is of the version that its span names, and no token is in two spans or none."""
     assert rollout.logprobs is not None

@@ -39,6 +39,7 @@ from tests.stack.faults import (
     move,
     off,
     rounded,
+    tokens_pass,
     under_way,
 )
 from tests.stack.policies import Policy
@@ -176,7 +177,7 @@ async def test_03_each_token_of_a_rollout_has_its_version(
     running = await under_way(client, client.rollouts().generate_batch(prompts, LONG))
     for _ in range(refits):
         versions.append((await move(client, policies, "in-flight"))[0])
-        await client.rollouts().generate(fresh_prompt(), SHORT)  # the others get on meanwhile
+        await tokens_pass(client)
     rollouts = flat(await running)
     for rollout in rollouts:
         assert (len(rollout.token_ids), rollout.finish_reason) == (400, "length")

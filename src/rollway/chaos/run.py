@@ -95,7 +95,7 @@ class Report:
     @property
     def clean(self) -> bool:
         bad = (self.stale_tokens, self.wrong_logprobs, self.lost_rollouts, self.hangs, self.orphans)
-        return not any(bad)
+        return not any(bad) and self.tokens_checked > 0
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -142,8 +142,12 @@ class Chaos:
         try:
             await self._open()
             self.traffic.start()
-            for number, strike in enumerate(self._strikes(), start=1):
-                await self._round(number, strike)
+            try:
+                for number, strike in enumerate(self._strikes(), start=1):
+                    await self._round(number, strike)
+            except RollwayError as error:  # what was found until then is worth telling
+                self.report.detail[-1].error = error.message
+                self.report.hangs += 1
             await self.traffic.stop()
             await self.traffic.check()
         finally:
@@ -249,6 +253,9 @@ class Chaos:
             entry.outcome = "hung"
             self.report.hangs += 1
         except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise  # not the refit: this run
             entry.outcome = "cancelled"
         except UsageError as error:
             entry.outcome, entry.error = "refused", error.message[:300]
@@ -284,7 +291,6 @@ class Chaos:
                 except RollwayError as error:
                     self.progress(f"healing: {error.message[:120]}")
             await asyncio.sleep(0.5)
-        self.report.hangs += 1
         raise RollwayError(f"The fleet was not whole after {self.options.heal_seconds:g} s.")
 
     async def _whole(self) -> bool:

@@ -176,18 +176,9 @@ class Traffic:
             ledger.stale_tokens += len(places)
             self._note(f"version {version} after the refit to {asked_at} had returned")
         elif wrong:
-            ledger.stale_tokens += self._from_another(rollout, version, wrong)
+            # Other weights, or KV cache of other weights: not of the version it is stamped with.
+            ledger.stale_tokens += len(wrong)
             self._note(f"{len(wrong)} of {len(places)} tokens are not of version {version}")
-
-    def _from_another(self, rollout: Rollout, version: int, wrong: list[int]) -> int:
-        """How many of the wrong tokens are exactly those of another set of weights."""
-        given = rollout.logprobs or []
-        others = [
-            self._expected(other, [rollout])[0]
-            for other in range(COUNT)
-            if other != version % COUNT
-        ]
-        return sum(any(not _apart(given[i], row[i]) for row in others) for i in wrong)
 
     def _expected(self, version: int, rollouts: list[Rollout]) -> list[list[float]]:
         return self._policies.logprobs(

@@ -240,12 +240,14 @@ class Fleet:
                     await self.admit()
                 except RollwayError as error:
                     log.warning("a worker could not be brought up to date: %s", error)
+                except Exception:
+                    log.exception("a worker could not be brought up to date")
             await asyncio.sleep(seconds)
 
     async def _somebody_is_behind(self) -> bool:
         known, current = self.versions.by_worker, self.versions.current
         return any(
-            worker.error is None and known.get(worker.instance_id) != current
+            worker.error is None and (current is None or known.get(worker.instance_id) != current)
             for worker in await self.workers(fresh=False)
         )
 

@@ -71,8 +71,10 @@ class Mover:
 
     async def _move(self, group: Sequence[Worker], *, first: bool) -> float:
         """Pause a group and bring it to the version; returns how long it stood still."""
-        if self.mode != "rolling" and first:
-            self.book.close()
+        current = self.book.current
+        serving = set() if current is None else set(self.book.served_by(current))
+        if (self.mode != "rolling" and first) or serving <= {w.instance_id for w in group}:
+            self.book.close()  # nobody would be left to take requests
         began = time.monotonic()
         try:
             async with AsyncExitStack() as lines:
@@ -80,7 +82,7 @@ class Mover:
                 moves = [asyncio.create_task(self._move_one(worker)) for worker in paused]
                 try:
                     await asyncio.gather(*moves)
-                except asyncio.CancelledError:
+                except BaseException:
                     await asyncio.gather(*moves, return_exceptions=True)
                     raise
         finally:

@@ -44,9 +44,13 @@ class Healer(Children):
             ready = {
                 state.name: state.instance
                 for state in self.state.processes
-                if state.state == "ready" and state.instance is not None
+                if state.state == "ready"
+                and state.instance is not None
+                and self.plans[state.name].engine != "mocker"  # which is which is not known there
             }
             for name in absent.lost(ready, await listed_instances(self.http, self.plan)):
+                if self._state_of(name).instance != ready[name]:
+                    continue  # it has just been started anew
                 self._report(self.plans[name], "lost", "it runs, but discovery lost it")
                 self.children[name].kill()
 

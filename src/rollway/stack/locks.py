@@ -9,19 +9,27 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import hashlib
+import os
 import socket
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 _POLL_SECONDS = 0.05
+_LONGEST = 90  # bytes, of the 107 that the address of a socket may have
+_locks: weakref.WeakSet[NamedLock] = weakref.WeakSet()
 
 
 class NamedLock:
     """Held from a successful `acquire` until `release` or the end of the process."""
 
     def __init__(self, name: str) -> None:
+        if len(name) > _LONGEST:
+            name = f"{name[:40]}-{hashlib.sha256(name.encode()).hexdigest()[:32]}"
         self._address = f"\0rollway/{name}"
         self._socket: socket.socket | None = None
+        _locks.add(self)
 
     def acquire(self) -> bool:
         """Take the lock; False when somebody else has it."""
@@ -40,6 +48,15 @@ class NamedLock:
         holder, self._socket = self._socket, None
         if holder is not None:
             holder.close()
+
+
+def _let_go() -> None:
+    """In a forked child: the locks are its parent's, and must not outlive them there."""
+    for lock in list(_locks):
+        lock.release()
+
+
+os.register_at_fork(after_in_child=_let_go)
 
 
 @asynccontextmanager

@@ -101,7 +101,9 @@ async def _registered(
         try:
             seen = await _instances(http, plan, workers, taken)
         except RollwayError:
-            seen = {}  # the frontend itself is still starting
+            unlisted_since.clear()  # the frontend itself is still starting: nobody is lost
+            await asyncio.sleep(_POLL_SECONDS)
+            continue
         for worker in workers:
             if worker.name in seen and worker.name not in found:
                 found[worker.name] = seen[worker.name]
@@ -155,7 +157,7 @@ async def listed_instances(http: Http, plan: StackPlan) -> set[int] | None:
     try:
         health = await http.get(f"{plan.frontend_url}/health", timeout=5.0, retry=ONCE)
         return {int(entry["instance_id"]) for entry in health["instances"]}
-    except (RollwayError, KeyError, TypeError):
+    except (RollwayError, KeyError, TypeError, ValueError):
         return None
 
 
@@ -208,12 +210,20 @@ async def _listed(http: Http, plan: StackPlan, models: set[str]) -> None:
 
 
 async def _declare_base(http: Http, plan: StackPlan, instance: int) -> None:
-    """Routing first, label last: once a worker has its label, a refit may begin to change both."""
-    admin = DynamoAdmin(http)
-    for listed in await discover(http, RlListing(plan.rl_url)):
-        if listed.instance_id == instance:
-            await admin.set_taints(listed, [taint_of(BASE_VERSION)])
-            await admin.declare_version(listed, BASE_VERSION)
+    """Routing first, label last: once a worker has its label, a refit may begin to change both. One
+    that has a label already was moved by somebody who did not wait. The caller bounds the time."""
+    while True:
+        try:
+            for listed in await discover(http, RlListing(plan.rl_url)):
+                if listed.instance_id == instance and listed.error is None:
+                    async with DynamoAdmin(http).held() as admin:
+                        if await admin.weight_version(listed) is None:
+                            await admin.set_taints(listed, [taint_of(BASE_VERSION)])
+                            await admin.declare_version(listed, BASE_VERSION)
+                    return
+        except RollwayError:
+            pass  # the frontend restarts, perhaps
+        await asyncio.sleep(_POLL_SECONDS)
 
 
 async def _answer(

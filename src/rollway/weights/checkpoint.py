@@ -171,7 +171,7 @@ def _header(path: Path) -> dict[str, TensorHeader]:
             tensors[name] = header
         if end != size:
             raise ValueError(f"it has {size} bytes instead of {end}")
-    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
         raise UsageError(f"{path} is not a whole weight file ({error}).", _HALF_WRITTEN) from error
     return tensors
 
