@@ -67,7 +67,7 @@ def test_every_mode_brings_every_worker_to_the_version(
     group = stack.rollouts().generate(PROMPT, SHORT, n=4)
     assert {rollout.weight_version for rollout in group} == {1}
     assert worst(policies[1], group) < TOLERANCE
-    assert group[0].cached_tokens == 0 or group[1].cached_tokens == 0
+    assert any(rollout.cached_tokens == 0 for rollout in group)  # one was the first
 
 
 def test_a_canary_proves_workers_without_our_engine_methods(
@@ -95,7 +95,7 @@ def test_a_second_process_goes_on_with_what_the_first_refitted(
         group = other.rollouts().generate(PROMPT, SHORT, n=2)
         assert {rollout.weight_version for rollout in group} == {1}
         assert worst(policies[1], group) < TOLERANCE
-        with pytest.raises(UsageError, match=r"Version 1 is (older|served already)"):
+        with pytest.raises(UsageError, match="Version 1 already names other weights"):
             other.refit(1, policies[2].path)
 
 
