@@ -49,7 +49,7 @@ def test_a_supervisor_that_dies_takes_nothing_with_it_but_the_stack(
 
 
 def test_without_protection_stale_tokens_are_found(cli: Cli) -> None:
-    report = chaos(cli, *WITH_LIGHT_WORKERS, "--rounds", "3", "--unprotected")
+    report = chaos(cli, *WITH_LIGHT_WORKERS, "--rounds", "5", "--unprotected")
     assert report["stale_tokens"] > 0 and report["wrong_logprobs"] > 0
 
 

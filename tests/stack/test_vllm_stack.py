@@ -263,7 +263,8 @@ async def test_requests_in_flight_are_stamped_with_what_sampled_them(
         running = asyncio.create_task(stack.rollouts().generate(fresh_prompt(), long, n=32))
         await asyncio.sleep(UNDER_WAY_SECONDS)
         refit = asyncio.create_task(stack.refit(new, policies[new % len(policies)].path))
-        await asyncio.sleep(0.05)
+        while not stack.fleet.versions.moving:
+            await asyncio.sleep(0.005)
         late = await stack.rollouts().generate(fresh_prompt(), Sampling(max_tokens=4), n=2)
         await refit
         group = await running

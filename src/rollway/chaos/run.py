@@ -189,6 +189,8 @@ class Chaos:
                 callers=self.options.callers,
                 hang_seconds=self.options.hang_seconds,
             )
+            if self.options.unprotected:  # no restarts to make room for
+                self.traffic.think_seconds = 0.0
 
     async def _close(self) -> None:
         self.progress("stopping the stack")

@@ -50,7 +50,7 @@ class Proof:
         self._packed: dict[str, list[str]] = dict(getattr(model, "packed_modules_mapping", {}))
         self._fused_into = {part: whole for whole, parts in self._packed.items() for part in parts}
         self._mapper = getattr(model, "hf_to_vllm_mapper", None)
-        self._parameters = dict(model.named_parameters())
+        self._parameters = _parameters(model)
         self._groups: dict[str, _Group] = {}
 
     def unknown_among(self, names: Iterable[str]) -> list[str]:
@@ -76,7 +76,7 @@ class Proof:
     ) -> None:
         """Raise unless every parameter that can be looked at holds what went by; `reduced` sums
         over the ranks among which parameters are cut."""
-        parameters = dict(model.named_parameters())
+        parameters = _parameters(model)
         seen = {name: group for name, group in self._groups.items() if parameters[name].numel()}
         local = [fingerprint(parameters[name]) for name in seen]
         device = next(iter(parameters.values())).device
@@ -136,6 +136,7 @@ class Proof:
     def _product_agrees(self, model: torch.nn.Module, name: str) -> bool:
         """Whether a packed layer multiplies as the checkpoint's tensors would."""
         layer: Any = model.get_submodule(name.rpartition(".")[0])
+        layer = getattr(layer, "base_layer", layer)
         kernel = getattr(layer, "cpu_linear", None)
         group = self._groups[name]
         order = self._packed.get(name.split(".")[-2], list(group.products))
@@ -149,6 +150,11 @@ class Proof:
         scale = expected.abs().max().clamp(min=1e-6)
         precise = layer.weight.dtype == torch.float32
         return bool((made - expected).abs().max() / scale < (1e-4 if precise else 3e-2))
+
+
+def _parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """By the names that they have without adapters, which wrap a layer as its `base_layer`."""
+    return {name.replace(".base_layer.", "."): value for name, value in model.named_parameters()}
 
 
 def _probe(width: int) -> torch.Tensor:
