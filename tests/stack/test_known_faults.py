@@ -109,9 +109,11 @@ async def test_01_and_03_dynamo_alone_reads_old_kv_and_mixes_policies(
     version = next(_versions)
     new = policies[version % len(policies)]
     await naive_refit(client.fleet, version, new.path)
-    mixed = (await running)[0]
-    assert (mixed.finish_reason, len(mixed.token_ids)) == ("length", 400)
-    assert min(off(policy, prompt, mixed) for policy in (old, new)) > CLEARLY_OTHER
+    ended = await running
+    assert {(one.finish_reason, len(one.token_ids)) for one in ended} == {("length", 400)}
+    # Some may have ended before, or begun after.
+    apart = [min(off(policy, prompt, one) for policy in (old, new)) for one in ended]
+    assert max(apart) > CLEARLY_OTHER
     stale = await bare.complete(prompt, SHORT, pin=worker)
     assert stale.cached_tokens > 0 and off(new, prompt, stale) > CLEARLY_OTHER
     _, new = await move(client, policies)
