@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
+from rollway.chaos.policies import perturb
 from rollway.demo.grpo import token_logprobs
 
 
@@ -40,13 +41,7 @@ class Policy:
 
 def perturbed(base: Path, directory: Path, seed: int) -> Path:
     """A copy of a checkpoint with clearly other weights."""
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.add_(noise * parameter.std() * 1.5)
-    model.save_pretrained(directory)
+    perturb(base, seed, directory)
     return directory
 
 

@@ -26,7 +26,7 @@ class Policies:
         self._models = [_load(base)]
         for seed in range(1, COUNT):
             path = directory / f"policy-{seed}"
-            self.paths.append(publish_checkpoint(path, partial(_perturb, base, seed)))
+            self.paths.append(publish_checkpoint(path, partial(perturb, base, seed)))
             self._models.append(_load(path))
 
     def path(self, version: int) -> Path:
@@ -54,7 +54,8 @@ def _load(path: Path) -> torch.nn.Module:
     return model.eval()
 
 
-def _perturb(base: Path, seed: int, directory: Path) -> None:
+def perturb(base: Path, seed: int, directory: Path) -> None:
+    """Write a checkpoint of the same shape with clearly other weights."""
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -30,8 +30,12 @@ label means that; see `unproven`."""
 # (DYN_RL_INIT_WEIGHTS_TIMEOUT_S).
 RENDEZVOUS_SECONDS = 30.0
 
-_CONTROL = ("sleep", "wake_up", "pause_generation", "resume_generation", "flush_cache")
-_UNADVERTISED = {"sleep", "wake_up", "model_taints"}
+# There, but on no list of routes.
+_UNADVERTISED = {
+    "sleep": "control/sleep",
+    "wake_up": "control/wake_up",
+    "model_taints": "update/model_taints",
+}
 _WRAPPED = re.compile(r"Worker failed with error '(.*?)'(?:, please check|$)", re.DOTALL)
 _NO_METHOD = "has no attribute '{0}'", "Method '{0}' is not implemented"
 
@@ -325,8 +329,8 @@ def _route(worker: Worker, name: str) -> str:
     advertised = next((path for path in styles if path in worker.routes), None)
     if advertised is not None:
         return advertised
-    if name in _UNADVERTISED:  # there, but on no list
-        return f"control/{name}" if name in _CONTROL else f"update/{name}"
+    if name in _UNADVERTISED:
+        return _UNADVERTISED[name]
     if not worker.routes:  # found in a way that does not tell: flat is what vLLM workers have
         return name
     raise NoSuchMethod(

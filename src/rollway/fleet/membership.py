@@ -1,7 +1,7 @@
 """Who belongs to the fleet, remembered between listings.
 
 Every listing makes the frontend probe all workers, and one that hangs holds it up for 5 s, so what
-was found is kept for a moment, and callers who ask at once share one listing. `watch` polls and
+was found is kept for a moment, and callers who ask at once share one listing. `poll` asks again and
 tells who joined and who left; a listing that failed tells nothing, and changes nothing.
 """
 
@@ -63,12 +63,6 @@ class Membership:
             # A caller may have gone before it fails; that is not worth a word.
             self._listing.add_done_callback(lambda t: t.cancelled() or t.exception())
         return list(await asyncio.shield(self._listing))
-
-    async def watch(self, seconds: float = POLL_SECONDS) -> None:
-        """Poll for ever and tell the listeners."""
-        while True:
-            await self.poll()
-            await asyncio.sleep(seconds)
 
     async def poll(self) -> bool:
         """List once and tell the listeners; the first listing is news too. False when there was

@@ -136,7 +136,7 @@ def refuse_differences(words: Sequence[str], path: Path | str) -> None:
         raise UsageError(
             f"{path} does not fit the model that is served: {'; '.join(words[:5])}{more}.",
             "Save a checkpoint of the served architecture, with all tensors; another dtype is "
-            "accepted when the refit says so (allow_cast).",
+            "accepted from Python, with refit(version, FromDisk(path, allow_cast=True)).",
         )
 
 
