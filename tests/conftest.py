@@ -10,11 +10,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from rollway.stack import local, processes
 from rollway.stack.lease import FIRST, LAST
 from rollway.stack.preset import cache_dir
 from rollway.stack.state import known_stacks
+
+settings.register_profile("rollway", deadline=None)  # how long an example takes is no property
+settings.load_profile("rollway")
 
 
 @pytest.fixture(scope="session")

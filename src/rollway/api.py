@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any
 from urllib.parse import urlsplit
 
-from rollway.config import StackSpec, load_spec
+from rollway.config import AdminTimeouts, StackSpec, load_spec
 from rollway.errors import (
     NoWorkers,
     RequestFailed,
@@ -56,6 +56,7 @@ class Stack:
         models: list[str],
         name: str = "",
         run_dir: Path | None = None,
+        timeouts: AdminTimeouts | None = None,
     ) -> None:
         self.name = name
         self.run_dir = run_dir
@@ -65,6 +66,7 @@ class Stack:
         self.rl_url = rl_url
         self.models = models
         self._http = http
+        self._timeouts = timeouts
         self._fleets = {model: self._new_fleet(model) for model in models}
         self._watching: list[asyncio.Task[None]] = []
 
@@ -73,17 +75,18 @@ class Stack:
         ask = canary(self._http, self.frontend_url, model)
         state = StackDir(self.name).read() if self.name else None
         if state is None:
-            return Fleet(self._http, self.rl_url, model=model, canary=ask)
+            return Fleet(self._http, self.rl_url, model=model, canary=ask, timeouts=self._timeouts)
         fleet = Fleet(
             self._http,
             self.rl_url,
             model=model,
+            timeouts=self._timeouts or AdminTimeouts(**state.timeouts),
             roots=[Path(root) for root in state.checkpoint_roots],
             reference=Path(state.model_paths.get(model, "")),
             canary=ask,
             replace=partial(local.replace_worker, self.name),
             guard=partial(machine_lock, f"refit/{state.run_id}/{model}"),
-            supervised=True,
+            supervised=partial(local.supervises, self.name),
             shelf=WeightsFile(self.name, state.run_id, model),
         )
         fleet.versions.tainted = True  # the launcher has done it
@@ -240,9 +243,12 @@ class _Up(_Opening):
 
 
 class _Attach(_Opening):
-    def __init__(self, target: str, rl_url: str | None, watch: bool) -> None:
+    def __init__(
+        self, target: str, rl_url: str | None, watch: bool, timeouts: AdminTimeouts | None
+    ) -> None:
         super().__init__()
         self._watch = watch
+        self._timeouts = timeouts
         self._frontend, self._rl, self._name = _addresses(target, rl_url)
 
     async def _open(self) -> Stack:
@@ -269,7 +275,9 @@ class _Attach(_Opening):
                 f"The frontend at {self._frontend} serves no model yet.",
                 "Wait for its workers to register, then attach again.",
             )
-        return Stack(self._http, self._frontend, self._rl, models, self._name)
+        return Stack(
+            self._http, self._frontend, self._rl, models, self._name, timeouts=self._timeouts
+        )
 
 
 def up(
@@ -287,10 +295,17 @@ def up(
     )
 
 
-def attach(target: str, *, rl_url: str | None = None, watch: bool = True) -> _Attach:
+def attach(
+    target: str,
+    *,
+    rl_url: str | None = None,
+    watch: bool = True,
+    timeouts: AdminTimeouts | None = None,
+) -> _Attach:
     """Use a running stack, by the frontend's address or by the name of a local stack. With `watch`,
-    workers that join meanwhile are noticed and brought up to date."""
-    return _Attach(target, rl_url, watch)
+    workers that join meanwhile are noticed and brought up to date. `timeouts` bound the calls to
+    its workers; a local stack's are in its spec."""
+    return _Attach(target, rl_url, watch, timeouts)
 
 
 def make_spec(

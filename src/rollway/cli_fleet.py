@@ -15,7 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 import rollway
-from rollway.errors import RefitError, RollwayError
+from rollway.config import AdminTimeouts
+from rollway.errors import RefitError, RollwayError, UsageError
 from rollway.fleet.discovery import Worker
 from rollway.fleet.report import RefitReport
 from rollway.stack import local
@@ -34,6 +35,13 @@ def add_grammar(child: argparse.ArgumentParser) -> None:
         one.add_argument("--stack", help="its name, or its frontend's address; none: the only one")
         one.add_argument("--rl-url", help="address of the RL worker listing, where it is elsewhere")
         one.add_argument("--model", help="one of several served models")
+        one.add_argument(
+            "--timeout",
+            action="append",
+            default=[],
+            metavar="CALL=SECONDS",
+            help="bound of one call: probe, pause (also the wait for running requests), update",
+        )
         one.set_defaults(command=command)
         return one
 
@@ -48,6 +56,9 @@ def add_grammar(child: argparse.ArgumentParser) -> None:
     )
     one.add_argument("--mode", choices=["pause-all", "rolling", "in-flight"], default="pause-all")
     one.add_argument("--share", type=float, default=0.5, help="of the workers at a time (rolling)")
+    one.add_argument(
+        "--allow-cast", action="store_true", help="take weights of another dtype than the served"
+    )
     add("versions", versions, "show which weight version each worker serves")
     one = add("watch", watch, "show who joins and leaves; bring joiners up to date")
     one.add_argument("--seconds", type=float, default=2.0, help="between two looks (default 2)")
@@ -88,7 +99,11 @@ def refit(options: argparse.Namespace) -> int:
     with _fleet(options) as fleet:
         try:
             report = fleet.refit(
-                options.version, options.path, mode=options.mode, share=options.share
+                options.version,
+                options.path,
+                mode=options.mode,
+                share=options.share,
+                allow_cast=options.allow_cast,
             )
         except RefitError as error:
             if options.json:
@@ -138,8 +153,24 @@ def _fleet(options: argparse.Namespace) -> Iterator[SyncFleet]:
     target = options.stack or local.resolve_name(None)
     # A command that ends at once must not begin to bring a worker up to date.
     watching = options.command is watch
-    with rollway.attach(target, rl_url=options.rl_url, watch=watching) as stack:
+    with rollway.attach(
+        target, rl_url=options.rl_url, watch=watching, timeouts=_timeouts(options.timeout)
+    ) as stack:
         yield stack.fleet_of(options.model)
+
+
+def _timeouts(said: list[str]) -> AdminTimeouts | None:
+    """`pause=900`, as often as wanted; None when nothing was said: then the stack's spec counts."""
+    if not said:
+        return None
+    try:
+        parts = [one.partition("=") for one in said]
+        return AdminTimeouts(**{name: float(text) for name, _, text in parts})
+    except ValueError as error:
+        raise UsageError(
+            f"`--timeout {' '.join(said)}` is not understood.",
+            "For example: --timeout pause=900 --timeout update=1800",
+        ) from error
 
 
 def _as_json(worker: Worker, version: int | None) -> dict[str, Any]:

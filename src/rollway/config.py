@@ -104,6 +104,15 @@ class RestartSpec(_Part):
     """Deaths in a row, without a stable minute in between, after which Rollway gives up."""
 
 
+class AdminTimeouts(_Part):
+    """Seconds that one attempt of a call to a worker may take."""
+
+    probe: float = Field(default=10.0, gt=0)
+    pause: float = Field(default=300.0, gt=0)
+    """Also how long refits that let running requests finish wait for them."""
+    update: float = Field(default=720.0, gt=0)
+
+
 class StackSpec(_Part):
     """A whole stack: models, frontend, router, planes, ports, logs."""
 
@@ -132,6 +141,7 @@ class StackSpec(_Part):
     start_seconds: float = Field(default=900, gt=0)
     stop_seconds: float = Field(default=20, gt=0)
     restart: RestartSpec = Field(default_factory=RestartSpec)
+    timeouts: AdminTimeouts = Field(default_factory=AdminTimeouts)
     warmup: bool = True
 
     @field_validator("log_dir")

@@ -21,9 +21,10 @@ from typing import Any
 
 import pytest
 
+from rollway.config import AdminTimeouts
 from rollway.errors import AdminError
 from rollway.fleet import vllm_admin
-from rollway.fleet.admin import IN_DOUBT, AdminTimeouts, NoSuchMethod
+from rollway.fleet.admin import IN_DOUBT, NoSuchMethod
 from rollway.fleet.discovery import Worker
 from rollway.fleet.vllm_admin import VllmAdmin
 from rollway.http import Http

@@ -205,7 +205,6 @@ class SimWorker:
         # To hear its canary, a worker whose load is being verified may generate.
         if self.issued_by is not None and (self.issued_by != op or self.world.proving):
             self.world.broken(f"worker {self.instance_id} is resumed, its weights are unknown")
-        self.served = max(self.served, self.label or 0)
         self.paused = self.frozen = False
         self.poke()
 
@@ -217,6 +216,7 @@ class SimWorker:
     def set_label(self, version: int) -> None:
         self.ready_at = min(self.ready_at, self.world.now)
         self.label = version
+        self.served = max(self.served, version)
 
     def declare(self, version: int) -> None:
         self.known = self.label is None or self.label >= 0
@@ -349,7 +349,9 @@ class World:
             if not able or (pin is not None and request.moved):
                 raise RequestFailed("no worker", status=500)
             worker = self.rng.choice(able)
-            await asyncio.sleep(self.rng.uniform(0, 0.03))  # no news can call it back now
+            # No news can call it back now, also when the router stalls.
+            stalls = self.rng.random() < 0.05
+            await asyncio.sleep(self.rng.uniform(0, 1.0 if stalls else 0.03))
             reason = await worker.take(request)
             if reason != "died":
                 return worker, reason
@@ -379,6 +381,9 @@ class World:
 
     def claims(self) -> dict[int, str]:
         return dict(self.named)
+
+    def newest(self) -> int | None:
+        return max(self.named, default=None)
 
 
 class SimUpdate(FromDisk):

@@ -127,6 +127,8 @@ async def test_an_adapter_whose_name_is_taken_is_loaded_anew() -> None:
     loaded: set[str] = set()
 
     def adapters(route: str, body: dict[str, Any]) -> Any:
+        if route == "flush_cache":
+            return {"status": "ok"}
         name = body["lora_name"]
         if route == "unload_lora":
             loaded.discard(name)
@@ -142,9 +144,10 @@ async def test_an_adapter_whose_name_is_taken_is_loaded_anew() -> None:
         await admin.load_lora(one, "style", Path("/adapters/b"))
         await admin.unload_lora(one, "style")
     assert [route for route, _ in calls] == [
-        "load_lora", "load_lora", "unload_lora", "load_lora", "unload_lora",
+        "load_lora", "flush_cache",
+        "load_lora", "unload_lora", "load_lora", "flush_cache", "unload_lora",
     ]  # fmt: skip
-    assert calls[3][1]["source"] == {"uri": "file:///adapters/b"}
+    assert calls[4][1]["source"] == {"uri": "file:///adapters/b"}
 
 
 async def test_a_held_line_never_reaches_a_second_process() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from rollway.config import AdminTimeouts
 from rollway.errors import (
     AdminError,
     NoWorkers,
@@ -15,7 +16,7 @@ from rollway.errors import (
     Unreachable,
     UsageError,
 )
-from rollway.fleet.admin import IN_DOUBT, AdminTimeouts
+from rollway.fleet.admin import IN_DOUBT
 from rollway.fleet.fleet import Fleet
 from rollway.http import Http
 from rollway.rollout.client import Rollouts
@@ -61,9 +62,9 @@ async def test_a_refit_moves_every_worker(checkpoint: Path) -> None:
     for worker in workers:
         assert worker.calls == [
             "get_weight_version",
-            "get_weight_version", "update/model_taints", "pause_generation",
-            "set_weight_version", "update_weights_from_disk", "flush_cache", "get_weight_version",
-            "pause_generation", "set_weight_version", "update/model_taints", "resume_generation",
+            "get_weight_version", "set_weight_version", "update/model_taints", "pause_generation",
+            "update_weights_from_disk", "flush_cache", "get_weight_version",
+            "pause_generation", "update/model_taints", "resume_generation", "set_weight_version",
         ]  # fmt: skip
         assert worker.taints == ["rollway-v7"]
 

@@ -27,9 +27,9 @@ from rollway.chaos.joiner import Joiner
 from rollway.chaos.naive import NaiveBook, naive_refit
 from rollway.chaos.policies import Policies
 from rollway.chaos.traffic import BUSY_SECONDS, CALM_SECONDS, Traffic
-from rollway.config import StackSpec
+from rollway.config import AdminTimeouts, StackSpec
 from rollway.errors import RefitError, RollwayError, UsageError
-from rollway.fleet.admin import AdminTimeouts, DynamoAdmin
+from rollway.fleet.admin import DynamoAdmin
 from rollway.fleet.fleet import Fleet
 from rollway.fleet.report import RefitMode
 from rollway.stack import processes

@@ -35,13 +35,15 @@ class WorkerExtension:
         """Refuse a checkpoint that this worker could not serve. Changes nothing."""
         _refuse_what_vllm_corrupts(_model(self))
         new = read_headers(Path(path))
-        unknown = Proof(_model(self)).unknown_among(new)
-        if unknown or self.model_config.quantization is not None:  # type: ignore[attr-defined]
+        proof = Proof(_model(self))
+        beyond = [f"tensors like {name}" for name in proof.unknown_among(new)[:1]]
+        if self.model_config.quantization is not None:  # type: ignore[attr-defined]
+            beyond.append("quantised models")
+        if proof.packed and _ranks()[0] > 1:
+            beyond.append("packed layers on several ranks")
+        if beyond:
             # In these words callers know it from a worker without this class, and use a canary.
-            raise NotImplementedError(
-                "Method 'rollway_check' is not implemented for "
-                + (f"tensors like {unknown[0]}" if unknown else "quantised models")
-            )
+            raise NotImplementedError(f"Method 'rollway_check' is not implemented for {beyond[0]}")
         served = _served(self)
         if served is not None:
             refuse_differences(differences(new, served, allow_cast=allow_cast), path)

@@ -11,10 +11,10 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
+from rollway.config import AdminTimeouts
 from rollway.errors import AdminError, RequestFailed, RollwayError, Unreachable
 from rollway.fleet.discovery import Worker
 from rollway.http import IDEMPOTENT, ONCE, Http, Retry
@@ -38,15 +38,6 @@ _UNADVERTISED = {
 }
 _WRAPPED = re.compile(r"Worker failed with error '(.*?)'(?:, please check|$)", re.DOTALL)
 _NO_METHOD = "has no attribute '{0}'", "Method '{0}' is not implemented"
-
-
-@dataclass(frozen=True, slots=True)
-class AdminTimeouts:
-    """Seconds one attempt of a call may take."""
-
-    probe: float = 10.0
-    pause: float = 300.0
-    update: float = 720.0
 
 
 class NoSuchMethod(AdminError):
@@ -234,6 +225,8 @@ class DynamoAdmin:
             # Without hot-swap Dynamo says success and keeps the old adapter.
             await self.unload_lora(worker, name)
             await self._post(worker, "load_lora", body, self._timeouts.update, retry=ONCE)
+        # What the old adapter computed is cached under the same name and path.
+        await self.flush_cache(worker)
 
     async def unload_lora(self, worker: Worker, name: str) -> None:
         body = {"lora_name": name}
@@ -307,6 +300,15 @@ async def on_all(
     return await asyncio.gather(*map(bounded, workers), return_exceptions=True)
 
 
+def not_answering(silent: Sequence[Worker], of: int) -> AdminError:
+    return AdminError(
+        f"{len(silent)} of {of} workers do not answer: "
+        + "; ".join(f"{worker}: {worker.error}" for worker in silent)
+        + ".",
+        "Wait for them to recover or leave (a dead one is listed for about 10 s).",
+    )
+
+
 def unproven(version: int) -> int:
     """The label of a worker that has loaded a version and is not in service with it yet: should
     nobody live to finish that, it is still in doubt."""
@@ -317,10 +319,9 @@ def whole_version(said: Any) -> int | None:
     """A label as a version; one that is not a number (another tool's) says nothing of ours."""
     if said is None:
         return None
-    try:
-        return int(said)
-    except (TypeError, ValueError):
-        return IN_DOUBT
+    whole = isinstance(said, int) and not isinstance(said, bool)
+    digits = isinstance(said, str) and re.fullmatch(r"-?\d+", said) is not None
+    return int(said) if whole or digits else IN_DOUBT
 
 
 def _route(worker: Worker, name: str) -> str:

@@ -13,24 +13,35 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
-from rollway.errors import AdminError, NoWorkers, RollwayError
+from rollway.config import AdminTimeouts
+from rollway.errors import AdminError, NoWorkers, RollwayError, UsageError
 from rollway.fleet.admin import (
+    IN_DOUBT,
     AdminAPI,
-    AdminTimeouts,
     DynamoAdmin,
     PauseMode,
+    not_answering,
     on_all,
+    unproven,
 )
 from rollway.fleet.discovery import RlListing, Source, Worker
 from rollway.fleet.membership import POLL_SECONDS, Membership
-from rollway.fleet.moves import ROUTING_SECONDS, Observer, Replace, to_the_end
+from rollway.fleet.moves import (
+    ROUTING_SECONDS,
+    Observer,
+    Replace,
+    Supervised,
+    is_dead,
+    route,
+    to_the_end,
+)
 from rollway.fleet.refit import Refit
 from rollway.fleet.report import RefitMode, RefitReport, WorkerRefit
 from rollway.fleet.updates import FromDisk, Update
 from rollway.fleet.verify import Agreement, Answer, Ask
-from rollway.fleet.versions import VersionBook, taint_of
+from rollway.fleet.versions import Ticket, VersionBook, taint_of
 from rollway.http import Http
 from rollway.weights.checkpoint import TensorHeader, read_headers
 
@@ -42,6 +53,8 @@ Guard = Callable[[], AbstractAsyncContextManager[Any]]
 """Keeps two refits of one fleet apart, also those of two processes."""
 
 _REFRESH_SECONDS = 1.0
+_CONFIRM_SECONDS = 0.02
+"""Answers that come within this time share one question to their worker."""
 
 
 class Shelf(Protocol):
@@ -56,6 +69,10 @@ class Shelf(Protocol):
         ...
 
     def claims(self) -> dict[int, str]: ...
+
+    def newest(self) -> int | None:
+        """The newest version that anybody has claimed; cheap."""
+        ...
 
 
 class Fleet:
@@ -74,7 +91,7 @@ class Fleet:
         canary: Ask | None = None,
         replace: Replace | None = None,
         guard: Guard = nullcontext,
-        supervised: bool = False,
+        supervised: Supervised = lambda _: False,
         shelf: Shelf | None = None,
     ) -> None:
         self.model = model
@@ -97,6 +114,7 @@ class Fleet:
         self._recipe: tuple[int, Update] | None = None
         self._doubtful: set[int] = set()
         self._refreshed_at = float("-inf")
+        self._asking: dict[int, asyncio.Task[int | None]] = {}
 
     async def workers(self, *, fresh: bool = True) -> list[Worker]:
         """Who is there, those in error included; `fresh=False` may be a moment old."""
@@ -109,8 +127,7 @@ class Fleet:
             workers = await self._usable()
 
             async def pause(worker: Worker) -> None:
-                if self.versions.tainted:
-                    await self.admin.set_taints(worker, [])
+                await route(self.admin, self.versions, worker, [])
                 await self.admin.pause(worker, mode, clear_cache=clear_cache)
                 if self.versions.tainted and mode != "keep":
                     # What a router sent before it heard of it would hang until the resume.
@@ -130,15 +147,19 @@ class Fleet:
 
     async def resume(self) -> None:
         """Resume every worker whose weights are known; one that a refit left in doubt stays
-        paused, and is named in the error."""
+        paused, and is named in the error, as is one that does not answer."""
         async with self._refitting, self._guard():
-            workers = await self._usable()
-            declared = await self._declared(workers)
-            doubtful = [w for w in workers if (declared[w.instance_id] or 0) < 0]
+            workers = await self.workers()
+            there = [worker for worker in workers if worker.error is None]
+            declared = await self._declared(there)
+            doubtful = [w for w in there if (declared[w.instance_id] or 0) < 0]
             try:
-                await self._all([w for w in workers if w not in doubtful], self._back)
+                await self._all([w for w in there if w not in doubtful], self._back)
             finally:
                 self.versions.open()
+            silent = [w for w in workers if w.error is not None and not await is_dead(w, workers)]
+            if silent:
+                raise not_answering(silent, len(workers))
             if doubtful:
                 raise AdminError(
                     f"{len(doubtful)} of {len(workers)} workers were left between two versions and "
@@ -173,17 +194,43 @@ class Fleet:
         except RollwayError as error:
             log.debug("versions cannot be read: %s", error.message)
 
-    async def confirms(self, instance: int, version: int) -> bool:
-        """Whether a worker still declares a version. Since versions only go up, it has served
-        nothing else in between. For requests without a taint; one that requires it needs no
-        asking."""
-        for worker in await self.workers(fresh=False):
-            if worker.instance_id == instance:
-                try:
-                    return await self.admin.weight_version(worker) == version
-                except RollwayError:
-                    return False
-        return False
+    async def confirms(self, ticket: Ticket, instance: int | None) -> bool:
+        """Whether what a worker has just answered is of its ticket's version, as far as other
+        processes go. Since versions only go up, one that still declares it has served nothing
+        else in between."""
+        assert ticket.version is not None
+        fine = {ticket.version}
+        if ticket.taint is not None:
+            if self._shelf is not None:
+                claimed = self._shelf.newest()
+                if self.versions.changing or claimed is None or claimed <= ticket.version:
+                    return True  # this process alone changes weights, or nobody does
+            # Out of the routing and not generating again yet, or with these very weights.
+            fine |= {IN_DOUBT, unproven(ticket.version)}
+        try:
+            asked = [
+                worker
+                for worker in await self.workers(fresh=False)
+                if instance in (None, worker.instance_id) and worker.error is None
+            ]
+            told = [await self._label_from_now(worker) for worker in asked]
+        except RollwayError:
+            return False
+        return bool(told) and fine.issuperset(told)
+
+    async def _label_from_now(self, worker: Worker) -> int | None:
+        """What a worker declares, asked after this call; callers at the same time share it."""
+
+        async def ask() -> int | None:
+            await asyncio.sleep(_CONFIRM_SECONDS)
+            del self._asking[worker.instance_id]
+            return await self.admin.weight_version(worker)
+
+        task = self._asking.get(worker.instance_id)
+        if task is None:
+            task = self._asking[worker.instance_id] = asyncio.create_task(ask())
+            task.add_done_callback(lambda t: t.cancelled() or t.exception())
+        return await asyncio.shield(task)
 
     async def refit(
         self,
@@ -193,11 +240,17 @@ class Fleet:
         mode: RefitMode = "pause-all",
         share: float = 0.5,
         expected: Answer | None = None,
+        allow_cast: bool = False,
     ) -> RefitReport:
         """Bring every worker to `version`; `update` is a checkpoint directory that all of them can
         read, or another `Update`. A second refit waits for the first."""
+        if mode not in get_args(RefitMode) or not 0.0 < share <= 1.0:
+            raise UsageError(
+                f"A refit cannot be made with mode {mode!r} and share {share!r}.",
+                f"Modes are {', '.join(get_args(RefitMode))}; a share is above 0 and at most 1.",
+            )
         if isinstance(update, str | Path):
-            update = FromDisk(Path(update), self._roots, await self._served())
+            update = FromDisk(Path(update), self._roots, await self._served(), allow_cast)
         async with self._refitting, self._guard():
             refit = self._new_refit(version, update, expected)
             refit.mode, refit.share = mode, share
@@ -258,8 +311,7 @@ class Fleet:
             if version is not None and version < 0:
                 return  # nobody knows what it would serve
             await line.resume(worker)
-            if self.versions.tainted and version is not None and version >= 0:
-                await line.set_taints(worker, [taint_of(version)])
+            await route(line, self.versions, worker, [] if version is None else [taint_of(version)])
 
     def _new_refit(self, version: int, update: Update, expected: Answer | None) -> Refit:
         agreement = None
@@ -321,14 +373,9 @@ class Fleet:
     async def _usable(self) -> list[Worker]:
         """The workers, all of them answering; a worker in error must not be passed over."""
         workers = await self.workers()
-        broken = [worker for worker in workers if worker.error is not None]
-        if broken:
-            raise AdminError(
-                f"{len(broken)} of {len(workers)} workers do not answer: "
-                + "; ".join(f"{worker}: {worker.error}" for worker in broken)
-                + ".",
-                "Wait for them to recover or leave (a dead one is listed for about 10 s).",
-            )
+        silent = [worker for worker in workers if worker.error is not None]
+        if silent:
+            raise not_answering(silent, len(workers))
         if not workers:
             raise self._no_workers()
         return workers

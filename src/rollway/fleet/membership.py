@@ -40,6 +40,7 @@ class Membership:
         self._model = model
         self._keep = keep_seconds
         self._known: list[Worker] = []
+        self._models: dict[int, str] = {}
         self._listed_at = float("-inf")
         self._listing: asyncio.Task[list[Worker]] | None = None
         self._joined: list[Listener] = []
@@ -91,7 +92,12 @@ class Membership:
 
     async def _list(self) -> list[Worker]:
         found = await discover(self._http, self.source)
-        self._known = [w for w in found if self._model is None or w.model in (self._model, "")]
+        # One in error may be listed without its model; whose it was is remembered.
+        self._models = {
+            w.instance_id: w.model or self._models.get(w.instance_id, "") for w in found
+        }
+        ours = (self._model, "") if self._model is not None else self._models.values()
+        self._known = [w for w in found if self._models[w.instance_id] in ours]
         self._listed_at = time.monotonic()
         return self._known
 

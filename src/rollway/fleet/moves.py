@@ -27,11 +27,13 @@ Observer = Callable[[str, Worker], Awaitable[None]]
 """Told of each step before it is taken."""
 Replace = Callable[[Worker], Awaitable[bool]]
 """Ends a worker that its supervisor will start anew; False when nobody supervises it."""
+Supervised = Callable[[Worker], bool]
 
 ANSWER_SECONDS = 15.0
 """How long a listed worker may fail to answer; a dead one is listed for about 10 s."""
-ROUTING_SECONDS = 0.1
-"""A router may still send what it chose before it heard of a change (10 to 30 ms measured)."""
+ROUTING_SECONDS = 0.05
+"""A router may still send what it chose before it heard of a change (10 to 30 ms measured). What
+comes even later is sampled for nothing: `VersionBook.vouches` refuses the answer."""
 
 
 @dataclass(slots=True)
@@ -49,8 +51,8 @@ class Mover:
     replace: Replace | None = None
     observer: Observer | None = None
     answer_seconds: float = ANSWER_SECONDS
-    supervised: bool = False
-    """A supervisor labels each worker when it is ready: one without a label is not."""
+    supervised: Supervised = lambda _: False
+    """Whose supervisor labels it when it is ready: without a label it is not."""
     skip: frozenset[int] = frozenset()
     """Workers that `catch_up` leaves alone: an update to them has failed."""
     states: dict[int, WorkerRefit] = field(default_factory=dict)
@@ -101,6 +103,8 @@ class Mover:
             line = await lines.enter_async_context(self.admin.held())
             await self._same_process(line, worker)
             self._lines[worker.instance_id] = line
+            if self.labels.get(worker.instance_id) is not None:
+                await self._mark(line, worker)
             await self._taint(line, worker, [])
             await line.pause(worker, mode)
             state = self._state(worker)
@@ -135,12 +139,15 @@ class Mover:
         async def restore(worker: Worker) -> None:
             async with self.admin.held() as line:
                 await self._same_process(line, worker)
-                version = self.labels.get(worker.instance_id)
+                label = self.labels.get(worker.instance_id)
+                version = self._had.get(worker.instance_id, label)
                 if version is not None and version < 0:
                     return  # in doubt since an earlier refit: never resumed
                 await line.resume(worker)
-                served = [] if version is None or version < 0 else [taint_of(version)]
-                await self._taint(line, worker, served)
+                await self._taint(line, worker, [] if version is None else [taint_of(version)])
+                if version is not None:
+                    await line.declare_version(worker, version)
+                    self.labels[worker.instance_id] = version
 
         for worker, result in zip(group, await on_all(group, restore), strict=True):
             state = self._state(worker)
@@ -150,9 +157,18 @@ class Mover:
                 state.state, state.error = "in doubt", str(result)
                 self.book.gone(worker.instance_id)
 
+    async def _mark(self, line: AdminAPI, worker: Worker) -> None:
+        """Label a worker so that everybody leaves it alone, should nobody live to finish this."""
+        self._had[worker.instance_id] = self.labels.get(worker.instance_id)
+        await line.declare_version(worker, IN_DOUBT)
+        self.labels[worker.instance_id] = IN_DOUBT
+
     async def _same_process(self, line: AdminAPI, worker: Worker) -> None:
         """Raise unless what a line reaches is what was asked last."""
-        if await line.weight_version(worker) != self.labels.get(worker.instance_id):
+        told = await line.weight_version(worker)
+        # The answer to a mark may have been lost.
+        marked = told == IN_DOUBT and worker.instance_id in self._had
+        if told != self.labels.get(worker.instance_id) and not marked:
             raise _AnotherProcess(f"{worker} is gone: another process has its address.")
 
     async def _lost(self, worker: Worker) -> bool:
@@ -182,9 +198,8 @@ class Mover:
             state.state = "updating"
             await self._step("update", worker)
             self.book.issued(worker.instance_id)
-            self._had[worker.instance_id] = self.labels.get(worker.instance_id)
-            self.labels[worker.instance_id] = IN_DOUBT  # should nobody live to finish this
-            await line.declare_version(worker, IN_DOUBT)
+            if self.labels.get(worker.instance_id) is None:
+                await self._mark(line, worker)
             await self.update.apply(line, worker, unproven(self.version))
             self.labels[worker.instance_id] = unproven(self.version)
             await self._step("flush", worker)
@@ -214,6 +229,7 @@ class Mover:
             return "word"
         # It has to generate to be heard; outside the routing nobody else hears it.
         await self._end_late(line, worker)
+        self.book.enters(worker.instance_id, self.version)
         await line.resume(worker)
         try:
             await self.agreement.after(worker)
@@ -229,14 +245,16 @@ class Mover:
         await line.pause(worker, "abort")
 
     async def _enter_service(self, line: AdminAPI, worker: Worker) -> None:
-        """End what a router sent late, take the new version's requests, generate."""
+        """End what a router sent late, take the new version's requests, generate. The label comes
+        last: a worker that carries its version is in service."""
         await self._step("open", worker)
         await self._end_late(line, worker)
-        await line.declare_version(worker, self.version)
-        self.labels[worker.instance_id] = self.version
         await self._taint(line, worker, [taint_of(self.version)])
         await self._step("resume", worker)
+        self.book.enters(worker.instance_id, self.version)
         await line.resume(worker)
+        await line.declare_version(worker, self.version)
+        self.labels[worker.instance_id] = self.version
         self.book.serves(worker.instance_id, self.version)
         if self.book.current is None or self.book.current < self.version:
             self.book.current = self.version
@@ -249,9 +267,9 @@ class Mover:
             return
         with contextlib.suppress(RollwayError):  # it was out of the routing when this began
             async with self.admin.held() as line:
-                had = self._had.get(worker.instance_id)
                 told = await line.weight_version(worker)
-                if told not in (self.version, had) and (told is None or told >= 0):
+                ours = self.version, self.labels.get(worker.instance_id)
+                if told not in ours and (told is None or told >= 0):
                     self._state(worker).state = "gone"  # another process has its address
                     return
                 await self._taint(line, worker, [])
@@ -266,18 +284,7 @@ class Mover:
         return done
 
     async def _taint(self, line: AdminAPI, worker: Worker, taints: Sequence[str]) -> None:
-        if not line.taints:
-            self.book.tainted = False
-            return
-        try:
-            await line.set_taints(worker, taints)
-        except AdminError as error:
-            cause = error.__cause__
-            if not (isinstance(cause, RequestFailed) and cause.status == 404):
-                raise
-            self.book.tainted = False  # an older Dynamo: stamps rest on what this process knows
-            return
-        self.book.tainted = True
+        await route(line, self.book, worker, taints)
         if not taints:
             self._untainted[worker.instance_id] = time.monotonic()
 
@@ -291,6 +298,20 @@ class Mover:
 
 class _AnotherProcess(AdminError):
     """What answers at a worker's address is not that worker."""
+
+
+async def route(line: AdminAPI, book: VersionBook, worker: Worker, taints: Sequence[str]) -> None:
+    """Say which requests a worker takes; notes whether anybody heeds it."""
+    heeded = line.taints
+    if heeded:
+        try:
+            await line.set_taints(worker, taints)
+        except AdminError as error:
+            cause = error.__cause__
+            if not (isinstance(cause, RequestFailed) and cause.status == 404):
+                raise
+            heeded = False  # an older Dynamo: stamps rest on what this process knows
+    book.tainted = heeded
 
 
 async def to_the_end(work: Coroutine[Any, Any, None]) -> None:

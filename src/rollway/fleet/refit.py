@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rollway.errors import AdminError, NoWorkers, RollwayError, UsageError
-from rollway.fleet.admin import on_all
+from rollway.fleet.admin import not_answering, on_all
 from rollway.fleet.discovery import Worker
 from rollway.fleet.moves import Mover, is_dead
 from rollway.fleet.report import RefitReport, refit_error
@@ -42,6 +42,11 @@ class Refit(Mover):
         await self.update.prepare()
         workers = await self._answering()
         await self._preflight(workers)
+        if self.mode == "rolling" and not self.update.repeatable:
+            raise UsageError(
+                "These weights can be brought to the workers only once, all at the same time.",
+                "Refit with mode pause-all or in-flight.",
+            )
         self.book.claim(self.version, self.update.identity)
         if self.record is not None:
             self.record(self.version, self.update.identity)
@@ -64,6 +69,11 @@ class Refit(Mover):
                         # Not one of them got there: the others are better left as they are.
                         raise AdminError("None of the first workers took the new weights.")
                 workers = await self._joined()
+                if workers and not self.update.repeatable:
+                    raise AdminError(
+                        f"{len(workers)} workers joined too late for an update that cannot be "
+                        "repeated; the next refit takes them along."
+                    )
         except RollwayError as error:
             trouble = error
         finally:
@@ -125,24 +135,18 @@ class Refit(Mover):
             )
         for worker in silent:
             if not await self._replaced(worker):
-                raise AdminError(
-                    f"{len(silent)} of {len(workers)} workers do not answer: "
-                    + "; ".join(f"{worker}: {worker.error}" for worker in silent)
-                    + ".",
-                    "Wait for them to recover or leave (a dead one is listed for about 10 s).",
-                )
+                raise not_answering(silent, len(workers))
         return await self._labelled([worker for worker in workers if worker.error is None])
 
     async def _labelled(self, workers: list[Worker]) -> list[Worker]:
         """Without those that their supervisor is still getting ready: they take no traffic, and
         join later."""
-        if not self.supervised:
-            return workers
-        told = await on_all(workers, self.admin.weight_version)
-        for worker, label in zip(workers, told, strict=True):
-            if label is None:
-                self._state(worker).state = "joining"
-        return [worker for worker, label in zip(workers, told, strict=True) if label is not None]
+        supervised = [worker for worker in workers if self.supervised(worker)]
+        told = await on_all(supervised, self.admin.weight_version)
+        joining = [w for w, label in zip(supervised, told, strict=True) if label is None]
+        for worker in joining:
+            self._state(worker).state = "joining"
+        return [worker for worker in workers if worker not in joining]
 
     async def _preflight(self, workers: Sequence[Worker]) -> None:
         async def ask(worker: Worker) -> None:
@@ -153,6 +157,8 @@ class Refit(Mover):
             self.labels[worker.instance_id] = declared
             if declared is not None and declared >= 0:
                 self.book.serves(worker.instance_id, declared)
+            else:
+                self.book.gone(worker.instance_id)
             # One in doubt is paused: it could not answer.
             heard = declared is None or declared >= 0
             if self.agreement is not None and heard and worker.instance_id not in self.proving:
@@ -166,7 +172,7 @@ class Refit(Mover):
 
     def _is_there(self, worker: Worker) -> bool:
         """Whether a worker serves the version already: its weights are these, as claimed."""
-        there = self.book.by_worker.get(worker.instance_id) == self.version
+        there = self.labels.get(worker.instance_id) == self.version
         if there:
             state = self._state(worker)
             state.state, state.version, state.proof = "serving", self.version, "earlier refit"

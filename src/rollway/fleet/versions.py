@@ -49,6 +49,8 @@ class VersionBook:
         self.changing = 0
         """How many refits are under way."""
         self._weights: dict[int, str] = {}
+        self._entered: dict[int, int] = {}
+        """What each worker last began to generate from, here."""
         self._open = asyncio.Event()
         self._open.set()
 
@@ -101,6 +103,10 @@ class VersionBook:
         self.epoch += 1
         self.by_worker.pop(worker, None)
 
+    def enters(self, worker: int, version: int) -> None:
+        """It is about to generate again: what it answers from now on may be of this version."""
+        self._entered[worker] = version
+
     def serves(self, worker: int, version: int) -> None:
         self.by_worker[worker] = version
 
@@ -131,9 +137,14 @@ class VersionBook:
     def vouches(self, ticket: Ticket, worker: int | None) -> bool:
         """Whether an answer to this ticket was sampled from its version.
 
-        With a taint it was: only workers on the version are sent such requests, and what a worker
-        still had queued when it changed was aborted. Without, the worker must have had that
-        version all along."""
-        if ticket.version is None or ticket.taint is not None:
+        With a taint it was, if the worker has not begun with another since: only workers on the
+        version are sent such requests, and what one still had queued when it changed was aborted;
+        but a stalled router may deliver even later than that. Without a taint, the worker must
+        have had that version all along."""
+        if ticket.version is None:
             return True
+        if ticket.taint is not None:
+            newest = max(self._entered.values(), default=ticket.version)
+            entered = newest if worker is None else self._entered.get(worker, ticket.version)
+            return entered <= ticket.version
         return self.epoch == ticket.epoch and self.by_worker.get(worker or 0) == ticket.version

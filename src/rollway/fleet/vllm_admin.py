@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
+from rollway.config import AdminTimeouts
 from rollway.errors import AdminError, RequestFailed, RollwayError, Unreachable
 from rollway.fleet.admin import (
     RENDEZVOUS_SECONDS,
     AdminAPI,
-    AdminTimeouts,
     NoSuchMethod,
     PauseMode,
     served_models,

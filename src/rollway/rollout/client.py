@@ -52,7 +52,7 @@ class Rollouts:
         versions: VersionBook,
         *,
         refresh: Callable[..., Awaitable[None]] | None = None,
-        confirms: Callable[[int, int], Awaitable[bool]] | None = None,
+        confirms: Callable[[Ticket, int | None], Awaitable[bool]] | None = None,
         concurrency: int = 256,
         timeout: float = 3600.0,
         patience: float = PATIENCE_SECONDS,
@@ -176,8 +176,8 @@ class Rollouts:
         streamed: bool = False,
     ) -> Rollout | None:
         """Add a leg; the rollout if it is whole, None if there is more to sample."""
-        book = self._versions
-        if not await self._vouched(ticket, completion.worker_id):
+        book, by = self._versions, completion.worker_id
+        if not await self._vouched(ticket, by):
             if streamed:
                 raise RolloutError("The weights changed while this rollout was streamed.")
             return None
@@ -187,16 +187,16 @@ class Rollouts:
         if trajectory.full:
             return trajectory.rollout("length", ticket.version)
         await self._look_again(now=True)
-        if ticket.version == book.current and not book.changing and not self._in_doubt(ticket):
+        if ticket.version == book.current and not book.changing and self._serves(ticket, by):
             return trajectory.rollout("aborted", ticket.version)  # somebody meant this rollout
         if streamed and trajectory.sampling.penalised and trajectory.token_ids:
             raise RolloutError("A refit cut a streamed rollout that penalties keep from going on.")
         trajectory.cut()
         return None
 
-    def _in_doubt(self, ticket: Ticket) -> bool:
-        """Whether another process is changing weights: then nobody is known to serve these."""
-        return ticket.version is not None and not self._versions.served_by(ticket.version)
+    def _serves(self, ticket: Ticket, worker: int | None) -> bool:
+        """Whether a worker is as it was; if not, another process is changing its weights."""
+        return ticket.version is None or worker in self._versions.served_by(ticket.version)
 
     def _request(
         self,
@@ -231,12 +231,12 @@ class Rollouts:
                 await trouble.wait(error)
 
     async def _vouched(self, ticket: Ticket, worker: int | None) -> bool:
-        """Without a taint the worker itself is asked too: another process may have changed it."""
+        """What this process knows, and what the others may have done."""
         if not self._versions.vouches(ticket, worker):
             return False
-        if ticket.taint is not None or ticket.version is None or self._confirms is None:
+        if ticket.version is None or self._confirms is None:
             return True
-        return await self._confirms(worker or 0, ticket.version)
+        return await self._confirms(ticket, worker)
 
     async def _look_again(self, *, now: bool = False) -> None:
         if self._refresh is not None:

@@ -50,6 +50,8 @@ class Children:
             models=[model.name for model in spec.models],
             model_paths={model.name: model.path for model in spec.models},
             checkpoint_roots=[str(root) for root in spec.checkpoint_roots],
+            timeouts=spec.timeouts.model_dump(),
+            restarts=spec.restart.enabled,
             stop_seconds=spec.stop_seconds,
         )
 

@@ -90,12 +90,21 @@ class Healer(Children):
     def _backoff(self, state: ProcessState) -> float | None:
         """Seconds to wait before the next start; None when it failed too often."""
         policy = self.spec.restart
+        if policy.enabled and self._was_replaced(state):
+            return 0.0
         served = time.time() - self.state.started_at - (state.ready_seconds or 0.0)
         stable = state.ready_seconds is not None and served > _STABLE_SECONDS
         state.failures = 1 if stable else state.failures + 1
         if not policy.enabled or state.failures > policy.max_failures:
             return None
         return min(policy.backoff_seconds * 2.0 ** (state.failures - 1), policy.max_backoff_seconds)
+
+    def _was_replaced(self, state: ProcessState) -> bool:
+        """Whether a refit has ended it so that it starts anew: no failure of its own."""
+        return any(
+            event["event"] == "replaced" and event.get("pid") == state.pid
+            for event in self.directory.events()
+        )
 
     async def _serving_or_dead(self, process: ProcessPlan) -> None:
         """Return when a restarted process serves or has died; one that does neither is killed."""

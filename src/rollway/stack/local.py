@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from rollway.config import StackSpec
 from rollway.errors import RollwayError, SpecError, StackNotRunning, StartError, UsageError
@@ -259,11 +260,20 @@ def each_state(directory: StackDir) -> Iterator[StackState]:
         time.sleep(1.0)
 
 
-async def replace_worker(name: str, worker: Worker) -> bool:
-    """End a worker of a stack so that its supervisor starts it anew; False when it is not one of
-    the stack's, or has been started anew already."""
+def supervises(name: str, worker: Worker) -> bool:
+    """Whether a stack's supervisor has started a worker, or what was at its address before."""
     state = StackDir(name).read()
     if state is None or not state.supervised:
+        return False
+    port = urlsplit(worker.admin_url).port
+    return any(p.role == "worker" and p.ports.get("system") == port for p in state.processes)
+
+
+async def replace_worker(name: str, worker: Worker) -> bool:
+    """End a worker of a stack so that its supervisor starts it anew; False when it is not one of
+    the stack's, has been started anew already, or would not be."""
+    state = StackDir(name).read()
+    if state is None or not state.supervised or not state.restarts:
         return False
     for process in state.processes:
         if process.instance == worker.instance_id and process.id is not None:

@@ -76,6 +76,9 @@ class StackState:
     models: list[str] = field(default_factory=list)
     model_paths: dict[str, str] = field(default_factory=dict)
     checkpoint_roots: list[str] = field(default_factory=list)
+    timeouts: dict[str, float] = field(default_factory=dict)
+    restarts: bool = True
+    """Whether what dies is started again."""
     processes: list[ProcessState] = field(default_factory=list)
     shared_memory: list[str] = field(default_factory=list)
     stop_seconds: float = 20.0
@@ -168,21 +171,41 @@ class WeightsFile:
     def __init__(self, stack: str, run_id: str, model: str) -> None:
         self._file = StackDir(stack).path / f"weights-{slug(model)}.json"
         self._run_id = run_id
+        self._seen: tuple[tuple[int, int], int | None] | None = None
 
     def put(self, version: int, path: Path) -> None:
-        self._write({**self._read(), "version": version, "path": str(path)})
+        with contextlib.suppress(OSError):
+            self._write({**self._read(), "version": version, "path": str(path)})
 
     def get(self) -> tuple[int, Path] | None:
         record = self._read()
         return (record["version"], Path(record["path"])) if "path" in record else None
 
     def claim(self, version: int, identity: str) -> None:
-        """Record which weights a version names, for good."""
+        """Record which weights a version names, for good. One that cannot be recorded must not be
+        served: other processes tell by this file that weights are about to change."""
         record = self._read()
-        self._write({**record, "claims": {**record.get("claims", {}), str(version): identity}})
+        claims = {**record.get("claims", {}), str(version): identity}
+        try:
+            self._write({**record, "claims": claims})
+        except OSError as error:
+            raise RollwayError(
+                f"The version cannot be recorded in {self._file}: {error}."
+            ) from error
 
     def claims(self) -> dict[int, str]:
         return {int(version): name for version, name in self._read().get("claims", {}).items()}
+
+    def newest(self) -> int | None:
+        """The newest version claimed; a look at the file's times, unless it was replaced."""
+        try:
+            found = self._file.stat()
+        except OSError:
+            return None
+        stamp = found.st_ino, found.st_mtime_ns
+        if self._seen is None or self._seen[0] != stamp:
+            self._seen = stamp, max(self.claims(), default=None)
+        return self._seen[1]
 
     def _read(self) -> dict[str, Any]:
         """Empty also for a record of an earlier run of the stack."""
@@ -195,9 +218,8 @@ class WeightsFile:
 
     def _write(self, record: dict[str, Any]) -> None:
         scratch = self._file.with_suffix(".new")
-        with contextlib.suppress(OSError):
-            scratch.write_text(json.dumps({**record, "run": self._run_id}))
-            scratch.replace(self._file)
+        scratch.write_text(json.dumps({**record, "run": self._run_id}))
+        scratch.replace(self._file)
 
 
 def home() -> Path:
