@@ -13,7 +13,7 @@ from tests.stack.policies import Policy, perturbed
 
 VLLM_ARGS = {
     "dtype": "float32",
-    "max-model-len": 512,
+    "max-model-len": 2048,
     "max-num-seqs": 64,
     "kv-cache-memory-bytes": 64 * 2**20,
 }

@@ -29,7 +29,7 @@ from rollway.sync import SyncStack
 from tests.stack.faults import (
     BAD,
     CLEARLY_OTHER,
-    LONG,
+    LONGER,
     SHORT,
     Bare,
     assert_exact,
@@ -83,7 +83,7 @@ async def test_01_no_key_or_value_of_old_weights_is_read(
     await rollouts.generate_batch(idle + busy, SHORT)
     for prompt in idle:  # without the salt too: it is not all that stands between the versions
         await bare.ask(prompt, SHORT)
-    running = await under_way(client, rollouts.generate_batch(busy, LONG, n=2))
+    running = await under_way(client, rollouts.generate_batch(busy, LONGER, n=2))
 
     version, policy = await move(client, policies, mode)
     first = flat(await rollouts.generate_batch(idle, SHORT))
@@ -94,7 +94,7 @@ async def test_01_no_key_or_value_of_old_weights_is_read(
     for prompt in idle:
         assert off(policy, prompt, await bare.complete(prompt, SHORT)) < TOLERANCE
     for rollout in flat(await running):
-        assert len(rollout.token_ids) == 400
+        assert len(rollout.token_ids) == 1000
         assert_exact(policies, rollout)
 
 
@@ -104,13 +104,13 @@ async def test_01_and_03_dynamo_alone_reads_old_kv_and_mixes_policies(
     """What the tests around this one protect from is still there."""
     _, old = await move(client, policies)
     prompt, worker = fresh_prompt(), (await client.fleet.workers())[0].instance_id
-    requests = [bare.complete(prompt, LONG, pin=worker) for _ in range(32)]
+    requests = [bare.complete(prompt, LONGER, pin=worker) for _ in range(32)]
     running = await under_way(client, all_or_none(requests))
     version = next(_versions)
     new = policies[version % len(policies)]
     await naive_refit(client.fleet, version, new.path)
     ended = await running
-    assert {(one.finish_reason, len(one.token_ids)) for one in ended} == {("length", 400)}
+    assert {(one.finish_reason, len(one.token_ids)) for one in ended} == {("length", 1000)}
     # Some may have ended before, or begun after.
     apart = [min(off(policy, prompt, one) for policy in (old, new)) for one in ended]
     assert max(apart) > CLEARLY_OTHER
@@ -128,8 +128,8 @@ async def test_02_an_aborted_rollout_does_not_look_finished(
 ) -> None:
     await move(client, policies)
     prompt = fresh_prompt()
-    ours = client.rollouts().generate(prompt, LONG, n=16)
-    plain = all_or_none(bare.ask(fresh_prompt(), LONG) for _ in range(16))
+    ours = client.rollouts().generate(prompt, LONGER, n=16)
+    plain = all_or_none(bare.ask(fresh_prompt(), LONGER) for _ in range(16))
     running = await under_way(client, all_or_none([ours, plain]))
     await client.fleet.pause("abort")
     await client.fleet.resume()
@@ -138,7 +138,7 @@ async def test_02_an_aborted_rollout_does_not_look_finished(
     assert "stop" in reasons  # Dynamo's word, although no token may end these
     assert {rollout.finish_reason for rollout in group} <= {"aborted", "length"}
     aborted = [rollout for rollout in group if rollout.finish_reason == "aborted"]
-    assert aborted and all(len(rollout.token_ids) < 400 for rollout in aborted)
+    assert aborted and all(len(rollout.token_ids) < 1000 for rollout in aborted)
     for rollout in group:
         assert_exact(policies, rollout)
 
@@ -148,8 +148,8 @@ async def test_02_nor_does_one_that_was_aborted_by_its_id(
 ) -> None:
     await move(client, policies)
     (worker, _), prompt = await client.fleet.workers(), fresh_prompt()
-    body = completion_request("tiny", prompt, LONG, pin=worker.instance_id, stream=True)
-    assembly, said, began = Assembly(LONG, len(prompt)), [], False
+    body = completion_request("tiny", prompt, LONGER, pin=worker.instance_id, stream=True)
+    assembly, said, began = Assembly(LONGER, len(prompt)), [], False
     async with http.stream_lines(
         f"{client.frontend_url}/v1/completions", body, timeout=60
     ) as lines:
@@ -164,7 +164,7 @@ async def test_02_nor_does_one_that_was_aborted_by_its_id(
                 began = True
     assert [reason for reason in said if reason] == ["stop"]
     assert assembly.finish().finish_reason == "aborted"
-    assert len(assembly.token_ids) < 400
+    assert len(assembly.token_ids) < 1000
 
 
 # --- 3: mixed policies ----------------------------------------------------------------------------
@@ -176,13 +176,13 @@ async def test_03_each_token_of_a_rollout_has_its_version(
 ) -> None:
     versions = [(await move(client, policies))[0]]
     prompts = [fresh_prompt() for _ in range(12)]
-    running = await under_way(client, client.rollouts().generate_batch(prompts, LONG))
+    running = await under_way(client, client.rollouts().generate_batch(prompts, LONGER))
     for _ in range(refits):
         versions.append((await move(client, policies, "in-flight"))[0])
         await tokens_pass(client)
     rollouts = flat(await running)
     for rollout in rollouts:
-        assert (len(rollout.token_ids), rollout.finish_reason) == (400, "length")
+        assert (len(rollout.token_ids), rollout.finish_reason) == (1000, "length")
         assert rollout.weight_version == rollout.spans[0].version
         assert_exact(policies, rollout)
     assert versions in [[span.version for span in r.spans] for r in rollouts]

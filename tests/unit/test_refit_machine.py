@@ -510,6 +510,22 @@ def test_a_worker_that(happens: Callable[[RefitMachine], None], proving: bool) -
         m.settles()
 
 
+def test_what_a_worker_samples_beside_its_canary_is_not_believed() -> None:
+    """A stalled router delivers while a canary is heard, the refit is cancelled, and another
+    process asks the worker whether it had changed."""
+    m = RefitMachine()
+    m.begin(seed=267, proving=False, count=3)
+    m.refits(
+        0, "rolling", [("resume", 0, "before"), ("taint", 1, "before")], busy=True, seconds=0.5
+    )
+    m.refits(0, "rolling", busy=True, seconds=0.0)
+    m.joins(0.0)
+    m.refits(0, "rolling", busy=True)
+    m.refits(0, "rolling", fuse=(31, "cancel"), busy=True, seconds=0.05)
+    m.refits(1, busy=True)
+    m.teardown()
+
+
 # --- the same checks, with one protection switched off ---------------------------------------
 
 

@@ -47,6 +47,7 @@ WHERE: dict[str, tuple[str, ...]] = {
     "wrong_checkpoint": (BEFORE,),
     "connection_reset": STEPS,
     "frontend_restart": STEPS,
+    "frontend_stall": STEPS,
     "supervisor_crash": STEPS,
     "refit_cancelled": STEPS,
 }
@@ -133,8 +134,14 @@ class Injector:
         elif fault == "refit_cancelled":
             assert self.refit is not None
             self.refit.cancel()
-        elif fault in ("frontend_restart", "supervisor_crash"):
-            self._kill_named("frontend" if fault == "frontend_restart" else None)
+        elif fault == "frontend_stall":
+            for frontend in self._named("frontend"):
+                self._later.append(asyncio.create_task(self._stall(frontend.pid, 0.0)))
+        elif fault == "frontend_restart":
+            for frontend in self._named("frontend"):
+                frontend.send(signal.SIGKILL)
+        elif fault == "supervisor_crash":
+            self._kill_supervisor()
         elif worker is not None:
             self._strike_worker(fault, worker)
 
@@ -176,17 +183,15 @@ class Injector:
         named = state.processes if state else []
         return next((p.pid for p in named if p.instance == worker.instance_id), None)
 
-    def _kill_named(self, name: str | None) -> None:
-        """Kill a process of the stack by name, or its supervisor."""
+    def _named(self, name: str) -> list[ProcessId]:
         state = StackDir(self.stack).read()
-        if state is None:
-            return
-        if name is None:
+        named = state.processes if state else []
+        return [p.id for p in named if p.name == name and p.id is not None]
+
+    def _kill_supervisor(self) -> None:
+        state = StackDir(self.stack).read()
+        if state is not None:
             state.supervisor.send(signal.SIGKILL)
-            return
-        for process in state.processes:
-            if process.name == name and process.id is not None:
-                process.id.send(signal.SIGKILL)
 
     def _damage(self, fault: str) -> None:
         assert self.path is not None

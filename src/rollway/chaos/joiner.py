@@ -11,9 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from rollway.chaos.faults import Injector, session
-from rollway.fleet.admin import DynamoAdmin
 from rollway.fleet.discovery import RlListing, discover
-from rollway.fleet.versions import BASE_VERSION, taint_of
 from rollway.http import Http
 from rollway.stack.lease import Lease
 from rollway.stack.plan import LOOPBACK
@@ -22,7 +20,7 @@ from rollway.stack.state import StackDir
 
 
 class Joiner:
-    """Starts such workers, labels them when they are there, and ends them."""
+    """Starts such workers, notices when they are there, and ends them."""
 
     def __init__(self, stack: str, http: Http) -> None:
         self._stack = stack
@@ -53,22 +51,18 @@ class Joiner:
         self._children.append(child)
         self._waiting[port] = child
 
-    async def admit_ready(self, injector: Injector) -> None:
-        """Wait for those that were started and label them as a launcher would, routing first."""
-        admin = DynamoAdmin(self._http)
-        while self._waiting:
-            state = StackDir(self._stack).read()
-            listed = await discover(self._http, RlListing(state.rl)) if state else []
-            for port, child in list(self._waiting.items()):
-                if child.poll() is not None:
-                    del self._waiting[port]
-                for worker in listed:
-                    if worker.admin_url.endswith(f":{port}") and worker.error is None:
-                        await admin.set_taints(worker, [taint_of(BASE_VERSION)])
-                        await admin.declare_version(worker, BASE_VERSION)
-                        injector.joined[worker.instance_id] = child.pid
-                        self._waiting.pop(port, None)
-            await asyncio.sleep(0.3)
+    async def all_there(self, injector: Injector) -> bool:
+        """Whether those that were started are listed, or have died."""
+        state = StackDir(self._stack).read()
+        listed = await discover(self._http, RlListing(state.rl)) if state else []
+        for port, child in list(self._waiting.items()):
+            if child.poll() is not None:
+                del self._waiting[port]
+            for worker in listed:
+                if worker.admin_url.endswith(f":{port}") and worker.error is None:
+                    injector.joined[worker.instance_id] = child.pid
+                    self._waiting.pop(port, None)
+        return not self._waiting
 
     async def end_all(self) -> None:
         for child in self._children:

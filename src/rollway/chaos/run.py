@@ -282,7 +282,9 @@ class Chaos:
             self.traffic.think_seconds = BUSY_SECONDS if ready else CALM_SECONDS
             if ready:
                 try:
-                    await self.joiner.admit_ready(self.injector)
+                    if not await self.joiner.all_there(self.injector):
+                        await asyncio.sleep(0.5)
+                        continue
                     if await self._whole():
                         return
                     with contextlib.suppress(RollwayError):

@@ -103,7 +103,8 @@ class Mover:
             line = await lines.enter_async_context(self.admin.held())
             await self._same_process(line, worker)
             self._lines[worker.instance_id] = line
-            if self.labels.get(worker.instance_id) is not None:
+            label = self.labels.get(worker.instance_id)
+            if label is not None and label >= 0:
                 await self._mark(line, worker)
             await self._taint(line, worker, [])
             await line.pause(worker, mode)
@@ -273,7 +274,10 @@ class Mover:
                     self._state(worker).state = "gone"  # another process has its address
                     return
                 await self._taint(line, worker, [])
-                await line.declare_version(worker, IN_DOUBT)
+                # For those who ask whether an answer can be from before: it may have generated.
+                loaded = told in (self.version, unproven(self.version))
+                left = unproven(self.version) if loaded else IN_DOUBT
+                await line.declare_version(worker, left)
                 await line.pause(worker, "abort")
 
     async def _replaced(self, worker: Worker) -> bool:
