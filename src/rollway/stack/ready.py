@@ -12,13 +12,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from urllib.parse import urlsplit
 
-from rollway.errors import RequestFailed, RollwayError, Unreachable
+from rollway.errors import RequestFailed, RollwayError, StartError, Unreachable
 from rollway.fleet.admin import DynamoAdmin
 from rollway.fleet.discovery import RlListing, discover
 from rollway.fleet.versions import BASE_VERSION, taint_of
 from rollway.http import ONCE, Http
 from rollway.rollout.sampling import Sampling
 from rollway.rollout.wire import Assembly, completion_request
+from rollway.stack import logs
 from rollway.stack.plan import ProcessPlan, StackPlan
 
 Report = Callable[[ProcessPlan, str, str], None]
@@ -26,6 +27,7 @@ Report = Callable[[ProcessPlan, str, str], None]
 
 WARM_UP_SECONDS = 600.0
 LOST_SECONDS = 15.0
+UNSERVED_SECONDS = 60.0
 _POLL_SECONDS = 0.5
 _PROMPT = [1, 2, 3, 4, 5, 6, 7, 8]
 _WARM_UPS = (Sampling(max_tokens=2, temperature=0.0), Sampling(max_tokens=2, temperature=1.0))
@@ -199,14 +201,24 @@ async def _mocker_instances(
 
 
 async def _listed(http: Http, plan: StackPlan, models: set[str]) -> None:
-    while True:
+    """Return when the frontend serves the models, whose workers have registered with it."""
+    answered = 0.0
+    while answered < UNSERVED_SECONDS:
         try:
             answer = await http.get(f"{plan.frontend_url}/v1/models", timeout=5.0, retry=ONCE)
-            if models <= {entry["id"] for entry in answer["data"]}:
+            missing = models - {entry["id"] for entry in answer["data"]}
+            if not missing:
                 return
+            answered += _POLL_SECONDS
         except (Unreachable, RequestFailed):
             pass
         await asyncio.sleep(_POLL_SECONDS)
+    log = next(process.log for process in plan.processes if process.role == "frontend")
+    raise StartError(
+        f"The frontend knows the workers of {', '.join(sorted(missing))} and does not serve it.",
+        f"It could not load the model's files, perhaps (no chat template, say): see {log}.",
+        log_tail="\n".join(logs.telling_tail(log)),
+    )
 
 
 async def _declare_base(http: Http, plan: StackPlan, instance: int) -> None:
