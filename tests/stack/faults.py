@@ -18,9 +18,9 @@ from rollway.fleet.admin import DynamoAdmin
 from rollway.fleet.discovery import Worker
 from rollway.fleet.report import RefitMode
 from rollway.http import Http
-from rollway.rollout.client import Rollout, _events
+from rollway.rollout.client import Rollout, events
 from rollway.rollout.sampling import Sampling
-from rollway.rollout.wire import Assembly, Completion, completion_request
+from rollway.rollout.wire import Completion, DynamoAssembly, completion_request
 from tests.stack.policies import Policy
 from tests.stack.test_vllm_stack import TOLERANCE, _versions, fresh_prompt
 
@@ -62,7 +62,7 @@ class Bare:
 
 
 def read(answer: Any, prompt: list[int], sampling: Sampling) -> Completion:
-    assembly = Assembly(sampling, len(prompt))
+    assembly = DynamoAssembly(sampling, len(prompt))
     assembly.add(answer)
     return assembly.finish()
 
@@ -96,7 +96,7 @@ async def _some_tokens(stack: Stack, worker: int, count: int = 48) -> None:
     body = completion_request("tiny", fresh_prompt(), LONG, pin=worker, stream=True)
     url, seen = f"{stack.frontend_url}/v1/completions", 0
     async with Http() as http, http.stream_lines(url, body, timeout=60.0) as lines:
-        async for event in _events(lines):
+        async for event in events(lines):
             seen += len((event.get("nvext") or {}).get("completion_token_ids") or [])
             if seen >= count:
                 return

@@ -23,8 +23,9 @@ from rollway.fleet.discovery import Worker
 from rollway.fleet.report import RefitMode
 from rollway.fleet.updates import FromDisk
 from rollway.http import Http
-from rollway.rollout.client import Rollout, all_or_none
-from rollway.rollout.wire import Assembly, completion_request
+from rollway.rollout.client import Rollout
+from rollway.rollout.sender import all_or_none
+from rollway.rollout.wire import DynamoAssembly, completion_request
 from rollway.sync import SyncStack
 from tests.stack.faults import (
     BAD,
@@ -149,7 +150,7 @@ async def test_02_nor_does_one_that_was_aborted_by_its_id(
     await move(client, policies)
     (worker, _), prompt = await client.fleet.workers(), fresh_prompt()
     body = completion_request("tiny", prompt, LONGER, pin=worker.instance_id, stream=True)
-    assembly, said, began = Assembly(LONGER, len(prompt)), [], False
+    assembly, said, began = DynamoAssembly(LONGER, len(prompt)), [], False
     async with http.stream_lines(
         f"{client.frontend_url}/v1/completions", body, timeout=60
     ) as lines:

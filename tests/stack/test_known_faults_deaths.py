@@ -19,7 +19,8 @@ from rollway.errors import AdminError, NoWorkers, RefitError, UsageError
 from rollway.fleet.discovery import Worker
 from rollway.fleet.fleet import Fleet
 from rollway.http import Http
-from rollway.rollout.client import Rollout, all_or_none
+from rollway.rollout.client import Rollout
+from rollway.rollout.sender import all_or_none
 from rollway.stack import processes
 from rollway.stack.processes import ProcessId
 from rollway.stack.state import StackDir

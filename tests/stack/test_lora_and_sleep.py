@@ -14,7 +14,7 @@ from rollway.errors import AdminError, RequestFailed, RolloutError
 from rollway.fleet.admin import DynamoAdmin
 from rollway.http import Http
 from rollway.rollout.sampling import Sampling
-from rollway.rollout.wire import Assembly, Completion, completion_request
+from rollway.rollout.wire import Completion, DynamoAssembly, completion_request
 from tests.stack.conftest import VLLM_ARGS
 from tests.stack.policies import Policy, write_adapter
 
@@ -38,7 +38,7 @@ async def stack(base_model: Path) -> AsyncIterator[Stack]:
 
 async def ask(stack: Stack, http: Http, model: str) -> Completion:
     body = completion_request(model, PROMPT, SAMPLING)
-    assembly = Assembly(SAMPLING, len(PROMPT))
+    assembly = DynamoAssembly(SAMPLING, len(PROMPT))
     for _ in range(50):
         try:
             answer = await http.post(f"{stack.frontend_url}/v1/completions", body, timeout=60.0)

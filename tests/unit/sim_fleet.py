@@ -28,7 +28,7 @@ from rollway.fleet.admin import NoSuchMethod
 from rollway.fleet.discovery import Worker
 from rollway.fleet.updates import FromDisk
 from rollway.fleet.versions import taint_of
-from rollway.rollout import client
+from rollway.rollout import sender
 from rollway.weights.checkpoint import Checkpoint
 
 OP: ContextVar[int] = ContextVar("OP", default=0)
@@ -364,11 +364,11 @@ class World:
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
         """Put simulated time, listings and checkpoints under the real protocol."""
-        for module in (refit, moves, fleet, membership, client):
+        for module in (refit, moves, fleet, membership, sender):
             patch.setattr(module, "time", SimpleNamespace(monotonic=self.loop.time))
         patch.setattr(membership, "discover", self.listing)
         patch.setattr(fleet, "FromDisk", SimUpdate)
-        patch.setattr(client, "random", self.rng)
+        patch.setattr(sender, "random", self.rng)
 
     def put(self, version: int, path: Path) -> None:
         self.shelf = version, path

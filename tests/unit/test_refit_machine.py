@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from rollway.fleet.fleet import Fleet
 from rollway.fleet.refit import Refit
 from rollway.fleet.report import RefitMode
 from rollway.fleet.versions import VersionBook, taint_of
-from rollway.rollout import client
 from rollway.rollout.canary import canary
 from rollway.rollout.client import Rollout, Rollouts
 from rollway.rollout.sampling import Sampling
@@ -572,9 +572,9 @@ def late_answers_are_believed(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_salt(patch: pytest.MonkeyPatch) -> None:
-    real = client.completion_request
+    real = VersionBook.ticket
     patch.setattr(
-        client, "completion_request", lambda *a, **k: real(*a, **{**k, "cache_salt": None})
+        VersionBook, "ticket", lambda self, version=None: replace(real(self, version), salt=None)
     )
 
 

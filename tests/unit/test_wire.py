@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rollway.errors import RolloutError, UsageError
 from rollway.rollout.client import checked_prompt
 from rollway.rollout.sampling import Sampling
-from rollway.rollout.wire import Assembly, completion_request
+from rollway.rollout.wire import DynamoAssembly, completion_request
 
 BIG = 16989007820598424518  # an instance id as Dynamo gives them: above 2^53
 
@@ -36,7 +36,7 @@ def answer(**changes: Any) -> dict[str, Any]:
 
 
 def read(body: Any, sampling: Sampling | None = None) -> Any:
-    assembly = Assembly(sampling or Sampling(max_tokens=2), prompt_length=3)
+    assembly = DynamoAssembly(sampling or Sampling(max_tokens=2), prompt_length=3)
     assembly.add(body)
     return assembly.finish()
 
@@ -51,7 +51,7 @@ def test_a_whole_answer() -> None:
 
 
 def test_chunks_add_up_to_the_same() -> None:
-    assembly = Assembly(Sampling(max_tokens=2), prompt_length=3)
+    assembly = DynamoAssembly(Sampling(max_tokens=2), prompt_length=3)
     whole = answer()
     for position in range(2):
         chunk = copy.deepcopy(whole)

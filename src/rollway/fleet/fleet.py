@@ -207,10 +207,12 @@ class Fleet:
                     return True  # this process alone changes weights, or nobody does
             # Out of the routing and not generating again yet, or with these very weights.
             fine |= {IN_DOUBT, unproven(ticket.version)}
+        # Anybody may have answered where no router was told otherwise, also who has just joined.
+        anybody = instance is None and ticket.taint is None
         try:
             asked = [
                 worker
-                for worker in await self.workers(fresh=False)
+                for worker in await self.workers(fresh=anybody)
                 if instance in (None, worker.instance_id) and worker.error is None
             ]
             told = [await self._label_from_now(worker) for worker in asked]

@@ -140,11 +140,12 @@ class VersionBook:
         With a taint it was, if the worker has not begun with another since: only workers on the
         version are sent such requests, and what one still had queued when it changed was aborted;
         but a stalled router may deliver even later than that. Without a taint, the worker must
-        have had that version all along."""
+        have had that version all along; where nobody knows which one it was, all must have."""
         if ticket.version is None:
             return True
         if ticket.taint is not None:
             newest = max(self._entered.values(), default=ticket.version)
             entered = newest if worker is None else self._entered.get(worker, ticket.version)
             return entered <= ticket.version
-        return self.epoch == ticket.epoch and self.by_worker.get(worker or 0) == ticket.version
+        had = self.by_worker.values() if worker is None else [self.by_worker.get(worker)]
+        return self.epoch == ticket.epoch and set(had) == {ticket.version}

@@ -7,7 +7,7 @@ from rollway.fleet.discovery import Worker
 from rollway.fleet.verify import Answer, Ask
 from rollway.http import Http
 from rollway.rollout.sampling import Sampling
-from rollway.rollout.wire import Assembly, completion_request
+from rollway.rollout.wire import DynamoAssembly, completion_request
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8]
 _SAMPLING = Sampling(max_tokens=8, temperature=0.0, ignore_eos=True)
@@ -28,7 +28,7 @@ def canary(http: Http, frontend_url: str, model: str, *, timeout: float = 60.0) 
             cache_salt=f"canary-{runs}",  # its prefix must be computed anew each time
             pin=worker.instance_id,
         )
-        assembly = Assembly(_SAMPLING, len(PROMPT))
+        assembly = DynamoAssembly(_SAMPLING, len(PROMPT))
         try:
             assembly.add(await http.post(url, body, timeout=timeout))
             completion = assembly.finish()

@@ -32,6 +32,8 @@ class Sampling:
     seed: int | None = None
     """Rollout i of a group uses seed + i; with one seed for all they would be equal."""
     logprobs: bool = True
+    routed_experts: bool = False
+    """Which experts a mixture-of-experts model used, per token (--enable-return-routed-experts)."""
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:

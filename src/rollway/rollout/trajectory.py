@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from rollway.errors import RolloutError
+from rollway.rollout.completion import Completion, FinishReason
 from rollway.rollout.sampling import Sampling
-from rollway.rollout.wire import Completion, FinishReason
 
 # Legs of one seeded rollout draw from streams of their own; with one they would repeat.
 _LEG_SEED = 1_000_003

@@ -1,36 +1,73 @@
-"""Dynamo's completions route, token in and token out: the request body and its exact reading.
+"""How rollouts travel: three wires, token in and token out, with one result.
 
-Prompts travel as `nvext.token_data`: no tokenizer touches them, and the worker then ignores the
-checkpoint's generation_config. (`prompt` must be a non-empty string all the same.) Every answer is
-checked here: ids present, one log-prob for each id, counts that agree with `usage`. An answer that
-does not add up is an error; it is never padded, re-encoded or guessed.
+    completions   Dynamo's /v1/completions with `nvext`: taints, pins, the worker's id, KV hits
+    generate      Dynamo's and vLLM's /inference/v1/generate: token ids and nothing around them; it
+                  ignores nvext silently, so there are no taints and no pins on it
+    vllm          the /v1/completions of a plain vLLM server: no router, hence no taints either
+
+Prompts travel as ids on all of them: no tokenizer touches them. Every sampling parameter is sent,
+since a checkpoint's generation_config would fill in what is left out.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import msgspec
 
-from rollway.errors import RolloutError
+from rollway.errors import RequestFailed, RolloutError, UsageError
+from rollway.http import ONCE, Http
+from rollway.rollout.completion import (
+    Assembly,
+    Completion,
+    FinishReason,
+    Usage,
+    only_choice,
+    parsed,
+)
 from rollway.rollout.sampling import Sampling
 
-FinishReason = Literal["stop", "length", "aborted"]
+__all__ = [
+    "COMPLETIONS", "GENERATE", "VLLM", "WIRES", "Assembly", "Completion", "DynamoAssembly",
+    "FinishReason", "Wire", "completion_request", "wire_named",
+]  # fmt: skip
+
+
+class Request(Protocol):
+    """Makes the body of a request."""
+
+    def __call__(
+        self,
+        model: str,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        cache_salt: str | None = None,
+        required_taint: str | None = None,
+        pin: int | None = None,
+        stream: bool = False,
+    ) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """One way to ask for a rollout."""
+
+    name: str
+    path: str
+    request: Request
+    assembly: Callable[[Sampling, int], Assembly]
+    routed: bool = False
+    """Whether it heeds taints and pins, and names the worker."""
+    streams: bool = True
+
+
+# --- Dynamo's completions -----------------------------------------------------------------------
 
 # "stop" also stands for a request that was cancelled; the detailed reason tells them apart.
 _EXTRA_FIELDS = ["completion_token_ids", "worker_id", "detailed_finish_reason"]
-_ROUNDING = 1e-5  # of a token that is certain; float32 may end above 0
-_FINISH: dict[str, FinishReason] = {
-    "stop": "stop",
-    "eos": "stop",
-    "length": "length",
-    "cancelled": "aborted",
-    "abort": "aborted",
-    "aborted": "aborted",
-}
 
 
 def completion_request(
@@ -43,8 +80,10 @@ def completion_request(
     pin: int | None = None,
     stream: bool = False,
 ) -> dict[str, Any]:
-    """The body of POST /v1/completions."""
-    nvext: dict[str, Any] = {"token_data": list(prompt_ids), "extra_fields": _EXTRA_FIELDS}
+    """With `nvext.token_data` the worker ignores the checkpoint's generation_config; `prompt` must
+    be a non-empty string all the same."""
+    extra = [*_EXTRA_FIELDS, "routed_experts"] if sampling.routed_experts else _EXTRA_FIELDS
+    nvext: dict[str, Any] = {"token_data": list(prompt_ids), "extra_fields": extra}
     if cache_salt is not None:
         nvext["cache_salt"] = cache_salt
     if required_taint is not None:
@@ -70,6 +109,8 @@ class _Logprobs(msgspec.Struct):
 class _Choice(msgspec.Struct):
     logprobs: _Logprobs | None = None
     finish_reason: str | None = None
+    token_ids: list[int] | None = None
+    routed_experts: Any = None
 
 
 class _WorkerIds(msgspec.Struct):
@@ -80,143 +121,170 @@ class _Nvext(msgspec.Struct):
     completion_token_ids: list[int] | None = None
     worker_id: _WorkerIds | None = None
     detailed_finish_reason: str | None = None
-
-
-class _PromptDetails(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int
-    completion_tokens: int
-    prompt_tokens_details: _PromptDetails | None = None
+    routed_experts: Any = None
 
 
 class _Answer(msgspec.Struct):
     choices: list[_Choice] = []
     nvext: _Nvext | None = None
-    usage: _Usage | None = None
+    usage: Usage | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """One checked answer of the engine."""
-
-    token_ids: list[int]
-    logprobs: list[float] | None
-    finish_reason: FinishReason
-    worker_id: int | None
-    """None for an answer that moved between workers: Dynamo names the one that died."""
-    cached_tokens: int
-
-
-@dataclass(slots=True)
-class Assembly:
-    """Puts an answer together from one body or from many streamed chunks, then checks it."""
-
-    sampling: Sampling
-    prompt_length: int
-    token_ids: list[int] = field(default_factory=list)
-    _logprobs: list[float | None] = field(default_factory=list)
-    _finish: str | None = None
-    _detailed: str | None = None
-    _worker_id: int | None = None
-    _usage: _Usage | None = None
-    _has_ids: bool = False
+class DynamoAssembly(Assembly):
+    """Of Dynamo's completions."""
 
     def add(self, raw: Any) -> list[int]:
-        """Take in one decoded JSON body or chunk; returns the token ids it brought."""
-        try:
-            answer = msgspec.convert(raw, _Answer)
-        except msgspec.ValidationError as error:
-            raise RolloutError(f"The server's answer has the wrong shape: {error}.") from error
-        if len(answer.choices) > 1:
-            raise RolloutError(f"The server sent {len(answer.choices)} choices for one rollout.")
-        for choice in answer.choices:
-            self._finish = choice.finish_reason or self._finish
+        answer = parsed(raw, _Answer)
+        choice = only_choice(answer.choices)
+        nvext = answer.nvext or _Nvext()
+        if choice is not None:
+            # A plain reason never takes the place of a detailed one.
+            self._finish = self._finish or choice.finish_reason
             if choice.logprobs is not None:
                 self._logprobs += choice.logprobs.token_logprobs
-        self._usage = answer.usage or self._usage
-        return self._add_nvext(answer.nvext)
-
-    def _add_nvext(self, nvext: _Nvext | None) -> list[int]:
-        if nvext is None:
-            return []
-        self._detailed = nvext.detailed_finish_reason or self._detailed
+        self._finish = nvext.detailed_finish_reason or self._finish
+        self._counted(answer.usage)
         if nvext.worker_id is not None and nvext.worker_id.decode_worker_id is not None:
             self._worker_id = nvext.worker_id.decode_worker_id
-        if nvext.completion_token_ids is None:
+        self._experts = nvext.routed_experts or self._experts
+        return self._took(nvext.completion_token_ids)
+
+
+COMPLETIONS = Wire(
+    "completions", "/v1/completions", completion_request, DynamoAssembly, routed=True
+)
+
+
+# --- /inference/v1/generate ---------------------------------------------------------------------
+
+
+def generate_request(
+    model: str,
+    prompt_ids: Sequence[int],
+    sampling: Sampling,
+    *,
+    cache_salt: str | None = None,
+    required_taint: str | None = None,
+    pin: int | None = None,
+    stream: bool = False,
+) -> dict[str, Any]:
+    body: dict[str, Any] = {
+        "model": model,
+        "token_ids": list(prompt_ids),
+        "sampling_params": sampling.on_wire(),
+    }
+    if cache_salt is not None:
+        body["cache_salt"] = cache_salt
+    return body
+
+
+class _ContentLogprob(msgspec.Struct):
+    token: str
+    logprob: float | None = None
+
+
+class _ContentLogprobs(msgspec.Struct):
+    content: list[_ContentLogprob] | None = None
+
+
+class _GeneratedChoice(msgspec.Struct):
+    token_ids: list[int] | None = None
+    logprobs: _ContentLogprobs | None = None
+    finish_reason: str | None = None
+    routed_experts: Any = None
+
+
+class _Generated(msgspec.Struct):
+    choices: list[_GeneratedChoice] = []
+    usage: Usage | None = None
+
+
+class GenerateAssembly(Assembly):
+    """Of /inference/v1/generate, which has no usage on Dynamo and names no worker."""
+
+    def add(self, raw: Any) -> list[int]:
+        answer = parsed(raw, _Generated)
+        choice = only_choice(answer.choices)
+        self._counted(answer.usage)
+        if choice is None:
             return []
-        self._has_ids = True
-        self.token_ids += nvext.completion_token_ids
-        return nvext.completion_token_ids
+        self._finish = choice.finish_reason or self._finish
+        self._experts = choice.routed_experts or self._experts
+        content = (choice.logprobs and choice.logprobs.content) or []
+        names = [f"token_id:{token}" for token in choice.token_ids or []]
+        if content and [entry.token for entry in content] != names:
+            raise RolloutError("The engine sent log-probs of other tokens than it sampled.")
+        self._logprobs += [entry.logprob for entry in content]
+        return self._took(choice.token_ids)
 
-    def finish(self) -> Completion:
-        reason = self._finish_reason()
-        if not self._has_ids and reason != "aborted":
-            raise RolloutError(
-                "The server returned no token ids.",
-                "It must be a Dynamo frontend that honours nvext.extra_fields (1.4 or newer).",
-            )
-        self._check_counts(reason)
-        details = self._usage.prompt_tokens_details if self._usage else None
-        return Completion(
-            token_ids=self.token_ids,
-            logprobs=self._checked_logprobs(),
-            finish_reason=reason,
-            worker_id=None if self._migrated else self._worker_id,
-            cached_tokens=(details.cached_tokens or 0) if details else 0,
-        )
 
-    def _finish_reason(self) -> FinishReason:
-        said = self._detailed or self._finish
-        if said is None:
-            raise RolloutError("The answer ended without a finish reason; it was cut off.")
-        reason = _FINISH.get(said.lower())
-        if reason is None:
-            raise RolloutError(f"The engine ended a rollout with `{said}`.")
-        return reason
+GENERATE = Wire(
+    "generate", "/inference/v1/generate", generate_request, GenerateAssembly, streams=False
+)
 
-    def _check_counts(self, reason: FinishReason) -> None:
-        ids, usage = len(self.token_ids), self._usage
-        if usage is not None:
-            if usage.prompt_tokens != self.prompt_length and not self._migrated:
-                raise RolloutError(
-                    f"The engine saw {usage.prompt_tokens} prompt tokens of {self.prompt_length}."
-                )
-            if reason != "aborted" and usage.completion_tokens != ids:
-                raise RolloutError(
-                    f"The engine counted {usage.completion_tokens} tokens and sent {ids} ids."
-                )
-        if ids > self.sampling.max_tokens:
-            raise RolloutError(f"{ids} tokens came, {self.sampling.max_tokens} were asked for.")
-        if reason == "length" and ids == 0:
-            # Fewer than max_tokens is legal (the model's context may be full), none is not.
-            raise RolloutError("The rollout ended by length without a single token.")
 
-    @property
-    def _migrated(self) -> bool:
-        """Whether another worker went on after the first had died: what that one had sampled then
-        counts as prompt as well. It is the only sign of it."""
-        usage = self._usage
-        if usage is None:
-            return False
-        more = usage.prompt_tokens - self.prompt_length
-        return 0 < more <= len(self.token_ids)
+# --- a plain vLLM server ------------------------------------------------------------------------
 
-    def _checked_logprobs(self) -> list[float] | None:
-        if not self.sampling.logprobs:
-            return None
-        if len(self._logprobs) != len(self.token_ids):
-            raise RolloutError(
-                f"{len(self.token_ids)} token ids came with {len(self._logprobs)} log-probs.",
-                "The mocker engine has none: use Sampling(logprobs=False) with it."
-                if not self._logprobs
-                else "",
-            )
-        checked = [
-            lp for lp in self._logprobs if lp is not None and math.isfinite(lp) and lp <= _ROUNDING
-        ]
-        if len(checked) != len(self._logprobs):
-            raise RolloutError("A log-prob is missing, not finite, or above 0.")
-        return checked
+
+def vllm_request(
+    model: str,
+    prompt_ids: Sequence[int],
+    sampling: Sampling,
+    *,
+    cache_salt: str | None = None,
+    required_taint: str | None = None,
+    pin: int | None = None,
+    stream: bool = False,
+) -> dict[str, Any]:
+    body: dict[str, Any] = {
+        "model": model,
+        "prompt": list(prompt_ids),
+        "return_token_ids": True,
+        "stream": stream,
+        **sampling.on_wire(),
+    }
+    if cache_salt is not None:
+        body["cache_salt"] = cache_salt
+    if stream:
+        body["stream_options"] = {"include_usage": True}
+    return body
+
+
+class VllmAssembly(Assembly):
+    """Of vLLM's own completions."""
+
+    def add(self, raw: Any) -> list[int]:
+        answer = parsed(raw, _Answer)
+        choice = only_choice(answer.choices)
+        self._counted(answer.usage)
+        if choice is None:
+            return []
+        self._finish = choice.finish_reason or self._finish
+        self._experts = choice.routed_experts or self._experts
+        if choice.logprobs is not None:
+            self._logprobs += choice.logprobs.token_logprobs
+        return self._took(choice.token_ids)
+
+
+VLLM = Wire("vllm", "/v1/completions", vllm_request, VllmAssembly)
+
+WIRES = {wire.name: wire for wire in (COMPLETIONS, GENERATE, VLLM)}
+
+
+# --- choosing -------------------------------------------------------------------------------------
+
+
+def wire_named(name: str) -> Wire:
+    if name not in WIRES:
+        raise UsageError(f"There is no wire `{name}`.", f"Use one of: {', '.join(WIRES)}.")
+    return WIRES[name]
+
+
+async def offers_generate(http: Http, url: str) -> bool:
+    """Whether a server has /inference/v1/generate; on a Dynamo frontend it is switched on with
+    DYN_VLLM_ENABLE_INFERENCE_V1_GENERATE=1."""
+    try:
+        await http.post(f"{url.rstrip('/')}{GENERATE.path}", {}, timeout=10.0, retry=ONCE)
+    except RequestFailed as error:
+        return error.status != 404
+    return True

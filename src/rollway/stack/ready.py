@@ -18,7 +18,7 @@ from rollway.fleet.discovery import RlListing, discover
 from rollway.fleet.versions import BASE_VERSION, taint_of
 from rollway.http import ONCE, Http
 from rollway.rollout.sampling import Sampling
-from rollway.rollout.wire import Assembly, completion_request
+from rollway.rollout.wire import DynamoAssembly, completion_request
 from rollway.stack import logs
 from rollway.stack.plan import ProcessPlan, StackPlan
 
@@ -258,6 +258,6 @@ async def _answer(
                 report(worker, "warming up", error.message)
                 await asyncio.sleep(_POLL_SECONDS)
         if worker.engine != "mocker":
-            assembly = Assembly(sampling, len(_PROMPT))
+            assembly = DynamoAssembly(sampling, len(_PROMPT))
             assembly.add(answer)
             assembly.finish()
