@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from rollway.config import AdminTimeouts, StackSpec, load_spec
@@ -31,16 +31,23 @@ from rollway.errors import (
     Unreachable,
     UsageError,
 )
+from rollway.fleet.discovery import StaticList
 from rollway.fleet.fleet import Fleet, RefitReport
 from rollway.fleet.updates import Update
+from rollway.fleet.vllm_admin import VllmAdmin
 from rollway.http import ONCE, Http
 from rollway.rollout.canary import canary
 from rollway.rollout.client import Rollouts
+from rollway.rollout.sender import Sender
+from rollway.rollout.teacher import Teacher
+from rollway.rollout.wire import wire_named
 from rollway.stack import local
 from rollway.stack.local import Progress, RunningStack
 from rollway.stack.locks import machine_lock
 from rollway.stack.state import StackDir, StackState, WeightsFile, known_stacks
 from rollway.sync import Portal, SyncStack
+
+S = TypeVar("S", bound=Sender)
 
 DEFAULT_RL_PORT = 8001  # Dynamo's, where nobody chose another
 
@@ -57,6 +64,7 @@ class Stack:
         name: str = "",
         run_dir: Path | None = None,
         timeouts: AdminTimeouts | None = None,
+        plain_vllm: bool = False,
     ) -> None:
         self.name = name
         self.run_dir = run_dir
@@ -67,11 +75,19 @@ class Stack:
         self.models = models
         self._http = http
         self._timeouts = timeouts
+        self._plain_vllm = plain_vllm
         self._fleets = {model: self._new_fleet(model) for model in models}
         self._watching: list[asyncio.Task[None]] = []
 
     def _new_fleet(self, model: str) -> Fleet:
         """A stack of this machine has more to offer: a lock, its spec, and a supervisor."""
+        if self._plain_vllm:
+            return Fleet(
+                self._http,
+                StaticList((self.frontend_url,), model),
+                model=model,
+                admin=VllmAdmin(self._http, self._timeouts),
+            )
         ask = canary(self._http, self.frontend_url, model)
         state = StackDir(self.name).read() if self.name else None
         if state is None:
@@ -101,16 +117,25 @@ class Stack:
         return self._fleets[self._model(model)]
 
     def rollouts(self, model: str | None = None, **options: Any) -> Rollouts:
-        """A client for generating; options are those of `Rollouts`."""
+        """A client for generating; options are those of `Sender`, and `wire` may be a name."""
+        return self._sender(Rollouts, model, options)
+
+    def teacher(self, model: str | None = None, **options: Any) -> Teacher:
+        """A client for scoring sequences; options as for `rollouts`."""
+        return self._sender(Teacher, model, options)
+
+    def _sender(self, kind: type[S], model: str | None, options: dict[str, Any]) -> S:
         chosen = self._model(model)
         fleet = self._fleets[chosen]
-        return Rollouts(
+        wire = options.pop("wire", "vllm" if self._plain_vllm else "completions")
+        return kind(
             self._http,
             self.frontend_url,
             chosen,
             fleet.versions,
             refresh=fleet.refresh,
             confirms=fleet.confirms,
+            wire=wire_named(wire) if isinstance(wire, str) else wire,
             **options,
         )
 
@@ -256,6 +281,7 @@ class _Attach(_Opening):
         try:
             answer = await self._http.get(url, timeout=10.0, retry=ONCE)
             models = [str(entry["id"]) for entry in answer["data"]]
+            plain_vllm = any(entry.get("owned_by") == "vllm" for entry in answer["data"])
         except Unreachable as error:
             raise Unreachable(
                 f"No Dynamo frontend answers at {self._frontend}: {error.message}",
@@ -276,7 +302,13 @@ class _Attach(_Opening):
                 "Wait for its workers to register, then attach again.",
             )
         return Stack(
-            self._http, self._frontend, self._rl, models, self._name, timeouts=self._timeouts
+            self._http,
+            self._frontend,
+            self._rl,
+            models,
+            self._name,
+            timeouts=self._timeouts,
+            plain_vllm=plain_vllm,
         )
 
 
@@ -302,7 +334,8 @@ def attach(
     watch: bool = True,
     timeouts: AdminTimeouts | None = None,
 ) -> _Attach:
-    """Use a running stack, by the frontend's address or by the name of a local stack. With `watch`,
+    """Use a running stack, by the frontend's address or by the name of a local stack; a plain vLLM
+    server will do as well (with VLLM_SERVER_DEV_MODE=1, for refits). With `watch`,
     workers that join meanwhile are noticed and brought up to date. `timeouts` bound the calls to
     its workers; a local stack's are in its spec."""
     return _Attach(target, rl_url, watch, timeouts)

@@ -19,6 +19,7 @@ from rollway.fleet.fleet import Fleet, RefitReport
 from rollway.fleet.updates import Update
 from rollway.rollout.client import Rollout, Rollouts
 from rollway.rollout.sampling import Sampling
+from rollway.rollout.teacher import Scores, Teacher
 
 if TYPE_CHECKING:
     from rollway.api import Stack
@@ -87,6 +88,19 @@ class SyncRollouts:
         return self._portal.run(self._rollouts.generate_batch(prompts, sampling, n))
 
 
+class SyncTeacher:
+    """`Teacher`, blocking."""
+
+    def __init__(self, teacher: Teacher, portal: Portal) -> None:
+        self._teacher = teacher
+        self._portal = portal
+
+    def score(
+        self, sequences: Sequence[Sequence[int]], *, version: int | None = None
+    ) -> list[Scores]:
+        return self._portal.run(self._teacher.score(sequences, version=version))
+
+
 class SyncFleet:
     """`Fleet`, blocking."""
 
@@ -137,6 +151,9 @@ class SyncStack:
 
     def rollouts(self, model: str | None = None, **options: Any) -> SyncRollouts:
         return SyncRollouts(self._stack.rollouts(model, **options), self._portal)
+
+    def teacher(self, model: str | None = None, **options: Any) -> SyncTeacher:
+        return SyncTeacher(self._stack.teacher(model, **options), self._portal)
 
     def refit(self, version: int, update: Update | Path | str, **options: Any) -> RefitReport:
         return self.fleet.refit(version, update, **options)

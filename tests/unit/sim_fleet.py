@@ -394,6 +394,9 @@ class SimUpdate(FromDisk):
             raise UsageError("No checkpoint.")
         self.checkpoint = Checkpoint(self.path, {}, self.path.name)
 
+    async def _touched(self) -> bool:
+        return False
+
 
 class SimAdmin:
     """`AdminAPI` over simulated workers, with the faults that the world has in store. A call

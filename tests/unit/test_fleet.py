@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from rollway.errors import (
     UsageError,
 )
 from rollway.fleet.admin import IN_DOUBT
+from rollway.fleet.discovery import Worker
 from rollway.fleet.fleet import Fleet
 from rollway.http import Http
 from rollway.rollout.client import Rollouts
@@ -67,6 +69,37 @@ async def test_a_refit_moves_every_worker(checkpoint: Path) -> None:
             "pause_generation", "update/model_taints", "resume_generation", "set_weight_version",
         ]  # fmt: skip
         assert worker.taints == ["rollway-v7"]
+
+
+async def test_a_checkpoint_that_changes_while_it_is_loaded_is_not_served(checkpoint: Path) -> None:
+    """It was not published with digests, so only its files' times can tell."""
+    weights = checkpoint / "model.safetensors"
+
+    async def damage(step: str, worker: Worker) -> None:
+        if step == "update":
+            data = bytearray(weights.read_bytes())
+            data[-4:] = b"junk"
+            weights.write_bytes(data)
+
+    async with fake_fleet(FakeWorker(1)) as url, Http() as http:
+        fleet = Fleet(http, url)
+        fleet.observer = damage
+        with pytest.raises(RefitError, match="changed while") as failure:
+            await fleet.refit(7, checkpoint)
+        assert [w.state for w in failure.value.report.workers] == ["in doubt"]
+
+
+async def test_a_joiner_does_not_get_a_checkpoint_that_was_changed_since(checkpoint: Path) -> None:
+    first, second = FakeWorker(1), FakeWorker(2)
+    workers = [first]
+    async with fake_fleet(*workers) as url, Http() as http:
+        fleet = Fleet(http, url)
+        await fleet.refit(7, checkpoint)
+        os.utime(checkpoint / "model.safetensors")
+        first.version = 0  # as if it had been started anew
+        with pytest.raises(UsageError, match="names other weights"):
+            await fleet.admit()
+        assert second.version == 0 and first.version == 0
 
 
 async def test_status_error_under_200_is_an_error() -> None:

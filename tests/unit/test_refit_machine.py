@@ -182,7 +182,8 @@ class Coordinator:
         """After a refit that could not pause everybody: who got no update is back."""
         routes = [call.route for call in mine]
         lost = any(not call.ok for call in mine if call.route != "pause")
-        known = worker.known and not self._paused_by_user(worker)
+        marked = any(call.route == "declare" for call in mine)  # only one whose version is known
+        known = (marked or (worker.label or 0) >= 0) and not self._paused_by_user(worker)
         if worker.paused and known and not lost and "pause" in routes and "update" not in routes:
             self.world.broken(f"worker {worker.instance_id} was left paused")
 

@@ -270,6 +270,8 @@ class Fleet:
         """Bring workers that are not on the current version to it, the others going on; None when
         there is nothing to do, or nothing to do it with."""
         async with self._refitting, self._guard():
+            if self._shelf is not None:
+                self.versions.claimed(self._shelf.claims())
             await self.read_versions()
             listed = await self.workers(fresh=False)
             recipe = self._current_recipe()

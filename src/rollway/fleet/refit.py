@@ -90,6 +90,7 @@ class Refit(Mover):
         began = time.monotonic()
         report = RefitReport(self.version, "rolling", passes=1)
         await self.update.prepare()
+        self.book.refuse_others(self.version, self.update.identity)
         behind = [w for w in await self._behind() if w.instance_id not in self.skip]
         if not behind:
             return report  # only such as are left alone, or not ready

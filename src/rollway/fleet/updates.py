@@ -22,6 +22,7 @@ from rollway.weights.checkpoint import (
     check_checkpoint,
     differences,
     refuse_differences,
+    stamps,
 )
 
 CHECK_METHOD, LOAD_METHOD = "rollway_check", "rollway_load"
@@ -65,6 +66,7 @@ class FromDisk:
     repeatable: bool = True
     checkpoint: Checkpoint | None = None
     _proving: set[int] = field(default_factory=set)
+    _stamps: dict[str, tuple[int, int, int]] = field(default_factory=dict)
 
     @property
     def identity(self) -> str:
@@ -72,9 +74,12 @@ class FromDisk:
         return self.checkpoint.identity
 
     async def prepare(self) -> None:
-        self.checkpoint = await asyncio.to_thread(
-            check_checkpoint, Path(self.path), roots=self.roots, whole=self.whole
-        )
+        def look() -> Checkpoint:
+            path = Path(self.path).expanduser().resolve()
+            self._stamps = stamps(path) if path.is_dir() else {}
+            return check_checkpoint(path, roots=self.roots, whole=self.whole)
+
+        self.checkpoint = await asyncio.to_thread(look)
         self.path = self.checkpoint.path
 
     async def preflight(self, admin: AdminAPI, worker: Worker) -> bool:
@@ -99,6 +104,15 @@ class FromDisk:
     async def apply(self, admin: AdminAPI, worker: Worker, version: int) -> None:
         method = LOAD_METHOD if worker.instance_id in self._proving else None
         await admin.update_from_disk(worker, self.path, version, method=method)
+        # What a worker has read is what was looked at only if nobody wrote in between.
+        if await self._touched():
+            raise AdminError(f"{self.path} changed while {worker} was loading it.")
+
+    async def _touched(self) -> bool:
+        try:
+            return await asyncio.to_thread(stamps, Path(self.path)) != self._stamps
+        except UsageError:
+            return True
 
 
 @dataclass(slots=True)

@@ -84,12 +84,16 @@ class VersionBook:
                 f"Version {version} is served already.",
                 "Versions only go up; give the next number.",
             )
-        if known is not None and known != identity:
+        self.refuse_others(version, identity)
+        self._weights[version] = identity
+
+    def refuse_others(self, version: int, identity: str) -> None:
+        """Raise if a version is known to name other weights than these."""
+        if self._weights.get(version, identity) != identity:
             raise UsageError(
                 f"Version {version} already names other weights.",
                 "A version names one set of weights for good; give these the next number.",
             )
-        self._weights[version] = identity
 
     def claimed(self, weights: Mapping[int, str]) -> None:
         """What versions name according to other processes."""

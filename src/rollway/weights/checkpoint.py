@@ -93,6 +93,15 @@ def check_checkpoint(
     return Checkpoint(path, tensors, _identity(path, tensors, said))
 
 
+def stamps(directory: Path) -> dict[str, tuple[int, int, int]]:
+    """Size, time and place of every file: they show that something was written since."""
+    try:
+        files = sorted(path for path in directory.iterdir() if path.is_file())
+        return {path.name: _stat(path) for path in files}
+    except OSError as error:
+        raise UsageError(f"{directory} cannot be read: {error.strerror}.") from error
+
+
 def read_headers(directory: Path) -> dict[str, TensorHeader]:
     """Name, dtype and shape of every tensor, from the weight files' headers alone."""
     if not directory.is_dir():
