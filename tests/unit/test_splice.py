@@ -1,0 +1,90 @@
+"""The splice rule: known answers, and what holds for any template that only shortens turns."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollway.rollout.splice import SpliceError, splice, turn_end
+
+END = 2
+
+PREFIX = [11, 12, 13, 40, 41, 1001, 2]
+REASONED = [10, 2, 31, 40, 2, 20, 2, 32, 32, 32, 32, 32, 32, 41, 2]
+
+# verbatim, template_prefix, template_full, result
+VECTORS = {
+    "other tokens for the same text": (
+        [11, 12, 13, 40, 41, 220, 17, 2],
+        PREFIX,
+        [*PREFIX, 21, 22, 40, 41],
+        [11, 12, 13, 40, 41, 220, 17, 2, 21, 22, 40, 41],
+    ),
+    "cut by max_tokens": (
+        [11, 12, 13, 40, 41, 220, 17],
+        PREFIX,
+        [*PREFIX, 21, 22, 40, 41],
+        [11, 12, 13, 40, 41, 220, 17, 2, 21, 22, 40, 41],
+    ),
+    "reasoning dropped, prefix longer than the whole": (
+        REASONED,
+        [10, 2, 40, 2, 20, 2, 32, 32, 32, 32, 32, 32, 41, 2],
+        [10, 2, 40, 2, 20, 2, 41, 2, 20, 2, 50],
+        [*REASONED, 20, 2, 50],
+    ),
+    "reasoning dropped, prefix shorter than the whole": (
+        [10, 2, 31, 31, 31, 40, 2],
+        [10, 2, 31, 31, 31, 40, 2],
+        [10, 2, 40, 2, 20, 2, 60, 61, 62, 63, 50],
+        [10, 2, 31, 31, 31, 40, 2, 20, 2, 60, 61, 62, 63, 50],
+    ),
+    "no model turn yet": ([], [], [1, 2, 3], [1, 2, 3]),
+}
+
+
+@pytest.mark.parametrize("name", VECTORS)
+def test_vectors(name: str) -> None:
+    verbatim, prefix, full, result = VECTORS[name]
+    assert splice(verbatim, prefix, full, END) == result
+
+
+def test_the_positional_rule_would_lose_a_turn() -> None:
+    """What counting is for: by position, the turn 20 of this vector was dropped in silence."""
+    verbatim, prefix, full, result = VECTORS["reasoning dropped, prefix shorter than the whole"]
+    by_position = max(place for place in range(len(prefix)) if full[place] == END)
+    assert [*verbatim[:-1], *full[by_position:]] == [10, 2, 31, 31, 31, 40, 2, 60, 61, 62, 63, 50]
+    assert result != [*verbatim[:-1], *full[by_position:]]
+
+
+def test_a_template_that_drops_turns_is_refused() -> None:
+    with pytest.raises(SpliceError, match=r"have 2 end-of-turn tokens, all .* have 1"):
+        splice([5, 2, 6, 2], [5, 2, 6, 2], [5, 2], END)
+
+
+def test_a_template_without_an_end_of_turn_is_refused() -> None:
+    with pytest.raises(SpliceError, match=r"no end-of-turn token \(2\) after the assistant"):
+        splice([5, 6], [5, 6], [5, 6, 2], END)
+
+
+turns = st.lists(st.lists(st.integers(3, 9), max_size=5), min_size=1, max_size=6)
+
+
+@given(turns, turns, turns, st.booleans(), st.data())
+def test_every_new_token_follows_the_exact_ones(
+    old: list[list[int]],
+    new: list[list[int]],
+    sampled: list[list[int]],
+    stopped: bool,
+    data: st.DataObject,
+) -> None:
+    """Whatever the model sampled, and however much the template leaves out of earlier turns."""
+    shortened = [turn[: data.draw(st.integers(0, len(turn)))] for turn in old]
+    verbatim = [*_ended(sampled)[:-1], *([END] if stopped else [7])]
+    result = splice(verbatim, _ended(old), _ended([*shortened, *new]), END)
+    assert result == [*verbatim, *([] if stopped else [END]), *_ended(new)]
+    assert turn_end(_ended(old), _ended([*shortened, *new]), END) == len(_ended(shortened)) - 1
+
+
+def _ended(turns: list[list[int]]) -> list[int]:
+    return [token for turn in turns for token in (*turn, END)]
