@@ -1,0 +1,268 @@
+"""Which experts of a mixture-of-experts model ran for each token, as engines report it.
+
+Dynamo sends `{data, shape, start, dtype}` with base64 bytes, vLLM alone a base64 `.npy` file, NeMo
+a string envelope `nrlre1:<dtype>:<rows>x<layers>x<top_k>:<base64>` or nested lists. All of them
+become `RoutedExperts`; what does not add up is an error. A trainer that replays these choices
+(`rollway.rollout.replay`) runs the experts that the engine ran.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from rollway.errors import RolloutError, UsageError
+
+# All are little endian on the wire. The two that vLLM does not send are what others make of it.
+_WIRE: dict[str, np.dtype[Any]] = {
+    "uint8": np.dtype("<u1"),
+    "uint16": np.dtype("<u2"),
+    "int16": np.dtype("<i2"),
+    "int32": np.dtype("<i4"),
+    "int64": np.dtype("<i8"),
+}
+_ENVELOPE = re.compile(r"nrlre1:(\w{1,16}):(\d{1,18})x(\d{1,18})x(\d{1,18}):(.*)", re.DOTALL)
+_NPY_MAGIC = b"\x93NUMPY"
+# np.load would allocate whatever a header asks for; this is exactly what np.save writes.
+_NPY_HEADER = re.compile(
+    rb"\{'descr': '[<|]([iu])([1248])', 'fortran_order': (False|True), "
+    rb"'shape': \((\d{1,18}), (\d{1,18}), (\d{1,18})\), \}[ \n]*"
+)
+_ENOUGH_ZEROS = 16  # with top-1 routing fewer may be the router's own choice
+_BYPASSED = (
+    "A fused MoE kernel (FlashInfer, TRT-LLM) routes where the engine's capture does not see it: "
+    "turn that kernel off, or start the workers with the Triton MoE backend "
+    "(`args: {moe-backend: triton}`)."
+)
+
+
+def dtype_for(experts: int) -> np.dtype[Any]:
+    """One dtype for all samples of a model: by its number of experts, never by the ids seen."""
+    if experts < 1:
+        raise UsageError(f"A model has at least one expert, not {experts}.")
+    if experts <= 2**8:
+        return np.dtype(np.uint8)
+    return np.dtype(np.uint16 if experts <= 2**16 else np.int32)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RoutedExperts:
+    """Expert ids by position, sparse layer and rank."""
+
+    ids: npt.NDArray[Any]
+    """[rows, layers, top_k]; the layers are those that have experts, in order."""
+    start: int = 0
+    """The position in the sequence (prompt, then completion) of row 0."""
+
+    def __post_init__(self) -> None:
+        if self.ids.ndim != 3 or 0 in self.ids.shape[1:] or self.ids.dtype.kind not in "iu":
+            raise RolloutError(
+                f"Routed experts are integers in [rows, layers, top_k], not {self.ids.dtype} in "
+                f"{list(self.ids.shape)}."
+            )
+        if self.start < 0:
+            raise RolloutError(f"Routed experts start at position {self.start}.")
+
+    @property
+    def rows(self) -> int:
+        return int(self.ids.shape[0])
+
+    @property
+    def layers(self) -> int:
+        return int(self.ids.shape[1])
+
+    @property
+    def top_k(self) -> int:
+        return int(self.ids.shape[2])
+
+    @property
+    def end(self) -> int:
+        """The first position after the last row."""
+        return self.start + self.rows
+
+    def since(self, position: int) -> RoutedExperts:
+        """Only the rows from a position on: what a later leg of a rollout adds to an earlier."""
+        if not self.start <= position <= self.end:
+            raise UsageError(
+                f"Routed experts of positions {self.start} to {self.end} do not reach {position}."
+            )
+        return RoutedExperts(self.ids[position - self.start :], position)
+
+    def typed(self, experts: int) -> RoutedExperts:
+        """The same in the dtype of a model with that many experts."""
+        dtype = dtype_for(experts)
+        self._check_range(experts)
+        return replace(self, ids=self.ids.astype(dtype, copy=False))
+
+    def check(self, tokens: int, experts: int) -> None:
+        """Refuse what cannot be the routing of `tokens` tokens (prompt and completion) in a model
+        with `experts` experts. One row fewer is legal: no forward ran on the last sampled token."""
+        if self.end not in (tokens - 1, tokens):
+            raise RolloutError(
+                f"The routed experts end at position {self.end}; there are {tokens} tokens.",
+                "Count the prompt as well, and use stop token ids: a stop string cuts an answer "
+                "before its routing comes.",
+            )
+        self._check_range(experts)
+        self._check_capture(experts)
+
+    def _check_range(self, experts: int) -> None:
+        if self.rows and not 0 <= int(self.ids.min()) <= int(self.ids.max()) < experts:
+            raise RolloutError(
+                f"Routed experts have ids from {self.ids.min()} to {self.ids.max()}; the model "
+                f"has {experts} experts.",
+                "Does the engine serve the model that is trained?",
+            )
+
+    def _check_capture(self, experts: int) -> None:
+        nothing = experts > 1 and not self.ids.any()
+        if nothing and ((self.top_k > 1 and self.rows) or self.ids.size >= _ENOUGH_ZEROS):
+            raise RolloutError("The routed experts are all 0: nothing was captured.", _BYPASSED)
+        ordered = np.sort(self.ids, axis=-1)
+        repeated = (ordered[..., 1:] == ordered[..., :-1]).any(axis=-1)
+        if repeated.any():
+            row, layer = (int(index) for index in np.argwhere(repeated)[0])
+            raise RolloutError(
+                f"{int(repeated.any(axis=-1).sum())} of {self.rows} rows of routed experts name an "
+                f"expert twice, first {self.ids[row, layer].tolist()} at position "
+                f"{self.start + row}, sparse layer {layer}: they were not captured.",
+                _BYPASSED,
+            )
+
+    def as_json(self) -> dict[str, Any]:
+        """As Dynamo sends it; `decode` is the inverse."""
+        name = self.ids.dtype.name
+        wire = _WIRE.get(name, _WIRE["int64"])
+        data = np.ascontiguousarray(self.ids, dtype=wire).tobytes()
+        return {
+            "data": base64.b64encode(data).decode("ascii"),
+            "shape": list(self.ids.shape),
+            "start": self.start,
+            "dtype": wire.name,
+        }
+
+
+def encode(routed: RoutedExperts, *, experts: int | None = None) -> dict[str, Any]:
+    """`{data, shape, start, dtype}`, in the dtype of a model with `experts` experts where said."""
+    return (routed if experts is None else routed.typed(experts)).as_json()
+
+
+def joined(*parts: RoutedExperts) -> RoutedExperts:
+    """One record from parts that follow each other: prompt and completion, or several legs."""
+    if not parts:
+        raise UsageError("There are no routed experts to join.")
+    for before, after in pairwise(parts):
+        if before.ids.shape[1:] != after.ids.shape[1:]:
+            raise RolloutError(
+                f"Routed experts of {before.layers} layers and top-{before.top_k} cannot be joined "
+                f"with those of {after.layers} layers and top-{after.top_k}.",
+                "All parts must come from one model.",
+            )
+        if after.start != before.end:
+            raise RolloutError(
+                f"Routed experts end at position {before.end} and go on at {after.start}.",
+                "Cut what is there twice with `since`; a gap cannot be filled.",
+            )
+    return RoutedExperts(np.concatenate([part.ids for part in parts]), parts[0].start)
+
+
+def decode(raw: Any, *, experts: int | None = None, start: int = 0) -> RoutedExperts:
+    """Read any of the forms. `experts`, the model's number of them, bounds the ids and sets the
+    dtype. `start` is the position of row 0 in the forms that do not say it."""
+    if isinstance(raw, dict):
+        routed = _from_mapping(raw)
+    elif isinstance(raw, str):
+        routed = _from_envelope(raw, start) if raw.startswith("nrlre1:") else _from_npy(raw, start)
+    elif isinstance(raw, list):
+        routed = _from_lists(raw, start)
+    else:
+        raise RolloutError(
+            f"Routed experts came as {type(raw).__name__}, which is none of their known forms."
+        )
+    return routed if experts is None else routed.typed(experts)
+
+
+class _Mapping(msgspec.Struct):
+    data: str
+    shape: tuple[int, int, int]
+    start: int | None = None
+    dtype: str | None = None
+
+
+def _from_mapping(raw: dict[Any, Any]) -> RoutedExperts:
+    try:
+        said = msgspec.convert(raw, _Mapping)
+    except msgspec.ValidationError as error:
+        raise RolloutError(f"Routed experts have the wrong shape: {error}.") from error
+    ids = _array(_unbase64(said.data), said.dtype or "uint8", said.shape)
+    return RoutedExperts(ids, said.start or 0)
+
+
+def _from_envelope(raw: str, start: int) -> RoutedExperts:
+    match = _ENVELOPE.fullmatch(raw)
+    if match is None:
+        raise RolloutError(
+            f"Routed experts begin with `{raw[:40]}`, which is not "
+            "nrlre1:<dtype>:<rows>x<layers>x<top_k>:<base64>."
+        )
+    dtype, *shape, data = match.groups()
+    return RoutedExperts(_array(_unbase64(data), dtype, [int(size) for size in shape]), start)
+
+
+def _from_npy(raw: str, start: int) -> RoutedExperts:
+    data = _unbase64(raw)
+    length, body = int.from_bytes(data[8:10], "little"), 10
+    if data[6:7] > b"\x01":
+        length, body = int.from_bytes(data[8:12], "little"), 12
+    header = _NPY_HEADER.fullmatch(data, body, body + length)
+    if not data.startswith(_NPY_MAGIC) or header is None:
+        raise RolloutError(
+            "A string of routed experts is base64, but not of a .npy file with three dimensions of "
+            "integers."
+        )
+    kind, size, fortran, *shape = (group.decode() for group in header.groups())
+    name = f"{'u' if kind == 'u' else ''}int{int(size) * 8}"
+    sizes = [int(part) for part in shape]
+    if fortran == "True":
+        return RoutedExperts(_array(data[body + length :], name, sizes[::-1]).T, start)
+    return RoutedExperts(_array(data[body + length :], name, sizes), start)
+
+
+def _from_lists(raw: list[Any], start: int) -> RoutedExperts:
+    try:
+        ids = np.array(msgspec.convert(raw, list[list[list[int]]]), dtype=np.int32)
+    except (ValueError, OverflowError) as error:
+        raise RolloutError(f"A list of routed experts has the wrong shape: {error}.") from error
+    return RoutedExperts(ids, start)
+
+
+def _unbase64(data: str) -> bytes:
+    try:
+        return base64.b64decode(data, validate=True)
+    except ValueError as error:
+        raise RolloutError(f"Routed experts are not base64: {error}.") from error
+
+
+def _array(data: bytes, name: str, shape: Sequence[int]) -> npt.NDArray[Any]:
+    dtype = _WIRE.get(name)
+    if dtype is None:
+        raise RolloutError(
+            f"Routed experts came as `{name[:40]}`.", f"Known are {', '.join(_WIRE)}."
+        )
+    rows, layers, top_k = shape
+    if rows < 0 or layers < 1 or top_k < 1:
+        raise RolloutError(f"Routed experts came in the shape {list(shape)}.")
+    wanted = rows * layers * top_k * dtype.itemsize
+    if len(data) != wanted:
+        raise RolloutError(
+            f"{len(data)} bytes of routed experts came; {wanted} make up {list(shape)} in {name}."
+        )
+    return np.frombuffer(data, dtype=dtype).reshape(shape)

@@ -1,0 +1,261 @@
+"""Routed experts: every form is read exactly, and what cannot be is a typed error."""
+
+from __future__ import annotations
+
+import base64
+import io
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+np = pytest.importorskip("numpy")
+
+from rollway.errors import RolloutError, UsageError  # noqa: E402
+from rollway.rollout.experts import (  # noqa: E402
+    RoutedExperts,
+    decode,
+    dtype_for,
+    encode,
+    joined,
+)
+
+
+def routing(rows: int = 4, layers: int = 2, top_k: int = 2, experts: int = 8, seed: int = 0) -> Any:
+    """A plausible record: distinct ids in every row."""
+    draw = np.random.default_rng(seed).random((rows, layers, experts))
+    return np.argsort(draw, axis=-1)[..., :top_k]
+
+
+def b64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def npy(array: Any) -> str:
+    file = io.BytesIO()
+    np.save(file, array)
+    return b64(file.getvalue())
+
+
+def wire(ids: Any, dtype: str = "uint8", **changes: Any) -> dict[str, Any]:
+    data = b64(ids.astype(dtype).tobytes())
+    return {"data": data, "shape": list(ids.shape), "start": 0, "dtype": dtype, **changes}
+
+
+SHAPES = st.tuples(st.integers(0, 6), st.integers(1, 4), st.integers(1, 3))
+
+
+@given(SHAPES, st.sampled_from([8, 256, 257, 65536, 65537]), st.integers(0, 99))
+def test_every_form_says_the_same(shape: tuple[int, int, int], experts: int, start: int) -> None:
+    ids = np.random.default_rng(1).integers(0, experts, shape)
+    dtype = dtype_for(experts).name
+    rows, layers, top_k = shape
+    forms: list[Any] = [
+        wire(ids, dtype, start=start),
+        npy(ids.astype(dtype)),
+        npy(np.asfortranarray(ids.astype(dtype))),
+        f"nrlre1:{dtype}:{rows}x{layers}x{top_k}:{b64(ids.astype(dtype).tobytes())}",
+        *([ids.tolist()] if rows else []),  # empty lists do not say how many layers there are
+    ]
+    for form in forms:
+        routed = decode(form, experts=experts, start=start)
+        assert routed.start == start
+        assert routed.ids.dtype == dtype_for(experts)
+        assert np.array_equal(routed.ids, ids)
+        again = decode(encode(routed))
+        assert np.array_equal(again.ids, ids) and again.start == start
+
+
+def test_what_is_not_said_has_a_default() -> None:
+    routed = decode({"data": b64(bytes([1, 2, 3, 4])), "shape": [2, 1, 2]})
+    assert routed.ids.tolist() == [[[1, 2]], [[3, 4]]]
+    assert (routed.start, routed.ids.dtype.name) == (0, "uint8")
+
+
+def test_one_dtype_for_a_model() -> None:
+    small, large = routing(experts=8), routing(experts=512)
+    for ids in (small, large):
+        assert decode(wire(ids, "uint16"), experts=512).as_json()["dtype"] == "uint16"
+        assert encode(RoutedExperts(ids), experts=512)["dtype"] == "uint16"
+    for wide in ("int16", "int32", "int64"):
+        assert decode(wire(small, wide), experts=8).ids.dtype == np.uint8
+    assert [dtype_for(n).name for n in (1, 256, 257, 65536, 65537)] == [
+        "uint8", "uint8", "uint16", "uint16", "int32",
+    ]  # fmt: skip
+    with pytest.raises(UsageError):
+        dtype_for(0)
+
+
+def _npy_claiming(shape: str) -> str:
+    """A header that asks for more than there is."""
+    header = f"{{'descr': '|u1', 'fortran_order': False, 'shape': {shape}, }}".encode()
+    return b64(b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + bytes(8))
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        (None, "none of their known forms"),
+        (7, "none of their known forms"),
+        ({}, "wrong shape"),
+        (wire(routing(), shape=[4, 2]), "wrong shape"),
+        (wire(routing(), shape=[4, 2, True]), "wrong shape"),
+        (wire(routing(), shape=[-4, -2, 2]), r"\[-4, -2, 2\]"),
+        (wire(routing(), shape=[4, 0, 2]), r"\[4, 0, 2\]"),
+        (wire(routing(), shape=[4, 2, 3]), "16 bytes of routed experts came; 24"),
+        (wire(routing(), shape=[2**62, 2**62, 2**62]), "16 bytes"),
+        (wire(routing(), dtype="float32"), "16 bytes|float32"),
+        (wire(routing(), start=-1), "position -1"),
+        (wire(routing(), start="x"), "wrong shape"),
+        (wire(routing(), data="not base64!"), "not base64"),
+        (wire(routing(), data="é"), "not base64"),
+        (wire(routing(), data="x" * 1_000_001), "not base64"),
+        ("", "not of a .npy file"),
+        ("A" * 1_000_000, "not of a .npy file"),
+        (npy(np.zeros((2, 2))), "not of a .npy file"),
+        (npy(np.zeros((2, 2, 2))), "not of a .npy file"),
+        (npy(np.array(["x"])), "not of a .npy file"),
+        (_npy_claiming("(1000000000000, 2, 2)"), "8 bytes"),
+        (_npy_claiming("(" * 5000), "not of a .npy file"),
+        ("nrlre1:", "which is not"),
+        ("nrlre1:uint8:4x2:AAAA", "which is not"),
+        ("nrlre1:uint8:4x2x-2:AAAA", "which is not"),
+        ("nrlre1:uint8:4x2x2:AAAA", "3 bytes"),
+        ("nrlre1:complex:1x1x3:AAAA", "complex"),
+        ([], "rows, layers, top_k"),
+        ([[1, 2]], "wrong shape"),
+        ([[[1, 2]], [[1]]], "wrong shape"),
+        ([[[2**40]]], "wrong shape"),
+        ([[[1.5]]], "wrong shape"),
+    ],
+)
+def test_what_does_not_add_up_is_refused(raw: Any, words: str) -> None:
+    with pytest.raises(RolloutError, match=words):
+        decode(raw)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner),
+    max_leaves=12,
+)
+
+
+@given(
+    JSON
+    | st.text().map("nrlre1:".__add__)
+    | st.binary(max_size=64).map(b64)
+    | st.binary(max_size=64).map(lambda tail: b64(b"\x93NUMPY" + tail))
+    | st.fixed_dictionaries(
+        {"data": JSON | st.binary(max_size=16).map(b64), "shape": st.lists(st.integers()) | JSON},
+        optional={"start": JSON, "dtype": JSON | st.sampled_from(["uint8", "int32"])},
+    )
+)
+def test_anything_is_read_or_refused(raw: Any) -> None:
+    try:
+        routed = decode(raw, experts=8)
+    except RolloutError:
+        return
+    assert routed.ids.shape[1:] == (routed.layers, routed.top_k)
+    assert routed.rows == 0 or routed.ids.max() < 8
+
+
+@given(st.binary(max_size=200), st.integers(0, 200))
+def test_a_damaged_file_is_read_or_refused(noise: bytes, position: int) -> None:
+    whole = base64.b64decode(npy(routing().astype("uint8")))
+    damaged = whole[:position] + noise + whole[position + len(noise) :]
+    try:
+        decode(b64(damaged))
+    except RolloutError:
+        return
+
+
+@given(st.integers(1, 8), st.lists(st.integers(0, 8), max_size=3))
+def test_parts_join_to_the_whole(rows: int, cuts: list[int]) -> None:
+    whole = RoutedExperts(routing(rows), start=5)
+    ends = sorted({min(cut, rows) for cut in cuts} | {0, rows})
+    parts = [RoutedExperts(whole.ids[begin:end], 5 + begin) for begin, end in pairwise(ends)]
+    again = joined(*parts)
+    assert again.start == 5
+    assert np.array_equal(again.ids, whole.ids)
+
+
+def test_a_later_leg_adds_what_is_new() -> None:
+    whole = RoutedExperts(routing(8))
+    first = RoutedExperts(whole.ids[:5])
+    assert np.array_equal(joined(first, whole.since(first.end)).ids, whole.ids)
+    with pytest.raises(UsageError, match="do not reach 9"):
+        whole.since(9)
+
+
+def test_parts_of_two_dtypes_join_in_the_wider() -> None:
+    parts = RoutedExperts(routing().astype("uint8")), RoutedExperts(routing().astype("uint16"), 4)
+    assert joined(*parts).ids.dtype == np.uint16
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (RoutedExperts(routing(), 5), "end at position 4 and go on at 5"),
+        (RoutedExperts(routing(), 3), "end at position 4 and go on at 3"),
+        (RoutedExperts(routing(layers=3), 4), "2 layers and top-2 .* 3 layers and top-2"),
+        (RoutedExperts(routing(top_k=3), 4), "top-3"),
+    ],
+)
+def test_parts_that_do_not_follow_are_refused(other: RoutedExperts, words: str) -> None:
+    with pytest.raises(RolloutError, match=words):
+        joined(RoutedExperts(routing()), other)
+
+
+def test_nothing_cannot_be_joined() -> None:
+    with pytest.raises(UsageError):
+        joined()
+
+
+def test_the_last_token_needs_no_row() -> None:
+    routed = RoutedExperts(routing(4), start=2)
+    routed.check(6, 8)
+    routed.check(7, 8)
+    for tokens in (5, 8):
+        with pytest.raises(RolloutError, match="end at position 6"):
+            routed.check(tokens, 8)
+
+
+def test_ids_must_be_of_the_model() -> None:
+    routed = RoutedExperts(np.array([[[0, 7]]]))
+    routed.check(1, 8)
+    for wrong in (routed, RoutedExperts(np.array([[[-1, 2]]]))):
+        with pytest.raises(RolloutError, match="the model has 7 experts"):
+            wrong.check(1, 7)
+        with pytest.raises(RolloutError, match="the model has 7 experts"):
+            wrong.typed(7)
+
+
+def test_a_capture_that_was_bypassed_is_refused() -> None:
+    with pytest.raises(RolloutError, match=r"all 0.*moe-backend: triton"):
+        RoutedExperts(np.zeros((4, 2, 2), dtype=np.uint8)).check(4, 8)
+    partly = routing(4)
+    partly[2, 1] = 0
+    with pytest.raises(
+        RolloutError,
+        match=r"1 of 4 rows .* \[0, 0\] at position 12, sparse layer 1.*moe-backend: triton",
+    ):
+        RoutedExperts(partly, 10).check(14, 8)
+
+
+def test_zeros_may_be_a_choice() -> None:
+    RoutedExperts(np.zeros((9, 2, 1), dtype=np.uint8)).check(9, 1)  # a model with one expert
+    RoutedExperts(np.zeros((1, 2, 1), dtype=np.uint8)).check(1, 8)  # two choices of top-1
+    RoutedExperts(np.zeros((0, 2, 2), dtype=np.uint8), 5).check(6, 8)
+    with pytest.raises(RolloutError, match="all 0"):
+        RoutedExperts(np.zeros((9, 2, 1), dtype=np.uint8)).check(9, 8)
+
+
+@pytest.mark.parametrize(
+    "wrong", [np.zeros((2, 2), int), np.zeros((2, 2, 2)), np.zeros((2, 0, 2), int)]
+)
+def test_a_record_has_three_dimensions_of_integers(wrong: Any) -> None:
+    with pytest.raises(RolloutError, match="rows, layers, top_k"):
+        RoutedExperts(wrong)
