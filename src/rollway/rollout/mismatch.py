@@ -1,0 +1,189 @@
+"""How far the trainer's log-probs are from the engine's, for tokens that the engine sampled.
+
+With the same weights on both sides the figures show rounding and mistakes; with an engine that is
+behind they show the lag as well. `d = trainer - engine` for each token, in float64 throughout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from rollway.errors import RolloutError, UsageError
+
+Values: TypeAlias = Any
+"""Numbers: a list, lists in lists (of different lengths if need be), a numpy array or a tensor."""
+
+_Floats: TypeAlias = npt.NDArray[np.float64]
+
+# exp of more would overflow when squared; such a token is broken, and 1e21 says so as well.
+_LARGEST_RATIO = 50.0
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """The figures of one set of tokens. A correlation is None where one side is constant."""
+
+    tokens: int
+    k1: float
+    """Mean of -d: estimates KL(engine || trainer), and may be below 0."""
+    k3: float
+    """Mean of exp(d) - d - 1: estimates the same, never below 0. The usual "mismatch KL"."""
+    k3_std: float
+    k3_max: float
+    max_abs: float
+    """Largest |d|."""
+    p50: float
+    """Percentiles of |d|."""
+    p90: float
+    p99: float
+    ratio_mean: float
+    """Of the importance ratio exp(d)."""
+    ratio_min: float
+    ratio_max: float
+    prob_diff_mean: float
+    """Mean difference of the probabilities, exp(log-prob)."""
+    logprob_corr: float | None
+    """Pearson, of the log-probs."""
+    prob_corr: float | None
+    """Pearson, of the probabilities."""
+    ess: float
+    """Effective sample size of the ratios, as a share of the tokens: 1 when all are equal."""
+    per_version: dict[int, Mismatch] = field(default_factory=dict)
+    """The same for the tokens of each weight version, where versions were given."""
+
+    def as_json(self) -> dict[str, Any]:
+        flat = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "per_version"}
+        if not self.per_version:
+            return flat
+        versions = {str(version): part.as_json() for version, part in self.per_version.items()}
+        return {**flat, "per_version": versions}
+
+    def names(self) -> dict[str, dict[str, float | None]]:
+        """The figures that a framework logs as well, by framework, under its names."""
+        return {
+            "prime-rl": {
+                "mismatch_kl/all/mean": self.k3,
+                "mismatch_kl/all/std": self.k3_std,
+                "mismatch_kl/all/max": self.k3_max,
+                "trainer_mismatch_kl": self.k3,
+            },
+            "verl": {
+                "rollout_probs_diff_mean": self.prob_diff_mean,
+                "rollout_actor_probs_pearson_corr": self.prob_corr,
+                "rollout_corr/k3_kl": self.k3,
+            },
+        }
+
+
+def mismatch(
+    trainer_logprobs: Values,
+    engine_logprobs: Values,
+    mask: Values | None = None,
+    versions: Values | None = None,
+) -> Mismatch:
+    """Compare log-probs token by token. Where `mask` is 0 (prompt, padding, tool output) nothing
+    is looked at. `versions`, one weight version for each token, gives each its own figures too."""
+    trainer = _flat(trainer_logprobs, "the trainer's log-probs")
+    engine = _flat(engine_logprobs, "the engine's log-probs")
+    _check_length(len(engine), len(trainer), "engine's log-probs")
+    kept = np.ones(len(trainer), dtype=bool)
+    if mask is not None:
+        weights = _flat(mask, "the mask")
+        _check_length(len(weights), len(trainer), "values of the mask")
+        kept = weights != 0
+    if not kept.any():
+        raise UsageError(
+            "There is no token to compare." if mask is None else "The mask leaves no token.",
+            "Leave out batches in which nothing was sampled.",
+        )
+    trainer, engine = trainer[kept], engine[kept]
+    _check_finite(trainer, "trainer", kept)
+    _check_finite(engine, "engine", kept)
+    parts = {} if versions is None else _by_version(trainer, engine, versions, kept)
+    return _figures(trainer, engine, parts)
+
+
+def _by_version(
+    trainer: _Floats, engine: _Floats, versions: Values, kept: npt.NDArray[np.bool_]
+) -> dict[int, Mismatch]:
+    of_token = _flat(versions, "the versions")
+    _check_length(len(of_token), len(kept), "versions")
+    of_token = of_token[kept]
+    if not np.array_equal(of_token, np.floor(of_token)):
+        raise UsageError("A version is not a whole number.", "Give the weight version of a token.")
+    return {
+        int(version): _figures(trainer[of_token == version], engine[of_token == version], {})
+        for version in np.unique(of_token)
+    }
+
+
+def _figures(trainer: _Floats, engine: _Floats, parts: dict[int, Mismatch]) -> Mismatch:
+    d = trainer - engine
+    limited = np.clip(d, -_LARGEST_RATIO, _LARGEST_RATIO)
+    k3, ratio = np.expm1(limited) - limited, np.exp(limited)
+    trainer_probs, engine_probs = np.exp(np.minimum(trainer, 0)), np.exp(np.minimum(engine, 0))
+    p50, p90, p99 = np.percentile(np.abs(d), [50, 90, 99])
+    return Mismatch(
+        tokens=len(d),
+        k1=float(np.mean(-d)),
+        k3=float(np.mean(k3)),
+        k3_std=float(np.std(k3)),
+        k3_max=float(np.max(k3)),
+        max_abs=float(np.max(np.abs(d))),
+        p50=float(p50),
+        p90=float(p90),
+        p99=float(p99),
+        ratio_mean=float(np.mean(ratio)),
+        ratio_min=float(np.min(ratio)),
+        ratio_max=float(np.max(ratio)),
+        prob_diff_mean=float(np.mean(np.abs(trainer_probs - engine_probs))),
+        logprob_corr=_pearson(trainer, engine),
+        prob_corr=_pearson(trainer_probs, engine_probs),
+        ess=float(np.sum(ratio) ** 2 / np.sum(ratio**2) / len(ratio)),
+        per_version=parts,
+    )
+
+
+def _pearson(left: _Floats, right: _Floats) -> float | None:
+    left, right = left - left.mean(), right - right.mean()
+    # Scaled first: squares of small probabilities would vanish.
+    tops = float(np.abs(left).max()), float(np.abs(right).max())
+    if 0.0 in tops:
+        return None
+    left, right = left / tops[0], right / tops[1]
+    spread = float(np.sqrt(np.dot(left, left) * np.dot(right, right)))
+    return float(np.clip(np.dot(left, right) / spread, -1.0, 1.0))
+
+
+def _flat(values: Values, what: str) -> _Floats:
+    """One long float64 array. Tensors are known by `detach`: torch need not be there."""
+    try:
+        if hasattr(values, "detach"):
+            values = values.detach().cpu().double().numpy()
+        if isinstance(values, (list, tuple)) and any(hasattr(i, "__len__") for i in values):
+            return np.concatenate([_flat(item, what) for item in values])
+        return np.asarray(values, dtype=np.float64).reshape(-1)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"There are values in {what} that are no numbers: {error}.") from error
+
+
+def _check_length(got: int, wanted: int, what: str) -> None:
+    if got != wanted:
+        raise UsageError(
+            f"{wanted} log-probs of the trainer came with {got} {what}.",
+            "Give one for each token, in the same order.",
+        )
+
+
+def _check_finite(values: _Floats, side: str, kept: npt.NDArray[np.bool_]) -> None:
+    bad = np.flatnonzero(~np.isfinite(values))
+    if len(bad):
+        raise RolloutError(
+            f"{len(bad)} of {len(values)} log-probs of the {side} are not finite, first "
+            f"{values[bad[0]]} at token {np.flatnonzero(kept)[bad[0]]}.",
+            "Mask tokens that were not sampled; a sampled token has a finite log-prob.",
+        )
