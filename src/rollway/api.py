@@ -118,13 +118,14 @@ class Stack:
 
     def rollouts(self, model: str | None = None, **options: Any) -> Rollouts:
         """A client for generating; options are those of `Sender`, and `wire` may be a name."""
-        return self._sender(Rollouts, model, options)
+        return self.sender(Rollouts, model, **options)
 
     def teacher(self, model: str | None = None, **options: Any) -> Teacher:
         """A client for scoring sequences; options as for `rollouts`."""
-        return self._sender(Teacher, model, options)
+        return self.sender(Teacher, model, **options)
 
-    def _sender(self, kind: type[S], model: str | None, options: dict[str, Any]) -> S:
+    def sender(self, kind: type[S], model: str | None = None, **options: Any) -> S:
+        """Any client that sends what a ticket of the fleet allows."""
         chosen = self._model(model)
         fleet = self._fleets[chosen]
         wire = options.pop("wire", "vllm" if self._plain_vllm else "completions")
@@ -137,6 +138,18 @@ class Stack:
             confirms=fleet.confirms,
             wire=wire_named(wire) if isinstance(wire, str) else wire,
             **options,
+        )
+
+    async def context_length(self, model: str | None = None) -> int:
+        """How many tokens, prompt included, the model takes."""
+        chosen = self._model(model)
+        answer = await self._http.get(f"{self.frontend_url}/v1/models", timeout=10.0)
+        for entry in answer["data"]:
+            length = entry.get("context_window") or entry.get("max_model_len")
+            if entry["id"] == chosen and isinstance(length, int):
+                return length
+        raise RequestFailed(
+            f"The frontend does not say how long a context `{chosen}` takes.", status=200
         )
 
     async def refit(self, version: int, update: Update | Path | str, **options: Any) -> RefitReport:

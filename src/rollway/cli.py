@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 import rollway
-from rollway import cli_fleet
+from rollway import cli_fleet, cli_gateway
 from rollway.api import make_spec
 from rollway.errors import NoWorkers, RollwayError, StartError, Unreachable, UsageError
 from rollway.fleet.fleet import Fleet
@@ -426,6 +426,9 @@ def _parser() -> argparse.ArgumentParser:
     add("doctor", examine, "check this machine: versions, programs, ports, memory, GPUs")
     cli_fleet.add_grammar(
         commands.add_parser("fleet", help="list, pause, refit, watch the workers of a stack")
+    )
+    cli_gateway.add_grammar(
+        commands.add_parser("gateway", help="an OpenAI endpoint that records sessions as tokens")
     )
     child = add("chaos", chaos, "refit while things break, and check every token")
     _chaos_grammar(child)

@@ -10,6 +10,7 @@ import pytest
 import rollway
 from rollway.sync import SyncStack
 from tests.stack.policies import Policy, perturbed
+from tests.stack.tool_model import build_tool_model
 
 VLLM_ARGS = {
     "dtype": "float32",
@@ -32,12 +33,31 @@ def vllm_stack(session_home: Path, base_model: Path) -> Iterator[SyncStack]:
     opening.__exit__(None, None, None)
 
 
+@pytest.fixture(scope="session")
+def tool_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tool_model(tmp_path_factory.mktemp("tool") / "model")
+
+
+@pytest.fixture(scope="session")
+def tool_stack(session_home: Path, tool_model: Path) -> Iterator[SyncStack]:
+    """A model that calls tools, with parsers, and /inference/v1/generate switched on."""
+    args = {**VLLM_ARGS, "dyn-tool-call-parser": "hermes"}
+    frontend = {"env": {"DYN_VLLM_ENABLE_INFERENCE_V1_GENERATE": "1"}}
+    model = {"path": str(tool_model), "name": "caller", "args": args}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ROLLWAY_HOME", str(session_home))
+        opening = rollway.up({"name": "tools", "models": [model], "frontend": frontend})
+        stack = opening.__enter__()
+    yield stack
+    opening.__exit__(None, None, None)
+
+
 @pytest.fixture(autouse=True)
 def shared_home(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, own_home: Path
 ) -> None:
-    """Tests of the shared stack see the home it runs in."""
-    if "vllm_stack" in request.fixturenames:
+    """Tests of the shared stacks see the home it runs in."""
+    if {"vllm_stack", "tool_stack"} & set(request.fixturenames):
         monkeypatch.setenv("ROLLWAY_HOME", str(request.getfixturevalue("session_home")))
 
 

@@ -25,7 +25,7 @@ PauseMode = Literal["wait", "keep", "abort"]
 MAX_PARALLEL_CALLS = 128
 IN_DOUBT = -1
 """The label of a worker while its weights change, and after a change that failed. Any negative
-label means that; see `unproven`."""
+label means that; see `unproven` and `leaving`."""
 # A worker that waits longer than this for the other side of a weight group ends itself
 # (DYN_RL_INIT_WEIGHTS_TIMEOUT_S).
 RENDEZVOUS_SECONDS = 30.0
@@ -312,7 +312,12 @@ def not_answering(silent: Sequence[Worker], of: int) -> AdminError:
 def unproven(version: int) -> int:
     """The label of a worker that has loaded a version and is not in service with it yet: should
     nobody live to finish that, it is still in doubt."""
-    return IN_DOUBT - 1 - version
+    return IN_DOUBT - 1 - 2 * version
+
+
+def leaving(version: int) -> int:
+    """The label of a worker that is out of service to be changed, and has served nothing since."""
+    return IN_DOUBT - 2 - 2 * version
 
 
 def whole_version(said: Any) -> int | None:

@@ -18,10 +18,10 @@ from typing import Any, Protocol, get_args
 from rollway.config import AdminTimeouts
 from rollway.errors import AdminError, NoWorkers, RollwayError, UsageError
 from rollway.fleet.admin import (
-    IN_DOUBT,
     AdminAPI,
     DynamoAdmin,
     PauseMode,
+    leaving,
     not_answering,
     on_all,
     unproven,
@@ -114,6 +114,8 @@ class Fleet:
         self._recipe: tuple[int, Update] | None = None
         self._doubtful: set[int] = set()
         self._refreshed_at = float("-inf")
+        self._claimed_before: int | None = None
+        """What was claimed when this process last began to change weights."""
         self._asking: dict[int, asyncio.Task[int | None]] = {}
 
     async def workers(self, *, fresh: bool = True) -> list[Worker]:
@@ -202,11 +204,13 @@ class Fleet:
         fine = {ticket.version}
         if ticket.taint is not None:
             if self._shelf is not None:
-                claimed = self._shelf.newest()
-                if self.versions.changing or claimed is None or claimed <= ticket.version:
-                    return True  # this process alone changes weights, or nobody does
+                # What this process is changing itself, its own book knows.
+                mine = self.versions.changing > 0
+                claimed = self._claimed_before if mine else self._shelf.newest()
+                if claimed is None or claimed <= ticket.version:
+                    return True  # nobody else has begun to change anything
             # Out of the routing and not generating again yet, or with these very weights.
-            fine |= {IN_DOUBT, unproven(ticket.version)}
+            fine |= {leaving(ticket.version), unproven(ticket.version)}
         # Anybody may have answered where no router was told otherwise, also who has just joined.
         anybody = instance is None and ticket.taint is None
         try:
@@ -257,6 +261,7 @@ class Fleet:
             refit = self._new_refit(version, update, expected)
             refit.mode, refit.share = mode, share
             if self._shelf is not None:
+                self._claimed_before = self._shelf.newest()
                 self.versions.claimed(self._shelf.claims())
                 refit.record = self._shelf.claim
             try:
@@ -271,6 +276,7 @@ class Fleet:
         there is nothing to do, or nothing to do it with."""
         async with self._refitting, self._guard():
             if self._shelf is not None:
+                self._claimed_before = self._shelf.newest()
                 self.versions.claimed(self._shelf.claims())
             await self.read_versions()
             listed = await self.workers(fresh=False)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollway.errors import AdminError, RequestFailed, RollwayError
-from rollway.fleet.admin import IN_DOUBT, AdminAPI, PauseMode, on_all, unproven
+from rollway.fleet.admin import IN_DOUBT, AdminAPI, PauseMode, leaving, on_all, unproven
 from rollway.fleet.discovery import Worker
 from rollway.fleet.membership import Membership
 from rollway.fleet.report import RefitMode, WorkerRefit
@@ -160,15 +160,17 @@ class Mover:
 
     async def _mark(self, line: AdminAPI, worker: Worker) -> None:
         """Label a worker so that everybody leaves it alone, should nobody live to finish this."""
-        self._had[worker.instance_id] = self.labels.get(worker.instance_id)
-        await line.declare_version(worker, IN_DOUBT)
-        self.labels[worker.instance_id] = IN_DOUBT
+        had = self._had[worker.instance_id] = self.labels.get(worker.instance_id)
+        mark = IN_DOUBT if had is None else leaving(had)
+        await line.declare_version(worker, mark)
+        self.labels[worker.instance_id] = mark
 
     async def _same_process(self, line: AdminAPI, worker: Worker) -> None:
         """Raise unless what a line reaches is what was asked last."""
         told = await line.weight_version(worker)
         # The answer to a mark may have been lost.
-        marked = told == IN_DOUBT and worker.instance_id in self._had
+        had = self._had.get(worker.instance_id)
+        marked = had is not None and told == leaving(had)
         if told != self.labels.get(worker.instance_id) and not marked:
             raise _AnotherProcess(f"{worker} is gone: another process has its address.")
 
@@ -223,7 +225,9 @@ class Mover:
     async def _verify(self, line: AdminAPI, worker: Worker) -> str:
         declared = await line.weight_version(worker)
         if declared != unproven(self.version):
-            raise AdminError(f"{worker} declares version {declared} after the update.")
+            raise AdminError(
+                f"{worker} says ok and has not taken the update (its label is {declared})."
+            )
         if worker.instance_id in self.proving:
             return "parameters"  # compared by the worker itself while it loaded them
         if self.agreement is None or worker.instance_id < 0:
@@ -274,10 +278,10 @@ class Mover:
                     self._state(worker).state = "gone"  # another process has its address
                     return
                 await self._taint(line, worker, [])
-                # For those who ask whether an answer can be from before: it may have generated.
-                loaded = told in (self.version, unproven(self.version))
-                left = unproven(self.version) if loaded else IN_DOUBT
-                await line.declare_version(worker, left)
+                if told is None or told >= 0:
+                    # It may have generated: nobody must take an answer for one from before.
+                    mark = IN_DOUBT if told is None else unproven(self.version)
+                    await line.declare_version(worker, mark)
                 await line.pause(worker, "abort")
 
     async def _replaced(self, worker: Worker) -> bool:

@@ -23,19 +23,20 @@ one begins (a fork). Nothing is patched.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from rollway.errors import RolloutError, UsageError
+from rollway.rollout.history import History
 from rollway.rollout.sequence import Fork, SequenceBuilder, TokenSequence
-from rollway.rollout.splice import SpliceError, splice, turn_end
+from rollway.rollout.splice import SpliceError
 from rollway.rollout.template import ChatTemplate, Message, Tokenizer, first_difference
 from rollway.rollout.trajectory import Rollout
 
 __all__ = ["Conversation", "Fork", "TokenSequence"]
 
-History = Literal["verbatim", "template"]
+View = Literal["verbatim", "template"]
 
 _PROBE: Message = {"role": "assistant", "content": "a"}
 
@@ -62,11 +63,11 @@ class Conversation:
         tokenizer: Tokenizer,
         *,
         tools: Sequence[Any] | None = None,
-        history: History = "verbatim",
+        history: View = "verbatim",
         end_of_turn: int | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        if history not in get_args(History):
+        if history not in get_args(View):
             raise UsageError(f"history is `{history}`.", "Use `verbatim` or `template`.")
         chosen = tokenizer.eos_token_id if end_of_turn is None else end_of_turn
         if not isinstance(chosen, int):
@@ -164,46 +165,13 @@ class Conversation:
         return _Next(ids, turns, begins=True, fork=self._fork(ids, why))
 
     def _spliced(self) -> _Next:
-        end = self._end_of_turn
-        messages = [self._countable(message) for message in self._messages]
-        prefix = self._template.render(messages[: self._taken], generate=False)
-        full = self._template.render(messages, generate=True)
+        history = History(self._template, self._end_of_turn, self._messages, self._taken)
         try:
-            ids = splice(self._so_far, prefix, full, end)
-            self._check_cut(prefix, full)
+            return _Next(history.extend(self._so_far, self._turns), history.turns)
         except SpliceError as error:
             ids = self._template.render(self._messages, generate=True)
-            return _Next(ids, full.count(end), begins=True, fork=self._fork(ids, str(error)))
-        return _Next(ids, full.count(end))
-
-    def _countable(self, message: Message) -> Message:
-        """The message without end-of-turn tokens of its own. One in a part that the template drops
-        later would spoil the count; the ids of assistant turns are known anyway."""
-        text = self._tokenizer.decode([self._end_of_turn])
-        if message["role"] != "assistant" or not text:
-            return message
-        return {key: _without(value, text) for key, value in message.items()}
-
-    def _check_cut(self, prefix: list[int], full: list[int]) -> None:
-        """Counting finds the end of the last turn if the template ends it with the end-of-turn
-        token and keeps every turn. Neither can be taken for granted."""
-        if prefix.count(self._end_of_turn) <= self._turns:
-            raise SpliceError(
-                "The chat template does not end the last assistant turn with the end-of-turn token."
-            )
-        cut = turn_end(prefix, full, self._end_of_turn)
-        if full[:cut] == prefix[:cut]:
-            return
-        head, tail = self._tokenizer.decode(full[:cut]), self._tokenizer.decode(full[cut:])
-        # What is in neither was left out by the template, and not by the cut.
-        if any(text in head and text not in tail for text in self._added_texts()):
-            raise SpliceError("The chat template moves messages to before the last assistant turn.")
-
-    def _added_texts(self) -> list[str]:
-        """Texts of the messages since the last assistant turn; templates may trim them."""
-        added = self._messages[self._taken :]
-        texts = [text.strip() for message in added for text in _texts(message.get("content"))]
-        return [text for text in texts if text]
+            fork = self._fork(ids, str(error))
+            return _Next(ids, history.turns, begins=True, fork=fork)
 
     def _fork(self, ids: list[int], why: str) -> Fork | None:
         """From the last sequence that is of use; None when there is none."""
@@ -261,23 +229,3 @@ class Conversation:
                 "It is the assistant's; append others with add().",
             )
         return {"role": "assistant", **copy.deepcopy(message)}
-
-
-def _without(value: Any, text: str) -> Any:
-    if isinstance(value, str):
-        return value.replace(text, " ")  # "" could join what is around it to another one
-    if isinstance(value, Mapping):
-        return {key: _without(item, text) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without(item, text) for item in value]
-    return value
-
-
-def _texts(content: Any) -> Iterator[str]:
-    """The texts of a content, which is a text or a list of parts."""
-    if isinstance(content, str):
-        yield content
-    elif isinstance(content, list):
-        for part in content:
-            if isinstance(part, Mapping):
-                yield from _texts(part.get("text"))

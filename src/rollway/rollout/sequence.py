@@ -149,6 +149,10 @@ class SequenceBuilder:
     _spans: list[Span] = field(default_factory=list)
     _has_logprobs: bool = True
 
+    def begin(self, ids: list[int]) -> None:
+        """With tokens that are trained on elsewhere, or nowhere."""
+        self._add_unsampled(ids)
+
     def add(self, rollout: Rollout) -> None:
         """Take in a turn: what its prompt has beyond the tokens so far, then what was sampled."""
         self._add_unsampled(rollout.prompt_ids[len(self.token_ids) :])

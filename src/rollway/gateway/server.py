@@ -1,0 +1,375 @@
+"""`rollway gateway`: an OpenAI endpoint whose sessions are recorded token by token.
+
+    client ── chat, text ──► gateway ── ids ──► Dynamo frontend
+                               │  template, splice, record
+    trainer ◄─ GET /v1/rollway/trajectories/{session}
+
+A session is the header `x-rollway-session`, or else the API key. What a client sent before and got
+back is found again by what it says, and goes to the engine as the very ids that were sampled.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from rollway.api import Stack
+from rollway.errors import RequestFailed, RollwayError, Unreachable, UsageError
+from rollway.gateway import replies
+from rollway.gateway.messages import Message, Prefix, chain, link, sent_prefix
+from rollway.gateway.recorder import Recorder, Session, Turn
+from rollway.gateway.template import Template
+from rollway.gateway.upstream import CHAT, TEXT, Answered, Asked, Upstream, asked
+from rollway.rollout.completion import Completion
+from rollway.rollout.sender import all_or_none, checked_prompt
+from rollway.rollout.splice import SpliceError
+
+log = logging.getLogger(__name__)
+
+SESSION = "x-rollway-session"
+_NO_SESSION = ("", "EMPTY", "none", "null", "dummy")
+"""API keys that clients send when they have none."""
+_MAX_BODY = 256 * 2**20
+_MAX_CHOICES = 64
+_UNBOUNDED = 1_000_000  # the clients bound it
+
+
+@dataclass(slots=True)
+class Gateway:
+    """One served model behind an OpenAI endpoint."""
+
+    model: str
+    template: Template
+    recorder: Recorder
+    chat: Upstream
+    text: Upstream
+    context_length: int
+    tokens: frozenset[str] = frozenset()
+    """Bearer tokens that are accepted; any when empty."""
+    bundle: str = "asked"
+    """Whether answers carry their token ids: `asked` for, `always` or `never`."""
+    started: float = field(default_factory=time.time)
+
+    def app(self) -> web.Application:
+        app = web.Application(client_max_size=_MAX_BODY, middlewares=[self._guard])
+        app.router.add_post("/v1/chat/completions", self.chat_completions)
+        app.router.add_post("/v1/completions", self.completions)
+        app.router.add_get("/v1/models", self.models)
+        for base in ("", "/v1"):
+            app.router.add_post(f"{base}/tokenize", self.tokenize)
+            app.router.add_post(f"{base}/detokenize", self.detokenize)
+        app.router.add_get("/health", self.health)
+        app.router.add_get("/v1/rollway/sessions", self.sessions)
+        app.router.add_get("/v1/rollway/trajectories/{session}", self.trajectories)
+        app.router.add_delete("/v1/rollway/trajectories/{session}", self.forget)
+        return app
+
+    # --- OpenAI ----------------------------------------------------------------------------------
+
+    async def chat_completions(self, request: web.Request) -> web.StreamResponse:
+        body = await _read(request)
+        messages = _messages(body)
+        name = self._session_name(request)
+        session = self.recorder.session(name) if name else Session()
+        digests = chain(messages)
+        prompt, parent, forked = await self._prompt(body, messages, session, digests)
+        made = asked(CHAT, body, self.model, prompt, self._room(body, prompt), name or _new_id())
+        note = _Note(self, name, digests, prompt, parent, forked)
+        if body.get("stream"):
+            return await self._streamed(request, body, made, note)
+        count = _choices(body)
+        answers = await all_or_none(self.chat.ask(made) for _ in range(count))
+        bundled = self._bundled(body)
+        choices = []
+        for index, answer in enumerate(answers):
+            choice = replies.choice(answer.raw, index, body)
+            note.record(answer.completion, answer.ticket.version, choice["message"])
+            if bundled:
+                replies.add_bundle(choice["message"], prompt, answer.completion)
+            choices.append(choice)
+        return _json(replies.whole(answers, choices, self.model, name))
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        body = await _read(request)
+        name = self._session_name(request)
+        prompts = self._prompts(body.get("prompt"))
+        if body.get("stream"):
+            raise UsageError("Text completions are not streamed here.", "Use chat, or no stream.")
+
+        async def one(prompt: list[int]) -> Answered:
+            room = self._room(body, prompt)
+            made = asked(TEXT, body, self.model, prompt, room, name or _new_id())
+            return await self.text.ask(made)
+
+        sent = [prompt for prompt in prompts for _ in range(_choices(body))]
+        answers = await all_or_none(one(prompt) for prompt in sent)
+        choices = []
+        for index, (prompt, answer) in enumerate(zip(sent, answers, strict=True)):
+            choice = replies.choice(answer.raw, index, body)
+            note = _Note(self, name, [f"text:{_new_id()}"], prompt, None, "")
+            note.record(answer.completion, answer.ticket.version, None)
+            if self._bundled(body):
+                replies.add_bundle(choice, prompt, answer.completion)
+            choices.append(choice)
+        return _json(replies.whole(answers, choices, self.model, name))
+
+    async def models(self, request: web.Request) -> web.Response:
+        entry = {
+            "id": self.model,
+            "object": "model",
+            "created": int(self.started),
+            "owned_by": "rollway",
+            "max_model_len": self.context_length,
+        }
+        return _json({"object": "list", "data": [entry]})
+
+    async def tokenize(self, request: web.Request) -> web.Response:
+        body = await _read(request)
+        if "messages" in body:
+            messages = _messages(body)
+            ids = await self.template.prompt(body, messages, sent_prefix(body, messages))
+        else:
+            ids = self.template.encode(str(body.get("prompt", "")))
+        return _json({"tokens": ids, "count": len(ids), "max_model_len": self.context_length})
+
+    async def detokenize(self, request: web.Request) -> web.Response:
+        body = await _read(request)
+        return _json({"prompt": self.template.decode(checked_prompt(body.get("tokens") or []))})
+
+    # --- for the trainer -------------------------------------------------------------------------
+
+    async def health(self, request: web.Request) -> web.Response:
+        return _json({"status": "ok", "model": self.model, "sessions": len(self.recorder.sessions)})
+
+    async def sessions(self, request: web.Request) -> web.Response:
+        turns = {name: len(one.turns) for name, one in self.recorder.sessions.items()}
+        return _json({"sessions": turns})
+
+    async def trajectories(self, request: web.Request) -> web.Response:
+        name = request.match_info["session"]
+        if name not in self.recorder.sessions:
+            return _error(404, f"There is no session `{name}`.", "not_found")
+        session = self.recorder.sessions[name]
+        found = [sequence.as_json() for sequence in session.trajectories()]
+        return _json({"session": name, "turns": len(session.turns), "trajectories": found})
+
+    async def forget(self, request: web.Request) -> web.Response:
+        name = request.match_info["session"]
+        if not self.recorder.forget(name):
+            return _error(404, f"There is no session `{name}`.", "not_found")
+        return _json({"session": name, "forgotten": True})
+
+    # --- how -------------------------------------------------------------------------------------
+
+    async def _prompt(
+        self, body: Mapping[str, Any], messages: list[Message], session: Session, digests: list[str]
+    ) -> tuple[list[int], int | None, str]:
+        """The ids of a prompt, the turn it goes on from, and why it does not if there was one."""
+        prefix, parent = sent_prefix(body, messages), None
+        if prefix is None:
+            known = session.latest(digests)
+            if known is not None:
+                parent, count = known
+                prefix = Prefix(session.turns[parent].ids, count)
+        forked = ""
+        if prefix is None and any(message.get("role") == "assistant" for message in messages):
+            forked = "the history has an assistant message that was not sampled here"
+        try:
+            prompt = await self.template.prompt(body, messages, prefix)
+        except SpliceError as error:
+            prompt, parent = await self.template.prompt(body, messages, None), None
+            forked = error.message
+        return prompt, parent, forked
+
+    async def _streamed(
+        self, request: web.Request, body: Mapping[str, Any], made: Asked, note: _Note
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        spoken = replies.Spoken()
+        async with self.chat.stream(made) as (chunks, assembly, ticket):
+            last: dict[str, Any] | None = None
+            try:
+                async for chunk in chunks:
+                    if not response.prepared:
+                        await response.prepare(request)
+                    spoken.add(chunk)
+                    last = await _forward(response, last, replies.chunk(chunk, body))
+                completion = await self.chat.settle(assembly, ticket)
+                note.record(completion, ticket.version, spoken.message())
+            except RollwayError as error:
+                if not response.prepared:
+                    raise
+                await _send(response, {"error": replies.error(error.message, "server_error")})
+                return response
+        if last is not None and self._bundled(body) and last.get("choices"):
+            replies.add_bundle(last["choices"][0]["delta"], made.prompt_ids, completion)
+        await _forward(response, last, None)
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    def _session_name(self, request: web.Request) -> str:
+        """The session of a request; empty for one that is not recorded."""
+        named = request.headers.get(SESSION)
+        if named:
+            return named
+        key = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
+        if self.tokens:  # then the key is a secret, and may name a session after a slash
+            key = key.partition("/")[2]
+        return "" if key in _NO_SESSION else key
+
+    def _room(self, body: Mapping[str, Any], prompt: list[int]) -> int:
+        """How many tokens may be sampled: what was asked for, or what the context still holds."""
+        left = self.context_length - len(prompt)
+        if left < 1:
+            raise UsageError(
+                f"This model's maximum context length is {self.context_length} tokens, and the "
+                f"prompt has {len(prompt)}."
+            )
+        wanted = body.get("max_completion_tokens", body.get("max_tokens"))
+        if wanted is not None and (not isinstance(wanted, int) or wanted < 1):
+            raise UsageError("max_tokens must be a whole number above 0.")
+        return left if wanted is None else min(wanted, left)
+
+    def _prompts(self, prompt: Any) -> list[list[int]]:
+        if isinstance(prompt, str):
+            return [self.template.encode(prompt)]
+        if isinstance(prompt, list) and prompt and all(isinstance(p, int) for p in prompt):
+            return [checked_prompt(prompt)]
+        if isinstance(prompt, list) and prompt:
+            return [one for part in prompt for one in self._prompts(part)]
+        raise UsageError("prompt must be a text, a list of token ids, or a list of these.")
+
+    def _bundled(self, body: Mapping[str, Any]) -> bool:
+        if self.bundle != "asked":
+            return self.bundle == "always"
+        fields = ("return_token_ids", "return_tokens_as_token_ids", "required_prefix_token_ids")
+        return any(body.get(name) for name in fields)
+
+    @web.middleware
+    async def _guard(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        """Bearer tokens, and errors in OpenAI's form."""
+        key = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
+        if self.tokens and key.partition("/")[0] not in self.tokens and request.path != "/health":
+            return _error(401, "The bearer token is missing or wrong.", "authentication_error")
+        try:
+            return await handler(request)
+        except UsageError as error:
+            return _error(400, str(error), "invalid_request_error")
+        except RequestFailed as error:
+            return _error(error.status if error.status >= 400 else 502, error.message, "upstream")
+        except Unreachable as error:
+            return _error(503, error.message, "upstream")
+        except RollwayError as error:
+            return _error(500, error.message, "rollout_error")
+
+
+@dataclass(slots=True)
+class _Note:
+    """What is to be recorded of a request once its answer is there."""
+
+    gateway: Gateway
+    session: str
+    digests: list[str]
+    prompt: list[int]
+    parent: int | None
+    forked: str
+
+    def record(
+        self, completion: Completion, version: int | None, message: Mapping[str, Any] | None
+    ) -> None:
+        if not self.session:
+            return
+        history = self.digests[-1]
+        if message is not None:
+            history = link(history, message)
+        self.gateway.recorder.add(
+            Turn(
+                session=self.session,
+                model=self.gateway.model,
+                history=history,
+                prompt_ids=self.prompt,
+                token_ids=completion.token_ids,
+                logprobs=completion.logprobs or [],
+                finish_reason=completion.finish_reason,
+                version=version,
+                worker_id=completion.worker_id,
+                parent=self.parent,
+                forked=self.forked,
+            )
+        )
+
+
+async def made_gateway(
+    stack: Stack, template: Template, recorder: Recorder, model: str | None = None, **options: Any
+) -> Gateway:
+    """For one model of a running stack."""
+    chat = stack.sender(Upstream, model, wire=CHAT, concurrency=_UNBOUNDED)
+    text = stack.sender(Upstream, model, wire=TEXT, concurrency=_UNBOUNDED)
+    length = await stack.context_length(chat.model)
+    return Gateway(chat.model, template, recorder, chat, text, length, **options)
+
+
+def _new_id() -> str:
+    return uuid.uuid4().hex
+
+
+async def _read(request: web.Request) -> dict[str, Any]:
+    try:
+        body = msgspec.json.decode(await request.read())
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"The body is not JSON: {error}.") from error
+    if not isinstance(body, dict):
+        raise UsageError("The body must be a JSON object.")
+    return body
+
+
+def _messages(body: Mapping[str, Any]) -> list[Message]:
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise UsageError("messages must be a list of at least one message.")
+    if not all(isinstance(message, dict) and message.get("role") for message in messages):
+        raise UsageError("Every message must be an object with a role.")
+    return messages
+
+
+def _choices(body: Mapping[str, Any]) -> int:
+    count = body.get("n") or 1
+    if not isinstance(count, int) or not 1 <= count <= _MAX_CHOICES:
+        raise UsageError(f"n must be a number from 1 to {_MAX_CHOICES}.")
+    return count
+
+
+async def _forward(
+    response: web.StreamResponse, held: dict[str, Any] | None, chunk: dict[str, Any] | None
+) -> dict[str, Any] | None:
+    """Send the chunk that was held back, and hold this one: the last gets the token ids."""
+    if held is not None:
+        await _send(response, held)
+    return chunk
+
+
+async def _send(response: web.StreamResponse, event: Mapping[str, Any]) -> None:
+    await response.write(b"data: " + msgspec.json.encode(event) + b"\n\n")
+
+
+def _json(body: Mapping[str, Any], status: int = 200) -> web.Response:
+    headers = {SESSION: body["session"]} if body.get("session") else None
+    return web.Response(
+        body=msgspec.json.encode(body),
+        status=status,
+        content_type="application/json",
+        headers=headers,
+    )
+
+
+def _error(status: int, message: str, kind: str) -> web.Response:
+    return _json({"error": replies.error(message, kind, status)}, status)

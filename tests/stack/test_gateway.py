@@ -1,0 +1,285 @@
+"""Agents that speak the OpenAI API only, and the exact trajectories that a trainer fetches."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # otherwise its import goes to the network
+import litellm  # noqa: E402
+import openai
+import pytest
+
+from rollway.rollout.sequence import TokenSequence
+from rollway.sync import SyncStack
+from tests.stack.policies import Policy
+from tests.stack.tool_model import TOOL
+
+pytestmark = pytest.mark.stack
+
+TOLERANCE = 1e-4
+Ask = Callable[[list[Any]], Any]
+
+
+@dataclass
+class Served:
+    """A gateway in a process of its own."""
+
+    stack: SyncStack
+    journal: Path
+    env: dict[str, str]
+    process: subprocess.Popen[str] | None = None
+    url: str = ""
+
+    def start(self, *options: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "rollway.cli", "gateway", "tools", "--port", "0",
+             "--journal", str(self.journal), *options],
+            env={**os.environ, **self.env}, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert self.process.stdout is not None
+        self.url = self.process.stdout.readline().split(" ")[0]
+        assert self.url.startswith("http"), "the gateway did not start"
+
+    def end(self, *, kill: bool = False) -> None:
+        assert self.process is not None
+        (self.process.kill if kill else self.process.terminate)()
+        assert self.process.wait(20) == (-9 if kill else 0)
+
+    def get(self, path: str, token: str = "") -> Any:
+        request = urllib.request.Request(f"{self.url}{path}")
+        if token:
+            request.add_header("authorization", f"Bearer {token}")
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return json.load(answer)
+
+    def trajectories(self, session: str) -> list[TokenSequence]:
+        found = self.get(f"/rollway/trajectories/{session}")["trajectories"]
+        return [TokenSequence.from_json(one) for one in found]
+
+    def client(self, session: str, **options: Any) -> openai.OpenAI:
+        return openai.OpenAI(base_url=self.url, api_key=session, max_retries=0, **options)
+
+
+@pytest.fixture
+def served(tool_stack: SyncStack, tmp_path: Path) -> Iterator[Served]:
+    made = Served(tool_stack, tmp_path / "journal.jsonl", {})
+    made.start()
+    yield made
+    if made.process is not None and made.process.poll() is None:
+        made.end()
+
+
+@pytest.fixture(scope="module")
+def policy(tool_model: Path) -> Policy:
+    return Policy(tool_model)
+
+
+def exchange(ask: Ask, rounds: int = 3) -> list[Any]:
+    """An agent: ask for sums, run the tool when it is called, tell the result."""
+    messages: list[Any] = []
+    for number in range(rounds):
+        messages.append({"role": "user", "content": f"add {number} {number + 1}"})
+        for _ in range(2):
+            said = ask(messages)
+            messages.append(said)
+            calls = said["tool_calls"] if isinstance(said, dict) else said.tool_calls
+            if not calls:
+                break
+            function = calls[0]["function"] if isinstance(calls[0], dict) else calls[0].function
+            arguments = json.loads(
+                function["arguments"] if isinstance(function, dict) else function.arguments
+            )
+            number_called = calls[0]["id"] if isinstance(calls[0], dict) else calls[0].id
+            total = sum(value for value in arguments.values() if isinstance(value, int))
+            result = {"role": "tool", "content": str(total), "tool_call_id": number_called}
+            messages.append(result)
+    return messages
+
+
+def check(sequence: TokenSequence, stack: SyncStack, policy: Policy) -> None:
+    """The engine's log-probs, of a whole trajectory, are those of a fresh look at its tokens."""
+    sampled = [i for i, bit in enumerate(sequence.loss_mask) if bit]
+    (scores,) = stack.teacher().score([sequence.token_ids])
+    by_torch = [None, *policy.logprobs(sequence.token_ids[:1], sequence.token_ids[1:])]
+    for other in (scores.logprobs, by_torch):
+        apart = [abs(sequence.logprobs[i] - (other[i] or 0.0)) for i in sampled]
+        print(
+            [
+                (i, t, round(a, 5), sequence.logprobs[i], other[i])
+                for i, t, a in zip(sampled, [sequence.token_ids[i] for i in sampled], apart)
+                if a > 1e-4
+            ],
+            sequence.spans,
+        )
+        assert max(apart) < TOLERANCE
+
+
+def test_the_openai_client_and_its_tools(served: Served, policy: Policy) -> None:
+    client = served.client("agent-1")
+
+    def ask(messages: list[Any]) -> Any:
+        answer = client.chat.completions.create(
+            model="caller",
+            messages=messages,
+            tools=[TOOL],
+            max_tokens=100,  # type: ignore[list-item]
+        )
+        return answer.choices[0].message
+
+    messages = exchange(ask)
+    assert any(getattr(message, "tool_calls", None) for message in messages)
+    (sequence,) = served.trajectories("agent-1")
+    turns = sum(1 for message in messages if not isinstance(message, dict))
+    assert len(sequence.spans) == turns and sequence.forked_from is None
+    check(sequence, served.stack, policy)
+
+
+def test_litellm_and_its_tools(served: Served, policy: Policy) -> None:
+    def ask(messages: list[Any]) -> Any:
+        answer = litellm.completion(
+            model="openai/caller", base_url=served.url, api_key="agent-2", messages=messages,
+            tools=[TOOL], max_tokens=100,
+        )  # fmt: skip
+        return answer.choices[0].message.model_dump()
+
+    messages = exchange(ask)
+    (sequence,) = served.trajectories("agent-2")
+    turns = sum(1 for message in messages if message["role"] == "assistant")
+    assert len(sequence.spans) == turns and sequence.forked_from is None
+    check(sequence, served.stack, policy)
+
+
+def test_a_streamed_exchange_is_recorded_as_well(served: Served, policy: Policy) -> None:
+    client = served.client("agent-3")
+
+    def ask(messages: list[Any]) -> Any:
+        content, calls = "", {}
+        for chunk in client.chat.completions.create(
+            model="caller",
+            messages=messages,
+            tools=[TOOL],
+            max_tokens=100,
+            stream=True,  # type: ignore[list-item]
+        ):
+            for choice in chunk.choices:
+                content += choice.delta.content or ""
+                for call in choice.delta.tool_calls or []:
+                    made = calls.setdefault(
+                        call.index,
+                        {
+                            "id": call.id,
+                            "type": "function",
+                            "function": {"name": "", "arguments": ""},
+                        },
+                    )
+                    assert call.function is not None
+                    made["function"]["name"] += call.function.name or ""
+                    made["function"]["arguments"] += call.function.arguments or ""
+        return {"role": "assistant", "content": content, "tool_calls": list(calls.values())}
+
+    messages = exchange(ask)
+    (sequence,) = served.trajectories("agent-3")
+    assert len(sequence.spans) == sum(1 for m in messages if m["role"] == "assistant")
+    check(sequence, served.stack, policy)
+
+
+def test_sessions_survive_a_killed_gateway(served: Served, policy: Policy) -> None:
+    messages: list[Any] = [{"role": "user", "content": "add 1 2"}]
+
+    def ask() -> None:
+        answer = served.client("agent-4").chat.completions.create(
+            model="caller", messages=messages, max_tokens=60
+        )
+        messages.append(answer.choices[0].message.model_dump())
+        messages.append({"role": "user", "content": "add 2 2"})
+
+    ask()
+    before = served.trajectories("agent-4")
+    served.end(kill=True)
+    served.start()
+    assert served.trajectories("agent-4") == before
+    ask()
+    (sequence,) = served.trajectories("agent-4")
+    assert sequence.token_ids[: len(before[0].token_ids)] == before[0].token_ids
+    check(sequence, served.stack, policy)
+
+
+def test_ids_that_a_client_sends_are_what_the_engine_sees(served: Served) -> None:
+    """As NeMo-Gym does, with no session of ours."""
+    client = served.client("EMPTY")
+    tokens = {"extra_body": {"return_token_ids": True}}
+    messages: list[Any] = [{"role": "user", "content": "add 1 2"}]
+    first = (
+        client.chat.completions.create(
+            model="caller", messages=messages, max_tokens=60, logprobs=True, **tokens
+        )
+        .choices[0]
+        .message
+    )
+    extra = first.model_extra or {}
+    ids = extra["prompt_token_ids"] + extra["generation_token_ids"]
+    assert len(extra["generation_log_probs"]) == len(extra["generation_token_ids"])
+    messages += [first.model_dump(), {"role": "user", "content": "add 2 2"}]
+    second = (
+        client.chat.completions.create(model="caller", messages=messages, max_tokens=60, **tokens)
+        .choices[0]
+        .message
+    )
+    assert (second.model_extra or {})["prompt_token_ids"][: len(ids)] == ids
+
+    plain = [
+        {k: v for k, v in m.items() if k in ("role", "content", "tool_calls")} for m in messages
+    ]
+    body = {"messages": plain, "required_prefix_token_ids": ids}
+    request = urllib.request.Request(
+        served.url.removesuffix("/v1") + "/tokenize", json.dumps(body).encode()
+    )
+    with urllib.request.urlopen(request) as answer:
+        told = json.load(answer)
+    assert told["tokens"] == (second.model_extra or {})["prompt_token_ids"]
+    assert told["max_model_len"] == 2048
+
+
+def test_what_is_asked_wrongly_is_explained(served: Served) -> None:
+    client = served.client("agent-5")
+    with pytest.raises(openai.BadRequestError, match="context length is 2048"):
+        client.chat.completions.create(
+            model="caller", messages=[{"role": "user", "content": "1 " * 3000}]
+        )
+    with pytest.raises(openai.BadRequestError, match="at least one message"):
+        client.chat.completions.create(model="caller", messages=[])
+    with pytest.raises(openai.BadRequestError, match="alone"):
+        client.chat.completions.create(
+            model="caller",
+            messages=[{"role": "assistant", "content": "", "prompt_token_ids": [1]}],  # type: ignore[list-item]
+        )
+    (model,) = client.models.list().data
+    assert (model.model_extra or {})["max_model_len"] == 2048
+    answer = client.chat.completions.create(
+        model="caller", messages=[{"role": "user", "content": "add 1 1"}], max_tokens=5000, n=2,
+        extra_body={"priority": 1, "spaces_between_special_tokens": False},
+    )  # fmt: skip
+    assert len(answer.choices) == 2
+
+
+def test_with_tokens_nobody_else_gets_in(tool_stack: SyncStack, tmp_path: Path) -> None:
+    made = Served(tool_stack, tmp_path / "j.jsonl", {"ROLLWAY_GATEWAY_TOKENS": "secret"})
+    made.start()
+    try:
+        with pytest.raises(openai.AuthenticationError):
+            made.client("guess").models.list()
+        assert made.client("secret").models.list().data
+        made.client("secret/mine").chat.completions.create(
+            model="caller", messages=[{"role": "user", "content": "add 1 1"}], max_tokens=5
+        )
+        assert made.get("/rollway/sessions", "secret")["sessions"] == {"mine": 1}
+    finally:
+        made.end()
