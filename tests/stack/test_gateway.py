@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # otherwise its import goes to the network
-import litellm  # noqa: E402
+import litellm
 import openai
 import pytest
 
@@ -68,13 +68,15 @@ class Served:
         return openai.OpenAI(base_url=self.url, api_key=session, max_retries=0, **options)
 
 
-@pytest.fixture
-def served(tool_stack: SyncStack, tmp_path: Path) -> Iterator[Served]:
-    made = Served(tool_stack, tmp_path / "journal.jsonl", {})
+@pytest.fixture(scope="module")
+def served(
+    tool_stack: SyncStack, session_home: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    journal = tmp_path_factory.mktemp("gateway") / "journal.jsonl"
+    made = Served(tool_stack, journal, {"ROLLWAY_HOME": str(session_home)})
     made.start()
     yield made
-    if made.process is not None and made.process.poll() is None:
-        made.end()
+    made.end()
 
 
 @pytest.fixture(scope="module")
@@ -111,14 +113,6 @@ def check(sequence: TokenSequence, stack: SyncStack, policy: Policy) -> None:
     by_torch = [None, *policy.logprobs(sequence.token_ids[:1], sequence.token_ids[1:])]
     for other in (scores.logprobs, by_torch):
         apart = [abs(sequence.logprobs[i] - (other[i] or 0.0)) for i in sampled]
-        print(
-            [
-                (i, t, round(a, 5), sequence.logprobs[i], other[i])
-                for i, t, a in zip(sampled, [sequence.token_ids[i] for i in sampled], apart)
-                if a > 1e-4
-            ],
-            sequence.spans,
-        )
         assert max(apart) < TOLERANCE
 
 

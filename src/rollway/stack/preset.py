@@ -64,6 +64,9 @@ def worker_defaults(spec: StackSpec, model: ModelSpec) -> Defaults:
         # Trainers read whole completions: chunks of 64 tokens instead of 1 cut the frontend's
         # CPU per token 13 times. The first token is still sent at once.
         args["stream-interval"] = 64
+        # With tools in a request Dynamo forces calls into a grammar; what is sampled then is not
+        # the policy, and the log-probs are those of the grammar (off by 2 in one seen).
+        env["DYN_STRUCTURAL_TAG"] = "false"
         # A stack that ends has nothing to drain for; Dynamo would wait 5 s.
         env["DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS"] = "0.5"
     if not machine.gpus():

@@ -1,0 +1,95 @@
+"""Many turns with tools on a real stack whose tokenizer does not give back the ids it decoded."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from rollway.rollout.conversation import Conversation, TokenSequence
+from rollway.rollout.sampling import Sampling
+from rollway.sync import SyncStack
+from tests.stack.policies import Policy
+
+pytestmark = pytest.mark.stack
+
+CONVERSATIONS, TURNS = 500, 3
+WIRES = ["completions", "generate"]
+
+
+def _tool_turn(rng: random.Random, last: bool) -> list[dict[str, Any]]:
+    if last:
+        return []
+    kinds = [
+        [{"role": "tool", "content": str(rng.randrange(100))}],
+        [{"role": "user", "content": f"add {rng.randrange(5)} {rng.randrange(5)}"}],
+        [{"role": "tool", "content": "it is the stone"}, {"role": "user", "content": "the rest"}],
+    ]
+    return rng.choice(kinds)
+
+
+def test_no_turn_of_500_conversations_loses_a_token(
+    tool_stack: SyncStack, tool_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rng = random.Random(0)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tool_model)
+    rollouts = tool_stack.rollouts()
+    talks = [Conversation(tokenizer) for _ in range(CONVERSATIONS)]
+    broken = 0
+    for talk in talks:
+        talk.add({"role": "user", "content": f"add {rng.randrange(5)} {rng.randrange(5)}"})
+    # Hot enough that the ids are seldom those that the text would be encoded to, and short enough
+    # that many turns are cut before their end.
+    sampling = Sampling(max_tokens=24, temperature=2.0)
+    before: list[list[int]] = [[] for _ in talks]
+    for turn in range(TURNS):
+        prompts = [talk.prompt() for talk in talks]
+        for prompt, ids in zip(prompts, before, strict=True):
+            assert prompt[: len(ids)] == ids
+        answers = [group[0] for group in rollouts.generate_batch(prompts, sampling)]
+        for index, (talk, rollout) in enumerate(zip(talks, answers, strict=True)):
+            talk.took(rollout)
+            before[index] = rollout.prompt_ids + rollout.token_ids
+            again = tokenizer.encode(tokenizer.decode(before[index]))
+            broken += again != before[index]
+            talk.add(*_tool_turn(rng, turn == TURNS - 1))
+    sequences: list[TokenSequence] = []
+    for talk, ids in zip(talks, before, strict=True):
+        (sequence,) = talk.sequences()
+        assert sequence.token_ids == ids and len(sequence.spans) == TURNS
+        sequences.append(sequence)
+    # The control: the same conversations, told as text.
+    share = broken / (CONVERSATIONS * TURNS)
+    with capsys.disabled():
+        print(f"\nre-tokenising breaks {share:.0%} of {CONVERSATIONS * TURNS} turns; here none is")
+    assert share > 0.2
+    policy = Policy(tool_model)
+    for sequence in sequences[:: CONVERSATIONS // 20]:
+        expected = [0.0, *policy.logprobs(sequence.token_ids[:1], sequence.token_ids[1:])]
+        hot = zip(sequence.loss_mask, sequence.logprobs, expected, strict=True)
+        assert all(bit or not logprob for bit, logprob, _ in hot)
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_teacher_scores_as_torch_does(tool_stack: SyncStack, tool_model: Path, wire: str) -> None:
+    policy, rng = Policy(tool_model), random.Random(1)
+    sequences = [[rng.randrange(250) for _ in range(rng.randrange(2, 200))] for _ in range(16)]
+    for scores, ids in zip(tool_stack.teacher(wire=wire).score(sequences), sequences, strict=True):
+        expected = policy.logprobs(ids[:1], ids[1:])
+        assert scores.token_ids == ids and scores.logprobs[0] is None
+        found = [logprob for logprob in scores.logprobs[1:] if logprob is not None]
+        assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) < 1e-4
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_wire_brings_the_same_rollouts(
+    tool_stack: SyncStack, tool_model: Path, wire: str
+) -> None:
+    policy, prompt = Policy(tool_model), list(range(40))
+    sampling = Sampling(max_tokens=32, ignore_eos=True)
+    for rollout in tool_stack.rollouts(wire=wire).generate(prompt, sampling, n=4):
+        assert rollout.weight_version == 0 and rollout.finish_reason == "length"
+        assert policy.distance(prompt, rollout.token_ids, rollout.logprobs or []) < 1e-4
