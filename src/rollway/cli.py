@@ -23,6 +23,7 @@ from rich.table import Table
 import rollway
 from rollway import cli_fleet, cli_gateway
 from rollway.api import make_spec
+from rollway.bench import router_command
 from rollway.errors import NoWorkers, RollwayError, StartError, Unreachable, UsageError
 from rollway.fleet.fleet import Fleet
 from rollway.http import Http
@@ -203,6 +204,12 @@ def bench_fleet(options: argparse.Namespace) -> int:
     for name, value in figures.items():
         print(f"{name.replace('_', ' ')}: {value}")
     return 0
+
+
+def bench_router(options: argparse.Namespace) -> int:
+    if options.stack is not None and not options.no_live:
+        _require("torch", "transformers")
+    return router_command.run_command(options)
 
 
 # --- what the commands print ---------------------------------------------------------------
@@ -439,6 +446,9 @@ def _parser() -> argparse.ArgumentParser:
     child.add_argument("stack", type=Path, help="a stack file")
     child.add_argument("--set", action="append", default=[], metavar="A.B=C", help="override")
     child.set_defaults(command=bench_fleet)
+    child = benches.add_parser("router", help="prefix hits and times, by how requests are routed")
+    router_command.add_grammar(child)
+    child.set_defaults(command=bench_router)
     _demo_grammar(add("demo", demo, "train a tiny policy with GRPO on a real stack"))
     return parser
 

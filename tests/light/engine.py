@@ -113,6 +113,8 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._ended = asyncio.Event()
         self._step_seconds = float(os.environ.get("LIGHT_STEP_SECONDS", "0.002"))
+        self._prefill_seconds = float(os.environ.get("LIGHT_PREFILL_SECONDS_PER_TOKEN", "0"))
+        self._prefilling = asyncio.Lock()
 
     async def generate(self, request: dict[str, Any], context: Any) -> AsyncIterator[Chunk]:
         """Dynamo's handler: it finds the second parameter by this name."""
@@ -142,8 +144,12 @@ class Engine:
                 # Dynamo's vLLM handler writes vLLM's "abort" like this.
                 yield entry.chunk("cancelled")
                 return
-            reason = self._step(entry)
-            if reason is not None or entry.unsent >= CHUNK:
+            if self._prefill_seconds and not entry.running:
+                reason = await self._slow_first_step(entry)
+            else:
+                reason = self._step(entry)
+            # The first token is not held back, as with vLLM's stream interval.
+            if reason is not None or entry.unsent >= CHUNK or entry.count == entry.unsent == 1:
                 yield entry.chunk(reason)
             if reason is None:
                 await asyncio.sleep(self._step_seconds)
@@ -153,6 +159,15 @@ class Engine:
             os._exit(1)  # weights without storage: the engine core dies, and the worker with it
         entry.running = True
         return entry.sample(entry.decoding.next_logits())
+
+    async def _slow_first_step(self, entry: Request) -> str | None:
+        """Prompts are computed one after the other, so that a sibling finds the first one's blocks,
+        and what is cached costs no time."""
+        async with self._prefilling:
+            await asyncio.sleep(entry.decoding.uncached_tokens() * self._prefill_seconds)
+            if entry.aborted or self.closing or not self._may_step(entry):
+                return None
+            return self._step(entry)
 
     def _may_step(self, entry: Request) -> bool:
         if self._pause is Pause.NEW:

@@ -188,6 +188,10 @@ class Decoding:
         self._store_blocks(kv, stored)
         return self._model.logits(hidden[-1])
 
+    def uncached_tokens(self) -> int:
+        """How many tokens the first step would compute now."""
+        return len(self.tokens) - BLOCK * len(self._cache.find(self._usable_chain()))
+
     def drop_kv(self) -> None:
         """Give the KV up; the next step computes it again, under the weights of then."""
         self._kv, self._computed = None, 0
@@ -204,9 +208,7 @@ class Decoding:
         return self._kv
 
     def _reuse_prefix(self, kv: Array) -> None:
-        # One token at least is computed, else there would be no logits to sample from.
-        usable = (len(self.tokens) - 1) // BLOCK
-        blocks = self._cache.find(self._chain(usable))
+        blocks = self._cache.find(self._usable_chain())
         for index, block in enumerate(blocks):
             kv[:, :, index * BLOCK : (index + 1) * BLOCK] = block
         self._computed = len(blocks) * BLOCK
@@ -224,6 +226,10 @@ class Decoding:
             chain[first - 1] if first else None,
             self._salt,
         )
+
+    def _usable_chain(self) -> list[int]:
+        # One token at least is computed, else there would be no logits to sample from.
+        return self._chain((len(self.tokens) - 1) // BLOCK)
 
     def _chain(self, count: int) -> list[int]:
         """The hashes of the first `count` blocks."""

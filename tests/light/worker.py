@@ -8,9 +8,10 @@ ports come from the environment, as everywhere in Dynamo. With --count, K worker
 process, each with a runtime, a system port, routes and weights of its own.
 
 Test hooks, from the environment: LIGHT_STEP_SECONDS (each token takes this long; 0.002),
-LIGHT_LOAD_SECONDS (an update takes this much longer; 0), LIGHT_ROUTE_SECONDS (so does every admin
-route; 0), LIGHT_PROBE_SECONDS (and every probe of a listing, and the version; 0),
-LIGHT_NO_ENGINE_METHODS=1 (the `rollway_*` engine methods are unknown), and
+LIGHT_PREFILL_SECONDS_PER_TOKEN (so does each token of a prompt that is not cached, one prompt
+after the other; 0), LIGHT_LOAD_SECONDS (an update takes this much longer; 0), LIGHT_ROUTE_SECONDS
+(so does every admin route; 0), LIGHT_PROBE_SECONDS (and every probe of a listing, and the version;
+0), LIGHT_NO_ENGINE_METHODS=1 (the `rollway_*` engine methods are unknown), and
 LIGHT_LOSE_REGISTRATION=FILE (the worker that can create FILE serves its system port only, like
 one whose registration got lost).
 """

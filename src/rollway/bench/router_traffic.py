@@ -1,0 +1,189 @@
+"""RL-shaped traffic: groups of rollouts of one prompt, several turns each, all first turns at once.
+
+Sizes are in KV blocks, so that light workers (blocks of 16 tokens) and the replay (64) see the same
+pattern. What is sent depends on the seed alone: every routing gets the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from rollway.errors import RolloutError
+from rollway.http import IDEMPOTENT, Http
+from rollway.rollout.client import SESSION_HEADER, all_or_none
+from rollway.rollout.sampling import Sampling
+from rollway.rollout.wire import Assembly, completion_request
+
+GROUPS_PER_WORKER = 2
+_SYSTEM_BLOCKS = 4
+"""What the prompts of all groups begin with."""
+_PROMPT_BLOCKS = 16
+_OBSERVATION_BLOCKS = 2
+"""What the environment adds between two turns."""
+_TOOL_SECONDS = 0.2
+_VOCABULARY = 250  # of the demo's byte tokenizer, less its special tokens
+_TIMEOUT_SECONDS = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One request of a rollout."""
+
+    wait_seconds: float
+    """How long the environment takes before it."""
+    output: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """P groups of G rollouts with T turns."""
+
+    groups: int
+    rollouts: int = 8
+    turns: int = 3
+    block: int = 16
+    seed: int = 0
+
+    @property
+    def requests(self) -> int:
+        return self.groups * self.rollouts * self.turns
+
+    @property
+    def system_blocks(self) -> int:
+        return _SYSTEM_BLOCKS
+
+    @property
+    def prompt_blocks(self) -> int:
+        return _SYSTEM_BLOCKS + _PROMPT_BLOCKS
+
+    def members(self) -> Iterator[tuple[int, int]]:
+        """Every rollout, by its group and its place there; groups start one after the other."""
+        for group in range(self.groups):
+            for member in range(self.rollouts):
+                yield group, member
+
+    def plan(self, group: int, member: int) -> list[Turn]:
+        rng = Random(f"{self.seed}/{group}/{member}")
+        return [
+            Turn(
+                wait_seconds=rng.uniform(0, 2 * _TOOL_SECONDS) if turn else 0.0,
+                output=rng.randrange(self.block // 2, self.block * 2),
+                seed=rng.randrange(2**31),
+            )
+            for turn in range(self.turns)
+        ]
+
+    def prompt(self, group: int) -> list[int]:
+        system = self._tokens("system", _SYSTEM_BLOCKS)
+        return system + self._tokens(f"prompt {group}", _PROMPT_BLOCKS)
+
+    def observation(self, turn: Turn) -> list[int]:
+        return self._tokens(f"observation {turn.seed}", _OBSERVATION_BLOCKS)
+
+    def blocks_added(self, turn: Turn) -> int:
+        """By the answer and the observation after it, in whole blocks."""
+        return _OBSERVATION_BLOCKS + -(-turn.output // self.block)
+
+    def _tokens(self, name: str, blocks: int) -> list[int]:
+        rng = Random(f"{self.seed}/{name}")
+        return [rng.randrange(_VOCABULARY) for _ in range(blocks * self.block)]
+
+
+@dataclass(slots=True)
+class Tally:
+    """Sums over the requests of one run."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    ttft_seconds: float = 0.0
+    makespan_seconds: float = 0.0
+
+    def add(self, other: Tally) -> None:
+        """What ran beside this."""
+        self.requests += other.requests
+        self.prompt_tokens += other.prompt_tokens
+        self.cached_tokens += other.cached_tokens
+        self.ttft_seconds += other.ttft_seconds
+        self.makespan_seconds = max(self.makespan_seconds, other.makespan_seconds)
+
+    @property
+    def hit_rate(self) -> float:
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    @property
+    def ttft_mean_seconds(self) -> float:
+        return self.ttft_seconds / self.requests if self.requests else 0.0
+
+
+class Sender:
+    """Sends traffic to a frontend. The group is the session, whether or not the router heeds it."""
+
+    def __init__(self, http: Http, frontend_url: str, model: str) -> None:
+        self._http = http
+        self._url = f"{frontend_url.rstrip('/')}/v1/completions"
+        self._model = model
+
+    async def warm_up(self, requests: int) -> None:
+        """Short requests, all at once: connections exist before the clock runs."""
+        one = Sampling(max_tokens=1, ignore_eos=True, logprobs=False)
+        await all_or_none(
+            self._ask([index % _VOCABULARY], one, f"warm-up {index}") for index in range(requests)
+        )
+
+    async def send(self, traffic: Traffic) -> Tally:
+        tally = Tally()
+        prompts = [traffic.prompt(group) for group in range(traffic.groups)]
+        began = time.monotonic()
+        await all_or_none(
+            self._rollout(traffic, group, member, prompts[group], tally)
+            for group, member in traffic.members()
+        )
+        tally.makespan_seconds = time.monotonic() - began
+        return tally
+
+    async def _rollout(
+        self, traffic: Traffic, group: int, member: int, prompt: list[int], tally: Tally
+    ) -> None:
+        tokens = list(prompt)
+        for turn in traffic.plan(group, member):
+            await asyncio.sleep(turn.wait_seconds)
+            sampling = Sampling(
+                max_tokens=turn.output, ignore_eos=True, seed=turn.seed, logprobs=False
+            )
+            answer = await self._ask(tokens, sampling, f"group {traffic.seed} {group}")
+            assembly = Assembly(sampling, len(tokens))
+            assembly.add(answer)
+            completion = assembly.finish()
+            tally.requests += 1
+            tally.prompt_tokens += len(tokens)
+            tally.cached_tokens += completion.cached_tokens
+            tally.ttft_seconds += ttft_seconds(answer)
+            tokens += completion.token_ids + traffic.observation(turn)
+
+    async def _ask(self, tokens: list[int], sampling: Sampling, session: str) -> Any:
+        body = completion_request(self._model, tokens, sampling)
+        nvext = body["nvext"]
+        nvext["extra_fields"] = [*nvext["extra_fields"], "timing"]
+        return await self._http.post(
+            self._url,
+            body,
+            timeout=_TIMEOUT_SECONDS,
+            retry=IDEMPOTENT,
+            headers={SESSION_HEADER: session},
+        )
+
+
+def ttft_seconds(answer: Any) -> float:
+    """From the request's arrival at the frontend, so a wait in the router counts, to its first
+    token there: the clock of a busy client would add its own delays."""
+    try:
+        return float(answer["nvext"]["timing"]["ttft_ms"]) / 1000
+    except (KeyError, TypeError, ValueError) as error:
+        raise RolloutError("The frontend did not say when the first token came.") from error
