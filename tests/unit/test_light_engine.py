@@ -69,6 +69,7 @@ def test_a_reused_prefix_changes_nothing(policies: list[Policy]) -> None:
     prompt, completion = some_tokens(4 * BLOCK + 3), some_tokens(20, seed=1)
     first = score(Decoding(model, cache, prompt), completion)
     again = Decoding(model, cache, prompt)
+    assert again.uncached_tokens() == 3
     assert_close(score(again, completion), first)
     assert again.cached_tokens == 4 * BLOCK
 

@@ -68,6 +68,7 @@ def test_the_rl_preset_is_there_and_can_be_overridden(lay_out: Any) -> None:
     assert option(frontend.argv, "migration-limit") == "3"
     assert option(frontend.argv, "router-queue-threshold") == "1.0"
     assert option(frontend.argv, "router-session-affinity-ttl-secs") == "3600"
+    assert option(frontend.argv, "router-session-affinity-mode") == "soft"
     assert int(frontend.env["DYN_ROUTER_ACTIVE_REQUEST_EXPIRY_SECS"]) > 3600
     assert option(worker.argv, "stream-interval") == "64"
     changed = lay_out(

@@ -33,6 +33,12 @@ _STACKS = {
     "kv": ["preset=plain", "router.mode=kv"],
     "rollway": ["preset=rl", "router.mode=kv"],
 }
+_MEANING = {
+    "round_robin": "Dynamo's round robin, without the preset",
+    "kv": "Dynamo's KV router with its defaults, without the preset",
+    "rollway": "the KV router with Rollway's preset; a group is a session (replay: groups are "
+    "dealt out to the workers in turn, since the replay knows no sessions)",
+}
 _AT = 32
 """The number of workers whose hit rate is named in the report."""
 
@@ -74,6 +80,7 @@ class RouterReport:
         }
         known = [ratio for ratio in ratios.values() if ratio is not None]
         return {
+            "routings": _MEANING,
             "live": [asdict(figures) for figures in self.live],
             "replay": [asdict(figures) for figures in self.replay],
             f"preset_hit_rate_at_{_AT}": {
