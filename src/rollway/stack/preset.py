@@ -37,8 +37,8 @@ def frontend_defaults(spec: StackSpec) -> Defaults:
         "router-session-affinity-ttl-secs": 3600,
         # A group prefers its worker, but is not chained to it. With Dynamo's own `hard`, requests
         # of a group whose worker died fail for the 10 s that it stays listed (384 requests, 4 of 8
-        # workers killed, retried every 0.3 s: 1,501 and 1,932 failed attempts; with `soft` 0 or
-        # 1), and above a busy threshold they are refused (529) where `soft` sends them elsewhere.
+        # workers killed, retried every 0.3 s: 1,380 to 1,932 failed attempts; with `soft` 0 to
+        # 2), and above a busy threshold they are refused (529) where `soft` sends them elsewhere.
         # Without either, both hit alike. No threshold is set: above it on all workers, everything
         # is refused.
         "router-session-affinity-mode": "soft",
