@@ -15,8 +15,8 @@ from typing import Any
 
 from rollway.errors import RolloutError
 from rollway.http import IDEMPOTENT, Http
-from rollway.rollout.client import SESSION_HEADER, all_or_none
 from rollway.rollout.sampling import Sampling
+from rollway.rollout.sender import SESSION_HEADER, all_or_none
 from rollway.rollout.wire import Assembly, completion_request
 
 GROUPS_PER_WORKER = 2

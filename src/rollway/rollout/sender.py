@@ -28,6 +28,7 @@ PATIENCE_SECONDS = 60.0
 """How long a rollout rides out trouble without any progress: the restart of a frontend (4 s), the
 time a dead worker stays listed (10 s), a refit by another process."""
 # Sampling again is always safe: nothing of a failed attempt is used.
+_TEMPORARY = (404, 429, 499, 500, 502, 503, 504, 529)
 _RETRY = Retry(wait_seconds=0.2, max_wait_seconds=3.0)
 
 
@@ -201,7 +202,7 @@ def checked_prompt(prompt_ids: Sequence[int]) -> list[int]:
 def temporary(error: Unreachable | RequestFailed) -> bool:
     """404 too: the model was served when this client was made, and a frontend that restarts does
     not know its models for a moment."""
-    return isinstance(error, Unreachable) or error.status in (404, 429, 499, 500, 502, 503, 504)
+    return isinstance(error, Unreachable) or error.status in _TEMPORARY
 
 
 def explained(error: Unreachable | RequestFailed, model: str) -> RolloutError | Unreachable:
