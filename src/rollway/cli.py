@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import importlib.util
 import json
 import os
 import sys
@@ -21,10 +20,10 @@ from rich.console import Console
 from rich.table import Table
 
 import rollway
-from rollway import cli_fleet, cli_gateway
+from rollway import cli_bench, cli_fleet, cli_gateway
 from rollway.api import make_spec
-from rollway.bench import router_command
 from rollway.errors import NoWorkers, RollwayError, StartError, Unreachable, UsageError
+from rollway.extras import require
 from rollway.fleet.fleet import Fleet
 from rollway.http import Http
 from rollway.observe.progress import StackProgress, process_table
@@ -150,7 +149,7 @@ def examine(options: argparse.Namespace) -> int:
 
 
 def demo(options: argparse.Namespace) -> int:
-    _require("torch", "transformers", "matplotlib")
+    require("torch", "transformers", "matplotlib")
     from rollway.demo.run import DemoOptions, run_demo
 
     chosen = DemoOptions(
@@ -170,7 +169,7 @@ def demo(options: argparse.Namespace) -> int:
 
 
 def chaos(options: argparse.Namespace) -> int:
-    _require("torch", "transformers")
+    require("torch", "transformers")
     from rollway.chaos.command import run_command
 
     report = run_command(
@@ -189,27 +188,6 @@ def chaos(options: argparse.Namespace) -> int:
     # A control that finds nothing has shown that the check cannot fail.
     good = report.stale_tokens > 0 if options.unprotected else report.clean
     return 0 if good else 1
-
-
-def bench_fleet(options: argparse.Namespace) -> int:
-    _require("torch", "transformers")
-    from rollway.bench import fleet
-    from rollway.demo.model import demo_path
-
-    spec = make_spec(options.stack, overrides=[*demo_path(options.stack), *options.set])
-    figures = asyncio.run(fleet.bench_fleet(spec)).as_json()
-    if options.json:
-        print(json.dumps(figures))
-        return 0
-    for name, value in figures.items():
-        print(f"{name.replace('_', ' ')}: {value}")
-    return 0
-
-
-def bench_router(options: argparse.Namespace) -> int:
-    if options.stack is not None and not options.no_live:
-        _require("torch", "transformers")
-    return router_command.run_command(options)
 
 
 # --- what the commands print ---------------------------------------------------------------
@@ -389,15 +367,6 @@ def _fail(error: RollwayError, *, as_json: bool) -> int:
     return error.exit_code
 
 
-def _require(*modules: str) -> None:
-    missing = [name for name in modules if importlib.util.find_spec(name) is None]
-    if missing:
-        raise UsageError(
-            f"The demo needs packages that are not installed: {', '.join(missing)}.",
-            "pip install 'rollway[cpu,demo]', see docs/install.md.",
-        )
-
-
 def _quoted(word: str) -> str:
     return f"'{word}'" if any(sign in word for sign in ' "{}*$&|;<>()') else word
 
@@ -440,15 +409,7 @@ def _parser() -> argparse.ArgumentParser:
     child = add("chaos", chaos, "refit while things break, and check every token")
     _chaos_grammar(child)
     bench = commands.add_parser("bench", help="measure, as ratios within one run")
-    benches = bench.add_subparsers(title="benchmarks", metavar="WHAT", required=True)
-    child = benches.add_parser("fleet", help="list and refit many workers, against one")
-    child.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    child.add_argument("stack", type=Path, help="a stack file")
-    child.add_argument("--set", action="append", default=[], metavar="A.B=C", help="override")
-    child.set_defaults(command=bench_fleet)
-    child = benches.add_parser("router", help="prefix hits and times, by how requests are routed")
-    router_command.add_grammar(child)
-    child.set_defaults(command=bench_router)
+    cli_bench.add_grammar(bench)
     _demo_grammar(add("demo", demo, "train a tiny policy with GRPO on a real stack"))
     return parser
 

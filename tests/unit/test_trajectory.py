@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from typing import Any
 
 import pytest
@@ -154,3 +155,35 @@ async def test_a_version_that_nobody_serves_is_refused() -> None:
     rollouts = Rollouts(Scripted(), "http://f", "m", book(), patience=0.1)
     with pytest.raises(RolloutError, match="No worker is known to serve weight version 7"):
         await rollouts.generate([1], version=7)
+
+
+def experts(rows: int, first: int) -> dict[str, Any]:
+    """One layer, one expert a token, counted up from `first` so that each row tells its leg."""
+    data = bytes(first + row for row in range(rows))
+    return {"data": base64.b64encode(data).decode(), "shape": [rows, 1, 1], "start": 0}
+
+
+async def test_experts_of_an_earlier_leg_are_kept() -> None:
+    """The engine tells of the whole prompt again after a cut; the first leg keeps its own."""
+    versions = book()
+
+    def cut() -> Any:
+        versions.learn({1: 2})
+        made = answer([5, 6], 3, "cancelled")
+        made["nvext"]["routed_experts"] = experts(4, 10)  # 3 + 2 tokens, the last has none
+        return made
+
+    second = answer([7], 5)
+    second["nvext"]["routed_experts"] = experts(5, 50)
+    http = Scripted(cut, second)
+    sampling = Sampling(max_tokens=3, routed_experts=True)
+    (rollout,) = await Rollouts(http, "http://f", "m", versions).generate([1, 2, 3], sampling)
+    assert rollout.routed_experts is not None
+    assert rollout.routed_experts.ids.flatten().tolist() == [10, 11, 12, 13, 54]
+    assert "routed_experts" in http.bodies[0]["nvext"]["extra_fields"]
+
+    for wrong in (None, experts(1, 0)):
+        body = answer([5], 3)
+        body["nvext"]["routed_experts"] = wrong
+        with pytest.raises(RolloutError, match="outed experts"):
+            await Rollouts(Scripted(body), "http://f", "m", book()).generate([1, 2, 3], sampling)

@@ -17,7 +17,7 @@ from rollway.errors import RolloutError
 from rollway.http import IDEMPOTENT, Http
 from rollway.rollout.sampling import Sampling
 from rollway.rollout.sender import SESSION_HEADER, all_or_none
-from rollway.rollout.wire import Assembly, completion_request
+from rollway.rollout.wire import DynamoAssembly, completion_request
 
 GROUPS_PER_WORKER = 2
 _SYSTEM_BLOCKS = 4
@@ -158,7 +158,7 @@ class Sender:
                 max_tokens=turn.output, ignore_eos=True, seed=turn.seed, logprobs=False
             )
             answer = await self._ask(tokens, sampling, f"group {traffic.seed} {group}")
-            assembly = Assembly(sampling, len(tokens))
+            assembly = DynamoAssembly(sampling, len(tokens))
             assembly.add(answer)
             completion = assembly.finish()
             tally.requests += 1

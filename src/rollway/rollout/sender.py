@@ -191,10 +191,12 @@ async def all_or_none(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 def checked_prompt(prompt_ids: Sequence[int]) -> list[int]:
     """Plain ints, as JSON needs them: a tensor's or array's items are converted exactly."""
-    ids = [int(token) for token in prompt_ids]
+    plain = type(prompt_ids) is list and set(map(type, prompt_ids)) <= {int}
+    ids = list(prompt_ids) if plain else [int(token) for token in prompt_ids]
     if not ids:
         raise UsageError("The prompt has no token.", "Give at least one token id.")
-    if min(ids) < 0 or any(a != b for a, b in zip(ids, prompt_ids, strict=True)):
+    exact = plain or all(a == b for a, b in zip(ids, prompt_ids, strict=True))
+    if min(ids) < 0 or not exact:
         raise UsageError("A prompt token id is negative or not a whole number.")
     return ids
 

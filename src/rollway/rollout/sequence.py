@@ -9,10 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rollway.errors import RolloutError
 from rollway.rollout.trajectory import Rollout, Span
+
+if TYPE_CHECKING:
+    from rollway.rollout.experts import RoutedExperts
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +40,7 @@ class TokenSequence:
     """Of each sampled token under the policy that sampled it; 0.0 elsewhere."""
     spans: tuple[Span, ...]
     """Which sampled tokens came from which version; places are those in `token_ids`."""
-    routed_experts: Any = None
+    routed_experts: RoutedExperts | None = None
     forked_from: Fork | None = None
 
     def __post_init__(self) -> None:
@@ -58,7 +61,7 @@ class TokenSequence:
             "loss_mask": list(self.loss_mask),
             "logprobs": [float(logprob) for logprob in self.logprobs],
             "spans": [_span_as_json(span) for span in self.spans],
-            "routed_experts": self.routed_experts,
+            "routed_experts": self.routed_experts and self.routed_experts.as_json(),
             "forked_from": asdict(self.forked_from) if self.forked_from else None,
         }
 
@@ -72,7 +75,7 @@ class TokenSequence:
                 loss_mask=list(raw["loss_mask"]),
                 logprobs=list(raw["logprobs"]),
                 spans=tuple(_span_from_json(span) for span in raw["spans"]),
-                routed_experts=raw.get("routed_experts"),
+                routed_experts=_experts_from_json(raw.get("routed_experts")),
                 forked_from=Fork(**fork) if fork else None,
             )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -128,6 +131,14 @@ def _is_finite(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value)
 
 
+def _experts_from_json(raw: Any) -> RoutedExperts | None:
+    if raw is None:
+        return None
+    from rollway.rollout.experts import decode
+
+    return decode(raw)
+
+
 def _span_as_json(span: Span) -> dict[str, Any]:
     worker = None if span.worker_id is None else str(span.worker_id)
     return {"start": span.start, "end": span.end, "version": span.version, "worker_id": worker}
@@ -148,6 +159,7 @@ class SequenceBuilder:
     _logprobs: list[float] = field(default_factory=list)
     _spans: list[Span] = field(default_factory=list)
     _has_logprobs: bool = True
+    _experts: list[RoutedExperts] = field(default_factory=list)
 
     def begin(self, ids: list[int]) -> None:
         """With tokens that are trained on elsewhere, or nowhere."""
@@ -161,6 +173,10 @@ class SequenceBuilder:
         self._mask += [1] * count
         self._logprobs += [0.0] * count if rollout.logprobs is None else rollout.logprobs
         self._has_logprobs = self._has_logprobs and rollout.logprobs is not None
+        if rollout.routed_experts is not None:
+            # Each turn's record is of its whole prompt; what was sampled earlier keeps its own.
+            done = self._experts[-1].end if self._experts else 0
+            self._experts.append(rollout.routed_experts.since(done))
         self._spans += [
             Span(start + span.start, start + span.end, span.version, span.worker_id)
             for span in rollout.spans
@@ -190,5 +206,13 @@ class SequenceBuilder:
             loss_mask=self._mask[:end],
             logprobs=self._logprobs[:end],
             spans=tuple(self._spans),
+            routed_experts=self._routed_experts(),
             forked_from=self.forked_from,
         )
+
+    def _routed_experts(self) -> RoutedExperts | None:
+        if not self._experts:
+            return None
+        from rollway.rollout.experts import joined  # numpy, which only users of this have
+
+        return joined(*self._experts)

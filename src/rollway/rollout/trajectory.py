@@ -9,10 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from rollway.errors import RolloutError
 from rollway.rollout.completion import Completion, FinishReason
 from rollway.rollout.sampling import Sampling
+
+if TYPE_CHECKING:
+    from rollway.rollout.experts import RoutedExperts
 
 # Legs of one seeded rollout draw from streams of their own; with one they would repeat.
 _LEG_SEED = 1_000_003
@@ -41,6 +45,8 @@ class Rollout:
     """Which tokens came from which version: one span, unless the rollout outlived a refit."""
     cached_tokens: int
     """Prompt tokens that came from the worker's prefix cache."""
+    routed_experts: RoutedExperts | None = None
+    """Of prompt and completion, where they were asked for; the last token has none."""
 
     @property
     def weight_version(self) -> int | None:
@@ -67,6 +73,7 @@ class Trajectory:
     _logprobs: list[float] = field(default_factory=list)
     _legs: int = 0
     _cached: int | None = None
+    _experts: list[RoutedExperts] = field(default_factory=list)
 
     def next_leg(self) -> tuple[Sequence[int], Sampling]:
         """The prompt and the sampling of what is still to come."""
@@ -88,15 +95,30 @@ class Trajectory:
         self.token_ids += completion.token_ids
         self._logprobs += completion.logprobs or []
         self._legs += 1
+        if self.sampling.routed_experts and completion.token_ids:
+            self._add_experts(completion.routed_experts)
         if completion.token_ids:
             end = len(self.token_ids)
             self.spans.append(Span(start, end, version, completion.worker_id))
+
+    def _add_experts(self, raw: Any) -> None:
+        """The engine tells of the whole prompt each time; what an earlier leg was sampled with
+        stays."""
+        from rollway.rollout.experts import decode  # numpy, which only users of this have
+
+        if raw is None:
+            raise RolloutError(
+                "The engine returned no routed experts.",
+                "Start it with --enable-return-routed-experts; only MoE models have them.",
+            )
+        part = decode(raw)
+        self._experts.append(part.since(self._experts[-1].end) if self._experts else part)
 
     def cut(self) -> None:
         """After a leg that was cut short: drop what cannot be continued exactly. Penalties count
         the tokens sampled so far, which a continuation would take for prompt."""
         if self.sampling.penalised:
-            self.token_ids, self._logprobs, self.spans = [], [], []
+            self.token_ids, self._logprobs, self.spans, self._experts = [], [], [], []
 
     @property
     def full(self) -> bool:
@@ -110,5 +132,24 @@ class Trajectory:
             )
         spans = tuple(self.spans) or (Span(0, 0, version, None),)
         return Rollout(
-            self.prompt, self.token_ids, logprobs, finish_reason, spans, self._cached or 0
+            self.prompt,
+            self.token_ids,
+            logprobs,
+            finish_reason,
+            spans,
+            self._cached or 0,
+            self._routed_experts(),
         )
+
+    def _routed_experts(self) -> RoutedExperts | None:
+        if not self._experts:
+            return None
+        from rollway.rollout.experts import joined
+
+        routed, tokens = joined(*self._experts), len(self.prompt) + len(self.token_ids)
+        if routed.start != 0 or routed.end not in (tokens - 1, tokens):
+            raise RolloutError(
+                f"Routed experts of positions {routed.start} to {routed.end} came for {tokens} "
+                "tokens."
+            )
+        return routed

@@ -1,0 +1,95 @@
+"""`rollway bench …`: measurements, as ratios within one run."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from rollway.api import make_spec
+from rollway.bench import router_command
+from rollway.extras import require
+
+
+def add_grammar(bench: argparse.ArgumentParser) -> None:
+    benches = bench.add_subparsers(title="benchmarks", metavar="WHAT", required=True)
+    child = benches.add_parser("fleet", help="list and refit many workers, against one")
+    child.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    child.add_argument("stack", type=Path, help="a stack file")
+    child.add_argument("--set", action="append", default=[], metavar="A.B=C", help="override")
+    child.set_defaults(command=fleet)
+    child = benches.add_parser("router", help="prefix hits and times, by how requests are routed")
+    router_command.add_grammar(child)
+    child.set_defaults(command=router)
+    child = benches.add_parser("rollout", help="the client and the gateway, against others")
+    child.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    child.add_argument("--no-real", action="store_true", help="mockers only, no real engine")
+    child.set_defaults(command=rollout)
+
+
+def fleet(options: argparse.Namespace) -> int:
+    require("torch", "transformers")
+    from rollway.bench.fleet import bench_fleet
+    from rollway.demo.model import demo_path
+
+    spec = make_spec(options.stack, overrides=[*demo_path(options.stack), *options.set])
+    figures = asyncio.run(bench_fleet(spec)).as_json()
+    if options.json:
+        print(json.dumps(figures))
+        return 0
+    for name, value in figures.items():
+        print(f"{name.replace('_', ' ')}: {value}")
+    return 0
+
+
+def router(options: argparse.Namespace) -> int:
+    if options.stack is not None and not options.no_live:
+        require("torch", "transformers")
+    return router_command.run_command(options)
+
+
+def rollout(options: argparse.Namespace) -> int:
+    require("torch", "transformers", "openai")
+    from rollway.bench.rollout import RolloutFigures, bench_gateway, bench_rollout
+    from rollway.demo.model import build_base
+    from rollway.stack.preset import cache_dir
+
+    path = str(build_base(cache_dir() / "demo"))
+    # As fast as it can: then it is the clients that are measured.
+    mocked = {"max-model-len": 40_000, "speedup-ratio": 1000.0}
+    real = {"dtype": "float32", "max-model-len": 2048, "max-num-seqs": 64}
+
+    def spec(engine: str, args: dict[str, Any]) -> Any:
+        model = {"path": path, "name": "tiny", "engine": engine, "replicas": 1, "args": args}
+        return make_spec({"name": f"bench-{engine}", "models": [model]})
+
+    def say(words: str) -> None:
+        print(words, file=sys.stderr, flush=True)
+
+    found = RolloutFigures()
+    found.clients += asyncio.run(bench_rollout(spec("mocker", mocked), say))
+    if not options.no_real:
+        found.clients += asyncio.run(bench_rollout(spec("vllm", real), say))
+        with tempfile.TemporaryDirectory(prefix="rollway-bench-") as scratch:
+            found.gateway = asyncio.run(bench_gateway(spec("vllm", real), Path(scratch), say))
+    print(json.dumps(found.as_json()) if options.json else _shown(found.as_json()))
+    return 0
+
+
+def _shown(figures: dict[str, Any]) -> str:
+    lines = []
+    for one in figures["clients"]:
+        lines.append(
+            f"{one['engine']}, {one['load']}: {one['requests_per_second']['rollway']} requests/s, "
+            f"{one['ratio_to_bare']} of bare, {one['ratio_to_openai']} of openai"
+        )
+    for one in figures["gateway"]:
+        lines.append(
+            f"gateway, {one['sessions']} sessions, {one['prompt_tokens']} tokens: "
+            f"{one['overhead_ms']} ms more per request"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,17 @@
+"""Packages that only some commands need."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from rollway.errors import UsageError
+
+
+def require(*modules: str) -> None:
+    """Raise unless they are installed; before the command has begun anything."""
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UsageError(
+            f"This command needs packages that are not installed: {', '.join(missing)}.",
+            "pip install 'rollway[cpu,demo]', see docs/install.md.",
+        )

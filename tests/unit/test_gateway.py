@@ -1,0 +1,128 @@
+"""How the gateway finds its way back to what was sampled, and keeps it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollway.errors import UsageError
+from rollway.gateway.messages import chain, link, sent_prefix, without_bundle
+from rollway.gateway.recorder import Recorder, Session, Turn
+from rollway.gateway.replies import Spoken, chunk
+
+CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b":2}'}}
+HISTORY: list[dict[str, Any]] = [
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "content": "3", "tool_call_id": "1"},
+]
+
+
+def turn(session: str, history: str, prompt: list[int], ids: list[int], **more: Any) -> Turn:
+    return Turn(
+        session=session,
+        model="m",
+        history=history,
+        prompt_ids=prompt,
+        token_ids=ids,
+        logprobs=[-1.0] * len(ids),
+        finish_reason="stop",
+        version=more.pop("version", 0),
+        worker_id=2**63 + 5,
+        **more,
+    )
+
+
+def test_a_history_is_known_by_what_it_says() -> None:
+    """Clients drop fields, add nulls, write arguments anew, and cut text into parts."""
+    function = {"name": "add", "arguments": '{"b": 2, "a": 1}'}
+    said = {"role": "assistant", "content": "", "tool_calls": [{"id": "x", "function": function}],
+            "refusal": None, "function_call": None, "reasoning_content": "hm"}  # fmt: skip
+    parts = {
+        "role": "user",
+        "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}],
+    }
+    assert chain([parts, said, HISTORY[2]]) == chain(HISTORY)
+    for other in (
+        [{"role": "user", "content": "ho"}, *HISTORY[1:]],
+        [HISTORY[0], {"role": "assistant", "content": "3"}, HISTORY[2]],
+        [*HISTORY[:2], {**HISTORY[2], "content": "4"}],
+    ):
+        assert chain(other)[-1] != chain(HISTORY)[-1]
+    assert link(chain(HISTORY)[1], HISTORY[2]) == chain(HISTORY)[2]
+
+
+def test_ids_that_a_client_sends_come_first() -> None:
+    spoken = {**HISTORY[1], "prompt_token_ids": [1, 2], "generation_token_ids": [3]}
+    found = sent_prefix({}, [HISTORY[0], spoken, HISTORY[2]])
+    assert found is not None and (found.token_ids, found.messages) == ([1, 2, 3], 2)
+    found = sent_prefix({"required_prefix_token_ids": [7]}, HISTORY)
+    assert found is not None and (found.token_ids, found.messages) == ([7], 2)
+    assert sent_prefix({}, HISTORY) is None
+    assert "prompt_token_ids" not in without_bundle([spoken])[0]
+    for wrong in ([1.5], "12", [True], [-1]):
+        with pytest.raises(UsageError, match="list of token ids"):
+            sent_prefix({"required_prefix_token_ids": wrong}, HISTORY)
+    with pytest.raises(UsageError, match="without an assistant"):
+        sent_prefix({"required_prefix_token_ids": [1]}, HISTORY[:1])
+
+
+def test_what_two_trajectories_share_is_trained_on_once() -> None:
+    session = Session()
+    session.add(turn("s", "a", [1, 2], [3, 4]))
+    session.add(turn("s", "b", [1, 2, 3, 4, 5], [6], parent=0))
+    session.add(turn("s", "c", [1, 2, 3, 4, 5], [7, 8], parent=0, version=1))
+    first, second = session.trajectories()
+    assert first.token_ids == [1, 2, 3, 4, 5, 6] and first.loss_mask == [0, 0, 1, 1, 0, 1]
+    assert second.token_ids == [1, 2, 3, 4, 5, 7, 8]
+    assert second.loss_mask == [0, 0, 0, 0, 0, 1, 1]
+    assert second.forked_from is not None and second.forked_from.sequence == 0
+    assert [span.version for span in second.spans] == [1]
+    assert session.latest(["x", "a", "y"]) == (0, 2) and session.latest(["x"]) is None
+
+
+def test_the_journal_survives_being_cut(tmp_path: Path) -> None:
+    path = tmp_path / "sub" / "journal.jsonl"
+    recorder = Recorder(path)
+    recorder.add(turn("one", "a", [1], [2]))
+    recorder.add(turn("two", "a", [1], [2]))
+    recorder.add(turn("one", "b", [1, 2, 3], [4], parent=0))
+    assert recorder.forget("two") and not recorder.forget("two")
+    before = recorder.sessions["one"].trajectories()
+    recorder.close()
+    with path.open("ab") as file:
+        file.write(b'{"session": "one", "history"')  # the power went
+    again = Recorder(path)
+    assert list(again.sessions) == ["one"]
+    assert again.sessions["one"].trajectories() == before
+    again.add(turn("one", "c", [1, 2, 3, 4, 5], [6], parent=1))
+    again.close()
+    assert all(json.loads(line) for line in path.read_text().splitlines())
+    assert len(Recorder(path).sessions["one"].turns) == 3
+
+
+def test_a_journal_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="cannot be used"):
+        Recorder(tmp_path / "file" / "journal.jsonl")
+
+
+def test_a_stream_adds_up_to_the_message_that_comes_back() -> None:
+    spoken = Spoken()
+    for delta in (
+        {"role": "assistant", "content": None},
+        {
+            "tool_calls": [
+                {"index": 0, "id": "1", "function": {"name": "add", "arguments": '{"a":'}}
+            ]
+        },
+        {"tool_calls": [{"index": 0, "function": {"arguments": ' 1, "b": 2}'}}]},
+    ):
+        spoken.add({"choices": [{"delta": delta}]})
+    assert link("", spoken.message()) == link("", HISTORY[1])
+    plain = chunk({"choices": [{"delta": {}, "logprobs": {"content": []}}], "nvext": {"a": 1}}, {})
+    assert plain == {"choices": [{"delta": {}, "logprobs": None}]}
+    assert chunk({"choices": [], "usage": {}}, {}) is None
