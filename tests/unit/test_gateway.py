@@ -21,12 +21,12 @@ HISTORY: list[dict[str, Any]] = [
 ]
 
 
-def turn(session: str, history: str, prompt: list[int], ids: list[int], **more: Any) -> Turn:
+def turn(session: str, history: str, new: list[int], ids: list[int], **more: Any) -> Turn:
     return Turn(
         session=session,
         model="m",
         history=history,
-        prompt_ids=prompt,
+        new_ids=new,
         token_ids=ids,
         logprobs=[-1.0] * len(ids),
         finish_reason="stop",
@@ -73,8 +73,8 @@ def test_ids_that_a_client_sends_come_first() -> None:
 def test_what_two_trajectories_share_is_trained_on_once() -> None:
     session = Session()
     session.add(turn("s", "a", [1, 2], [3, 4]))
-    session.add(turn("s", "b", [1, 2, 3, 4, 5], [6], parent=0))
-    session.add(turn("s", "c", [1, 2, 3, 4, 5], [7, 8], parent=0, version=1))
+    session.add(turn("s", "b", [5], [6], parent=0))
+    session.add(turn("s", "c", [5], [7, 8], parent=0, version=1))
     first, second = session.trajectories()
     assert first.token_ids == [1, 2, 3, 4, 5, 6] and first.loss_mask == [0, 0, 1, 1, 0, 1]
     assert second.token_ids == [1, 2, 3, 4, 5, 7, 8]
@@ -89,7 +89,7 @@ def test_the_journal_survives_being_cut(tmp_path: Path) -> None:
     recorder = Recorder(path)
     recorder.add(turn("one", "a", [1], [2]))
     recorder.add(turn("two", "a", [1], [2]))
-    recorder.add(turn("one", "b", [1, 2, 3], [4], parent=0))
+    recorder.add(turn("one", "b", [3], [4], parent=0))
     assert recorder.forget("two") and not recorder.forget("two")
     before = recorder.sessions["one"].trajectories()
     recorder.close()
@@ -98,7 +98,7 @@ def test_the_journal_survives_being_cut(tmp_path: Path) -> None:
     again = Recorder(path)
     assert list(again.sessions) == ["one"]
     assert again.sessions["one"].trajectories() == before
-    again.add(turn("one", "c", [1, 2, 3, 4, 5], [6], parent=1))
+    again.add(turn("one", "c", [5], [6], parent=1))
     again.close()
     assert all(json.loads(line) for line in path.read_text().splitlines())
     assert len(Recorder(path).sessions["one"].turns) == 3

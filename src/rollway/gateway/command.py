@@ -47,7 +47,10 @@ def _model_path(stack: str, model: str | None) -> str:
 
 
 async def _until_told(made: Gateway, options: argparse.Namespace) -> None:
-    runner = web.AppRunner(made.app(), access_log=None, shutdown_timeout=5.0)
+    # A client that has gone does not wait for its answer: its request ends on the worker too.
+    runner = web.AppRunner(
+        made.app(), access_log=None, shutdown_timeout=5.0, handler_cancellation=True
+    )
     await runner.setup()
     site = web.TCPSite(runner, options.host, options.port, backlog=4096)
     try:

@@ -35,7 +35,9 @@ class Turn(msgspec.Struct):
     model: str
     history: str
     """Digest of the messages up to and with this turn, as `messages.chain` makes it."""
-    prompt_ids: list[int]
+    new_ids: list[int]
+    """What its prompt has beyond prompt and completion of its parent: all of it without one. Kept
+    whole, a long session would grow with the square of its turns."""
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: str
@@ -46,14 +48,10 @@ class Turn(msgspec.Struct):
     forked: str = ""
     """Why it does not go on from the turn before it in the history, if there was one."""
 
-    @property
-    def ids(self) -> list[int]:
-        return self.prompt_ids + self.token_ids
-
-    def rollout(self) -> Rollout:
+    def rollout(self, before: list[int]) -> Rollout:
         spans = (Span(0, len(self.token_ids), self.version, self.worker_id),)
         return Rollout(
-            self.prompt_ids,
+            before + self.new_ids,
             self.token_ids,
             self.logprobs,
             self.finish_reason,  # type: ignore[arg-type]
@@ -83,6 +81,14 @@ class Session:
                 return turn, count
         return None
 
+    def ids(self, index: int) -> list[int]:
+        """Prompt and completion of a turn."""
+        found: list[int] = []
+        for one in reversed(list(self._path(index))):
+            found += self.turns[one].new_ids
+            found += self.turns[one].token_ids
+        return found
+
     def trajectories(self) -> list[TokenSequence]:
         """One sequence for each turn that no other goes on from."""
         parents = {turn.parent for turn in self.turns}
@@ -107,16 +113,16 @@ class Session:
         if shared:
             fork = Fork(
                 taken[shared[-1]],
-                len(self.turns[shared[-1]].ids),
+                len(self.ids(shared[-1])),
                 "another trajectory of this session goes on from the same turn",
             )
         elif self.turns[path[0]].forked:
             fork = Fork(0, 0, self.turns[path[0]].forked)
         builder = SequenceBuilder(forked_from=fork)
         if shared:
-            builder.begin(self.turns[shared[-1]].ids)
+            builder.begin(self.ids(shared[-1]))
         for index in path[len(shared) :]:
-            builder.add(self.turns[index].rollout())
+            builder.add(self.turns[index].rollout(builder.token_ids))
         return builder.sequence()
 
 

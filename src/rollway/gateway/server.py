@@ -10,6 +10,7 @@ back is found again by what it says, and goes to the engine as the very ids that
 
 from __future__ import annotations
 
+import hmac
 import logging
 import time
 import uuid
@@ -81,7 +82,8 @@ class Gateway:
         digests = chain(messages)
         prompt, parent, forked = await self._prompt(body, messages, session, digests)
         made = asked(CHAT, body, self.model, prompt, self._room(body, prompt), name or _new_id())
-        note = _Note(self, name, digests, prompt, parent, forked)
+        known = 0 if parent is None else len(session.ids(parent))
+        note = _Note(self, name, digests, prompt[known:], parent, forked)
         if body.get("stream"):
             return await self._streamed(request, body, made, note)
         count = _choices(body)
@@ -177,7 +179,7 @@ class Gateway:
             known = session.latest(digests)
             if known is not None:
                 parent, count = known
-                prefix = Prefix(session.turns[parent].ids, count)
+                prefix = Prefix(session.ids(parent), count)
         forked = ""
         if prefix is None and any(message.get("role") == "assistant" for message in messages):
             forked = "the history has an assistant message that was not sampled here"
@@ -224,6 +226,11 @@ class Gateway:
             key = key.partition("/")[2]
         return "" if key in _NO_SESSION else key
 
+    def _knows(self, token: str) -> bool:
+        """In constant time, so that a token cannot be found letter by letter."""
+        equal = [hmac.compare_digest(token.encode(), one.encode()) for one in self.tokens]
+        return any(equal)
+
     def _room(self, body: Mapping[str, Any], prompt: list[int]) -> int:
         """How many tokens may be sampled: what was asked for, or what the context still holds."""
         left = self.context_length - len(prompt)
@@ -258,7 +265,7 @@ class Gateway:
     ) -> web.StreamResponse:
         """Bearer tokens, and errors in OpenAI's form."""
         key = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
-        if self.tokens and key.partition("/")[0] not in self.tokens and request.path != "/health":
+        if self.tokens and request.path != "/health" and not self._knows(key.partition("/")[0]):
             return _error(401, "The bearer token is missing or wrong.", "authentication_error")
         try:
             return await handler(request)
@@ -279,7 +286,7 @@ class _Note:
     gateway: Gateway
     session: str
     digests: list[str]
-    prompt: list[int]
+    new_ids: list[int]
     parent: int | None
     forked: str
 
@@ -296,7 +303,7 @@ class _Note:
                 session=self.session,
                 model=self.gateway.model,
                 history=history,
-                prompt_ids=self.prompt,
+                new_ids=self.new_ids,
                 token_ids=completion.token_ids,
                 logprobs=completion.logprobs or [],
                 finish_reason=completion.finish_reason,

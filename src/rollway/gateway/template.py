@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollway.errors import RollwayError, UsageError
+from rollway.errors import RolloutError, RollwayError, UsageError
 from rollway.gateway.messages import Message, Prefix, without_bundle
 from rollway.rollout.history import History
 from rollway.rollout.template import ChatTemplate
@@ -71,4 +71,7 @@ class Template:
         template = ChatTemplate(self.tokenizer, tools, settings)
         asked = template.render(plain[: prefix.messages - 1], generate=True)
         history = History(template, self.end_of_turn, plain, prefix.messages, generate)
-        return history.extend(prefix.token_ids, asked.count(self.end_of_turn))
+        made = history.extend(prefix.token_ids, asked.count(self.end_of_turn))
+        if made[: len(prefix.token_ids)] != prefix.token_ids:
+            raise RolloutError("A prompt does not begin with the ids that were sampled.")
+        return made
