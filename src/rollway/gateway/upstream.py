@@ -18,7 +18,7 @@ import msgspec
 from rollway.errors import RolloutError
 from rollway.fleet.versions import Ticket
 from rollway.rollout.client import events
-from rollway.rollout.completion import Assembly, Completion, Usage, only_choice, parsed
+from rollway.rollout.completion import Assembly, Completion, Nvext, Usage, only_choice, parsed
 from rollway.rollout.sampling import Sampling
 from rollway.rollout.sender import SESSION_HEADER, Attempt, Sender
 from rollway.rollout.wire import DynamoAssembly, Wire, completion_request
@@ -51,19 +51,9 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
 
 
-class _WorkerIds(msgspec.Struct):
-    decode_worker_id: int | None = None
-
-
-class _Nvext(msgspec.Struct):
-    completion_token_ids: list[int] | None = None
-    worker_id: _WorkerIds | None = None
-    detailed_finish_reason: str | None = None
-
-
 class _Answer(msgspec.Struct):
     choices: list[_Choice] = []
-    nvext: _Nvext | None = None
+    nvext: Nvext | None = None
     usage: Usage | None = None
 
 
@@ -75,18 +65,14 @@ class ChatAssembly(Assembly):
     def add(self, raw: Any) -> list[int]:
         answer = parsed(raw, _Answer)
         choice = only_choice(answer.choices)
-        nvext = answer.nvext or _Nvext()
         if choice is not None:
             self._finish = self._finish or choice.finish_reason
             content = (choice.logprobs and choice.logprobs.content) or []
             self._logprobs += [entry.logprob for entry in content]
             named = getattr(self, "_named", [])
             self._named = [*named, *(entry.token_id for entry in content)]
-        self._finish = nvext.detailed_finish_reason or self._finish
         self._counted(answer.usage)
-        if nvext.worker_id is not None and nvext.worker_id.decode_worker_id is not None:
-            self._worker_id = nvext.worker_id.decode_worker_id
-        return self._took(nvext.completion_token_ids)
+        return self._extended(answer.nvext or Nvext())
 
     def finish(self) -> Completion:
         named = getattr(self, "_named", [])

@@ -92,6 +92,14 @@ class Assembly:
         self.token_ids += token_ids
         return token_ids
 
+    def _extended(self, nvext: Nvext) -> list[int]:
+        """Take in what Dynamo adds; returns the token ids."""
+        # A plain finish reason never takes the place of a detailed one.
+        self._finish = nvext.detailed_finish_reason or self._finish
+        self._worker_id = self._worker_id if nvext.worker is None else nvext.worker
+        self._experts = nvext.routed_experts or self._experts
+        return self._took(nvext.completion_token_ids)
+
     def _counted(self, usage: Usage | None) -> None:
         if usage is None:
             return
@@ -158,6 +166,24 @@ class Usage(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
     prompt_tokens_details: PromptDetails | None = None
+
+
+class WorkerIds(msgspec.Struct):
+    decode_worker_id: int | None = None
+
+
+class Nvext(msgspec.Struct):
+    """What Dynamo adds to an answer, as far as it was asked for."""
+
+    completion_token_ids: list[int] | None = None
+    worker_id: WorkerIds | None = None
+    detailed_finish_reason: str | None = None
+    routed_experts: Any = None
+    prompt_logprobs: Any = None
+
+    @property
+    def worker(self) -> int | None:
+        return None if self.worker_id is None else self.worker_id.decode_worker_id
 
 
 def parsed(raw: Any, shape: type[S]) -> S:

@@ -21,7 +21,7 @@ import msgspec
 
 from rollway.errors import RolloutError
 from rollway.fleet.versions import Ticket
-from rollway.rollout.completion import only_choice, parsed
+from rollway.rollout.completion import Nvext, only_choice, parsed
 from rollway.rollout.sampling import Sampling
 from rollway.rollout.sender import Sender, all_or_none, checked_prompt
 from rollway.rollout.wire import GENERATE
@@ -110,15 +110,6 @@ def _of_token(entry: Any, token: int, position: int) -> float:
     return float(value)
 
 
-class _WorkerIds(msgspec.Struct):
-    decode_worker_id: int | None = None
-
-
-class _Nvext(msgspec.Struct):
-    prompt_logprobs: Any = None
-    worker_id: _WorkerIds | None = None
-
-
 class _Choice(msgspec.Struct):
     prompt_logprobs: Any = None
 
@@ -128,13 +119,12 @@ class _Answer(msgspec.Struct):
 
     choices: list[_Choice] = []
     prompt_logprobs: Any = None
-    nvext: _Nvext | None = None
+    nvext: Nvext | None = None
 
 
 def _read(raw: Any) -> tuple[Any, int | None]:
     """The prompt log-probs as they came, and the worker."""
     answer = parsed(raw, _Answer)
-    nvext, choice = answer.nvext or _Nvext(), only_choice(answer.choices) or _Choice()
+    nvext, choice = answer.nvext or Nvext(), only_choice(answer.choices) or _Choice()
     places = (nvext.prompt_logprobs, choice.prompt_logprobs, answer.prompt_logprobs)
-    worker = nvext.worker_id.decode_worker_id if nvext.worker_id else None
-    return next((place for place in places if place is not None), None), worker
+    return next((place for place in places if place is not None), None), nvext.worker

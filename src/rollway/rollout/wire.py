@@ -23,6 +23,7 @@ from rollway.rollout.completion import (
     Assembly,
     Completion,
     FinishReason,
+    Nvext,
     Usage,
     only_choice,
     parsed,
@@ -113,20 +114,9 @@ class _Choice(msgspec.Struct):
     routed_experts: Any = None
 
 
-class _WorkerIds(msgspec.Struct):
-    decode_worker_id: int | None = None
-
-
-class _Nvext(msgspec.Struct):
-    completion_token_ids: list[int] | None = None
-    worker_id: _WorkerIds | None = None
-    detailed_finish_reason: str | None = None
-    routed_experts: Any = None
-
-
 class _Answer(msgspec.Struct):
     choices: list[_Choice] = []
-    nvext: _Nvext | None = None
+    nvext: Nvext | None = None
     usage: Usage | None = None
 
 
@@ -136,18 +126,12 @@ class DynamoAssembly(Assembly):
     def add(self, raw: Any) -> list[int]:
         answer = parsed(raw, _Answer)
         choice = only_choice(answer.choices)
-        nvext = answer.nvext or _Nvext()
         if choice is not None:
-            # A plain reason never takes the place of a detailed one.
             self._finish = self._finish or choice.finish_reason
             if choice.logprobs is not None:
                 self._logprobs += choice.logprobs.token_logprobs
-        self._finish = nvext.detailed_finish_reason or self._finish
         self._counted(answer.usage)
-        if nvext.worker_id is not None and nvext.worker_id.decode_worker_id is not None:
-            self._worker_id = nvext.worker_id.decode_worker_id
-        self._experts = nvext.routed_experts or self._experts
-        return self._took(nvext.completion_token_ids)
+        return self._extended(answer.nvext or Nvext())
 
 
 COMPLETIONS = Wire(
