@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 
+import rollway
 from rollway.config import AdminTimeouts
 from rollway.errors import AdminError
 from rollway.fleet import vllm_admin
@@ -28,6 +29,8 @@ from rollway.fleet.admin import IN_DOUBT, NoSuchMethod
 from rollway.fleet.discovery import Worker
 from rollway.fleet.vllm_admin import VllmAdmin
 from rollway.http import Http
+from rollway.rollout.client import Rollout
+from rollway.rollout.sampling import Sampling
 from rollway.stack import processes
 from rollway.stack.preset import cache_dir
 from tests.stack.conftest import VLLM_ARGS
@@ -402,3 +405,30 @@ async def test_a_rendezvous_that_hangs_is_given_up(
     # Whatever comes next waits for it, and gets an answer of its own.
     with pytest.raises(NoSuchMethod):
         await admin.call(server, "nothing_of_the_kind", {})
+
+
+async def test_a_plain_server_is_attached_to_refitted_and_sampled(
+    server: Worker, policies: list[Policy]
+) -> None:
+    """Without a router there are no taints: a stamp rests on what the server says of itself."""
+    async with rollway.attach(server.admin_url, watch=False) as stack:
+        rollouts, sampling = stack.rollouts(), Sampling(max_tokens=16, ignore_eos=True)
+        for number in (1, 2):
+            version = 5000 + number
+            report = await stack.refit(version, policies[number].path)
+            assert [worker.proof for worker in report.workers] == ["parameters"]
+            prompt = fresh_prompt()
+            for rollout in await rollouts.generate(prompt, sampling, n=2):
+                assert rollout.weight_version == version
+                far = policies[number].distance(prompt, rollout.token_ids, rollout.logprobs or [])
+                assert far < TOLERANCE
+            parts = [part async for part in rollouts.stream(prompt, sampling)]
+            whole = parts[-1]
+            assert isinstance(whole, Rollout)
+            assert whole.token_ids == [token for part in parts[:-1] for token in part]  # type: ignore[union-attr]
+            (scores,) = await stack.teacher().score([prompt])
+            expected = policies[number].logprobs(prompt[:1], prompt[1:])
+            apart = [
+                abs((a or 0.0) - b) for a, b in zip(scores.logprobs[1:], expected, strict=True)
+            ]
+            assert max(apart) < TOLERANCE and scores.weight_version == version
