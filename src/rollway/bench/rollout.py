@@ -25,7 +25,7 @@ from rollway.gateway.template import Template
 from rollway.rollout.sampling import Sampling
 from rollway.rollout.wire import completion_request
 
-ROUNDS = 3
+ROUNDS = 2
 Say = Callable[[str], None]
 Send = Callable[[list[int]], Awaitable[int]]
 """Sends one prompt, and tells how many tokens came back."""
@@ -96,6 +96,7 @@ async def bench_rollout(spec: StackSpec, say: Say, loads: tuple[Load, ...] = LOA
             if load.prompt_tokens + load.max_tokens <= room:
                 say(f"{engine}: {load.name}")
                 found.append(await _clients(stack, engine, load))
+                say(f"{engine}: {load.name}: {found[-1].requests_per_second} requests/s")
     return found
 
 
@@ -214,12 +215,13 @@ async def bench_gateway(
         await site.start()
         url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
         try:
-            for words in (64, 8_000):
+            for words in (64, 1_500):
                 for count in sessions:
                     if words > 1000 and count > 100:
                         continue  # what it costs shows with fewer
                     say(f"gateway: {count} sessions, prompts of about {words} tokens")
                     found.append(await _overhead(stack, gateway, url, count, words))
+                    say(f"gateway: {found[-1].overhead_ms} ms more per request")
         finally:
             await runner.cleanup()
             recorder.close()
