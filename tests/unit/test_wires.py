@@ -11,9 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollway.errors import RolloutError, UsageError
+from rollway.errors import RequestFailed, RolloutError, UsageError
+from rollway.fleet.versions import VersionBook
 from rollway.gateway.upstream import CHAT
-from rollway.rollout.client import events
+from rollway.http import Http
+from rollway.rollout.client import Rollouts, events
 from rollway.rollout.sampling import Sampling
 from rollway.rollout.teacher import _read, flatten
 from rollway.rollout.wire import COMPLETIONS, GENERATE, VLLM, Wire, wire_named
@@ -200,3 +202,14 @@ def test_any_scores_are_read_or_refused(raw: Any, entry: Any) -> None:
 def test_a_wire_that_does_not_exist_is_named() -> None:
     with pytest.raises(UsageError, match="no wire `carrier pigeon`"):
         wire_named("carrier pigeon")
+
+
+async def test_a_route_that_is_not_there_is_said_at_once() -> None:
+    class Missing(Http):
+        async def post(self, url: str, body: Any, **_: Any) -> Any:
+            raise RequestFailed("no such route", status=404)
+
+    rollouts = Rollouts(Missing(), "http://f", "m", VersionBook(), wire=GENERATE)
+    with pytest.raises(RolloutError, match="is not there") as refused:
+        await rollouts.generate([1])
+    assert "DYN_VLLM_ENABLE_INFERENCE_V1_GENERATE" in refused.value.hint

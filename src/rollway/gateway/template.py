@@ -28,7 +28,7 @@ class Template:
             raise UsageError(
                 f"No tokenizer can be loaded from {path}: {error}", "Give one with --tokenizer."
             ) from error
-        self.end_of_turn: int = self.tokenizer.eos_token_id
+        self.end_of_turn = _end_of_turn(self.tokenizer)
 
     async def prompt(
         self, body: Mapping[str, Any], messages: Sequence[Message], prefix: Prefix | None
@@ -75,3 +75,23 @@ class Template:
         if made[: len(prefix.token_ids)] != prefix.token_ids:
             raise RolloutError("A prompt does not begin with the ids that were sampled.")
         return made
+
+
+def _end_of_turn(tokenizer: Any) -> int:
+    """The token that the template ends an assistant turn with: the tokenizer's own, if it is
+    there, else the last special one."""
+    asked = [{"role": "user", "content": "a"}]
+    try:
+        template = ChatTemplate(tokenizer)
+        opened = template.render(asked, generate=True)
+        told = template.render([*asked, {"role": "assistant", "content": "a"}], generate=False)
+    except Exception as error:  # the template is code of the model's author
+        raise UsageError(f"The chat template cannot be used: {error}") from error
+    tail, eos = told[len(opened) :], tokenizer.eos_token_id
+    if eos in tail:
+        return int(eos)
+    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    found = [token for token in tail if token in special]
+    if not found and eos is None:
+        raise UsageError("The chat template ends a turn with no special token.")
+    return found[-1] if found else int(eos)

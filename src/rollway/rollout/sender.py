@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from rollway.errors import RequestFailed, RolloutError, Unreachable, UsageError
 from rollway.fleet.versions import Ticket, VersionBook
 from rollway.http import Http, Retry
-from rollway.rollout.wire import COMPLETIONS, Wire
+from rollway.rollout.wire import COMPLETIONS, GENERATE, Wire, offers
 
 T = TypeVar("T")
 
@@ -74,12 +74,23 @@ class Sender:
         except (Unreachable, RequestFailed) as error:
             if not (pins.now or temporary(error)):
                 raise explained(error, self.model) from error
+            await self._refuse_missing_route(error)
             pins.failed(ticket)
             # The session may be bound to a worker that has fallen behind or died.
             attempt.session = uuid.uuid4().hex
             await attempt.trouble.wait(explained(error, self.model))
             await self._look_again()
             return None
+
+    async def _refuse_missing_route(self, error: Unreachable | RequestFailed) -> None:
+        """A 404 passes when it is the model that is missing, not when the route is."""
+        missing = isinstance(error, RequestFailed) and error.status == 404
+        if missing and self.wire is GENERATE and not await offers(self._http, self._url):
+            raise RolloutError(
+                f"{self._url} is not there.",
+                "On a Dynamo frontend it is switched on with "
+                "DYN_VLLM_ENABLE_INFERENCE_V1_GENERATE=1; or use the wire `completions`.",
+            ) from error
 
     async def _ticket(self, trouble: Trouble, version: int | None = None) -> Ticket:
         """Wait while weights move, and a while for a worker that serves what is asked for."""

@@ -32,7 +32,7 @@ from rollway.rollout.sampling import Sampling
 
 __all__ = [
     "COMPLETIONS", "GENERATE", "VLLM", "WIRES", "Assembly", "Completion", "DynamoAssembly",
-    "FinishReason", "Wire", "completion_request", "wire_named",
+    "FinishReason", "Wire", "completion_request", "offers", "wire_named",
 ]  # fmt: skip
 
 
@@ -264,11 +264,10 @@ def wire_named(name: str) -> Wire:
     return WIRES[name]
 
 
-async def offers_generate(http: Http, url: str) -> bool:
-    """Whether a server has /inference/v1/generate; on a Dynamo frontend it is switched on with
-    DYN_VLLM_ENABLE_INFERENCE_V1_GENERATE=1."""
+async def offers(http: Http, url: str) -> bool:
+    """Whether a server has a route at all: what it has, it answers otherwise than with 404."""
     try:
-        await http.post(f"{url.rstrip('/')}{GENERATE.path}", {}, timeout=10.0, retry=ONCE)
+        await http.post(url, {}, timeout=10.0, retry=ONCE)
     except RequestFailed as error:
         return error.status != 404
     return True
