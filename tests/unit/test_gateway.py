@@ -12,6 +12,8 @@ from rollway.errors import UsageError
 from rollway.gateway.messages import chain, link, sent_prefix, without_bundle
 from rollway.gateway.recorder import Recorder, Session, Turn
 from rollway.gateway.replies import Spoken, chunk
+from rollway.gateway.template import _end_of_turn
+from tests.awkward_tokenizer import TURN_END, make
 
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b":2}'}}
 HISTORY: list[dict[str, Any]] = [
@@ -126,3 +128,16 @@ def test_a_stream_adds_up_to_the_message_that_comes_back() -> None:
     plain = chunk({"choices": [{"delta": {}, "logprobs": {"content": []}}], "nvext": {"a": 1}}, {})
     assert plain == {"choices": [{"delta": {}, "logprobs": None}]}
     assert chunk({"choices": [], "usage": {}}, {}) is None
+
+
+def test_the_token_that_ends_a_turn_is_found() -> None:
+    tokenizer = make()
+    end = tokenizer.convert_tokens_to_ids(TURN_END)
+    assert _end_of_turn(tokenizer) == end
+    tokenizer.eos_token = "<|endoftext|>"  # which the template does not use
+    assert _end_of_turn(tokenizer) == end
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    assert _end_of_turn(tokenizer) == tokenizer.eos_token_id
+    tokenizer.chat_template = "{{ raise_exception('no') }}"
+    with pytest.raises(UsageError, match="cannot be used"):
+        _end_of_turn(tokenizer)
