@@ -264,6 +264,24 @@ def test_what_is_asked_wrongly_is_explained(served: Served) -> None:
     assert len(answer.choices) == 2
 
 
+def test_text_completions_are_exact_too(served: Served, policy: Policy) -> None:
+    client = served.client("agent-6")
+    whole = client.completions.create(
+        model="caller", prompt=[[1, 2, 3], [4, 5, 6]], max_tokens=8, extra_body={"ignore_eos": True}
+    )
+    parts = client.completions.create(
+        model="caller", prompt="the stone", max_tokens=8, stream=True,
+        extra_body={"ignore_eos": True, "return_token_ids": True},
+    )  # fmt: skip
+    last = list(parts)[-1].choices[0].model_extra or {}
+    assert len(whole.choices) == 2 and len(last["generation_token_ids"]) == 8
+    found = served.trajectories("agent-6")
+    assert [len(sequence.spans) for sequence in found] == [1, 1, 1]
+    assert found[2].token_ids == last["prompt_token_ids"] + last["generation_token_ids"]
+    for sequence in found:
+        check(sequence, served.stack, policy)
+
+
 def test_with_tokens_nobody_else_gets_in(tool_stack: SyncStack, tmp_path: Path) -> None:
     made = Served(tool_stack, tmp_path / "j.jsonl", {"ROLLWAY_GATEWAY_TOKENS": "secret"})
     made.start()

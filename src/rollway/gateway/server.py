@@ -27,7 +27,7 @@ from rollway.gateway import replies
 from rollway.gateway.messages import Message, Prefix, chain, link, sent_prefix
 from rollway.gateway.recorder import Recorder, Session, Turn
 from rollway.gateway.template import Template
-from rollway.gateway.upstream import CHAT, TEXT, Answered, Asked, Upstream, asked
+from rollway.gateway.upstream import CHAT, TEXT, Asked, Upstream, asked
 from rollway.rollout.completion import Completion
 from rollway.rollout.sender import all_or_none, checked_prompt
 from rollway.rollout.splice import SpliceError
@@ -85,7 +85,7 @@ class Gateway:
         known = 0 if parent is None else len(session.ids(parent))
         note = _Note(self, name, digests, prompt[known:], parent, forked)
         if body.get("stream"):
-            return await self._streamed(request, body, made, note)
+            return await self._streamed(request, body, self.chat, made, note)
         count = _choices(body)
         answers = await all_or_none(self.chat.ask(made) for _ in range(count))
         bundled = self._bundled(body)
@@ -102,23 +102,24 @@ class Gateway:
         body = await _read(request)
         name = self._session_name(request)
         prompts = self._prompts(body.get("prompt"))
+        sent = [
+            asked(TEXT, body, self.model, prompt, self._room(body, prompt), name or _new_id())
+            for prompt in prompts
+            for _ in range(_choices(body))
+        ]
+        # No history leads to them: each is a trajectory of its own.
+        notes = [_Note(self, name, [_new_id()], made.prompt_ids, None, "") for made in sent]
         if body.get("stream"):
-            raise UsageError("Text completions are not streamed here.", "Use chat, or no stream.")
-
-        async def one(prompt: list[int]) -> Answered:
-            room = self._room(body, prompt)
-            made = asked(TEXT, body, self.model, prompt, room, name or _new_id())
-            return await self.text.ask(made)
-
-        sent = [prompt for prompt in prompts for _ in range(_choices(body))]
-        answers = await all_or_none(one(prompt) for prompt in sent)
+            if len(sent) > 1:
+                raise UsageError("Only one completion at a time can be streamed.")
+            return await self._streamed(request, body, self.text, sent[0], notes[0])
+        answers = await all_or_none(self.text.ask(made) for made in sent)
         choices = []
-        for index, (prompt, answer) in enumerate(zip(sent, answers, strict=True)):
+        for index, answer in enumerate(answers):
             choice = replies.choice(answer.raw, index, body)
-            note = _Note(self, name, [f"text:{_new_id()}"], prompt, None, "")
-            note.record(answer.completion, answer.ticket.version, None)
+            notes[index].record(answer.completion, answer.ticket.version, None)
             if self._bundled(body):
-                replies.add_bundle(choice, prompt, answer.completion)
+                replies.add_bundle(choice, sent[index].prompt_ids, answer.completion)
             choices.append(choice)
         return _json(replies.whole(answers, choices, self.model, name))
 
@@ -191,11 +192,18 @@ class Gateway:
         return prompt, parent, forked
 
     async def _streamed(
-        self, request: web.Request, body: Mapping[str, Any], made: Asked, note: _Note
+        self,
+        request: web.Request,
+        body: Mapping[str, Any],
+        upstream: Upstream,
+        made: Asked,
+        note: _Note,
     ) -> web.StreamResponse:
+        if _choices(body) > 1:
+            raise UsageError("Only one choice can be streamed.", "Ask for n=1, or do not stream.")
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         spoken = replies.Spoken()
-        async with self.chat.stream(made) as (chunks, assembly, ticket):
+        async with upstream.stream(made) as (chunks, assembly, ticket):
             last: dict[str, Any] | None = None
             try:
                 async for chunk in chunks:
@@ -203,15 +211,17 @@ class Gateway:
                         await response.prepare(request)
                     spoken.add(chunk)
                     last = await _forward(response, last, replies.chunk(chunk, body))
-                completion = await self.chat.settle(assembly, ticket)
-                note.record(completion, ticket.version, spoken.message())
+                completion = await upstream.settle(assembly, ticket)
+                message = spoken.message() if upstream is self.chat else None
+                note.record(completion, ticket.version, message)
             except RollwayError as error:
                 if not response.prepared:
                     raise
                 await _send(response, {"error": replies.error(error.message, "server_error")})
                 return response
         if last is not None and self._bundled(body) and last.get("choices"):
-            replies.add_bundle(last["choices"][0]["delta"], made.prompt_ids, completion)
+            choice = last["choices"][0]
+            replies.add_bundle(choice.get("delta", choice), made.prompt_ids, completion)
         await _forward(response, last, None)
         await response.write(b"data: [DONE]\n\n")
         return response
