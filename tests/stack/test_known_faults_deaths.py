@@ -142,7 +142,10 @@ def odd_stack(odd_home: Path, base_model: Path) -> Iterator[SyncStack]:
         "DYN_RL_INIT_WEIGHTS_TIMEOUT_S": "2",
     }
     models = [
-        {"path": str(build_moe(base_model, odd_home / "moe")), "args": VLLM_ARGS},
+        {
+            "path": str(build_moe(base_model, odd_home / "moe")),
+            "args": {**VLLM_ARGS, "max-model-len": 512},
+        },
         {"path": str(base_model), "name": "tiny", "args": VLLM_ARGS | foreign, "env": env},
     ]
     with pytest.MonkeyPatch.context() as patch:
