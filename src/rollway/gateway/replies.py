@@ -68,6 +68,11 @@ def chunk(raw: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any] | 
     return made
 
 
+def ends(chunk: Mapping[str, Any]) -> bool:
+    """Whether a chunk says that the answer is over."""
+    return any(choice.get("finish_reason") for choice in chunk.get("choices") or [])
+
+
 @dataclass(slots=True)
 class Spoken:
     """The message that a stream adds up to, as the client will send it back."""

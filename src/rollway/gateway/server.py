@@ -204,13 +204,18 @@ class Gateway:
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         spoken = replies.Spoken()
         async with upstream.stream(made) as (chunks, assembly, ticket):
-            last: dict[str, Any] | None = None
+            # The end is told only when the turn is whole and recorded.
+            held: list[dict[str, Any]] = []
             try:
                 async for chunk in chunks:
                     if not response.prepared:
                         await response.prepare(request)
                     spoken.add(chunk)
-                    last = await _forward(response, last, replies.chunk(chunk, body))
+                    shown = replies.chunk(chunk, body)
+                    if shown is not None and (held or replies.ends(shown)):
+                        held.append(shown)
+                    elif shown is not None:
+                        await _send(response, shown)
                 completion = await upstream.settle(assembly, ticket)
                 message = spoken.message() if upstream is self.chat else None
                 note.record(completion, ticket.version, message)
@@ -219,10 +224,11 @@ class Gateway:
                     raise
                 await _send(response, {"error": replies.error(error.message, "server_error")})
                 return response
-        if last is not None and self._bundled(body) and last.get("choices"):
-            choice = last["choices"][0]
+        if held and self._bundled(body):
+            choice = held[0]["choices"][0]
             replies.add_bundle(choice.get("delta", choice), made.prompt_ids, completion)
-        await _forward(response, last, None)
+        for shown in held:
+            await _send(response, shown)
         await response.write(b"data: [DONE]\n\n")
         return response
 
@@ -363,15 +369,6 @@ def _choices(body: Mapping[str, Any]) -> int:
     if not isinstance(count, int) or not 1 <= count <= _MAX_CHOICES:
         raise UsageError(f"n must be a number from 1 to {_MAX_CHOICES}.")
     return count
-
-
-async def _forward(
-    response: web.StreamResponse, held: dict[str, Any] | None, chunk: dict[str, Any] | None
-) -> dict[str, Any] | None:
-    """Send the chunk that was held back, and hold this one: the last gets the token ids."""
-    if held is not None:
-        await _send(response, held)
-    return chunk
 
 
 async def _send(response: web.StreamResponse, event: Mapping[str, Any]) -> None:
