@@ -307,8 +307,8 @@ def test_pause_and_resume(vllm_stack: SyncStack, served: tuple[int, Policy]) -> 
 def test_impossible_requests_are_explained(
     vllm_stack: SyncStack, served: tuple[int, Policy]
 ) -> None:
-    with pytest.raises(RolloutError, match="context_length, limit 512, actual 600"):
-        vllm_stack.rollouts().generate([10] * 600, Sampling(max_tokens=4))
+    with pytest.raises(RolloutError, match="context_length, limit 2048, actual 3000"):
+        vllm_stack.rollouts().generate([10] * 3000, Sampling(max_tokens=4))
     with pytest.raises(UsageError, match="no token"):
         vllm_stack.rollouts().generate([])
 
