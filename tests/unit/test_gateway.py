@@ -103,7 +103,11 @@ def test_the_journal_survives_being_cut(tmp_path: Path) -> None:
     again.add(turn("one", "c", [5], [6], parent=1))
     again.close()
     assert all(json.loads(line) for line in path.read_text().splitlines())
-    assert len(Recorder(path).sessions["one"].turns) == 3
+    last = Recorder(path)
+    assert len(last.sessions["one"].turns) == 3
+    with pytest.raises(UsageError, match="Another gateway uses"):
+        Recorder(path)
+    last.close()
 
 
 def test_a_journal_that_cannot_be_used_is_named(tmp_path: Path) -> None:

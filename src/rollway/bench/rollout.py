@@ -85,9 +85,11 @@ class RolloutFigures:
         return asdict(self)
 
 
-async def bench_rollout(spec: StackSpec, say: Say, loads: tuple[Load, ...] = LOADS) -> list[Any]:
+async def bench_rollout(
+    spec: StackSpec, say: Say, loads: tuple[Load, ...] = LOADS
+) -> list[ClientFigures]:
     """All clients on one stack."""
-    found = []
+    found: list[ClientFigures] = []
     engine = spec.models[0].engine
     say(f"{engine}: starting the stack")
     async with up(spec) as stack:

@@ -10,7 +10,7 @@ again knows all that a client was told.
 
 from __future__ import annotations
 
-import asyncio
+import fcntl
 import json
 import logging
 import os
@@ -133,7 +133,7 @@ class Recorder:
         self.sessions: dict[str, Session] = {}
         self._journal = journal
         self._file: Any = None
-        self._locks: dict[str, asyncio.Lock] = {}
+        self._lock: Any = None
         if journal is not None:
             self._load(journal)
 
@@ -155,15 +155,23 @@ class Recorder:
         if self._file is not None:
             self._file.close()
             self._file = None
+            self._lock.close()
 
     def _load(self, journal: Path) -> None:
         """Read what an earlier gateway wrote, and leave out what was forgotten."""
         try:
             journal.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._lock = journal.with_suffix(".lock").open("ab")
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if journal.exists():
                 self._read(journal)
                 self._compact(journal)
             self._file = journal.open("ab", buffering=0)
+        except BlockingIOError as error:
+            raise UsageError(
+                f"Another gateway uses the journal {journal}.",
+                "Two would overwrite each other's: give one of them another file with --journal.",
+            ) from error
         except OSError as error:
             raise UsageError(
                 f"The journal {journal} cannot be used: {error.strerror}.",

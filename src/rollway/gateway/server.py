@@ -27,10 +27,11 @@ from rollway.gateway import replies
 from rollway.gateway.messages import Message, Prefix, chain, link, sent_prefix
 from rollway.gateway.recorder import Recorder, Session, Turn
 from rollway.gateway.template import Template
-from rollway.gateway.upstream import CHAT, TEXT, Asked, Upstream, asked
+from rollway.gateway.upstream import CHAT, Asked, Upstream, asked
 from rollway.rollout.completion import Completion
 from rollway.rollout.sender import all_or_none, checked_prompt
 from rollway.rollout.splice import SpliceError
+from rollway.rollout.wire import COMPLETIONS
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +104,9 @@ class Gateway:
         name = self._session_name(request)
         prompts = self._prompts(body.get("prompt"))
         sent = [
-            asked(TEXT, body, self.model, prompt, self._room(body, prompt), name or _new_id())
+            asked(
+                COMPLETIONS, body, self.model, prompt, self._room(body, prompt), name or _new_id()
+            )
             for prompt in prompts
             for _ in range(_choices(body))
         ]
@@ -336,7 +339,7 @@ async def made_gateway(
 ) -> Gateway:
     """For one model of a running stack."""
     chat = stack.sender(Upstream, model, wire=CHAT, concurrency=_UNBOUNDED)
-    text = stack.sender(Upstream, model, wire=TEXT, concurrency=_UNBOUNDED)
+    text = stack.sender(Upstream, model, wire=COMPLETIONS, concurrency=_UNBOUNDED)
     length = await stack.context_length(chat.model)
     return Gateway(chat.model, template, recorder, chat, text, length, **options)
 

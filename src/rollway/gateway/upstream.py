@@ -7,10 +7,9 @@ cuts is sampled anew from the new weights: each turn is of one policy.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -21,7 +20,7 @@ from rollway.rollout.client import events
 from rollway.rollout.completion import Assembly, Completion, Nvext, Usage, only_choice, parsed
 from rollway.rollout.sampling import Sampling
 from rollway.rollout.sender import SESSION_HEADER, Attempt, Sender
-from rollway.rollout.wire import DynamoAssembly, Wire, completion_request
+from rollway.rollout.wire import Wire, addressed, completion_request
 
 _EXTRA_FIELDS = ("completion_token_ids", "worker_id", "detailed_finish_reason")
 # What both routes take, beyond messages and prompt; the rest is ours, or is dropped.
@@ -57,10 +56,11 @@ class _Answer(msgspec.Struct):
     usage: Usage | None = None
 
 
+@dataclass(slots=True)
 class ChatAssembly(Assembly):
     """Of Dynamo's chat completions: log-probs come with the text, and name their token."""
 
-    _named: list[int | None]
+    _named: list[int | None] = field(default_factory=list)
 
     def add(self, raw: Any) -> list[int]:
         answer = parsed(raw, _Answer)
@@ -69,23 +69,18 @@ class ChatAssembly(Assembly):
             self._finish = self._finish or choice.finish_reason
             content = (choice.logprobs and choice.logprobs.content) or []
             self._logprobs += [entry.logprob for entry in content]
-            named = getattr(self, "_named", [])
-            self._named = [*named, *(entry.token_id for entry in content)]
+            self._named += [entry.token_id for entry in content]
         self._counted(answer.usage)
         return self._extended(answer.nvext or Nvext())
 
     def finish(self) -> Completion:
-        named = getattr(self, "_named", [])
-        if len(named) == len(self.token_ids) and any(
-            name is not None and name != token
-            for name, token in zip(named, self.token_ids, strict=True)
-        ):
+        pairs = zip(self._named, self.token_ids, strict=False)  # counts are checked after this
+        if any(name is not None and name != token for name, token in pairs):
             raise RolloutError("The engine sent log-probs of other tokens than it sampled.")
         return Assembly.finish(self)
 
 
 CHAT = Wire("chat", "/v1/chat/completions", completion_request, ChatAssembly, routed=True)
-TEXT = Wire("text", "/v1/completions", completion_request, DynamoAssembly, routed=True)
 
 
 @dataclass(slots=True)
@@ -196,13 +191,5 @@ def asked(
 
 
 def _with_ticket(body: dict[str, Any], ticket: Ticket, attempt: Attempt) -> dict[str, Any]:
-    made = copy.copy(body)
-    nvext = dict(body["nvext"])
-    if ticket.salt is not None:
-        nvext["cache_salt"] = ticket.salt
-    if ticket.taint is not None:
-        nvext["routing_constraints"] = {"required_taints": [ticket.taint]}
-    if attempt.pins.now is not None:
-        nvext["backend_instance_id"] = attempt.pins.now
-    made["nvext"] = nvext
-    return made
+    route = addressed(ticket.salt, ticket.taint, attempt.pins.now)
+    return {**body, "nvext": {**body["nvext"], **route}}

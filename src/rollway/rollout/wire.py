@@ -31,8 +31,19 @@ from rollway.rollout.completion import (
 from rollway.rollout.sampling import Sampling
 
 __all__ = [
-    "COMPLETIONS", "GENERATE", "VLLM", "WIRES", "Assembly", "Completion", "DynamoAssembly",
-    "FinishReason", "Wire", "completion_request", "offers", "wire_named",
+    "COMPLETIONS",
+    "GENERATE",
+    "VLLM",
+    "WIRES",
+    "Assembly",
+    "Completion",
+    "DynamoAssembly",
+    "FinishReason",
+    "Wire",
+    "addressed",
+    "completion_request",
+    "offers",
+    "wire_named",
 ]  # fmt: skip
 
 
@@ -84,23 +95,34 @@ def completion_request(
     """With `nvext.token_data` the worker ignores the checkpoint's generation_config; `prompt` must
     be a non-empty string all the same."""
     extra = [*_EXTRA_FIELDS, "routed_experts"] if sampling.routed_experts else _EXTRA_FIELDS
-    nvext: dict[str, Any] = {"token_data": list(prompt_ids), "extra_fields": extra}
+    body: dict[str, Any] = {
+        "model": model,
+        "prompt": "-",
+        "stream": stream,
+        "nvext": {
+            "token_data": list(prompt_ids),
+            "extra_fields": extra,
+            **addressed(cache_salt, required_taint, pin),
+        },
+        **sampling.on_wire(),
+    }
+    if stream:
+        body["stream_options"] = {"include_usage": True}
+    return body
+
+
+def addressed(
+    cache_salt: str | None, required_taint: str | None, pin: int | None
+) -> dict[str, Any]:
+    """Where Dynamo may send a request, and whose cache it may read."""
+    nvext: dict[str, Any] = {}
     if cache_salt is not None:
         nvext["cache_salt"] = cache_salt
     if required_taint is not None:
         nvext["routing_constraints"] = {"required_taints": [required_taint]}
     if pin is not None:
         nvext["backend_instance_id"] = pin
-    body: dict[str, Any] = {
-        "model": model,
-        "prompt": "-",
-        "stream": stream,
-        "nvext": nvext,
-        **sampling.on_wire(),
-    }
-    if stream:
-        body["stream_options"] = {"include_usage": True}
-    return body
+    return nvext
 
 
 class _Logprobs(msgspec.Struct):
@@ -143,15 +165,10 @@ COMPLETIONS = Wire(
 
 
 def generate_request(
-    model: str,
-    prompt_ids: Sequence[int],
-    sampling: Sampling,
-    *,
-    cache_salt: str | None = None,
-    required_taint: str | None = None,
-    pin: int | None = None,
-    stream: bool = False,
-) -> dict[str, Any]:
+    model: str, prompt_ids: Sequence[int], sampling: Sampling, *, cache_salt: str | None = None,
+    **_: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """Taints and pins would be ignored."""
     body: dict[str, Any] = {
         "model": model,
         "token_ids": list(prompt_ids),
@@ -211,15 +228,10 @@ GENERATE = Wire(
 
 
 def vllm_request(
-    model: str,
-    prompt_ids: Sequence[int],
-    sampling: Sampling,
-    *,
-    cache_salt: str | None = None,
-    required_taint: str | None = None,
-    pin: int | None = None,
-    stream: bool = False,
-) -> dict[str, Any]:
+    model: str, prompt_ids: Sequence[int], sampling: Sampling, *, cache_salt: str | None = None,
+    stream: bool = False, **_: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """There is no router to heed taints and pins."""
     body: dict[str, Any] = {
         "model": model,
         "prompt": list(prompt_ids),
