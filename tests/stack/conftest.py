@@ -9,6 +9,7 @@ import pytest
 
 import rollway
 from rollway.sync import SyncStack
+from tests.stack import brake
 from tests.stack.policies import Policy, perturbed
 from tests.stack.tool_model import build_tool_model
 
@@ -21,8 +22,15 @@ VLLM_ARGS = {
 
 
 @pytest.fixture(scope="session")
-def vllm_stack(session_home: Path, base_model: Path) -> Iterator[SyncStack]:
-    model = {"path": str(base_model), "name": "tiny", "replicas": 2, "args": VLLM_ARGS}
+def brake_file(session_home: Path) -> Path:
+    """While it exists, the engines of the shared stack are slow."""
+    return session_home / "brake"
+
+
+@pytest.fixture(scope="session")
+def vllm_stack(session_home: Path, base_model: Path, brake_file: Path) -> Iterator[SyncStack]:
+    model = {"path": str(base_model), "name": "tiny", "replicas": 2}
+    model |= {"args": {**VLLM_ARGS, **brake.ARGS}, "env": brake.environment(brake_file)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ROLLWAY_HOME", str(session_home))
         opening = rollway.up({"name": "shared", "models": [model]})

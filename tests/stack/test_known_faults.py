@@ -27,6 +27,7 @@ from rollway.rollout.client import Rollout
 from rollway.rollout.sender import all_or_none
 from rollway.rollout.wire import DynamoAssembly, completion_request
 from rollway.sync import SyncStack
+from tests.stack.brake import slowed
 from tests.stack.faults import (
     BAD,
     CLEARLY_OTHER,
@@ -76,7 +77,7 @@ def bare(http: Http, client: Stack) -> Bare:
 
 @pytest.mark.parametrize("mode", ["pause-all", "rolling", "in-flight"])
 async def test_01_no_key_or_value_of_old_weights_is_read(
-    client: Stack, bare: Bare, policies: list[Policy], mode: RefitMode
+    client: Stack, bare: Bare, policies: list[Policy], mode: RefitMode, brake_file: Path
 ) -> None:
     await move(client, policies)
     idle, busy = [fresh_prompt() for _ in range(4)], [fresh_prompt() for _ in range(8)]
@@ -84,9 +85,9 @@ async def test_01_no_key_or_value_of_old_weights_is_read(
     await rollouts.generate_batch(idle + busy, SHORT)
     for prompt in idle:  # without the salt too: it is not all that stands between the versions
         await bare.ask(prompt, SHORT)
-    running = await under_way(client, rollouts.generate_batch(busy, LONGER, n=2))
-
-    version, policy = await move(client, policies, mode)
+    with slowed(brake_file):
+        running = await under_way(client, rollouts.generate_batch(busy, LONGER, n=2))
+        version, policy = await move(client, policies, mode)
     first = flat(await rollouts.generate_batch(idle, SHORT))
     assert [rollout.cached_tokens for rollout in first] == [0] * 4
     again = flat(await rollouts.generate_batch(idle + busy, SHORT, n=2))
@@ -100,16 +101,17 @@ async def test_01_no_key_or_value_of_old_weights_is_read(
 
 
 async def test_01_and_03_dynamo_alone_reads_old_kv_and_mixes_policies(
-    client: Stack, bare: Bare, policies: list[Policy]
+    client: Stack, bare: Bare, policies: list[Policy], brake_file: Path
 ) -> None:
     """What the tests around this one protect from is still there."""
     _, old = await move(client, policies)
     prompt, worker = fresh_prompt(), (await client.fleet.workers())[0].instance_id
     requests = [bare.complete(prompt, LONGER, pin=worker) for _ in range(32)]
-    running = await under_way(client, all_or_none(requests))
     version = next(_versions)
     new = policies[version % len(policies)]
-    await naive_refit(client.fleet, version, new.path)
+    with slowed(brake_file):
+        running = await under_way(client, all_or_none(requests))
+        await naive_refit(client.fleet, version, new.path)
     ended = await running
     assert {(one.finish_reason, len(one.token_ids)) for one in ended} == {("length", 1000)}
     # Some may have ended before, or begun after.
@@ -125,14 +127,15 @@ async def test_01_and_03_dynamo_alone_reads_old_kv_and_mixes_policies(
 
 
 async def test_02_an_aborted_rollout_does_not_look_finished(
-    client: Stack, bare: Bare, policies: list[Policy]
+    client: Stack, bare: Bare, policies: list[Policy], brake_file: Path
 ) -> None:
     await move(client, policies)
     prompt = fresh_prompt()
     ours = client.rollouts().generate(prompt, LONGER, n=16)
     plain = all_or_none(bare.ask(fresh_prompt(), LONGER) for _ in range(16))
-    running = await under_way(client, all_or_none([ours, plain]))
-    await client.fleet.pause("abort")
+    with slowed(brake_file):
+        running = await under_way(client, all_or_none([ours, plain]))
+        await client.fleet.pause("abort")
     await client.fleet.resume()
     group, answers = await running
     reasons = {answer["choices"][0]["finish_reason"] for answer in answers}
@@ -172,14 +175,15 @@ async def test_02_nor_does_one_that_was_aborted_by_its_id(
 
 @pytest.mark.parametrize("refits", [1, 2])
 async def test_03_each_token_of_a_rollout_has_its_version(
-    client: Stack, policies: list[Policy], refits: int
+    client: Stack, policies: list[Policy], refits: int, brake_file: Path
 ) -> None:
     versions = [(await move(client, policies))[0]]
     prompts = [fresh_prompt() for _ in range(12)]
-    running = await under_way(client, client.rollouts().generate_batch(prompts, LONGER))
-    for _ in range(refits):
-        versions.append((await move(client, policies, "in-flight"))[0])
-        await tokens_pass(client)
+    with slowed(brake_file):
+        running = await under_way(client, client.rollouts().generate_batch(prompts, LONGER))
+        for _ in range(refits):
+            versions.append((await move(client, policies, "in-flight"))[0])
+            await tokens_pass(client)
     rollouts = flat(await running)
     for rollout in rollouts:
         assert (len(rollout.token_ids), rollout.finish_reason) == (1000, "length")

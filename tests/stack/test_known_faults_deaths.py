@@ -26,6 +26,7 @@ from rollway.stack.processes import ProcessId
 from rollway.stack.state import StackDir
 from rollway.sync import SyncStack
 from tests.stack import rendezvous
+from tests.stack.brake import slowed
 from tests.stack.conftest import VLLM_ARGS
 from tests.stack.faults import (
     BAD,
@@ -71,7 +72,7 @@ class Aftermath:
     orphans: set[ProcessId]
 
 
-async def _kill_a_worker(url: str, policies: list[Policy]) -> Aftermath:
+async def _kill_a_worker(url: str, policies: list[Policy], brake_file: Path) -> Aftermath:
     async with rollway.attach(url) as client, Http() as http:
         bare = Bare(http, url)
         version, _ = await move(client, policies)
@@ -81,8 +82,9 @@ async def _kill_a_worker(url: str, policies: list[Policy]) -> Aftermath:
         prompts = [fresh_prompt() for _ in range(16)]
         ours = client.rollouts().generate_batch(prompts, LONG)
         plain = all_or_none(bare.ask(prompt, LONG) for prompt in prompts)
-        running = await under_way(client, all_or_none([ours, plain]))
-        _kill("tiny-0")
+        with slowed(brake_file):
+            running = await under_way(client, all_or_none([ours, plain]))
+            _kill("tiny-0")
         late = await client.rollouts().generate_batch([fresh_prompt() for _ in range(32)], SHORT)
         orphans = await asyncio.to_thread(processes.wait_gone, family, 15.0)
         groups, answers = await running
@@ -91,10 +93,12 @@ async def _kill_a_worker(url: str, policies: list[Policy]) -> Aftermath:
 
 
 @pytest.fixture(scope="module")
-def aftermath(vllm_stack: SyncStack, policies: list[Policy], session_home: Path) -> Aftermath:
+def aftermath(
+    vllm_stack: SyncStack, policies: list[Policy], session_home: Path, brake_file: Path
+) -> Aftermath:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ROLLWAY_HOME", str(session_home))
-        result = asyncio.run(_kill_a_worker(vllm_stack.frontend_url, policies))
+        result = asyncio.run(_kill_a_worker(vllm_stack.frontend_url, policies, brake_file))
         _until_all_serve(vllm_stack, result.version)
     return result
 

@@ -33,6 +33,7 @@ from rollway.rollout.client import Rollout
 from rollway.rollout.sampling import Sampling
 from rollway.stack import processes
 from rollway.stack.preset import cache_dir
+from tests.stack import brake
 from tests.stack.conftest import VLLM_ARGS
 from tests.stack.policies import Policy, write_adapter
 
@@ -40,7 +41,7 @@ pytestmark = pytest.mark.stack
 
 TOLERANCE = 1e-4
 ENDLESS = 1800
-"""Tokens: more than ten seconds here, so whoever asks for it is in flight until it is ended."""
+"""Tokens: 18 seconds with the brake on, so whoever asks for it is in flight until it is ended."""
 _random = random.Random(11)
 _versions = itertools.count(1)
 
@@ -87,10 +88,12 @@ def server(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(base_model), "--host", "127.0.0.1", "--port", str(port)]
     command += ["--enforce-eager", "--enable-lora"]
-    command += [str(part) for name, value in SERVER_ARGS.items() for part in (f"--{name}", value)]
+    options = {**SERVER_ARGS, **brake.ARGS}
+    command += [str(part) for name, value in options.items() for part in (f"--{name}", value)]
     run_id = f"vllm-admin-{os.getpid()}-{port}"
-    path = os.pathsep.join(filter(None, [str(directory), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, **SERVER_ENV, **processes.run_environment(run_id)}
+    braked = brake.environment(directory / "brake")
+    path = os.pathsep.join([str(directory), braked["PYTHONPATH"]])
+    environment = {**os.environ, **SERVER_ENV, **braked, **processes.run_environment(run_id)}
     log = directory / "log"
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -103,7 +106,8 @@ def server(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         )
     try:
         _wait_until_up(process, port, log)
-        yield Worker(-1, "tiny", f"http://127.0.0.1:{port}")
+        with brake.slowed(directory / "brake"):
+            yield Worker(-1, "tiny", f"http://127.0.0.1:{port}")
     finally:
         process.send_signal(signal.SIGTERM)
         # By the mark in their environment: EngineCore and Worker outlive a server that is killed.

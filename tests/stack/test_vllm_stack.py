@@ -331,8 +331,8 @@ def test_status_names_the_weight_version(vllm_stack: SyncStack, served: tuple[in
     shown = subprocess.run(
         [sys.executable, "-m", "rollway.cli", "status", "--json"], capture_output=True, text=True
     )
-    (stack,) = json.loads(shown.stdout)["stacks"]
-    assert list(stack["weight_versions"].values()) == [served[0]] * 2
+    stacks = {stack["name"]: stack for stack in json.loads(shown.stdout)["stacks"]}
+    assert list(stacks["shared"]["weight_versions"].values()) == [served[0]] * 2
 
 
 def test_a_killed_worker_leaves_no_orphans_and_never_serves_stale_tokens(

@@ -21,15 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from rollway.errors import UsageError
+from rollway.weights.layout import ELEMENT_BYTES
 
 STABLE = "STABLE"
 _INDEX = "model.safetensors.index.json"
 _WHOLE = "model.safetensors"
 _HALF_WRITTEN = "It is still being written, or its writer died."
-_ELEMENT_BYTES = {
-    **{"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2},
-    **{"U16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I8": 1, "U8": 1, "BOOL": 1},
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +170,7 @@ def _header(path: Path) -> dict[str, TensorHeader]:
         for name, field in fields.items():
             header = TensorHeader(field["dtype"], tuple(field["shape"]), path.name)
             start, stop = field["data_offsets"]
-            wanted = math.prod(header.shape) * _ELEMENT_BYTES.get(header.dtype, 0)
+            wanted = math.prod(header.shape) * ELEMENT_BYTES.get(header.dtype, 0)
             if wanted and stop - start != wanted:
                 raise ValueError(f"{name} has {stop - start} bytes instead of {wanted}")
             end = max(end, 8 + length + stop)

@@ -1,0 +1,24 @@
+"""A brake on the engines: tests of requests under way do not race a fast machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+VARIABLE = "ROLLWAY_TEST_BRAKE"
+ARGS = {"logits-processors": "tests.stack.brake_in_engine:Brake"}
+
+
+def environment(brake: Path) -> dict[str, str]:
+    return {VARIABLE: str(brake), "PYTHONPATH": str(Path(__file__).parents[2])}
+
+
+@contextmanager
+def slowed(brake: Path) -> Iterator[None]:
+    """No engine makes more than a hundred steps a second meanwhile."""
+    brake.touch()
+    try:
+        yield
+    finally:
+        brake.unlink()
