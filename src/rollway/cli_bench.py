@@ -87,6 +87,11 @@ def _shown(figures: dict[str, Any]) -> str:
             f"{one['engine']}, {one['load']}: {one['requests_per_second']['rollway']} requests/s, "
             f"{one['ratio_to_bare']} of bare, {one['ratio_to_openai']} of openai"
         )
+    for engine, one in figures["engines"].items():
+        lines.append(
+            f"{engine}, all loads: {one['ratio_to_bare']} of bare, {one['ratio_to_openai']} of "
+            f"openai, which takes {one['cpu_ratio_to_openai']} times the CPU"
+        )
     for one in figures["gateway"]:
         lines.append(
             f"gateway, {one['sessions']} sessions, {one['prompt_tokens']} tokens: "

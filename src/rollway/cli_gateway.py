@@ -30,6 +30,11 @@ def add_grammar(child: argparse.ArgumentParser) -> None:
         default="asked",
         help="whether answers carry their token ids",
     )
+    child.add_argument(
+        "--routed-experts",
+        action="store_true",
+        help="record which experts ran for each token (MoE; workers that return them)",
+    )
     child.set_defaults(command=gateway)
 
 

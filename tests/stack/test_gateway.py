@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import urllib.request
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,52 +17,13 @@ import pytest
 from rollway.rollout.sequence import TokenSequence
 from rollway.sync import SyncStack
 from tests.stack.policies import Policy
+from tests.stack.served import Served
 from tests.stack.tool_model import TOOL
 
 pytestmark = pytest.mark.stack
 
 TOLERANCE = 1e-4
 Ask = Callable[[list[Any]], Any]
-
-
-@dataclass
-class Served:
-    """A gateway in a process of its own."""
-
-    stack: SyncStack
-    journal: Path
-    env: dict[str, str]
-    process: subprocess.Popen[str] | None = None
-    url: str = ""
-
-    def start(self, *options: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "rollway.cli", "gateway", "tools", "--port", "0",
-             "--journal", str(self.journal), *options],
-            env={**os.environ, **self.env}, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        assert self.process.stdout is not None
-        self.url = self.process.stdout.readline().split(" ")[0]
-        assert self.url.startswith("http"), "the gateway did not start"
-
-    def end(self, *, kill: bool = False) -> None:
-        assert self.process is not None
-        (self.process.kill if kill else self.process.terminate)()
-        assert self.process.wait(20) == (-9 if kill else 0)
-
-    def get(self, path: str, token: str = "") -> Any:
-        request = urllib.request.Request(f"{self.url}{path}")
-        if token:
-            request.add_header("authorization", f"Bearer {token}")
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            return json.load(answer)
-
-    def trajectories(self, session: str) -> list[TokenSequence]:
-        found = self.get(f"/rollway/trajectories/{session}")["trajectories"]
-        return [TokenSequence.from_json(one) for one in found]
-
-    def client(self, session: str, **options: Any) -> openai.OpenAI:
-        return openai.OpenAI(base_url=self.url, api_key=session, max_retries=0, **options)
 
 
 @pytest.fixture(scope="module")
@@ -148,6 +106,32 @@ def test_litellm_and_its_tools(served: Served, policy: Policy) -> None:
     (sequence,) = served.trajectories("agent-2")
     turns = sum(1 for message in messages if message["role"] == "assistant")
     assert len(sequence.spans) == turns and sequence.forked_from is None
+    check(sequence, served.stack, policy)
+
+
+def test_langchain_and_its_tools(served: Served, policy: Policy) -> None:
+    """A LangChain agent's loop: its own messages, its own tool calls."""
+    from langchain_core.messages import AnyMessage, HumanMessage, ToolMessage
+    from langchain_openai import ChatOpenAI
+
+    model = ChatOpenAI(
+        model="caller", base_url=served.url, api_key="agent-lc", max_tokens=100, max_retries=0
+    ).bind_tools([TOOL])  # type: ignore[arg-type]
+    messages: list[AnyMessage] = []
+    turns = called = 0
+    for number in range(3):
+        messages.append(HumanMessage(f"add {number} {number + 1}"))
+        for _ in range(2):
+            said, turns = model.invoke(messages), turns + 1
+            messages.append(said)
+            for call in said.tool_calls:
+                total = sum(value for value in call["args"].values() if isinstance(value, int))
+                messages.append(ToolMessage(str(total), tool_call_id=call["id"]))
+                called += 1
+            if not said.tool_calls:
+                break
+    (sequence,) = served.trajectories("agent-lc")
+    assert called and len(sequence.spans) == turns and sequence.forked_from is None
     check(sequence, served.stack, policy)
 
 

@@ -148,23 +148,23 @@ async def test_02_an_aborted_rollout_does_not_look_finished(
 
 
 async def test_02_nor_does_one_that_was_aborted_by_its_id(
-    client: Stack, bare: Bare, http: Http, policies: list[Policy]
+    client: Stack, bare: Bare, http: Http, policies: list[Policy], brake_file: Path
 ) -> None:
     await move(client, policies)
     (worker, _), prompt = await client.fleet.workers(), fresh_prompt()
     body = completion_request("tiny", prompt, LONGER, pin=worker.instance_id, stream=True)
     assembly, said = DynamoAssembly(LONGER, len(prompt)), []
-    async with http.stream_lines(
-        f"{client.frontend_url}/v1/completions", body, timeout=60
-    ) as lines:
-        async for line in lines:
-            if not line.startswith(b"data: {"):
-                continue
-            event = json.loads(line[6:])
-            assembly.add(event)
-            said += [choice.get("finish_reason") for choice in event["choices"]]
-            if not any(said):  # the engine may not know it yet when its first token comes
-                await bare.admin.abort(worker, event["id"].removeprefix("cmpl-"))
+    url = f"{client.frontend_url}/v1/completions"
+    with slowed(brake_file):
+        async with http.stream_lines(url, body, timeout=60) as lines:
+            async for line in lines:
+                if not line.startswith(b"data: {"):
+                    continue
+                event = json.loads(line[6:])
+                assembly.add(event)
+                said += [choice.get("finish_reason") for choice in event["choices"]]
+                if not any(said):  # the engine may not know it yet when its first token comes
+                    await bare.admin.abort(worker, event["id"].removeprefix("cmpl-"))
     assert [reason for reason in said if reason] == ["stop"]
     assert assembly.finish().finish_reason == "aborted"
     assert len(assembly.token_ids) < 1000

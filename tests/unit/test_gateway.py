@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rollway.errors import UsageError
@@ -13,6 +14,7 @@ from rollway.gateway.messages import chain, link, sent_prefix, without_bundle
 from rollway.gateway.recorder import Recorder, Session, Turn
 from rollway.gateway.replies import Spoken, chunk
 from rollway.gateway.template import _end_of_turn
+from rollway.rollout.experts import RoutedExperts
 from tests.awkward_tokenizer import TURN_END, make
 
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b":2}'}}
@@ -84,6 +86,25 @@ def test_what_two_trajectories_share_is_trained_on_once() -> None:
     assert second.forked_from is not None and second.forked_from.sequence == 0
     assert [span.version for span in second.spans] == [1]
     assert session.latest(["x", "a", "y"]) == (0, 2) and session.latest(["x"]) is None
+
+
+def test_each_turn_keeps_the_experts_it_adds(tmp_path: Path) -> None:
+    """Two layers, top-1; a turn's record begins where that of its parent ends."""
+
+    def experts(start: int, end: int) -> dict[str, Any]:
+        rows = [[[position], [position + 1]] for position in range(start, end)]
+        return RoutedExperts(np.array(rows, dtype=np.uint8), start).as_json()
+
+    recorder = Recorder(tmp_path / "journal.jsonl")
+    recorder.add(turn("s", "a", [1, 2], [3, 4], routed_experts=experts(0, 3)))
+    recorder.add(turn("s", "b", [5], [6], parent=0, routed_experts=experts(3, 5)))
+    recorder.add(turn("s", "c", [5], [7, 8], parent=0, routed_experts=experts(3, 6)))
+    recorder.close()
+    session = Recorder(tmp_path / "journal.jsonl").sessions["s"]
+    for sequence in session.trajectories():
+        assert sequence.routed_experts is not None
+        assert sequence.routed_experts.as_json() == experts(0, len(sequence.token_ids) - 1)
+    assert session.experts_end(1) == 5 and session.experts_end(None) == 0
 
 
 def test_the_journal_survives_being_cut(tmp_path: Path) -> None:

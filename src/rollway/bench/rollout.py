@@ -2,17 +2,20 @@
 
 The same requests, to the same stack, with the same number at once: through `Rollouts`, through a
 bare aiohttp loop that checks nothing, and through the `openai` client. Rounds of the three take
-turns, so that a machine that slows down slows down all of them.
+turns, every round has prompts that nobody has sent before, and a ratio is the median of the ratios
+of the rounds: a machine that slows down slows down all of them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import aiohttp
@@ -25,7 +28,7 @@ from rollway.gateway.template import Template
 from rollway.rollout.sampling import Sampling
 from rollway.rollout.wire import completion_request
 
-ROUNDS = 2
+ROUNDS = 5
 Say = Callable[[str], None]
 Send = Callable[[list[int]], Awaitable[int]]
 """Sends one prompt, and tells how many tokens came back."""
@@ -43,7 +46,7 @@ class Load:
 
 
 LOADS = (
-    Load("short", 400, 64, 128, 16),
+    Load("short", 300, 64, 128, 16),
     Load("long answers", 128, 64, 512, 256),
     Load("32k prompts", 24, 8, 32_000, 8),
 )
@@ -51,7 +54,7 @@ LOADS = (
 
 @dataclass(slots=True)
 class ClientFigures:
-    """One load, by each client: the best of some rounds."""
+    """One load, by each client: medians of some rounds."""
 
     engine: str
     load: str
@@ -82,7 +85,22 @@ class RolloutFigures:
     gateway: list[GatewayFigures] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        return asdict(self)
+        engines = dict.fromkeys(one.engine for one in self.clients)
+        return {**asdict(self), "engines": {engine: self._over_all(engine) for engine in engines}}
+
+    def _over_all(self, engine: str) -> dict[str, float]:
+        """The geometric mean over the loads. One where the engine itself takes nearly all of the
+        time cannot tell clients apart, and counts as it is."""
+        rows = [one for one in self.clients if one.engine == engine]
+
+        def mean(ratios: list[float]) -> float:
+            return round(math.exp(sum(map(math.log, ratios)) / len(ratios)), 3)
+
+        return {
+            "ratio_to_bare": mean([one.ratio_to_bare for one in rows]),
+            "ratio_to_openai": mean([one.ratio_to_openai for one in rows]),
+            "cpu_ratio_to_openai": mean([one.cpu_ratio_to_openai for one in rows]),
+        }
 
 
 async def bench_rollout(
@@ -105,12 +123,8 @@ async def bench_rollout(
 async def _clients(stack: Stack, engine: str, load: Load) -> ClientFigures:
     logprobs = engine != "mocker"
     sampling = Sampling(max_tokens=load.max_tokens, ignore_eos=True, logprobs=logprobs)
-    figures = ClientFigures(engine, load.name)
     model = stack.models[0]
-    rng = random.Random(0)
-    prompts = [
-        [rng.randrange(10, 200) for _ in range(load.prompt_tokens)] for _ in range(load.requests)
-    ]
+    prompts = _Prompts(load)
     from openai import AsyncOpenAI
 
     connector = aiohttp.TCPConnector(limit=0)
@@ -125,23 +139,55 @@ async def _clients(stack: Stack, engine: str, load: Load) -> ClientFigures:
             "rollway": _rollway(stack, sampling),
             "openai": _openai(openai, model, sampling),
         }
-        for round_ in range(ROUNDS + 1):  # the first warms up
-            for name, send in senders.items():
-                seconds, cpu, tokens = await _timed(send, prompts, load.at_once)
-                rate = load.requests / seconds
-                if round_ and rate > figures.requests_per_second.get(name, 0.0):
-                    figures.requests_per_second[name] = round(rate, 1)
-                    figures.tokens_per_second[name] = round(tokens / seconds, 1)
-                    figures.cpu_ms_per_request[name] = round(cpu * 1000 / load.requests, 3)
-    rates, cpus = figures.requests_per_second, figures.cpu_ms_per_request
-    figures.ratio_to_bare = round(rates["rollway"] / rates["bare"], 3)
-    figures.ratio_to_openai = round(rates["rollway"] / rates["openai"], 3)
+        rounds = []
+        for turn in range(ROUNDS + 1):
+            order = [list(senders)[(place + turn) % len(senders)] for place in range(len(senders))]
+            rounds.append(
+                {name: await _timed(senders[name], prompts.fresh(), load.at_once) for name in order}
+            )
+    return _figures(engine, load, rounds[1:])  # the first warmed up
+
+
+class _Prompts:
+    """Never the same twice: what a cache saves one client is not to be saved by another."""
+
+    def __init__(self, load: Load) -> None:
+        self._load, self._random = load, random.Random(0)
+
+    def fresh(self) -> list[list[int]]:
+        values, count = range(10, 200), self._load.prompt_tokens
+        return [self._random.choices(values, k=count) for _ in range(self._load.requests)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """What one client took for one round."""
+
+    seconds: float
+    cpu_seconds: float
+    tokens: int
+
+
+def _figures(engine: str, load: Load, rounds: list[dict[str, _Round]]) -> ClientFigures:
+    figures = ClientFigures(engine, load.name)
+    for name in rounds[0]:
+        mine = [one[name] for one in rounds]
+        rate = median(load.requests / one.seconds for one in mine)
+        figures.requests_per_second[name] = round(rate, 1)
+        figures.tokens_per_second[name] = round(median(o.tokens / o.seconds for o in mine), 1)
+        cpu = median(one.cpu_seconds for one in mine)
+        figures.cpu_ms_per_request[name] = round(cpu * 1000 / load.requests, 3)
+
+    def ratio(other: str) -> float:
+        return round(median(one[other].seconds / one["rollway"].seconds for one in rounds), 3)
+
+    cpus = figures.cpu_ms_per_request
+    figures.ratio_to_bare, figures.ratio_to_openai = ratio("bare"), ratio("openai")
     figures.cpu_ratio_to_openai = round(cpus["openai"] / max(cpus["rollway"], 1e-6), 3)
     return figures
 
 
-async def _timed(send: Send, prompts: list[list[int]], at_once: int) -> tuple[float, float, int]:
-    """Wall seconds, CPU seconds of this process, and tokens."""
+async def _timed(send: Send, prompts: list[list[int]], at_once: int) -> _Round:
     slots = asyncio.Semaphore(at_once)
 
     async def one(prompt: list[int]) -> int:
@@ -150,7 +196,7 @@ async def _timed(send: Send, prompts: list[list[int]], at_once: int) -> tuple[fl
 
     began, used = time.monotonic(), time.process_time()
     tokens = sum(await asyncio.gather(*map(one, prompts)))
-    return time.monotonic() - began, time.process_time() - used, tokens
+    return _Round(time.monotonic() - began, time.process_time() - used, tokens)
 
 
 def _rollway(stack: Stack, sampling: Sampling) -> Send:
@@ -233,11 +279,9 @@ async def bench_gateway(
 async def _overhead(
     stack: Stack, gateway: Gateway, url: str, sessions: int, words: int
 ) -> GatewayFigures:
-    turns = max(2, 60 // sessions)
-    content = "7" * words
-    messages = [{"role": "user", "content": content}]
+    messages = [{"role": "user", "content": "7" * words}]
     prompt = await gateway.template.prompt({}, messages, None)
-    direct_body = {
+    direct = {
         "model": gateway.model,
         "messages": [{"role": "user", "content": "-"}],
         "max_tokens": 8,
@@ -245,29 +289,34 @@ async def _overhead(
         "ignore_eos": True,
         "nvext": {"token_data": prompt, "extra_fields": ["completion_token_ids"]},
     }
-    through_body = {"messages": messages, "max_tokens": 8, "ignore_eos": True}
-    direct = await _many(f"{stack.frontend_url}/v1/chat/completions", direct_body, sessions, turns)
-    through = await _many(f"{url}/chat/completions", through_body, sessions, turns)
-    return GatewayFigures(
-        sessions, len(prompt), round(direct, 3), round(through, 3), round(through - direct, 3)
-    )
+    through = {"messages": messages, "max_tokens": 8, "ignore_eos": True}
+    ways = [(f"{stack.frontend_url}/v1/chat/completions", direct)]
+    ways.append((f"{url}/chat/completions", through))
+    # One session has one request at a time, and few of them would be noise.
+    rounds, turns = (60, 1) if sessions == 1 else (ROUNDS, 2)
+    taken: list[list[float]] = []
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        for round_ in range(rounds + 1):
+            names = [f"s{sessions}-{words}-{round_}-{number}" for number in range(sessions)]
+            ordered = ways if round_ % 2 else ways[::-1]
+            found = [await _many(session, *way, names, turns) for way in ordered]
+            taken.append(found if round_ % 2 else found[::-1])
+    first, second = (median(column) for column in zip(*taken[1:], strict=True))
+    more = median(through - direct for direct, through in taken[1:])
+    return GatewayFigures(sessions, len(prompt), round(first, 3), round(second, 3), round(more, 3))
 
 
-async def _many(url: str, body: dict[str, Any], sessions: int, turns: int) -> float:
-    """Milliseconds of wall time per request, the better of two rounds."""
+async def _many(
+    http: aiohttp.ClientSession, url: str, body: dict[str, Any], names: list[str], turns: int
+) -> float:
+    """Milliseconds of wall time per request, all sessions at once."""
 
-    async def talk(session: aiohttp.ClientSession, name: str) -> None:
+    async def talk(name: str) -> None:
         for _ in range(turns):
-            async with session.post(url, json=body, headers={"x-rollway-session": name}) as answer:
+            async with http.post(url, json=body, headers={"x-rollway-session": name}) as answer:
                 answer.raise_for_status()
                 await answer.read()
 
-    best = float("inf")
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        for round_ in range(3):
-            began = time.monotonic()
-            await asyncio.gather(*(talk(session, f"s{round_}-{n}") for n in range(sessions)))
-            seconds = time.monotonic() - began
-            if round_:
-                best = min(best, seconds)
-    return best * 1000 / (sessions * turns)
+    began = time.monotonic()
+    await asyncio.gather(*map(talk, names))
+    return (time.monotonic() - began) * 1000 / (len(names) * turns)

@@ -29,7 +29,13 @@ async def serve(options: argparse.Namespace, tokens: frozenset[str]) -> None:
         recorder = Recorder(journal)
         try:
             made = await made_gateway(
-                stack, Template(tokenizer), recorder, model, tokens=tokens, bundle=options.bundle
+                stack,
+                Template(tokenizer),
+                recorder,
+                model,
+                tokens=tokens,
+                bundle=options.bundle,
+                routed_experts=options.routed_experts,
             )
             await _until_told(made, options)
         finally:

@@ -19,7 +19,8 @@ from rollway.errors import UsageError
 Message = Mapping[str, Any]
 
 PROMPT, GENERATION, LOGPROBS = "prompt_token_ids", "generation_token_ids", "generation_log_probs"
-BUNDLE = (PROMPT, GENERATION, LOGPROBS, "routed_experts")
+EXPERTS = "routed_experts"
+BUNDLE = (PROMPT, GENERATION, LOGPROBS, EXPERTS)
 """What trainers put on an assistant message to say which tokens it was."""
 
 

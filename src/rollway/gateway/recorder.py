@@ -17,13 +17,16 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from rollway.errors import UsageError
 from rollway.rollout.sequence import Fork, SequenceBuilder, TokenSequence
 from rollway.rollout.trajectory import Rollout, Span
+
+if TYPE_CHECKING:
+    from rollway.rollout.experts import RoutedExperts
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +50,15 @@ class Turn(msgspec.Struct):
     """Which turn of the session it goes on from."""
     forked: str = ""
     """Why it does not go on from the turn before it in the history, if there was one."""
+    routed_experts: dict[str, Any] | None = None
+    """From where the record of its parent ends."""
+
+    def experts(self) -> RoutedExperts | None:
+        if self.routed_experts is None:
+            return None
+        from rollway.rollout.experts import decode
+
+        return decode(self.routed_experts)
 
     def rollout(self, before: list[int]) -> Rollout:
         spans = (Span(0, len(self.token_ids), self.version, self.worker_id),)
@@ -57,6 +69,7 @@ class Turn(msgspec.Struct):
             self.finish_reason,  # type: ignore[arg-type]
             spans if self.token_ids else (),
             0,
+            self.experts(),
         )
 
 
@@ -89,6 +102,11 @@ class Session:
             found += self.turns[one].token_ids
         return found
 
+    def experts_end(self, index: int | None) -> int:
+        """Up to which position the record of a turn goes, its parents' included."""
+        experts = None if index is None else self.turns[index].experts()
+        return 0 if experts is None else experts.end
+
     def trajectories(self) -> list[TokenSequence]:
         """One sequence for each turn that no other goes on from."""
         parents = {turn.parent for turn in self.turns}
@@ -120,7 +138,8 @@ class Session:
             fork = Fork(0, 0, self.turns[path[0]].forked)
         builder = SequenceBuilder(forked_from=fork)
         if shared:
-            builder.begin(self.ids(shared[-1]))
+            known = [self.turns[index].experts() for index in shared]
+            builder.begin(self.ids(shared[-1]), [part for part in known if part is not None])
         for index in path[len(shared) :]:
             builder.add(self.turns[index].rollout(builder.token_ids))
         return builder.sequence()

@@ -8,7 +8,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollway.gateway.messages import GENERATION, LOGPROBS, PROMPT
+from rollway.gateway.messages import EXPERTS, GENERATION, LOGPROBS, PROMPT
 from rollway.gateway.upstream import Answered
 from rollway.rollout.completion import Completion
 
@@ -30,6 +30,8 @@ def add_bundle(
     message[PROMPT] = list(prompt_ids)
     message[GENERATION] = list(completion.token_ids)
     message[LOGPROBS] = list(completion.logprobs)
+    if completion.routed_experts is not None:
+        message[EXPERTS] = completion.routed_experts
 
 
 def whole(

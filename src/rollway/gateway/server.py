@@ -31,7 +31,7 @@ from rollway.gateway.upstream import CHAT, Asked, Upstream, asked
 from rollway.rollout.completion import Completion
 from rollway.rollout.sender import all_or_none, checked_prompt
 from rollway.rollout.splice import SpliceError
-from rollway.rollout.wire import COMPLETIONS
+from rollway.rollout.wire import COMPLETIONS, Wire
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +57,8 @@ class Gateway:
     """Bearer tokens that are accepted; any when empty."""
     bundle: str = "asked"
     """Whether answers carry their token ids: `asked` for, `always` or `never`."""
+    routed_experts: bool = False
+    """Whether to record which experts ran; an engine that does not say it is then an error."""
     started: float = field(default_factory=time.time)
 
     def app(self) -> web.Application:
@@ -82,7 +84,7 @@ class Gateway:
         session = self.recorder.session(name) if name else Session()
         digests = chain(messages)
         prompt, parent, forked = await self._prompt(body, messages, session, digests)
-        made = asked(CHAT, body, self.model, prompt, self._room(body, prompt), name or _new_id())
+        made = self._asked(CHAT, body, prompt, name)
         known = 0 if parent is None else len(session.ids(parent))
         note = _Note(self, name, digests, prompt[known:], parent, forked)
         if body.get("stream"):
@@ -104,9 +106,7 @@ class Gateway:
         name = self._session_name(request)
         prompts = self._prompts(body.get("prompt"))
         sent = [
-            asked(
-                COMPLETIONS, body, self.model, prompt, self._room(body, prompt), name or _new_id()
-            )
+            self._asked(COMPLETIONS, body, prompt, name)
             for prompt in prompts
             for _ in range(_choices(body))
         ]
@@ -193,6 +193,10 @@ class Gateway:
             prompt, parent = await self.template.prompt(body, messages, None), None
             forked = error.message
         return prompt, parent, forked
+
+    def _asked(self, wire: Wire, body: Mapping[str, Any], prompt: list[int], name: str) -> Asked:
+        room, session = self._room(body, prompt), name or _new_id()
+        return asked(wire, body, self.model, prompt, room, session, self.routed_experts)
 
     async def _streamed(
         self,
@@ -312,6 +316,7 @@ class _Note:
     def record(
         self, completion: Completion, version: int | None, message: Mapping[str, Any] | None
     ) -> None:
+        experts = self._experts(completion)
         if not self.session:
             return
         history = self.digests[-1]
@@ -330,8 +335,22 @@ class _Note:
                 worker_id=completion.worker_id,
                 parent=self.parent,
                 forked=self.forked,
+                routed_experts=experts,
             )
         )
+
+    def _experts(self, completion: Completion) -> dict[str, Any] | None:
+        """What this turn adds to the record of its parent. The engine tells of the whole prompt
+        each time; what was sampled earlier keeps its own."""
+        if not self.gateway.routed_experts or not completion.token_ids:
+            return None
+        from rollway.rollout.experts import captured, whole
+
+        session = self.gateway.recorder.sessions.get(self.session, Session())
+        before = 0 if self.parent is None else len(session.ids(self.parent))
+        tokens = before + len(self.new_ids) + len(completion.token_ids)
+        routed = whole([captured(completion.routed_experts)], tokens)
+        return routed.since(session.experts_end(self.parent)).as_json()
 
 
 async def made_gateway(

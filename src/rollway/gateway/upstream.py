@@ -168,15 +168,17 @@ def asked(
     prompt_ids: list[int],
     max_tokens: int,
     session: str,
+    routed_experts: bool = False,
 ) -> Asked:
     """A client's request in the form that Dynamo takes."""
+    extra = [*_EXTRA_FIELDS, "routed_experts"] if routed_experts else list(_EXTRA_FIELDS)
     passed = {name: client_body[name] for name in _PASSED_ON if client_body.get(name) is not None}
     body: dict[str, Any] = {
         **_POLICY_ITSELF,
         **passed,
         "model": model,
         "max_tokens": max_tokens,
-        "nvext": {"token_data": prompt_ids, "extra_fields": list(_EXTRA_FIELDS)},
+        "nvext": {"token_data": prompt_ids, "extra_fields": extra},
     }
     if kind is CHAT:
         # They are not rendered again, but Dynamo wants to see some.

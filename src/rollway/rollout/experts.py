@@ -190,6 +190,27 @@ def decode(raw: Any, *, experts: int | None = None, start: int = 0) -> RoutedExp
     return routed if experts is None else routed.typed(experts)
 
 
+def captured(raw: Any) -> RoutedExperts:
+    """What an answer has of them, in whichever form; having none is an error."""
+    if raw is None:
+        raise RolloutError(
+            "The engine returned no routed experts.",
+            "Start it with --enable-return-routed-experts; only MoE models have them.",
+        )
+    return decode(raw)
+
+
+def whole(parts: Sequence[RoutedExperts], tokens: int) -> RoutedExperts:
+    """The record of a sequence of so many tokens; no forward ran on the last one that was
+    sampled."""
+    routed = joined(*parts)
+    if routed.start != 0 or routed.end not in (tokens - 1, tokens):
+        raise RolloutError(
+            f"Routed experts of positions {routed.start} to {routed.end} came for {tokens} tokens."
+        )
+    return routed
+
+
 class _Mapping(msgspec.Struct):
     data: str
     shape: tuple[int, int, int]

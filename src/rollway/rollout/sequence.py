@@ -7,7 +7,7 @@ it came from. Prompts, tool results and what the template adds are there as well
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -161,9 +161,10 @@ class SequenceBuilder:
     _has_logprobs: bool = True
     _experts: list[RoutedExperts] = field(default_factory=list)
 
-    def begin(self, ids: list[int]) -> None:
+    def begin(self, ids: list[int], experts: Sequence[RoutedExperts] = ()) -> None:
         """With tokens that are trained on elsewhere, or nowhere."""
         self._add_unsampled(ids)
+        self._experts += experts
 
     def add(self, rollout: Rollout) -> None:
         """Take in a turn: what its prompt has beyond the tokens so far, then what was sampled."""

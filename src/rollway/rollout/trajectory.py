@@ -104,14 +104,9 @@ class Trajectory:
     def _add_experts(self, raw: Any) -> None:
         """The engine tells of the whole prompt each time; what an earlier leg was sampled with
         stays."""
-        from rollway.rollout.experts import decode  # numpy, which only users of this have
+        from rollway.rollout.experts import captured  # numpy, which only users of this have
 
-        if raw is None:
-            raise RolloutError(
-                "The engine returned no routed experts.",
-                "Start it with --enable-return-routed-experts; only MoE models have them.",
-            )
-        part = decode(raw)
+        part = captured(raw)
         self._experts.append(part.since(self._experts[-1].end) if self._experts else part)
 
     def cut(self) -> None:
@@ -144,12 +139,6 @@ class Trajectory:
     def _routed_experts(self) -> RoutedExperts | None:
         if not self._experts:
             return None
-        from rollway.rollout.experts import joined
+        from rollway.rollout.experts import whole
 
-        routed, tokens = joined(*self._experts), len(self.prompt) + len(self.token_ids)
-        if routed.start != 0 or routed.end not in (tokens - 1, tokens):
-            raise RolloutError(
-                f"Routed experts of positions {routed.start} to {routed.end} came for {tokens} "
-                "tokens."
-            )
-        return routed
+        return whole(self._experts, len(self.prompt) + len(self.token_ids))
