@@ -11,6 +11,7 @@ import asyncio
 import random
 import time
 import uuid
+from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -202,12 +203,25 @@ async def all_or_none(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 def checked_prompt(prompt_ids: Sequence[int]) -> list[int]:
     """Plain ints, as JSON needs them: a tensor's or array's items are converted exactly."""
-    plain = type(prompt_ids) is list and set(map(type, prompt_ids)) <= {int}
-    ids = list(prompt_ids) if plain else [int(token) for token in prompt_ids]
+    if isinstance(prompt_ids, str | bytes | bytearray):
+        raise UsageError("A prompt is a list of token ids, not text.")
+    try:
+        ids = array("I", prompt_ids).tolist()  # refuses what is below 0, and is fast
+    except (TypeError, OverflowError):
+        ids = _converted(prompt_ids)
     if not ids:
         raise UsageError("The prompt has no token.", "Give at least one token id.")
-    exact = plain or all(a == b for a, b in zip(ids, prompt_ids, strict=True))
-    if min(ids) < 0 or not exact:
+    return ids
+
+
+def _converted(prompt_ids: Sequence[Any]) -> list[int]:
+    """Whole floats too, as JSON makes of ids."""
+    try:
+        ids = [int(token) for token in prompt_ids]
+        exact = all(a == b for a, b in zip(ids, prompt_ids, strict=True))
+    except (TypeError, ValueError, OverflowError):
+        exact = False
+    if not exact or min(ids) < 0:
         raise UsageError("A prompt token id is negative or not a whole number.")
     return ids
 
