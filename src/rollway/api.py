@@ -33,7 +33,7 @@ from rollway.errors import (
 )
 from rollway.fleet.discovery import StaticList
 from rollway.fleet.fleet import Fleet, RefitReport
-from rollway.fleet.updates import Update
+from rollway.fleet.updates import Weights
 from rollway.fleet.vllm_admin import VllmAdmin
 from rollway.http import ONCE, Http
 from rollway.rollout.canary import canary
@@ -44,7 +44,7 @@ from rollway.rollout.wire import wire_named
 from rollway.stack import local
 from rollway.stack.local import Progress, RunningStack
 from rollway.stack.locks import machine_lock
-from rollway.stack.state import StackDir, StackState, WeightsFile, known_stacks
+from rollway.stack.state import StackDir, StackState, WeightsFile, known_stacks, secret_of
 from rollway.sync import Portal, SyncStack
 
 S = TypeVar("S", bound=Sender)
@@ -104,6 +104,7 @@ class Stack:
             guard=partial(machine_lock, f"refit/{state.run_id}/{model}"),
             supervised=partial(local.supervises, self.name),
             shelf=WeightsFile(self.name, state.run_id, model),
+            secret=secret_of(state),
         )
         fleet.versions.tainted = True  # the launcher has done it
         return fleet
@@ -152,7 +153,7 @@ class Stack:
             f"The frontend does not say how long a context `{chosen}` takes.", status=200
         )
 
-    async def refit(self, version: int, update: Update | Path | str, **options: Any) -> RefitReport:
+    async def refit(self, version: int, update: Weights, **options: Any) -> RefitReport:
         """Bring all workers of the only model to new weights; see `Fleet.refit`."""
         return await self.fleet.refit(version, update, **options)
 

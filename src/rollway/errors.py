@@ -86,3 +86,7 @@ class RefitError(RollwayError):
 
 class RolloutError(RollwayError):
     """A rollout cannot be trusted: ids, log-probs, counts or version do not fit together."""
+
+
+class WeightsError(RollwayError):
+    """Published weights cannot be used: damaged, incomplete, gone, or for another base version."""

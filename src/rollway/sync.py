@@ -10,13 +10,12 @@ import asyncio
 import concurrent.futures
 import threading
 from collections.abc import Coroutine, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rollway.fleet.admin import PauseMode
 from rollway.fleet.discovery import Worker
 from rollway.fleet.fleet import Fleet, RefitReport
-from rollway.fleet.updates import Update
+from rollway.fleet.updates import Weights
 from rollway.rollout.client import Rollout, Rollouts
 from rollway.rollout.sampling import Sampling
 from rollway.rollout.teacher import Scores, Teacher
@@ -123,7 +122,7 @@ class SyncFleet:
     def read_versions(self) -> dict[int, int | None]:
         return self._portal.run(self._fleet.read_versions())
 
-    def refit(self, version: int, update: Update | Path | str, **options: Any) -> RefitReport:
+    def refit(self, version: int, update: Weights, **options: Any) -> RefitReport:
         return self._portal.run(self._fleet.refit(version, update, **options))
 
     def admit(self) -> RefitReport | None:
@@ -155,5 +154,5 @@ class SyncStack:
     def teacher(self, model: str | None = None, **options: Any) -> SyncTeacher:
         return SyncTeacher(self._stack.teacher(model, **options), self._portal)
 
-    def refit(self, version: int, update: Update | Path | str, **options: Any) -> RefitReport:
+    def refit(self, version: int, update: Weights, **options: Any) -> RefitReport:
         return self.fleet.refit(version, update, **options)

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from rollway.engine.fingerprint import Proof
+from rollway.engine.receivers import Receiver, checkpoint_tensors, receiver_for
+from rollway.engine.staging import Staging
 from rollway.weights.checkpoint import (
     TensorHeader,
     check_checkpoint,
@@ -26,6 +27,7 @@ from rollway.weights.checkpoint import (
     read_headers,
     refuse_differences,
 )
+from rollway.weights.offer import read_offer
 
 
 class WorkerExtension:
@@ -56,10 +58,59 @@ class WorkerExtension:
             # While loading, since hashing takes about as long as reading.
             intact = pool.submit(check_checkpoint, Path(weight_path))
             self.reload_weights(  # type: ignore[attr-defined]
-                weights_iterator=proof.watching(_tensors(Path(weight_path)))
+                weights_iterator=proof.watching(checkpoint_tensors(Path(weight_path)))
             )
             intact.result()
         proof.check(_model(self), *_ranks())
+
+    def rollway_stage(self, offer: dict[str, Any], allow_cast: bool = False) -> None:
+        """Begin to bring offered weights here; `rollway_staged` says how it went. What was staged
+        before is let go."""
+        made = read_offer(offer)
+        before = _staging(self)
+        if before is not None and before.offer == made and not before.failed:
+            return
+        if before is not None:
+            before.drop()
+        if not hasattr(self, "_rollway_receivers"):
+            self._rollway_receivers: dict[str, Receiver] = {}
+        staging = Staging(
+            self,
+            receiver_for(made, self._rollway_receivers),
+            made,
+            _served(self),
+            *_ranks(),
+            allow_cast=allow_cast,
+        )
+        self._rollway_staging: Staging | None = staging
+        staging.start()
+
+    def rollway_staged(self, identity: str) -> None:
+        """Raise unless these weights are here and proved."""
+        _staged(self, identity).check()
+
+    def rollway_swap(self, identity: str) -> None:
+        """Serve what was staged; the worker must be paused."""
+        _staged(self, identity).swap()
+        self._rollway_staging = None
+
+    def rollway_unstage(self) -> None:
+        """Let go of what was staged and will not be served."""
+        staging = _staging(self)
+        if staging is not None:
+            staging.drop()
+        self._rollway_staging = None
+
+
+def _staging(worker: Any) -> Staging | None:
+    return getattr(worker, "_rollway_staging", None)
+
+
+def _staged(worker: Any, identity: str) -> Staging:
+    staging = _staging(worker)
+    if staging is None or staging.offer.identity != identity:
+        raise RuntimeError(f"weights {identity} were not staged here")
+    return staging
 
 
 def _model(worker: Any) -> torch.nn.Module:
@@ -75,13 +126,6 @@ def _served(worker: Any) -> dict[str, TensorHeader] | None:
         worker._rollway_served = read_headers(path) if path.is_dir() else None
     served: dict[str, TensorHeader] | None = worker._rollway_served
     return served
-
-
-def _tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    for file in sorted({header.file for header in read_headers(directory).values()}):
-        with safe_open(str(directory / file), framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 (it is no dict)
-                yield name, opened.get_tensor(name)
 
 
 def _refuse_what_vllm_corrupts(model: torch.nn.Module) -> None:

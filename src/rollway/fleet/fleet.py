@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
@@ -39,11 +40,12 @@ from rollway.fleet.moves import (
 )
 from rollway.fleet.refit import Refit
 from rollway.fleet.report import RefitMode, RefitReport, WorkerRefit
-from rollway.fleet.updates import FromDisk, Update
+from rollway.fleet.updates import FromDisk, Offered, Update, Weights
 from rollway.fleet.verify import Agreement, Answer, Ask
 from rollway.fleet.versions import Ticket, VersionBook, taint_of
 from rollway.http import Http
 from rollway.weights.checkpoint import TensorHeader, read_headers
+from rollway.weights.offer import SECRET, Offer
 
 __all__ = ["Fleet", "RefitReport", "WorkerRefit"]
 
@@ -93,6 +95,7 @@ class Fleet:
         guard: Guard = nullcontext,
         supervised: Supervised = lambda _: False,
         shelf: Shelf | None = None,
+        secret: str | None = None,
     ) -> None:
         self.model = model
         self.versions = VersionBook()
@@ -110,6 +113,7 @@ class Fleet:
         self._guard = guard
         self._supervised = supervised
         self._shelf = shelf
+        self._secret = os.environ.get(SECRET, "") if secret is None else secret
         self._refitting = asyncio.Lock()
         self._recipe: tuple[int, Update] | None = None
         self._doubtful: set[int] = set()
@@ -241,20 +245,23 @@ class Fleet:
     async def refit(
         self,
         version: int,
-        update: Update | Path | str,
+        update: Weights,
         *,
         mode: RefitMode = "pause-all",
         share: float = 0.5,
         expected: Answer | None = None,
         allow_cast: bool = False,
     ) -> RefitReport:
-        """Bring every worker to `version`; `update` is a checkpoint directory that all of them can
-        read, or another `Update`. A second refit waits for the first."""
+        """Bring every worker to `version`; `update` is what a publisher offered, a checkpoint
+        directory that all of them can read, or another `Update`. A second refit waits for the
+        first."""
         if mode not in get_args(RefitMode) or not 0.0 < share <= 1.0:
             raise UsageError(
                 f"A refit cannot be made with mode {mode!r} and share {share!r}.",
                 f"Modes are {', '.join(get_args(RefitMode))}; a share is above 0 and at most 1.",
             )
+        if isinstance(update, Offer):
+            update = Offered(update, self._secret, allow_cast)
         if isinstance(update, str | Path):
             update = FromDisk(Path(update), self._roots, await self._served(), allow_cast)
         async with self._refitting, self._guard():

@@ -1,13 +1,15 @@
 """Where new weights come from: an `Update` is what a refit applies to every worker.
 
-`FromDisk` loads a checkpoint directory, `FromEngineMethod` has a named method of the engine fetch
-them. Both are looked at before any worker is touched.
+`FromDisk` loads a checkpoint directory, `Offered` is what a publisher of `rollway.weights` has
+announced, `FromEngineMethod` has a named method of the engine fetch them. All are looked at before
+any worker is touched; what is offered is even brought to every worker while it generates.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,9 +26,14 @@ from rollway.weights.checkpoint import (
     refuse_differences,
     stamps,
 )
+from rollway.weights.offer import Offer
 
 CHECK_METHOD, LOAD_METHOD = "rollway_check", "rollway_load"
+STAGE_METHOD, STAGED_METHOD, SWAP_METHOD = "rollway_stage", "rollway_staged", "rollway_swap"
 """Of `rollway.engine.worker.WorkerExtension`."""
+STILL = "still staging"
+"""What a worker says that is not ready yet."""
+STAGE_SECONDS = 720.0
 
 
 class Update(Protocol):
@@ -50,6 +57,10 @@ class Update(Protocol):
         ...
 
     async def apply(self, admin: AdminAPI, worker: Worker, version: int) -> None: ...
+
+
+Weights = Update | Offer | Path | str
+"""What a refit can be given."""
 
 
 @dataclass(slots=True)
@@ -113,6 +124,65 @@ class FromDisk:
             return await asyncio.to_thread(stamps, Path(self.path)) != self._stamps
         except UsageError:
             return True
+
+
+@dataclass(slots=True)
+class Offered:
+    """Weights that a publisher has announced. Every worker takes and proves them before any is
+    paused; the pause is only the swap."""
+
+    offer: Offer
+    secret: str = ""
+    """What the workers' offers are signed with."""
+    allow_cast: bool = False
+    stage_seconds: float = STAGE_SECONDS
+    repeatable: bool = True
+
+    def __post_init__(self) -> None:
+        self.repeatable = self.offer.repeatable
+
+    @property
+    def identity(self) -> str:
+        return self.offer.identity
+
+    async def prepare(self) -> None:
+        """It was looked at when it was published."""
+
+    async def preflight(self, admin: AdminAPI, worker: Worker) -> bool:
+        offer = self.offer.signed(self.secret).as_json()
+        arguments = {"offer": offer, "allow_cast": self.allow_cast}
+        try:
+            await admin.call(worker, STAGE_METHOD, arguments)
+            await self._until_staged(admin, worker)
+        except NoSuchMethod as error:
+            raise UsageError(
+                f"{worker} cannot stage weights.",
+                "Start it with --worker-extension-cls rollway.engine.worker.WorkerExtension, or "
+                "refit from a checkpoint directory.",
+            ) from error
+        except AdminError as error:
+            if error.__cause__ is not None:
+                raise  # it was not asked, or could not answer
+            raise UsageError(error.message, error.hint) from error
+        return True
+
+    async def apply(self, admin: AdminAPI, worker: Worker, version: int) -> None:
+        await admin.update_distributed(worker, version, SWAP_METHOD, {"identity": self.identity})
+
+    async def _until_staged(self, admin: AdminAPI, worker: Worker) -> None:
+        deadline, pause = time.monotonic() + self.stage_seconds, 0.01
+        while True:
+            try:
+                return await admin.call(worker, STAGED_METHOD, {"identity": self.identity})
+            except AdminError as error:
+                if STILL not in error.message:
+                    raise
+                if time.monotonic() > deadline:
+                    raise AdminError(
+                        f"{worker} has not got the weights within {self.stage_seconds:g} s."
+                    ) from error
+            await asyncio.sleep(pause)
+            pause = min(0.1, 1.5 * pause)
 
 
 @dataclass(slots=True)

@@ -19,6 +19,7 @@ from rollway.stack.lease import Lease
 from rollway.stack.plan import ProcessPlan, StackPlan
 from rollway.stack.processes import ProcessId
 from rollway.stack.state import ProcessState, StackDir, StackState
+from rollway.weights.offer import SECRET
 
 
 class Children:
@@ -36,6 +37,7 @@ class Children:
         self.instances: dict[str, int] = {}
         self.retired: set[int] = set()
         self.plans: dict[str, ProcessPlan] = {}
+        self.secret = ""
         self.plan: StackPlan | None = None
         me = ProcessId.of(os.getpid())
         assert me is not None
@@ -59,7 +61,8 @@ class Children:
         with process.log.open("ab") as log:
             child = subprocess.Popen(
                 process.argv,
-                env={**os.environ, **process.env},
+                # Not in the plan, which everybody may see.
+                env={**os.environ, **process.env, SECRET: self.secret},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -162,6 +163,23 @@ class StackDir:
         """Remove what says that a stack runs; logs and history stay."""
         for path in (self.state_file, self.state_file.with_suffix(".new")):
             path.unlink(missing_ok=True)
+
+
+def new_secret(run_dir: Path) -> str:
+    """What offers of weights to the workers of this run are signed with."""
+    secret = secrets.token_hex(32)
+    handle = os.open(run_dir / "secret", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(handle, "w") as file:
+        file.write(secret)
+    return secret
+
+
+def secret_of(state: StackState) -> str:
+    """Of a run of this user; empty when there is none to read."""
+    try:
+        return (Path(state.run_dir) / "secret").read_text()
+    except OSError:
+        return ""
 
 
 class WeightsFile:

@@ -33,7 +33,14 @@ from rollway.stack.heal import WATCH_SECONDS, Healer
 from rollway.stack.locks import NamedLock
 from rollway.stack.plan import ProcessPlan, StackPlan, plan_stack
 from rollway.stack.ready import until_open
-from rollway.stack.state import DETACH, ProcessState, StackDir, patience, prepare_logs
+from rollway.stack.state import (
+    DETACH,
+    ProcessState,
+    StackDir,
+    new_secret,
+    patience,
+    prepare_logs,
+)
 
 
 class Supervisor(Healer):
@@ -96,6 +103,7 @@ class Supervisor(Healer):
         run_dir.mkdir(mode=0o700, parents=True)
         for part in ("tmp", "discovery"):
             (run_dir / part).mkdir()
+        self.secret = new_secret(run_dir)
         plan = plan_stack(
             self.spec, run_id=self.state.run_id, run_dir=run_dir, log_dir=log_dir, ports=self.ports
         )

@@ -1,0 +1,72 @@
+"""Which transport an offer came by, and the receiver that reads it inside a worker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import safe_open
+
+from rollway.errors import WeightsError
+from rollway.weights.checkpoint import TensorHeader, check_checkpoint, read_headers
+from rollway.weights.offer import Offer
+
+
+class Receiver(Protocol):
+    """Reads versions by one transport. Kept between versions: so are connections and mappings."""
+
+    def headers(self, offer: Offer) -> dict[str, TensorHeader]:
+        """What is offered, before any byte of it is read."""
+        ...
+
+    def tensors(self, offer: Offer) -> Iterator[tuple[str, torch.Tensor]]:
+        """Hugging Face tensors, valid until the next is asked for; ends only if all of them were
+        exactly what was published."""
+        ...
+
+
+class FilesReceiver:
+    """Checkpoint directories."""
+
+    def headers(self, offer: Offer) -> dict[str, TensorHeader]:
+        return check_checkpoint(Path(offer.where["path"])).tensors
+
+    def tensors(self, offer: Offer) -> Iterator[tuple[str, torch.Tensor]]:
+        directory = Path(offer.where["path"])
+        if check_checkpoint(directory, whole=False).identity != offer.identity:
+            raise WeightsError(f"{directory} is not what was offered.")
+        yield from checkpoint_tensors(directory)
+        check_checkpoint(directory)  # what was read is what was published
+
+
+class ShmReceiver:
+    def __init__(self) -> None:
+        from rollway.weights.transports.shm import ShmReader
+
+        self._reader = ShmReader()
+
+    def headers(self, offer: Offer) -> dict[str, TensorHeader]:
+        return self._reader.manifest(offer).headers()
+
+    def tensors(self, offer: Offer) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._reader.tensors(offer)
+
+
+_KNOWN: dict[str, Any] = {"files": FilesReceiver, "shm": ShmReceiver}
+
+
+def receiver_for(offer: Offer, kept: dict[str, Receiver]) -> Receiver:
+    if offer.transport not in _KNOWN:
+        raise WeightsError(f"This worker cannot receive weights by {offer.transport}.")
+    if offer.transport not in kept:
+        kept[offer.transport] = _KNOWN[offer.transport]()
+    return kept[offer.transport]
+
+
+def checkpoint_tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    for file in sorted({header.file for header in read_headers(directory).values()}):
+        with safe_open(str(directory / file), framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 (it is no dict)
+                yield name, opened.get_tensor(name)

@@ -1,0 +1,153 @@
+"""New weights are brought to a worker and checked while it generates; the pause is only a swap.
+
+    rollway_stage ─► a thread: read ─► load into a shadow ─► prove ─► prepare
+    rollway_staged ─► still at it, or wrong, or ready
+    rollway_swap ─► (paused) exchange with the served model
+
+Where a shadow cannot be exchanged, the thread brings the tensors into memory and proves their
+bytes, and the swap has vLLM load them in place. Where memory does not hold them twice, the swap
+reads them straight from where they were published.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from rollway.engine.fingerprint import Proof
+from rollway.engine.receivers import Receiver
+from rollway.engine.shadow import Shadow, exchangeable
+from rollway.weights.checkpoint import TensorHeader, differences, refuse_differences
+from rollway.weights.offer import Offer
+
+log = logging.getLogger(__name__)
+
+STILL = "still staging"
+"""What a worker says that is not ready yet."""
+Way = Literal["exchange", "memory", "in place"]
+_SPARE = 1.25
+"""How much more memory than the weights take must be free to hold them twice."""
+
+
+@dataclass(slots=True)
+class Staging:
+    """One version on its way into one worker."""
+
+    worker: Any
+    receiver: Receiver
+    offer: Offer
+    served: dict[str, TensorHeader] | None
+    ranks: int
+    reduced: Any
+    allow_cast: bool = False
+    way: Way = "exchange"
+    seconds: dict[str, float] = field(default_factory=dict)
+    _shadow: Shadow | None = None
+    _proof: Proof | None = None
+    _tensors: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+    _error: BaseException | None = None
+    _done: threading.Event = field(default_factory=threading.Event)
+
+    def start(self) -> None:
+        why_not = exchangeable(self.worker)
+        room = free_bytes() > _SPARE * self.offer.nbytes
+        self.way = "in place" if not room else "memory" if why_not else "exchange"
+        if self.way == "exchange":
+            self._shadow = Shadow(self.worker)
+        log.info("staging version %d: %s (%s)", self.offer.version, self.way, why_not or "swap")
+        threading.Thread(target=self._run, name="rollway-staging", daemon=True).start()
+
+    def check(self) -> None:
+        """Raise while it is not ready, and for ever if it failed."""
+        if not self._done.is_set():
+            raise RuntimeError(f"{STILL} version {self.offer.version}")
+        if self._error is not None:
+            raise RuntimeError(f"{self._error}") from self._error
+
+    @property
+    def failed(self) -> bool:
+        return self._error is not None
+
+    def swap(self) -> None:
+        """Serve the staged weights; the worker must be paused."""
+        self.check()
+        began = time.perf_counter()
+        if self._shadow is not None:
+            assert self._proof is not None
+            # Here for several ranks: while they serve, their groups are in use.
+            self._proof.judge(self.ranks, self.reduced)
+            self._shadow.exchange()
+        else:
+            self._load_in_place()
+        self.seconds["swap"] = time.perf_counter() - began
+        self._shadow, self._tensors = None, []
+        spent = ", ".join(f"{name} {value:.3f} s" for name, value in self.seconds.items())
+        log.info("version %d is served (%s)", self.offer.version, spent)
+
+    def drop(self) -> None:
+        """Let go of what was brought; the thread, if it still runs, ends by itself."""
+        self._shadow, self._tensors = None, []
+
+    def _run(self) -> None:
+        try:
+            with torch.no_grad():
+                self._bring()
+        except BaseException as error:  # noqa: BLE001 (it is told to whoever asks)
+            self._error = error
+            self.drop()
+        finally:
+            self._done.set()
+
+    def _bring(self) -> None:
+        new = self.receiver.headers(self.offer)
+        if self.served is not None:
+            words = differences(new, self.served, allow_cast=self.allow_cast)
+            refuse_differences(words, f"version {self.offer.version}")
+        if self._shadow is not None:
+            with self._timed("load"):
+                self._proof = self._shadow.load(self.receiver.tensors(self.offer))
+            if self.ranks == 1:
+                self._proof.judge()
+            with self._timed("prepare"):
+                self._shadow.prepare()
+        elif self.way == "memory":
+            with self._timed("load"):
+                self._tensors = [(n, t.clone()) for n, t in self.receiver.tensors(self.offer)]
+
+    def _load_in_place(self) -> None:
+        model = self.worker.model_runner.get_model()
+        proof = Proof(model)
+        brought = iter(self._tensors) if self.way == "memory" else self.receiver.tensors(self.offer)
+        self.worker.reload_weights(weights_iterator=proof.watching(brought))
+        proof.check(model, self.ranks, self.reduced)
+
+    def _timed(self, name: str) -> Any:
+        return _Timed(self.seconds, name)
+
+
+@dataclass(slots=True)
+class _Timed:
+    into: dict[str, float]
+    name: str
+    began: float = 0.0
+
+    def __enter__(self) -> None:
+        self.began = time.perf_counter()
+
+    def __exit__(self, *_: Any) -> None:
+        self.into[self.name] = time.perf_counter() - self.began
+
+
+def free_bytes() -> int:
+    """Of memory, on this machine; what a container may take is not looked at."""
+    with open("/proc/meminfo") as lines:  # noqa: PTH123
+        for line in lines:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")

@@ -1,0 +1,101 @@
+"""A tensor as bits: integers of the size of its elements, words of eight bytes, and a digest.
+
+The same code for a CPU and a GPU, and the same digest on both.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+
+import torch
+from torch import Tensor
+
+from rollway.errors import UsageError
+
+DTYPES: dict[str, torch.dtype] = {
+    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
+    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8},
+    **{"U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8},
+    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2},
+    **{"F8_E8M0": torch.float8_e8m0fnu, "BOOL": torch.bool},
+}
+"""By the names that safetensors files use."""
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+BLOCK = 1 << 17
+"""Words that are looked at together: 1 MiB."""
+
+
+def digest(tensor: Tensor) -> str:
+    """128 bits that tell a tensor's bytes from any other's, but for malice; same on every device.
+
+    Each block of words is folded, multiplied by keys of its positions and summed, which a GPU
+    does in passing; the sums are hashed. A block in which one element of up to four bytes changed
+    never has the same sum."""
+    words, tail = words_of(raw_bytes(tensor))
+    final = hashlib.blake2b(words.numel().to_bytes(8, "little"), digest_size=16)
+    full = words.numel() // BLOCK
+    blocks = words[: full * BLOCK].view(full, BLOCK)
+    keys = _keys(tensor.device)
+    sums = [_sums(rows, keys) for rows in blocks.split(blocks_at_once(tensor.device))]
+    if words.numel() % BLOCK:
+        rest = words[full * BLOCK :]
+        sums.append(_sums(rest.view(1, -1), keys[: rest.numel()]))
+    if sums:
+        final.update(torch.cat(sums).cpu().numpy().tobytes())
+    final.update(tail.cpu().numpy().tobytes())
+    return final.hexdigest()
+
+
+def _sums(rows: Tensor, keys: Tensor) -> Tensor:
+    # Multiplying carries upwards only, so the upper half is first added to the lower: else two
+    # sign bits that flip at the top of their words would cancel each other.
+    folded = rows >> 32
+    folded += rows
+    folded *= keys
+    return folded.sum(1)
+
+
+@functools.cache
+def _keys(device: torch.device) -> Tensor:
+    """Odd numbers without a pattern, the same ones everywhere."""
+    stream = hashlib.shake_128(b"rollway digest keys").digest(8 * BLOCK)
+    return torch.frombuffer(bytearray(stream), dtype=torch.int64).bitwise_or(1).to(device)
+
+
+def blocks_at_once(device: torch.device) -> int:
+    """As many blocks as suit the device: a CPU's cache, or a GPU's many cores."""
+    return 1 if device.type == "cpu" else 512
+
+
+def raw_bytes(tensor: Tensor) -> Tensor:
+    """All bytes, in order; shares memory with a contiguous tensor."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def integers(tensor: Tensor) -> Tensor:
+    """All elements as integers of their size, in order; shares memory with a contiguous tensor."""
+    return tensor.detach().contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
+
+
+def words_of(raw: Tensor) -> tuple[Tensor, Tensor]:
+    """Bytes by eights, and the few that are left over."""
+    whole = raw.numel() // 8 * 8
+    head = raw[:whole]
+    if head.storage_offset() % 8:
+        head = head.clone()  # a view that starts inside a word
+    return head.view(torch.int64), raw[whole:]
+
+
+def dtype_name(tensor: Tensor) -> str:
+    name = _NAMES.get(tensor.dtype)
+    if name is None:
+        raise UsageError(f"Tensors of {tensor.dtype} cannot be published.", "Use a plain dtype.")
+    return name
+
+
+def describe(tensor: Tensor) -> str:
+    where = "" if tensor.device.type == "cpu" else f" on {tensor.device}"
+    return f"{_NAMES.get(tensor.dtype, tensor.dtype)}{list(tensor.shape)}{where}"

@@ -1,0 +1,127 @@
+"""What a publisher tells the receivers of a version: which weights, how many bytes, and where.
+
+An offer is plain JSON and small; the list of tensors lies with the bytes. It reaches a worker over
+its admin port, so it is signed with the secret that the stack gave its workers: whoever can reach
+the port cannot make a worker load something. No offer carries code, and none is unpickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from rollway.errors import WeightsError
+from rollway.weights.checkpoint import TensorHeader
+
+SECRET = "ROLLWAY_WEIGHTS_SECRET"
+"""Environment variable that workers of a supervised stack have."""
+Transport = Literal["files", "delta", "shm", "cuda_ipc", "collective", "nixl"]
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+_MOST_TENSORS = 1 << 22
+
+
+class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One version of the weights, as its publisher announces it."""
+
+    transport: Transport
+    version: Count
+    identity: Annotated[str, msgspec.Meta(min_length=8, max_length=128)]
+    """Equal for equal weights."""
+    nbytes: Count
+    where: dict[str, Any]
+    """For the transport alone."""
+    repeatable: bool = True
+    """Whether a receiver that comes later can still get it."""
+    mac: str = ""
+
+    def signed(self, secret: str) -> Offer:
+        return msgspec.structs.replace(self, mac=_mac(self, secret)) if secret else self
+
+    def as_json(self) -> dict[str, Any]:
+        made: dict[str, Any] = msgspec.to_builtins(self)
+        return made
+
+
+def read_offer(raw: Mapping[str, Any], secret: str | None = None) -> Offer:
+    """An offer as it came, if it is one and whoever made it knows the secret."""
+    try:
+        offer = msgspec.convert(dict(raw), Offer)
+    except (msgspec.ValidationError, TypeError) as error:
+        raise WeightsError(f"This is no offer of weights: {error}.") from error
+    secret = os.environ.get(SECRET, "") if secret is None else secret
+    if secret and not hmac.compare_digest(offer.mac, _mac(offer, secret)):
+        raise WeightsError(
+            "An offer of weights is not signed with this stack's secret.",
+            f"Attach to the stack by its name, or set {SECRET} to the one its workers have.",
+        )
+    return offer
+
+
+def _mac(offer: Offer, secret: str) -> str:
+    plain = msgspec.structs.replace(offer, mac="")
+    body = msgspec.json.encode(plain, order="deterministic")
+    return hmac.new(secret.encode(), body, hashlib.sha256).hexdigest()
+
+
+class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One tensor of a version: what it is, where its bytes start, and their digest."""
+
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
+    dtype: str
+    shape: Annotated[tuple[Count, ...], msgspec.Meta(max_length=16)]
+    offset: Count
+    nbytes: Count
+    digest: str = ""
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The tensors of a version, in the order in which their bytes lie."""
+
+    version: Count
+    nbytes: Count
+    entries: Annotated[list[Entry], msgspec.Meta(max_length=_MOST_TENSORS)]
+
+    @property
+    def identity(self) -> str:
+        """By digests and names: wherever the bytes lie."""
+        facts = [(one.name, one.dtype, one.shape, one.digest) for one in self.entries]
+        return hashlib.sha256(msgspec.json.encode(facts)).hexdigest()[:32]
+
+    def encode(self) -> bytes:
+        return msgspec.json.encode(self)
+
+    def headers(self) -> dict[str, TensorHeader]:
+        return {e.name: TensorHeader(e.dtype, tuple(e.shape), "") for e in self.entries}
+
+
+def read_manifest(raw: bytes, offer: Offer) -> Manifest:
+    """A manifest, if it is the one that was offered and its tensors lie within its bytes."""
+    try:
+        manifest = msgspec.json.decode(raw, type=Manifest)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise WeightsError(f"The list of tensors of version {offer.version} is damaged.") from error
+    if (manifest.version, manifest.identity) != (offer.version, offer.identity):
+        raise WeightsError(
+            f"Version {offer.version} is gone: its place holds version {manifest.version}.",
+            "Offer the newest version, or let the publisher keep more.",
+        )
+    check_entries(manifest.entries, manifest.nbytes)
+    return manifest
+
+
+def check_entries(entries: Sequence[Entry], nbytes: int) -> None:
+    from rollway.weights.layout import ELEMENT_BYTES, Box
+
+    for one in entries:
+        wanted = Box.whole(one.shape).elements * ELEMENT_BYTES.get(one.dtype, 0)
+        if one.dtype not in ELEMENT_BYTES or wanted != one.nbytes:
+            raise WeightsError(f"{one.name} is said to be {one.dtype} in {one.nbytes} bytes.")
+        if one.offset + one.nbytes > nbytes:
+            raise WeightsError(f"{one.name} is said to lie outside of what was published.")
+    if len({one.name for one in entries}) != len(entries):
+        raise WeightsError("A tensor is listed twice.")

@@ -1,0 +1,247 @@
+"""Weights through shared memory: one copy out of the trainer's buffer, on one machine.
+
+    trainer ── publish: copy in, digest ──► /dev/shm/rollway-weights-…   (a few slots, used in turn)
+                                                 │ mapped once, read in place
+    worker  ◄── one copy, straight into its own parameters; digests compared after the copy
+
+`adopt` moves a module's own parameters into a slot: publishing then copies nothing at all. A slot's
+list of tensors is taken away before its bytes are written over, and a reader looks again when it
+has read: it never takes half of one version and half of another.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import stat
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from rollway.errors import UsageError, WeightsError
+from rollway.weights import owner
+from rollway.weights.bits import DTYPES, digest, dtype_name
+from rollway.weights.offer import Entry, Manifest, Offer, read_manifest
+
+SHM = Path("/dev/shm")
+_PREFIX = "rollway-weights-"
+_ALIGNED = 256
+_MOST_MANIFEST_BYTES = 1 << 30
+
+
+class Where(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Of an offer: the slot's file name, below /dev/shm."""
+
+    slot: str
+
+
+@dataclass(slots=True)
+class _Slot:
+    path: Path
+    version: int = -1
+    memory: Tensor | None = None
+    """All of it, as bytes."""
+
+    @property
+    def manifest(self) -> Path:
+        return self.path.with_name(f"{self.path.name}.json")
+
+    def room_for(self, nbytes: int) -> Tensor:
+        """The slot's memory, larger if need be; readers keep what they have mapped."""
+        if self.memory is None or self.memory.numel() < nbytes:
+            self.path.unlink(missing_ok=True)
+            self.memory = _mapped_for_writing(self.path, nbytes)
+        return self.memory
+
+    def remove(self) -> None:
+        self.manifest.unlink(missing_ok=True)
+        self.path.unlink(missing_ok=True)
+        self.memory = None
+
+
+class ShmPublisher:
+    """Publishes versions to readers on this machine; the newest `keep` stay readable."""
+
+    def __init__(self, keep: int = 2, directory: Path = SHM) -> None:
+        if keep < 1:
+            raise UsageError(f"At least one version must be kept, not {keep}.")
+        if not directory.is_dir():
+            raise UsageError(f"There is no shared memory at {directory}.", "Publish to files.")
+        remove_abandoned(directory)
+        mark = owner.mark()
+        unique = os.urandom(4).hex()
+        self._slots = [
+            _Slot(directory / f"{_PREFIX}{mark}-{unique}-{number}") for number in range(keep)
+        ]
+        self._adopted: dict[str, Tensor] | None = None
+
+    def publish(self, version: int, tensors: Iterable[tuple[str, Tensor]] = ()) -> Offer:
+        """Put a version where workers can read it; without tensors, those that were adopted."""
+        given = dict(tensors) or self._adopted
+        if not given:
+            raise UsageError("There are no tensors to publish.")
+        slot = self._slots[0] if self._in_place(given) else min(self._slots, key=_age)
+        slot.manifest.unlink(missing_ok=True)  # whoever reads it now learns that it changed
+        entries, nbytes = _laid_out(given)
+        memory = slot.room_for(nbytes)
+        for index, (one, tensor) in enumerate(zip(entries, given.values(), strict=True)):
+            target = memory[one.offset : one.offset + one.nbytes]
+            if target.data_ptr() != tensor.data_ptr():
+                _view(memory, one).copy_(tensor.detach())
+            entries[index] = msgspec.structs.replace(one, digest=digest(_view(memory, one)))
+        manifest = Manifest(version, nbytes, entries)
+        scratch = slot.manifest.with_suffix(".partial")
+        scratch.write_bytes(manifest.encode())
+        scratch.replace(slot.manifest)
+        slot.version = version
+        size = sum(one.nbytes for one in entries)
+        return Offer("shm", version, manifest.identity, size, {"slot": slot.path.name})
+
+    def adopt(self, module: torch.nn.Module) -> None:
+        """Move a module's parameters into shared memory, where publishing finds them. They must
+        not change while a refit reads them: it would be noticed, and refused."""
+        named = dict(module.named_parameters())
+        if any(parameter.device.type != "cpu" for parameter in named.values()):
+            raise UsageError("Only parameters in CPU memory can be adopted.", "Use cuda_ipc.")
+        entries, nbytes = _laid_out(named)
+        memory = self._slots[0].room_for(nbytes)
+        for one, parameter in zip(entries, named.values(), strict=True):
+            view = _view(memory, one)
+            view.copy_(parameter.detach())
+            parameter.data = view
+        self._adopted = {name: parameter.data for name, parameter in named.items()}
+
+    def close(self) -> None:
+        """Take everything away; readers keep what they have mapped."""
+        for slot in self._slots:
+            slot.remove()
+        self._adopted = None
+
+    def __enter__(self) -> ShmPublisher:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def _in_place(self, given: dict[str, Tensor]) -> bool:
+        return self._adopted is not None and given is self._adopted
+
+
+class ShmReader:
+    """Reads offers in place; mappings are kept, so that the next version costs no page faults."""
+
+    def __init__(self, directory: Path = SHM) -> None:
+        self._directory = directory
+        self._maps: dict[str, tuple[int, Tensor]] = {}
+
+    def manifest(self, offer: Offer) -> Manifest:
+        return read_manifest(self._look(offer), offer)
+
+    def tensors(self, offer: Offer) -> Iterator[tuple[str, Tensor]]:
+        """Each tensor in place. Its digest is compared when the next one is asked for: what was
+        copied by then is what was published, or this raises."""
+        manifest = self.manifest(offer)
+        memory = self._memory(offer, manifest.nbytes)
+        for one in manifest.entries:
+            view = _view(memory, one)
+            yield one.name, view
+            if digest(view) != one.digest:
+                raise WeightsError(
+                    f"{one.name} of version {offer.version} changed while it was read.",
+                    "Publish the version again, and change nothing before the refit has ended.",
+                )
+        if read_manifest(self._look(offer), offer) != manifest:
+            raise WeightsError(f"Version {offer.version} was written over while it was read.")
+
+    def _look(self, offer: Offer) -> bytes:
+        path = self._path(offer).with_name(f"{self._path(offer).name}.json")
+        try:
+            if path.stat().st_size > _MOST_MANIFEST_BYTES:
+                raise WeightsError(f"The list of tensors of version {offer.version} is too long.")
+            return path.read_bytes()
+        except FileNotFoundError as error:
+            raise WeightsError(
+                f"Version {offer.version} is not in shared memory any more.",
+                "Its publisher has ended, or has published others since.",
+            ) from error
+
+    def _path(self, offer: Offer) -> Path:
+        slot = msgspec.convert(offer.where, Where).slot
+        if Path(slot).name != slot or not slot.startswith(_PREFIX):
+            raise WeightsError(f"`{slot}` is no slot of shared memory.")
+        return self._directory / slot
+
+    def _memory(self, offer: Offer, nbytes: int) -> Tensor:
+        path = self._path(offer)
+        try:
+            handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        except OSError as error:
+            raise WeightsError(f"{path} cannot be read: {error.strerror}.") from error
+        try:
+            found = os.fstat(handle)
+            if not stat.S_ISREG(found.st_mode) or found.st_size < nbytes:
+                raise WeightsError(f"{path} does not hold {nbytes} bytes.")
+            known = self._maps.get(path.name)
+            if known is None or known[0] != found.st_ino:
+                # Of this publisher's slots only: one that went away takes its memory with it.
+                stem = path.name.rpartition("-")[0]
+                self._maps = {n: m for n, m in self._maps.items() if n.rpartition("-")[0] == stem}
+                known = self._maps[path.name] = (found.st_ino, _mapped(handle, found.st_size))
+        finally:
+            os.close(handle)
+        return known[1]
+
+
+def _mapped(handle: int, size: int) -> Tensor:
+    """To read only, and all at once: page by page would take longer than the copy."""
+    flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+    memory = mmap.mmap(handle, size, flags=flags, prot=mmap.PROT_READ)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch has no tensors that cannot be written to
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def remove_abandoned(directory: Path = SHM) -> None:
+    """Remove what publishers that died have left."""
+    for path in directory.glob(f"{_PREFIX}*"):
+        if owner.gone(path.name, 0.0):
+            path.unlink(missing_ok=True)
+
+
+def _mapped_for_writing(path: Path, nbytes: int) -> Tensor:
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        os.posix_fallocate(handle, 0, max(nbytes, 1))  # a full /dev/shm is an error here, no crash
+        return torch.frombuffer(mmap.mmap(handle, max(nbytes, 1)), dtype=torch.uint8)
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise WeightsError(
+            f"{path.parent} has no room for {nbytes} bytes of weights: {error.strerror}.",
+            "Enlarge it (`--shm-size` of a container), keep fewer versions, or publish to files.",
+        ) from error
+    finally:
+        os.close(handle)
+
+
+def _laid_out(tensors: dict[str, Tensor]) -> tuple[list[Entry], int]:
+    entries, offset = [], 0
+    for name, tensor in tensors.items():
+        nbytes = tensor.numel() * tensor.element_size()
+        entries.append(Entry(name, dtype_name(tensor), tuple(tensor.shape), offset, nbytes))
+        offset += -(-nbytes // _ALIGNED) * _ALIGNED
+    return entries, offset
+
+
+def _view(memory: Tensor, one: Entry) -> Tensor:
+    part = memory[one.offset : one.offset + one.nbytes]
+    return part.view(DTYPES[one.dtype]).view(one.shape)
+
+
+def _age(slot: _Slot) -> int:
+    return slot.version
