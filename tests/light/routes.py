@@ -165,7 +165,7 @@ class AdminRoutes:
         return await self._group(body, "destroy_broadcaster", "destroyed")
 
     async def _update(self, rpc: str, kwargs: Body, body: Body, *, reset: bool) -> Body:
-        if rpc != "rollway_check":  # which loads nothing
+        if rpc not in ("rollway_check", "rollway_stage"):  # which load nothing
             await asyncio.sleep(self._load_seconds)
         self._engine.worker.call(rpc, kwargs)
         if reset:

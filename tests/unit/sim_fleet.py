@@ -479,6 +479,8 @@ class SimAdmin:
         await self._call(worker, "update", act, version, 720.0)
 
     async def call(self, worker: Worker, method: str, arguments: Mapping[str, Any]) -> None:
+        if method == "rollway_stage":
+            raise NoSuchMethod("Workers of this fleet load in place.")
         await self._call(worker, "check", lambda w, _: w.check(arguments["path"]), method, 300.0)
 
     async def weight_version(self, worker: Worker) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,14 +32,18 @@ class FilesReceiver:
     """Checkpoint directories."""
 
     def headers(self, offer: Offer) -> dict[str, TensorHeader]:
-        return check_checkpoint(Path(offer.where["path"])).tensors
+        return read_headers(Path(offer.where["path"]))
 
     def tensors(self, offer: Offer) -> Iterator[tuple[str, torch.Tensor]]:
-        directory = Path(offer.where["path"])
-        if check_checkpoint(directory, whole=False).identity != offer.identity:
-            raise WeightsError(f"{directory} is not what was offered.")
-        yield from checkpoint_tensors(directory)
-        check_checkpoint(directory)  # what was read is what was published
+        directory, whole = Path(offer.where["path"]), bool(offer.where.get("whole", True))
+        with ThreadPoolExecutor(1) as pool:
+            # Beside reading, since hashing takes about as long.
+            intact = pool.submit(check_checkpoint, directory, whole=whole)
+            yield from checkpoint_tensors(directory)
+            found = intact.result()
+        now = check_checkpoint(directory, whole=False)
+        if not found.identity == now.identity == offer.identity:
+            raise WeightsError(f"{directory} changed while it was read.", "Write it again.")
 
 
 class ShmReceiver:

@@ -12,10 +12,10 @@ reads them straight from where they were published.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -42,6 +42,7 @@ class Staging:
     worker: Any
     receiver: Receiver
     offer: Offer
+    new: dict[str, TensorHeader]
     served: dict[str, TensorHeader] | None
     ranks: int
     reduced: Any
@@ -55,6 +56,11 @@ class Staging:
     _done: threading.Event = field(default_factory=threading.Event)
 
     def start(self) -> None:
+        """Refuse what does not fit here; bring the rest."""
+        if self.served is not None:
+            words = differences(self.new, self.served, allow_cast=self.allow_cast)
+            source = self.offer.where.get("path", f"version {self.offer.version}")
+            refuse_differences(words, source)
         why_not = exchangeable(self.worker)
         room = free_bytes() > _SPARE * self.offer.nbytes
         self.way = "in place" if not room else "memory" if why_not else "exchange"
@@ -105,10 +111,6 @@ class Staging:
             self._done.set()
 
     def _bring(self) -> None:
-        new = self.receiver.headers(self.offer)
-        if self.served is not None:
-            words = differences(new, self.served, allow_cast=self.allow_cast)
-            refuse_differences(words, f"version {self.offer.version}")
         if self._shadow is not None:
             with self._timed("load"):
                 self._proof = self._shadow.load(self.receiver.tensors(self.offer))
@@ -145,9 +147,13 @@ class _Timed:
 
 
 def free_bytes() -> int:
-    """Of memory, on this machine; what a container may take is not looked at."""
-    with open("/proc/meminfo") as lines:  # noqa: PTH123
-        for line in lines:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    """Of memory, on this machine and in this container."""
+    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    free = int(fields["MemAvailable"].split()[0]) * 1024
+    cgroup = Path("/sys/fs/cgroup")
+    try:
+        limit = int((cgroup / "memory.max").read_text())
+        used = int((cgroup / "memory.current").read_text())
+    except (OSError, ValueError):
+        return free  # no limit
+    return min(free, limit - used)

@@ -10,7 +10,7 @@ weights when the path is wrong, and on CPU corrupts the experts of any MoE it re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 
 from rollway.engine.fingerprint import Proof
 from rollway.engine.receivers import Receiver, checkpoint_tensors, receiver_for
+from rollway.engine.shadow import exchangeable
 from rollway.engine.staging import Staging
 from rollway.weights.checkpoint import (
     TensorHeader,
@@ -37,15 +38,7 @@ class WorkerExtension:
         """Refuse a checkpoint that this worker could not serve. Changes nothing."""
         _refuse_what_vllm_corrupts(_model(self))
         new = read_headers(Path(path))
-        proof = Proof(_model(self))
-        beyond = [f"tensors like {name}" for name in proof.unknown_among(new)[:1]]
-        if self.model_config.quantization is not None:  # type: ignore[attr-defined]
-            beyond.append("quantised models")
-        if proof.packed and _ranks()[0] > 1:
-            beyond.append("packed layers on several ranks")
-        if beyond:
-            # In these words callers know it from a worker without this class, and use a canary.
-            raise NotImplementedError(f"Method 'rollway_check' is not implemented for {beyond[0]}")
+        _refuse_what_cannot_be_proved(self, new, "rollway_check")
         served = _served(self)
         if served is not None:
             refuse_differences(differences(new, served, allow_cast=allow_cast), path)
@@ -67,6 +60,8 @@ class WorkerExtension:
         """Begin to bring offered weights here; `rollway_staged` says how it went. What was staged
         before is let go."""
         made = read_offer(offer)
+        if exchangeable(self):
+            _refuse_what_vllm_corrupts(_model(self))
         before = _staging(self)
         if before is not None and before.offer == made and not before.failed:
             return
@@ -74,10 +69,14 @@ class WorkerExtension:
             before.drop()
         if not hasattr(self, "_rollway_receivers"):
             self._rollway_receivers: dict[str, Receiver] = {}
+        receiver = receiver_for(made, self._rollway_receivers)
+        new = receiver.headers(made)
+        _refuse_what_cannot_be_proved(self, new, "rollway_stage")
         staging = Staging(
             self,
-            receiver_for(made, self._rollway_receivers),
+            receiver,
             made,
+            new,
             _served(self),
             *_ranks(),
             allow_cast=allow_cast,
@@ -128,12 +127,27 @@ def _served(worker: Any) -> dict[str, TensorHeader] | None:
     return served
 
 
+def _refuse_what_cannot_be_proved(
+    worker: Any, new: Mapping[str, TensorHeader], method: str
+) -> None:
+    proof = Proof(_model(worker))
+    beyond = [f"tensors like {name}" for name in proof.unknown_among(new)[:1]]
+    if worker.model_config.quantization is not None:
+        beyond.append("quantised models")
+    if proof.packed and _ranks()[0] > 1 and exchangeable(worker):
+        beyond.append("packed layers on several ranks")
+    if beyond:
+        # In these words callers know it from a worker without this class, and use a canary.
+        raise NotImplementedError(f"Method '{method}' is not implemented for {beyond[0]}")
+
+
 def _refuse_what_vllm_corrupts(model: torch.nn.Module) -> None:
     on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
     if on_cpu and any(True for _ in _expert_layers(model)):
         raise RuntimeError(
-            "vLLM corrupts the experts of a mixture-of-experts model when it reloads one on CPU; "
-            "refits of such a model need a GPU"
+            "vLLM corrupts the experts of a mixture-of-experts model when it reloads one in place "
+            "on CPU; start the worker with enforce-eager and without adapters, so that it can be "
+            "refitted by exchange"
         )
 
 

@@ -264,6 +264,8 @@ class Fleet:
             update = Offered(update, self._secret, allow_cast)
         if isinstance(update, str | Path):
             update = FromDisk(Path(update), self._roots, await self._served(), allow_cast)
+        if isinstance(update, FromDisk) and not update.secret:
+            update.secret = self._secret
         async with self._refitting, self._guard():
             refit = self._new_refit(version, update, expected)
             refit.mode, refit.share = mode, share
@@ -360,7 +362,7 @@ class Fleet:
         found = self._shelf.get() if self._shelf is not None else None
         if found is None or found[0] != current:
             return None
-        return current, FromDisk(found[1], self._roots)
+        return current, FromDisk(found[1], self._roots, secret=self._secret)
 
     def _note_doubts(self, refit: Refit) -> None:
         doubtful = {i for i, state in refit.states.items() if state.state == "in doubt"}

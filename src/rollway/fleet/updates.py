@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from rollway.errors import AdminError, UsageError
+from rollway.errors import AdminError, RollwayError, UsageError
 from rollway.fleet.admin import AdminAPI, NoSuchMethod
 from rollway.fleet.discovery import Worker
 from rollway.weights.checkpoint import (
@@ -75,7 +75,11 @@ class FromDisk:
     whole: bool = True
     """Whether every byte is compared with the digests in STABLE."""
     repeatable: bool = True
+    staged: bool = True
+    """Whether workers that can load it beside the model that serves, before they are paused."""
+    secret: str = ""
     checkpoint: Checkpoint | None = None
+    _staged: set[int] = field(default_factory=set)
     _proving: set[int] = field(default_factory=set)
     _stamps: dict[str, tuple[int, int, int]] = field(default_factory=dict)
 
@@ -94,6 +98,17 @@ class FromDisk:
         self.path = self.checkpoint.path
 
     async def preflight(self, admin: AdminAPI, worker: Worker) -> bool:
+        """Have it staged; a worker that cannot do that is asked whether it could load it."""
+        try:
+            if self.staged:
+                await stage(admin, worker, self._offer(), self.secret, self.allow_cast)
+                self._staged.add(worker.instance_id)
+                return True
+        except NoSuchMethod:
+            pass
+        return await self._checked(admin, worker)
+
+    async def _checked(self, admin: AdminAPI, worker: Worker) -> bool:
         assert self.checkpoint is not None
         arguments = {"path": str(self.path), "allow_cast": self.allow_cast}
         try:
@@ -106,18 +121,24 @@ class FromDisk:
                 refuse_differences(words, self.path)
             return False
         except AdminError as error:
-            if error.__cause__ is not None:
-                raise  # it was not asked, or could not answer
-            raise UsageError(error.message, error.hint) from error
+            raise _refusal(error) from error
         self._proving.add(worker.instance_id)
         return True
 
     async def apply(self, admin: AdminAPI, worker: Worker, version: int) -> None:
-        method = LOAD_METHOD if worker.instance_id in self._proving else None
-        await admin.update_from_disk(worker, self.path, version, method=method)
+        if worker.instance_id in self._staged:
+            await swap(admin, worker, self._offer(), version)
+        else:
+            method = LOAD_METHOD if worker.instance_id in self._proving else None
+            await admin.update_from_disk(worker, self.path, version, method=method)
         # What a worker has read is what was looked at only if nobody wrote in between.
         if await self._touched():
             raise AdminError(f"{self.path} changed while {worker} was loading it.")
+
+    def _offer(self) -> Offer:
+        assert self.checkpoint is not None
+        where = {"path": str(self.path), "whole": self.whole}
+        return Offer("files", 0, self.identity, self.checkpoint.nbytes, where)
 
     async def _touched(self) -> bool:
         try:
@@ -149,40 +170,57 @@ class Offered:
         """It was looked at when it was published."""
 
     async def preflight(self, admin: AdminAPI, worker: Worker) -> bool:
-        offer = self.offer.signed(self.secret).as_json()
-        arguments = {"offer": offer, "allow_cast": self.allow_cast}
         try:
-            await admin.call(worker, STAGE_METHOD, arguments)
-            await self._until_staged(admin, worker)
+            await stage(admin, worker, self.offer, self.secret, self.allow_cast, self.stage_seconds)
         except NoSuchMethod as error:
             raise UsageError(
-                f"{worker} cannot stage weights.",
+                f"{worker} cannot stage weights: {error.message}",
                 "Start it with --worker-extension-cls rollway.engine.worker.WorkerExtension, or "
                 "refit from a checkpoint directory.",
             ) from error
-        except AdminError as error:
-            if error.__cause__ is not None:
-                raise  # it was not asked, or could not answer
-            raise UsageError(error.message, error.hint) from error
         return True
 
     async def apply(self, admin: AdminAPI, worker: Worker, version: int) -> None:
-        await admin.update_distributed(worker, version, SWAP_METHOD, {"identity": self.identity})
+        await swap(admin, worker, self.offer, version)
 
-    async def _until_staged(self, admin: AdminAPI, worker: Worker) -> None:
-        deadline, pause = time.monotonic() + self.stage_seconds, 0.01
+
+async def stage(
+    admin: AdminAPI,
+    worker: Worker,
+    offer: Offer,
+    secret: str,
+    allow_cast: bool = False,
+    seconds: float = STAGE_SECONDS,
+) -> None:
+    """Have a worker take and prove weights while it generates; `NoSuchMethod` if it cannot."""
+    signed = offer.signed(secret).as_json()
+    deadline, pause = time.monotonic() + seconds, 0.01
+    try:
+        await admin.call(worker, STAGE_METHOD, {"offer": signed, "allow_cast": allow_cast})
         while True:
             try:
-                return await admin.call(worker, STAGED_METHOD, {"identity": self.identity})
+                return await admin.call(worker, STAGED_METHOD, {"identity": offer.identity})
             except AdminError as error:
                 if STILL not in error.message:
                     raise
-                if time.monotonic() > deadline:
-                    raise AdminError(
-                        f"{worker} has not got the weights within {self.stage_seconds:g} s."
-                    ) from error
+            if time.monotonic() > deadline:
+                raise AdminError(f"{worker} has not got the weights within {seconds:g} s.")
             await asyncio.sleep(pause)
             pause = min(0.1, 1.5 * pause)
+    except NoSuchMethod:
+        raise
+    except AdminError as error:
+        raise _refusal(error) from error
+
+
+async def swap(admin: AdminAPI, worker: Worker, offer: Offer, version: int) -> None:
+    """Have a paused worker serve what it staged."""
+    await admin.update_distributed(worker, version, SWAP_METHOD, {"identity": offer.identity})
+
+
+def _refusal(error: AdminError) -> RollwayError:
+    """A worker's no, as a caller's mistake; unless it was not asked, or could not answer."""
+    return error if error.__cause__ is not None else UsageError(error.message, error.hint)
 
 
 @dataclass(slots=True)

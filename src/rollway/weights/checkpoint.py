@@ -50,6 +50,12 @@ class Checkpoint:
     identity: str
     """Equal for equal files; tells one set of weights from another that claims its version."""
 
+    @property
+    def nbytes(self) -> int:
+        return sum(
+            math.prod(one.shape) * ELEMENT_BYTES.get(one.dtype, 1) for one in self.tensors.values()
+        )
+
 
 def publish_checkpoint(directory: Path, write: Callable[[Path], object]) -> Path:
     """Let `write(dir)` fill a scratch directory, then make it appear as `directory` at once."""
