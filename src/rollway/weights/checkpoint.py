@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from rollway.errors import UsageError
+from rollway.weights import owner
 from rollway.weights.layout import ELEMENT_BYTES
 
 STABLE = "STABLE"
@@ -59,7 +60,7 @@ class Checkpoint:
 
 def publish_checkpoint(directory: Path, write: Callable[[Path], object]) -> Path:
     """Let `write(dir)` fill a scratch directory, then make it appear as `directory` at once."""
-    scratch = directory.with_name(f".{directory.name}.{os.getpid()}.partial")
+    scratch = directory.with_name(owner.scratch_name(directory.name))
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
     try:
@@ -67,12 +68,13 @@ def publish_checkpoint(directory: Path, write: Callable[[Path], object]) -> Path
         files = sorted(path for path in scratch.iterdir() if path.is_file())
         for path in files:
             path.chmod(_readable())  # safetensors writes for its owner alone
-            _sync(path)
+            sync(path)
         stable = scratch / STABLE
         stable.write_text(json.dumps({"files": _digests(files)}, indent=1))
-        _sync(stable)
+        sync(stable)
+        sync(scratch)
         scratch.rename(directory)
-        _sync(directory.parent)
+        sync(directory.parent)
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
         raise
@@ -271,7 +273,8 @@ def _readable() -> int:
     return 0o666 & ~umask
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Have a file, or the names in a directory, outlive the machine."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

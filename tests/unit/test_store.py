@@ -1,0 +1,137 @@
+"""Objects appear whole or not at all, and what dead writers leave goes away."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rollway.errors import UsageError, WeightsError
+from rollway.weights import owner
+from rollway.weights.store import SharedMemory, Store, sweep_shared_memory
+
+
+def test_objects_come_and_go(tmp_path: Path) -> None:
+    store = Store(tmp_path / "deep" / "store")
+    assert store.keys() == []
+    assert store.put("a/one", b"12") == 2
+    assert store.put("a/two", iter([b"12", memoryview(b"34"), bytearray(b"5")])) == 5
+    store.put("b/three", b"")
+    assert store.keys() == ["a/one", "a/two", "b/three"]
+    assert store.keys("a/t") == ["a/two"]
+    assert store.get("a/two") == b"12345"
+    store.put("a/two", b"new")
+    assert store.get("a/two") == b"new"
+    store.delete("a/two")
+    store.delete("a/two")
+    with pytest.raises(WeightsError, match="is not there"):
+        store.get("a/two")
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_pieces_of_an_object(tmp_path: Path, mapped: bool) -> None:
+    store = Store(tmp_path, mapped=mapped)
+    store.put("x", b"0123456789")
+    store.put("empty", b"")
+    with store.open("x") as blob:
+        store.delete("x")  # who has it open can go on
+        assert bytes(blob.read(3, 4)) == b"3456"
+        with pytest.raises(WeightsError, match="cut short"):
+            blob.read(8, 3)
+    with store.open("empty") as blob:
+        assert bytes(blob.read(0, 0)) == b""
+
+
+def test_nobody_sees_half_an_object(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+
+    def chunks() -> Iterator[bytes]:
+        yield b"one"
+        assert store.keys() == []
+        raise RuntimeError("the source broke")
+
+    with pytest.raises(RuntimeError):
+        store.put("x", chunks())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("key", ["", "/etc/passwd", "../x", "a/../b", ".hidden", "a//b", "a/"])
+def test_keys_stay_below_the_root(tmp_path: Path, key: str) -> None:
+    with pytest.raises(UsageError, match="cannot be the key"):
+        Store(tmp_path).put(key, b"")
+
+
+def test_a_full_disk_says_so() -> None:
+    with pytest.raises(WeightsError, match="cannot be written"):
+        Store(Path("/proc/nowhere")).put("x", b"1")
+
+
+def test_only_what_dead_writers_left_is_swept(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    mine = tmp_path / owner.scratch_name("x")
+    dead = tmp_path / f".y.{_mark_of_a_dead_process()}.partial"
+    elsewhere = tmp_path / ".z.0123456789ab-1-1.partial"
+    forgotten = tmp_path / ".w.0123456789ab-1-2.partial"
+    for path in (mine, dead, elsewhere, forgotten):
+        path.write_bytes(b"half")
+    long_ago = time.time() - owner.ABANDONED_SECONDS - 60
+    os.utime(forgotten, (long_ago, long_ago))
+    store.sweep()
+    assert set(tmp_path.iterdir()) == {mine, elsewhere}
+
+
+def test_shared_memory_is_private_and_goes_with_close() -> None:
+    with SharedMemory("test") as store:
+        store.put("a/x", b"123")
+        assert store.root.stat().st_mode & 0o777 == 0o700
+        assert (store.root / "a" / "x").stat().st_mode & 0o777 == 0o600
+        assert Store(store.root, mapped=True).get("a/x") == b"123"
+    assert not store.root.exists()
+
+
+def test_shared_memory_goes_with_a_publisher_that_is_killed() -> None:
+    process, root = _killed_publisher()
+    assert process.returncode == -signal.SIGKILL
+    deadline = time.monotonic() + 30
+    while root.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not root.exists()
+
+
+def test_the_next_publisher_sweeps_when_the_guard_died_too() -> None:
+    with SharedMemory("test") as mine:
+        left = mine.root.with_name(f"rollway-weights-test.{_mark_of_a_dead_process()}.0")
+        left.mkdir()
+        sweep_shared_memory()
+        assert mine.root.exists()
+        assert not left.exists()
+
+
+def _mark_of_a_dead_process() -> str:
+    code = "from rollway.weights.owner import mark; print(mark())"
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+def _killed_publisher() -> tuple[subprocess.Popen[str], Path]:
+    code = (
+        "from rollway.weights.store import SharedMemory\n"
+        "store = SharedMemory('test'); store.put('x', bytes(1000))\n"
+        "print(store.root, flush=True); input()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    root = Path(process.stdout.readline().strip())
+    assert (root / "x").exists()
+    process.kill()
+    process.wait()
+    return process, root
