@@ -1,0 +1,430 @@
+"""What changed in a tensor, packed: where, and to which bits.
+
+    old ─┐                                 ┌─ places: gaps │ bitmap │ all of them
+         ├─ compare words ─> positions ────┤                                       ─> zstd
+    new ─┘                                 └─ values: the new bits │ steps from the old ones
+
+Elements are compared as integers, so a NaN equals itself and -0.0 is not 0.0. All of it is torch,
+the same code on a CPU and on a GPU; from a GPU only what is packed comes to the host. A header
+carries the digests of the tensor before and after, and `apply` leaves a tensor either with exactly
+the new bytes or as it was.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import msgspec
+import torch
+from torch import Tensor
+
+from rollway.errors import UsageError, WeightsError
+from rollway.weights.bits import (
+    BLOCK,
+    DTYPES,
+    blocks_at_once,
+    describe,
+    digest,
+    dtype_name,
+    integers,
+    raw_bytes,
+    words_of,
+)
+from rollway.weights.layout import ELEMENT_BYTES
+
+try:
+    import zstandard
+except ImportError as error:
+    raise UsageError(
+        "Deltas are compressed with the package zstandard, which is not installed.",
+        "pip install zstandard (ai-dynamo brings it).",
+    ) from error
+
+Buffer = bytes | bytearray | memoryview
+_MAGIC = b"RWD1"
+_PREFIX_BYTES = 8
+_MOST_HEADER_BYTES = 1 << 16
+_ESCAPE = 255
+"""As a gap: so many unchanged elements, and no changed one after them."""
+_SAMPLE = 1 << 16
+_LEVEL = 1  # what is left in values is noise; higher levels cost time and gain nothing
+_DAMAGED = "It was damaged on its way, or is still being written; read it again."
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
+Places = Literal["none", "gaps", "bitmap", "all", "whole"]
+"""`none` changed; `all` did; `whole` are the plain bytes, which need no base."""
+
+
+class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a receiver knows before it touches a tensor."""
+
+    name: Annotated[str, msgspec.Meta(max_length=4096)]
+    dtype: str
+    shape: Annotated[tuple[Count, ...], msgspec.Meta(max_length=16)]
+    version: Count
+    base: Count | None
+    """The version this applies to; None when it stands alone."""
+    before: Digest | None
+    digest: Digest
+    places: Places
+    values: Literal["new", "steps"]
+    count: Count
+    """Of changed elements."""
+    places_bytes: Count
+    values_bytes: Count
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def element_bytes(self) -> int:
+        return ELEMENT_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """One tensor's change, ready to be written."""
+
+    header: Header
+    places: Buffer = b""
+    values: Buffer = b""
+
+    def parts(self) -> list[Buffer]:
+        """The bytes, in pieces, so that large ones are not copied."""
+        header = msgspec.msgpack.encode(self.header)
+        if len(header) > _MOST_HEADER_BYTES:
+            raise UsageError(f"The name or shape of {self.header.name[:80]!r} is too long.")
+        return [_MAGIC + len(header).to_bytes(4, "little") + header, self.places, self.values]
+
+    def to_bytes(self) -> bytes:
+        return b"".join(self.parts())
+
+
+def encode(
+    name: str,
+    old: Tensor | None,
+    new: Tensor,
+    *,
+    version: int = 1,
+    base: int = 0,
+    before: str | None = None,
+) -> Encoded:
+    """Pack what turns `old` into `new`, or the whole of `new` when there is no `old`.
+
+    `before` is the digest of `old`, where the caller knows it: that saves a look at every byte."""
+    dtype = dtype_name(new)
+    if old is None:
+        return _whole(name, new, version)
+    if (old.dtype, old.shape, old.device) != (new.dtype, new.shape, new.device):
+        raise UsageError(
+            f"{name} was {describe(old)} and is {describe(new)}; only values may change.",
+            "Publish a tensor that is of another kind as a new one.",
+        )
+    old_bits, new_bits = integers(old), integers(new)
+    places: Places = "all"
+    packed_places = b""
+    if not _mostly_changed(old_bits, new_bits):
+        positions, old_bits, new_bits = _changed(old_bits, new_bits)
+        places, packed_places = _pack_places(positions, new.numel())
+    values, packed_values = _pack_values(old_bits, new_bits) if places != "none" else ("new", b"")
+    if len(packed_places) + len(packed_values) >= max(new.nbytes, 1):
+        return _whole(name, new, version)
+    before = before or digest(old)
+    header = Header(
+        name=name,
+        dtype=dtype,
+        shape=tuple(new.shape),
+        version=version,
+        base=base,
+        before=before,
+        digest=before if places == "none" else digest(new),
+        places=places,
+        values=values,
+        count=new_bits.numel(),
+        places_bytes=len(packed_places),
+        values_bytes=len(packed_values),
+    )
+    return Encoded(header, packed_places, packed_values)
+
+
+def decode(data: Buffer) -> Encoded:
+    """Read what `to_bytes` wrote; the payload is looked at by `apply`, which knows the tensor."""
+    view = memoryview(data)
+    length = int.from_bytes(view[4:_PREFIX_BYTES], "little")
+    if bytes(view[:4]) != _MAGIC or length > min(_MOST_HEADER_BYTES, len(view) - _PREFIX_BYTES):
+        raise WeightsError("These bytes are not a packed change of a tensor.", _DAMAGED)
+    payload = view[_PREFIX_BYTES + length :]
+    try:
+        header = msgspec.msgpack.decode(view[_PREFIX_BYTES : _PREFIX_BYTES + length], type=Header)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise WeightsError(f"The header of a change cannot be read ({error}).", _DAMAGED) from error
+    _check_header(header, len(payload))
+    return Encoded(header, payload[: header.places_bytes], payload[header.places_bytes :])
+
+
+def apply(encoded: Encoded, tensor: Tensor, out: Tensor | None = None) -> Tensor | None:
+    """Bring `tensor` to the new version, in place or as a copy in `out`; `tensor` may be `out`.
+
+    Returns the flat positions that were written, None when those are all. When the result is not
+    what the header says, what was written is taken back and the error tells whose fault it is: the
+    base was another one, or the change is damaged."""
+    header = encoded.header
+    target = tensor if out is None else out
+    for each in (tensor, target):
+        if (dtype_name(each), tuple(each.shape)) != (header.dtype, header.shape):
+            raise WeightsError(
+                f"A change of {header.name} is for {header.dtype}{list(header.shape)}, "
+                f"the tensor is {describe(each)}."
+            )
+    if not target.is_contiguous():
+        packed = target.contiguous()
+        written = apply(encoded, tensor, packed)
+        target.detach().copy_(packed)
+        return written
+    if header.places == "whole":
+        _take_whole(encoded, target)
+        return None
+    if target is not tensor:
+        target.detach().copy_(tensor)
+    return _take_changes(encoded, tensor, integers(target))
+
+
+def elements(tensor: Tensor, positions: Tensor) -> Tensor:
+    """The bits of some elements, by flat position."""
+    return _pick(integers(tensor), positions)
+
+
+def write_elements(tensor: Tensor, positions: Tensor, bits: Tensor) -> None:
+    """Put them back; the tensor is contiguous."""
+    _write(integers(tensor), positions, bits)
+
+
+def empty(header: Header) -> Tensor:
+    """A tensor that a whole one fits in, on the CPU."""
+    return torch.empty(header.shape, dtype=DTYPES[header.dtype])
+
+
+def _mostly_changed(old: Tensor, new: Tensor) -> bool:
+    """By a sample; then it is not worth saying where, and finding out takes long."""
+    every = max(1, new.numel() // _SAMPLE)
+    differ = old[::every] != new[::every]
+    return bool(2 * differ.sum() > differ.numel())
+
+
+def _changed(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Where the bits of elements differ, and the old and the new bits there.
+
+    Slab by slab, so that what a CPU compares is still in its cache when it is gathered."""
+    found = [_changed_in(old[:0], new[:0], 0)]
+    slab = blocks_at_once(old.device) * BLOCK * 8 // old.element_size()
+    for start in range(0, old.numel(), slab):
+        some = slice(start, start + slab)
+        found.append(_changed_in(old[some], new[some], start))
+    positions, old_bits, new_bits = zip(*found, strict=True)
+    return torch.cat(positions), torch.cat(old_bits), torch.cat(new_bits)
+
+
+def _changed_in(old: Tensor, new: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Unequal words first, then which elements of those, then the elements that fill no word."""
+    (old_words, old_tail), (new_words, new_tail) = (
+        words_of(raw_bytes(old)),
+        words_of(raw_bytes(new)),
+    )
+    words = torch.nonzero(old_words != new_words).view(-1)
+    old_bits = _pick(old_words, words).view(old.dtype)
+    new_bits = _pick(new_words, words).view(new.dtype)
+    at = torch.nonzero(old_bits != new_bits).view(-1)
+    shift = 3 - old.element_size().bit_length() + 1  # 1, 2, 4, 8 bytes: 8, 4, 2, 1 to a word
+    positions = (_pick(words, at >> shift) << shift) + (at & (1 << shift) - 1) + start
+    old_bits, new_bits = _pick(old_bits, at), _pick(new_bits, at)
+    if old_tail.numel() == 0:
+        return positions, old_bits, new_bits
+    old_tail, new_tail = old_tail.view(old.dtype), new_tail.view(new.dtype)
+    at = torch.nonzero(old_tail != new_tail).view(-1)
+    return (
+        torch.cat([positions, at + (start + old.numel() - old_tail.numel())]),
+        torch.cat([old_bits, old_tail[at]]),
+        torch.cat([new_bits, new_tail[at]]),
+    )
+
+
+def _pack_places(positions: Tensor, elements: int) -> tuple[Places, bytes]:
+    """By whichever way is shortest."""
+    count = positions.numel()
+    if count == 0:
+        return "none", b""
+    if count == elements:
+        return "all", b""
+    gaps = torch.diff(positions, prepend=positions.new_tensor([-1])) - 1
+    lengths = gaps // _ESCAPE + 1
+    ends = lengths.cumsum(0)
+    gap_bytes = int(ends[-1])
+    if gap_bytes <= elements // 8:
+        stream = torch.full((gap_bytes,), _ESCAPE, dtype=torch.uint8, device=gaps.device)
+        stream[ends - 1] = (gaps % _ESCAPE).to(torch.uint8)
+        return "gaps", _compress(stream)
+    marks = torch.zeros((elements + 7) // 8 * 8, dtype=torch.uint8, device=positions.device)
+    marks[positions] = 1
+    bits = marks.view(-1, 8) << torch.arange(8, dtype=torch.uint8, device=positions.device)
+    return "bitmap", _compress(bits.sum(1, dtype=torch.uint8))
+
+
+def _unpack_places(header: Header, data: Buffer, device: torch.device) -> Tensor | None:
+    """Flat positions, in order; None when they are all."""
+    if header.places == "all":
+        return None
+    if header.places == "none":
+        return torch.empty(0, dtype=torch.int64, device=device)
+    if header.places == "gaps":
+        stream = _decompress(header, data, header.count + header.elements // _ESCAPE).to(device)
+        ends = stream != _ESCAPE
+        positions = (stream.long() + ends).cumsum(0)[ends] - 1
+    else:
+        bits = _decompress(header, data, (header.elements + 7) // 8).to(device)
+        lanes = torch.arange(8, dtype=torch.uint8, device=device)
+        positions = torch.nonzero((bits.view(-1, 1) >> lanes & 1).view(-1)).view(-1)
+    if positions.numel() != header.count or int(positions[-1]) >= header.elements:
+        raise WeightsError(f"The positions in a change of {header.name} are wrong.", _DAMAGED)
+    return positions
+
+
+def _pack_values(old: Tensor, new: Tensor) -> tuple[Literal["new", "steps"], bytes]:
+    """The new bits, or how far they are from the old ones: small steps compress well.
+
+    A trainer's step mostly moves a bfloat16 to its neighbour. A sample shows which is shorter."""
+    steps = _zigzag(new - old)
+    every = max(1, new.numel() // _SAMPLE)
+    if len(_compress(_planes(steps[::every]))) < len(_compress(_planes(new[::every]))):
+        return "steps", _compress(_planes(steps))
+    return "new", _compress(_planes(new))
+
+
+def _unpack_values(encoded: Encoded, old: Tensor) -> Tensor:
+    header = encoded.header
+    planes = _decompress(header, encoded.values, header.count * header.element_bytes)
+    if planes.numel() != header.count * header.element_bytes:
+        raise WeightsError(f"Values of {header.name} are missing.", _DAMAGED)
+    lanes = planes.to(old.device).view(header.element_bytes, header.count).t().contiguous()
+    values = lanes.view(-1).view(old.dtype)
+    return values if header.values == "new" else old + _unzigzag(values)
+
+
+def _planes(values: Tensor) -> Tensor:
+    """First bytes together, then second bytes, …: exponents are alike, mantissas are not."""
+    return raw_bytes(raw_bytes(values).view(-1, values.element_size()).t())
+
+
+def _zigzag(steps: Tensor) -> Tensor:
+    """Small steps of either sign as small numbers: their upper bytes are all zero."""
+    return (steps << 1) ^ (steps >> (8 * steps.element_size() - 1))
+
+
+def _unzigzag(values: Tensor) -> Tensor:
+    return ((values >> 1) & torch.iinfo(values.dtype).max) ^ -(values & 1)
+
+
+def _whole(name: str, tensor: Tensor, version: int) -> Encoded:
+    header = Header(
+        name=name,
+        dtype=dtype_name(tensor),
+        shape=tuple(tensor.shape),
+        version=version,
+        base=None,
+        before=None,
+        digest=digest(tensor),
+        places="whole",
+        values="new",
+        count=tensor.numel(),
+        places_bytes=0,
+        values_bytes=tensor.nbytes,
+    )
+    return Encoded(header, b"", _on_host(raw_bytes(tensor)))
+
+
+def _take_whole(encoded: Encoded, target: Tensor) -> None:
+    raw = _from_buffer(encoded.values)
+    if digest(raw) != encoded.header.digest:
+        raise WeightsError(f"{encoded.header.name} does not match its checksum.", _DAMAGED)
+    raw_bytes(target).copy_(raw)
+
+
+def _take_changes(encoded: Encoded, base: Tensor, bits: Tensor) -> Tensor | None:
+    header = encoded.header
+    positions = _unpack_places(header, encoded.places, bits.device)
+    old = bits.clone() if positions is None else _pick(bits, positions)
+    if header.places != "none":
+        _write(bits, positions, _unpack_values(encoded, old))
+    if digest(bits) == header.digest:
+        return positions
+    _write(bits, positions, old)
+    if digest(base) != header.before:
+        raise WeightsError(
+            f"{header.name} is not of version {header.base}, which the change is made for.",
+            "Apply the versions in order, or start from a snapshot.",
+        )
+    raise WeightsError(f"{header.name} does not match its checksum after the change.", _DAMAGED)
+
+
+def _write(bits: Tensor, positions: Tensor | None, values: Tensor) -> None:
+    if positions is None:
+        bits.copy_(values)
+    else:
+        bits.scatter_(0, positions, values)
+
+
+def _pick(bits: Tensor, positions: Tensor) -> Tensor:
+    return bits.index_select(0, positions)  # several times as fast as bits[positions]
+
+
+def _check_header(header: Header, payload_bytes: int) -> None:
+    """See that its numbers fit each other and the bytes that follow."""
+    whole = header.places == "whole"
+    counts = {
+        "none": header.count == 0,
+        "whole": header.count == header.elements,
+        "all": 0 < header.count == header.elements,
+    }
+    good = (
+        header.dtype in DTYPES
+        and header.elements <= 1 << 53
+        and counts.get(header.places, 0 < header.count <= header.elements)
+        and header.places_bytes + header.values_bytes == payload_bytes
+        and (header.base is None) == (header.before is None) == whole
+        and (not whole or header.values_bytes == header.elements * header.element_bytes)
+    )
+    if not good:
+        raise WeightsError("The header of a change contradicts itself.", _DAMAGED)
+
+
+def _compress(data: Tensor) -> bytes:
+    compressed: bytes = zstandard.ZstdCompressor(level=_LEVEL).compress(_on_host(data))
+    return compressed
+
+
+def _decompress(header: Header, data: Buffer, at_most: int) -> Tensor:
+    """Never more bytes than the tensor can need, whatever the stream claims."""
+    try:
+        size = zstandard.get_frame_parameters(data).content_size
+        if not 0 < size <= at_most:
+            raise WeightsError(f"A change of {header.name} has a wrong size inside.", _DAMAGED)
+        plain = zstandard.ZstdDecompressor().decompress(data, max_output_size=size)
+    except zstandard.ZstdError as error:
+        raise WeightsError(
+            f"A change of {header.name} cannot be decompressed ({error}).", _DAMAGED
+        ) from error
+    return _from_buffer(plain)
+
+
+def _on_host(data: Tensor) -> memoryview:
+    return memoryview(data.cpu().numpy())
+
+
+def _from_buffer(data: Buffer) -> Tensor:
+    if len(data) == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    writable = data if not memoryview(data).readonly else bytearray(data)  # torch wants to own it
+    return torch.frombuffer(writable, dtype=torch.uint8)

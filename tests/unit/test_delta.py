@@ -1,0 +1,268 @@
+"""What changed in a tensor, there and back: every dtype, every pattern, and damaged bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollway.errors import RollwayError, UsageError, WeightsError
+from rollway.weights.bits import DTYPES, digest, raw_bytes
+from rollway.weights.delta import Encoded, apply, decode, encode
+
+SHAPES = st.one_of(
+    st.sampled_from([(), (0,), (3, 0), (1,), (7,), (64, 33)]),
+    st.lists(st.integers(1, 12), min_size=1, max_size=3).map(tuple),
+)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small tensors on a busy machine: threads would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def noise(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Any bits at all: NaNs, infinities and subnormals are among them."""
+    generator = torch.Generator().manual_seed(seed)
+    size = math.prod(shape) * torch.empty(0, dtype=dtype).element_size()
+    top = 2 if dtype == torch.bool else 256
+    raw = torch.randint(0, top, (size,), dtype=torch.uint8, generator=generator)
+    return raw.view(dtype).view(shape)
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(raw_bytes(a), raw_bytes(b))
+
+
+def changed(old: torch.Tensor, share: float, seed: int) -> torch.Tensor:
+    """A copy in which about that share of the elements has other bits."""
+    generator = torch.Generator().manual_seed(seed)
+    chosen = torch.rand(old.numel(), generator=generator) < share
+    new = old.clone()
+    size = old.element_size()
+    other = raw_bytes(noise(tuple(old.shape), old.dtype, seed + 1)).view(-1, size)
+    raw_bytes(new).view(-1, size)[chosen] = other[chosen]
+    return new
+
+
+@given(st.sampled_from(sorted(DTYPES)), SHAPES, st.floats(0, 1), st.integers(0, 99))
+@settings(max_examples=300)
+def test_there_and_back(dtype: str, shape: tuple[int, ...], share: float, seed: int) -> None:
+    old = noise(shape, DTYPES[dtype], seed)
+    new = changed(old, share, seed + 7)
+    data = encode("w", old, new, version=5, base=4).to_bytes()
+    staged = torch.empty_like(old)
+    kept = old.clone()
+    written = apply(decode(data), old, staged)
+    assert same(staged, new)
+    assert same(old, kept)
+    if written is not None:
+        differ = (raw_bytes(old) != raw_bytes(new)).view(-1, old.element_size())
+        assert written.tolist() == differ.any(1).nonzero().view(-1).tolist()
+    apply(decode(data), old)
+    assert same(old, new)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.00001, 0.001, 0.05, 0.3, 0.9, 1.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8, torch.float64])
+def test_more_than_one_block_and_every_way_to_say_where(share: float, dtype: torch.dtype) -> None:
+    old = noise((1_200_001,), dtype, 1)
+    new = changed(old, share, 2)
+    encoded = encode("w", old, new)
+    apply(decode(encoded.to_bytes()), old)
+    assert same(old, new)
+    assert len(encoded.to_bytes()) <= new.nbytes + 300
+
+
+def test_the_shortest_way_to_say_where_is_taken() -> None:
+    old = torch.zeros(100_000, dtype=torch.bfloat16)
+    assert encode("w", old, old).header.places == "none"
+    assert encode("w", old, changed(old, 0.01, 1)).header.places == "gaps"
+    assert encode("w", old, changed(old, 0.4, 1)).header.places == "bitmap"
+    assert encode("w", old, torch.ones_like(old)).header.places == "all"
+    assert encode("w", None, old).header.places == "whole"
+    generator = torch.Generator().manual_seed(0)
+    random = torch.randint(-128, 128, (100_000,), dtype=torch.int8, generator=generator)
+    assert encode("w", ~random, random.flip(0)).header.places == "whole"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_one_percent_of_the_elements_is_less_than_two_percent_of_the_bytes(
+    dtype: torch.dtype,
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    old = (torch.randn(1_000_000, generator=generator) * 0.02).to(dtype)
+    new = old.clone()
+    some = torch.randperm(old.numel(), generator=generator)[: old.numel() // 100]
+    new[some] = (torch.randn(some.numel(), generator=generator) * 0.02).to(dtype)
+    assert len(encode("w", old, new).to_bytes()) < 0.02 * old.nbytes
+    # A small step of an optimizer moves a value to its neighbour, which says even less.
+    step = old.clone()
+    step.view(torch.int16 if dtype == torch.bfloat16 else torch.int32)[some] += 1
+    assert len(encode("w", old, step).to_bytes()) < 0.009 * old.nbytes
+
+
+def test_bits_count_and_not_values() -> None:
+    old = torch.tensor([0.0, float("nan"), 1.0])
+    assert encode("w", old, old.clone()).header.places == "none"
+    minus = torch.tensor([-0.0, float("nan"), 1.0])
+    encoded = encode("w", old, minus)
+    apply(encoded, old)
+    assert torch.signbit(old[0])
+
+
+def test_views_and_transposed_tensors() -> None:
+    buffer = noise((41, 30), torch.bfloat16, 3)
+    for pick in (lambda t: t.t(), lambda t: t[1:, ::3], lambda t: t.view(-1)[1:]):
+        old = pick(buffer.clone())
+        new = changed(old.contiguous(), 0.2, 4)
+        encoded = encode("w", old, new)
+        assert digest(old) == digest(old.contiguous())
+        apply(encoded, old)
+        assert same(old, new)
+
+
+def test_parameters_that_want_gradients() -> None:
+    old = torch.nn.Parameter(torch.zeros(10))
+    new = torch.nn.Parameter(torch.ones(10))
+    apply(encode("w", old, new), old)
+    assert same(old, new)
+
+
+def test_a_wrong_base_is_named_and_nothing_is_written() -> None:
+    old = noise((1000,), torch.bfloat16, 1)
+    encoded = encode("w", old, changed(old, 0.1, 2), version=8, base=7)
+    other = changed(old, 0.5, 3)
+    kept = other.clone()
+    with pytest.raises(WeightsError, match="is not of version 7"):
+        apply(encoded, other)
+    assert same(other, kept)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    old = torch.zeros(8)
+    encoded = encode("w", old, torch.ones(8))
+    with pytest.raises(WeightsError, match=r"is for F32\[8\], the tensor is F32\[4\]"):
+        apply(encoded, torch.zeros(4))
+    with pytest.raises(WeightsError, match="BF16"):
+        apply(encoded, torch.zeros(8, dtype=torch.bfloat16))
+    with pytest.raises(UsageError, match="only values may change"):
+        encode("w", old, torch.zeros(9))
+    with pytest.raises(UsageError, match="complex64"):
+        encode("w", None, torch.zeros(9, dtype=torch.complex64))
+
+
+OLD = noise((500,), torch.bfloat16, 11)
+GOOD = {
+    share: encode("layer.weight", OLD, changed(OLD, share, 5)).to_bytes()
+    for share in (0.0, 0.05, 0.5, 1.0)
+}
+WHOLE = encode("layer.weight", None, OLD).to_bytes()
+
+
+@given(st.data())
+@settings(max_examples=500)
+def test_damaged_bytes_are_an_error_or_harmless(data: st.DataObject) -> None:
+    good = data.draw(st.sampled_from([*GOOD.values(), WHOLE]))
+    right = torch.empty_like(OLD)
+    apply(decode(good), OLD, right)
+    bad = bytearray(good)
+    for _ in range(data.draw(st.integers(1, 3))):
+        bad[data.draw(st.integers(0, len(bad) - 1))] ^= data.draw(st.integers(1, 255))
+    if data.draw(st.booleans()):
+        bad = bad[: data.draw(st.integers(0, len(bad)))]
+    tensor = OLD.clone()
+    try:
+        apply(decode(bytes(bad)), tensor)
+    except WeightsError:
+        assert same(tensor, OLD)
+    else:
+        assert same(tensor, right)
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_refused(data: bytes) -> None:
+    with pytest.raises(WeightsError):
+        decode(data)
+    with pytest.raises(WeightsError):
+        decode(b"RWD1" + len(data).to_bytes(4, "little") + data)
+
+
+@given(st.data())
+@settings(max_examples=300)
+def test_hostile_headers(data: st.DataObject) -> None:
+    """Every field of a header may be a lie; the tensor stays as it was."""
+    good = decode(GOOD[0.05])
+    count = st.one_of(st.integers(0, 1000), st.sampled_from([1 << 40, 1 << 53]))
+    lie = data.draw(
+        st.fixed_dictionaries(
+            {},
+            optional={
+                "places": st.sampled_from(["none", "gaps", "bitmap", "all", "whole"]),
+                "values": st.sampled_from(["new", "steps"]),
+                "count": count,
+                "places_bytes": count,
+                "values_bytes": count,
+                "shape": st.lists(count, max_size=3).map(tuple),
+                "dtype": st.sampled_from([*DTYPES, "F4"]),
+                "base": st.one_of(st.none(), count),
+                "before": st.sampled_from([None, "0" * 32]),
+            },
+        )
+    )
+    header = msgspec.structs.replace(good.header, **lie)
+    tensor = OLD.clone()
+    try:
+        apply(decode(Encoded(header, good.places, good.values).to_bytes()), tensor)
+    except RollwayError:
+        assert same(tensor, OLD)
+    else:
+        assert digest(tensor) == header.digest
+
+
+def test_a_bomb_does_not_go_off() -> None:
+    """A stream that would unfold to gigabytes is refused by what it claims, before it unfolds."""
+    import zstandard
+
+    good = decode(GOOD[0.05])
+    bomb = zstandard.ZstdCompressor().compress(bytes(100_000_000))
+    header = msgspec.structs.replace(good.header, places_bytes=len(bomb))
+    with pytest.raises(WeightsError, match="wrong size inside"):
+        apply(decode(Encoded(header, bomb, good.values).to_bytes()), OLD.clone())
+
+
+@given(st.sampled_from([torch.bfloat16, torch.float32, torch.int8]), st.data())
+def test_a_digest_sees_every_change(dtype: torch.dtype, data: st.DataObject) -> None:
+    tensor = noise((777,), dtype, 1)
+    raw = raw_bytes(tensor)
+    before = digest(tensor)
+    raw[data.draw(st.integers(0, raw.numel() - 1))] ^= data.draw(st.integers(1, 255))
+    assert digest(tensor) != before
+
+
+def test_a_digest_sees_what_simple_sums_do_not() -> None:
+    tensor = noise((1 << 18,), torch.float32, 1)
+    before = digest(tensor)
+    signs = tensor.clone()
+    signs[1] *= -1
+    signs[3] *= -1  # both at the top of their words
+    assert digest(signs) != before
+    assert digest(tensor.flip(0)) != before
+    assert digest(tensor[:-1]) != before
+    assert digest(torch.zeros(8)) != digest(torch.zeros(9)) != digest(torch.zeros(0))
+    swapped = tensor.view(2, -1).flip(0).contiguous()
+    assert digest(swapped) != before
+
+
+def test_a_digest_is_the_same_everywhere() -> None:
+    """Publishers and readers may be of different releases: the value is part of the format."""
+    assert digest(torch.arange(300_000, dtype=torch.int32)) == "afeb5fd0b46dd43369cceb3df9fb4758"
