@@ -1,0 +1,377 @@
+"""Chains of deltas and snapshots: every version exact, nothing half-applied, nothing lost."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollway.errors import RollwayError, UsageError, WeightsError
+from rollway.weights.bits import digest, raw_bytes
+from rollway.weights.store import SharedMemory, Store
+from rollway.weights.transports.delta import DeltaPublisher, DeltaReader
+
+State = dict[str, torch.Tensor]
+
+
+def model() -> State:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "embed": torch.randn(50, 8, generator=generator).to(torch.bfloat16),
+        "layer.weight": torch.randn(40, 40, generator=generator),
+        "layer.scale": torch.tensor(1.0),
+        "frozen": torch.ones(10, dtype=torch.int8),
+        "empty": torch.zeros(0, 3),
+    }
+
+
+def train(state: State, seed: int) -> None:
+    """Change a few elements of some tensors, in place."""
+    generator = torch.Generator().manual_seed(seed)
+    for name in ("embed", "layer.weight", "layer.scale")[: 1 + seed % 3]:
+        tensor = state[name]
+        noise = torch.randn(tensor.shape, generator=generator)
+        chosen = torch.rand(tensor.shape, generator=generator) < 0.05
+        tensor.add_((noise * chosen).to(tensor.dtype))
+
+
+def copy(state: State) -> State:
+    return {name: tensor.clone() for name, tensor in state.items()}
+
+
+def same(a: State, b: State) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(raw_bytes(a[n]), raw_bytes(b[n])) for n in a)
+
+
+class History:
+    """A publisher, and what each of its versions really was."""
+
+    def __init__(self, root: Path, **options: int) -> None:
+        self.store = Store(root)
+        self.publisher = DeltaPublisher(self.store, **options)
+        self.reader = DeltaReader(self.store)
+        self.state = model()
+        self.truth: dict[int, State] = {}
+
+    def publish(self, *versions: int) -> None:
+        for version in versions:
+            train(self.state, version)
+            self.publisher.publish(version, self.state.items())
+            self.truth[version] = copy(self.state)
+
+    def way(self, held: int | None, wanted: int) -> list[str]:
+        return [str(step) for step in self.reader.chain(held, wanted)]
+
+
+def test_the_shortest_way_is_taken(tmp_path: Path) -> None:
+    history = History(tmp_path, snapshot_every=4, keep_recent=100)
+    history.publish(1, 2, 3, 4, 5, 6, 7)
+    assert history.way(None, 1) == ["snapshot 1"]
+    assert history.way(None, 3) == ["snapshot 1", "delta 1->2", "delta 2->3"]
+    assert history.way(None, 5) == ["snapshot 5"]
+    assert history.way(4, 5) == ["delta 4->5"]  # who follows never needs a snapshot
+    assert history.way(3, 7) == [f"delta {n}->{n + 1}" for n in (3, 4, 5, 6)]
+    assert history.way(99, 6) == ["snapshot 5", "delta 5->6"]
+    assert history.way(7, 2) == ["snapshot 1", "delta 1->2"]  # back, too
+    assert history.way(5, 5) == []
+    with pytest.raises(WeightsError, match="is not there"):
+        history.reader.chain(3, 8)
+
+
+@given(st.integers(1, 5), st.integers(1, 4), st.lists(st.integers(1, 3), min_size=1, max_size=10))
+@settings(max_examples=40)
+def test_every_kept_version_can_be_read_from_anywhere(
+    tmp_path_factory: pytest.TempPathFactory, every: int, keep: int, gaps: list[int]
+) -> None:
+    root = tmp_path_factory.mktemp("delta")
+    history = History(root, snapshot_every=every, keep_recent=keep)
+    follower: State = {}
+    held: int | None = None
+    version = 0
+    for gap in gaps:
+        version += gap
+        history.publish(version)
+        kept = sorted(history.truth)[-keep:]
+        for wanted in kept:
+            fresh: State = {}
+            history.reader.apply_chain(fresh, history.reader.chain(None, wanted))
+            assert same(fresh, history.truth[wanted])
+        if random.Random(version).random() < 0.5:
+            wanted = random.Random(version).choice(kept)
+            history.reader.apply_chain(follower, history.reader.chain(held, wanted))
+            held = wanted
+            assert same(follower, history.truth[wanted])
+    # At most a snapshot's distance of older versions stays for the sake of the kept ones.
+    assert len(history.reader.versions()) <= keep + every - 1
+    manifests = [history.reader.manifest(version) for version in history.reader.versions()]
+    objects = sorted(each.key for manifest in manifests for each in manifest.objects)
+    assert history.store.keys("objects/") == objects
+
+
+def test_a_delta_is_small_and_live_tensors_stay_in_place(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    publisher = DeltaPublisher(store)
+    weight = torch.randn(1000, 1000)
+    full = publisher.publish(1, [("w", weight)])
+    live = {"w": weight.clone()}
+    where = live["w"].data_ptr()
+    weight.view(-1)[::100] += 0.001
+    manifest = publisher.publish(2, [("w", weight)])
+    assert manifest.delta is not None and full.snapshot is not None
+    assert manifest.delta.size < 0.02 * full.snapshot.size
+    staged = publisher.stage(live, publisher.chain(1, 2))
+    assert not torch.equal(live["w"], weight)  # nothing yet
+    staged.install()
+    assert torch.equal(live["w"], weight)
+    assert live["w"].data_ptr() == where
+
+
+def test_shared_memory_carries_the_same(tmp_path: Path) -> None:
+    with SharedMemory("test") as store:
+        publisher = DeltaPublisher(store)
+        state = model()
+        publisher.publish(1, state.items())
+        train(state, 2)
+        publisher.publish(2, state.items())
+        reader = DeltaReader(Store(store.root, mapped=True))
+        reader.wait_for(2, timeout=1)
+        live: State = {}
+        reader.apply_chain(live, reader.chain(None, 2))
+        assert same(live, state)
+
+
+@pytest.fixture
+def history(tmp_path: Path) -> History:
+    found = History(tmp_path, snapshot_every=3, keep_recent=10)
+    found.publish(1, 2, 3, 4, 5)
+    return found
+
+
+def test_a_wrong_base_changes_nothing(history: History) -> None:
+    for truth, held in ((2, 3), (1, 4), (5, 2)):
+        live = copy(history.truth[truth])
+        with pytest.raises(WeightsError, match=r"not of version|not of the version"):
+            history.reader.apply_chain(live, history.reader.chain(held, 5)[:1])
+        assert same(live, history.truth[truth])
+    live = copy(history.truth[2])
+    live["frozen"][3] = 7  # which no delta touches
+    kept = copy(live)
+    with pytest.raises(WeightsError, match="frozen does not match its checksum in version 5"):
+        history.reader.apply_chain(live, history.reader.chain(2, 5))
+    assert same(live, kept)
+
+
+def test_another_model_is_refused(history: History) -> None:
+    live = copy(history.truth[4])
+    del live["embed"]
+    with pytest.raises(WeightsError, match="differ in embed"):
+        history.reader.apply_chain(live, history.reader.chain(4, 5))
+    live["embed"] = torch.zeros(50, 9, dtype=torch.bfloat16)
+    with pytest.raises(WeightsError, match=r"the tensor is BF16\[50, 9\]"):
+        history.reader.apply_chain(live, history.reader.chain(4, 5))
+    with pytest.raises(WeightsError, match="no embed that a change could apply to"):
+        history.reader.apply_chain({}, history.reader.chain(4, 5))
+
+
+def test_a_truncated_object(history: History) -> None:
+    chain = history.reader.chain(4, 5)
+    path = history.store.root / chain[0].object.key
+    path.write_bytes(path.read_bytes()[:-1])
+    live = copy(history.truth[4])
+    with pytest.raises(WeightsError, match=r"delta 4->5 has .* bytes instead of"):
+        history.reader.apply_chain(live, chain)
+    assert same(live, history.truth[4])
+
+
+def test_a_missing_link(history: History) -> None:
+    history.store.delete(history.reader.manifest(3).delta.key)  # type: ignore[union-attr]
+    live = copy(history.truth[2])
+    with pytest.raises(WeightsError, match="is not there"):
+        history.reader.apply_chain(live, history.reader.chain(2, 5))
+    assert same(live, history.truth[2])
+    history.store.delete(history.store.keys("manifests/000000000000003")[0])
+    assert history.way(2, 5) == ["snapshot 4", "delta 4->5"]  # around it
+    with pytest.raises(WeightsError, match="is not there"):
+        history.reader.chain(2, 3)
+
+
+@given(st.data())
+@settings(max_examples=150)
+def test_a_flipped_byte_is_found(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    history = shared_history(tmp_path_factory)
+    chain = history.reader.chain(*data.draw(st.sampled_from([(None, 4), (2, 5), (None, 5)])))
+    held = {2: history.truth[2]}.get(2 if chain[0].kind == "delta" else 0, {})
+    path = history.store.root / data.draw(
+        st.sampled_from(
+            [
+                *(step.object.key for step in chain),
+                *(f"manifests/{step.manifest.version:015d}.json" for step in chain),
+            ]
+        )
+    )
+    good = path.read_bytes()
+    bad = bytearray(good)
+    bad[data.draw(st.integers(0, len(bad) - 1))] ^= data.draw(st.integers(1, 255))
+    live = copy(held)
+    try:
+        path.write_bytes(bad)
+        wanted = chain[-1].manifest.version
+        steps = history.reader.chain(2 if held else None, wanted)
+        history.reader.apply_chain(live, steps)
+    except WeightsError:
+        assert same(live, held)
+    else:
+        assert same(live, history.truth[wanted])
+    finally:
+        path.write_bytes(good)
+
+
+_shared: list[History] = []
+
+
+def shared_history(factory: pytest.TempPathFactory) -> History:
+    if not _shared:
+        _shared.append(History(factory.mktemp("flips"), snapshot_every=3, keep_recent=10))
+        _shared[0].publish(1, 2, 3, 4, 5)
+    return _shared[0]
+
+
+@given(st.binary(max_size=300))
+def test_any_manifest_is_refused(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+    store = Store(tmp_path_factory.mktemp("manifest"))
+    store.put("manifests/000000000000001.json", data)
+    with pytest.raises(WeightsError, match="damaged"):
+        DeltaReader(store).chain(None, 1)
+
+
+def test_a_failed_publish_is_invisible_and_the_next_one_is_right(history: History) -> None:
+    before = history.store.keys()
+    train(history.state, 6)
+
+    def broken() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "embed", history.state["embed"]
+        raise RuntimeError("the trainer broke")
+
+    with pytest.raises(RuntimeError):
+        history.publisher.publish(6, broken())
+    assert history.store.keys() == before
+    history.publish(6, 7)
+    assert history.way(5, 7) == ["snapshot 6", "delta 6->7"]
+    live: State = {}
+    history.reader.apply_chain(live, history.reader.chain(None, 7))
+    assert same(live, history.truth[7])
+
+
+Change = Callable[[State], object]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda state: state.pop("embed"), "did not come: embed"),
+        (lambda state: state.update(more=torch.ones(1)), "more came twice, or was not part"),
+        (lambda state: state.update(embed=torch.ones(1)), "only values may change"),
+    ],
+)
+def test_the_same_tensors_every_time(history: History, change: Change, words: str) -> None:
+    state = copy(history.state)
+    change(state)
+    with pytest.raises(UsageError, match=words):
+        history.publisher.publish(6, state.items())
+    assert history.reader.latest() == 5
+
+
+def test_wrong_use_is_refused(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    with pytest.raises(UsageError, match="keep_recent is 1"):
+        DeltaPublisher(store, keep_recent=1, max_off_policy_steps=4)
+    with pytest.raises(UsageError, match="snapshot_every"):
+        DeltaPublisher(store, snapshot_every=0)
+    publisher = DeltaPublisher(store)
+    with pytest.raises(UsageError, match="no tensors"):
+        publisher.publish(1, [])
+    with pytest.raises(UsageError, match="came twice"):
+        publisher.publish(1, [("a", torch.ones(1)), ("a", torch.ones(1))])
+    publisher.publish(1, [("a", torch.ones(1))])
+    with pytest.raises(RollwayError, match="Version 1 cannot follow version 1"):
+        publisher.publish(1, [("a", torch.ones(1))])
+
+
+def test_a_new_publisher_goes_on_where_another_stopped(history: History) -> None:
+    again = DeltaPublisher(history.store, keep_recent=2)
+    train(history.state, 6)
+    again.publish(6, history.state.items())
+    assert history.way(5, 6) == ["snapshot 6"]
+    assert history.reader.versions() == [4, 5, 6]  # 5 is kept, and 4 is its snapshot
+
+
+def test_a_killed_publisher_leaves_whole_versions_and_the_next_cleans_up(tmp_path: Path) -> None:
+    code = f"""
+import sys, torch
+from pathlib import Path
+from rollway.weights.store import Store
+from rollway.weights.transports.delta import DeltaPublisher
+store = Store(Path({str(tmp_path)!r}))
+publisher = DeltaPublisher(store, snapshot_every=2)
+weight = torch.arange(100000.0)
+publisher.publish(1, [("a", weight), ("b", weight)])
+put = store.put
+def stuck(key, data):
+    if {{at}}(key):
+        print("half", flush=True)
+        sys.stdin.read()
+    return put(key, data)
+store.put = stuck
+def stream():
+    yield "a", weight + 1
+    if {{midway}}:
+        print("half", flush=True)
+        sys.stdin.read()
+    yield "b", weight + 1
+publisher.publish(2, stream())
+"""
+    for version, (at, midway) in enumerate(
+        [("(lambda key: False)", True), ("(lambda key: key.startswith('manifests'))", False)]
+    ):
+        root = tmp_path / str(version)
+        text = code.replace("{at}", at).replace("{midway}", str(midway))
+        text = text.replace(repr(str(tmp_path)), repr(str(root)))
+        process = subprocess.Popen(
+            [sys.executable, "-c", text], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert process.stdout is not None
+        assert process.stdout.readline() == "half\n"
+        store = Store(root)
+        files = {path for path in root.rglob("*") if path.is_file()}
+        assert len(files) > 2
+        DeltaPublisher(store)  # another one, while the first lives: its work is left alone
+        assert {path for path in root.rglob("*") if path.is_file()} == files
+        process.kill()
+        process.wait()
+        live: State = {}
+        reader = DeltaReader(store)
+        assert reader.versions() == [1]
+        reader.apply_chain(live, reader.chain(None, 1))
+        assert torch.equal(live["b"], torch.arange(100000.0))
+        DeltaPublisher(store).publish(2, live.items())
+        assert len([path for path in root.rglob("*") if path.is_file()]) == 4
+
+
+def test_a_manifest_says_what_a_version_is(history: History) -> None:
+    manifest = history.reader.manifest(5)
+    assert {name: entry.digest for name, entry in manifest.tensors.items()} == {
+        name: digest(tensor) for name, tensor in history.truth[5].items()
+    }
+    text = msgspec.json.decode(history.store.get("manifests/000000000000005.json"))
+    assert text["base"] == 4
+    assert text["tensors"]["frozen"]["delta"] is None  # it did not change
