@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollway.errors import RollwayError, UsageError, WeightsError
+from rollway.weights import bits, delta
 from rollway.weights.bits import DTYPES, digest, raw_bytes
 from rollway.weights.delta import Encoded, apply, decode, encode
 
@@ -266,3 +267,27 @@ def test_a_digest_sees_what_simple_sums_do_not() -> None:
 def test_a_digest_is_the_same_everywhere() -> None:
     """Publishers and readers may be of different releases: the value is part of the format."""
     assert digest(torch.arange(300_000, dtype=torch.int32)) == "afeb5fd0b46dd43369cceb3df9fb4758"
+
+
+def test_how_much_is_looked_at_once_makes_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU takes many blocks at a time, and must come to the same bytes."""
+    old = noise((1_700_003,), torch.float32, 1)
+    new = changed(old, 0.01, 2)
+    one_by_one = encode("w", old, new).to_bytes()
+    for module in (bits, delta):
+        monkeypatch.setattr(module, "blocks_at_once", lambda device: 5)
+    assert encode("w", old, new).to_bytes() == one_by_one
+
+
+def test_an_interrupted_check_takes_the_change_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    old = noise((100,), torch.float32, 1)
+    encoded = encode("w", old, changed(old, 0.5, 2))
+    tensor = old.clone()
+
+    def broken(tensor: torch.Tensor) -> str:
+        raise MemoryError
+
+    monkeypatch.setattr(delta, "digest", broken)
+    with pytest.raises(MemoryError):
+        apply(encoded, tensor)
+    assert same(tensor, old)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollway.bench.delta import bench_delta
 from rollway.errors import RollwayError, UsageError, WeightsError
 from rollway.weights.bits import digest, raw_bytes
 from rollway.weights.store import SharedMemory, Store
@@ -203,6 +205,47 @@ def test_a_missing_link(history: History) -> None:
         history.reader.chain(2, 3)
 
 
+def test_a_kept_version_can_be_had_whatever_is_held(history: History) -> None:
+    history.store.delete(history.reader.manifest(3).delta.key)  # type: ignore[union-attr]
+    for held, state in ((2, history.truth[2]), (4, history.truth[1]), (9, history.truth[3])):
+        live = copy(state)
+        history.reader.fetch(live, held, 5).install()
+        assert same(live, history.truth[5])
+    history.reader.fetch(live, 5, 5).install()
+    assert same(live, history.truth[5])
+
+
+def test_a_reader_of_kept_versions_never_fails(tmp_path: Path) -> None:
+    """A slow reader, and a publisher that forgets all but what it promised to keep."""
+    keep, last = 3, 30
+    history = History(tmp_path, snapshot_every=4, keep_recent=keep)
+    history.publish(1)
+    reading = threading.Condition()
+    at = 1
+
+    def publish() -> None:
+        for version in range(2, last + 1):
+            with reading:
+                reading.wait_for(lambda version=version: version - keep < at, timeout=60)  # type: ignore[misc]
+            history.publish(version)
+
+    publisher = threading.Thread(target=publish)
+    publisher.start()
+    live: State = {}
+    held = None
+    while held != last:
+        with reading:
+            at = history.reader.latest() or 1
+            reading.notify()
+        history.reader.fetch(live, held, at).install()
+        held = at
+        assert {name: digest(tensor) for name, tensor in live.items()} == {
+            name: entry.digest for name, entry in history.reader.manifest(at).tensors.items()
+        }
+    publisher.join()
+    assert same(live, history.truth[last])
+
+
 @given(st.data())
 @settings(max_examples=150)
 def test_a_flipped_byte_is_found(
@@ -375,3 +418,9 @@ def test_a_manifest_says_what_a_version_is(history: History) -> None:
     text = msgspec.json.decode(history.store.get("manifests/000000000000005.json"))
     assert text["base"] == 4
     assert text["tensors"]["frozen"]["delta"] is None  # it did not change
+
+
+def test_the_bench_proves_what_it_measures() -> None:
+    figures = bench_delta(megabytes=8)
+    assert figures.bytes_fraction < 0.02
+    assert set(figures.as_json()["install_seconds"]) == {"files", "shared_memory"}

@@ -230,10 +230,8 @@ def _changed(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _changed_in(old: Tensor, new: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor]:
     """Unequal words first, then which elements of those, then the elements that fill no word."""
-    (old_words, old_tail), (new_words, new_tail) = (
-        words_of(raw_bytes(old)),
-        words_of(raw_bytes(new)),
-    )
+    old_words, old_tail = words_of(raw_bytes(old))
+    new_words, new_tail = words_of(raw_bytes(new))
     words = torch.nonzero(old_words != new_words).view(-1)
     old_bits = _pick(old_words, words).view(old.dtype)
     new_bits = _pick(new_words, words).view(new.dtype)
@@ -358,9 +356,14 @@ def _take_changes(encoded: Encoded, base: Tensor, bits: Tensor) -> Tensor | None
     old = bits.clone() if positions is None else _pick(bits, positions)
     if header.places != "none":
         _write(bits, positions, _unpack_values(encoded, old))
-    if digest(bits) == header.digest:
+    right = False
+    try:
+        right = digest(bits) == header.digest
+    finally:
+        if not right:
+            _write(bits, positions, old)
+    if right:
         return positions
-    _write(bits, positions, old)
     if digest(base) != header.before:
         raise WeightsError(
             f"{header.name} is not of version {header.base}, which the change is made for.",

@@ -147,6 +147,8 @@ class SharedMemory(Store):
         self._guard = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _GUARD, str(self.root)],
             stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
             start_new_session=True,  # what is typed at a terminal must not end it first
             env={},
         )

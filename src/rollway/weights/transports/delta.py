@@ -155,6 +155,18 @@ class DeltaReader(Versions):
             raise WeightsError(f"Nothing leads to version {wanted}.", "Publish a snapshot.")
         return min(ways, key=lambda steps: sum(step.object.size for step in steps))
 
+    def fetch(self, state: State, held: int | None, wanted: int) -> Staged:
+        """Stage the shortest way; when that is broken or was removed meanwhile, a snapshot's.
+
+        So a version that is kept can always be had, whatever became of the one that is held."""
+        steps = self.chain(held, wanted)
+        try:
+            return self.stage(state, steps)
+        except WeightsError:
+            if steps[0].kind == "snapshot":
+                raise
+            return self.stage(state, self.chain(None, wanted))
+
     def stage(self, state: State, steps: Sequence[Step]) -> Staged:
         """Bring copies of what changes to the last step's version, and verify every tensor.
 
@@ -265,7 +277,7 @@ class DeltaPublisher(DeltaReader):
 
     def publish(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> Manifest:
         """Write a version; every tensor of the model must come, and none may change meanwhile."""
-        check_next(version, max(self._published, default=None))
+        check_next(version, self.latest())
         try:
             manifest = self._write(version, tensors)
             self._carrier.put(_manifest_key(version), manifest.to_bytes())

@@ -38,11 +38,12 @@ class FilesReader(Versions):
         self.root = root
 
     def versions(self) -> list[int]:
-        if not self.root.is_dir():
+        try:
+            found = [_NAME.fullmatch(path.name) for path in self.root.iterdir()]
+        except FileNotFoundError:
             return []
-        found = [_NAME.fullmatch(path.name) for path in self.root.iterdir()]
         numbers = sorted(int(name[1]) for name in found if name)
-        return [number for number in numbers if (self.path(number) / STABLE).is_file()]
+        return [number for number in numbers if _is_there(self.path(number) / STABLE)]
 
     def path(self, version: int) -> Path:
         return self.root / f"v{version}"
@@ -152,6 +153,13 @@ def _shards(tensors: Named, shard_bytes: int) -> Iterator[dict[str, Any]]:
     if not shard:
         raise UsageError("There are no tensors to publish.")
     yield shard
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # NFS: another machine removed it meanwhile
+        return False
 
 
 def _idle(directory: Path) -> float:
