@@ -106,7 +106,7 @@ def test_shared_memory_goes_with_a_publisher_that_is_killed() -> None:
 
 def test_the_next_publisher_sweeps_when_the_guard_died_too() -> None:
     with SharedMemory("test") as mine:
-        left = mine.root.with_name(f"rollway-weights-test.{_mark_of_a_dead_process()}.0")
+        left = mine.root.with_name(f"rollway-deltas-test.{_mark_of_a_dead_process()}.0")
         left.mkdir()
         sweep_shared_memory()
         assert mine.root.exists()

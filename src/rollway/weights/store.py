@@ -28,7 +28,7 @@ from rollway.weights.checkpoint import sync
 
 Buffer = bytes | bytearray | memoryview
 _KEY = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*")
-_SHARED = "rollway-weights-"
+_SHARED = "rollway-deltas-"
 _GONE = (errno.ENOENT, errno.ESTALE)
 # Ends when its standard input does, which is when the publisher does, by whatever death.
 _GUARD = "import shutil, sys; sys.stdin.read(); shutil.rmtree(sys.argv[1], True)"
