@@ -1,0 +1,195 @@
+"""The numbers that decide a Megatron layout: the model's sizes, and where a rank stands.
+
+Experts have rank groups of their own: a rank's place among the expert ranks (`ep`, `etp`) says
+nothing about its place among the dense ones (`tp`), so a `Position` carries both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any
+
+from rollway.errors import UsageError
+
+
+@dataclass(frozen=True)
+class ModelGeometry:
+    """Sizes of a transformer, as far as they decide where its weights lie."""
+
+    layers: int
+    hidden: int
+    heads: int
+    query_groups: int
+    head_dim: int
+    vocab: int
+    """Rows of the Hugging Face embedding; Megatron may hold more, as padding."""
+    ffn: int = 0
+    moe_ffn: int = 0
+    experts: int = 0
+    padded_vocab: int = 0
+    """Rows of Megatron's embedding over all ranks; 0 when it is not padded."""
+    tied_embeddings: bool = False
+    attention_output_gate: bool = False
+    """Qwen3-Next: the fused QKV also holds a gate for every query head."""
+    gated: bool = True
+    """Whether `linear_fc1` holds gate and up (SwiGLU), not one matrix."""
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "hidden", "heads", "query_groups", "head_dim", "vocab"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"A model with {name}={getattr(self, name)} cannot be laid out.")
+        if self.heads % self.query_groups:
+            raise UsageError(
+                f"{self.heads} heads cannot be shared out to {self.query_groups} query groups."
+            )
+        if self.padded_vocab and self.padded_vocab < self.vocab:
+            raise UsageError(
+                f"padded_vocab={self.padded_vocab} is less than vocab={self.vocab}.",
+                "It counts all rows of the embedding, padding included.",
+            )
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, field.name) for field in fields(self)))
+
+    def __hash__(self) -> int:
+        return self._hash  # one geometry is looked up once for each of 100,000 tensors
+
+    @property
+    def heads_per_group(self) -> int:
+        return self.heads // self.query_groups
+
+    @property
+    def query_rows(self) -> int:
+        """Rows of `q_proj`, the gate's rows included."""
+        return self.heads * self.head_dim * (2 if self.attention_output_gate else 1)
+
+    @property
+    def key_rows(self) -> int:
+        return self.query_groups * self.head_dim
+
+    @property
+    def qkv_rows(self) -> int:
+        return self.query_rows + 2 * self.key_rows
+
+    @classmethod
+    def from_hf_config(cls, config: Mapping[str, Any]) -> ModelGeometry:
+        """Read the sizes from a `config.json`, also where a family names them in its own way."""
+        config = config.get("text_config") or config
+        try:
+            heads = int(config["num_attention_heads"])
+            hidden = int(config["hidden_size"])
+            experts = _first(config, "num_experts", "num_local_experts", "n_routed_experts")
+            ffn = _first(config, "intermediate_size")
+            return cls(
+                layers=int(config["num_hidden_layers"]),
+                hidden=hidden,
+                heads=heads,
+                query_groups=_first(config, "num_key_value_heads") or heads,
+                head_dim=_first(config, "head_dim") or hidden // heads,
+                vocab=int(config["vocab_size"]),
+                ffn=ffn,
+                moe_ffn=(_first(config, "moe_intermediate_size") or ffn) if experts else 0,
+                experts=experts,
+                tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+                attention_output_gate=config.get("model_type") == "qwen3_next",
+            )
+        except KeyError as error:
+            raise UsageError(f"The model's config.json lacks {error.args[0]}.") from error
+
+
+def _first(config: Mapping[str, Any], *names: str) -> int:
+    return next((int(config[name]) for name in names if config.get(name)), 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where one rank stands in every parallel group; `dp` and `edp` count the replicas."""
+
+    tp: int = 0
+    tp_size: int = 1
+    pp: int = 0
+    pp_size: int = 1
+    ep: int = 0
+    ep_size: int = 1
+    etp: int = 0
+    etp_size: int = 1
+    dp: int = 0
+    dp_size: int = 1
+    edp: int = 0
+    edp_size: int = 1
+    first_layer: int | None = None
+    """Global number of local layer 0, where stages are uneven; None: layers are shared evenly."""
+
+    def __post_init__(self) -> None:
+        for group in ("tp", "pp", "ep", "etp", "dp", "edp"):
+            rank, size = getattr(self, group), getattr(self, f"{group}_size")
+            if not 0 <= rank < size:
+                raise UsageError(f"There is no {group} rank {rank} among {size}.")
+
+    def layer_offset(self, geometry: ModelGeometry) -> int:
+        """What to add to a local layer number to get the global one."""
+        if self.first_layer is not None:
+            return self.first_layer
+        if geometry.layers % self.pp_size:
+            raise UsageError(
+                f"{geometry.layers} layers cannot be shared evenly by {self.pp_size} stages.",
+                "Give the position's first_layer.",
+            )
+        return self.pp * (geometry.layers // self.pp_size)
+
+    def expert_offset(self, geometry: ModelGeometry) -> int:
+        """What to add to a local expert number to get the global one."""
+        return self.ep * self.local_experts(geometry)
+
+    def local_experts(self, geometry: ModelGeometry) -> int:
+        if geometry.experts % self.ep_size:
+            raise UsageError(
+                f"{geometry.experts} experts cannot be shared evenly by {self.ep_size} ranks."
+            )
+        return geometry.experts // self.ep_size
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """Sizes of a trainer's parallel groups; its ranks are numbered as Megatron does by default."""
+
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    etp: int = 1
+    world: int = 0
+    """0 stands for as few ranks as these groups need."""
+
+    def positions(self) -> list[Position]:
+        """The position of every rank: tensor ranks are neighbours, stages are far apart."""
+        dense, expert = self.tp * self.pp, self.ep * self.etp * self.pp
+        world = self.world or max(dense, expert)
+        if world % dense or world % expert:
+            raise UsageError(
+                f"{world} ranks cannot form groups of tp={self.tp} pp={self.pp} ep={self.ep} "
+                f"etp={self.etp}.",
+                f"Use a multiple of {dense} and of {expert}.",
+            )
+        return [self._position(rank, world) for rank in range(world)]
+
+    def _position(self, rank: int, world: int) -> Position:
+        stage = world // self.pp
+        pp, inside = divmod(rank, stage)
+        expert = self.ep * self.etp
+        return Position(
+            tp=inside % self.tp,
+            tp_size=self.tp,
+            pp=pp,
+            pp_size=self.pp,
+            ep=inside // self.etp % self.ep,
+            ep_size=self.ep,
+            etp=inside % self.etp,
+            etp_size=self.etp,
+            dp=inside // self.tp,
+            dp_size=stage // self.tp,
+            edp=inside // expert,
+            edp_size=stage // expert,
+        )

@@ -1,0 +1,295 @@
+"""Which boxes of Hugging Face tensors lie in one rank's tensor, for every layout Megatron has.
+
+    linear_qkv   per query group [ Q .. Q | K | V ], and a rank holds any run of these rows
+    linear_fc1   [ gate of this rank ; up of this rank ]
+    embedding    rows at and after the model's vocabulary are padding
+    experts      `weight1`, `weight2` of the old GroupedMLP hold all local experts, transposed
+
+Joined by plain concatenation, ranks give the `Shard.shape` that is used here. Layers share their
+geometry, so it is computed once, without names (`cuts`), and `pieces` only adds the names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from rollway.errors import UsageError
+from rollway.weights.layout import Box, Piece, Role, Shape, Shard
+from rollway.weights.megatron.geometry import ModelGeometry, Position
+
+_BY_TENSOR_RANK = {Role.QKV_COLUMN, Role.GATED_MLP_COLUMN, Role.COLUMN, Role.VOCAB_PARALLEL}
+_AS_IT_IS = {Role.COLUMN, Role.ROW, Role.REPLICATED, Role.EXPERT_ROW}
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A piece without names: `index` counts the Hugging Face tensors of its shard."""
+
+    index: int
+    box: Box
+    at: Shape
+    transposed: bool = False
+
+
+def pieces(shard: Shard, hf_names: Sequence[str], geometry: ModelGeometry) -> list[Piece]:
+    """What `shard` holds of the tensors `hf_names`, which are in canonical order: q, k, v; gate,
+    up; and by expert. No names stand for a tensor that Hugging Face does not have."""
+    return [
+        Piece(hf_names[cut.index], cut.box, shard.name, cut.at, cut.transposed)
+        for cut in cuts(shard, len(hf_names), geometry)
+    ]
+
+
+def cuts(shard: Shard, count: int, geometry: ModelGeometry) -> tuple[Cut, ...]:
+    """The same without names; equal for equal tensors of all layers, and then the same object."""
+    if not count:
+        return ()
+    try:
+        return _cuts(shard.role, _is_legacy(shard.name), count, shard.shape, shard.box, geometry)
+    except _Misfit as error:
+        raise _misfit(shard, error) from error
+
+
+def hf_shapes(shard: Shard, count: int, geometry: ModelGeometry) -> tuple[Shape, ...]:
+    """The whole shapes of the Hugging Face tensors that `shard` is a part of."""
+    if not count:
+        return ()
+    try:
+        return _hf_shapes(shard.role, _is_legacy(shard.name), count, shard.shape, geometry)
+    except _Misfit as error:
+        raise _misfit(shard, error) from error
+
+
+def place(name: str, dtype: str, local: Shape, role: Role, position: Position) -> Shard:
+    """The shard that a rank at `position` holds, when its tensor has the shape `local`."""
+    axis, rank, size = _sharding(role, _is_legacy(name), len(local), position)
+    if axis is None:
+        return Shard(name, dtype, local, Box.whole(local), role)
+    shape = (*local[:axis], local[axis] * size, *local[axis + 1 :])
+    start = tuple(rank * n if d == axis else 0 for d, n in enumerate(local))
+    return Shard(name, dtype, shape, Box.whole(local).moved(start), role)
+
+
+def local_view(name: str, local: Shape, geometry: ModelGeometry, position: Position) -> Shape:
+    """The shape to view a rank's tensor in before it is cut; its own, but for GroupedMLP's
+    `weight1`, whose memory holds expert after expert although its shape does not say so."""
+    if _is_legacy(name) and name.endswith("weight1"):
+        rows = position.local_experts(geometry) * geometry.hidden
+        return rows, local[0] * local[1] // rows
+    return local
+
+
+class _Misfit(Exception):
+    """A shape that the geometry cannot explain; the message becomes part of a `UsageError`."""
+
+
+def _misfit(shard: Shard, error: _Misfit) -> UsageError:
+    return UsageError(
+        f"{shard.name} ({shard.role}, {list(shard.shape)} over all ranks) does not fit the "
+        f"model: {error}.",
+        "Check the model's geometry, the tensor's role and the parallel sizes.",
+    )
+
+
+def _is_legacy(name: str) -> bool:
+    return name.endswith((".experts.weight1", ".experts.weight2"))
+
+
+def _sharding(
+    role: Role, legacy: bool, dimensions: int, position: Position
+) -> tuple[int | None, int, int]:
+    """The axis that ranks cut (None: they do not), this rank's part of it, and their number."""
+    if role in _BY_TENSOR_RANK:
+        return 0, position.tp, position.tp_size
+    if role is Role.ROW and dimensions > 1:
+        return 1, position.tp, position.tp_size
+    if role is Role.EXPERT_COLUMN:
+        return (1 if legacy else 0), position.etp, position.etp_size
+    if role is Role.EXPERT_ROW and dimensions > 1:
+        return (0 if legacy else 1), position.etp, position.etp_size
+    return None, 0, 1  # also a row-parallel bias: it is added after the sum, so every rank has it
+
+
+@lru_cache(maxsize=65536)
+def _cuts(
+    role: Role, legacy: bool, count: int, shape: Shape, box: Box, geometry: ModelGeometry
+) -> tuple[Cut, ...]:
+    if legacy:
+        return _legacy_cuts(role, count, shape, box, geometry)
+    heights = [whole[0] for whole in _hf_shapes(role, legacy, count, shape, geometry) if whole]
+    if role in _AS_IT_IS:
+        return (Cut(0, box, (0,) * len(shape)),)
+    if role is Role.VOCAB_PARALLEL:
+        runs = [_Run(0, box.start[0], box.start[0], box.shape[0])]
+    elif role is Role.QKV_COLUMN:
+        runs = _qkv_runs(box.start[0], box.stop[0], geometry)
+    else:
+        runs = _gated_runs(box, geometry)
+    if count == 1 and role is not Role.VOCAB_PARALLEL:
+        runs = _stacked(runs, _heights(role, shape, geometry))
+    return tuple(
+        Cut(
+            run.index,
+            Box((run.target, *box.start[1:]), (run.target + run.length, *box.stop[1:])),
+            (run.source - box.start[0], *(0 for _ in box.start[1:])),
+        )
+        for run in _joined(_trimmed(runs, heights))
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Rows of a Megatron tensor, from `source`, that are rows of one of ours, from `target`."""
+
+    index: int
+    source: int
+    target: int
+    length: int
+
+
+def _qkv_runs(start: int, stop: int, geometry: ModelGeometry) -> list[_Run]:
+    """What rows `start` to `stop` of the fused tensor are; a rank may cut through a group."""
+    block = geometry.qkv_rows // geometry.query_groups
+    runs = []
+    for group in range(start // block, -(-stop // block)):
+        at = group * block
+        for run in _group_runs(group, geometry):
+            first, last = max(start, at + run.source), min(stop, at + run.source + run.length)
+            if first < last:
+                skipped = first - at - run.source
+                runs.append(_Run(run.index, first, run.target + skipped, last - first))
+    return runs
+
+
+def _group_runs(group: int, geometry: ModelGeometry) -> list[_Run]:
+    """One query group, as seen from its first row."""
+    d, n = geometry.head_dim, geometry.heads_per_group
+    if geometry.attention_output_gate:
+        # Megatron has all queries and then all gates; Hugging Face has them head by head.
+        first = group * n * 2 * d
+        runs = [_Run(0, i * d, first + 2 * i * d, d) for i in range(n)]
+        runs += [_Run(0, (n + i) * d, first + (2 * i + 1) * d, d) for i in range(n)]
+        after = 2 * n * d
+    else:
+        runs = [_Run(0, 0, group * n * d, n * d)]
+        after = n * d
+    return [*runs, _Run(1, after, group * d, d), _Run(2, after + d, group * d, d)]
+
+
+def _gated_runs(box: Box, geometry: ModelGeometry) -> list[_Run]:
+    start, rows = box.start[0], box.shape[0]
+    if not geometry.gated:
+        return [_Run(0, start, start, rows)]
+    if start % 2 or rows % 2:
+        raise _Misfit(f"rows {start} to {start + rows} are not as many gates as ups")
+    half = rows // 2
+    return [_Run(0, start, start // 2, half), _Run(1, start + half, start // 2, half)]
+
+
+def _stacked(runs: list[_Run], heights: Sequence[int]) -> list[_Run]:
+    """For families whose one tensor holds all parts, one below the other."""
+    return [_Run(0, run.source, run.target + sum(heights[: run.index]), run.length) for run in runs]
+
+
+def _trimmed(runs: list[_Run], heights: Sequence[int]) -> list[_Run]:
+    """Without the rows that only pad."""
+    kept = []
+    for run in runs:
+        length = min(run.length, heights[run.index] - run.target)
+        if length > 0:
+            kept.append(_Run(run.index, run.source, run.target, length))
+    return kept
+
+
+def _joined(runs: list[_Run]) -> list[_Run]:
+    """Neighbours on both sides become one."""
+    joined: list[_Run] = []
+    for run in runs:
+        last = joined[-1] if joined else None
+        if (
+            last
+            and last.index == run.index
+            and last.source + last.length == run.source
+            and last.target + last.length == run.target
+        ):
+            joined[-1] = _Run(last.index, last.source, last.target, last.length + run.length)
+        else:
+            joined.append(run)
+    return joined
+
+
+def _legacy_cuts(
+    role: Role, count: int, shape: Shape, box: Box, geometry: ModelGeometry
+) -> tuple[Cut, ...]:
+    """All local experts of this rank in one tensor: the way `[experts, in, out]` lies in memory."""
+    hidden = geometry.hidden
+    _hf_shapes(role, True, count, shape, geometry)
+    if role is Role.EXPERT_ROW:
+        experts = count
+        width, start = box.shape[0] // experts, box.start[0] // experts
+        return tuple(
+            Cut(e, Box((0, start), (hidden, start + width)), (e * width, 0), transposed=True)
+            for e in range(experts)
+        )
+    parts = 2 if geometry.gated else 1
+    width, start = box.shape[1] // parts, box.start[1] // parts
+    return tuple(
+        Cut(
+            e * parts + part,
+            Box((start, 0), (start + width, hidden)),
+            (e * hidden, part * width),
+            transposed=True,
+        )
+        for e in range(count // parts)
+        for part in range(parts)
+    )
+
+
+@lru_cache(maxsize=4096)
+def _hf_shapes(
+    role: Role, legacy: bool, count: int, shape: Shape, geometry: ModelGeometry
+) -> tuple[Shape, ...]:
+    if legacy:
+        return _legacy_shapes(role, count, shape, geometry)
+    if role in _AS_IT_IS:
+        if count != 1:
+            raise _Misfit(f"it has one part, but {count} names")
+        return (shape,)
+    heights = _heights(role, shape, geometry)
+    if count not in (1, len(heights)):
+        raise _Misfit(f"it has {len(heights)} parts, but {count} names")
+    if count == 1:
+        heights = (sum(heights),)
+    return tuple((height, *shape[1:]) for height in heights)
+
+
+def _heights(role: Role, shape: Shape, geometry: ModelGeometry) -> tuple[int, ...]:
+    """Rows of each part of a fused tensor, and of a padded one without its padding."""
+    rows = shape[0]
+    if role is Role.VOCAB_PARALLEL:
+        if rows < geometry.vocab:
+            raise _Misfit(f"the vocabulary has {geometry.vocab} rows")
+        return (geometry.vocab,)
+    if role is Role.QKV_COLUMN:
+        if rows != geometry.qkv_rows:
+            raise _Misfit(f"its queries, keys and values have {geometry.qkv_rows} rows")
+        return geometry.query_rows, geometry.key_rows, geometry.key_rows
+    if not geometry.gated:
+        return (rows,)
+    if rows % 2:
+        raise _Misfit("gate and up cannot have as many rows")
+    return rows // 2, rows // 2
+
+
+def _legacy_shapes(
+    role: Role, count: int, shape: Shape, geometry: ModelGeometry
+) -> tuple[Shape, ...]:
+    hidden, parts = geometry.hidden, 2 if geometry.gated and role is Role.EXPERT_COLUMN else 1
+    experts, odd = divmod(count, parts)
+    if role is Role.EXPERT_ROW and not shape[0] % experts and shape[1] == hidden:
+        return ((hidden, shape[0] // experts),) * count
+    if role is Role.EXPERT_COLUMN and not odd and shape[0] == experts * hidden:
+        return ((shape[1] // parts, hidden),) * count
+    raise _Misfit(f"it does not hold {experts} experts of width {hidden}")
