@@ -33,6 +33,15 @@ class Cut:
     transposed: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """Ranks of one `group` hold the same part of a tensor: this is number `index` of `count`."""
+
+    group: Shape
+    index: int
+    count: int
+
+
 def pieces(shard: Shard, hf_names: Sequence[str], geometry: ModelGeometry) -> list[Piece]:
     """What `shard` holds of the tensors `hf_names`, which are in canonical order: q, k, v; gate,
     up; and by expert. No names stand for a tensor that Hugging Face does not have."""
@@ -47,7 +56,7 @@ def cuts(shard: Shard, count: int, geometry: ModelGeometry) -> tuple[Cut, ...]:
     if not count:
         return ()
     try:
-        return _cuts(shard.role, _is_legacy(shard.name), count, shard.shape, shard.box, geometry)
+        return _cuts(shard.role, is_legacy(shard.name), count, shard.shape, shard.box, geometry)
     except _Misfit as error:
         raise _misfit(shard, error) from error
 
@@ -57,14 +66,14 @@ def hf_shapes(shard: Shard, count: int, geometry: ModelGeometry) -> tuple[Shape,
     if not count:
         return ()
     try:
-        return _hf_shapes(shard.role, _is_legacy(shard.name), count, shard.shape, geometry)
+        return _hf_shapes(shard.role, is_legacy(shard.name), count, shard.shape, geometry)
     except _Misfit as error:
         raise _misfit(shard, error) from error
 
 
 def place(name: str, dtype: str, local: Shape, role: Role, position: Position) -> Shard:
     """The shard that a rank at `position` holds, when its tensor has the shape `local`."""
-    axis, rank, size = _sharding(role, _is_legacy(name), len(local), position)
+    axis, rank, size = sharding(role, is_legacy(name), len(local), position)
     if axis is None:
         return Shard(name, dtype, local, Box.whole(local), role)
     shape = (*local[:axis], local[axis] * size, *local[axis + 1 :])
@@ -75,29 +84,18 @@ def place(name: str, dtype: str, local: Shape, role: Role, position: Position) -
 def local_view(name: str, local: Shape, geometry: ModelGeometry, position: Position) -> Shape:
     """The shape to view a rank's tensor in before it is cut; its own, but for GroupedMLP's
     `weight1`, whose memory holds expert after expert although its shape does not say so."""
-    if _is_legacy(name) and name.endswith("weight1"):
+    if is_legacy(name) and name.endswith("weight1"):
         rows = position.local_experts(geometry) * geometry.hidden
         return rows, local[0] * local[1] // rows
     return local
 
 
-class _Misfit(Exception):
-    """A shape that the geometry cannot explain; the message becomes part of a `UsageError`."""
-
-
-def _misfit(shard: Shard, error: _Misfit) -> UsageError:
-    return UsageError(
-        f"{shard.name} ({shard.role}, {list(shard.shape)} over all ranks) does not fit the "
-        f"model: {error}.",
-        "Check the model's geometry, the tensor's role and the parallel sizes.",
-    )
-
-
-def _is_legacy(name: str) -> bool:
+def is_legacy(name: str) -> bool:
+    """Whether this is the tensor of all local experts that the old GroupedMLP has."""
     return name.endswith((".experts.weight1", ".experts.weight2"))
 
 
-def _sharding(
+def sharding(
     role: Role, legacy: bool, dimensions: int, position: Position
 ) -> tuple[int | None, int, int]:
     """The axis that ranks cut (None: they do not), this rank's part of it, and their number."""
@@ -110,6 +108,31 @@ def _sharding(
     if role is Role.EXPERT_ROW and dimensions > 1:
         return (0 if legacy else 1), position.etp, position.etp_size
     return None, 0, 1  # also a row-parallel bias: it is added after the sum, so every rank has it
+
+
+def replica(shard: Shard, position: Position) -> Replica:
+    """Which ranks hold the same bytes as this one, and which of them this one is."""
+    legacy = is_legacy(shard.name)
+    axis, rank, size = sharding(shard.role, legacy, len(shard.shape), position)
+    expert = shard.role in (Role.EXPERT_COLUMN, Role.EXPERT_ROW)
+    group: Shape = (position.pp, position.ep) if expert else (position.pp,)
+    index, count = (position.edp, position.edp_size) if expert else (position.dp, position.dp_size)
+    if axis is not None:
+        return Replica((*group, rank), index, count)
+    rank, size = (position.etp, position.etp_size) if expert else (position.tp, position.tp_size)
+    return Replica(group, rank + size * index, size * count)
+
+
+class _Misfit(Exception):
+    """A shape that the geometry cannot explain; the message becomes part of a `UsageError`."""
+
+
+def _misfit(shard: Shard, error: _Misfit) -> UsageError:
+    return UsageError(
+        f"{shard.name} ({shard.role}, {list(shard.shape)} over all ranks) does not fit the "
+        f"model: {error}.",
+        "Check the model's geometry, the tensor's role and the parallel sizes.",
+    )
 
 
 @lru_cache(maxsize=65536)
