@@ -1,0 +1,116 @@
+"""Megatron shards to Hugging Face tensors, and back: the bytes, where `pieces` says the places.
+
+Every element moves by slicing, one copy per piece, on whatever device the tensors are. `to_hf`
+makes one tensor at a time, so no more than that is needed beside the shards themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from rollway.errors import UsageError
+from rollway.weights.layout import Box, Shape, Shard
+from rollway.weights.megatron.geometry import ModelGeometry
+from rollway.weights.megatron.model import MegatronModel, Part
+from rollway.weights.megatron.pieces import Cut, cuts, hf_shapes, is_legacy
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+def to_hf(
+    model: MegatronModel, tensors: Mapping[int, Tensors]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each Hugging Face tensor, made from the ranks' local tensors (by Megatron's names).
+
+    A tensor that lies in one shard in one run of memory is a view of that shard, not a copy."""
+    for name, shape, _, parts in model.parts():
+        if len(parts) == 1:
+            view = _view(_local(model, tensors, parts[0]), parts[0].cut)
+            yield name, view if view.is_contiguous() else view.contiguous()
+            continue
+        whole: torch.Tensor | None = None
+        for part in parts:
+            source = _local(model, tensors, part)
+            if whole is None:
+                whole = torch.empty(shape, dtype=source.dtype, device=source.device)
+            elif whole.dtype != source.dtype:
+                raise UsageError(f"{name} has parts of {whole.dtype} and {source.dtype}.")
+            whole[_slices(part.cut.box)] = _view(source, part.cut)
+        assert whole is not None  # `parts` gives none without a source
+        yield name, whole
+
+
+def from_hf(hf: Tensors, model: MegatronModel) -> dict[int, dict[str, torch.Tensor]]:
+    """The local tensors of every rank, made from whole Hugging Face tensors."""
+    return {rank: rank_from_hf(hf, model, rank) for rank in model.ranks}
+
+
+def rank_from_hf(hf: Tensors, model: MegatronModel, rank: int) -> dict[str, torch.Tensor]:
+    """The local tensors of one rank; rows that only pad are zero."""
+    layout, local = model.ranks[rank], {}
+    for name, shard in layout.shards.items():
+        hf_names = layout.names[name]
+        _check_shapes(hf, shard, hf_names, model.geometry)
+        if not hf_names:
+            raise UsageError(
+                f"Rank {rank} has {name}, which Hugging Face has no tensor for.",
+                "Copy it from the tensor that it is tied to.",
+            )
+        first = hf[hf_names[0]]
+        made = torch.empty(shard.box.shape, dtype=first.dtype, device=first.device)
+        found = cuts(shard, len(hf_names), model.geometry)
+        if sum(cut.box.elements for cut in found) < shard.box.elements:
+            made.zero_()
+        for cut in found:
+            _view(made, cut).copy_(hf[hf_names[cut.index]][_slices(cut.box)])
+        local[name] = made.view(_own_shape(shard, model.geometry))
+    return local
+
+
+def _local(model: MegatronModel, tensors: Mapping[int, Tensors], part: Part) -> torch.Tensor:
+    """A rank's tensor, in the shape that its pieces count in."""
+    shard = model.ranks[part.rank].shards[part.source]
+    try:
+        tensor = tensors[part.rank][part.source]
+    except KeyError as error:
+        raise UsageError(f"Rank {part.rank} lacks {part.source}.") from error
+    if tuple(tensor.shape) == shard.box.shape:
+        return tensor
+    if tuple(tensor.shape) == _own_shape(shard, model.geometry):
+        return tensor.reshape(shard.box.shape)
+    raise UsageError(
+        f"{part.source} of rank {part.rank} has the shape {list(tensor.shape)} instead of "
+        f"{list(shard.box.shape)}."
+    )
+
+
+def _own_shape(shard: Shard, geometry: ModelGeometry) -> Shape:
+    """The shape that Megatron gives the tensor; see `local_view` for where they differ."""
+    if is_legacy(shard.name) and shard.name.endswith("weight1"):
+        return geometry.hidden, shard.box.elements // geometry.hidden
+    return shard.box.shape
+
+
+def _view(local: torch.Tensor, cut: Cut) -> torch.Tensor:
+    """The part of a local tensor that a cut is about, turned as Hugging Face has it."""
+    extents = cut.box.shape[::-1] if cut.transposed else cut.box.shape
+    view = local[tuple(slice(a, a + n) for a, n in zip(cut.at, extents, strict=True))]
+    return view.t() if cut.transposed else view
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
+
+
+def _check_shapes(
+    hf: Tensors, shard: Shard, names: tuple[str, ...], geometry: ModelGeometry
+) -> None:
+    for name, shape in zip(names, hf_shapes(shard, len(names), geometry), strict=True):
+        if name not in hf:
+            raise UsageError(f"There is no {name}, which {shard.name} is made from.")
+        if tuple(hf[name].shape) != shape:
+            raise UsageError(
+                f"{name} has the shape {list(hf[name].shape)}; {shard.name} needs {list(shape)}."
+            )
