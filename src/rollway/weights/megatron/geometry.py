@@ -99,6 +99,28 @@ class ModelGeometry:
         except KeyError as error:
             raise UsageError(f"The model's config.json lacks {error.args[0]}.") from error
 
+    @classmethod
+    def from_megatron_config(
+        cls, config: Any, *, vocab: int, tied_embeddings: bool
+    ) -> ModelGeometry:
+        """Read the sizes from a `TransformerConfig`; it does not know the vocabulary without its
+        padding, nor whether the embeddings are tied."""
+        experts = config.num_moe_experts or 0
+        return cls(
+            layers=config.num_layers,
+            hidden=config.hidden_size,
+            heads=config.num_attention_heads,
+            query_groups=config.num_query_groups or config.num_attention_heads,
+            head_dim=config.kv_channels,
+            vocab=vocab,
+            ffn=config.ffn_hidden_size or 0,
+            moe_ffn=(config.moe_ffn_hidden_size or config.ffn_hidden_size) if experts else 0,
+            experts=experts,
+            tied_embeddings=tied_embeddings,
+            attention_output_gate=bool(getattr(config, "attention_output_gate", False)),
+            gated=bool(config.gated_linear_unit),
+        )
+
 
 def _first(config: Mapping[str, Any], *names: str) -> int:
     return next((int(config[name]) for name in names if config.get(name)), 0)

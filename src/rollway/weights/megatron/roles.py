@@ -35,7 +35,6 @@ class Parameter:
 
     name: str
     module_class: str = ""
-    dimensions: int = 2
     tensor_parallel: bool | None = None
     partition_dim: int | None = None
     partition_stride: int | None = None

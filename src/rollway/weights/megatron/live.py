@@ -1,0 +1,146 @@
+"""Read the layout of a running Megatron-Core model: this rank's tensors, roles and names.
+
+Layers are counted over the whole model here, not over the rank: a rank with several chunks of a
+virtual pipeline has several layers 0, and only the layer itself knows which one it is.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from rollway.errors import UsageError
+from rollway.weights.layout import Role, Shape
+from rollway.weights.megatron.geometry import ModelGeometry, Position
+from rollway.weights.megatron.model import RankLayout
+from rollway.weights.megatron.names import NameMap, plain_name
+from rollway.weights.megatron.pieces import local_view, pieces, place
+from rollway.weights.megatron.roles import Overrides, Parameter, classify
+from rollway.weights.sources import Held, dtype_name
+
+_LAYER = re.compile(r"^(decoder\.layers\.)(\d+)(?=\.|$)")
+_KNOWN_BUFFERS = ("expert_bias",)
+"""Buffers that are weights; the others are counters and states."""
+
+
+def from_megatron(
+    model: torch.nn.Module | Sequence[torch.nn.Module],
+    names: NameMap,
+    position: Position | None = None,
+    *,
+    roles: Overrides | None = None,
+) -> list[Held]:
+    """What this rank holds of a Megatron model (all its chunks), wrapped by DDP or not."""
+    layout, tensors = read_rank(model, names, position, roles=roles)
+    return [
+        Held(
+            shard,
+            tensors[name],
+            pieces(shard, layout.names[name], names.geometry),
+            owned_here=layout.owns(name),
+        )
+        for name, shard in layout.shards.items()
+    ]
+
+
+def read_rank(
+    model: torch.nn.Module | Sequence[torch.nn.Module],
+    names: NameMap,
+    position: Position | None = None,
+    *,
+    roles: Overrides | None = None,
+) -> tuple[RankLayout, dict[str, torch.Tensor]]:
+    """The same as a layout, which a sidecar can carry, and the local tensors by name.
+
+    What Hugging Face has no tensor for (the second copy of tied embeddings) is left out."""
+    position = replace(position or current_position(), first_layer=0)
+    shards, hf_names, tensors = {}, {}, {}
+    chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
+    for chunk in chunks:
+        for name, module, tensor in _tensors(chunk):
+            found = names.hf_names(name, position)
+            if not found:
+                continue
+            if name in shards:
+                raise UsageError(f"This rank has two tensors that are called {name}.")
+            role = _role(name, module, tensor, names.geometry, roles)
+            local: Shape = local_view(name, tuple(tensor.shape), names.geometry, position)
+            dtype = dtype_name(name, tensor.dtype)
+            shards[name] = place(name, dtype, local, role, position)
+            hf_names[name], tensors[name] = found, tensor.detach().view(local)
+    return RankLayout(position, shards, hf_names), tensors
+
+
+def current_position() -> Position:
+    """Where this process stands in Megatron's process groups."""
+    try:
+        state: Any = importlib.import_module("megatron.core.parallel_state")
+    except ImportError as error:
+        raise UsageError(
+            "megatron.core cannot be imported, so this rank's position is not known.",
+            "Give the position.",
+        ) from error
+    return Position(
+        tp=state.get_tensor_model_parallel_rank(),
+        tp_size=state.get_tensor_model_parallel_world_size(),
+        pp=state.get_pipeline_model_parallel_rank(),
+        pp_size=state.get_pipeline_model_parallel_world_size(),
+        ep=state.get_expert_model_parallel_rank(),
+        ep_size=state.get_expert_model_parallel_world_size(),
+        etp=state.get_expert_tensor_parallel_rank(),
+        etp_size=state.get_expert_tensor_parallel_world_size(),
+        dp=state.get_data_parallel_rank(with_context_parallel=True),
+        dp_size=state.get_data_parallel_world_size(with_context_parallel=True),
+        edp=state.get_expert_data_parallel_rank(),
+        edp_size=state.get_expert_data_parallel_world_size(),
+    )
+
+
+def _tensors(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, torch.Tensor]]:
+    """Every weight of a chunk, by its name with global layer numbers, with its module."""
+    layers: dict[str, int] = {}
+    for path, module in chunk.named_modules():
+        path = plain_name(f"{path}.").removesuffix(".")
+        match = _LAYER.match(path)
+        if match and match.end() == len(path):
+            layers[match[2]] = _layer_number(path, module)
+        weights = dict(module.named_parameters(recurse=False))
+        weights |= {n: b for n, b in module.named_buffers(recurse=False) if n in _KNOWN_BUFFERS}
+        if match and weights:
+            path = f"{match[1]}{layers[match[2]]}{path[match.end() :]}"
+        for name, tensor in weights.items():
+            yield f"{path}.{name}".lstrip("."), module, tensor
+
+
+def _layer_number(path: str, layer: torch.nn.Module) -> int:
+    number = getattr(layer, "layer_number", None)
+    if not isinstance(number, int):
+        raise UsageError(f"{path} ({type(layer).__name__}) does not know its layer_number.")
+    return number - 1  # Megatron counts from 1
+
+
+def _role(
+    name: str,
+    module: torch.nn.Module,
+    tensor: torch.Tensor,
+    geometry: ModelGeometry,
+    overrides: Overrides | None,
+) -> Role:
+    if type(tensor.data) is not torch.Tensor:
+        raise UsageError(
+            f"{name} is a {type(tensor.data).__name__}; Rollway does not know its memory.",
+            "Publish from the parameters before they are quantised.",
+        )
+    parameter = Parameter(
+        name,
+        type(module).__name__,
+        getattr(tensor, "tensor_model_parallel", None),
+        getattr(tensor, "partition_dim", None),
+        getattr(tensor, "partition_stride", None),
+    )
+    return classify(parameter, gated=geometry.gated, overrides=overrides)

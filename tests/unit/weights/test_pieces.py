@@ -1,0 +1,172 @@
+"""Pieces against the layout rules as formulas on whole tensors, for what no golden shard shows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rollway.errors import UsageError
+from rollway.weights.layout import Box, Piece, Role, Shape
+from rollway.weights.megatron.geometry import ModelGeometry, Position, Topology
+from rollway.weights.megatron.pieces import cuts, hf_shapes, local_view, pieces, place
+
+QWEN3_30B = ModelGeometry(
+    layers=48, hidden=2048, heads=32, query_groups=4, head_dim=128, vocab=151936
+)
+SMALL = ModelGeometry(
+    layers=1, hidden=6, heads=4, query_groups=2, head_dim=4, vocab=10, ffn=8, moe_ffn=4, experts=4
+)
+
+
+def _filled(
+    name: str, whole: torch.Tensor, role: Role, hf: list[str], geometry: ModelGeometry, size: int
+) -> dict[str, torch.Tensor]:
+    """What the ranks' pieces say that the Hugging Face tensors are, for a tensor cut by rows."""
+    made: dict[str, torch.Tensor] = {}
+    for rank, local in enumerate(whole.chunk(size)):
+        position = Position(tp=rank, tp_size=size)
+        shard = place(name, "F32", tuple(local.shape), role, position)
+        for one, shape in zip(hf, hf_shapes(shard, len(hf), geometry), strict=True):
+            made.setdefault(one, torch.full(shape, -1.0))
+        for piece in pieces(shard, hf, geometry):
+            target = made[piece.name][_slices(piece.box)]
+            at = Box(piece.at, tuple(a + n for a, n in zip(piece.at, target.shape, strict=True)))
+            target.copy_(local[_slices(at)])
+    return made
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("columns", [(), (6,)], ids=["bias", "weight"])
+def test_fused_qkv_is_taken_apart_by_query_group(size: int, columns: Shape) -> None:
+    whole = torch.arange(32.0 * (columns[0] if columns else 1)).view(32, *columns)
+    made = _filled("linear_qkv.weight", whole, Role.QKV_COLUMN, ["q", "k", "v"], SMALL, size)
+    blocks = whole.view(2, 4, 4, *columns)  # groups; two queries, key and value; head_dim
+    assert torch.equal(made["q"], blocks[:, :2].reshape(16, *columns))
+    assert torch.equal(made["k"], blocks[:, 2].reshape(8, *columns))
+    assert torch.equal(made["v"], blocks[:, 3].reshape(8, *columns))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+def test_an_output_gate_lies_between_queries_and_keys(size: int) -> None:
+    gated = ModelGeometry(
+        layers=1, hidden=6, heads=4, query_groups=2, head_dim=4, vocab=10,
+        attention_output_gate=True,
+    )  # fmt: skip
+    whole = torch.arange(48.0 * 6).view(48, 6)
+    made = _filled("linear_qkv.weight", whole, Role.QKV_COLUMN, ["q", "k", "v"], gated, size)
+    blocks = whole.view(2, 6, 4, 6)
+    queries, gates = blocks[:, :2].reshape(4, 1, 4, 6), blocks[:, 2:4].reshape(4, 1, 4, 6)
+    assert torch.equal(made["q"], torch.cat([queries, gates], 1).reshape(32, 6))
+    assert torch.equal(made["k"], blocks[:, 4].reshape(8, 6))
+    assert torch.equal(made["v"], blocks[:, 5].reshape(8, 6))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_each_rank_has_its_gate_above_its_up(size: int) -> None:
+    gate, up = torch.arange(48.0).view(8, 6), torch.arange(48.0, 96.0).view(8, 6)
+    ranks = zip(gate.chunk(size), up.chunk(size), strict=True)
+    whole = torch.cat([torch.cat(pair) for pair in ranks])
+    made = _filled("linear_fc1.weight", whole, Role.GATED_MLP_COLUMN, ["g", "u"], SMALL, size)
+    assert torch.equal(made["g"], gate) and torch.equal(made["u"], up)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_family_may_keep_the_parts_of_a_fused_tensor_in_one(size: int) -> None:
+    gate, up = torch.arange(48.0).view(8, 6), torch.arange(48.0, 96.0).view(8, 6)
+    ranks = zip(gate.chunk(size), up.chunk(size), strict=True)
+    whole = torch.cat([torch.cat(pair) for pair in ranks])
+    made = _filled("linear_fc1.weight", whole, Role.GATED_MLP_COLUMN, ["gate_up"], SMALL, size)
+    assert torch.equal(made["gate_up"], torch.cat([gate, up]))
+
+
+def test_rows_that_pad_the_vocabulary_are_nobodys() -> None:
+    whole = torch.arange(16.0 * 6).view(16, 6)
+    made = _filled("embedding", whole, Role.VOCAB_PARALLEL, ["embed"], SMALL, 4)
+    assert torch.equal(made["embed"], whole[:10])
+    last = place("embedding", "F32", (4, 6), Role.VOCAB_PARALLEL, Position(tp=3, tp_size=4))
+    assert pieces(last, ["embed"], SMALL) == []  # this rank has nothing but padding
+
+
+def test_neighbours_are_one_piece() -> None:
+    whole = place("linear_fc1.weight", "F32", (16, 6), Role.GATED_MLP_COLUMN, Position())
+    assert len(pieces(whole, ["gate_up"], SMALL)) == 1
+    one_group = ModelGeometry(layers=1, hidden=6, heads=4, query_groups=1, head_dim=4, vocab=10)
+    qkv = place("linear_qkv.weight", "F32", (24, 6), Role.QKV_COLUMN, Position())
+    assert len(pieces(qkv, ["qkv"], one_group)) == 1
+
+
+@pytest.mark.parametrize("etp", [1, 2])
+def test_all_experts_of_the_old_grouped_mlp_lie_transposed_in_one_tensor(etp: int) -> None:
+    """As Megatron reads it: `weight1.view(experts, hidden, -1)`, `weight2.view(experts, -1, …)`."""
+    gates, ups = torch.randn(2, 4, 6), torch.randn(2, 4, 6)
+    downs = torch.randn(2, 6, 4)
+    for rank in range(etp):
+        position = Position(etp=rank, etp_size=etp, ep=0, ep_size=2)
+        halves = [gates.chunk(etp, 1)[rank], ups.chunk(etp, 1)[rank]]
+        weight1 = torch.cat(halves, 1).transpose(1, 2).contiguous()  # experts, hidden, 2 * ffn
+        weight2 = downs.chunk(etp, 2)[rank].transpose(1, 2).contiguous()  # experts, ffn, hidden
+        first, second = "mlp.experts.weight1", "mlp.experts.weight2"
+        own = (6, weight1.numel() // 6)
+        local1 = weight1.view(local_view(first, own, SMALL, position))
+        local2 = weight2.view(local_view(second, (2 * 4 // etp, 6), SMALL, position))
+        names = ["g0", "u0", "g1", "u1"]
+        shard = place(first, "F32", tuple(local1.shape), Role.EXPERT_COLUMN, position)
+        assert hf_shapes(shard, 4, SMALL) == ((4, 6),) * 4
+        truth = {"g0": gates[0], "u0": ups[0], "g1": gates[1], "u1": ups[1]}
+        _check_transposed(pieces(shard, names, SMALL), local1, truth)
+        shard = place(second, "F32", tuple(local2.shape), Role.EXPERT_ROW, position)
+        assert hf_shapes(shard, 2, SMALL) == ((6, 4),) * 2
+        _check_transposed(
+            pieces(shard, ["d0", "d1"], SMALL), local2, {"d0": downs[0], "d1": downs[1]}
+        )
+
+
+def _check_transposed(
+    found: list[Piece], local: torch.Tensor, truth: dict[str, torch.Tensor]
+) -> None:
+    assert {piece.name for piece in found} == truth.keys()
+    for piece in found:
+        assert piece.transposed
+        rows, columns = piece.box.shape[::-1]
+        at = local[piece.at[0] : piece.at[0] + rows, piece.at[1] : piece.at[1] + columns]
+        assert torch.equal(at.t(), truth[piece.name][_slices(piece.box)])
+
+
+def test_a_row_parallel_bias_is_whole_on_every_rank() -> None:
+    shard = place("linear_proj.bias", "F32", (6,), Role.ROW, Position(tp=1, tp_size=2))
+    assert pieces(shard, ["b"], SMALL) == [Piece("b", Box((0,), (6,)), "linear_proj.bias", (0,))]
+
+
+def test_equal_tensors_of_all_layers_share_their_geometry() -> None:
+    position = Position(tp=3, tp_size=8)
+    shards = [
+        place(f"decoder.layers.{n}.qkv", "BF16", (640, 2048), Role.QKV_COLUMN, position)
+        for n in (0, 47)
+    ]
+    assert cuts(shards[0], 3, QWEN3_30B) is cuts(shards[1], 3, QWEN3_30B)
+
+
+def test_a_shape_that_does_not_fit_the_model_is_refused() -> None:
+    shard = place("linear_qkv.weight", "F32", (30, 6), Role.QKV_COLUMN, Position())
+    with pytest.raises(UsageError, match=r"linear_qkv.weight.*have 32 rows"):
+        pieces(shard, ["q", "k", "v"], SMALL)
+    short = place("embedding", "F32", (8, 6), Role.VOCAB_PARALLEL, Position())
+    with pytest.raises(UsageError, match="vocabulary has 10 rows"):
+        pieces(short, ["e"], SMALL)
+    with pytest.raises(UsageError, match="one part, but 2 names"):
+        pieces(place("x", "F32", (8, 6), Role.ROW, Position()), ["a", "b"], SMALL)
+
+
+def test_ranks_are_numbered_as_megatron_does() -> None:
+    positions = Topology(tp=2, pp=2, ep=2, etp=1, world=8).positions()
+    assert [(p.tp, p.dp, p.pp) for p in positions[:5]] == [
+        *((0, 0, 0), (1, 0, 0), (0, 1, 0), (1, 1, 0)),
+        (0, 0, 1),
+    ]
+    assert [(p.ep, p.edp) for p in positions[:4]] == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    with pytest.raises(UsageError, match="6 ranks cannot form groups"):
+        Topology(tp=4, world=6).positions()

@@ -1,0 +1,216 @@
+"""What a rank says it holds is what it holds: put together, all ranks give the model once.
+
+torch's fake process group stands in for the others: it sends nothing, and sharding needs nothing
+sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    debug,
+    distribute_tensor,
+)
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from rollway.errors import UsageError
+from rollway.weights.coverage import check_covered
+from rollway.weights.layout import Box
+from rollway.weights.sources import Held, dtensor_box, from_module
+
+
+class Tiny(nn.Module):
+    """Two layers, a norm, a saved buffer and one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up = nn.Linear(5, 7)
+        self.down = nn.Linear(7, 5, bias=False)
+        self.norm = nn.LayerNorm(5)
+        self.register_buffer("saved", torch.arange(3.0))
+        self.register_buffer("cache", torch.arange(3.0), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(self.norm(x)))
+
+
+@contextmanager
+def _rank(rank: int, world: int) -> Iterator[None]:
+    torch.distributed.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+        # torch remembers results by meshes that look alike, and with them the rank before.
+        debug._clear_sharding_prop_cache()
+        debug._clear_fast_path_sharding_prop_cache()
+
+
+def _held_by_all(world: int, shard: Callable[[nn.Module], nn.Module]) -> list[list[Held]]:
+    everyone = []
+    for rank in range(world):
+        with _rank(rank, world):
+            everyone.append(from_module(shard(Tiny())))
+    return everyone
+
+
+def _check_whole(everyone: list[list[Held]]) -> None:
+    """Owners' tensors, put where they say, are the model; and no element comes twice."""
+    for name, truth in Tiny().state_dict().items():
+        owned = [held for rank in everyone for held in rank if held.shard.name == name]
+        owned = [held for held in owned if held.owned_here]
+        check_covered(name, tuple(truth.shape), [held.shard.box for held in owned])
+        made = torch.full_like(truth, -1.0)
+        for held in owned:
+            (piece,) = held.pieces
+            assert held.shard.dtype == "F32" and piece.box == held.shard.box
+            slices = [slice(a, b) for a, b in zip(piece.box.start, piece.box.stop, strict=True)]
+            made[tuple(slices)] = held.tensor
+        assert torch.equal(made, truth)
+    assert {held.shard.name for rank in everyone for held in rank} == set(Tiny().state_dict())
+
+
+def test_a_plain_module_is_published_by_one_of_its_replicas() -> None:
+    _check_whole([from_module(Tiny())])
+    everyone = [from_module(Tiny(), replica=(rank, 3)) for rank in range(3)]
+    _check_whole(everyone)
+    assert all(any(held.owned_here for held in rank) for rank in everyone)
+
+
+def test_tensors_are_not_copied() -> None:
+    model = Tiny()
+    held = {held.shard.name: held.tensor for held in from_module(model)}
+    assert held["up.weight"].data_ptr() == model.up.weight.data_ptr()
+    assert not held["up.weight"].requires_grad
+
+
+def test_wrappers_and_tied_weights_leave_one_plain_name() -> None:
+    tied = nn.Module()
+    tied.embed, tied.head = nn.Embedding(4, 3), nn.Linear(3, 4, bias=False)
+    tied.head.weight = tied.embed.weight
+    wrapped = nn.Module()
+    wrapped.module = tied
+    assert [held.shard.name for held in from_module(wrapped)] == ["embed.weight"]
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 8])
+def test_fsdp_with_rows_that_do_not_come_out_even(world: int) -> None:
+    def shard(model: nn.Module) -> nn.Module:
+        return fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+
+    everyone = _held_by_all(world, shard)
+    _check_whole(everyone)
+    assert all(type(held.tensor) is torch.Tensor for rank in everyone for held in rank)
+
+
+def test_hybrid_sharding_publishes_one_replica() -> None:
+    def shard(model: nn.Module) -> nn.Module:
+        mesh = init_device_mesh("cpu", (2, 3), mesh_dim_names=("replicas", "shards"))
+        return fully_shard(model, mesh=mesh)
+
+    _check_whole(_held_by_all(6, shard))
+
+
+def test_fsdp_over_tensor_parallel_is_read_as_the_blocks_it_is() -> None:
+    """The weight of `up` is cut by both along its rows: a strided shard."""
+
+    def shard(model: nn.Module) -> nn.Module:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        for part, axis in ((model.up, 0), (model.down, 1)):
+            for name, weight in list(part.named_parameters()):
+                own = distribute_tensor(weight, mesh["tp"], [Shard(axis)], src_data_rank=None)
+                part.register_parameter(name, nn.Parameter(own))
+            fully_shard(part, mesh=mesh["dp"])
+        return model
+
+    everyone = []
+    for rank in range(4):
+        with _rank(rank, 4):
+            model = shard(Tiny())
+            held = [h for h in from_module(model) if h.shard.name.startswith(("up", "down"))]
+            assert any(hasattr(p, "split_factor") for p in model.up.weight.placements)
+            everyone.append(held)
+    truth = Tiny().state_dict()
+    for name in ("up.weight", "up.bias", "down.weight"):
+        made = torch.full_like(truth[name], -1.0)
+        boxes = []
+        for held in (h for rank in everyone for h in rank if h.shard.name == name):
+            if held.owned_here:
+                box = held.shard.box
+                boxes.append(box)
+                made[tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))] = (
+                    held.tensor
+                )
+        check_covered(name, tuple(truth[name].shape), boxes)
+        assert torch.equal(made, truth[name])
+
+
+@given(
+    shape=st.tuples(st.integers(1, 9), st.integers(1, 9)),
+    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=3),
+    data=st.data(),
+)
+def test_boxes_are_those_that_torch_computes(
+    shape: tuple[int, int], sizes: list[int], data: st.DataObject
+) -> None:
+    kinds = st.sampled_from([Shard(0), Shard(1), Replicate()])
+    placements = [data.draw(kinds) for _ in sizes]
+    coordinate = [data.draw(st.integers(0, size - 1)) for size in sizes]
+    box = dtensor_box(shape, tuple(sizes), tuple(coordinate), placements)
+    local, offset = _compute_local_shape_and_global_offset(shape, sizes, coordinate, placements)
+    assert box.shape == tuple(local)
+    if box.elements:
+        assert box.start == tuple(offset)
+
+
+def test_what_is_not_one_block_is_refused() -> None:
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    placements = [_StridedShard(0, split_factor=3), Shard(0)]
+    with pytest.raises(UsageError, match="not one block"):
+        dtensor_box((12, 2), (2, 2), (0, 0), placements)
+    assert dtensor_box((8,), (2, 2), (1, 0), [_StridedShard(0, split_factor=2), Shard(0)]) == (
+        Box((2,), (4,))
+    )
+    with pytest.raises(UsageError, match="not done yet"):
+        dtensor_box((12, 2), (2,), (0,), [Partial()])
+
+
+def test_a_subclass_whose_memory_is_unknown_is_refused() -> None:
+    class Quantised(torch.Tensor):
+        pass
+
+    model = Tiny()
+    model.saved = torch.zeros(3).as_subclass(Quantised)
+    with pytest.raises(UsageError, match="saved is a Quantised"):
+        from_module(model)
+
+
+def test_nothing_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(self: DTensor, **_: object) -> torch.Tensor:
+        raise AssertionError("full_tensor() gathers")
+
+    monkeypatch.setattr(DTensor, "full_tensor", forbidden)
+    with _rank(1, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        model = nn.Module()
+        whole = torch.arange(6.0).view(3, 2)
+        model.weight = nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None))
+        (held,) = from_module(model)
+    assert held.shard.box == Box((2, 0), (3, 2))
+    assert torch.equal(held.tensor, whole[2:])

@@ -1,0 +1,115 @@
+"""Any model on any topology: to Megatron's ranks and back is the identity, also by a sidecar."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollway.errors import UsageError
+from rollway.weights import sidecar
+from rollway.weights.layout import Shape
+from rollway.weights.megatron.describe import Experts, Norms, describe
+from rollway.weights.megatron.geometry import ModelGeometry, Topology
+from rollway.weights.megatron.model import MegatronModel
+from rollway.weights.megatron.names import NameMap
+from rollway.weights.megatron.pieces import pieces
+from rollway.weights.translate import from_hf, to_hf
+from tests.unit.weights.megatron_models import headers, hf_shapes, numbered
+
+
+@dataclass(frozen=True)
+class Case:
+    shapes: dict[str, Shape]
+    model: MegatronModel
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Sizes that the parallel groups divide; how query groups fall on ranks is left to chance."""
+    tp, pp = draw(st.sampled_from([1, 2, 3, 4, 8])), draw(st.sampled_from([1, 2]))
+    ep, etp = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2, 3]))
+    groups, per_group = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    moe, mixtral = draw(st.booleans()), draw(st.booleans())
+    if not moe:
+        ep = etp = 1
+    vocab = draw(st.integers(1, 40))
+    geometry = ModelGeometry(
+        layers=pp * draw(st.integers(1, 2)),
+        hidden=draw(st.integers(1, 6)),
+        heads=groups * per_group,
+        query_groups=groups,
+        head_dim=tp * draw(st.integers(1, 2)),
+        vocab=vocab,
+        ffn=tp * draw(st.integers(1, 3)),
+        moe_ffn=etp * draw(st.integers(1, 3)) if moe else 0,
+        experts=ep * draw(st.integers(1, 2)) if moe else 0,
+        padded_vocab=(-(-vocab // tp) + draw(st.integers(0, 2))) * tp,
+        tied_embeddings=draw(st.booleans()),
+        attention_output_gate=draw(st.booleans()),
+    )
+    experts = draw(st.sampled_from(list(Experts)))
+    shapes = hf_shapes(
+        geometry,
+        bias=draw(st.booleans()),
+        expert_bias=experts is not Experts.LEGACY and draw(st.booleans()),
+        qk_norm=draw(st.booleans()),
+        shared_ffn=0 if mixtral else tp * draw(st.integers(0, 2)),
+        dense_layers=draw(st.integers(0, 1)),
+        mixtral=mixtral,
+    )
+    world = math.lcm(tp, ep * etp) * pp * draw(st.integers(1, 2))
+    model = describe(
+        headers(shapes),
+        NameMap("mixtral" if mixtral else "qwen3_moe", geometry),
+        Topology(tp, pp, ep, etp, world),
+        norms=draw(st.sampled_from(list(Norms))),
+        experts=experts,
+    )
+    return Case(shapes, model)
+
+
+@given(cases())
+@settings(max_examples=150)
+def test_there_and_back_is_the_identity(case: Case) -> None:
+    truth = numbered(case.shapes)
+    received = sidecar.load(sidecar.dump(case.model, len(case.model.ranks)))
+    assert received == case.model
+    back = dict(to_hf(received, from_hf(truth, case.model)))
+    assert back.keys() == truth.keys()
+    assert all(torch.equal(back[name], truth[name]) for name in truth)
+
+
+@given(cases())
+@settings(max_examples=50)
+def test_every_tensor_is_published_by_one_of_those_who_hold_it(case: Case) -> None:
+    claims: dict[str, int] = dict.fromkeys(case.shapes, 0)
+    model = case.model
+    for layout in model.ranks.values():
+        for name, shard in layout.shards.items():
+            if layout.owns(name):
+                for piece in pieces(shard, layout.names[name], model.geometry):
+                    claims[piece.name] += piece.box.elements
+    assert claims == {name: math.prod(shape) for name, shape in case.shapes.items()}
+
+
+@given(cases(), st.data())
+@settings(max_examples=50)
+def test_a_rank_that_nobody_replaces_is_missed(case: Case, data: st.DataObject) -> None:
+    ranks = case.model.ranks
+    lost = data.draw(st.sampled_from(sorted(ranks)))
+    position = ranks[lost].position
+    left = {rank: layout for rank, layout in ranks.items() if rank != lost}
+    replicas = [
+        layout.position
+        for layout in left.values()
+        if (layout.position.pp, layout.position.tp) == (position.pp, position.tp)
+    ]
+    partial = replace(case.model, ranks=left)
+    if not replicas:  # else its experts may have been lost, and that depends on the case
+        with pytest.raises(UsageError):
+            partial.check_whole()
