@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from functools import lru_cache
 from zlib import crc32
 
 from rollway.errors import UsageError
@@ -21,23 +22,32 @@ def owner(name: str, replicas: int) -> int:
 
 def check_covered(name: str, shape: Shape, boxes: Iterable[Box]) -> None:
     """Raise unless the boxes cover a tensor of this shape exactly once."""
+    fault = _fault(shape, tuple(boxes))
+    if fault:
+        raise UsageError(f"{name} {fault[0]}", fault[1])
+
+
+@lru_cache(maxsize=65536)
+def _fault(shape: Shape, boxes: tuple[Box, ...]) -> tuple[str, str] | None:
+    """What is wrong, and a hint; without names, because many tensors are cut alike."""
     whole = Box.whole(shape)
     ordered = sorted(boxes, key=lambda box: box.start)
     for box in ordered:
-        if box.cut(whole) != box and shape:
-            raise UsageError(f"{name} has the shape {list(shape)}; {_words(box)} lies outside.")
+        if len(box.start) != len(shape) or (shape and box.cut(whole) != box):
+            return f"has the shape {list(shape)}; {_words(box)} lies outside.", ""
     twice = _overlap(ordered)
     if twice:
-        raise UsageError(
-            f"{name} is claimed twice: {_words(twice[0])} and {_words(twice[1])}.",
+        return (
+            f"is claimed twice: {_words(twice[0])} and {_words(twice[1])}.",
             "Two tensors are mapped to it, or two ranks say that they are at the same position.",
         )
     found, wanted = sum(box.elements for box in ordered), math.prod(shape)
     if found != wanted:
-        raise UsageError(
-            f"{name} is not whole: {found} of its {wanted} elements have a source.",
+        return (
+            f"is not whole: {found} of its {wanted} elements have a source.",
             "A rank or a tensor is missing.",
         )
+    return None
 
 
 def _overlap(ordered: list[Box]) -> tuple[Box, Box] | None:

@@ -50,10 +50,6 @@ class MegatronModel:
     geometry: ModelGeometry
     ranks: Mapping[int, RankLayout] = field(default_factory=dict)
 
-    def hf_shapes(self) -> dict[str, Shape]:
-        """Whole shapes of all Hugging Face tensors that some rank holds a part of."""
-        return {name: shape for name, (shape, _) in self._index().items()}
-
     def parts(self) -> Iterator[tuple[str, Shape, str, list[Part]]]:
         """Each Hugging Face tensor: its name, shape and dtype, and the parts that make it up.
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Protocol
 
 from rollway.errors import UsageError
@@ -225,6 +226,7 @@ def template_of(name: str) -> tuple[str, str | None, str | None]:
     return name, layer, expert
 
 
+@lru_cache
 def _compiled(pattern: str) -> re.Pattern[str]:
     text = re.escape(pattern).replace(r"\{layer\}", r"(?P<layer>\d+)")
     text = text.replace(r"\{expert\}", r"(?P<expert>\d+)").replace(r"\*", r"(.+?)")

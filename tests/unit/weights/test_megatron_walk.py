@@ -1,0 +1,132 @@
+"""A Megatron model is read module by module; the classes here only have the names of Megatron's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from rollway.errors import UsageError
+from rollway.weights.layout import Box, Piece, Role
+from rollway.weights.megatron.geometry import ModelGeometry, Position
+from rollway.weights.megatron.live import from_megatron, read_rank
+from rollway.weights.megatron.names import NameMap
+
+GEOMETRY = ModelGeometry(
+    layers=4, hidden=4, heads=2, query_groups=1, head_dim=2, vocab=5, ffn=6, moe_ffn=2, experts=2
+)
+NAMES = NameMap("qwen3_moe", GEOMETRY)
+HALF = Position(tp=1, tp_size=2, etp=1, etp_size=2)
+
+
+class TELayerNormColumnParallelLinear(nn.Module):
+    def __init__(self, rows: int, columns: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(rows, columns))
+        self.layer_norm_weight = nn.Parameter(torch.ones(columns))
+
+
+class TopKRouter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, 4))
+        self.register_buffer("expert_bias", torch.zeros(2))
+        self.register_buffer("local_tokens_per_expert", torch.zeros(2), persistent=False)
+
+
+class GroupedMLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight1 = nn.Parameter(torch.randn(4, 2 * 2 * 1))  # hidden; experts, gate and up, ffn
+        self.weight2 = nn.Parameter(torch.randn(2 * 1, 4))
+
+
+class Layer(nn.Module):
+    def __init__(self, number: int | None) -> None:
+        super().__init__()
+        if number is not None:
+            self.layer_number = number
+        self.self_attention = nn.Module()
+        self.self_attention.linear_qkv = TELayerNormColumnParallelLinear(4, 4)
+        self.mlp = nn.Module()
+        self.mlp.router = TopKRouter()
+        self.mlp.experts = GroupedMLP()
+
+
+def _chunk(*numbers: int | None) -> nn.Module:
+    """As DDP and Float16Module wrap it."""
+    chunk = nn.Module()
+    chunk.decoder = nn.Module()
+    chunk.decoder.layers = nn.ModuleList(Layer(number) for number in numbers)
+    for _ in range(2):
+        wrapper = nn.Module()
+        wrapper.module = chunk
+        chunk = wrapper
+    return chunk
+
+
+def test_layers_of_a_virtual_pipeline_have_their_own_numbers() -> None:
+    layout, tensors = read_rank([_chunk(1), _chunk(3)], NAMES, HALF)
+    assert layout.shards.keys() == tensors.keys()
+    assert {name.split(".")[2] for name in layout.shards} == {"0", "2"}
+    assert layout.names["decoder.layers.2.mlp.router.expert_bias"] == (
+        "model.layers.2.mlp.gate.e_score_correction_bias",
+    )
+    roles = {name.partition("layers.2.")[2]: s.role for name, s in layout.shards.items()}
+    assert (
+        roles.items()
+        >= {
+            "self_attention.linear_qkv.weight": Role.QKV_COLUMN,
+            "self_attention.linear_qkv.layer_norm_weight": Role.REPLICATED,
+            "mlp.router.weight": Role.REPLICATED,
+            "mlp.experts.weight1": Role.EXPERT_COLUMN,
+            "mlp.experts.weight2": Role.EXPERT_ROW,
+        }.items()
+    )
+
+
+def test_what_is_held_is_the_parameter_itself() -> None:
+    chunk = _chunk(2)
+    held = {h.shard.name: h for h in from_megatron(chunk, NAMES, HALF)}
+    layer = chunk.module.module.decoder.layers[0]
+    first = held["decoder.layers.1.mlp.experts.weight1"]
+    assert first.tensor.data_ptr() == layer.mlp.experts.weight1.data_ptr()
+    assert first.tensor.shape == (8, 2)  # expert after expert
+    qkv = held["decoder.layers.1.self_attention.linear_qkv.weight"]
+    assert qkv.shard.box == Box((4, 0), (8, 4))
+    assert [piece.name.split(".")[-2] for piece in qkv.pieces] == ["k_proj", "v_proj"]
+    assert qkv.pieces[1] == Piece(
+        "model.layers.1.self_attn.v_proj.weight", Box((0, 0), (2, 4)), qkv.shard.name, (2, 0)
+    )
+    assert qkv.owned_here
+
+
+def test_replicas_have_one_owner() -> None:
+    norm = "decoder.layers.1.self_attention.linear_qkv.layer_norm_weight"
+    positions = [Position(tp=t, tp_size=2, dp=d, dp_size=3) for t in range(2) for d in range(3)]
+    owners = [
+        held.owned_here
+        for position in positions
+        for held in from_megatron(_chunk(2), NAMES, position)
+        if held.shard.name == norm
+    ]
+    assert owners.count(True) == 1
+
+
+def test_what_cannot_be_read_is_refused() -> None:
+    with pytest.raises(UsageError, match="does not know its layer_number"):
+        read_rank(_chunk(None), NAMES, HALF)
+    with pytest.raises(UsageError, match=r"two tensors that are called decoder\.layers\.0"):
+        read_rank([_chunk(1), _chunk(1)], NAMES, HALF)
+    with pytest.raises(UsageError, match="Layer 8 does not exist"):
+        read_rank(_chunk(9), NAMES, HALF)
+
+    class Float8Tensor(torch.Tensor):
+        pass
+
+    chunk = _chunk(1)
+    chunk.module.module.decoder.layers[0].mlp.router.expert_bias = torch.zeros(2).as_subclass(
+        Float8Tensor
+    )
+    with pytest.raises(UsageError, match="is a Float8Tensor"):
+        read_rank(chunk, NAMES, HALF)
