@@ -20,25 +20,29 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 def to_hf(
-    model: MegatronModel, tensors: Mapping[int, Tensors]
+    model: MegatronModel, tensors: Mapping[int, Tensors], out: Tensors | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Each Hugging Face tensor, made from the ranks' local tensors (by Megatron's names).
 
-    A tensor that lies in one shard in one run of memory is a view of that shard, not a copy."""
+    What `out` has a tensor for is written there: memory that was used before is faster than new.
+    Else a tensor that lies in one shard in one run is a view of it, not a copy."""
     for name, shape, _, parts in model.parts():
-        if len(parts) == 1:
-            view = _view(_local(model, tensors, parts[0]), parts[0].cut)
-            yield name, view if view.is_contiguous() else view.contiguous()
+        sources = [_local(model, tensors, part) for part in parts]
+        whole = out.get(name) if out else None
+        if whole is None and len(parts) == 1:
+            yield name, _view(sources[0], parts[0].cut).contiguous()
             continue
-        whole: torch.Tensor | None = None
-        for part in parts:
-            source = _local(model, tensors, part)
-            if whole is None:
-                whole = torch.empty(shape, dtype=source.dtype, device=source.device)
-            elif whole.dtype != source.dtype:
-                raise UsageError(f"{name} has parts of {whole.dtype} and {source.dtype}.")
+        if whole is None:
+            whole = torch.empty(shape, dtype=sources[0].dtype, device=sources[0].device)
+        elif tuple(whole.shape) != shape:
+            raise UsageError(f"{name} has the shape {list(shape)}, not {list(whole.shape)}.")
+        for part, source in zip(parts, sources, strict=True):
+            if whole.dtype != source.dtype:
+                raise UsageError(
+                    f"{part.source} of rank {part.rank} has {source.dtype}; {name} shall be "
+                    f"{whole.dtype}."
+                )
             whole[_slices(part.cut.box)] = _view(source, part.cut)
-        assert whole is not None  # `parts` gives none without a source
         yield name, whole
 
 

@@ -1,0 +1,58 @@
+"""Translation refuses what does not fit, and does not allocate what it is given."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rollway.errors import UsageError
+from rollway.weights.megatron.describe import describe
+from rollway.weights.megatron.geometry import ModelGeometry, Topology
+from rollway.weights.megatron.names import NameMap
+from rollway.weights.translate import from_hf, to_hf
+from tests.unit.weights.megatron_models import headers, hf_shapes, numbered
+
+GEOMETRY = ModelGeometry(
+    layers=1, hidden=4, heads=4, query_groups=2, head_dim=2, vocab=7, padded_vocab=8, ffn=4
+)
+SHAPES = hf_shapes(GEOMETRY)
+MODEL = describe(headers(SHAPES), NameMap("qwen3", GEOMETRY), Topology(tp=2, world=4))
+QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
+
+
+def test_tensors_are_written_where_they_are_wanted() -> None:
+    truth = numbered(SHAPES)
+    buffers = {name: torch.zeros_like(tensor) for name, tensor in truth.items()}
+    made = dict(to_hf(MODEL, from_hf(truth, MODEL), out=buffers))
+    assert all(made[name] is buffers[name] for name in truth)
+    assert all(torch.equal(made[name], truth[name]) for name in truth)
+
+
+def test_a_tensor_that_lies_in_one_shard_is_not_copied() -> None:
+    local = from_hf(numbered(SHAPES), MODEL)
+    norms = [ranks["decoder.final_layernorm.weight"] for ranks in local.values()]
+    made = dict(to_hf(MODEL, local))["model.norm.weight"]
+    assert made.data_ptr() in {norm.data_ptr() for norm in norms}
+
+
+def test_padding_is_zero() -> None:
+    last = from_hf(numbered(SHAPES), MODEL)[1]["embedding.word_embeddings.weight"]
+    assert last.shape == (4, 4) and not last[3].any() and last[:3].all()
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    truth = numbered(SHAPES)
+    local, dtypes = from_hf(truth, MODEL), (torch.int32, torch.float32)
+    without = {rank: {n: ts[n] for n in ts if n != QKV} for rank, ts in local.items()}
+    with pytest.raises(UsageError, match=r"Rank \d lacks decoder\.layers\.0\.self_attention"):
+        list(to_hf(MODEL, without))
+    wrong = {rank: {**ts, QKV: ts[QKV][:1]} for rank, ts in local.items()}
+    with pytest.raises(UsageError, match=r"has the shape \[1, 4\] instead of \[8, 4\]"):
+        list(to_hf(MODEL, wrong))
+    wrong = {rank: {**local[rank], QKV: local[rank][QKV].to(dtypes[rank % 2])} for rank in local}
+    with pytest.raises(UsageError, match=r"has torch\.\w+; model\.layers\.0\.self_attn\."):
+        list(to_hf(MODEL, wrong))
+    with pytest.raises(UsageError, match=r"no model\.norm\.weight, which decoder\.final"):
+        from_hf({n: t for n, t in truth.items() if n != "model.norm.weight"}, MODEL)
+    with pytest.raises(UsageError, match=r"model\.norm\.weight has the shape \[3\]"):
+        from_hf({**truth, "model.norm.weight": torch.zeros(3)}, MODEL)
