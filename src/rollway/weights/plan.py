@@ -1,0 +1,342 @@
+"""Planning: which box of which source tensor goes into which box of which target tensor.
+
+    sources   ranks of a trainer, with the pieces they offer
+       │      units: Hugging Face tensors that share source tensors (q, k, v; gate, up)
+       │      recipes: one for all units of equal geometry, found by intersecting boxes
+       ▼
+    plan      recipes, the names of the units that each is for, and who serves which of them
+
+Every element that a receiver wants is written exactly once, or the plan is refused; bytes beyond
+what is needed move only where the plan says why (tests/unit/test_plan_properties.py).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from rollway.errors import UsageError
+from rollway.weights.costs import Costs
+from rollway.weights.fanout import Tree
+from rollway.weights.layout import Box, Piece
+from rollway.weights.recipe import (
+    Held,
+    Holding,
+    Missing,
+    Wanted,
+    check_fits,
+    landing,
+    overlap,
+    steps_for,
+)
+from rollway.weights.transfers import Holders, Plan, Recipe, Total, Unit
+from rollway.weights.wants import LocalTensor, Part, Parts, Wants
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank runs; an empty word is a place unlike any other."""
+
+    node: str = ""
+    device: str = ""
+
+    def nearness(self, other: Place) -> int:
+        """2 on one device, 1 on one node, else 0."""
+        if self.node and self.node == other.node:
+            return 2 if self.device and self.device == other.device else 1
+        return 0
+
+
+@dataclass(frozen=True)
+class Source:
+    """A rank that offers what it holds."""
+
+    name: str
+    tensors: Mapping[str, LocalTensor]
+    pieces: Sequence[Piece]
+    place: Place = Place()
+
+
+@dataclass(frozen=True, slots=True)
+class Receiver:
+    """A rank that takes what it wants."""
+
+    name: str
+    place: Place = Place()
+
+
+def plan(
+    sources: Sequence[Source],
+    receivers: Sequence[Receiver],
+    wants: Wants,
+    costs: Costs | None = None,
+    *,
+    fanout: Tree | None = None,
+) -> Plan:
+    """Find for every element that a receiver wants where it comes from, and how it travels."""
+    _check_names(sources, receivers)
+    _check_targets(receivers, wants)
+    cookbook = _Cookbook(sources, receivers, wants, costs or Costs())
+    for names, holders in _units(sources, wants):
+        cookbook.add(names, holders)
+    recipes = list(cookbook.recipes.values())
+    totals = _share_out(recipes, sources, receivers)
+    return Plan(
+        [source.name for source in sources],
+        [receiver.name for receiver in receivers],
+        recipes,
+        totals,
+        fanout,
+    )
+
+
+def _check_names(sources: Sequence[Source], receivers: Sequence[Receiver]) -> None:
+    for what, names in (
+        ("source", [source.name for source in sources]),
+        ("receiver", [receiver.name for receiver in receivers]),
+    ):
+        if not names:
+            raise UsageError(f"A plan needs at least one {what}.")
+        if len(set(names)) != len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise UsageError(f"Two of the plan's {what}s are called {twice}.")
+
+
+def _check_targets(receivers: Sequence[Receiver], wants: Wants) -> None:
+    """Refuse wants that write an element twice, or beyond their parameter."""
+    writers: dict[str, list[tuple[str, Parts]]] = {}
+    for name, several in wants.items():
+        for want in several:
+            if len(want.parts) != len(receivers):
+                raise UsageError(
+                    f"{name} is wanted by {len(want.parts)} ranks, the plan has {len(receivers)}."
+                )
+            writers.setdefault(want.target, []).append((name, want.parts))
+    seen: set[tuple[int, ...]] = set()
+    for target, mine in writers.items():
+        # Equal layers hold the very same parts, so one of them is looked at for all.
+        key = tuple(id(parts) for _, parts in mine)
+        if key in seen:
+            continue
+        seen.add(key)
+        for number, receiver in enumerate(receivers):
+            _check_target(target, receiver.name, [(n, parts[number]) for n, parts in mine])
+
+
+def _check_target(target: str, receiver: str, parts: list[tuple[str, Part | None]]) -> None:
+    places = []
+    for name, part in parts:
+        if part is None or not part.box.elements:
+            continue
+        place = landing(part.at, part.box.shape)
+        if len(part.at) != len(part.shape) or place.cut(Box.whole(part.shape)) != place:
+            raise UsageError(
+                f"{name} does not fit into {target} of {receiver}: {list(part.box.shape)} at "
+                f"{list(part.at)} of {list(part.shape)}."
+            )
+        places.append(place)
+    if twice := overlap(places):
+        raise UsageError(
+            f"{target} of {receiver} would be written twice at {list(twice.start)} to "
+            f"{list(twice.stop)}.",
+            "Two of its needs overlap.",
+        )
+
+
+Holder = tuple[int, str, list[Piece]]
+"""A source by its number, one of its tensors, and the pieces in it."""
+
+
+def _units(sources: Sequence[Source], wants: Wants) -> Iterable[tuple[list[str], list[Holder]]]:
+    """Wanted tensors that share source tensors, directly or through others, and who holds them."""
+    leader: dict[str, str] = {}
+
+    def lead(name: str) -> str:
+        while (above := leader[name]) != name:
+            leader[name] = name = leader[above]
+        return name
+
+    holders: list[Holder] = []
+    for number, source in enumerate(sources):
+        tensors: dict[str, list[Piece]] = {}
+        for piece in source.pieces:
+            if piece.name not in wants:
+                continue
+            leader.setdefault(piece.name, piece.name)
+            mates = tensors.setdefault(piece.source, [])
+            if mates and mates[-1].name != piece.name:
+                leader[lead(piece.name)] = lead(mates[0].name)
+            mates.append(piece)
+        holders += [(number, name, pieces) for name, pieces in tensors.items()]
+
+    units: dict[str, tuple[list[str], list[Holder]]] = {}
+    for name, several in wants.items():
+        if name not in leader:
+            box = next((part.box for want in several for part in want.parts if part), None)
+            if box is None:
+                continue
+            raise _missing(name, box)
+        units.setdefault(lead(name), ([], []))[0].append(name)
+    for holder in holders:
+        units[lead(holder[2][0].name)][1].append(holder)
+    return units.values()
+
+
+def _missing(name: str, box: Box) -> UsageError:
+    return UsageError(
+        f"No source holds {name} at {list(box.start)} to {list(box.stop)}.",
+        "Check that every rank of the trainer is among the sources.",
+    )
+
+
+class _Cookbook:
+    """Recipes, by what makes two units alike."""
+
+    def __init__(
+        self, sources: Sequence[Source], receivers: Sequence[Receiver], wants: Wants, costs: Costs
+    ) -> None:
+        self.sources = sources
+        self.receivers = receivers
+        self.wants = wants
+        self.costs = costs
+        self.recipes: dict[Any, Recipe] = {}
+        self.holdings: dict[Any, int] = {}
+        """Numbers of source geometries, so that long ones are hashed once."""
+
+    def add(self, names: list[str], holders: list[Holder]) -> None:
+        index = {name: number for number, name in enumerate(names)}
+        alike: dict[int, list[Holder]] = {}
+        for holder in holders:
+            alike.setdefault(self._geometry(holder, index), []).append(holder)
+        targets: dict[str, int] = {}
+        wanted = [
+            (number, targets.setdefault(want.target, len(targets)), want.dtype, want.parts)
+            for number, name in enumerate(names)
+            for want in self.wants[name]
+        ]
+        key = (
+            tuple((number, *(holder[0] for holder in same)) for number, same in alike.items()),
+            tuple((tensor, target, dtype, id(parts)) for tensor, target, dtype, parts in wanted),
+        )
+        recipe = self.recipes.get(key)
+        if recipe is None:
+            groups = list(alike.values())
+            recipe = self.recipes[key] = self._recipe(names, groups, index, wanted)
+        recipe.units.append(
+            Unit(
+                tuple({rank: name for rank, name, _ in same} for same in alike.values()),
+                tuple(targets),
+            )
+        )
+
+    def _geometry(self, holder: Holder, index: dict[str, int]) -> int:
+        rank, name, pieces = holder
+        local = self._local(rank, name)
+        key = (
+            local.dtype,
+            local.shape,
+            tuple((index[p.name], p.box, p.at, p.transposed) for p in pieces),
+        )
+        return self.holdings.setdefault(key, len(self.holdings))
+
+    def _local(self, rank: int, name: str) -> LocalTensor:
+        local = self.sources[rank].tensors.get(name)
+        if local is None:
+            raise UsageError(
+                f"{self.sources[rank].name} offers pieces of {name}, but has no such tensor."
+            )
+        return local
+
+    def _recipe(
+        self,
+        names: list[str],
+        groups: list[list[Holder]],
+        index: dict[str, int],
+        wanted: list[tuple[int, int, str, Parts]],
+    ) -> Recipe:
+        holdings = [self._holding(same[0], index) for same in groups]
+        wants = [Wanted(*want) for want in wanted]
+        for want in wants:
+            for holding, same in zip(holdings, groups, strict=True):
+                if any(h.tensor == want.tensor for h in holding.held):
+                    _check_dtype(names[want.tensor], holding.dtype, want.dtype, same[0][1])
+        ranks = tuple(tuple(rank for rank, _, _ in same) for same in groups)
+        steps = []
+        for number, receiver in enumerate(self.receivers):
+            far = [-max(self._nearness(receiver, rank) for rank in same) for same in ranks]
+            order = sorted(range(len(ranks)), key=far.__getitem__)
+            try:
+                steps.append(steps_for(number, holdings, order, wants, self.costs))
+            except Missing as error:
+                raise _missing(names[error.tensor], error.box) from error
+        return Recipe(steps, ranks)
+
+    def _holding(self, holder: Holder, index: dict[str, int]) -> Holding:
+        rank, name, pieces = holder
+        local = self._local(rank, name)
+        held = tuple(Held(index[p.name], p.box, p.at, p.transposed) for p in pieces)
+        holding = Holding(local.dtype, local.shape, held)
+        check_fits(holding, f"{name} of {self.sources[rank].name}")
+        return holding
+
+    def _nearness(self, receiver: Receiver, rank: int) -> int:
+        return receiver.place.nearness(self.sources[rank].place)
+
+
+def _check_dtype(name: str, held: str, wanted: str, source: str) -> None:
+    if held != wanted:
+        raise UsageError(
+            f"{name} is {held} in the source ({source}) and {wanted} in the receiver.",
+            "Offer it in the dtype that the receiver has: a plan moves bytes, it does not cast.",
+        )
+
+
+def _share_out(
+    recipes: Sequence[Recipe], sources: Sequence[Source], receivers: Sequence[Receiver]
+) -> dict[str, Total]:
+    """Choose among sources that hold the same: the nearest, and of these the least busy."""
+    asked = [
+        (_nearest(receiver, recipe.ranks[step.holding], sources), recipe, number, place)
+        for recipe in recipes
+        for number, receiver in enumerate(receivers)
+        for place, step in enumerate(recipe.steps[number])
+    ]
+    asked.sort(key=lambda one: len(one[0]))  # those without a choice are busy first
+    totals = [Total() for _ in receivers]
+    busy = [0] * len(sources)
+    for ranks, recipe, number, place in asked:
+        step, count = recipe.steps[number][place], len(recipe.units)
+        shares = _shares(count, step.choice.moved, [busy[rank] for rank in ranks])
+        recipe.holders[number, place] = Holders(ranks, tuple(accumulate(shares)))
+        totals[number].add(step, count)
+        for rank, share in zip(ranks, shares, strict=True):
+            if share:
+                busy[rank] += share * step.choice.moved
+                totals[number].add_source(sources[rank].name, share * step.choice.moved)
+    return {receiver.name: total for receiver, total in zip(receivers, totals, strict=True)}
+
+
+def _nearest(
+    receiver: Receiver, ranks: tuple[int, ...], sources: Sequence[Source]
+) -> tuple[int, ...]:
+    if len(ranks) == 1:
+        return ranks
+    near = [receiver.place.nearness(sources[rank].place) for rank in ranks]
+    return tuple(rank for rank, one in zip(ranks, near, strict=True) if one == max(near))
+
+
+def _shares(units: int, size: int, busy: list[int]) -> list[int]:
+    """How many of equal units each source serves, so that all end up about equally busy."""
+    if len(busy) == 1:
+        return [units]
+    shares = [0] * len(busy)
+    heap = [(bytes_, number) for number, bytes_ in enumerate(busy)]
+    heapq.heapify(heap)
+    for _ in range(units):
+        bytes_, number = heap[0]
+        shares[number] += 1
+        heapq.heapreplace(heap, (bytes_ + size, number))
+    return shares

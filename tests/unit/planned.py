@@ -1,0 +1,107 @@
+"""Carry a plan out on small arrays, byte by byte as its methods say, and count what moves."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollway.weights.costs import Method
+from rollway.weights.layout import Box
+from rollway.weights.plan import Source
+from rollway.weights.transfers import Plan, Transfer
+from rollway.weights.wants import LocalTensor, Wants
+
+Array = NDArray[np.int32]
+Model = dict[str, Array]
+DTYPE = "I32"
+
+
+def some_model(shapes: dict[str, tuple[int, ...]]) -> Model:
+    """Every element is unlike every other, and none is 0."""
+    model, first = {}, 1
+    for name, shape in shapes.items():
+        size = int(np.prod(shape))
+        model[name] = np.arange(first, first + size, dtype=np.int32).reshape(shape)
+        first += size
+    return model
+
+
+def headers(model: Model) -> dict[str, LocalTensor]:
+    return {name: LocalTensor(DTYPE, array.shape) for name, array in model.items()}
+
+
+def slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
+
+
+def held_by(source: Source, model: Model) -> Model:
+    """The source's own tensors, filled as its pieces say; padding is -1."""
+    arrays = {name: np.full(t.shape, -1, np.int32) for name, t in source.tensors.items()}
+    for piece in source.pieces:
+        values = model[piece.name][slices(piece.box)]
+        values = values.swapaxes(-1, -2) if piece.transposed else values
+        place = tuple(
+            slice(a, a + n)
+            for a, n in zip(
+                piece.at, (1,) * (len(piece.at) - values.ndim) + values.shape, strict=True
+            )
+        )
+        arrays[piece.source][place] = values
+    return arrays
+
+
+def carried_out(plan: Plan, sources: list[Source], model: Model, wants: Wants) -> list[Model]:
+    """What every receiver has afterwards; an element written twice fails."""
+    held = {source.name: held_by(source, model) for source in sources}
+    received = []
+    for number, receiver in enumerate(plan.receivers):
+        mine: Model = {}
+        for several in wants.values():
+            for want in several:
+                if (part := want.parts[number]) is not None:
+                    mine.setdefault(want.target, np.zeros(part.shape, np.int32))
+        moved = needed = 0
+        for transfer in plan.transfers(receiver):
+            array = held[transfer.source][transfer.tensor]
+            moved += _carry(transfer, array, mine)
+            needed += transfer.needed
+        assert moved == plan.totals[receiver].moved
+        assert needed == plan.totals[receiver].needed
+        received.append(mine)
+    return received
+
+
+def _carry(transfer: Transfer, array: Array, mine: Model) -> int:
+    """One transfer; returns the bytes that were on the wire."""
+    moved = 0
+    for copy in transfer.copies:
+        values = array[slices(copy.box)]
+        moved += values.nbytes
+        values = values.swapaxes(-1, -2) if copy.transposed else values
+        place = tuple(slice(a, a + n) for a, n in zip(copy.at, copy.shape, strict=True))
+        assert not mine[copy.target][place].any()
+        mine[copy.target][place] = values.reshape(copy.shape)
+        if transfer.method is Method.RANGE:
+            assert values.flags["C_CONTIGUOUS"]
+            assert mine[copy.target][place].flags["C_CONTIGUOUS"]
+    assert transfer.needed == moved
+    if transfer.method is Method.WHOLE:
+        moved = array.nbytes
+    assert transfer.moved == moved
+    return moved
+
+
+def expected(model: Model, wants: Wants, number: int) -> Model:
+    """Straight from the whole tensors."""
+    mine: Model = {}
+    for name, several in wants.items():
+        for want in several:
+            part = want.parts[number]
+            if part is None:
+                continue
+            target = mine.setdefault(want.target, np.zeros(part.shape, np.int32))
+            values = model[name][slices(part.box)]
+            extent = (1,) * (len(part.at) - values.ndim) + values.shape
+            place = tuple(slice(a, a + n) for a, n in zip(part.at, extent, strict=True))
+            target[place] = values
+    return mine
