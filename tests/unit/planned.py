@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from rollway.weights.costs import Method
 from rollway.weights.layout import Box
-from rollway.weights.plan import Source
+from rollway.weights.offers import Source
 from rollway.weights.transfers import Plan, Transfer
 from rollway.weights.wants import LocalTensor, Wants
 
@@ -36,17 +36,15 @@ def slices(box: Box) -> tuple[slice, ...]:
 
 def held_by(source: Source, model: Model) -> Model:
     """The source's own tensors, filled as its pieces say; padding is -1."""
-    arrays = {name: np.full(t.shape, -1, np.int32) for name, t in source.tensors.items()}
-    for piece in source.pieces:
-        values = model[piece.name][slices(piece.box)]
-        values = values.swapaxes(-1, -2) if piece.transposed else values
-        place = tuple(
-            slice(a, a + n)
-            for a, n in zip(
-                piece.at, (1,) * (len(piece.at) - values.ndim) + values.shape, strict=True
-            )
-        )
-        arrays[piece.source][place] = values
+    arrays = {}
+    for tensor, offer in source.offers.items():
+        arrays[tensor] = np.full(offer.tensor.shape, -1, np.int32)
+        for held in offer.held:
+            values = model[offer.names[held.tensor]][slices(held.box)]
+            values = values.swapaxes(-1, -2) if held.transposed else values
+            extent = (1,) * (len(held.at) - values.ndim) + values.shape
+            place = tuple(slice(a, a + n) for a, n in zip(held.at, extent, strict=True))
+            arrays[tensor][place] = values
     return arrays
 
 

@@ -10,7 +10,8 @@ from rollway.errors import UsageError
 from rollway.weights.costs import Costs, Load, Method, choose
 from rollway.weights.fanout import Edge, tree
 from rollway.weights.layout import Box, Need, Piece
-from rollway.weights.plan import Place, Receiver, Source, plan
+from rollway.weights.offers import ANYWHERE, Place, Source, source_of_pieces
+from rollway.weights.plan import Receiver, plan
 from rollway.weights.plan_cache import PlanCache, signature
 from rollway.weights.transfers import Plan
 from rollway.weights.vllm_layout import EngineTarget, engine_ranks, wants
@@ -23,10 +24,14 @@ def whole(name: str, shape: tuple[int, ...], source: str = "") -> Piece:
     return Piece(name, Box.whole(shape), source or name, (0,) * len(shape))
 
 
-def holder(name: str, shapes: dict[str, tuple[int, ...]], place: Place | None = None) -> Source:
+def holder(name: str, shapes: dict[str, tuple[int, ...]], place: Place = ANYWHERE) -> Source:
     tensors = {tensor: LocalTensor("BF16", shape) for tensor, shape in shapes.items()}
     pieces = [whole(tensor, shape) for tensor, shape in shapes.items()]
-    return Source(name, tensors, pieces, place or Place())
+    return source_of_pieces(name, tensors, pieces, place)
+
+
+def held(source: Source) -> dict[str, LocalTensor]:
+    return {name: offer.tensor for name, offer in source.offers.items()}
 
 
 def needing(box: Box, shape: tuple[int, ...], source_shape: tuple[int, ...], c: Costs) -> Plan:
@@ -80,7 +85,7 @@ def test_a_whole_shard_that_is_needed_whole_is_placed_by_the_receiver() -> None:
 
 def test_a_transposed_piece_is_never_read_element_by_element() -> None:
     piece = Piece("w", Box.whole((64, 32)), "w", (0, 0), transposed=True)
-    source = Source("t", {"w": LocalTensor("BF16", (32, 64))}, [piece])
+    source = source_of_pieces("t", {"w": LocalTensor("BF16", (32, 64))}, [piece])
     wanted = hf_target({"w": LocalTensor("BF16", (64, 32))})
     for costs in (Costs(), Costs(pack_gb_per_s=0), Costs(block_seconds=0)):
         (transfer,) = plan([source], [Receiver("r")], wanted, costs).transfers("r")
@@ -106,7 +111,7 @@ def test_neighbours_become_one() -> None:
         Piece("mlp.gate_proj.weight", Box((0, 0), (f, h)), "fc1", (0, 0)),
         Piece("mlp.up_proj.weight", Box((0, 0), (f, h)), "fc1", (f, 0)),
     ]
-    source = Source("t", {"fc1": LocalTensor("BF16", (2 * f, h))}, pieces)
+    source = source_of_pieces("t", {"fc1": LocalTensor("BF16", (2 * f, h))}, pieces)
     tensors = {piece.name: LocalTensor("BF16", (f, h)) for piece in pieces}
     rank = EngineTarget(heads=1, kv_heads=1, head_dim=1)
     made = plan([source], [Receiver("r")], wants([rank], tensors))
@@ -119,7 +124,7 @@ def test_equal_layers_share_one_recipe() -> None:
     shapes = {f"model.layers.{n}.self_attn.o_proj.weight": (8, 8) for n in range(50)}
     ranks = [EngineTarget(heads=4, kv_heads=4, head_dim=2, tp_size=2, tp_rank=t) for t in (0, 1)]
     source = holder("t", shapes)
-    made = plan([source], [Receiver("a"), Receiver("b")], wants(ranks, source.tensors))
+    made = plan([source], [Receiver("a"), Receiver("b")], wants(ranks, held(source)))
     assert len(made.recipes) == 1
     assert len(list(made.copies("a"))) == 50
 
@@ -131,7 +136,7 @@ def test_sources_that_hold_the_same_are_equally_busy() -> None:
     shapes = {f"w{n}": (n + 1, 64) for n in range(24)}
     sources = [holder(f"t{n}", shapes) for n in range(4)]
     receivers = [Receiver(f"r{n}") for n in range(3)]
-    made = plan(sources, receivers, hf_target(sources[0].tensors, 3))
+    made = plan(sources, receivers, hf_target(held(sources[0]), 3))
     busy = made.total.sources
     assert sum(busy.values()) == made.total.moved
     assert max(busy.values()) < 1.1 * min(busy.values())
@@ -146,7 +151,7 @@ def test_a_source_that_alone_has_much_gets_less_of_the_rest() -> None:
     shared = {f"w{n}": (64, 64) for n in range(12)}
     busy = holder("busy", {**shared, "alone": (64 * 12, 64)})
     idle = holder("idle", shared)
-    made = plan([busy, idle], [Receiver("r")], hf_target(busy.tensors))
+    made = plan([busy, idle], [Receiver("r")], hf_target(held(busy)))
     assert made.total.sources["busy"] == made.total.sources["idle"]
 
 
@@ -158,7 +163,7 @@ def test_the_same_device_goes_before_the_same_node_before_the_rest() -> None:
         holder("near", shapes, near),
         holder("here", shapes, here),
     ]
-    wanted = hf_target(sources[0].tensors)
+    wanted = hf_target(held(sources[0]))
     made = plan(sources, [Receiver("r", here)], wanted)
     assert set(made.total.sources) == {"here"}
     made = plan(sources[:2], [Receiver("r", here)], wanted)
@@ -167,7 +172,7 @@ def test_the_same_device_goes_before_the_same_node_before_the_rest() -> None:
 
 def test_a_near_source_goes_first_also_when_it_holds_more_than_the_others() -> None:
     half = Piece("w", Box((0, 0), (4, 8)), "half", (0, 0))
-    far = Source("far", {"half": LocalTensor("BF16", (4, 8))}, [half])
+    far = source_of_pieces("far", {"half": LocalTensor("BF16", (4, 8))}, [half])
     near = holder("near", {"w": (8, 8)}, Place("n"))
     wanted = hf_target({"w": LocalTensor("BF16", (8, 8))})
     made = plan([far, near], [Receiver("r", Place("n"))], wanted)
@@ -180,7 +185,7 @@ def test_a_near_source_goes_first_also_when_it_holds_more_than_the_others() -> N
 def test_elements_that_nobody_holds_are_named() -> None:
     shape = (8, 4)
     half = Piece("w", Box((0, 0), (3, 4)), "w", (0, 0))
-    source = Source("t", {"w": LocalTensor("BF16", (3, 4))}, [half])
+    source = source_of_pieces("t", {"w": LocalTensor("BF16", (3, 4))}, [half])
     wanted = hf_target({"w": LocalTensor("BF16", shape)})
     with pytest.raises(UsageError, match=r"holds w at \[3, 0\] to \[8, 4\]"):
         plan([source], [Receiver("r")], wanted)
@@ -200,7 +205,7 @@ def test_what_does_not_fit_is_refused() -> None:
     wanted = wants_of_needs([needs], [{"x": LocalTensor("BF16", (5,))}])
     with pytest.raises(UsageError, match="w does not fit into x"):
         plan([holder("t", {"w": (6,)})], [Receiver("r")], wanted)
-    beyond = Source("t", {"w": LocalTensor("BF16", (5,))}, [whole("w", (6,))])
+    beyond = source_of_pieces("t", {"w": LocalTensor("BF16", (5,))}, [whole("w", (6,))])
     with pytest.raises(UsageError, match="does not fit into w of t"):
         plan([beyond], [Receiver("r")], hf_target({"w": LocalTensor("BF16", (6,))}))
 
@@ -214,9 +219,9 @@ def test_a_plan_does_not_cast() -> None:
 def test_names_are_used_once() -> None:
     source = holder("t", {"w": (6,)})
     with pytest.raises(UsageError, match="Two of the plan's sources"):
-        plan([source, source], [Receiver("r")], hf_target(source.tensors))
+        plan([source, source], [Receiver("r")], hf_target(held(source)))
     with pytest.raises(UsageError, match="no receiver x"):
-        list(plan([source], [Receiver("r")], hf_target(source.tensors)).copies("x"))
+        list(plan([source], [Receiver("r")], hf_target(held(source))).copies("x"))
 
 
 # --- engines --------------------------------------------------------------------------------
@@ -314,10 +319,10 @@ def test_a_plan_is_made_once_until_the_topology_changes() -> None:
     cache = PlanCache(size=2)
     shapes = {"w": (8, 8)}
     sources = [holder("t0", shapes), holder("t1", shapes)]
-    wanted = hf_target(sources[0].tensors)
+    wanted = hf_target(held(sources[0]))
     first = cache.plan(sources, [Receiver("r")], wanted)
     again = [holder("t0", shapes), holder("t1", shapes)]
-    assert cache.plan(again, [Receiver("r")], hf_target(sources[0].tensors)) is first
+    assert cache.plan(again, [Receiver("r")], hf_target(held(sources[0]))) is first
     assert cache.plan(sources[:1], [Receiver("r")], wanted) is not first
     assert cache.made == 2
     cache.plan(sources, [Receiver("other")], wanted)
@@ -330,8 +335,9 @@ def test_a_plan_is_made_once_until_the_topology_changes() -> None:
 def test_signatures_tell_every_change() -> None:
     source = holder("t", {"w": (8, 8)})
     receivers = [Receiver("r")]
-    wanted = hf_target(source.tensors)
-    moved = replace(source, pieces=[Piece("w", Box.whole((8, 8)), "w", (0, 0), transposed=True)])
+    wanted = hf_target(held(source))
+    turned = Piece("w", Box.whole((8, 8)), "w", (0, 0), transposed=True)
+    moved = source_of_pieces("t", held(source), [turned])
     signatures = [
         signature([source], receivers, wanted),
         signature([moved], receivers, wanted),

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from rollway.weights.costs import Costs
 from rollway.weights.layout import Box, Need, Piece
-from rollway.weights.plan import Receiver, Source, plan
+from rollway.weights.offers import Source, source_of_pieces
+from rollway.weights.plan import Receiver, plan
 from rollway.weights.vllm_layout import EngineTarget, needs, wants
 from rollway.weights.wants import LocalTensor, Wants, hf_target, needs_of, wants_of_needs
 from tests.unit.planned import DTYPE, Model, carried_out, expected, headers, some_model
@@ -83,7 +84,10 @@ def trainers(draw: st.DrawFn, model: Model) -> list[Source]:
     if draw(st.booleans()):  # somebody also has everything, as a checkpoint would
         tensors.append(headers(model))
         pieces.append([Piece(n, Box.whole(a.shape), n, (0,) * a.ndim) for n, a in model.items()])
-    return [Source(f"trainer{rank}", tensors[rank], pieces[rank]) for rank in range(len(tensors))]
+    return [
+        source_of_pieces(f"trainer{rank}", tensors[rank], pieces[rank])
+        for rank in range(len(tensors))
+    ]
 
 
 @st.composite
@@ -104,7 +108,7 @@ def fused_trainers(draw: st.DrawFn, model: Model, fused: list[list[str]]) -> lis
                     pieces.append(Piece(name, box, "+".join(names), (at, 0)))
                     at += last - first
             tensors["+".join(names)] = LocalTensor(DTYPE, (at, columns))
-        sources.append(Source(f"trainer{rank}", tensors, pieces))
+        sources.append(source_of_pieces(f"trainer{rank}", tensors, pieces))
     return sources
 
 
@@ -193,7 +197,7 @@ def test_plain_needs_of_any_shape(data: st.DataObject) -> None:
     every = data.draw(trainers({n: a for n, a in model.items() if a.ndim in (1, 2)}))
     rest = {n: a for n, a in model.items() if a.ndim not in (1, 2)}
     holder = [Piece(n, Box.whole(a.shape), n, (0,) * a.ndim) for n, a in rest.items()]
-    sources = [*every, Source("rest", headers(rest), holder)]
+    sources = [*every, source_of_pieces("rest", headers(rest), holder)]
     mine: list[list[Need]] = [[], []]
     tensors: list[dict[str, LocalTensor]] = [{}, {}]
     for rank in range(2):
@@ -221,5 +225,5 @@ def test_one_rank_or_all_ranks_say_the_same() -> None:
 def test_a_checkpoint_goes_over_as_it_is() -> None:
     model = some_model({"a": (3, 4), "b": (5,)})
     pieces = [Piece(n, Box.whole(a.shape), n, (0,) * a.ndim) for n, a in model.items()]
-    sources = [Source("trainer", headers(model), pieces)]
+    sources = [source_of_pieces("trainer", headers(model), pieces)]
     assert_exact(sources, 2, hf_target(headers(model), 2), model, Costs())

@@ -13,17 +13,17 @@ what is needed move only where the plan says why (tests/unit/test_plan_propertie
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
 from rollway.errors import UsageError
 from rollway.weights.costs import Costs
 from rollway.weights.fanout import Tree
-from rollway.weights.layout import Box, Piece
+from rollway.weights.layout import Box
+from rollway.weights.offers import ANYWHERE, Held, Offer, Place, Source
 from rollway.weights.recipe import (
-    Held,
     Holding,
     Missing,
     Wanted,
@@ -33,31 +33,7 @@ from rollway.weights.recipe import (
     steps_for,
 )
 from rollway.weights.transfers import Holders, Plan, Recipe, Total, Unit
-from rollway.weights.wants import LocalTensor, Part, Parts, Wants
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a rank runs; an empty word is a place unlike any other."""
-
-    node: str = ""
-    device: str = ""
-
-    def nearness(self, other: Place) -> int:
-        """2 on one device, 1 on one node, else 0."""
-        if self.node and self.node == other.node:
-            return 2 if self.device and self.device == other.device else 1
-        return 0
-
-
-@dataclass(frozen=True)
-class Source:
-    """A rank that offers what it holds."""
-
-    name: str
-    tensors: Mapping[str, LocalTensor]
-    pieces: Sequence[Piece]
-    place: Place = Place()
+from rollway.weights.wants import Part, Parts, Wants
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +41,7 @@ class Receiver:
     """A rank that takes what it wants."""
 
     name: str
-    place: Place = Place()
+    place: Place = ANYWHERE
 
 
 def plan(
@@ -146,8 +122,8 @@ def _check_target(target: str, receiver: str, parts: list[tuple[str, Part | None
         )
 
 
-Holder = tuple[int, str, list[Piece]]
-"""A source by its number, one of its tensors, and the pieces in it."""
+Holder = tuple[int, str, Offer]
+"""A source by its number, and one of its tensors."""
 
 
 def _units(sources: Sequence[Source], wants: Wants) -> Iterable[tuple[list[str], list[Holder]]]:
@@ -159,18 +135,16 @@ def _units(sources: Sequence[Source], wants: Wants) -> Iterable[tuple[list[str],
             leader[name] = name = leader[above]
         return name
 
-    holders: list[Holder] = []
+    holders: list[tuple[str, Holder]] = []
     for number, source in enumerate(sources):
-        tensors: dict[str, list[Piece]] = {}
-        for piece in source.pieces:
-            if piece.name not in wants:
-                continue
-            leader.setdefault(piece.name, piece.name)
-            mates = tensors.setdefault(piece.source, [])
-            if mates and mates[-1].name != piece.name:
-                leader[lead(piece.name)] = lead(mates[0].name)
-            mates.append(piece)
-        holders += [(number, name, pieces) for name, pieces in tensors.items()]
+        for tensor, offer in source.offers.items():
+            wanted = [name for name in offer.names if name in wants]
+            for name in wanted:
+                leader.setdefault(name, name)
+                if name is not wanted[0]:
+                    leader[lead(name)] = lead(wanted[0])
+            if wanted:
+                holders.append((wanted[0], (number, tensor, offer)))
 
     units: dict[str, tuple[list[str], list[Holder]]] = {}
     for name, several in wants.items():
@@ -180,8 +154,8 @@ def _units(sources: Sequence[Source], wants: Wants) -> Iterable[tuple[list[str],
                 continue
             raise _missing(name, box)
         units.setdefault(lead(name), ([], []))[0].append(name)
-    for holder in holders:
-        units[lead(holder[2][0].name)][1].append(holder)
+    for name, holder in holders:
+        units[lead(name)][1].append(holder)
     return units.values()
 
 
@@ -204,7 +178,10 @@ class _Cookbook:
         self.costs = costs
         self.recipes: dict[Any, Recipe] = {}
         self.holdings: dict[Any, int] = {}
-        """Numbers of source geometries, so that long ones are hashed once."""
+        """Numbers of what sources hold, by geometry."""
+        self.held: dict[tuple[Held, ...], int] = {}
+        self.held_by_id: dict[int, int] = {}
+        """The same as `held`; equal tensors have the very same object, which need not be hashed."""
 
     def add(self, names: list[str], holders: list[Holder]) -> None:
         index = {name: number for number, name in enumerate(names)}
@@ -227,28 +204,20 @@ class _Cookbook:
             recipe = self.recipes[key] = self._recipe(names, groups, index, wanted)
         recipe.units.append(
             Unit(
-                tuple({rank: name for rank, name, _ in same} for same in alike.values()),
+                tuple(tuple([name for _, name, _ in same]) for same in alike.values()),
                 tuple(targets),
             )
         )
 
     def _geometry(self, holder: Holder, index: dict[str, int]) -> int:
-        rank, name, pieces = holder
-        local = self._local(rank, name)
-        key = (
-            local.dtype,
-            local.shape,
-            tuple((index[p.name], p.box, p.at, p.transposed) for p in pieces),
-        )
+        offer = holder[2]
+        held = self.held_by_id.get(id(offer.held))
+        if held is None:
+            held = self.held.setdefault(offer.held, len(self.held))
+            self.held_by_id[id(offer.held)] = held
+        local = offer.tensor
+        key = (held, local.dtype, local.shape, *[index.get(name, -1) for name in offer.names])
         return self.holdings.setdefault(key, len(self.holdings))
-
-    def _local(self, rank: int, name: str) -> LocalTensor:
-        local = self.sources[rank].tensors.get(name)
-        if local is None:
-            raise UsageError(
-                f"{self.sources[rank].name} offers pieces of {name}, but has no such tensor."
-            )
-        return local
 
     def _recipe(
         self,
@@ -275,10 +244,10 @@ class _Cookbook:
         return Recipe(steps, ranks)
 
     def _holding(self, holder: Holder, index: dict[str, int]) -> Holding:
-        rank, name, pieces = holder
-        local = self._local(rank, name)
-        held = tuple(Held(index[p.name], p.box, p.at, p.transposed) for p in pieces)
-        holding = Holding(local.dtype, local.shape, held)
+        rank, name, offer = holder
+        numbers = [index.get(name, -1) for name in offer.names]
+        held = tuple(replace(held, tensor=numbers[held.tensor]) for held in offer.held)
+        holding = Holding(offer.tensor.dtype, offer.tensor.shape, held)
         check_fits(holding, f"{name} of {self.sources[rank].name}")
         return holding
 
@@ -307,10 +276,11 @@ def _share_out(
     asked.sort(key=lambda one: len(one[0]))  # those without a choice are busy first
     totals = [Total() for _ in receivers]
     busy = [0] * len(sources)
-    for ranks, recipe, number, place in asked:
+    for places, recipe, number, place in asked:
         step, count = recipe.steps[number][place], len(recipe.units)
+        ranks = [recipe.ranks[step.holding][one] for one in places]
         shares = _shares(count, step.choice.moved, [busy[rank] for rank in ranks])
-        recipe.holders[number, place] = Holders(ranks, tuple(accumulate(shares)))
+        recipe.holders[number, place] = Holders(places, tuple(accumulate(shares)))
         totals[number].add(step, count)
         for rank, share in zip(ranks, shares, strict=True):
             if share:
@@ -322,10 +292,9 @@ def _share_out(
 def _nearest(
     receiver: Receiver, ranks: tuple[int, ...], sources: Sequence[Source]
 ) -> tuple[int, ...]:
-    if len(ranks) == 1:
-        return ranks
+    """The places in `ranks` of those that are nearest to the receiver."""
     near = [receiver.place.nearness(sources[rank].place) for rank in ranks]
-    return tuple(rank for rank, one in zip(ranks, near, strict=True) if one == max(near))
+    return tuple(place for place, one in enumerate(near) if one == max(near))
 
 
 def _shares(units: int, size: int, busy: list[int]) -> list[int]:

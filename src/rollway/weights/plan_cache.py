@@ -13,7 +13,8 @@ from collections.abc import Iterator, Sequence
 
 from rollway.weights.costs import Costs
 from rollway.weights.fanout import Tree
-from rollway.weights.plan import Receiver, Source, plan
+from rollway.weights.offers import Source
+from rollway.weights.plan import Receiver, plan
 from rollway.weights.transfers import Plan
 from rollway.weights.wants import Parts, Wants
 
@@ -36,23 +37,23 @@ def signature(
 def _facts(
     sources: Sequence[Source], receivers: Sequence[Receiver], wants: Wants
 ) -> Iterator[object]:
+    numbers: dict[int, int] = {}  # what is shared by many tensors is told once
     for source in sources:
         yield "source", source.name, source.place.node, source.place.device
-        for name, tensor in source.tensors.items():
-            yield name, tensor.dtype, tensor.shape
-        for piece in source.pieces:
-            box = piece.box
-            yield piece.name, box.start, box.stop, piece.source, piece.at, piece.transposed
+        for name, offer in source.offers.items():
+            if id(offer.held) not in numbers:
+                numbers[id(offer.held)] = len(numbers)
+                yield [(h.tensor, h.box.start, h.box.stop, h.at, h.transposed) for h in offer.held]
+            tensor = offer.tensor
+            yield name, tensor.dtype, tensor.shape, offer.names, numbers[id(offer.held)]
     for receiver in receivers:
         yield "receiver", receiver.name, receiver.place.node, receiver.place.device
-    numbers: dict[int, int] = {}  # parts are shared by many wants, and told once
     for name, several in wants.items():
         for want in several:
-            number = numbers.get(id(want.parts))
-            if number is None:
-                number = numbers[id(want.parts)] = len(numbers)
+            if id(want.parts) not in numbers:
+                numbers[id(want.parts)] = len(numbers)
                 yield _told(want.parts)
-            yield name, want.target, want.dtype, number
+            yield name, want.target, want.dtype, numbers[id(want.parts)]
 
 
 def _told(parts: Parts) -> list[object]:

@@ -14,17 +14,8 @@ from dataclasses import dataclass
 from rollway.errors import UsageError
 from rollway.weights.costs import Choice, Costs, Load, choose
 from rollway.weights.layout import ELEMENT_BYTES, Box, Shape
+from rollway.weights.offers import Held
 from rollway.weights.wants import Part, Parts
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """A box of the unit's tensor number `tensor`, and where it starts in the source."""
-
-    tensor: int
-    box: Box
-    at: Shape
-    transposed: bool
 
 
 @dataclass(frozen=True, slots=True)

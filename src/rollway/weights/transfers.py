@@ -96,21 +96,22 @@ class Total:
 
 @dataclass(frozen=True, slots=True)
 class Holders:
-    """Sources that hold the same; the k-th unit of a recipe goes to one of them by `upto`."""
+    """Which of the ranks that hold the same serves which units: each up to its `upto`."""
 
-    ranks: tuple[int, ...]
+    places: tuple[int, ...]
+    """Among the ranks that have the holding."""
     upto: tuple[int, ...]
 
     def of(self, unit: int) -> int:
-        return self.ranks[bisect_right(self.upto, unit)]
+        return self.places[bisect_right(self.upto, unit)]
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
     """The names that a recipe lacks."""
 
-    tensors: tuple[dict[int, str], ...]
-    """Of the sources, by holding and rank."""
+    tensors: tuple[tuple[str, ...], ...]
+    """Of the sources, by holding and by who has it."""
     targets: tuple[str, ...]
 
 
@@ -144,8 +145,10 @@ class Plan:
         for recipe in self.recipes:
             for k, unit in enumerate(recipe.units):
                 for place, step in enumerate(recipe.steps[number]):
-                    rank = recipe.holders[number, place].of(k)
-                    yield self._transfer(step, rank, unit)
+                    holder = recipe.holders[number, place].of(k)
+                    source = self.sources[recipe.ranks[step.holding][holder]]
+                    tensor = unit.tensors[step.holding][holder]
+                    yield _transfer(step, source, tensor, unit.targets)
 
     def copies(self, receiver: str) -> Iterator[Copy]:
         for transfer in self.transfers(receiver):
@@ -187,28 +190,20 @@ class Plan:
             )
         return self.receivers.index(receiver)
 
-    def _transfer(self, step: Step, rank: int, unit: Unit) -> Transfer:
-        source, tensor = self.sources[rank], unit.tensors[step.holding][rank]
-        copies = tuple(
-            Copy(
-                source,
-                tensor,
-                cut.box,
-                unit.targets[cut.target],
-                cut.at,
-                cut.shape,
-                cut.transposed,
-            )
-            for cut in step.cuts
-        )
-        choice = step.choice
-        return Transfer(
-            source,
-            tensor,
-            choice.method,
-            choice.staged,
-            choice.reason,
-            step.needed,
-            choice.moved,
-            copies,
-        )
+
+def _transfer(step: Step, source: str, tensor: str, targets: tuple[str, ...]) -> Transfer:
+    copies = tuple(
+        Copy(source, tensor, cut.box, targets[cut.target], cut.at, cut.shape, cut.transposed)
+        for cut in step.cuts
+    )
+    choice = step.choice
+    return Transfer(
+        source,
+        tensor,
+        choice.method,
+        choice.staged,
+        choice.reason,
+        step.needed,
+        choice.moved,
+        copies,
+    )

@@ -23,9 +23,9 @@ from typing import Any
 
 from rollway.errors import UsageError
 from rollway.weights.layout import Box, Need, Shape
-from rollway.weights.wants import LocalTensor, Part, Parts, Want, needs_of
+from rollway.weights.wants import Described, Part, Parts, Want, needs_of
 
-Headers = Mapping[str, LocalTensor]
+Headers = Mapping[str, Described]
 """Of the Hugging Face tensors, by name."""
 
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.([^.]+)\.weight")

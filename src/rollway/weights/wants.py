@@ -10,9 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from rollway.errors import UsageError
 from rollway.weights.layout import Box, Need, Shape
+
+
+class Described(Protocol):
+    """Anything that knows a tensor's dtype and shape, such as the header of a weight file."""
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def shape(self) -> Shape: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +73,7 @@ def needs_of(wants: Wants, rank: int) -> list[Need]:
 
 
 def wants_of_needs(
-    needs: Sequence[Sequence[Need]], tensors: Sequence[Mapping[str, LocalTensor]]
+    needs: Sequence[Sequence[Need]], tensors: Sequence[Mapping[str, Described]]
 ) -> dict[str, list[Want]]:
     """For receivers that say what they need one by one; `tensors` are their own, by rank."""
     shared: dict[Parts, Parts] = {}
@@ -79,7 +90,7 @@ def wants_of_needs(
     return wants
 
 
-def hf_target(headers: Mapping[str, LocalTensor], receivers: int = 1) -> dict[str, list[Want]]:
+def hf_target(headers: Mapping[str, Described], receivers: int = 1) -> dict[str, list[Want]]:
     """For receivers that each take every Hugging Face tensor as it is."""
     shared: dict[Shape, Parts] = {}
     wants = {}

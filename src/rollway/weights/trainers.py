@@ -1,0 +1,79 @@
+"""Trainers as a planner sees them, from layouts that are described: a checkpoint, FSDP, Megatron.
+
+What a running trainer holds is described by the packages that know it; here such descriptions
+become sources.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rollway.errors import UsageError
+from rollway.weights.layout import Box, Shape
+from rollway.weights.megatron.model import MegatronModel, RankLayout
+from rollway.weights.megatron.pieces import Cut, cuts
+from rollway.weights.offers import Held, Offer, Source
+from rollway.weights.wants import Described, LocalTensor
+
+
+def hf_source(headers: Mapping[str, Described], name: str = "trainer") -> Source:
+    """One rank that has every Hugging Face tensor whole."""
+    return fsdp_sources(headers, 1, name)[0]
+
+
+def fsdp_sources(
+    headers: Mapping[str, Described], ranks: int, name: str = "trainer"
+) -> list[Source]:
+    """Ranks that hold every tensor in rows, as FSDP2 cuts them: the last may have fewer, or none.
+
+    A tensor without dimensions is on all of them."""
+    if ranks < 1:
+        raise UsageError(f"A trainer cannot have {ranks} ranks.")
+    offers: list[dict[str, Offer]] = [{} for _ in range(ranks)]
+    shared: dict[tuple[Shape, int], tuple[Held, ...]] = {}
+    for tensor, header in headers.items():
+        for rank in range(ranks):
+            key = header.shape, rank
+            if key not in shared:
+                box = _rows(header.shape, rank, ranks)
+                shared[key] = (Held(0, box, (0,) * len(box.start)),)
+            held = shared[key]
+            if held[0].box.elements:
+                local = LocalTensor(header.dtype, held[0].box.shape)
+                offers[rank][tensor] = Offer(local, (tensor,), held)
+    names = [name] if ranks == 1 else [f"{name}{rank}" for rank in range(ranks)]
+    return [Source(*one) for one in zip(names, offers, strict=True)]
+
+
+def _rows(shape: Shape, rank: int, ranks: int) -> Box:
+    whole = Box.whole(shape)
+    if not shape:
+        return whole
+    each = -(-shape[0] // ranks)
+    first, last = min(rank * each, shape[0]), min((rank + 1) * each, shape[0])
+    return Box((first, *whole.start[1:]), (last, *whole.stop[1:]))
+
+
+def megatron_sources(model: MegatronModel, name: str = "trainer") -> list[Source]:
+    """Every rank of a Megatron trainer, also those that only repeat what others hold: a planner
+    shares the work among them."""
+    shared: dict[int, tuple[tuple[Cut, ...], tuple[Held, ...]]] = {}
+
+    def held(found: tuple[Cut, ...]) -> tuple[Held, ...]:
+        known = shared.get(id(found))
+        if known is None:
+            mine = tuple(Held(cut.index, cut.box, cut.at, cut.transposed) for cut in found)
+            known = shared[id(found)] = found, mine
+        return known[1]
+
+    def offers(layout: RankLayout) -> dict[str, Offer]:
+        return {
+            tensor: Offer(
+                LocalTensor(shard.dtype, shard.box.shape),
+                layout.names[tensor],
+                held(cuts(shard, len(layout.names[tensor]), model.geometry)),
+            )
+            for tensor, shard in layout.shards.items()
+        }
+
+    return [Source(f"{name}{rank}", offers(layout)) for rank, layout in model.ranks.items()]
