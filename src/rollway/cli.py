@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 import rollway
-from rollway import cli_bench, cli_fleet, cli_gateway
+from rollway import cli_bench, cli_fleet, cli_gateway, cli_weights
 from rollway.api import make_spec
 from rollway.errors import NoWorkers, RollwayError, StartError, Unreachable, UsageError
 from rollway.extras import require
@@ -405,6 +405,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     cli_gateway.add_grammar(
         commands.add_parser("gateway", help="an OpenAI endpoint that records sessions as tokens")
+    )
+    cli_weights.add_grammar(
+        commands.add_parser("weights", help="look into weights, compare them, plan their moves")
     )
     child = add("chaos", chaos, "refit while things break, and check every token")
     _chaos_grammar(child)

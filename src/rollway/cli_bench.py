@@ -29,6 +29,9 @@ def add_grammar(bench: argparse.ArgumentParser) -> None:
     child.add_argument("--json", action="store_true", help="one JSON object on stdout")
     child.add_argument("--no-real", action="store_true", help="mockers only, no real engine")
     child.set_defaults(command=rollout)
+    child = benches.add_parser("plan", help="planning weight transfers of large models")
+    child.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    child.set_defaults(command=plan)
 
 
 def fleet(options: argparse.Namespace) -> int:
@@ -77,6 +80,14 @@ def rollout(options: argparse.Namespace) -> int:
         with tempfile.TemporaryDirectory(prefix="rollway-bench-") as scratch:
             found.gateway = asyncio.run(bench_gateway(spec("vllm", real), Path(scratch), say))
     print(json.dumps(found.as_json()) if options.json else _shown(found.as_json()))
+    return 0
+
+
+def plan(options: argparse.Namespace) -> int:
+    from rollway.bench.plan import bench_plan, shown
+
+    figures = bench_plan()
+    print(json.dumps(figures) if options.json else shown(figures))
     return 0
 
 

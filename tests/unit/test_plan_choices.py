@@ -104,6 +104,14 @@ def test_the_cheapest_way_is_the_one_with_the_fewest_seconds() -> None:
     assert free_blocks.method is Method.STRIDED
 
 
+def test_ranges_are_not_given_up_for_bytes_that_nobody_needs() -> None:
+    """Two small ranges would cost more operations than their small tensor as a whole."""
+    load = Load(needed=64, whole=128, cuts=2, blocks=2, landings=2)
+    assert choose(load, Costs()).method is Method.RANGE
+    assert choose(replace(load, needed=128), Costs()).method is Method.WHOLE
+    assert choose(replace(load, blocks=4), Costs(pack_gb_per_s=0)).method is Method.WHOLE
+
+
 def test_neighbours_become_one() -> None:
     """Gate and up of one rank, fused in the trainer as in the engine."""
     f, h = 8, 4

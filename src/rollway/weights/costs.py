@@ -8,7 +8,7 @@ whole     the receiver takes the source's whole tensor, and cuts it itself
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from rollway.errors import UsageError
@@ -56,6 +56,15 @@ class Load:
     """Runs that are contiguous in the target alone."""
     transposed: bool = False
 
+    @property
+    def strided(self) -> bool:
+        return self.transposed or self.blocks > self.cuts
+
+    @property
+    def block(self) -> int:
+        """Bytes of one, on average."""
+        return self.needed // self.blocks
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -73,23 +82,24 @@ class Choice:
 
 def choose(load: Load, costs: Costs) -> Choice:
     """The cheapest way; of two equal ones, that which moves less and copies less."""
-    ways = [way for way in (_direct, _packed, _whole) if way is not _direct or not load.transposed]
-    found = [choice for way in ways if (choice := way(load, costs)) is not None]
+    found = [] if load.transposed else [_direct(load, costs)]
+    if costs.pack_gb_per_s:
+        found.append(_packed(load, costs))
+    # Bytes too many are for strided cuts only: a microsecond saved on ranges is not worth them.
+    if load.whole == load.needed or load.strided:
+        found.append(_whole(load, costs))
     best = min(found, key=lambda choice: (choice.seconds, choice.moved, choice.staged))
-    others = [choice for choice in found if choice is not best]
-    return _explained(best, others, load)
+    return replace(best, reason=_reason(best, found, load))
 
 
 def _direct(load: Load, costs: Costs) -> Choice:
     seconds = load.needed / _bytes(costs.wire_gb_per_s) + load.blocks * costs.block_seconds
-    method = Method.RANGE if load.blocks == load.cuts else Method.STRIDED
+    method = Method.STRIDED if load.strided else Method.RANGE
     return Choice(method, "", seconds, load.needed, load.cuts, load.blocks, staged=False)
 
 
-def _packed(load: Load, costs: Costs) -> Choice | None:
+def _packed(load: Load, costs: Costs) -> Choice:
     """Packed bytes land in place when every cut is one run there; else they are unpacked."""
-    if not costs.pack_gb_per_s:
-        return None
     staged = load.landings > load.cuts
     blocks = 1 if staged else load.cuts
     seconds = load.needed / _bytes(costs.pack_gb_per_s) + load.needed / _bytes(costs.wire_gb_per_s)
@@ -105,26 +115,14 @@ def _whole(load: Load, costs: Costs) -> Choice:
     return Choice(Method.WHOLE, "", seconds, load.whole, 1, 1, staged=True)
 
 
-def _explained(best: Choice, others: list[Choice], load: Load) -> Choice:
+def _reason(best: Choice, found: list[Choice], load: Load) -> str:
     if best.method is Method.RANGE:
-        words = "contiguous on both ends"
-    else:
-        words = f"{load.blocks} blocks of {load.needed // load.blocks} B"
-        if load.transposed:
-            words = "transposed"
-        words += f": {best.method} {_milliseconds(best)}"
-        words += "".join(f", {other.method} {_milliseconds(other)}" for other in others)
-        if best.moved > load.needed:
-            words += f"; {best.moved - load.needed} B more than needed"
-    return Choice(
-        best.method,
-        words,
-        best.seconds,
-        best.moved,
-        best.descriptors,
-        best.blocks,
-        best.staged,
-    )
+        return "contiguous on both ends"
+    cut = "transposed" if load.transposed else f"{load.blocks} blocks of {load.block} B"
+    ways = sorted(found, key=lambda choice: choice.seconds)
+    words = f"{cut}: {', '.join(f'{way.method} {_milliseconds(way)}' for way in ways)}"
+    extra = best.moved - load.needed
+    return f"{words}; {extra} B more than needed" if extra else words
 
 
 def _milliseconds(choice: Choice) -> str:

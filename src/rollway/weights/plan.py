@@ -135,16 +135,23 @@ def _units(sources: Sequence[Source], wants: Wants) -> Iterable[tuple[list[str],
             leader[name] = name = leader[above]
         return name
 
+    def joined(names: tuple[str, ...]) -> str | None:
+        """Let one tensor lead all of these that are wanted; None when none is."""
+        wanted = [name for name in names if name in wants]
+        for name in wanted:
+            leader.setdefault(name, name)
+            leader[lead(name)] = lead(wanted[0])
+        return wanted[0] if wanted else None
+
+    first: dict[tuple[str, ...], str | None] = {}
     holders: list[tuple[str, Holder]] = []
     for number, source in enumerate(sources):
         for tensor, offer in source.offers.items():
-            wanted = [name for name in offer.names if name in wants]
-            for name in wanted:
-                leader.setdefault(name, name)
-                if name is not wanted[0]:
-                    leader[lead(name)] = lead(wanted[0])
-            if wanted:
-                holders.append((wanted[0], (number, tensor, offer)))
+            names = offer.names
+            if names not in first:  # tensor ranks hold parts of the same
+                first[names] = joined(names)
+            if (name := first[names]) is not None:
+                holders.append((name, (number, tensor, offer)))
 
     units: dict[str, tuple[list[str], list[Holder]]] = {}
     for name, several in wants.items():

@@ -1,0 +1,153 @@
+"""`rollway bench plan`: how long it takes to plan for large models, and what the plans are like.
+
+Layouts are built from config numbers, so nothing is downloaded and no weights are held. `seconds`
+is the planning, from what trainer ranks offer and what tensors the model has to the plan, and the
+best of some: the work is the same each time, the machine's other work is not. `layout_seconds` is
+what it takes to describe those trainer ranks, which a running trainer does once.
+"""
+
+from __future__ import annotations
+
+import math
+import resource
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rollway.weights.hf_model import hf_headers
+from rollway.weights.megatron.describe import describe
+from rollway.weights.megatron.geometry import ModelGeometry, Topology
+from rollway.weights.megatron.model import MegatronModel
+from rollway.weights.megatron.names import NameMap
+from rollway.weights.plan import Receiver, plan
+from rollway.weights.trainers import megatron_sources
+from rollway.weights.vllm_layout import engine_ranks, wants
+
+QWEN3_30B_A3B = {
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 48,
+    "hidden_size": 2048,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "vocab_size": 151936,
+    "dtype": "bfloat16",
+}
+SYNTHETIC_1T = {
+    **QWEN3_30B_A3B,
+    "num_hidden_layers": 64,
+    "hidden_size": 7168,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "moe_intermediate_size": 1408,
+    "num_experts": 512,
+    "vocab_size": 163840,
+}
+
+
+@dataclass(slots=True)
+class PlanFigures:
+    """One plan, and how long it took to make."""
+
+    seconds: float
+    cpu_seconds: float
+    layout_seconds: float
+    megatron_tensors: int
+    hf_tensors: int
+    parameters: int
+    sources: int
+    receivers: int
+    recipes: int
+    bytes_needed: int
+    bytes_ratio: float
+    descriptors: int
+    bytes_by_method: dict[str, int]
+    busiest_source: float
+    """Bytes of the busiest source, over the mean of those that serve any."""
+
+
+def bench_plan() -> dict[str, Any]:
+    ep8 = measure(QWEN3_30B_A3B, Topology(ep=8), tp=2)
+    etp4 = measure(QWEN3_30B_A3B, Topology(tp=4, etp=4), tp=2)
+    large = measure(SYNTHETIC_1T, Topology(tp=8, ep=64), tp=16, repeats=1)
+    keys = ("megatron_tensors", "hf_tensors", "bytes_ratio", "descriptors")
+    first = _as_json(ep8)
+    return {
+        "qwen3_30b_a3b": {
+            "seconds": round(max(ep8.seconds, etp4.seconds), 4),
+            **{key: first[key] for key in keys},
+            "ep8_to_tp2": first,
+            "etp4_to_tp2": _as_json(etp4),
+        },
+        "synthetic_1t": {
+            **_as_json(large),
+            "tensors": large.hf_tensors,
+            "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+        },
+    }
+
+
+def measure(config: dict[str, Any], topology: Topology, tp: int, repeats: int = 3) -> PlanFigures:
+    """From a Megatron trainer of this topology to one vLLM engine of `tp` ranks."""
+    headers = hf_headers(config)
+    began = time.monotonic()
+    names = NameMap(config["model_type"], ModelGeometry.from_hf_config(config))
+    model = describe(headers, names, topology)
+    sources = megatron_sources(model)
+    layout_seconds = time.monotonic() - began
+    receivers = [Receiver(f"engine{rank}") for rank in range(tp)]
+    seconds, cpu_seconds = [], []
+    for _ in range(repeats):
+        began, cpu_began = time.monotonic(), time.process_time()
+        made = plan(sources, receivers, wants(engine_ranks(config, tp), headers))
+        seconds.append(time.monotonic() - began)
+        cpu_seconds.append(time.process_time() - cpu_began)
+    total = made.total
+    return PlanFigures(
+        seconds=min(seconds),
+        cpu_seconds=min(cpu_seconds),
+        layout_seconds=layout_seconds,
+        megatron_tensors=_megatron_tensors(model),
+        hf_tensors=len(headers),
+        parameters=sum(math.prod(header.shape) for header in headers.values()),
+        sources=len(sources),
+        receivers=tp,
+        recipes=len(made.recipes),
+        bytes_needed=total.needed,
+        bytes_ratio=total.ratio,
+        descriptors=total.descriptors,
+        bytes_by_method=dict(total.methods),
+        busiest_source=max(total.sources.values()) * len(total.sources) / total.moved,
+    )
+
+
+def _megatron_tensors(model: MegatronModel) -> int:
+    """Over all ranks; what ranks hold of one tensor counts once, whatever they call it."""
+    return len({names for layout in model.ranks.values() for names in layout.names.values()})
+
+
+def _as_json(figures: PlanFigures) -> dict[str, Any]:
+    return {
+        key: round(value, 4) if isinstance(value, float) else value
+        for key, value in asdict(figures).items()
+    }
+
+
+def shown(figures: dict[str, Any]) -> str:
+    """The figures as lines for people."""
+    qwen, large = figures["qwen3_30b_a3b"], figures["synthetic_1t"]
+    rows = {
+        "Qwen3-30B-A3B, EP8 to TP2": qwen["ep8_to_tp2"],
+        "Qwen3-30B-A3B, TP4/ETP4 to TP2": qwen["etp4_to_tp2"],
+        "1T mixture of experts, TP8/EP64 to TP16": large,
+    }
+    lines = [
+        f"{what}: {one['seconds']} s to plan ({one['layout_seconds']} s to describe the trainer), "
+        f"{one['megatron_tensors']} Megatron and {one['hf_tensors']} Hugging Face tensors, "
+        f"{one['descriptors']} descriptors, {one['bytes_ratio']} of the bytes needed"
+        for what, one in rows.items()
+    ]
+    return "\n".join([*lines, f"peak memory: {large['peak_rss_mb']} MB"])
