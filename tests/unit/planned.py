@@ -38,8 +38,8 @@ def held_by(source: Source, model: Model) -> Model:
     """The source's own tensors, filled as its pieces say; padding is -1."""
     arrays = {}
     for tensor, offer in source.offers.items():
-        arrays[tensor] = np.full(offer.tensor.shape, -1, np.int32)
-        for held in offer.held:
+        arrays[tensor] = np.full(offer.holding.shape, -1, np.int32)
+        for held in offer.holding.held:
             values = model[offer.names[held.tensor]][slices(held.box)]
             values = values.swapaxes(-1, -2) if held.transposed else values
             extent = (1,) * (len(held.at) - values.ndim) + values.shape

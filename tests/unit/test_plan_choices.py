@@ -31,7 +31,10 @@ def holder(name: str, shapes: dict[str, tuple[int, ...]], place: Place = ANYWHER
 
 
 def held(source: Source) -> dict[str, LocalTensor]:
-    return {name: offer.tensor for name, offer in source.offers.items()}
+    return {
+        name: LocalTensor(offer.holding.dtype, offer.holding.shape)
+        for name, offer in source.offers.items()
+    }
 
 
 def needing(box: Box, shape: tuple[int, ...], source_shape: tuple[int, ...], c: Costs) -> Plan:

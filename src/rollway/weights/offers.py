@@ -1,7 +1,7 @@
 """What the ranks of a trainer offer, told once for all tensors of equal geometry.
 
 An `Offer` is one tensor in a rank's memory, with the boxes of Hugging Face tensors that lie in it;
-tensors of equal geometry have the very same `held`, so that the planner sees at once that they
+tensors of equal geometry have the very same `Holding`, so that the planner sees at once that they
 are alike. `source_of_pieces` makes a source from plain pieces. Tensors stay where they are.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from rollway.errors import UsageError
 from rollway.weights.layout import Box, Piece, Shape
-from rollway.weights.wants import Described, LocalTensor
+from rollway.weights.wants import Described
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +43,20 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
-    """A tensor of a source, and what lies in it."""
+class Holding:
+    """A tensor in a rank's memory by its geometry, and what lies in it."""
 
-    tensor: LocalTensor
-    names: tuple[str, ...]
-    """Of the Hugging Face tensors that `held` has the numbers of."""
+    dtype: str
+    shape: Shape
     held: tuple[Held, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A tensor of a source; `names` are those of the Hugging Face tensors that lie in it."""
+
+    names: tuple[str, ...]
+    holding: Holding
 
 
 @dataclass(frozen=True)
@@ -71,7 +78,7 @@ def source_of_pieces(
     mates: dict[str, list[Piece]] = {}
     for piece in pieces:
         mates.setdefault(piece.source, []).append(piece)
-    shared: dict[tuple[Held, ...], tuple[Held, ...]] = {}
+    shared: dict[Holding, Holding] = {}
     offers = {}
     for tensor, mine in mates.items():
         if tensor not in tensors:
@@ -80,6 +87,6 @@ def source_of_pieces(
         held = tuple(
             Held(numbers.setdefault(p.name, len(numbers)), p.box, p.at, p.transposed) for p in mine
         )
-        local = LocalTensor(tensors[tensor].dtype, tensors[tensor].shape)
-        offers[tensor] = Offer(local, tuple(numbers), shared.setdefault(held, held))
+        holding = Holding(tensors[tensor].dtype, tensors[tensor].shape, held)
+        offers[tensor] = Offer(tuple(numbers), shared.setdefault(holding, holding))
     return Source(name, offers, place)

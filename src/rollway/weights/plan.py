@@ -22,9 +22,8 @@ from rollway.errors import UsageError
 from rollway.weights.costs import Costs
 from rollway.weights.fanout import Tree
 from rollway.weights.layout import Box
-from rollway.weights.offers import ANYWHERE, Held, Offer, Place, Source
+from rollway.weights.offers import ANYWHERE, Holding, Offer, Place, Source
 from rollway.weights.recipe import (
-    Holding,
     Missing,
     Wanted,
     check_fits,
@@ -184,17 +183,19 @@ class _Cookbook:
         self.wants = wants
         self.costs = costs
         self.recipes: dict[Any, Recipe] = {}
-        self.holdings: dict[Any, int] = {}
-        """Numbers of what sources hold, by geometry."""
-        self.held: dict[tuple[Held, ...], int] = {}
-        self.held_by_id: dict[int, int] = {}
-        """The same as `held`; equal tensors have the very same object, which need not be hashed."""
+        self.numbers: dict[Holding, int] = {}
+        self.numbers_by_id: dict[int, int] = {}
+        """The same; equal tensors have the very same holding, which need not be hashed again."""
 
     def add(self, names: list[str], holders: list[Holder]) -> None:
         index = {name: number for number, name in enumerate(names)}
-        alike: dict[int, list[Holder]] = {}
+        alike: dict[tuple[int, ...], list[Holder]] = {}
+        last: tuple[str, ...] = ()
         for holder in holders:
-            alike.setdefault(self._geometry(holder, index), []).append(holder)
+            offer = holder[2]
+            if offer.names is not last:
+                last, places = offer.names, [index.get(name, -1) for name in offer.names]
+            alike.setdefault((self._number(offer.holding), *places), []).append(holder)
         targets: dict[str, int] = {}
         wanted = [
             (number, targets.setdefault(want.target, len(targets)), want.dtype, want.parts)
@@ -202,8 +203,8 @@ class _Cookbook:
             for want in self.wants[name]
         ]
         key = (
-            tuple((number, *(holder[0] for holder in same)) for number, same in alike.items()),
-            tuple((tensor, target, dtype, id(parts)) for tensor, target, dtype, parts in wanted),
+            tuple([(kind, *[holder[0] for holder in same]) for kind, same in alike.items()]),
+            tuple([(tensor, target, dtype, id(parts)) for tensor, target, dtype, parts in wanted]),
         )
         recipe = self.recipes.get(key)
         if recipe is None:
@@ -211,20 +212,17 @@ class _Cookbook:
             recipe = self.recipes[key] = self._recipe(names, groups, index, wanted)
         recipe.units.append(
             Unit(
-                tuple(tuple([name for _, name, _ in same]) for same in alike.values()),
+                tuple([tuple([name for _, name, _ in same]) for same in alike.values()]),
                 tuple(targets),
             )
         )
 
-    def _geometry(self, holder: Holder, index: dict[str, int]) -> int:
-        offer = holder[2]
-        held = self.held_by_id.get(id(offer.held))
-        if held is None:
-            held = self.held.setdefault(offer.held, len(self.held))
-            self.held_by_id[id(offer.held)] = held
-        local = offer.tensor
-        key = (held, local.dtype, local.shape, *[index.get(name, -1) for name in offer.names])
-        return self.holdings.setdefault(key, len(self.holdings))
+    def _number(self, holding: Holding) -> int:
+        number = self.numbers_by_id.get(id(holding))
+        if number is None:
+            number = self.numbers.setdefault(holding, len(self.numbers))
+            self.numbers_by_id[id(holding)] = number
+        return number
 
     def _recipe(
         self,
@@ -251,10 +249,11 @@ class _Cookbook:
         return Recipe(steps, ranks)
 
     def _holding(self, holder: Holder, index: dict[str, int]) -> Holding:
+        """With the numbers that the unit gives to its tensors."""
         rank, name, offer = holder
         numbers = [index.get(name, -1) for name in offer.names]
-        held = tuple(replace(held, tensor=numbers[held.tensor]) for held in offer.held)
-        holding = Holding(offer.tensor.dtype, offer.tensor.shape, held)
+        held = tuple(replace(one, tensor=numbers[one.tensor]) for one in offer.holding.held)
+        holding = replace(offer.holding, held=held)
         check_fits(holding, f"{name} of {self.sources[rank].name}")
         return holding
 

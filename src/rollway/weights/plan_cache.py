@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 from rollway.weights.costs import Costs
 from rollway.weights.fanout import Tree
-from rollway.weights.offers import Source
+from rollway.weights.offers import Held, Source
 from rollway.weights.plan import Receiver, plan
 from rollway.weights.transfers import Plan
 from rollway.weights.wants import Parts, Wants
@@ -41,11 +41,11 @@ def _facts(
     for source in sources:
         yield "source", source.name, source.place.node, source.place.device
         for name, offer in source.offers.items():
-            if id(offer.held) not in numbers:
-                numbers[id(offer.held)] = len(numbers)
-                yield [(h.tensor, h.box.start, h.box.stop, h.at, h.transposed) for h in offer.held]
-            tensor = offer.tensor
-            yield name, tensor.dtype, tensor.shape, offer.names, numbers[id(offer.held)]
+            holding = offer.holding
+            if id(holding) not in numbers:
+                numbers[id(holding)] = len(numbers)
+                yield holding.dtype, holding.shape, *map(_held, holding.held)
+            yield name, offer.names, numbers[id(holding)]
     for receiver in receivers:
         yield "receiver", receiver.name, receiver.place.node, receiver.place.device
     for name, several in wants.items():
@@ -54,6 +54,10 @@ def _facts(
                 numbers[id(want.parts)] = len(numbers)
                 yield _told(want.parts)
             yield name, want.target, want.dtype, numbers[id(want.parts)]
+
+
+def _held(held: Held) -> tuple[object, ...]:
+    return held.tensor, held.box.start, held.box.stop, held.at, held.transposed
 
 
 def _told(parts: Parts) -> list[object]:

@@ -14,17 +14,8 @@ from dataclasses import dataclass
 from rollway.errors import UsageError
 from rollway.weights.costs import Choice, Costs, Load, choose
 from rollway.weights.layout import ELEMENT_BYTES, Box, Shape
-from rollway.weights.offers import Held
+from rollway.weights.offers import Held, Holding
 from rollway.weights.wants import Part, Parts
-
-
-@dataclass(frozen=True, slots=True)
-class Holding:
-    """A source tensor by its geometry; ranks that hold it alike can stand in for each other."""
-
-    dtype: str
-    shape: Shape
-    held: tuple[Held, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,14 +6,15 @@ become sources.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from rollway.errors import UsageError
-from rollway.weights.layout import Box, Shape
+from rollway.weights.layout import Box, Shape, Shard
 from rollway.weights.megatron.model import MegatronModel, RankLayout
 from rollway.weights.megatron.pieces import Cut, cuts
-from rollway.weights.offers import Held, Offer, Source
-from rollway.weights.wants import Described, LocalTensor
+from rollway.weights.offers import Held, Holding, Offer, Source
+from rollway.weights.wants import Described
 
 
 def hf_source(headers: Mapping[str, Described], name: str = "trainer") -> Source:
@@ -30,17 +31,16 @@ def fsdp_sources(
     if ranks < 1:
         raise UsageError(f"A trainer cannot have {ranks} ranks.")
     offers: list[dict[str, Offer]] = [{} for _ in range(ranks)]
-    shared: dict[tuple[Shape, int], tuple[Held, ...]] = {}
+    shared: dict[tuple[str, Shape, int], Holding] = {}
     for tensor, header in headers.items():
         for rank in range(ranks):
-            key = header.shape, rank
+            key = header.dtype, header.shape, rank
             if key not in shared:
                 box = _rows(header.shape, rank, ranks)
-                shared[key] = (Held(0, box, (0,) * len(box.start)),)
-            held = shared[key]
-            if held[0].box.elements:
-                local = LocalTensor(header.dtype, held[0].box.shape)
-                offers[rank][tensor] = Offer(local, (tensor,), held)
+                held = (Held(0, box, (0,) * len(box.start)),)
+                shared[key] = Holding(header.dtype, box.shape, held)
+            if math.prod(shared[key].shape):
+                offers[rank][tensor] = Offer((tensor,), shared[key])
     names = [name] if ranks == 1 else [f"{name}{rank}" for rank in range(ranks)]
     return [Source(*one) for one in zip(names, offers, strict=True)]
 
@@ -57,23 +57,21 @@ def _rows(shape: Shape, rank: int, ranks: int) -> Box:
 def megatron_sources(model: MegatronModel, name: str = "trainer") -> list[Source]:
     """Every rank of a Megatron trainer, also those that only repeat what others hold: a planner
     shares the work among them."""
-    shared: dict[int, tuple[tuple[Cut, ...], tuple[Held, ...]]] = {}
+    shared: dict[tuple[str, Box, int], tuple[tuple[Cut, ...], Holding]] = {}
 
-    def held(found: tuple[Cut, ...]) -> tuple[Held, ...]:
-        known = shared.get(id(found))
-        if known is None:
-            mine = tuple(Held(cut.index, cut.box, cut.at, cut.transposed) for cut in found)
-            known = shared[id(found)] = found, mine
-        return known[1]
+    def holding(shard: Shard, count: int) -> Holding:
+        found = cuts(shard, count, model.geometry)
+        key = shard.dtype, shard.box, id(found)  # equal layers have the very same cuts
+        if key not in shared:
+            held = tuple(Held(cut.index, cut.box, cut.at, cut.transposed) for cut in found)
+            shared[key] = found, Holding(shard.dtype, shard.box.shape, held)
+        return shared[key][1]
 
-    def offers(layout: RankLayout) -> dict[str, Offer]:
-        return {
-            tensor: Offer(
-                LocalTensor(shard.dtype, shard.box.shape),
-                layout.names[tensor],
-                held(cuts(shard, len(layout.names[tensor]), model.geometry)),
-            )
-            for tensor, shard in layout.shards.items()
+    def source(rank: int, layout: RankLayout) -> Source:
+        offers = {
+            tensor: Offer(names, holding(layout.shards[tensor], len(names)))
+            for tensor, names in layout.names.items()
         }
+        return Source(f"{name}{rank}", offers)
 
-    return [Source(f"{name}{rank}", offers(layout)) for rank, layout in model.ranks.items()]
+    return [source(rank, layout) for rank, layout in model.ranks.items()]
