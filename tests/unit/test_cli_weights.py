@@ -163,6 +163,13 @@ def test_inspect_shows_the_ranks_of_a_trainer(
     assert code == 0
     assert [part["position"] for part in shown["parts"]] == [{"ep": 0}, {"ep": 1}]
     assert shown["parts"][0]["groups"][0]["name"].endswith("linear_fc1.weight*")
+    both = {"version": 1, "ranks": {"1": {"position": {"ep": 1, "ep_size": 2}}}}
+    (tmp_path / "rank1.json").write_text(json.dumps(both))
+    _, again = run(capsys, "weights", "inspect", str(tmp_path))
+    assert again == shown
+    (tmp_path / "rank1.json").write_text("{}")
+    assert run(capsys, "weights", "inspect", str(tmp_path))[0] == 2
+    (tmp_path / "rank1.json").unlink()
     (tmp_path / "rank1.safetensors").write_bytes(b"short")
     assert run(capsys, "weights", "inspect", str(tmp_path))[0] == 2
     assert run(capsys, "weights", "inspect", str(tmp_path / "no"))[0] == 2

@@ -13,6 +13,7 @@ from rollway.weights.layout import Box, Need, Piece
 from rollway.weights.offers import ANYWHERE, Place, Source, source_of_pieces
 from rollway.weights.plan import Receiver, plan
 from rollway.weights.plan_cache import PlanCache, signature
+from rollway.weights.trainers import fsdp_sources
 from rollway.weights.transfers import Plan
 from rollway.weights.vllm_layout import EngineTarget, engine_ranks, wants
 from rollway.weights.wants import LocalTensor, hf_target, wants_of_needs
@@ -193,6 +194,14 @@ def test_a_near_source_goes_first_also_when_it_holds_more_than_the_others() -> N
 # --- what is refused ------------------------------------------------------------------------
 
 
+def test_fsdp_cuts_rows_and_leaves_the_last_rank_what_is_left() -> None:
+    headers = {name: LocalTensor("F32", s) for name, s in (("w", (5, 2)), ("one", (1,)), ("s", ()))}
+    held_by_rank = [held(source) for source in fsdp_sources(headers, 4)]
+    assert [rank["w"].shape for rank in held_by_rank if "w" in rank] == [(2, 2), (2, 2), (1, 2)]
+    assert ["one" in rank for rank in held_by_rank] == [True, False, False, False]
+    assert all("s" in rank for rank in held_by_rank)
+
+
 def test_elements_that_nobody_holds_are_named() -> None:
     shape = (8, 4)
     half = Piece("w", Box((0, 0), (3, 4)), "w", (0, 0))
@@ -219,6 +228,17 @@ def test_what_does_not_fit_is_refused() -> None:
     beyond = source_of_pieces("t", {"w": LocalTensor("BF16", (5,))}, [whole("w", (6,))])
     with pytest.raises(UsageError, match="does not fit into w of t"):
         plan([beyond], [Receiver("r")], hf_target({"w": LocalTensor("BF16", (6,))}))
+
+
+def test_pieces_that_cannot_lie_where_they_say_are_refused() -> None:
+    tensors = {"w": LocalTensor("BF16", (6,))}
+    flat = Piece("w", Box((0,), (6,)), "w", (0,), transposed=True)
+    deep = Piece("w", Box((0,), (6,)), "w", (0, 0))
+    for piece, words in ((flat, "is transposed"), (deep, "dimensions")):
+        with pytest.raises(UsageError, match=words):
+            plan([source_of_pieces("t", tensors, [piece])], [Receiver("r")], hf_target(tensors))
+    with pytest.raises(UsageError, match="has no such tensor"):
+        source_of_pieces("t", {}, [flat])
 
 
 def test_a_plan_does_not_cast() -> None:

@@ -94,7 +94,13 @@ def _of_rank(rank: int, path: Path) -> Inventory:
     if beside.is_file():
         try:
             said = json.loads(beside.read_text())
-            position = dict(said.get("position") or {})
-        except (ValueError, TypeError, AttributeError) as error:
-            raise UsageError(f"{beside} does not describe a rank ({error}).") from error
+            mine = said["ranks"][str(rank)] if "ranks" in said else said
+            position = {name: n for name, n in mine["position"].items() if not _is_size(name)}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UsageError(f"{beside} does not describe rank {rank} ({error}).") from error
     return Inventory(f"rank {rank}", stored_tensors(path), position)
+
+
+def _is_size(name: str) -> bool:
+    """Whether a field of a position counts ranks; a `first_layer` is no rank either."""
+    return name.endswith("_size") or name == "first_layer"

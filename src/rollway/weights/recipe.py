@@ -218,9 +218,12 @@ def check_fits(holding: Holding, name: str) -> None:
     if holding.dtype not in ELEMENT_BYTES:
         raise UsageError(f"{name} has the dtype {holding.dtype}, which is not known.")
     for held in holding.held:
-        extent = _swapped(held.box.shape) if held.transposed else held.box.shape
-        if len(held.at) != len(holding.shape) or len(extent) > len(held.at):
+        dimensions = len(held.box.start)
+        if not dimensions <= len(held.at) == len(holding.shape):
             raise UsageError(f"{name} has {len(holding.shape)} dimensions, its piece has others.")
+        if held.transposed and dimensions < 2:
+            raise UsageError(f"A piece of {name} has {dimensions} dimensions, and is transposed.")
+        extent = _swapped(held.box.shape) if held.transposed else held.box.shape
         landed = landing(held.at, extent)
         if landed.cut(Box.whole(holding.shape)) != landed:
             raise UsageError(
