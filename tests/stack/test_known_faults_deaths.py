@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 import rollway
 from rollway.api import Stack
@@ -25,6 +26,7 @@ from rollway.stack import processes
 from rollway.stack.processes import ProcessId
 from rollway.stack.state import StackDir
 from rollway.sync import SyncStack
+from rollway.weights.transports.shm import ShmPublisher
 from tests.stack import rendezvous
 from tests.stack.brake import slowed
 from tests.stack.conftest import VLLM_ARGS
@@ -44,7 +46,7 @@ from tests.stack.faults import (
     under_way,
 )
 from tests.stack.moe import build_moe
-from tests.stack.policies import Policy
+from tests.stack.policies import Policy, perturbed
 from tests.stack.test_vllm_stack import (
     TOLERANCE,
     _kill,
@@ -169,22 +171,25 @@ async def odd(
         yield stack
 
 
-async def test_experts_are_not_refitted_on_cpu(odd: Stack, odd_home: Path) -> None:
-    """vLLM corrupts them, also when it reloads what it serves."""
+async def test_experts_are_refitted_on_cpu_by_exchange(odd: Stack, odd_home: Path) -> None:
+    """vLLM alone corrupts them when it reloads them in place, also with what it serves."""
     fleet, rollouts, prompt = odd.fleet_of("moe"), odd.rollouts("moe"), fresh_prompt(16)
-    policy = Policy(odd_home / "moe")
-    with pytest.raises(UsageError, match="corrupts the experts"):
-        await fleet.refit(1, policy.path)
-    (worker,) = await fleet.workers()
-    assert await fleet.read_versions() == {worker.instance_id: 0}
-    group = await rollouts.generate(prompt, GREEDY)
-    assert group[0].token_ids == policy.greedy(prompt, 12)
-    assert worst(policy, group) < TOLERANCE
+    first = Policy(odd_home / "moe")
+    other = Policy(perturbed(first.path, odd_home / "moe-other", 1))
+    with ShmPublisher() as publisher:
+        offered = publisher.publish(2, load_file(first.path / "model.safetensors").items())
+        for version, policy, weights in ((1, other, other.path), (2, first, offered)):
+            report = await fleet.refit(version, weights)
+            assert [worker.proof for worker in report.workers] == ["parameters"]
+            group = await rollouts.generate(prompt, GREEDY)
+            assert group[0].token_ids == policy.greedy(prompt, 12)
+            assert worst(policy, group) < TOLERANCE
 
+    (worker,) = await fleet.workers()
     async with Http() as http:
         bare = Bare(http, odd.frontend_url, "moe")
-        assert (await bare.load(worker, policy.path))["status"] == "ok"
-        assert off(policy, prompt, await bare.complete(prompt, GREEDY)) > CLEARLY_OTHER
+        assert (await bare.load(worker, first.path))["status"] == "ok"
+        assert off(first, prompt, await bare.complete(prompt, GREEDY)) > CLEARLY_OTHER
 
 
 async def _on_version_1(odd: Stack, policies: list[Policy]) -> Fleet:

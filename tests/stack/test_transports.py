@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,9 @@ from safetensors.torch import load_file
 from rollway.errors import UsageError
 from rollway.rollout.sampling import Sampling
 from rollway.sync import SyncStack
+from rollway.weights.store import SharedMemory, Store
+from rollway.weights.transports.delta import DeltaPublisher
+from rollway.weights.transports.files import FilesPublisher
 from rollway.weights.transports.shm import ShmPublisher
 from tests.stack.policies import Policy
 from tests.stack.test_vllm_stack import TOLERANCE, _versions, fresh_prompt
@@ -46,6 +50,30 @@ def test_shared_memory(vllm_stack: SyncStack, policies: list[Policy], shm: ShmPu
         report = vllm_stack.refit(version, shm.publish(version, tensors(policy).items()))
         assert {worker.proof for worker in report.workers} == {"parameters"}
         assert_serves(vllm_stack, policy, version)
+
+
+def test_files(vllm_stack: SyncStack, policies: list[Policy], tmp_path: Path) -> None:
+    publisher = FilesPublisher(tmp_path / "versions", policies[0].path, keep_recent=2)
+    for policy in (policies[1], policies[2]):
+        version = next(_versions)
+        report = vllm_stack.refit(version, publisher.publish(version, tensors(policy).items()))
+        assert {worker.proof for worker in report.workers} == {"parameters"}
+        assert_serves(vllm_stack, policy, version)
+
+
+@pytest.mark.parametrize("carrier", ["directory", "shared memory"])
+def test_deltas(
+    vllm_stack: SyncStack, policies: list[Policy], tmp_path: Path, carrier: str
+) -> None:
+    with ExitStack() as cleanup:
+        store = Store(tmp_path / "deltas")
+        if carrier == "shared memory":
+            store = cleanup.enter_context(SharedMemory())
+        publisher = DeltaPublisher(store, snapshot_every=3)
+        for policy in (policies[1], policies[2], policies[0], policies[1]):
+            version = next(_versions)
+            vllm_stack.refit(version, publisher.publish(version, tensors(policy).items()))
+            assert_serves(vllm_stack, policy, version)
 
 
 def test_parameters_that_were_adopted_are_not_copied_to_publish(

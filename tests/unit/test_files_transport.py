@@ -41,7 +41,7 @@ def tensors(value: float) -> dict[str, torch.Tensor]:
 
 def test_a_version_is_a_whole_checkpoint(tmp_path: Path, model: Path) -> None:
     publisher = FilesPublisher(tmp_path / "versions", model)
-    path = publisher.publish(3, tensors(1.5).items())
+    path = Path(publisher.publish(3, tensors(1.5).items()).where["path"])
     assert path == FilesReader(tmp_path / "versions").path(3)
     assert set(check_checkpoint(path).tensors) == {"a", "b", "c"}
     assert {file.name for file in path.iterdir()} == {
@@ -59,7 +59,7 @@ def test_large_models_are_many_files_with_an_index(tmp_path: Path, model: Path) 
         for number in range(7):
             yield f"layer.{number}", buffer.fill_(number)  # the same memory again and again
 
-    path = publisher.publish(1, stream())
+    path = Path(publisher.publish(1, stream()).where["path"])
     names = sorted(file.name for file in path.glob("*.safetensors"))
     assert names == [f"model-{number:05d}-of-00004.safetensors" for number in range(1, 5)]
     assert len(check_checkpoint(path).tensors) == 7
@@ -70,7 +70,11 @@ def test_large_models_are_many_files_with_an_index(tmp_path: Path, model: Path) 
 def test_tied_and_transposed_tensors(tmp_path: Path, model: Path) -> None:
     weight = torch.arange(6.0).view(2, 3)
     publisher = FilesPublisher(tmp_path / "versions", model)
-    path = publisher.publish(1, [("embed", weight), ("head", weight), ("turned", weight.t())])
+    path = Path(
+        publisher.publish(1, [("embed", weight), ("head", weight), ("turned", weight.t())]).where[
+            "path"
+        ]
+    )
     loaded = load_file(path / "model.safetensors")
     assert torch.equal(loaded["head"], weight)
     assert torch.equal(loaded["turned"], weight.t())

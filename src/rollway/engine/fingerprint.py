@@ -9,11 +9,13 @@ same product is made from the file.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+from rollway.weights.bits import word_sum
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _LINEAR, _SQUARE = -7046029254386353131, -4658895280553007687  # odd 64-bit constants of splitmix
@@ -28,16 +30,19 @@ _EXPERTS = {"gate_proj": "w13_weight", "up_proj": "w13_weight", "down_proj": "w2
 
 def fingerprint(tensor: torch.Tensor, *, words: bool = False) -> int:
     """64 bits of a tensor's elements, or of its words of eight bytes, whatever their order; zeros
-    do not count. With both constants odd, no single bit that flips goes unnoticed but by a chance
-    of 2**-63."""
-    size = _WORD if words else tensor.element_size()
-    flat = tensor.detach().contiguous().view(-1).view(_INTEGERS[size])
+    do not count.
+
+    Words are summed, which is as fast as memory. Elements are few bits, and many are alike: their
+    squares count as well."""
+    if words:
+        return _signed(word_sum(tensor))
+    flat = tensor.detach().contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
     linear = torch.zeros((), dtype=torch.int64, device=flat.device)
     square = torch.zeros_like(linear)
-    for part in flat.split(flat.numel() or 1 if words else _CHUNK):
+    for part in flat.split(_CHUNK):
         bits = part.to(torch.int64)
         linear += bits.sum()
-        square += torch.dot(bits, bits) if bits.device.type == "cpu" else (bits * bits).sum()
+        square += (bits * bits).sum()
     return _signed(int(linear) * _LINEAR + int(square) * _SQUARE)
 
 
@@ -63,7 +68,10 @@ class _Group:
 class Proof:
     """Watches the tensors of a checkpoint go by, then checks a model against them."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, sums: Mapping[str, int] | None = None) -> None:
+        """`sums` are what `bits.word_sum` gave for tensors where they came from: what the model
+        holds is then compared with that, and not with what arrived."""
+        self._sums = dict(sums or {})
         self._packed: dict[str, list[str]] = dict(getattr(model, "packed_modules_mapping", {}))
         self._fused_into = {part: whole for whole, parts in self._packed.items() for part in parts}
         self._mapper = getattr(model, "hf_to_vllm_mapper", None)
@@ -148,8 +156,9 @@ class Proof:
         group.elements += values.numel()
         if parameter.numel():
             lost = parameter.device.type == "meta"  # an update failed: there is no device to use
-            values = values if lost else values.to(parameter.device)
-            group.fingerprint += fingerprint(values, words=group.words)
+            values = values if lost or name in self._sums else values.to(parameter.device)
+            known = self._sums.get(name) if group.words and values is tensor else None
+            group.fingerprint += fingerprint(values, words=group.words) if known is None else known
         else:
             group.products[name.split(".")[-2]] = values.float() @ _probe(values.shape[1])
 
@@ -160,11 +169,12 @@ class Proof:
         if len(words) > 2 and words[-2] in self._fused_into:
             words[-2] = self._fused_into[words[-2]]
         if "experts" in words and words[-2] in _EXPERTS:
-            words = [*words[: words.index("experts") + 1], _EXPERTS[words[-2]]]
-        target = ".".join(words)
-        if target in self._parameters:
-            return target
-        return mapped if mapped in self._parameters else None
+            home = words[: words.index("experts") + 1]
+            inner = [[], ["routed_experts"]]  # vLLM has moved them there
+            targets = [".".join([*home, *more, _EXPERTS[words[-2]]]) for more in inner]
+        else:
+            targets = [".".join(words), mapped]
+        return next((target for target in targets if target in self._parameters), None)
 
     def _product_agrees(self, model: torch.nn.Module, name: str) -> bool:
         """Whether a packed layer multiplies as the checkpoint's tensors would."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from safetensors import safe_open
@@ -22,6 +22,10 @@ class Receiver(Protocol):
         """What is offered, before any byte of it is read."""
         ...
 
+    def sums(self, offer: Offer) -> Mapping[str, int]:
+        """Sums of tensors' words that the publisher made, by name; empty when it made none."""
+        ...
+
     def tensors(self, offer: Offer) -> Iterator[tuple[str, torch.Tensor]]:
         """Hugging Face tensors, valid until the next is asked for; ends only if all of them were
         exactly what was published."""
@@ -33,6 +37,9 @@ class FilesReceiver:
 
     def headers(self, offer: Offer) -> dict[str, TensorHeader]:
         return read_headers(Path(offer.where["path"]))
+
+    def sums(self, offer: Offer) -> Mapping[str, int]:
+        return {}
 
     def tensors(self, offer: Offer) -> Iterator[tuple[str, torch.Tensor]]:
         directory, whole = Path(offer.where["path"]), bool(offer.where.get("whole", True))
@@ -55,11 +62,24 @@ class ShmReceiver:
     def headers(self, offer: Offer) -> dict[str, TensorHeader]:
         return self._reader.manifest(offer).headers()
 
+    def sums(self, offer: Offer) -> Mapping[str, int]:
+        return self._reader.sums(offer)
+
     def tensors(self, offer: Offer) -> Iterator[tuple[str, torch.Tensor]]:
         return self._reader.tensors(offer)
 
 
-_KNOWN: dict[str, Any] = {"files": FilesReceiver, "shm": ShmReceiver}
+def _delta() -> Receiver:
+    from rollway.weights.transports.delta import DeltaReceiver
+
+    return DeltaReceiver()
+
+
+_KNOWN: dict[str, Callable[[], Receiver]] = {
+    "files": FilesReceiver,
+    "shm": ShmReceiver,
+    "delta": _delta,
+}
 
 
 def receiver_for(offer: Offer, kept: dict[str, Receiver]) -> Receiver:

@@ -12,7 +12,7 @@ Only where nothing holds on to a parameter's address: on CPU without compiled gr
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -57,12 +57,13 @@ class Shadow:
         with set_default_torch_dtype(self._config.dtype), torch.device("cpu"):
             self.model = initialize_model(vllm_config=config, model_config=self._config)
 
-    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Proof:
-        """Fill it with vLLM's loader; what it holds then is in the proof, to be judged."""
-        proof = Proof(self.model)
+    def load(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], sums: Mapping[str, int] | None = None
+    ) -> Proof:
+        """Fill it with vLLM's loader."""
+        proof = Proof(self.model, sums)
         with torch.no_grad():
             self.model.load_weights(proof.watching(tensors))
-        proof.look(self.model)
         return proof
 
     def prepare(self) -> None:

@@ -26,7 +26,7 @@ from rollway.engine.shadow import Shadow, exchangeable
 from rollway.weights.checkpoint import TensorHeader, differences, refuse_differences
 from rollway.weights.offer import Offer
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what is below its own name
 
 STILL = "still staging"
 """What a worker says that is not ready yet."""
@@ -113,9 +113,12 @@ class Staging:
     def _bring(self) -> None:
         if self._shadow is not None:
             with self._timed("load"):
-                self._proof = self._shadow.load(self.receiver.tensors(self.offer))
-            if self.ranks == 1:
-                self._proof.judge()
+                tensors = self.receiver.tensors(self.offer)
+                self._proof = self._shadow.load(tensors, self.receiver.sums(self.offer))
+            with self._timed("prove"):
+                self._proof.look(self._shadow.model)
+                if self.ranks == 1:
+                    self._proof.judge()
             with self._timed("prepare"):
                 self._shadow.prepare()
         elif self.way == "memory":

@@ -260,6 +260,8 @@ class Fleet:
                 f"A refit cannot be made with mode {mode!r} and share {share!r}.",
                 f"Modes are {', '.join(get_args(RefitMode))}; a share is above 0 and at most 1.",
             )
+        if isinstance(update, Offer) and update.transport == "files":
+            update = Path(update.where["path"])  # any worker that sees the directory can take it
         if isinstance(update, Offer):
             update = Offered(update, self._secret, allow_cast)
         if isinstance(update, str | Path):

@@ -77,6 +77,11 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     offset: Count
     nbytes: Count
     digest: str = ""
+    """In hexadecimal: of `bits.digest`, or 16 digits of `bits.word_sum`."""
+
+    @property
+    def word_sum(self) -> int | None:
+        return int(self.digest, 16) if len(self.digest) == 16 else None
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

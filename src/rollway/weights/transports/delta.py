@@ -13,8 +13,10 @@ it touches what is served. The carrier is a directory, or shared memory on one m
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
@@ -24,8 +26,11 @@ from torch import Tensor
 from rollway.errors import UsageError, WeightsError
 from rollway.weights import delta, owner
 from rollway.weights.bits import digest
+from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.delta import Buffer, Count, Digest, Encoded
-from rollway.weights.store import Carrier
+from rollway.weights.layout import ELEMENT_BYTES
+from rollway.weights.offer import Offer
+from rollway.weights.store import Carrier, Store
 from rollway.weights.transports.versions import Versions, check_next, check_retention
 
 _MANIFESTS, _OBJECTS = "manifests/", "objects/"
@@ -68,6 +73,21 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     snapshot: Object | None = None
     digest: str = ""
     """Of all the rest."""
+
+    @property
+    def identity(self) -> str:
+        """By the tensors alone, whatever the way to them."""
+        facts = [(name, one.dtype, one.shape, one.digest) for name, one in self.tensors.items()]
+        return hashlib.sha256(msgspec.json.encode(facts)).hexdigest()[:32]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(
+            math.prod(one.shape) * ELEMENT_BYTES.get(one.dtype, 0) for one in self.tensors.values()
+        )
+
+    def headers(self) -> dict[str, TensorHeader]:
+        return {n: TensorHeader(one.dtype, tuple(one.shape), "") for n, one in self.tensors.items()}
 
     @property
     def objects(self) -> list[Object]:
@@ -275,7 +295,7 @@ class DeltaPublisher(DeltaReader):
         self._published = {version: self.manifest(version) for version in self.versions()}
         self._remove_orphans()
 
-    def publish(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> Manifest:
+    def publish(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> Offer:
         """Write a version; every tensor of the model must come, and none may change meanwhile."""
         check_next(version, self.latest())
         try:
@@ -290,7 +310,8 @@ class DeltaPublisher(DeltaReader):
         self._last = self._published[version] = manifest
         self._since_snapshot = 0 if manifest.snapshot else self._since_snapshot + 1
         self._forget_old()
-        return manifest
+        root = str(self._carrier.root.resolve())
+        return Offer("delta", version, manifest.identity, manifest.nbytes, {"root": root})
 
     def _write(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> Manifest:
         entries: dict[str, Entry] = {}
@@ -410,3 +431,40 @@ def _check_against(encoded: Encoded, name: str, entry: Entry, step: Step) -> Non
     found = (header.name, header.dtype, header.shape, header.digest, header.version, header.base)
     if said != found:
         raise WeightsError(f"The {step} has another tensor where {name} should be.", _AGAIN)
+
+
+class DeltaReceiver:
+    """Inside a worker: holds the tensors of the version it took last, and brings them to the next.
+
+    What changed is applied to copies; what is held changes only when all of it has been taken."""
+
+    def __init__(self) -> None:
+        self._held: tuple[str, int] | None = None
+        self._state: State = {}
+
+    def headers(self, offer: Offer) -> dict[str, TensorHeader]:
+        return self._manifest(offer)[1].headers()
+
+    def sums(self, offer: Offer) -> dict[str, int]:
+        return {}
+
+    def tensors(self, offer: Offer) -> Iterator[tuple[str, Tensor]]:
+        reader, manifest = self._manifest(offer)
+        root = str(offer.where["root"])
+        held = self._held[1] if self._held is not None and self._held[0] == root else None
+        staged = reader.fetch(self._state if held is not None else {}, held, offer.version)
+        for name in manifest.tensors:
+            yield name, staged.tensors[name] if name in staged.tensors else self._state[name]
+        self._held = None  # until all of it is in place
+        staged.install()
+        self._state, self._held = staged.state, (root, offer.version)
+
+    def _manifest(self, offer: Offer) -> tuple[DeltaReader, Manifest]:
+        root = Path(str(offer.where["root"]))
+        if not root.is_dir():
+            raise WeightsError(f"There are no published versions at {root}.", "Is it mounted here?")
+        reader = DeltaReader(Store(root))
+        manifest = reader.manifest(offer.version)
+        if manifest.identity != offer.identity:
+            raise WeightsError(f"Version {offer.version} at {root} is not the one that is offered.")
+        return reader, manifest

@@ -17,7 +17,8 @@ from typing import Any
 
 from rollway.errors import UsageError, WeightsError
 from rollway.weights import owner
-from rollway.weights.checkpoint import STABLE, publish_checkpoint
+from rollway.weights.checkpoint import STABLE, check_checkpoint, publish_checkpoint
+from rollway.weights.offer import Offer
 from rollway.weights.transports.versions import Versions, check_next, check_retention
 
 SHARD_BYTES = 4 << 30
@@ -73,8 +74,8 @@ class FilesPublisher(FilesReader):
         root.mkdir(parents=True, exist_ok=True)
         self._clean()
 
-    def publish(self, version: int, tensors: Named) -> Path:
-        """Write a version, then let go of those that are too old. Returns its directory."""
+    def publish(self, version: int, tensors: Named) -> Offer:
+        """Write a version, then let go of those that are too old."""
         check_next(version, self.latest())
         try:
             path = publish_checkpoint(self.path(version), partial(self._write, tensors))
@@ -83,7 +84,8 @@ class FilesPublisher(FilesReader):
                 f"Version {version} cannot be written to {self.root}: {error.strerror}."
             ) from error
         self._clean()
-        return path
+        made = check_checkpoint(path, whole=False)
+        return Offer("files", version, made.identity, made.nbytes, {"path": str(made.path)})
 
     def _write(self, tensors: Named, directory: Path) -> None:
         for path in self._model.iterdir():

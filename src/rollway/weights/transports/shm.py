@@ -1,8 +1,8 @@
 """Weights through shared memory: one copy out of the trainer's buffer, on one machine.
 
-    trainer ── publish: copy in, digest ──► /dev/shm/rollway-weights-…   (a few slots, used in turn)
+    trainer ── publish: copy in, sum up ──► /dev/shm/rollway-weights-…   (a few slots, used in turn)
                                                  │ mapped once, read in place
-    worker  ◄── one copy, straight into its own parameters; digests compared after the copy
+    worker  ◄── one copy, straight into its own parameters; sums compared after the copy
 
 `adopt` moves a module's own parameters into a slot: publishing then copies nothing at all. A slot's
 list of tensors is taken away before its bytes are written over, and a reader looks again when it
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from rollway.errors import UsageError, WeightsError
 from rollway.weights import owner
-from rollway.weights.bits import DTYPES, digest, dtype_name
+from rollway.weights.bits import DTYPES, dtype_name, word_sum
 from rollway.weights.offer import Entry, Manifest, Offer, read_manifest
 
 SHM = Path("/dev/shm")
@@ -94,7 +94,8 @@ class ShmPublisher:
             target = memory[one.offset : one.offset + one.nbytes]
             if target.data_ptr() != tensor.data_ptr():
                 _view(memory, one).copy_(tensor.detach())
-            entries[index] = msgspec.structs.replace(one, digest=digest(_view(memory, one)))
+            total = word_sum(_view(memory, one))
+            entries[index] = msgspec.structs.replace(one, digest=f"{total:016x}")
         manifest = Manifest(version, nbytes, entries)
         scratch = slot.manifest.with_suffix(".partial")
         scratch.write_bytes(manifest.encode())
@@ -143,15 +144,20 @@ class ShmReader:
     def manifest(self, offer: Offer) -> Manifest:
         return read_manifest(self._look(offer), offer)
 
+    def sums(self, offer: Offer) -> dict[str, int]:
+        """Of each tensor's words, as it was published."""
+        known = {one.name: one.word_sum for one in self.manifest(offer).entries}
+        return {name: total for name, total in known.items() if total is not None}
+
     def tensors(self, offer: Offer) -> Iterator[tuple[str, Tensor]]:
-        """Each tensor in place. Its digest is compared when the next one is asked for: what was
+        """Each tensor in place. Its sum is compared when the next one is asked for: what was
         copied by then is what was published, or this raises."""
         manifest = self.manifest(offer)
         memory = self._memory(offer, manifest.nbytes)
         for one in manifest.entries:
             view = _view(memory, one)
             yield one.name, view
-            if digest(view) != one.digest:
+            if word_sum(view) != one.word_sum:
                 raise WeightsError(
                     f"{one.name} of version {offer.version} changed while it was read.",
                     "Publish the version again, and change nothing before the refit has ended.",
