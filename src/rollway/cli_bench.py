@@ -25,6 +25,11 @@ def add_grammar(bench: argparse.ArgumentParser) -> None:
     child = benches.add_parser("router", help="prefix hits and times, by how requests are routed")
     router_command.add_grammar(child)
     child.set_defaults(command=router)
+    child = benches.add_parser("refit", help="new weights into a worker, over every transport")
+    child.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    child.add_argument("--megabytes", type=int, default=520, help="size of the model")
+    child.add_argument("transports", nargs="*", metavar="TRANSPORT", help="only these (and stock)")
+    child.set_defaults(command=refit)
     child = benches.add_parser("rollout", help="the client and the gateway, against others")
     child.add_argument("--json", action="store_true", help="one JSON object on stdout")
     child.add_argument("--no-real", action="store_true", help="mockers only, no real engine")
@@ -46,6 +51,32 @@ def fleet(options: argparse.Namespace) -> int:
         return 0
     for name, value in figures.items():
         print(f"{name.replace('_', ' ')}: {value}")
+    return 0
+
+
+def refit(options: argparse.Namespace) -> int:
+    require("torch", "transformers")
+    from rollway.bench.refit import bench_refit
+
+    def say(words: str) -> None:
+        print(words, file=sys.stderr, flush=True)
+
+    with tempfile.TemporaryDirectory(prefix="rollway-bench-") as scratch:
+        figures = asyncio.run(
+            bench_refit(
+                Path(scratch), say, megabytes=options.megabytes, wanted=tuple(options.transports)
+            )
+        ).as_json()
+    if options.json:
+        print(json.dumps(figures))
+        return 0
+    print(f"memcpy {figures['memcpy_gb_per_s']:.1f} GB/s, {figures['model_bytes'] / 1e6:.0f} MB")
+    for name, one in figures["transports"].items():
+        print(
+            f"{name}: {one['refit_seconds']:.3f} s, paused {one['pause_seconds']:.3f} s; moved in "
+            f"{one['seconds']:.3f} s ({one['gb_per_s']:.2f} GB/s, {one['ratio_to_memcpy']:.2f} of "
+            f"memcpy), {one['speedup_over_stock']:.1f} times stock"
+        )
     return 0
 
 

@@ -82,7 +82,7 @@ def test_parameters_that_were_adopted_are_not_copied_to_publish(
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(policies[1].path, dtype=torch.float32)
-    shm.adopt(model)
+    shm.adopt(dict(model.named_parameters()))
     for policy in (policies[1], policies[2]):
         model.load_state_dict(tensors(policy), strict=False)
         version = next(_versions)

@@ -4,7 +4,7 @@
                                                  │ mapped once, read in place
     worker  ◄── one copy, straight into its own parameters; sums compared after the copy
 
-`adopt` moves a module's own parameters into a slot: publishing then copies nothing at all. A slot's
+`adopt` moves a model's own parameters into a slot: publishing then copies nothing at all. A slot's
 list of tensors is taken away before its bytes are written over, and a reader looks again when it
 has read: it never takes half of one version and half of another.
 """
@@ -15,7 +15,7 @@ import mmap
 import os
 import stat
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,10 +104,10 @@ class ShmPublisher:
         size = sum(one.nbytes for one in entries)
         return Offer("shm", version, manifest.identity, size, {"slot": slot.path.name})
 
-    def adopt(self, module: torch.nn.Module) -> None:
-        """Move a module's parameters into shared memory, where publishing finds them. They must
-        not change while a refit reads them: it would be noticed, and refused."""
-        named = dict(module.named_parameters())
+    def adopt(self, named: Mapping[str, Tensor]) -> None:
+        """Move parameters (`dict(model.named_parameters())`) into shared memory, where publishing
+        finds them. They must not change while a refit reads them: it is noticed, and refused."""
+        named = dict(named)
         if any(parameter.device.type != "cpu" for parameter in named.values()):
             raise UsageError("Only parameters in CPU memory can be adopted.", "Use cuda_ipc.")
         entries, nbytes = _laid_out(named)
