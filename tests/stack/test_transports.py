@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,17 +12,28 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import rollway
 from rollway.errors import UsageError
+from rollway.fleet.discovery import Worker
+from rollway.fleet.updates import Offered
 from rollway.rollout.sampling import Sampling
+from rollway.stack.state import ProcessState, StackDir
 from rollway.sync import SyncStack
 from rollway.weights.store import SharedMemory, Store
 from rollway.weights.transports.delta import DeltaPublisher
 from rollway.weights.transports.files import FilesPublisher
 from rollway.weights.transports.shm import ShmPublisher
 from tests.stack.policies import Policy
-from tests.stack.test_vllm_stack import TOLERANCE, _versions, fresh_prompt
+from tests.stack.test_vllm_stack import TOLERANCE, _kill, _versions, fresh_prompt
 
 pytestmark = pytest.mark.stack
+
+
+def _processes() -> list[ProcessState]:
+    state = StackDir("shared").read()
+    assert state is not None
+    return state.processes
+
 
 SHORT = Sampling(max_tokens=8, ignore_eos=True)
 
@@ -105,4 +118,51 @@ def test_weights_that_change_after_they_were_published_are_refused(
         file.write(bytes([byte[0] ^ 1]))
     with pytest.raises(UsageError, match="changed while it was read"):
         vllm_stack.refit(version, offer)
+    assert vllm_stack.fleet.read_versions() == served
+
+
+async def test_a_worker_that_dies_while_it_takes_weights_is_made_up_for(
+    vllm_stack: SyncStack, policies: list[Policy], shm: ShmPublisher
+) -> None:
+    """The others get the version; the one that takes its place gets it as well."""
+    version = next(_versions)
+    async with rollway.attach(vllm_stack.frontend_url) as stack:
+        killed = False
+
+        async def die(step: str, worker: Worker) -> None:
+            nonlocal killed
+            if step == "preflight" and not killed:
+                killed = True
+                (victim,) = [p for p in _processes() if p.instance == worker.instance_id]
+                _kill(victim.name)
+
+        stack.fleet.observer = die
+        offer = shm.publish(version, tensors(policies[1]).items())
+        report = await stack.refit(version, offer)
+        assert sorted(worker.state for worker in report.workers) == ["gone", "serving"]
+        deadline = time.monotonic() + 120
+        while list((await stack.fleet.read_versions()).values()) != [version, version]:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.5)  # this process watches, and has the publisher's offer
+    assert_serves(vllm_stack, policies[1], version)
+
+
+async def test_a_publisher_that_died_leaves_the_fleet_as_it_was(
+    vllm_stack: SyncStack, policies: list[Policy]
+) -> None:
+    served, version = vllm_stack.fleet.read_versions(), next(_versions)
+    with ShmPublisher() as publisher:
+        offer = publisher.publish(version, tensors(policies[2]).items())
+    with pytest.raises(UsageError, match="not in shared memory any more"):
+        vllm_stack.refit(version, offer)
+    assert vllm_stack.fleet.read_versions() == served
+
+
+async def test_an_offer_that_nobody_signed_is_refused(
+    vllm_stack: SyncStack, policies: list[Policy], shm: ShmPublisher
+) -> None:
+    served, version = vllm_stack.fleet.read_versions(), next(_versions)
+    offer = shm.publish(version, tensors(policies[2]).items())
+    with pytest.raises(UsageError, match="not signed with this stack's secret"):
+        vllm_stack.refit(version, Offered(offer, secret="guessed"))
     assert vllm_stack.fleet.read_versions() == served

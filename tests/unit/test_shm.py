@@ -1,0 +1,170 @@
+"""Weights through shared memory: exact, in place, and never half of two versions."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from rollway.errors import UsageError, WeightsError
+from rollway.weights.offer import Offer, read_offer
+from rollway.weights.transports.shm import ShmPublisher, ShmReader, remove_abandoned
+
+Tensors = dict[str, torch.Tensor]
+
+
+def tensors(seed: int) -> Tensors:
+    generator = torch.Generator().manual_seed(seed)
+    made = {
+        f"w{number}": torch.randn(7, 5 + number, generator=generator).to(dtype)
+        for number, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16))
+    }
+    made["fp8"] = torch.randn(3, 3, generator=generator).to(torch.float8_e4m3fn)
+    made["flag"] = torch.tensor([True, False, True])
+    made["scalar"] = torch.tensor(3.5)
+    made["empty"] = torch.empty(0, 4)
+    return made
+
+
+def taken(reader: ShmReader, offer: Offer) -> Tensors:
+    return {name: tensor.clone() for name, tensor in reader.tensors(offer)}
+
+
+def same(left: Tensors, right: Tensors) -> bool:
+    def bits(tensor: torch.Tensor) -> bytes:
+        return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+    return left.keys() == right.keys() and all(
+        left[name].dtype == right[name].dtype
+        and left[name].shape == right[name].shape
+        and bits(left[name]) == bits(right[name])
+        for name in left
+    )
+
+
+def test_versions_are_read_as_they_were_published(tmp_path: Path) -> None:
+    reader = ShmReader(tmp_path)
+    with ShmPublisher(keep=2, directory=tmp_path) as publisher:
+        offers = {v: publisher.publish(v, tensors(v).items()) for v in (1, 2)}
+        for version, offer in offers.items():  # both are kept
+            assert same(taken(reader, offer), tensors(version))
+            assert reader.manifest(offer).headers().keys() == tensors(1).keys()
+        third = publisher.publish(3, tensors(3).items())
+        assert same(taken(reader, third), tensors(3))
+        with pytest.raises(WeightsError, match="holds version 3"):
+            taken(reader, offers[1])
+        assert same(taken(reader, offers[2]), tensors(2))
+        assert offers[1].identity != offers[2].identity
+        assert publisher.publish(4, tensors(2).items()).identity == offers[2].identity
+    with pytest.raises(WeightsError, match="not in shared memory any more"):
+        taken(reader, third)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_adopted_parameters_are_published_where_they_are(tmp_path: Path) -> None:
+    layer = torch.nn.Linear(4, 3)
+    with ShmPublisher(directory=tmp_path) as publisher:
+        publisher.adopt(dict(layer.named_parameters()))
+        before = layer.weight.data_ptr()
+        for version in (1, 2):
+            with torch.no_grad():
+                layer.weight += 1
+            offer = publisher.publish(version)
+            assert layer.weight.data_ptr() == before
+            found = taken(ShmReader(tmp_path), offer)
+            assert torch.equal(found["weight"], layer.weight)
+        stepped = ShmReader(tmp_path).tensors(offer)
+        next(stepped)
+        with torch.no_grad():
+            layer.weight += 1  # too early
+            layer.bias += 1
+        with pytest.raises(WeightsError, match="changed while it was read"):
+            list(stepped)
+
+
+def test_a_version_that_is_written_over_while_it_is_read_is_refused(tmp_path: Path) -> None:
+    with ShmPublisher(keep=1, directory=tmp_path) as publisher:
+        reading = ShmReader(tmp_path).tensors(publisher.publish(1, tensors(1).items()))
+        next(reading)
+        publisher.publish(2, tensors(2).items())
+        with pytest.raises(WeightsError, match="changed while it was read"):
+            list(reading)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "manifest", "gone"])
+def test_damage_is_named(tmp_path: Path, damage: str) -> None:
+    with ShmPublisher(directory=tmp_path) as publisher:
+        offer = publisher.publish(1, tensors(1).items())
+        slot = tmp_path / offer.where["slot"]
+        if damage == "truncated":
+            os.truncate(slot, 100)
+        elif damage == "flipped":
+            with slot.open("r+b") as file:
+                file.write(b"\x55")
+        elif damage == "manifest":
+            slot.with_name(f"{slot.name}.json").write_bytes(b'{"version": 1')
+        else:
+            slot.unlink()
+        with pytest.raises(WeightsError):
+            taken(ShmReader(tmp_path), offer)
+
+
+@pytest.mark.parametrize("slot", ["../etc/passwd", "/etc/passwd", "other", ""])
+def test_a_slot_elsewhere_is_not_opened(tmp_path: Path, slot: str) -> None:
+    offer = Offer("shm", 1, "0" * 32, 10, {"slot": slot})
+    with pytest.raises(WeightsError, match="is no slot"):
+        list(ShmReader(tmp_path).tensors(offer))
+
+
+def test_what_a_killed_publisher_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    program = f"""
+        import time, torch
+        from pathlib import Path
+        from rollway.weights.transports.shm import ShmPublisher
+        publisher = ShmPublisher(directory=Path({str(tmp_path)!r}))
+        publisher.publish(1, [("w", torch.ones(10))])
+        print("ready", flush=True)
+        time.sleep(60)
+    """
+    child = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None and child.stdout.readline() == "ready\n"
+    remove_abandoned(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2  # it lives
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    ShmPublisher(directory=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_offers_are_signed_and_checked() -> None:
+    offer = Offer("shm", 3, "a" * 32, 10, {"slot": "x"})
+    signed = offer.signed("secret")
+    assert read_offer(signed.as_json(), "secret") == signed
+    assert read_offer(offer.as_json(), "") == offer
+    for wrong in (
+        offer,
+        offer.signed("other"),
+        signed.__class__(**{**signed.as_json(), "version": 4}),
+    ):
+        with pytest.raises(WeightsError, match="not signed with this stack's secret"):
+            read_offer(wrong.as_json(), "secret")
+    for raw in ({}, {**offer.as_json(), "code": "x"}, {**offer.as_json(), "transport": "pickle"}):
+        with pytest.raises(WeightsError, match="is no offer"):
+            read_offer(raw, "")
+
+
+def test_mistakes_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="At least one version"):
+        ShmPublisher(keep=0, directory=tmp_path)
+    with pytest.raises(UsageError, match="no shared memory"):
+        ShmPublisher(directory=tmp_path / "nowhere")
+    with ShmPublisher(directory=tmp_path) as publisher, pytest.raises(UsageError, match="no tens"):
+        publisher.publish(1)
