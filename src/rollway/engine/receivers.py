@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from safetensors import safe_open
@@ -13,6 +13,9 @@ from safetensors import safe_open
 from rollway.errors import WeightsError
 from rollway.weights.checkpoint import TensorHeader, check_checkpoint, read_headers
 from rollway.weights.offer import Offer
+
+if TYPE_CHECKING:
+    from rollway.weights.transports.shards import ShardReader
 
 
 class Receiver(Protocol):
@@ -54,19 +57,30 @@ class FilesReceiver:
 
 
 class ShmReceiver:
+    """Whole tensors of one publisher, or the shards of many."""
+
     def __init__(self) -> None:
         from rollway.weights.transports.shm import ShmReader
 
         self._reader = ShmReader()
 
     def headers(self, offer: Offer) -> dict[str, TensorHeader]:
+        if "ranks" in offer.where:
+            return self._shards(offer).headers()
         return self._reader.manifest(offer).headers()
 
     def sums(self, offer: Offer) -> Mapping[str, int]:
-        return self._reader.sums(offer)
+        return {} if "ranks" in offer.where else self._reader.sums(offer)
 
     def tensors(self, offer: Offer) -> Iterator[tuple[str, torch.Tensor]]:
+        if "ranks" in offer.where:
+            return self._shards(offer).tensors()
         return self._reader.tensors(offer)
+
+    def _shards(self, offer: Offer) -> ShardReader:
+        from rollway.weights.transports.shards import ShardReader
+
+        return ShardReader(self._reader, offer)
 
 
 def _delta() -> Receiver:

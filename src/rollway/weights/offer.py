@@ -68,6 +68,16 @@ def _mac(offer: Offer, secret: str) -> str:
     return hmac.new(secret.encode(), body, hashlib.sha256).hexdigest()
 
 
+class Lies(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What lies in a shard: a box of a Hugging Face tensor, and where it starts in the shard."""
+
+    name: str
+    start: tuple[Count, ...]
+    stop: tuple[Count, ...]
+    at: tuple[Count, ...]
+    transposed: bool = False
+
+
 class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One tensor of a version: what it is, where its bytes start, and their digest."""
 
@@ -78,6 +88,8 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     nbytes: Count
     digest: str = ""
     """In hexadecimal: of `bits.digest`, or 16 digits of `bits.word_sum`."""
+    lies: tuple[Lies, ...] = ()
+    """Nothing for a Hugging Face tensor itself."""
 
     @property
     def word_sum(self) -> int | None:
@@ -94,7 +106,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def identity(self) -> str:
         """By digests and names: wherever the bytes lie."""
-        facts = [(one.name, one.dtype, one.shape, one.digest) for one in self.entries]
+        facts = [(one.name, one.dtype, one.shape, one.digest, one.lies) for one in self.entries]
         return hashlib.sha256(msgspec.json.encode(facts)).hexdigest()[:32]
 
     def encode(self) -> bytes:

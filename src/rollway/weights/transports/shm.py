@@ -15,7 +15,7 @@ import mmap
 import os
 import stat
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from torch import Tensor
 from rollway.errors import UsageError, WeightsError
 from rollway.weights import owner
 from rollway.weights.bits import DTYPES, dtype_name, word_sum
-from rollway.weights.offer import Entry, Manifest, Offer, read_manifest
+from rollway.weights.offer import Entry, Lies, Manifest, Offer, read_manifest
 
 SHM = Path("/dev/shm")
 _PREFIX = "rollway-weights-"
@@ -81,8 +81,16 @@ class ShmPublisher:
         ]
         self._adopted: dict[str, Tensor] | None = None
 
-    def publish(self, version: int, tensors: Iterable[tuple[str, Tensor]] = ()) -> Offer:
-        """Put a version where workers can read it; without tensors, those that were adopted."""
+    def publish(
+        self,
+        version: int,
+        tensors: Iterable[tuple[str, Tensor]] = (),
+        lies: Mapping[str, Sequence[Lies]] | None = None,
+    ) -> Offer:
+        """Put a version where workers can read it; without tensors, those that were adopted.
+
+        `lies` says what lies in each tensor, for shards: see `rollway.weights.transports.shards`.
+        """
         given = dict(tensors) or self._adopted
         if not given:
             raise UsageError("There are no tensors to publish.")
@@ -95,7 +103,9 @@ class ShmPublisher:
             if target.data_ptr() != tensor.data_ptr():
                 _view(memory, one).copy_(tensor.detach())
             total = word_sum(_view(memory, one))
-            entries[index] = msgspec.structs.replace(one, digest=f"{total:016x}")
+            entries[index] = msgspec.structs.replace(
+                one, digest=f"{total:016x}", lies=tuple((lies or {}).get(one.name, ()))
+            )
         manifest = Manifest(version, nbytes, entries)
         scratch = slot.manifest.with_suffix(".partial")
         scratch.write_bytes(manifest.encode())
@@ -153,15 +163,19 @@ class ShmReader:
         """Each tensor in place. Its sum is compared when the next one is asked for: what was
         copied by then is what was published, or this raises."""
         manifest = self.manifest(offer)
-        memory = self._memory(offer, manifest.nbytes)
+        views = self.views(offer, manifest)
         for one in manifest.entries:
-            view = _view(memory, one)
-            yield one.name, view
-            if word_sum(view) != one.word_sum:
-                raise WeightsError(
-                    f"{one.name} of version {offer.version} changed while it was read.",
-                    "Publish the version again, and change nothing before the refit has ended.",
-                )
+            yield one.name, views[one.name]
+            check_unchanged(views[one.name], one, offer)
+        self.check_there(offer, manifest)
+
+    def views(self, offer: Offer, manifest: Manifest) -> dict[str, Tensor]:
+        """All tensors in place, to be checked by whoever reads them."""
+        memory = self._memory(offer, manifest.nbytes)
+        return {one.name: _view(memory, one) for one in manifest.entries}
+
+    def check_there(self, offer: Offer, manifest: Manifest) -> None:
+        """That the slot still holds what it held when reading began."""
         if read_manifest(self._look(offer), offer) != manifest:
             raise WeightsError(f"Version {offer.version} was written over while it was read.")
 
@@ -195,13 +209,21 @@ class ShmReader:
                 raise WeightsError(f"{path} does not hold {nbytes} bytes.")
             known = self._maps.get(path.name)
             if known is None or known[0] != found.st_ino:
-                # Of this publisher's slots only: one that went away takes its memory with it.
-                stem = path.name.rpartition("-")[0]
-                self._maps = {n: m for n, m in self._maps.items() if n.rpartition("-")[0] == stem}
+                # A publisher that went away takes its memory with it.
+                there = {name for name in self._maps if (self._directory / name).exists()}
+                self._maps = {name: self._maps[name] for name in there}
                 known = self._maps[path.name] = (found.st_ino, _mapped(handle, found.st_size))
         finally:
             os.close(handle)
         return known[1]
+
+
+def check_unchanged(view: Tensor, one: Entry, offer: Offer) -> None:
+    if word_sum(view) != one.word_sum:
+        raise WeightsError(
+            f"{one.name} of version {offer.version} changed while it was read.",
+            "Publish the version again, and change nothing before the refit has ended.",
+        )
 
 
 def _mapped(handle: int, size: int) -> Tensor:
