@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import logging
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from rollway.errors import UsageError
+
+log = logging.getLogger(__name__)
 
 DTYPES: dict[str, torch.dtype] = {
     **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
@@ -34,19 +38,62 @@ def digest(tensor: Tensor) -> str:
     Each block of words is folded, multiplied by keys of its positions and summed, which a GPU
     does in passing; the sums are hashed. A block in which one element of up to four bytes changed
     never has the same sum."""
-    words, tail = words_of(raw_bytes(tensor))
-    final = hashlib.blake2b(words.numel().to_bytes(8, "little"), digest_size=16)
-    full = words.numel() // BLOCK
-    blocks = words[: full * BLOCK].view(full, BLOCK)
-    keys = _keys(tensor.device)
-    sums = [_sums(rows, keys) for rows in blocks.split(blocks_at_once(tensor.device))]
-    if words.numel() % BLOCK:
-        rest = words[full * BLOCK :]
-        sums.append(_sums(rest.view(1, -1), keys[: rest.numel()]))
-    if sums:
-        final.update(torch.cat(sums).cpu().numpy().tobytes())
-    final.update(tail.cpu().numpy().tobytes())
-    return final.hexdigest()
+    return digests([tensor])[0]
+
+
+def digests(tensors: Sequence[Tensor]) -> list[str]:
+    """The digest of each of some tensors of one device. A GPU is asked once for all of them: to
+    wait for each would take longer than to read it."""
+    if not tensors:
+        return []
+    split = [words_of(raw_bytes(tensor)) for tensor in tensors]
+    sums = _all_sums([words for words, _ in split]).cpu().numpy()
+    tails = torch.cat([tail for _, tail in split]).cpu().numpy()
+    found, at, tail_at = [], 0, 0
+    for words, tail in split:
+        final = hashlib.blake2b(words.numel().to_bytes(8, "little"), digest_size=16)
+        blocks = -(-words.numel() // BLOCK)
+        final.update(sums[at : at + blocks].tobytes())
+        final.update(tails[tail_at : tail_at + tail.numel()].tobytes())
+        found.append(final.hexdigest())
+        at, tail_at = at + blocks, tail_at + tail.numel()
+    return found
+
+
+def _all_sums(tensors: list[Tensor]) -> Tensor:
+    """Of every block of every tensor, one after the other."""
+    device = tensors[0].device
+    keys = _keys(device)
+    if device.type == "cuda" and _triton_works():
+        from rollway.weights import gpu_digest
+
+        runs = [
+            (words.data_ptr() + 8 * at, min(BLOCK, words.numel() - at))
+            for words in tensors
+            for at in range(0, words.numel(), BLOCK)
+        ]
+        return gpu_digest.sums(runs, keys) if runs else keys[:0]
+    found = [keys[:0]]
+    for words in tensors:
+        full = words.numel() // BLOCK
+        blocks = words[: full * BLOCK].view(full, BLOCK)
+        found += [_sums(rows, keys) for rows in blocks.split(blocks_at_once(device))]
+        if words.numel() % BLOCK:
+            rest = words[full * BLOCK :]
+            found.append(_sums(rest.view(1, -1), keys[: rest.numel()]))
+    return torch.cat(found)
+
+
+@functools.cache
+def _triton_works() -> bool:
+    try:
+        from rollway.weights import gpu_digest
+
+        gpu_digest.check()
+    except Exception as error:  # noqa: BLE001 (whatever it is, torch does it too)
+        log.info("digests are made by torch, since Triton does not work here: %s", error)
+        return False
+    return True
 
 
 def word_sum(tensor: Tensor) -> int:
