@@ -1,7 +1,8 @@
 """Megatron shards to Hugging Face tensors, and back: the bytes, where `pieces` says the places.
 
 Every element moves by slicing, one copy per piece, on whatever device the tensors are. `to_hf`
-makes one tensor at a time, so no more than that is needed beside the shards themselves.
+makes one tensor at a time, so no more than that is needed beside the shards themselves; a
+`Translation` writes all of them over those of the step before, which asks little of Python.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from rollway.errors import UsageError
+from rollway.weights.copies import Copies, copy_all
 from rollway.weights.layout import Box, Shape, Shard
 from rollway.weights.megatron.geometry import ModelGeometry
 from rollway.weights.megatron.model import MegatronModel, Part
@@ -34,16 +36,44 @@ def to_hf(
             continue
         if whole is None:
             whole = torch.empty(shape, dtype=sources[0].dtype, device=sources[0].device)
-        elif tuple(whole.shape) != shape:
-            raise UsageError(f"{name} has the shape {list(shape)}, not {list(whole.shape)}.")
-        for part, source in zip(parts, sources, strict=True):
-            if whole.dtype != source.dtype:
-                raise UsageError(
-                    f"{part.source} of rank {part.rank} has {source.dtype}; {name} shall be "
-                    f"{whole.dtype}."
-                )
-            whole[_slices(part.cut.box)] = _view(source, part.cut)
+        copy_all(_pairs(name, shape, whole, parts, sources))
         yield name, whole
+
+
+class Translation:
+    """One translation, made step after step: what goes where is found once, and on a GPU the many
+    small pieces are copied together. The ranks' tensors and those of `out` stay where they are."""
+
+    def __init__(self, model: MegatronModel, tensors: Mapping[int, Tensors], out: Tensors) -> None:
+        self._copies = Copies()
+        for name, shape, _, parts in model.parts():
+            if name not in out:
+                raise UsageError(f"There is no tensor that {name} could be written to.")
+            sources = [_local(model, tensors, part) for part in parts]
+            for target, source in _pairs(name, shape, out[name], parts, sources):
+                self._copies.add(target, source)
+
+    def run(self) -> None:
+        """Write all of `out` anew; on a GPU, by when its current stream gets there."""
+        self._copies.run()
+
+
+def _pairs(
+    name: str, shape: Shape, whole: torch.Tensor, parts: list[Part], sources: list[torch.Tensor]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """What to copy over what to make `whole` the Hugging Face tensor."""
+    if tuple(whole.shape) != shape:
+        raise UsageError(f"{name} has the shape {list(shape)}, not {list(whole.shape)}.")
+    for part, source in zip(parts, sources, strict=True):
+        if whole.dtype != source.dtype:
+            raise UsageError(
+                f"{part.source} of rank {part.rank} has {source.dtype}; {name} shall be "
+                f"{whole.dtype}."
+            )
+    return [
+        (whole[_slices(part.cut.box)], _view(source, part.cut))
+        for part, source in zip(parts, sources, strict=True)
+    ]
 
 
 def from_hf(hf: Tensors, model: MegatronModel) -> dict[int, dict[str, torch.Tensor]]:

@@ -9,7 +9,7 @@ from rollway.errors import UsageError
 from rollway.weights.megatron.describe import describe
 from rollway.weights.megatron.geometry import ModelGeometry, Topology
 from rollway.weights.megatron.names import NameMap
-from rollway.weights.translate import from_hf, to_hf
+from rollway.weights.translate import Translation, from_hf, to_hf
 from tests.unit.weights.megatron_models import headers, hf_shapes, numbered
 
 GEOMETRY = ModelGeometry(
@@ -26,6 +26,22 @@ def test_tensors_are_written_where_they_are_wanted() -> None:
     made = dict(to_hf(MODEL, from_hf(truth, MODEL), out=buffers))
     assert all(made[name] is buffers[name] for name in truth)
     assert all(torch.equal(made[name], truth[name]) for name in truth)
+
+
+def test_a_translation_is_made_step_after_step() -> None:
+    truth = numbered(SHAPES)
+    local = from_hf(truth, MODEL)
+    buffers = {name: torch.zeros_like(tensor) for name, tensor in truth.items()}
+    translation = Translation(MODEL, local, buffers)
+    for step in range(1, 3):
+        for ranks in local.values():
+            for tensor in ranks.values():
+                tensor += step
+        translation.run()
+        made = dict(to_hf(MODEL, local))
+        assert all(torch.equal(buffers[name], made[name]) for name in truth)
+    with pytest.raises(UsageError, match=r"no tensor that model\.norm\.weight could"):
+        Translation(MODEL, local, {n: t for n, t in buffers.items() if n != "model.norm.weight"})
 
 
 def test_a_tensor_that_lies_in_one_shard_is_not_copied() -> None:
