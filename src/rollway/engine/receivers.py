@@ -83,6 +83,22 @@ class ShmReceiver:
         return ShardReader(self._reader, offer)
 
 
+class CudaIpcReceiver:
+    def __init__(self) -> None:
+        from rollway.weights.transports.cuda_ipc import CudaIpcReader
+
+        self._reader = CudaIpcReader()
+
+    def headers(self, offer: Offer) -> dict[str, TensorHeader]:
+        return self._reader.manifest(offer).headers()
+
+    def sums(self, offer: Offer) -> Mapping[str, int]:
+        return {}
+
+    def tensors(self, offer: Offer) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._reader.tensors(offer)
+
+
 def _delta() -> Receiver:
     from rollway.weights.transports.delta import DeltaReceiver
 
@@ -92,6 +108,7 @@ def _delta() -> Receiver:
 _KNOWN: dict[str, Callable[[], Receiver]] = {
     "files": FilesReceiver,
     "shm": ShmReceiver,
+    "cuda_ipc": CudaIpcReceiver,
     "delta": _delta,
 }
 

@@ -56,7 +56,7 @@ class _Slot:
         """The slot's memory, larger if need be; readers keep what they have mapped."""
         if self.memory is None or self.memory.numel() < nbytes:
             self.path.unlink(missing_ok=True)
-            self.memory = _mapped_for_writing(self.path, nbytes)
+            self.memory = mapped_for_writing(self.path, nbytes)
         return self.memory
 
     def remove(self) -> None:
@@ -212,7 +212,7 @@ class ShmReader:
                 # A publisher that went away takes its memory with it.
                 there = {name for name in self._maps if (self._directory / name).exists()}
                 self._maps = {name: self._maps[name] for name in there}
-                known = self._maps[path.name] = (found.st_ino, _mapped(handle, found.st_size))
+                known = self._maps[path.name] = (found.st_ino, mapped(handle, found.st_size))
         finally:
             os.close(handle)
         return known[1]
@@ -226,7 +226,7 @@ def check_unchanged(view: Tensor, one: Entry, offer: Offer) -> None:
         )
 
 
-def _mapped(handle: int, size: int) -> Tensor:
+def mapped(handle: int, size: int) -> Tensor:
     """To read only, and all at once: page by page would take longer than the copy."""
     flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
     memory = mmap.mmap(handle, size, flags=flags, prot=mmap.PROT_READ)
@@ -242,7 +242,7 @@ def remove_abandoned(directory: Path = SHM) -> None:
             path.unlink(missing_ok=True)
 
 
-def _mapped_for_writing(path: Path, nbytes: int) -> Tensor:
+def mapped_for_writing(path: Path, nbytes: int) -> Tensor:
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         os.posix_fallocate(handle, 0, max(nbytes, 1))  # a full /dev/shm is an error here, no crash

@@ -1,0 +1,251 @@
+"""Weights from one process to another on one device: with a GPU, and without one the same way."""
+
+from __future__ import annotations
+
+import json
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from rollway.engine.receivers import receiver_for
+from rollway.errors import UsageError, WeightsError
+from rollway.weights.bits import digest
+from rollway.weights.offer import Offer, read_offer
+from rollway.weights.transports.cuda_ipc import CudaIpcPublisher, CudaIpcReader
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+each_device = pytest.mark.parametrize("device", DEVICES)
+
+READER = """
+import json, sys
+from pathlib import Path
+import torch
+from rollway.errors import RollwayError
+from rollway.weights.bits import digest
+from rollway.weights.offer import read_offer
+from rollway.weights.transports import cuda_ipc
+
+opened, open_one = [], cuda_ipc.opened
+cuda_ipc.opened = lambda *given: opened.append(given) or open_one(*given)
+reader = cuda_ipc.CudaIpcReader(Path(sys.argv[1]))
+for line in sys.stdin:
+    try:
+        taken = {n: t.clone() for n, t in reader.tensors(read_offer(json.loads(line)))}
+        found = {
+            n: [digest(t), str(t.dtype), list(t.shape), t.device.type] for n, t in taken.items()
+        }
+        print(json.dumps({"tensors": found, "opened": len(opened)}), flush=True)
+    except RollwayError as error:
+        print(json.dumps(error.as_json()), flush=True)
+"""
+
+
+class Other:
+    """Another process that reads what it is offered."""
+
+    def __init__(self, directory: Path) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", READER, str(directory)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def read(self, offer: Offer) -> Any:
+        assert self._process.stdin and self._process.stdout
+        self._process.stdin.write(json.dumps(offer.as_json()) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+    def end(self) -> None:
+        self._process.communicate(timeout=60)
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Iterator[Other]:
+    process = Other(tmp_path)
+    yield process
+    process.end()
+
+
+def model(device: str, seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    made = {
+        "embed": torch.randn(300, 64, generator=generator).bfloat16(),
+        "norm": torch.randn(7, generator=generator),
+        "scale": torch.randn((), generator=generator),
+        "bytes": torch.randint(0, 255, (5, 3), dtype=torch.uint8, generator=generator),
+        "turned": torch.randn(32, 48, generator=generator).t(),
+        "large": torch.randn(128, 128, generator=generator),
+    }
+    return {name: tensor.to(device) for name, tensor in made.items()}
+
+
+def facts(tensors: dict[str, Tensor], device: str) -> dict[str, Any]:
+    return {n: [digest(t), str(t.dtype), list(t.shape), device] for n, t in tensors.items()}
+
+
+@each_device
+def test_another_process_reads_what_was_published(
+    device: str, tmp_path: Path, other: Other
+) -> None:
+    with CudaIpcPublisher(bucket_bytes=40_000, directory=tmp_path) as publisher:
+        for version in range(1, 4):
+            tensors = model(device, version)
+            offer = publisher.publish(version, tensors.items())
+            assert offer.nbytes == sum(t.numel() * t.element_size() for t in tensors.values())
+            found = other.read(offer)
+            assert found["tensors"] == facts(tensors, device)
+            assert found["opened"] == len(offer.where["buckets"]) == 3  # also for later versions
+    assert "any more" in other.read(offer)["message"]
+    assert not list(tmp_path.iterdir())
+
+
+@each_device
+def test_a_modules_own_parameters_are_read_where_they_are(
+    device: str, tmp_path: Path, other: Other
+) -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 4)).to(device)
+    with CudaIpcPublisher(directory=tmp_path) as publisher:
+        publisher.adopt(module)
+        places = [parameter.data_ptr() for parameter in module.parameters()]
+        for version in range(1, 3):
+            with torch.no_grad():
+                for parameter in module.parameters():
+                    parameter += version
+            found = other.read(publisher.publish(version))
+            assert found["tensors"] == facts(dict(module.named_parameters()), device)
+        assert places == [parameter.data_ptr() for parameter in module.parameters()]
+        module[0].weight.data = module[0].weight.data.clone()
+        with pytest.raises(UsageError, match=r"0\.weight is not where it was"):
+            publisher.publish(3)
+
+
+@each_device
+def test_offers_are_plain_and_private(device: str, tmp_path: Path) -> None:
+    with CudaIpcPublisher(directory=tmp_path) as publisher:
+        offer = publisher.publish(1, model(device).items())
+        text = json.dumps(offer.signed("secret").as_json())
+        assert read_offer(json.loads(text), "secret").where == offer.where
+        (directory,) = tmp_path.iterdir()
+        assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+        assert {stat.S_IMODE(path.stat().st_mode) for path in directory.iterdir()} == {0o600}
+        again = publisher.publish(2, model(device).items())
+        assert again.identity == offer.identity  # equal for equal weights
+
+
+def test_a_version_that_is_gone_is_refused(tmp_path: Path) -> None:
+    reader = CudaIpcReader(tmp_path)
+    with CudaIpcPublisher(keep=2, directory=tmp_path) as publisher:
+        first, second = (publisher.publish(v, model("cpu", v).items()) for v in (1, 2))
+        assert len(list(reader.tensors(first))) == len(list(reader.tensors(second)))
+        publisher.retire(2)
+        with pytest.raises(WeightsError, match="not in the trainer's memory any more"):
+            list(reader.tensors(second))
+        list(reader.tensors(first))
+        third = publisher.publish(3, model("cpu", 3).items())
+        publisher.publish(4, model("cpu", 4).items())
+        with pytest.raises(WeightsError, match="Version 1 is gone"):
+            list(reader.tensors(first))
+        list(reader.tensors(third))
+
+
+def test_what_changes_while_it_is_read_is_noticed(tmp_path: Path) -> None:
+    reader = CudaIpcReader(tmp_path)
+    with CudaIpcPublisher(directory=tmp_path) as publisher:
+        offer = publisher.publish(1, model("cpu").items())
+        with pytest.raises(WeightsError, match="embed of version 1 changed while it was read"):
+            for name, _ in reader.tensors(offer):
+                if name == "embed":
+                    publisher._slots[0].buckets[0][100] += 1
+        offer = publisher.publish(2, model("cpu").items())
+        with pytest.raises(WeightsError, match=r"any more|written over|gone"):
+            for name, _ in reader.tensors(offer):
+                if name == "large":
+                    publisher.publish(3, model("cpu").items())
+
+
+def test_another_model_takes_new_buckets(tmp_path: Path) -> None:
+    reader = CudaIpcReader(tmp_path)
+    with CudaIpcPublisher(directory=tmp_path) as publisher:
+        for version, shape in enumerate(((4,), (4000,), (8, 8))):
+            offer = publisher.publish(version, [("a", torch.full(shape, float(version)))])
+            ((_, found),) = reader.tensors(offer)
+            assert found.shape == shape and bool((found == version).all())
+        assert len(list(next(tmp_path.iterdir()).iterdir())) == 2
+        assert [len(slot) for slot in reader._open.values()] == [1]
+
+
+def changed(offer: Offer, **fields: Any) -> Offer:
+    return msgspec.structs.replace(offer, where={**offer.where, **fields})
+
+
+def test_offers_that_cannot_be_true_are_refused(tmp_path: Path) -> None:
+    reader = CudaIpcReader(tmp_path)
+    with CudaIpcPublisher(directory=tmp_path) as publisher:
+        offer = publisher.publish(1, model("cpu").items())
+        (bucket,) = offer.where["buckets"]
+        for wrong, words in (
+            (changed(offer, device="0123-4567"), "which this worker does not see"),
+            (changed(offer, directory="../elsewhere"), "no directory of a publisher"),
+            (changed(offer, directory="rollway-ipc-other"), "any more"),
+            (changed(offer, buckets=[]), "names no memory"),
+            (changed(offer, buckets=[{**bucket, "nbytes": 8}]), "not as long as"),
+            (changed(offer, buckets=[{**bucket, "file": "../0.json"}]), "no file of a publisher"),
+            (changed(offer, buckets=[{**bucket, "file": "0.json"}]), "does not hold"),
+            (changed(offer, surprise=1), "no offer by CUDA IPC"),
+            (msgspec.structs.replace(offer, identity="0" * 32), "gone"),
+        ):
+            with pytest.raises(WeightsError, match=words):
+                list(reader.tensors(wrong))
+        list(reader.tensors(offer))
+
+
+def test_what_a_dead_publisher_left_is_removed(tmp_path: Path) -> None:
+    code = (
+        "import sys, torch; from pathlib import Path\n"
+        "from rollway.weights.transports.cuda_ipc import CudaIpcPublisher\n"
+        "import json, os\n"
+        "offer = CudaIpcPublisher(directory=Path(sys.argv[1])).publish(1, [('a', torch.ones(4))])\n"
+        "print(json.dumps(offer.as_json()), flush=True); os._exit(1)\n"
+    )
+    run = [sys.executable, "-c", code, str(tmp_path)]
+    offer = read_offer(json.loads(subprocess.run(run, capture_output=True, check=False).stdout))
+    (left,) = tmp_path.iterdir()
+    with pytest.raises(WeightsError, match="Its publisher has ended"):
+        list(CudaIpcReader(tmp_path).tensors(offer))
+    CudaIpcPublisher(directory=tmp_path).close()
+    assert not left.exists()
+
+
+def test_what_cannot_be_published_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="keep nothing"):
+        CudaIpcPublisher(keep=0, directory=tmp_path)
+    with pytest.raises(UsageError, match="no shared memory"):
+        CudaIpcPublisher(directory=tmp_path / "none")
+    with CudaIpcPublisher(directory=tmp_path) as publisher:
+        with pytest.raises(UsageError, match="no tensors"):
+            publisher.publish(1)
+        with pytest.raises(UsageError, match="no parameters"):
+            publisher.adopt(torch.nn.ReLU())
+        with pytest.raises(UsageError, match="on cpu, meta"):
+            publisher.publish(1, [("a", torch.ones(1)), ("b", torch.ones(1, device="meta"))])
+
+
+def test_a_worker_receives_by_it() -> None:
+    tensors = model("cpu")
+    with CudaIpcPublisher() as publisher:
+        offer = publisher.publish(1, tensors.items())
+        receiver = receiver_for(offer, {})
+        assert {name: one.shape for name, one in receiver.headers(offer).items()} == {
+            name: tuple(tensor.shape) for name, tensor in tensors.items()
+        }
+        assert all(torch.equal(found, tensors[name]) for name, found in receiver.tensors(offer))
