@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollway.errors import RollwayError, UsageError, WeightsError
-from rollway.weights import bits, delta
+from rollway.weights import bits, changes, delta
 from rollway.weights.bits import DTYPES, digest, raw_bytes
 from rollway.weights.delta import Encoded, apply, decode, encode
 
@@ -274,7 +274,7 @@ def test_how_much_is_looked_at_once_makes_no_difference(monkeypatch: pytest.Monk
     old = noise((1_700_003,), torch.float32, 1)
     new = changed(old, 0.01, 2)
     one_by_one = encode("w", old, new).to_bytes()
-    for module in (bits, delta):
+    for module in (bits, changes):
         monkeypatch.setattr(module, "blocks_at_once", lambda device: 5)
     assert encode("w", old, new).to_bytes() == one_by_one
 

@@ -46,18 +46,29 @@ def digests(tensors: Sequence[Tensor]) -> list[str]:
     wait for each would take longer than to read it."""
     if not tensors:
         return []
-    split = [words_of(raw_bytes(tensor)) for tensor in tensors]
+    split = [_words_and_tail(tensor.detach()) for tensor in tensors]
     sums = _all_sums([words for words, _ in split]).cpu().numpy()
-    tails = torch.cat([tail for _, tail in split]).cpu().numpy()
-    found, at, tail_at = [], 0, 0
+    found, at = [], 0
     for words, tail in split:
-        final = hashlib.blake2b(words.numel().to_bytes(8, "little"), digest_size=16)
-        blocks = -(-words.numel() // BLOCK)
+        count = words.nbytes // 8
+        final = hashlib.blake2b(count.to_bytes(8, "little"), digest_size=16)
+        blocks = -(-count // BLOCK)
         final.update(sums[at : at + blocks].tobytes())
-        final.update(tails[tail_at : tail_at + tail.numel()].tobytes())
+        if tail is not None:
+            final.update(tail.cpu().numpy().tobytes())
         found.append(final.hexdigest())
-        at, tail_at = at + blocks, tail_at + tail.numel()
+        at += blocks
     return found
+
+
+def _words_and_tail(tensor: Tensor) -> tuple[Tensor, Tensor | None]:
+    """What holds whole words, in one run; and what is left over, which most have nothing of. On
+    a GPU, a tensor that is such a run is left as it is: a few views less for each of thousands."""
+    run = tensor.is_cuda and tensor.is_contiguous()
+    if run and not tensor.nbytes % 8 and not tensor.data_ptr() % 8:
+        return tensor, None
+    words, tail = words_of(raw_bytes(tensor))
+    return words, tail
 
 
 def _all_sums(tensors: list[Tensor]) -> Tensor:
@@ -68,13 +79,14 @@ def _all_sums(tensors: list[Tensor]) -> Tensor:
         from rollway.weights import gpu_digest
 
         runs = [
-            (words.data_ptr() + 8 * at, min(BLOCK, words.numel() - at))
-            for words in tensors
-            for at in range(0, words.numel(), BLOCK)
+            (address + at, min(BLOCK, (nbytes - at) // 8))
+            for address, nbytes in ((words.data_ptr(), words.nbytes) for words in tensors)
+            for at in range(0, nbytes, 8 * BLOCK)
         ]
         return gpu_digest.sums(runs, keys) if runs else keys[:0]
     found = [keys[:0]]
-    for words in tensors:
+    for tensor in tensors:
+        words = tensor.view(-1).view(torch.int64)
         full = words.numel() // BLOCK
         blocks = words[: full * BLOCK].view(full, BLOCK)
         found += [_sums(rows, keys) for rows in blocks.split(blocks_at_once(device))]

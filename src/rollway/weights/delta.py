@@ -13,6 +13,7 @@ the new bytes or as it was.
 from __future__ import annotations
 
 import math
+import threading
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -22,15 +23,22 @@ from torch import Tensor
 
 from rollway.errors import UsageError, WeightsError
 from rollway.weights.bits import (
-    BLOCK,
     DTYPES,
-    blocks_at_once,
     describe,
     digest,
     dtype_name,
     integers,
     raw_bytes,
-    words_of,
+)
+from rollway.weights.changes import (
+    ESCAPE,
+    SAMPLE,
+    changed,
+    laid_out,
+    mostly_changed,
+    pick,
+    planes,
+    zigzag,
 )
 from rollway.weights.layout import ELEMENT_BYTES
 
@@ -46,10 +54,8 @@ Buffer = bytes | bytearray | memoryview
 _MAGIC = b"RWD1"
 _PREFIX_BYTES = 8
 _MOST_HEADER_BYTES = 1 << 16
-_ESCAPE = 255
-"""As a gap: so many unchanged elements, and no changed one after them."""
-_SAMPLE = 1 << 16
 _LEVEL = 1  # what is left in values is noise; higher levels cost time and gain nothing
+_kept = threading.local()
 _DAMAGED = "It was damaged on its way, or is still being written; read it again."
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
@@ -127,8 +133,8 @@ def encode(
     old_bits, new_bits = integers(old), integers(new)
     places: Places = "all"
     packed_places = b""
-    if not _mostly_changed(old_bits, new_bits):
-        positions, old_bits, new_bits = _changed(old_bits, new_bits)
+    if not mostly_changed(old_bits, new_bits):
+        positions, old_bits, new_bits = changed(old_bits, new_bits)
         places, packed_places = _pack_places(positions, new.numel())
     values, packed_values = _pack_values(old_bits, new_bits) if places != "none" else ("new", b"")
     if len(packed_places) + len(packed_values) >= max(new.nbytes, 1):
@@ -195,7 +201,7 @@ def apply(encoded: Encoded, tensor: Tensor, out: Tensor | None = None) -> Tensor
 
 def elements(tensor: Tensor, positions: Tensor) -> Tensor:
     """The bits of some elements, by flat position."""
-    return _pick(integers(tensor), positions)
+    return pick(integers(tensor), positions)
 
 
 def write_elements(tensor: Tensor, positions: Tensor, bits: Tensor) -> None:
@@ -208,67 +214,11 @@ def empty(header: Header) -> Tensor:
     return torch.empty(header.shape, dtype=DTYPES[header.dtype])
 
 
-def _mostly_changed(old: Tensor, new: Tensor) -> bool:
-    """By a sample; then it is not worth saying where, and finding out takes long."""
-    every = max(1, new.numel() // _SAMPLE)
-    differ = old[::every] != new[::every]
-    return bool(2 * differ.sum() > differ.numel())
-
-
-def _changed(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Where the bits of elements differ, and the old and the new bits there.
-
-    Slab by slab, so that what a CPU compares is still in its cache when it is gathered."""
-    found = [_changed_in(old[:0], new[:0], 0)]
-    slab = blocks_at_once(old.device) * BLOCK * 8 // old.element_size()
-    for start in range(0, old.numel(), slab):
-        some = slice(start, start + slab)
-        found.append(_changed_in(old[some], new[some], start))
-    positions, old_bits, new_bits = zip(*found, strict=True)
-    return torch.cat(positions), torch.cat(old_bits), torch.cat(new_bits)
-
-
-def _changed_in(old: Tensor, new: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Unequal words first, then which elements of those, then the elements that fill no word."""
-    old_words, old_tail = words_of(raw_bytes(old))
-    new_words, new_tail = words_of(raw_bytes(new))
-    words = torch.nonzero(old_words != new_words).view(-1)
-    old_bits = _pick(old_words, words).view(old.dtype)
-    new_bits = _pick(new_words, words).view(new.dtype)
-    at = torch.nonzero(old_bits != new_bits).view(-1)
-    shift = 3 - old.element_size().bit_length() + 1  # 1, 2, 4, 8 bytes: 8, 4, 2, 1 to a word
-    positions = (_pick(words, at >> shift) << shift) + (at & (1 << shift) - 1) + start
-    old_bits, new_bits = _pick(old_bits, at), _pick(new_bits, at)
-    if old_tail.numel() == 0:
-        return positions, old_bits, new_bits
-    old_tail, new_tail = old_tail.view(old.dtype), new_tail.view(new.dtype)
-    at = torch.nonzero(old_tail != new_tail).view(-1)
-    return (
-        torch.cat([positions, at + (start + old.numel() - old_tail.numel())]),
-        torch.cat([old_bits, old_tail[at]]),
-        torch.cat([new_bits, new_tail[at]]),
-    )
-
-
 def _pack_places(positions: Tensor, elements: int) -> tuple[Places, bytes]:
-    """By whichever way is shortest."""
-    count = positions.numel()
-    if count == 0:
-        return "none", b""
-    if count == elements:
-        return "all", b""
-    gaps = torch.diff(positions, prepend=positions.new_tensor([-1])) - 1
-    lengths = gaps // _ESCAPE + 1
-    ends = lengths.cumsum(0)
-    gap_bytes = int(ends[-1])
-    if gap_bytes <= elements // 8:
-        stream = torch.full((gap_bytes,), _ESCAPE, dtype=torch.uint8, device=gaps.device)
-        stream[ends - 1] = (gaps % _ESCAPE).to(torch.uint8)
-        return "gaps", _compress(stream)
-    marks = torch.zeros((elements + 7) // 8 * 8, dtype=torch.uint8, device=positions.device)
-    marks[positions] = 1
-    bits = marks.view(-1, 8) << torch.arange(8, dtype=torch.uint8, device=positions.device)
-    return "bitmap", _compress(bits.sum(1, dtype=torch.uint8))
+    if positions.numel() in (0, elements):
+        return "all" if positions.numel() else "none", b""
+    kind, stream = laid_out(positions, elements)
+    return kind, _compress(stream)
 
 
 def _unpack_places(header: Header, data: Buffer, device: torch.device) -> Tensor | None:
@@ -278,8 +228,8 @@ def _unpack_places(header: Header, data: Buffer, device: torch.device) -> Tensor
     if header.places == "none":
         return torch.empty(0, dtype=torch.int64, device=device)
     if header.places == "gaps":
-        stream = _decompress(header, data, header.count + header.elements // _ESCAPE).to(device)
-        ends = stream != _ESCAPE
+        stream = _decompress(header, data, header.count + header.elements // ESCAPE).to(device)
+        ends = stream != ESCAPE
         positions = (stream.long() + ends).cumsum(0)[ends] - 1
     else:
         bits = _decompress(header, data, (header.elements + 7) // 8).to(device)
@@ -294,31 +244,22 @@ def _pack_values(old: Tensor, new: Tensor) -> tuple[Literal["new", "steps"], byt
     """The new bits, or how far they are from the old ones: small steps compress well.
 
     A trainer's step mostly moves a bfloat16 to its neighbour. A sample shows which is shorter."""
-    steps = _zigzag(new - old)
-    every = max(1, new.numel() // _SAMPLE)
-    if len(_compress(_planes(steps[::every]))) < len(_compress(_planes(new[::every]))):
-        return "steps", _compress(_planes(steps))
-    return "new", _compress(_planes(new))
+    steps = zigzag(new - old)
+    every = max(1, new.numel() // SAMPLE)
+    as_steps, as_new = (_compress(planes(each[::every])) for each in (steps, new))
+    if len(as_steps) < len(as_new):
+        return "steps", as_steps if every == 1 else _compress(planes(steps))
+    return "new", as_new if every == 1 else _compress(planes(new))
 
 
 def _unpack_values(encoded: Encoded, old: Tensor) -> Tensor:
     header = encoded.header
-    planes = _decompress(header, encoded.values, header.count * header.element_bytes)
-    if planes.numel() != header.count * header.element_bytes:
+    lanes = _decompress(header, encoded.values, header.count * header.element_bytes)
+    if lanes.numel() != header.count * header.element_bytes:
         raise WeightsError(f"Values of {header.name} are missing.", _DAMAGED)
-    lanes = planes.to(old.device).view(header.element_bytes, header.count).t().contiguous()
+    lanes = lanes.to(old.device).view(header.element_bytes, header.count).t().contiguous()
     values = lanes.view(-1).view(old.dtype)
     return values if header.values == "new" else old + _unzigzag(values)
-
-
-def _planes(values: Tensor) -> Tensor:
-    """First bytes together, then second bytes, …: exponents are alike, mantissas are not."""
-    return raw_bytes(raw_bytes(values).view(-1, values.element_size()).t())
-
-
-def _zigzag(steps: Tensor) -> Tensor:
-    """Small steps of either sign as small numbers: their upper bytes are all zero."""
-    return (steps << 1) ^ (steps >> (8 * steps.element_size() - 1))
 
 
 def _unzigzag(values: Tensor) -> Tensor:
@@ -353,7 +294,7 @@ def _take_whole(encoded: Encoded, target: Tensor) -> None:
 def _take_changes(encoded: Encoded, base: Tensor, bits: Tensor) -> Tensor | None:
     header = encoded.header
     positions = _unpack_places(header, encoded.places, bits.device)
-    old = bits.clone() if positions is None else _pick(bits, positions)
+    old = bits.clone() if positions is None else pick(bits, positions)
     if header.places != "none":
         _write(bits, positions, _unpack_values(encoded, old))
     right = False
@@ -379,10 +320,6 @@ def _write(bits: Tensor, positions: Tensor | None, values: Tensor) -> None:
         bits.scatter_(0, positions, values)
 
 
-def _pick(bits: Tensor, positions: Tensor) -> Tensor:
-    return bits.index_select(0, positions)  # several times as fast as bits[positions]
-
-
 def _check_header(header: Header, payload_bytes: int) -> None:
     """See that its numbers fit each other and the bytes that follow."""
     whole = header.places == "whole"
@@ -404,7 +341,10 @@ def _check_header(header: Header, payload_bytes: int) -> None:
 
 
 def _compress(data: Tensor) -> bytes:
-    compressed: bytes = zstandard.ZstdCompressor(level=_LEVEL).compress(_on_host(data))
+    """The compressor is kept: to make one takes as long as to compress a small tensor."""
+    if not hasattr(_kept, "compressor"):
+        _kept.compressor = zstandard.ZstdCompressor(level=_LEVEL)
+    compressed: bytes = _kept.compressor.compress(_on_host(_staged(data)))
     return compressed
 
 
@@ -424,6 +364,15 @@ def _decompress(header: Header, data: Buffer, at_most: int) -> Tensor:
 
 def _on_host(data: Tensor) -> memoryview:
     return memoryview(data.cpu().numpy())
+
+
+def _staged(data: Tensor) -> Tensor:
+    """On the host, for as long as it is compressed: pinned memory, which torch uses again and a
+    GPU writes to at full speed."""
+    if not data.is_cuda:
+        return data
+    host = torch.empty(data.shape, dtype=data.dtype, pin_memory=True)
+    return host.copy_(data)
 
 
 def _from_buffer(data: Buffer) -> Tensor:
