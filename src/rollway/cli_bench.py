@@ -37,6 +37,11 @@ def add_grammar(bench: argparse.ArgumentParser) -> None:
     child = benches.add_parser("plan", help="planning weight transfers of large models")
     child.add_argument("--json", action="store_true", help="one JSON object on stdout")
     child.set_defaults(command=plan)
+    child = benches.add_parser("gpu", help="weights on a GPU, against a copy of its memory")
+    child.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    child.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    child.add_argument("--megabytes", type=int, default=4096, help="size of each model")
+    child.set_defaults(command=gpu)
 
 
 def fleet(options: argparse.Namespace) -> int:
@@ -120,6 +125,13 @@ def plan(options: argparse.Namespace) -> int:
     figures = bench_plan()
     print(json.dumps(figures) if options.json else shown(figures))
     return 0
+
+
+def gpu(options: argparse.Namespace) -> int:
+    require("torch")
+    from rollway.bench.gpu import run_command
+
+    return run_command(options)
 
 
 def _shown(figures: dict[str, Any]) -> str:

@@ -53,9 +53,14 @@ def export(memory: Tensor, path: Path | None = None) -> Handle:
     if memory.device.type == CPU:
         assert path is not None
         return Handle(memory.numel(), file=path.name)
-    _, handle, nbytes, offset, counter, counter_offset, event, event_sync = (
-        memory.untyped_storage()._share_cuda_()
-    )
+    try:
+        shared = memory.untyped_storage()._share_cuda_()
+    except RuntimeError as error:
+        raise WeightsError(
+            f"Memory of the GPU cannot be shared: {str(error).splitlines()[0]}",
+            "Use torch's own allocator (no cudaMallocAsync), or another transport.",
+        ) from error
+    _, handle, nbytes, offset, counter, counter_offset, event, event_sync = shared
     return Handle(
         nbytes=nbytes,
         memory=_text(handle),

@@ -1,0 +1,73 @@
+"""The GPU's benchmark runs on a CPU too, checks what it measures, and says what it left out."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import rollway
+from rollway.bench.gpu import bench_gpu, shown
+from rollway.errors import UsageError
+
+PARTS = {
+    "copy",
+    "digest_dense",
+    "digest_moe",
+    "translate_dense_tp2",
+    "translate_moe_ep2",
+    "compare_dense",
+    "compare_moe",
+    "delta_encode_dense",
+    "hand_over_dense",
+    "hand_over_moe",
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small tensors on a busy machine; in the other process too."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def test_every_part_is_measured() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    figures = bench_gpu("cpu", 8)
+    torch.set_num_threads(before)
+    assert not figures["skipped"] and not figures["failed"]
+    for part in PARTS - {"copy"}:
+        assert figures[part]["gb_per_s"] > 0 and figures[part]["fraction"] > 0
+    for kind in ("dense", "moe"):
+        assert figures[f"compare_{kind}"]["share_found"] == pytest.approx(0.01, abs=0.003)
+        over = figures[f"hand_over_{kind}"]
+        assert over["copies_equal"] and over["adopted_equal"] and over["closed_is_refused"]
+    assert 0 < figures["delta_encode_dense"]["bytes_fraction"] < 0.04
+    assert len(shown(figures).splitlines()) == 1 + len(PARTS)
+
+
+def test_torch_alone_is_enough_for_most_of_it(tmp_path: Path) -> None:
+    for name in ("msgspec", "zstandard", "pydantic", "aiohttp", "yaml", "rich", "safetensors"):
+        (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError('no {name}')")
+    home = Path(rollway.__file__).parents[1]
+    run = subprocess.run(
+        [sys.executable, "-m", "rollway.bench.gpu", "--json", "--device=cpu", "--megabytes=4"],
+        env={"PYTHONPATH": f"{tmp_path}:{home}", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    figures = json.loads(run.stdout)
+    left_out = {"delta_encode_dense", "hand_over_dense", "hand_over_moe"}
+    assert figures["skipped"] == dict.fromkeys(left_out, "no msgspec")
+    assert PARTS - left_out <= figures.keys()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so() -> None:
+    with pytest.raises(UsageError, match="no GPU"):
+        bench_gpu()
