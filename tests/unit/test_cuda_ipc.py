@@ -19,6 +19,7 @@ from rollway.engine.receivers import receiver_for
 from rollway.errors import UsageError, WeightsError
 from rollway.weights.bits import digest
 from rollway.weights.offer import Offer, read_offer
+from rollway.weights.transports import device_memory
 from rollway.weights.transports.cuda_ipc import CudaIpcPublisher, CudaIpcReader
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -249,3 +250,34 @@ def test_a_worker_receives_by_it() -> None:
             name: tuple(tensor.shape) for name, tensor in tensors.items()
         }
         assert all(torch.equal(found, tensors[name]) for name, found in receiver.tensors(offer))
+
+
+def test_handles_are_given_to_torch_as_torch_made_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU: what one process shares is what the other opens, but for the device."""
+    shared = (0, b"\x00memory\xff", 4096, 512, b"/counter", 3, b"\x01event\xfe", True)
+
+    class Shared:
+        device = torch.device("cuda", 0)
+
+        def untyped_storage(self) -> Shared:
+            return self
+
+        def _share_cuda_(self) -> tuple[Any, ...]:
+            return shared
+
+    given: list[tuple[Any, ...]] = []
+
+    def refuse(*arguments: Any) -> None:
+        given.append(arguments)
+        raise RuntimeError("invalid device context\nmore")
+
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", refuse)
+    handle = device_memory.export(Shared())  # type: ignore[arg-type]
+    wired = msgspec.json.decode(msgspec.json.encode(handle), type=device_memory.Handle)
+    with pytest.raises(WeightsError, match=r"cannot be opened: invalid device context It"):
+        device_memory.opened(wired, torch.device("cuda", 1), Path())
+    assert given == [(1, *shared[1:])]
+    broken = msgspec.structs.replace(handle, memory="no base64!")
+    with pytest.raises(WeightsError, match="a handle that is none"):
+        device_memory.opened(broken, torch.device("cuda", 1), Path())

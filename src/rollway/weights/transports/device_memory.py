@@ -23,7 +23,7 @@ from rollway.weights.offer import Count
 from rollway.weights.transports.shm import mapped, mapped_for_writing
 
 CPU = "cpu"
-Text = Annotated[str, msgspec.Meta(max_length=4096)]
+Text = Annotated[str, msgspec.Meta(max_length=1 << 16)]
 
 
 class Handle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

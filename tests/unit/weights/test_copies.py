@@ -1,0 +1,74 @@
+"""Copies as words of eight bytes leave the same bytes; and what a GPU does is what a CPU does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from rollway.weights import delta
+from rollway.weights.bits import DTYPES, digest, digests, raw_bytes
+from rollway.weights.copies import _wider, copy_all
+
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+SLICES = [
+    (slice(None), slice(None)),
+    (slice(4, 20), slice(None)),
+    (slice(None), slice(8, 24)),
+    (slice(None), slice(1, 3)),
+    (slice(3, 4), slice(0, 40)),
+    (slice(0, 0), slice(None)),
+]
+
+
+def noise(dtype: torch.dtype, *shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(len(shape))
+    size = torch.Size(shape).numel() * torch.empty(0, dtype=dtype).element_size()
+    top = 2 if dtype == torch.bool else 256
+    raw = torch.randint(0, top, (size,), dtype=torch.uint8, generator=generator)
+    return raw.view(dtype).view(shape)
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+def test_wider_words_are_the_same_bytes(dtype: str) -> None:
+    whole = noise(DTYPES[dtype], 64, 40)
+    for where in SLICES:
+        for source in (whole[where], whole[where].t()):
+            target = torch.zeros(source.shape, dtype=source.dtype)
+            wide_target, wide_source = _wider(target, source)
+            wide_target.copy_(wide_source)
+            assert torch.equal(raw_bytes(target), raw_bytes(source))
+    assert _wider(whole, whole.clone())[0].dtype == torch.int64
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+def test_a_gpu_copies_the_same(dtype: str) -> None:
+    whole = noise(DTYPES[dtype], 4096, 40).cuda()
+    sources = [whole[where] for where in SLICES] + [whole.t(), noise(DTYPES[dtype], 3).cuda()]
+    pairs = [(torch.zeros(s.shape, dtype=s.dtype, device="cuda"), s) for s in sources]
+    copy_all(pairs)
+    assert all(torch.equal(raw_bytes(t).cpu(), raw_bytes(s).cpu()) for t, s in pairs)
+
+
+@on_gpu
+def test_a_gpu_finds_the_same_digests() -> None:
+    sizes = (0, 1, 7, 8, 9, (1 << 20) - 8, 1 << 20, (1 << 20) + 8, (3 << 20) + 5)
+    tensors = [noise(torch.uint8, size) for size in sizes]
+    tensors += [tensors[-1][3:], noise(torch.float32, 30, 50).t(), noise(torch.bfloat16, 9)[1:]]
+    assert digests([t.cuda() for t in tensors]) == [digest(t) for t in tensors]
+    on_device = tensors[-1].cuda()
+    assert digests([on_device[1:], on_device]) == [digest(tensors[-1][1:]), digest(tensors[-1])]
+
+
+@on_gpu
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.01, 0.3, 1.0])
+def test_a_gpu_packs_the_same_change(share: float) -> None:
+    old = noise(torch.bfloat16, 1000, 1001)
+    chosen = torch.rand(old.shape, generator=torch.Generator().manual_seed(1)) < share
+    new = (old.view(torch.int16) + chosen.to(torch.int16)).view(old.dtype)
+    here = delta.encode("w", old, new).to_bytes()
+    assert delta.encode("w", old.cuda(), new.cuda()).to_bytes() == here
+    room = torch.empty_like(old, device="cuda")
+    delta.apply(delta.decode(here), old.cuda(), room)
+    assert torch.equal(raw_bytes(room).cpu(), raw_bytes(new))
