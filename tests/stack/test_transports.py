@@ -19,12 +19,15 @@ from rollway.fleet.updates import Offered
 from rollway.rollout.sampling import Sampling
 from rollway.stack.state import ProcessState, StackDir
 from rollway.sync import SyncStack
+from rollway.weights.megatron.geometry import Topology
 from rollway.weights.store import SharedMemory, Store
 from rollway.weights.transports.delta import DeltaPublisher
 from rollway.weights.transports.files import FilesPublisher
+from rollway.weights.transports.shards import joined, publish_shards
 from rollway.weights.transports.shm import ShmPublisher
 from tests.stack.policies import Policy
 from tests.stack.test_vllm_stack import TOLERANCE, _kill, _versions, fresh_prompt
+from tests.unit.weights.megatron_shards import held_by_ranks
 
 pytestmark = pytest.mark.stack
 
@@ -100,6 +103,21 @@ def test_parameters_that_were_adopted_are_not_copied_to_publish(
         model.load_state_dict(tensors(policy), strict=False)
         version = next(_versions)
         vllm_stack.refit(version, shm.publish(version))
+        assert_serves(vllm_stack, policy, version)
+
+
+@pytest.mark.parametrize("topology", [Topology(tp=2, pp=2), Topology(tp=4)])
+def test_shards_of_a_megatron_trainer(
+    vllm_stack: SyncStack, policies: list[Policy], topology: Topology
+) -> None:
+    """Every rank publishes what it owns; nothing is gathered on the trainer's side."""
+    version, policy = next(_versions), policies[1]
+    with ExitStack() as cleanup:
+        offers = [
+            publish_shards(cleanup.enter_context(ShmPublisher()), version, held)
+            for held in held_by_ranks(policy.path, tensors(policy), topology)
+        ]
+        vllm_stack.refit(version, joined(offers))
         assert_serves(vllm_stack, policy, version)
 
 

@@ -1,0 +1,38 @@
+"""What the ranks of a Megatron trainer would hold of a checkpoint, made from the checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from rollway.weights.checkpoint import read_headers
+from rollway.weights.megatron.describe import describe
+from rollway.weights.megatron.geometry import ModelGeometry, Topology
+from rollway.weights.megatron.names import NameMap
+from rollway.weights.megatron.pieces import pieces
+from rollway.weights.sources import Held
+from rollway.weights.translate import from_hf
+
+
+def held_by_ranks(
+    directory: Path, tensors: Mapping[str, torch.Tensor], topology: Topology
+) -> list[list[Held]]:
+    config = json.loads((directory / "config.json").read_text())
+    names = NameMap(config["model_type"], ModelGeometry.from_hf_config(config))
+    model = describe(read_headers(directory), names, topology)
+    local = from_hf(tensors, model)
+    return [
+        [
+            Held(
+                shard,
+                local[rank][name].view(shard.box.shape),
+                pieces(shard, layout.names[name], names.geometry),
+                layout.owns(name),
+            )
+            for name, shard in layout.shards.items()
+        ]
+        for rank, layout in model.ranks.items()
+    ]
