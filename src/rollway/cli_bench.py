@@ -80,7 +80,7 @@ def refit(options: argparse.Namespace) -> int:
         print(
             f"{name}: {one['refit_seconds']:.3f} s, paused {one['pause_seconds']:.3f} s; moved in "
             f"{one['seconds']:.3f} s ({one['gb_per_s']:.2f} GB/s, {one['ratio_to_memcpy']:.2f} of "
-            f"memcpy), {one['speedup_over_stock']:.1f} times stock"
+            f"memcpy, {one['speedup_over_stock']:.1f} times stock)"
         )
     return 0
 

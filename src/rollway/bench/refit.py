@@ -60,8 +60,9 @@ class TransportFigures:
     """Bytes moved for each byte of the model."""
     ratio_to_memcpy: float = 0.0
     speedup_over_stock: float = 0.0
-    """Of everything; the next one of `seconds` alone."""
-    transfer_speedup_over_stock: float = 0.0
+    """By `seconds`. Dynamo's own update reads, loads and packs in one go, under the pause, so its
+    `seconds` are all of that; the next figure compares everything with everything."""
+    refit_speedup_over_stock: float = 0.0
     pause_over_stock: float = 0.0
     publish_seconds: float = 0.0
     load_seconds: float = 0.0
@@ -195,7 +196,7 @@ async def bench_refit(
     first = load_policy(model)
     policies = [first, _other(first), _stepped(first)]
     nbytes = sum(tensor.nbytes for tensor in first.values())
-    figures = RefitFigures(nbytes, memcpy_gb_per_s=memcpy_speed(first))
+    figures = RefitFigures(nbytes)
     say("starting the stack")
     args = {"dtype": "bfloat16", "max-model-len": 512, "max-num-seqs": 16}
     served = {"path": str(model), "name": "bench", "args": args}
@@ -208,6 +209,9 @@ async def bench_refit(
                 if not wanted or name in wanted:
                     figures.transports[name] = await bench.measured(way)
                     say(_told(name, figures.transports[name]))
+                    # Between them, so that it is of the same minutes.
+                    speed = memcpy_speed(first)
+                    figures.memcpy_gb_per_s = max(figures.memcpy_gb_per_s, speed)
     _compare(figures)
     return figures
 
@@ -248,8 +252,8 @@ def _compare(figures: RefitFigures) -> None:
     for one in figures.transports.values():
         one.pause_fraction = one.pause_seconds / one.refit_seconds
         one.ratio_to_memcpy = one.gb_per_s / figures.memcpy_gb_per_s
-        one.speedup_over_stock = stock.refit_seconds / one.refit_seconds
-        one.transfer_speedup_over_stock = stock.seconds / one.seconds
+        one.speedup_over_stock = stock.seconds / one.seconds
+        one.refit_speedup_over_stock = stock.refit_seconds / one.refit_seconds
         one.pause_over_stock = one.pause_seconds / stock.pause_seconds
 
 

@@ -206,7 +206,7 @@ async def stage(
             if time.monotonic() > deadline:
                 raise AdminError(f"{worker} has not got the weights within {seconds:g} s.")
             await asyncio.sleep(pause)
-            pause = min(0.1, 1.5 * pause)
+            pause = min(0.03, 1.5 * pause)
     except NoSuchMethod:
         raise
     except AdminError as error:
