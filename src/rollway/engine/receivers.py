@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 from rollway.errors import WeightsError
 from rollway.weights.checkpoint import TensorHeader, check_checkpoint, read_headers
-from rollway.weights.offer import Offer
+from rollway.weights.offer import Manifest, Offer
 
 if TYPE_CHECKING:
     from rollway.weights.transports.shards import ShardReader
@@ -83,11 +83,16 @@ class ShmReceiver:
         return ShardReader(self._reader, offer)
 
 
-class CudaIpcReceiver:
-    def __init__(self) -> None:
-        from rollway.weights.transports.cuda_ipc import CudaIpcReader
+class Reader(Protocol):
+    """Of a transport whose list of tensors is a manifest."""
 
-        self._reader = CudaIpcReader()
+    def manifest(self, offer: Offer) -> Manifest: ...
+    def tensors(self, offer: Offer) -> Iterator[tuple[str, torch.Tensor]]: ...
+
+
+class ByReader:
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
 
     def headers(self, offer: Offer) -> dict[str, TensorHeader]:
         return self._reader.manifest(offer).headers()
@@ -99,6 +104,18 @@ class CudaIpcReceiver:
         return self._reader.tensors(offer)
 
 
+def _cuda_ipc() -> Receiver:
+    from rollway.weights.transports.cuda_ipc import CudaIpcReader
+
+    return ByReader(CudaIpcReader())
+
+
+def _collective() -> Receiver:
+    from rollway.weights.transports.collective import CollectiveReader
+
+    return ByReader(CollectiveReader())
+
+
 def _delta() -> Receiver:
     from rollway.weights.transports.delta import DeltaReceiver
 
@@ -107,9 +124,10 @@ def _delta() -> Receiver:
 
 _KNOWN: dict[str, Callable[[], Receiver]] = {
     "files": FilesReceiver,
-    "shm": ShmReceiver,
-    "cuda_ipc": CudaIpcReceiver,
     "delta": _delta,
+    "shm": ShmReceiver,
+    "cuda_ipc": _cuda_ipc,
+    "collective": _collective,
 }
 
 

@@ -1,0 +1,267 @@
+"""Where a publisher and its receivers meet: a small store of the publisher's, for one transfer.
+
+Keys below `room`:  manifest/0…  joined (a counter)  who/R  go  failed  stop  ended/R
+The store cannot tell a worker from a stranger, so nothing that is read from it is believed unless
+it agrees with the offer, which is signed.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+import torch.distributed as dist
+
+from rollway.errors import UsageError, WeightsError
+from rollway.weights.offer import Manifest, Offer, read_manifest
+from rollway.weights.transports.group import Backend, BrokenOff
+
+_CONNECT_SECONDS = 3.0
+_PART = 4 << 20
+"""Bytes of a list of tensors per key; the store takes up to 8 MiB."""
+_MOST_WORDS = 500
+_GRACE_SECONDS = 5.0
+"""How long a receiver may take to say how it ended, once it was told to."""
+T = TypeVar("T")
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
+
+
+class Where(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Of an offer: where the store is, and what all ranks must agree on."""
+
+    host: str
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    receivers: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
+    backend: Backend
+    bucket_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
+    init_seconds: Seconds
+    """Within which all have joined, and once more for the group to form."""
+    step_seconds: Seconds
+    """Within which each message has reached everyone."""
+    manifest_parts: Annotated[int, msgspec.Meta(ge=1, le=1 << 10)]
+    room: Annotated[str, msgspec.Meta(min_length=8, max_length=64)]
+
+
+class Who(msgspec.Struct, frozen=True):
+    """A receiver, in words for whoever has to find it."""
+
+    host: str
+    pid: int
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+
+class Ended(msgspec.Struct, frozen=True):
+    """How it went for a receiver: it has all, others failed, or itself."""
+
+    how: Literal["taken", "stopped", "failed"]
+    words: Annotated[str, msgspec.Meta(max_length=_MOST_WORDS)] = ""
+
+
+def read_where(offer: Offer) -> Where:
+    try:
+        return msgspec.convert(offer.where, Where)
+    except msgspec.ValidationError as error:
+        raise WeightsError(f"This offer names no place to meet: {error}.") from error
+
+
+def serve(host: str, port: int, seconds: float) -> tuple[Any, int]:
+    """A store on that address alone, and its port."""
+    try:
+        # TCPStore itself would listen on every address of the machine.
+        listening = socket.create_server((host, port))
+    except OSError as error:
+        raise UsageError(
+            f"Cannot listen on {host}:{port}: {error.strerror}.",
+            "Name an address of this machine, and a port that is free (0 takes any).",
+        ) from error
+    port = listening.getsockname()[1]
+    limit = timedelta(seconds=seconds)
+    descriptor = listening.detach()  # the store closes it
+    store = dist.TCPStore(
+        host, port, None, True, limit, wait_for_workers=False, master_listen_fd=descriptor
+    )
+    return store, port
+
+
+def connect(where: Where, offer: Offer) -> Any:
+    """The publisher's store, if it is still there."""
+    try:
+        # The store's own client tries again until its time is up, and then once more.
+        socket.create_connection((where.host, where.port), _CONNECT_SECONDS).close()
+        limit = timedelta(seconds=_CONNECT_SECONDS)
+        store = dist.TCPStore(where.host, where.port, None, False, limit, wait_for_workers=False)
+        store.set_timeout(timedelta(seconds=where.step_seconds))
+    except (OSError, RuntimeError) as error:
+        raise WeightsError(
+            f"Nobody offers version {offer.version} at {where.host}:{where.port} any more.",
+            "It is sent once, to as many receivers as were announced: publish it again.",
+        ) from error
+    return dist.PrefixStore(where.room, store)
+
+
+def parts_of(raw: bytes) -> list[bytes]:
+    return [raw[at : at + _PART] for at in range(0, len(raw), _PART)]
+
+
+def get_manifest(store: Any, where: Where, offer: Offer) -> Manifest:
+    keys = [f"manifest/{number}" for number in range(where.manifest_parts)]
+    try:
+        store.wait(keys, timedelta(seconds=_CONNECT_SECONDS))
+        raw = b"".join(store.get(key) for key in keys)
+    except RuntimeError as error:
+        raise WeightsError(f"The list of tensors of version {offer.version} is gone.") from error
+    return read_manifest(raw, offer)
+
+
+@contextmanager
+def seat(store: Any, where: Where, offer: Offer) -> Iterator[tuple[int, Callable[[], None]]]:
+    """Join a transfer: the rank in it, and what to call now and then to learn that it is over.
+    However it ends, the publisher is told."""
+    try:
+        rank = store.add("joined", 1)
+        if rank > where.receivers:
+            store.set("failed", "")
+            raise WeightsError(
+                f"Version {offer.version} is for {where.receivers} receivers; here is one more.",
+                "Announce every tensor-parallel rank of every worker, and no other process.",
+            )
+        store.set(f"who/{rank}", msgspec.json.encode(Who(socket.gethostname(), os.getpid())))
+        _wait_for_go(store, where, offer)
+    except RuntimeError as error:
+        raise _publisher_gone(offer) from error
+
+    def look() -> None:
+        try:
+            if store.check(["stop"]):
+                raise _Stopped(store.get("stop").decode(errors="replace"))
+        except RuntimeError as error:
+            raise _publisher_gone(offer) from error
+
+    try:
+        yield rank, look
+    except BaseException as error:
+        with suppress(RuntimeError):  # without a publisher there is nobody to tell
+            _end(store, rank, _how(error))
+        raise
+    try:
+        _end(store, rank, Ended("taken"))
+    except RuntimeError as error:
+        raise _publisher_gone(offer) from error
+
+
+def _wait_for_go(store: Any, where: Where, offer: Offer) -> None:
+    # A moment longer than the publisher waits, so that it is the one that says who is missing.
+    limit = timedelta(seconds=where.init_seconds + _CONNECT_SECONDS)
+    try:
+        store.wait(["go"], limit)
+    except dist.DistStoreError as error:
+        raise WeightsError(f"Version {offer.version} was not sent in time.") from error
+    if store.check(["stop"]):
+        raise _Stopped(store.get("stop").decode(errors="replace"))
+
+
+def _how(error: BaseException) -> Ended:
+    if isinstance(error, GeneratorExit):
+        return Ended("failed", "the worker took no more; its own error tells why")
+    elsewhere = isinstance(error, _Stopped | BrokenOff)
+    return Ended("stopped" if elsewhere else "failed", str(error)[:_MOST_WORDS])
+
+
+def _end(store: Any, rank: int, ended: Ended) -> None:
+    store.set(f"ended/{rank}", msgspec.json.encode(ended))
+    if ended.how != "taken":
+        store.set("failed", "")
+
+
+def _publisher_gone(offer: Offer) -> WeightsError:
+    return WeightsError(
+        f"The publisher of version {offer.version} went away while it was sent.",
+        "See whether the trainer still runs, and publish again.",
+    )
+
+
+class _Stopped(WeightsError):
+    """The publisher has given up, for a reason that lies elsewhere."""
+
+
+class Host:
+    """The publisher's side of a meeting."""
+
+    def __init__(self, store: Any, where: Where) -> None:
+        self._store = store
+        self._where = where
+
+    def wait_for_all(self, look: Callable[[], None]) -> None:
+        """Return when all have joined, and tell them to go."""
+        deadline = time.monotonic() + self._where.init_seconds
+        while (joined := self._store.add("joined", 0)) < self._where.receivers:
+            look()
+            if time.monotonic() > deadline:
+                raise WeightsError(
+                    f"{joined} of {self._where.receivers} receivers joined within "
+                    f"{self._where.init_seconds:g} s.",
+                    "See whether each worker was told of the offer, and reaches this address.",
+                )
+            time.sleep(0.01)
+        self._store.set("go", "")
+
+    def look(self) -> None:
+        """Raise as soon as a receiver has failed, or there is one too many."""
+        if self._store.check(["failed"]):
+            raise WeightsError("a receiver gave up, or one too many joined")
+
+    def wait_for_ends(self, seconds: float, *, all_taken: bool = False) -> dict[int, Ended]:
+        """How it went for each that says so in time; or raise unless all have taken all."""
+        deadline = time.monotonic() + seconds
+        ended: dict[int, Ended] = {}
+        while len(ended) < self._where.receivers:
+            for rank in range(1, self._where.receivers + 1):
+                if rank not in ended and self._store.check([f"ended/{rank}"]):
+                    ended[rank] = self._read(f"ended/{rank}", Ended) or Ended("failed", "garbled")
+            if all_taken:
+                self.look()
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.002)
+        if all_taken and [one.how for one in ended.values()] != ["taken"] * self._where.receivers:
+            raise WeightsError(f"not everyone said within {seconds:g} s that it has all")
+        return ended
+
+    def stop(self, words: str) -> str:
+        """Tell everyone that it is over; returns, in words, who did not keep up."""
+        went = self._store.check(["go"])
+        self._store.set("stop", words[:_MOST_WORDS])
+        self._store.set("go", "")
+        joined = range(1, min(self._store.add("joined", 0), self._where.receivers) + 1)
+        if not went:
+            return f"joined: {', '.join(map(self._who, joined)) or 'none'}"
+        ended = self.wait_for_ends(_GRACE_SECONDS)
+        silent = [self._who(rank) for rank in joined if rank not in ended]
+        said = {
+            how: [f"{self._who(r)} said: {one.words}" for r, one in ended.items() if one.how == how]
+            for how in ("failed", "stopped")
+        }
+        gone = [f"no more was heard of {', '.join(silent)}"] if silent else []
+        return "; ".join(gone + said["failed"] or said["stopped"])
+
+    def leave(self) -> None:
+        """Take the store away, whoever keeps an error and its frames."""
+        self._store = None
+
+    def _who(self, rank: int) -> str:
+        found = self._read(f"who/{rank}", Who) if self._store.check([f"who/{rank}"]) else None
+        return f"receiver {rank} ({found or 'it did not say who it is'})"
+
+    def _read(self, key: str, kind: type[T]) -> T | None:
+        try:
+            return msgspec.json.decode(self._store.get(key), type=kind)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return None
