@@ -162,7 +162,7 @@ class _Sending(threading.Thread):
             host.wait_for_all(self._cancellable)
             self._broadcast(host)
             self._close_group()
-            host.wait_for_ends(self._where.step_seconds, all_taken=True)
+            host.wait_for_success()
         except (WeightsError, RuntimeError) as error:
             self._close_group()  # at once, so that receivers notice
             self.error = self._explained(host, error)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Annotated, Any, Literal, TypeVar
@@ -126,15 +126,7 @@ def seat(store: Any, where: Where, offer: Offer) -> Iterator[tuple[int, Callable
     """Join a transfer: the rank in it, and what to call now and then to learn that it is over.
     However it ends, the publisher is told."""
     try:
-        rank = store.add("joined", 1)
-        if rank > where.receivers:
-            store.set("failed", "")
-            raise WeightsError(
-                f"Version {offer.version} is for {where.receivers} receivers; here is one more.",
-                "Announce every tensor-parallel rank of every worker, and no other process.",
-            )
-        store.set(f"who/{rank}", msgspec.json.encode(Who(socket.gethostname(), os.getpid())))
-        _wait_for_go(store, where, offer)
+        rank = _take_a_place(store, where, offer)
     except RuntimeError as error:
         raise _publisher_gone(offer) from error
 
@@ -146,6 +138,8 @@ def seat(store: Any, where: Where, offer: Offer) -> Iterator[tuple[int, Callable
             raise _publisher_gone(offer) from error
 
     try:
+        _wait_for_go(store, where, offer)
+        look()
         yield rank, look
     except BaseException as error:
         with suppress(RuntimeError):  # without a publisher there is nobody to tell
@@ -157,15 +151,27 @@ def seat(store: Any, where: Where, offer: Offer) -> Iterator[tuple[int, Callable
         raise _publisher_gone(offer) from error
 
 
+def _take_a_place(store: Any, where: Where, offer: Offer) -> int:
+    rank: int = store.add("joined", 1)
+    if rank > where.receivers:
+        store.set("failed", "")
+        raise WeightsError(
+            f"Version {offer.version} is for {where.receivers} receivers; here is one more.",
+            "Announce every tensor-parallel rank of every worker, and let no other process join.",
+        )
+    store.set(f"who/{rank}", msgspec.json.encode(Who(socket.gethostname(), os.getpid())))
+    return rank
+
+
 def _wait_for_go(store: Any, where: Where, offer: Offer) -> None:
     # A moment longer than the publisher waits, so that it is the one that says who is missing.
-    limit = timedelta(seconds=where.init_seconds + _CONNECT_SECONDS)
+    limit = timedelta(seconds=where.init_seconds + _GRACE_SECONDS)
     try:
         store.wait(["go"], limit)
     except dist.DistStoreError as error:
         raise WeightsError(f"Version {offer.version} was not sent in time.") from error
-    if store.check(["stop"]):
-        raise _Stopped(store.get("stop").decode(errors="replace"))
+    except RuntimeError as error:
+        raise _publisher_gone(offer) from error
 
 
 def _how(error: BaseException) -> Ended:
@@ -216,41 +222,45 @@ class Host:
     def look(self) -> None:
         """Raise as soon as a receiver has failed, or there is one too many."""
         if self._store.check(["failed"]):
-            raise WeightsError("a receiver gave up, or one too many joined")
+            raise WeightsError("A receiver gave up, or one too many joined.")
 
-    def wait_for_ends(self, seconds: float, *, all_taken: bool = False) -> dict[int, Ended]:
-        """How it went for each that says so in time; or raise unless all have taken all."""
-        deadline = time.monotonic() + seconds
-        ended: dict[int, Ended] = {}
-        while len(ended) < self._where.receivers:
-            for rank in range(1, self._where.receivers + 1):
-                if rank not in ended and self._store.check([f"ended/{rank}"]):
-                    ended[rank] = self._read(f"ended/{rank}", Ended) or Ended("failed", "garbled")
-            if all_taken:
-                self.look()
-            if time.monotonic() > deadline:
-                break
-            time.sleep(0.002)
-        if all_taken and [one.how for one in ended.values()] != ["taken"] * self._where.receivers:
-            raise WeightsError(f"not everyone said within {seconds:g} s that it has all")
-        return ended
+    def wait_for_success(self) -> None:
+        """Return when every receiver has said that it has all of it, and that it is right."""
+        everyone = range(1, self._where.receivers + 1)
+        ended = self._ends(everyone, self._where.step_seconds, self.look)
+        if [one.how for one in ended.values()] != ["taken"] * len(everyone):
+            seconds = self._where.step_seconds
+            raise WeightsError(f"Not everyone has said within {seconds:g} s that it has all.")
 
     def stop(self, words: str) -> str:
         """Tell everyone that it is over; returns, in words, who did not keep up."""
-        went = self._store.check(["go"])
         self._store.set("stop", words[:_MOST_WORDS])
         self._store.set("go", "")
         joined = range(1, min(self._store.add("joined", 0), self._where.receivers) + 1)
-        if not went:
-            return f"joined: {', '.join(map(self._who, joined)) or 'none'}"
-        ended = self.wait_for_ends(_GRACE_SECONDS)
+        ended = self._ends(joined, _GRACE_SECONDS, lambda: None)
         silent = [self._who(rank) for rank in joined if rank not in ended]
         said = {
             how: [f"{self._who(r)} said: {one.words}" for r, one in ended.items() if one.how == how]
             for how in ("failed", "stopped")
         }
+        if len(joined) < self._where.receivers:
+            return f"joined: {', '.join(map(self._who, joined)) or 'none'}"
         gone = [f"no more was heard of {', '.join(silent)}"] if silent else []
         return "; ".join(gone + said["failed"] or said["stopped"])
+
+    def _ends(
+        self, ranks: Sequence[int], seconds: float, look: Callable[[], None]
+    ) -> dict[int, Ended]:
+        """How it went for each of them that says so in time."""
+        deadline = time.monotonic() + seconds
+        ended: dict[int, Ended] = {}
+        while len(ended) < len(ranks) and time.monotonic() < deadline:
+            for rank in ranks:
+                if rank not in ended and self._store.check([f"ended/{rank}"]):
+                    ended[rank] = self._read(f"ended/{rank}", Ended) or Ended("failed", "garbled")
+            look()
+            time.sleep(0.002)
+        return ended
 
     def leave(self) -> None:
         """Take the store away, whoever keeps an error and its frames."""
