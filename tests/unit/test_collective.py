@@ -87,12 +87,20 @@ def peers() -> Iterator[Peers]:
     made.close()
 
 
+def wait_for_threads_to_end() -> None:
+    """A group that broke off goes in its own time, which is bounded."""
+    deadline = time.monotonic() + 15
+    while left := [one.name for one in threading.enumerate() if "rollway-" in one.name]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+
+
 @pytest.fixture
 def publisher() -> Iterator[CollectivePublisher]:
     with CollectivePublisher(bucket_bytes=BUCKET, init_seconds=10, step_seconds=10) as made:
         yield made
     assert not dist.is_initialized()
-    assert [one.name for one in threading.enumerate() if "collective" in one.name] == []
+    wait_for_threads_to_end()
 
 
 def told(tensors: dict[str, torch.Tensor]) -> Facts:
@@ -177,6 +185,7 @@ def test_a_receiver_that_is_killed_is_named_and_the_other_ends_soon(
     peers: Peers, publisher: CollectivePublisher
 ) -> None:
     offer = publisher.publish(1, many().items(), receivers=2)
+    before = open_files()
     dead, alive = peers
     pid = dead.process.pid
     began = time.monotonic()
@@ -187,6 +196,8 @@ def test_a_receiver_that_is_killed_is_named_and_the_other_ends_soon(
         publisher.wait(1)
     blamed = str(caught.value).split("no more was heard of ")[1].split(";")[0]
     assert f"process {pid} " in blamed and f"process {alive.process.pid} " not in blamed
+    wait_for_threads_to_end()
+    assert open_files() <= before
     offer = publisher.publish(2, many(100).items(), receivers=2)
     for peer in peers:
         peer.ask(offer)

@@ -6,6 +6,7 @@
     go ───────────────────────────► go ──────────────────────────► wait
     ══════ a process group of its own: broadcasts, the next while the last is used ══════
     wait for all ◄───────────────── ended ◄─────────────────────── digests compared, or why not
+    done ─────────────────────────► done ────────────────────────► leave the group
     whatever goes wrong: stop ────► stop ────────────────────────► end, within a moment
 
 Store and group live as long as one version is sent. A stranger who reaches the store can spoil a
@@ -161,8 +162,8 @@ class _Sending(threading.Thread):
         try:
             host.wait_for_all(self._cancellable)
             self._broadcast(host)
-            self._close_group()
             host.wait_for_success()
+            self._close_group()  # not before: bytes may still be on their way
         except (WeightsError, RuntimeError) as error:
             self._close_group()  # at once, so that receivers notice
             self.error = self._explained(host, error)
@@ -239,21 +240,30 @@ class CollectiveReader:
         device = self._device(where)
         store = meeting.connect(where, offer)
         manifest = meeting.get_manifest(store, where, offer)
-        with meeting.seat(store, where, offer) as (rank, look):
-            address = address_towards(where.host, where.port)
-            room = dist.PrefixStore("group", store)
-            ranks = where.receivers + 1
-            group = Group(room, rank, ranks, where.backend, address, where.init_seconds)
-            try:
-                for one, tensor in _received(group, manifest.entries, where, device, look):
-                    yield one.name, tensor
-                    if digest(tensor) != one.digest:
-                        raise WeightsError(
-                            f"{one.name} of version {offer.version} is not what was published.",
-                            "Publish it again, and change nothing before the refit has ended.",
-                        )
-            finally:
+        seat = meeting.Seat(store, where, offer)
+        group: Group | None = None
+        try:
+            seat.wait_for_go()
+            group = self._group(store, where, seat.rank)
+            for one, tensor in _received(group, manifest.entries, where, device, seat.look):
+                yield one.name, tensor
+                if digest(tensor) != one.digest:
+                    raise WeightsError(
+                        f"{one.name} of version {offer.version} is not what was published.",
+                        "Publish it again, and change nothing before the refit has ended.",
+                    )
+            seat.taken()
+        except BaseException as error:
+            seat.failed(error)
+            raise
+        finally:
+            if group is not None:
                 group.close()
+
+    def _group(self, store: Any, where: Where, rank: int) -> Group:
+        address = address_towards(where.host, where.port)
+        store = dist.PrefixStore("group", store)
+        return Group(store, rank, where.receivers + 1, where.backend, address, where.init_seconds)
 
     def _device(self, where: Where) -> torch.device:
         if where.backend == "gloo":

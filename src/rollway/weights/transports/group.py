@@ -67,8 +67,7 @@ class Group:
         next_look = time.monotonic() + _LOOK_SECONDS
         pause = _SHORTEST
         while self._posted[0]:
-            if self._posted[0][0].is_completed():
-                self._take_first()
+            if self._first_is_done():
                 pause = _SHORTEST
                 continue
             now = time.monotonic()
@@ -82,25 +81,30 @@ class Group:
         self._posted.popleft()
 
     def close(self) -> None:
-        """Disconnect. What is still under way ends by its own time limit, and not in our time."""
+        """Disconnect. What is still under way, or broke off, ends by its own time limit, and not
+        in our time: NCCL takes a minute to let go of a rank that died."""
         if self._group is None:
             return
-        underway = any(not work.is_completed() for works in self._posted for work in works)
-        if underway and self._backend == "nccl":
+        if self._backend == "nccl":
             self._group.abort()
+        unfinished = bool(self._posted)
         held = [self._group, self._posted]
         self._group, self._posted = None, deque()
-        if underway:
+        if unfinished:
             threading.Thread(target=held.clear, name="rollway-group-end", daemon=True).start()
         else:
             held.clear()
 
-    def _take_first(self) -> None:
+    def _first_is_done(self) -> bool:
+        """Whether it is, and if so, let go of it."""
         try:
+            if not self._posted[0][0].is_completed():
+                return False
             self._posted[0][0].wait()
         except RuntimeError as error:
             raise BrokenOff(f"The broadcast broke off: {_brief(error)}.") from None
         self._posted[0].popleft()
+        return True
 
 
 def address_towards(host: str, port: int) -> str:
@@ -136,14 +140,14 @@ def _nccl(store: Any, rank: int, size: int, address: str, limit: timedelta) -> A
 @contextmanager
 def _watchdog_off() -> Iterator[None]:
     """A group that is made meanwhile leaves errors to us: torch's own answer to a rank that died
-    is to end the process, and this one serves."""
-    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-    before = os.environ.get(name)
-    os.environ[name] = "0"
+    is to write a dump and to end the process, and this one serves."""
+    names = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_DUMP_ON_TIMEOUT")
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(dict.fromkeys(names, "0"))
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value

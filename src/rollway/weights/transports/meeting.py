@@ -1,6 +1,6 @@
 """Where a publisher and its receivers meet: a small store of the publisher's, for one transfer.
 
-Keys below `room`:  manifest/0…  joined (a counter)  who/R  go  failed  stop  ended/R
+Keys below `room`:  manifest/0…  joined  who/R  go  failed  stop  ended/R  done  left
 The store cannot tell a worker from a stranger, so nothing that is read from it is believed unless
 it agrees with the offer, which is signed.
 """
@@ -65,6 +65,10 @@ class Ended(msgspec.Struct, frozen=True):
     words: Annotated[str, msgspec.Meta(max_length=_MOST_WORDS)] = ""
 
 
+class Stopped(WeightsError):
+    """The publisher has given up, for a reason that lies elsewhere."""
+
+
 def read_where(offer: Offer) -> Where:
     try:
         return msgspec.convert(offer.where, Where)
@@ -121,34 +125,58 @@ def get_manifest(store: Any, where: Where, offer: Offer) -> Manifest:
     return read_manifest(raw, offer)
 
 
-@contextmanager
-def seat(store: Any, where: Where, offer: Offer) -> Iterator[tuple[int, Callable[[], None]]]:
-    """Join a transfer: the rank in it, and what to call now and then to learn that it is over.
-    However it ends, the publisher is told."""
-    try:
-        rank = _take_a_place(store, where, offer)
-    except RuntimeError as error:
-        raise _publisher_gone(offer) from error
+class Seat:
+    """A receiver's side of a meeting."""
 
-    def look() -> None:
-        try:
-            if store.check(["stop"]):
-                raise _Stopped(store.get("stop").decode(errors="replace"))
-        except RuntimeError as error:
-            raise _publisher_gone(offer) from error
+    def __init__(self, store: Any, where: Where, offer: Offer) -> None:
+        self._store, self._where, self._offer = store, where, offer
+        with self._publisher_there():
+            self.rank = _take_a_place(store, where, offer)
 
-    try:
-        _wait_for_go(store, where, offer)
-        look()
-        yield rank, look
-    except BaseException as error:
+    def wait_for_go(self) -> None:
+        # A moment longer than the publisher waits, so that it is the one that says who is missing.
+        self._wait("go", self._where.init_seconds + _GRACE_SECONDS)
+
+    def look(self) -> None:
+        """Raise if the publisher has given up, or is gone."""
+        with self._publisher_there():
+            if self._store.check(["stop"]):
+                raise Stopped(self._store.get("stop").decode(errors="replace"))
+
+    def taken(self) -> None:
+        """Say that all is here and right; returns when everyone has said so. Until then the group
+        must stay: this rank may have passed bytes on that are still on their way."""
+        with self._publisher_there():
+            self._end(Ended("taken"))
+        self._wait("done", self._where.step_seconds + _GRACE_SECONDS)
+        with self._publisher_there():
+            self._store.add("left", 1)
+
+    def failed(self, error: BaseException) -> None:
         with suppress(RuntimeError):  # without a publisher there is nobody to tell
-            _end(store, rank, _how(error))
-        raise
-    try:
-        _end(store, rank, Ended("taken"))
-    except RuntimeError as error:
-        raise _publisher_gone(offer) from error
+            self._end(_how(error))
+            self._store.set("failed", "")
+
+    def _wait(self, key: str, seconds: float) -> None:
+        with self._publisher_there():
+            try:
+                self._store.wait([key], timedelta(seconds=seconds))
+            except dist.DistStoreError as error:
+                raise WeightsError(f"Version {self._offer.version} was late.") from error
+        self.look()
+
+    def _end(self, ended: Ended) -> None:
+        self._store.set(f"ended/{self.rank}", msgspec.json.encode(ended))
+
+    @contextmanager
+    def _publisher_there(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise WeightsError(
+                f"The publisher of version {self._offer.version} went away while it was sent.",
+                "See whether the trainer still runs, and publish again.",
+            ) from error
 
 
 def _take_a_place(store: Any, where: Where, offer: Offer) -> int:
@@ -163,39 +191,11 @@ def _take_a_place(store: Any, where: Where, offer: Offer) -> int:
     return rank
 
 
-def _wait_for_go(store: Any, where: Where, offer: Offer) -> None:
-    # A moment longer than the publisher waits, so that it is the one that says who is missing.
-    limit = timedelta(seconds=where.init_seconds + _GRACE_SECONDS)
-    try:
-        store.wait(["go"], limit)
-    except dist.DistStoreError as error:
-        raise WeightsError(f"Version {offer.version} was not sent in time.") from error
-    except RuntimeError as error:
-        raise _publisher_gone(offer) from error
-
-
 def _how(error: BaseException) -> Ended:
     if isinstance(error, GeneratorExit):
         return Ended("failed", "the worker took no more; its own error tells why")
-    elsewhere = isinstance(error, _Stopped | BrokenOff)
+    elsewhere = isinstance(error, Stopped | BrokenOff)
     return Ended("stopped" if elsewhere else "failed", str(error)[:_MOST_WORDS])
-
-
-def _end(store: Any, rank: int, ended: Ended) -> None:
-    store.set(f"ended/{rank}", msgspec.json.encode(ended))
-    if ended.how != "taken":
-        store.set("failed", "")
-
-
-def _publisher_gone(offer: Offer) -> WeightsError:
-    return WeightsError(
-        f"The publisher of version {offer.version} went away while it was sent.",
-        "See whether the trainer still runs, and publish again.",
-    )
-
-
-class _Stopped(WeightsError):
-    """The publisher has given up, for a reason that lies elsewhere."""
 
 
 class Host:
@@ -231,11 +231,16 @@ class Host:
         if [one.how for one in ended.values()] != ["taken"] * len(everyone):
             seconds = self._where.step_seconds
             raise WeightsError(f"Not everyone has said within {seconds:g} s that it has all.")
+        self._store.set("done", "")
+        deadline = time.monotonic() + _GRACE_SECONDS
+        while self._store.add("left", 0) < len(everyone) and time.monotonic() < deadline:
+            time.sleep(0.002)
 
     def stop(self, words: str) -> str:
         """Tell everyone that it is over; returns, in words, who did not keep up."""
         self._store.set("stop", words[:_MOST_WORDS])
-        self._store.set("go", "")
+        for waited_for in ("go", "done"):
+            self._store.set(waited_for, "")
         joined = range(1, min(self._store.add("joined", 0), self._where.receivers) + 1)
         ended = self._ends(joined, _GRACE_SECONDS, lambda: None)
         silent = [self._who(rank) for rank in joined if rank not in ended]
