@@ -82,7 +82,7 @@ class Group:
 
     def close(self) -> None:
         """Disconnect. What is still under way, or broke off, ends by its own time limit, and not
-        in our time: NCCL takes a minute to let go of a rank that died."""
+        in our time: NCCL takes minutes to let go of a group in which a rank died."""
         if self._group is None:
             return
         if self._backend == "nccl":
