@@ -21,6 +21,7 @@ from rollway.stack.state import ProcessState, StackDir
 from rollway.sync import SyncStack
 from rollway.weights.megatron.geometry import Topology
 from rollway.weights.store import SharedMemory, Store
+from rollway.weights.transports.collective import CollectivePublisher
 from rollway.weights.transports.delta import DeltaPublisher
 from rollway.weights.transports.files import FilesPublisher
 from rollway.weights.transports.shards import joined, publish_shards
@@ -104,6 +105,16 @@ def test_parameters_that_were_adopted_are_not_copied_to_publish(
         version = next(_versions)
         vllm_stack.refit(version, shm.publish(version))
         assert_serves(vllm_stack, policy, version)
+
+
+def test_a_broadcast(vllm_stack: SyncStack, policies: list[Policy]) -> None:
+    with CollectivePublisher() as publisher:
+        for policy in (policies[1], policies[2]):
+            version = next(_versions)
+            offer = publisher.publish(version, tensors(policy).items(), receivers=2)
+            vllm_stack.refit(version, offer)
+            publisher.wait(version, 10.0)
+            assert_serves(vllm_stack, policy, version)
 
 
 @pytest.mark.parametrize("topology", [Topology(tp=2, pp=2), Topology(tp=4)])

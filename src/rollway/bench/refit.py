@@ -30,6 +30,7 @@ from rollway.rollout.sampling import Sampling
 from rollway.stack.state import StackDir
 from rollway.weights.offer import Offer
 from rollway.weights.store import Store
+from rollway.weights.transports.collective import CollectivePublisher
 from rollway.weights.transports.delta import DeltaPublisher
 from rollway.weights.transports.files import FilesPublisher
 from rollway.weights.transports.shm import ShmPublisher
@@ -220,6 +221,7 @@ def _ways(bench: _Bench, cleanup: ExitStack) -> dict[str, _Way]:
     files = FilesPublisher(bench.scratch / "files", bench.model, keep_recent=2)
     deltas = DeltaPublisher(Store(bench.scratch / "deltas"), snapshot_every=1000)
     shm = cleanup.enter_context(ShmPublisher())
+    collective = cleanup.enter_context(CollectivePublisher())
     adopted = cleanup.enter_context(ShmPublisher(keep=1))
     trainer = {
         name: torch.nn.Parameter(tensor.clone(), requires_grad=False)
@@ -239,6 +241,9 @@ def _ways(bench: _Bench, cleanup: ExitStack) -> dict[str, _Way]:
         "files": _Way(lambda version, state: files.publish(version, state.items())),
         "shm": _Way(lambda version, _: adopted.publish(version), before=step),
         "shm_copied": _Way(lambda version, state: shm.publish(version, state.items())),
+        "collective": _Way(
+            lambda version, state: collective.publish(version, state.items(), receivers=1)
+        ),
         "delta": _Way(
             lambda version, state: deltas.publish(version, state.items()),
             turns=(0, 2),
