@@ -116,6 +116,12 @@ def _collective() -> Receiver:
     return ByReader(CollectiveReader())
 
 
+def _nixl() -> Receiver:
+    from rollway.weights.transports.nixl_reader import NixlReader
+
+    return ByReader(NixlReader())
+
+
 def _delta() -> Receiver:
     from rollway.weights.transports.delta import DeltaReceiver
 
@@ -128,6 +134,7 @@ _KNOWN: dict[str, Callable[[], Receiver]] = {
     "shm": ShmReceiver,
     "cuda_ipc": _cuda_ipc,
     "collective": _collective,
+    "nixl": _nixl,
 }
 
 

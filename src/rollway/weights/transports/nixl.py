@@ -1,0 +1,316 @@
+"""Weights pulled by the receivers over NIXL: RDMA between machines, direct reads on one.
+
+    trainer rank ── publish: copy into a registered pool, digest ──► announce ──► catalog
+                       ▲                                                            │ look up
+    worker ────────────┴── READ of the planned slices into its own pool ◄───────────┘
+           ── digests compared, tensor handed on ── … ── acknowledgement ──► trainer rank, catalog
+
+The trainer takes no part in a transfer. There is one pool for each version that is kept: it is
+registered once and used in turn. Its listing is withdrawn before its bytes are written over, and a
+reader that is in the middle of it then finds digests that do not fit: it never hands on a tensor
+that is not exactly what was published. A reader that `serve`s keeps what it got and becomes a
+source itself.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import msgspec
+import torch
+from torch import Tensor
+
+from rollway.errors import UsageError
+from rollway.weights.bits import DTYPES, digest, dtype_name
+from rollway.weights.catalog import Catalog, Listing, wait_for
+from rollway.weights.catalog_http import LOOPBACK, CatalogServer, HttpCatalog
+from rollway.weights.layout import Box, Piece
+from rollway.weights.offer import Offer
+from rollway.weights.sources import Held
+from rollway.weights.transports.nixl_agent import Agent, ErrorHandling, Memory, Region, Settings
+from rollway.weights.transports.nixl_cards import Card, Layouts, this_node, write_layout
+from rollway.weights.transports.nixl_windows import Landed, aligned
+from rollway.weights.transports.versions import check_next
+from rollway.weights.wants import LocalTensor
+
+_PREFIX = b"rollway has "
+
+
+@dataclass(slots=True)
+class Pool:
+    """Memory of one device, registered with an agent; larger when need be, never smaller."""
+
+    agent: Agent
+    memory: Tensor | None = None
+    region: Region | None = None
+    version: int = -1
+
+    def room_for(self, nbytes: int, device: torch.device) -> Tensor:
+        held = self.memory
+        if held is None or held.numel() < nbytes or held.device != device:
+            self.release()
+            held = self.memory = torch.empty(max(nbytes, 1), dtype=torch.uint8, device=device)
+            kind, index = memory_kind(device)
+            self.region = self.agent.register(held.data_ptr(), held.numel(), kind, index)
+        return held
+
+    def release(self) -> None:
+        if self.region is not None:
+            self.agent.deregister(self.region)
+        self.memory = self.region = None
+
+
+def memory_kind(device: torch.device) -> tuple[Memory, int]:
+    if device.type == "cpu":
+        return "DRAM", 0
+    if device.type == "cuda":
+        return "VRAM", device.index or 0
+    raise UsageError(f"NIXL cannot read the memory of {device}.", "Publish from CPU or CUDA.")
+
+
+def view_of(memory: Tensor, one: Landed) -> Tensor:
+    part = memory[one.offset : one.offset + one.nbytes]
+    return part.view(DTYPES[one.dtype]).view(one.shape)
+
+
+def unique_name(kind: str) -> str:
+    return f"{kind}-{socket.gethostname()}-{os.getpid()}-{os.urandom(4).hex()}"
+
+
+class NixlPublisher:
+    """Publishes the versions of one rank of a trainer; the newest `keep` stay readable.
+
+    The first rank runs the catalog, unless one is given; the other ranks are given its address.
+    """
+
+    def __init__(
+        self,
+        keep: int = 2,
+        *,
+        catalog: Catalog | str | None = None,
+        host: str = LOOPBACK,
+        port: int = 0,
+        public: str = "",
+        secret: str | None = None,
+        rank: int = 0,
+        world: int = 1,
+        net_devices: Sequence[str] = (),
+        error_handling: ErrorHandling | None = None,
+        progress: bool = False,
+    ) -> None:
+        if keep < 1:
+            raise UsageError(f"At least one version must be kept, not {keep}.")
+        if not 0 <= rank < world:
+            raise UsageError(f"There is no rank {rank} among {world}.")
+        if catalog is None and rank:
+            raise UsageError(
+                f"Rank {rank} needs the catalog of rank 0.", "Give its address: catalog=url."
+            )
+        self.rank, self.world = rank, world
+        # Between machines only the network can tell that the other end died.
+        alone = catalog is None and host == LOOPBACK
+        mode = error_handling or ("none" if alone or _is_here(catalog) else "peer")
+        self.name = unique_name(f"trainer{rank}")
+        self._agent = Agent(self.name, Settings(mode, tuple(net_devices), progress))
+        self._server: CatalogServer | None = None
+        if isinstance(catalog, str):
+            catalog = HttpCatalog(catalog, secret=secret)
+        elif catalog is None:
+            catalog = self._server = CatalogServer(host, port, secret=secret, public=public)
+        self.catalog: Catalog = catalog
+        self._pools = [Pool(self._agent) for _ in range(keep)]
+        self._adopted: _Adopted | None = None
+        self._newest: int | None = None
+        self._layouts = Layouts()
+        self._heard: dict[int, set[str]] = {}
+        self._closed = False
+        self._agent.listen(self._heard_of)
+
+    def publish(
+        self,
+        version: int,
+        tensors: Iterable[tuple[str, Tensor]] = (),
+        pieces: Sequence[Piece] | None = None,
+        *,
+        timeout: float = 300.0,
+    ) -> Offer:
+        """Announce this rank's part, and wait until all ranks have announced theirs."""
+        self.announce(version, tensors, pieces)
+        return self.offer(version, timeout)
+
+    def publish_held(self, version: int, held: Iterable[Held], *, timeout: float = 300.0) -> Offer:
+        """What this rank of an FSDP or Megatron trainer holds; replicas by their owner only."""
+        mine = [one for one in held if one.owned_here]
+        pieces = [piece for one in mine for piece in one.pieces]
+        tensors = [(one.shard.name, one.tensor) for one in mine]
+        return self.publish(version, tensors, pieces, timeout=timeout)
+
+    def announce(
+        self,
+        version: int,
+        tensors: Iterable[tuple[str, Tensor]] = (),
+        pieces: Sequence[Piece] | None = None,
+    ) -> None:
+        """Put this rank's part where receivers can read it; without tensors, those adopted.
+
+        Without `pieces`, every tensor is a whole Hugging Face tensor."""
+        check_next(version, self._newest)
+        given = dict(tensors)
+        if not given and self._adopted is None:
+            raise UsageError("There are no tensors to publish.")
+        card = self._copied(version, given, pieces) if given else self._in_place(version, pieces)
+        body = msgspec.msgpack.encode(card)
+        self.catalog.announce(Listing(version, self.name, self.rank, self.world, "trainer", body))
+        self._newest = version
+
+    def offer(self, version: int, timeout: float = 300.0) -> Offer:
+        """What the fleet is told, when all ranks have announced the version."""
+        group = self._layouts.group(wait_for(self.catalog, version, self.name, timeout))
+        where = self.catalog.where()
+        return Offer("nixl", version, group.identity, group.nbytes, where)
+
+    def adopt(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Register these tensors where they are: publishing then copies nothing. There is then
+        one version at a time, and none while they change."""
+        self._adopted = _Adopted.register(self._agent, dict(tensors))
+
+    def acknowledged(self, version: int) -> set[str]:
+        """Receivers that have told this rank that they have all of the version."""
+        self._agent.hear(self._heard_of)
+        return set(self._heard.get(version, ()))
+
+    def close(self) -> None:
+        """Take everything away, also from those that are reading."""
+        if self._closed:
+            return
+        self._closed = True
+        self._agent.stop_listening()
+        if self._server is None:
+            self.catalog.leave(self.name)
+        else:
+            self._server.close()
+        for pool in self._pools:
+            pool.release()
+        if self._adopted is not None:
+            self._adopted.release(self._agent)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def _copied(
+        self, version: int, given: dict[str, Tensor], pieces: Sequence[Piece] | None
+    ) -> Card:
+        device = next(iter(given.values())).device
+        landed, nbytes = _laid_out(given)
+        pool = min(self._pools, key=lambda one: one.version)
+        self._withdraw(pool.version)
+        pool.version = -1
+        memory = pool.room_for(nbytes, device)
+        views = {one.name: view_of(memory, one) for one in landed}
+        for name, tensor in given.items():
+            if tensor.device != device:
+                raise UsageError(f"{name} is on {tensor.device}, other tensors are on {device}.")
+            views[name].copy_(tensor.detach())
+        card = self._card(views, pieces)
+        pool.version = version
+        return card
+
+    def _in_place(self, version: int, pieces: Sequence[Piece] | None) -> Card:
+        assert self._adopted is not None
+        self._withdraw(self._adopted.version)
+        self._adopted.version = version
+        return self._card(self._adopted.tensors, pieces)
+
+    def _card(self, views: dict[str, Tensor], pieces: Sequence[Piece] | None) -> Card:
+        tensors = {n: LocalTensor(dtype_name(t), tuple(t.shape)) for n, t in views.items()}
+        if pieces is None:
+            pieces = [whole_piece(name, one) for name, one in tensors.items()]
+        layout = write_layout(tensors, pieces)
+        kind, device = memory_kind(next(iter(views.values())).device)
+        if kind == "VRAM":
+            torch.cuda.synchronize()  # readers do not wait for this process's streams
+        return Card(
+            agent=self._agent.metadata(),
+            memory=kind,
+            device=device,
+            error_handling=self._agent.settings.error_handling,
+            node=this_node(),
+            layout=layout,
+            addresses=[tensor.data_ptr() for tensor in views.values()],
+            digests=b"".join(bytes.fromhex(digest(cut(views[p.source], p))) for p in pieces),
+        )
+
+    def _withdraw(self, version: int) -> None:
+        if version >= 0:
+            self.catalog.withdraw(version, self.name)
+            self._heard.pop(version, None)
+
+    def _heard_of(self, member: str, message: bytes) -> None:
+        version = message.removeprefix(_PREFIX)
+        if message.startswith(_PREFIX) and version.isdigit() and len(version) < 20:
+            self._heard.setdefault(int(version), set()).add(member)
+
+
+@dataclass(slots=True)
+class _Adopted:
+    """A trainer's own tensors, with the memory around them registered."""
+
+    tensors: dict[str, Tensor]
+    regions: list[Region] = field(default_factory=list)
+    version: int = -1
+
+    @classmethod
+    def register(cls, agent: Agent, tensors: dict[str, Tensor]) -> _Adopted:
+        made = cls({name: tensor.detach() for name, tensor in tensors.items()})
+        loose = next((name for name, one in made.tensors.items() if not one.is_contiguous()), None)
+        if loose is not None:
+            raise UsageError(f"{loose} does not lie row after row.", "Publish copies instead.")
+        storages = {t.untyped_storage().data_ptr(): t for t in made.tensors.values() if t.numel()}
+        for address, tensor in storages.items():
+            kind, index = memory_kind(tensor.device)
+            size = tensor.untyped_storage().nbytes()
+            made.regions.append(agent.register(address, size, kind, index))
+        return made
+
+    def release(self, agent: Agent) -> None:
+        for region in self.regions:
+            agent.deregister(region)
+
+
+def acknowledgement(version: int) -> bytes:
+    return _PREFIX + str(version).encode()
+
+
+def whole_piece(name: str, tensor: LocalTensor) -> Piece:
+    return Piece(name, Box.whole(tensor.shape), name, (0,) * len(tensor.shape))
+
+
+def cut(tensor: Tensor, piece: Piece) -> Tensor:
+    """The part of a rank's tensor that a piece is about, turned as Hugging Face has it."""
+    extents = piece.box.shape
+    if piece.transposed:
+        extents = (*extents[:-2], extents[-1], extents[-2])
+    extents = (1,) * (len(piece.at) - len(extents)) + extents
+    part = tensor[tuple(slice(a, a + n) for a, n in zip(piece.at, extents, strict=True))]
+    part = part.transpose(-1, -2) if piece.transposed else part
+    return part.reshape(piece.box.shape)
+
+
+def _laid_out(tensors: dict[str, Tensor]) -> tuple[list[Landed], int]:
+    landed, offset = [], 0
+    for name, tensor in tensors.items():
+        landed.append(Landed(name, dtype_name(tensor), tuple(tensor.shape), offset))
+        offset += aligned(landed[-1].nbytes)
+    return landed, offset
+
+
+def _is_here(catalog: Catalog | str | None) -> bool:
+    url = catalog if isinstance(catalog, str) else getattr(catalog, "url", "")
+    return f"//{LOOPBACK}:" in url or "//localhost:" in url
