@@ -92,7 +92,9 @@ class Held:
     pieces: list[Piece]
 
     def source(self, name: str, node: str) -> Source:
-        return source_of_pieces(name, self.tensors, self.pieces, Place(node))
+        """For the planner, to which a tensor without elements is nothing."""
+        full = [piece for piece in self.pieces if piece.box.elements]
+        return source_of_pieces(name, self.tensors, full, Place(node))
 
 
 def read_layout(raw: bytes) -> Held:
@@ -162,7 +164,7 @@ class Group:
             if len({len(box.stop) for box in some}) != 1:
                 raise WeightsError(f"The pieces of {name} have different numbers of dimensions.")
             shape: Shape = tuple(map(max, zip(*(box.stop for box in some), strict=True)))
-            check_covered(name, shape, some)
+            check_covered(name, shape, [box for box in some if box.elements])
             headers[name] = TensorHeader(dtypes[name], shape, "")
         return headers
 

@@ -187,7 +187,8 @@ class NixlReader:
                 for name, card, held in zip(group.names, group.cards, group.held, strict=True)
             ]
             receiver = Receiver(self.name, Place(this_node()))
-            made = plan(sources, [receiver], wanted, self._costs)
+            full = {n: some for n, some in wanted.items() if group.headers[n].shape.count(0) == 0}
+            made = plan(sources, [receiver], full, self._costs)
             self.plans += 1
             found = make_windows(
                 made,

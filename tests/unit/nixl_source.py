@@ -1,0 +1,95 @@
+"""A trainer rank in a process of its own that publishes over NIXL, told what to do by a pipe."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from rollway.weights.offer import Offer
+
+WORD = "a secret of this test"
+Tensors = dict[str, torch.Tensor]
+
+
+def tensors_of(version: int, layers: int = 6, rows: int = 64) -> Tensors:
+    """Of several dtypes and odd sizes; every version unlike every other."""
+    made: Tensors = {}
+    random = torch.Generator().manual_seed(version)
+    for layer in range(layers):
+        made[f"{layer}.weight"] = torch.randn(rows, 96, generator=random).bfloat16()
+        made[f"{layer}.norm"] = torch.randn(33, generator=random)
+    made["scale"] = torch.tensor(float(version))
+    made["none"] = torch.empty(0, 4)
+    return made
+
+
+class Trainer:
+    """The near end of the pipe."""
+
+    def __init__(self, **options: Any) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, far = context.Pipe()
+        self.process = context.Process(target=_serve, args=(far, options), daemon=True)
+        self.process.start()
+        far.close()
+
+    def ask(self, what: str, *args: Any) -> Any:
+        self._pipe.send((what, *args))
+        assert self._pipe.poll(120), "the trainer does not answer"
+        answer = self._pipe.recv()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def publish(self, version: int, layers: int = 6, rows: int = 64) -> Offer:
+        offer = self.ask("publish", version, layers, rows)
+        assert isinstance(offer, Offer)
+        return offer
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.kill()
+
+
+def _serve(pipe: Connection, options: dict[str, Any]) -> None:
+    from rollway.weights.transports.nixl import NixlPublisher
+
+    torch.set_num_threads(1)
+    publisher = NixlPublisher(secret=WORD, **options)
+    adopted: Tensors = {}
+    while True:
+        what, *args = pipe.recv()
+        answer: Any = None
+        if what == "publish":
+            version, layers, rows = args
+            answer = publisher.publish(version, tensors_of(version, layers, rows).items())
+        elif what == "adopt":
+            adopted = tensors_of(*args)
+            publisher.adopt(adopted.items())
+        elif what == "publish adopted":
+            answer = publisher.publish(*args)
+        elif what == "flip":
+            raw = adopted[args[0]].view(-1).view(torch.uint8)
+            raw[5] ^= 1
+        elif what == "acknowledged":
+            answer = publisher.acknowledged(*args)
+        elif what == "idle":
+            before = time.process_time()
+            time.sleep(args[0])
+            answer = (time.process_time() - before) / args[0]
+        elif what == "end":
+            publisher.close()
+            pipe.send(None)
+            os._exit(0)
+        pipe.send(answer)

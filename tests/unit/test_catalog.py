@@ -1,0 +1,443 @@
+"""The catalog of versions: who may speak to it, who is sent to whom, and what it forgets."""
+
+from __future__ import annotations
+
+import http.client
+import importlib
+import importlib.metadata
+import os
+import time
+import urllib.parse
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollway.errors import UsageError, WeightsError
+from rollway.weights import catalog_http
+from rollway.weights.catalog import Listing, MemoryCatalog, NotYet, wait_for
+from rollway.weights.catalog_http import (
+    Answer,
+    Call,
+    CatalogServer,
+    HttpCatalog,
+    Seal,
+    open_catalog,
+)
+from rollway.weights.catalog_modelexpress import ModelExpressCatalog
+from rollway.weights.offer import SECRET
+
+WORD = "a secret of this test"
+
+
+@pytest.fixture
+def server() -> Iterator[CatalogServer]:
+    with CatalogServer(secret=WORD) as made:
+        yield made
+
+
+def listing(version: int = 1, source: str = "t0", rank: int = 0, world: int = 1) -> Listing:
+    return Listing(version, source, rank, world, "trainer", b"body of " + source.encode())
+
+
+def served(version: int, source: str) -> Listing:
+    return Listing(version, source, 0, 1, "receiver", b"copy")
+
+
+def sent(
+    server: CatalogServer, path: str, body: bytes, headers: dict[str, str]
+) -> tuple[int, bytes, str]:
+    parts = urllib.parse.urlsplit(server.url)
+    connection = http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=10)
+    try:
+        connection.request("POST", path, body, headers)
+        answer = connection.getresponse()
+        return answer.status, answer.read(), answer.headers.get("x-rollway-mac", "")
+    finally:
+        connection.close()
+
+
+# --- who has what --------------------------------------------------------------------------------
+
+
+def test_a_version_is_there_when_all_ranks_have_announced_it(server: CatalogServer) -> None:
+    client = HttpCatalog(server.url, secret=WORD)
+    with pytest.raises(NotYet, match="Nobody has announced version 1"):
+        client.look_up(1, "r")
+    client.announce(listing(source="t1", rank=1, world=2))
+    with pytest.raises(NotYet, match="1 of 2 ranks"):
+        client.look_up(1, "r")
+    client.announce(listing(source="t0", rank=0, world=2))
+    assert [one.body for one in client.look_up(1, "r")] == [b"body of t0", b"body of t1"]
+    client.acknowledge(1, "r")
+    assert client.acknowledged(1) == server.acknowledged(1) == ["r"]
+
+
+def test_waiting_for_ranks_ends() -> None:
+    began = time.monotonic()
+    with pytest.raises(WeightsError, match=r"Nobody has announced version 4.*waited for 0.05 s"):
+        wait_for(MemoryCatalog(), 4, "r", timeout=0.05)
+    assert time.monotonic() - began < 1
+
+
+def test_a_version_that_is_not_kept_says_which_are(server: CatalogServer) -> None:
+    client = HttpCatalog(server.url, secret=WORD)
+    for version in (1, 2, 3):
+        client.announce(listing(version))
+    client.withdraw(1, "t0")
+    client.withdraw(1, "t0")  # again is no error
+    with pytest.raises(
+        WeightsError, match=r"Version 1 is not kept any more \(kept: 2, 3\)"
+    ) as told:
+        client.look_up(1, "r")
+    assert not isinstance(told.value, NotYet)
+    client.acknowledge(1, "r")
+    assert client.acknowledged(1) == []
+
+
+def test_a_version_without_one_of_its_ranks_is_not_whole_any_more() -> None:
+    catalog = MemoryCatalog()
+    catalog.announce(listing(source="t0", rank=0, world=2))
+    catalog.announce(listing(source="t1", rank=1, world=2))
+    catalog.withdraw(1, "t1")
+    with pytest.raises(NotYet, match="1 of 2"):
+        catalog.look_up(1, "r")
+
+
+def test_a_rank_that_was_started_anew_replaces_what_it_was() -> None:
+    catalog = MemoryCatalog()
+    catalog.announce(listing(source="old", rank=0, world=1))
+    catalog.announce(listing(source="new", rank=0, world=1))
+    assert [one.source for one in catalog.look_up(1, "r")] == ["new"]
+    catalog.announce(listing(source="a", rank=0, world=2))
+    with pytest.raises(NotYet):
+        catalog.look_up(1, "r")
+
+
+def test_receivers_that_serve_form_a_tree() -> None:
+    catalog = MemoryCatalog()
+    catalog.announce(listing())
+    assert catalog.look_up(1, "r1")[0].source == "t0"
+    catalog.acknowledge(1, "r1")
+    catalog.announce(served(1, "r1"))
+    first = [catalog.look_up(1, f"r{n}")[0].source for n in range(2, 6)]
+    assert sorted(first) == ["r1", "r1", "t0", "t0"]
+    catalog.announce(served(1, "r2"))
+    assert catalog.look_up(1, "r6")[0].source == "r2"
+    assert catalog.look_up(1, "r2")[0].source != "r2"  # nobody reads from itself
+
+
+def test_receivers_come_and_go() -> None:
+    catalog = MemoryCatalog()
+    catalog.announce(listing())
+    catalog.announce(served(1, "r1"))
+    assert catalog.look_up(1, "r2")[0].source == "r1"
+    assert catalog.members() == ["r1", "r2", "t0"]
+    catalog.leave("r1")
+    assert catalog.members() == ["r2", "t0"]
+    assert catalog.look_up(1, "r2")[0].source == "t0"
+    catalog.leave("t0")
+    with pytest.raises(WeightsError, match="not kept any more"):
+        catalog.look_up(1, "r2")
+
+
+def test_failed_sources_are_left_out() -> None:
+    catalog = MemoryCatalog()
+    catalog.announce(listing())
+    catalog.announce(served(1, "r1"))
+    assert catalog.look_up(1, "r2", ["r1"])[0].source == "t0"
+    with pytest.raises(WeightsError, match="Nobody else has version 1"):
+        catalog.look_up(1, "r2", ["r1", "t0"])
+
+
+def test_the_catalog_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    catalog = MemoryCatalog()
+    for version in range(64):
+        catalog.announce(listing(version))
+    with pytest.raises(UsageError, match="64 versions"):
+        catalog.announce(listing(64))
+    monkeypatch.setattr("rollway.weights.catalog._MOST_BYTES", 100)
+    with pytest.raises(UsageError, match="full"):
+        catalog.announce(listing(3, source="another"))
+    monkeypatch.setattr("rollway.weights.catalog._MOST_MEMBERS", 1)
+    with pytest.raises(UsageError, match="members"):
+        catalog.look_up(3, "r")
+
+
+def test_ranks_that_cannot_be_are_refused() -> None:
+    with pytest.raises(UsageError, match="no rank 2 among 2"):
+        MemoryCatalog().announce(listing(rank=2, world=2))
+    with pytest.raises(UsageError, match="all of a version"):
+        MemoryCatalog().announce(Listing(1, "r", 0, 2, "receiver", b""))
+    with pytest.raises(UsageError, match="cannot be reached"):
+        MemoryCatalog().where()
+
+
+# --- who may speak -------------------------------------------------------------------------------
+
+
+def test_a_catalog_needs_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(SECRET, raising=False)
+    with pytest.raises(UsageError, match="needs a secret"):
+        CatalogServer()
+    with pytest.raises(UsageError, match="needs a secret"):
+        HttpCatalog("http://127.0.0.1:1")
+    monkeypatch.setenv(SECRET, WORD)
+    with CatalogServer() as server:
+        HttpCatalog(server.url, secret=WORD).announce(listing())
+
+
+def test_a_client_with_another_secret_is_refused_and_knows_why(server: CatalogServer) -> None:
+    with pytest.raises(WeightsError, match=r"does not have this stack's secret \(401\)"):
+        HttpCatalog(server.url, secret="another").announce(listing())
+    assert server.versions() == []
+
+
+@pytest.mark.parametrize("lost", ["time", "number", "body", "mac"])
+def test_a_request_without_part_of_its_signature_is_refused(
+    server: CatalogServer, lost: str
+) -> None:
+    body = msgspec.msgpack.encode(Call(listing=listing()))
+    headers = Seal(WORD).request_headers("/v1/announce", body)
+    del headers[f"x-rollway-{lost}"]
+    assert sent(server, "/v1/announce", body, headers)[0] == 401
+    assert server.versions() == []
+
+
+def test_a_signed_request_cannot_be_sent_again_elsewhere_or_changed(server: CatalogServer) -> None:
+    seal = Seal(WORD)
+    body = msgspec.msgpack.encode(Call(listing=listing()))
+    headers = seal.request_headers("/v1/announce", body)
+    assert sent(server, "/v1/leave", body, headers)[0] == 401
+    assert sent(server, "/v1/announce", body, headers)[0] == 200
+    status, text, _ = sent(server, "/v1/announce", body, headers)
+    assert (status, text) == (401, b"This request is sent before.")
+    headers = seal.request_headers("/v1/announce", body)
+    changed = body.replace(b"t0", b"t9")
+    assert changed != body
+    assert sent(server, "/v1/announce", changed, headers)[0] == 401
+    assert server.members() == ["t0"]
+
+
+def test_an_old_request_is_refused(server: CatalogServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = msgspec.msgpack.encode(Call(version=1))
+    for away in (-3600, 3600):
+        now = time.time()
+        monkeypatch.setattr(catalog_http.time, "time", lambda now=now, away=away: now + away)
+        headers = Seal(WORD).request_headers("/v1/look_up", body)
+        monkeypatch.undo()
+        status, text, _ = sent(server, "/v1/look_up", body, headers)
+        assert status == 401 and b"too old" in text
+
+
+def test_numbers_are_forgotten_when_they_are_too_old_to_matter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seal, clock = Seal(WORD), [1000.0]
+    monkeypatch.setattr(catalog_http.time, "time", lambda: clock[0])
+    for _ in range(50):
+        seal.check_request("/p", seal.request_headers("/p", b""))
+        clock[0] += 60
+    assert len(seal._numbers) <= 5
+
+
+def test_an_answer_belongs_to_one_request(server: CatalogServer) -> None:
+    seal = Seal(WORD)
+    body = msgspec.msgpack.encode(Call(version=1))
+    headers = seal.request_headers("/v1/acknowledged", body)
+    status, raw, mac = sent(server, "/v1/acknowledged", body, headers)
+    assert status == 200 and msgspec.msgpack.decode(raw, type=Answer) == Answer()
+    number = headers["x-rollway-number"]
+    assert mac == seal.answer_mac(number, 200, raw)
+    assert mac != seal.answer_mac(number, 409, raw)
+    assert mac != seal.answer_mac("0" * 32, 200, raw)
+
+
+def test_a_changed_answer_is_refused(
+    server: CatalogServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = HttpCatalog(server.url, secret=WORD)
+    client.announce(listing())
+    honest = client._post
+
+    def forged(path: str, body: bytes, headers: dict[str, str]) -> tuple[int, str, bytes]:
+        status, mac, raw = honest(path, body, headers)
+        return status, mac, raw.replace(b"body of t0", b"body of x0")
+
+    monkeypatch.setattr(client, "_post", forged)
+    with pytest.raises(WeightsError, match="secret"):
+        client.look_up(1, "r")
+
+
+# --- sizes and nonsense --------------------------------------------------------------------------
+
+
+def test_sizes_are_bounded_at_both_ends(
+    server: CatalogServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = HttpCatalog(server.url, secret=WORD)
+    client.announce(Listing(1, "t0", 0, 1, "trainer", os.urandom(100_000)))
+    monkeypatch.setattr(catalog_http, "MOST_ANSWER", 50_000)
+    with pytest.raises(WeightsError, match="more than 50000 bytes"):
+        client.look_up(1, "r")
+    monkeypatch.setattr(catalog_http, "MOST_REQUEST", 50_000)
+    with pytest.raises(UsageError, match="more than 50000"):
+        client.announce(Listing(2, "t0", 0, 1, "trainer", os.urandom(100_000)))
+    body = msgspec.msgpack.encode(
+        Call(listing=Listing(2, "t0", 0, 1, "trainer", os.urandom(100_000)))
+    )
+    headers = Seal(WORD).request_headers("/v1/announce", body)
+    assert sent(server, "/v1/announce", body, headers)[0] == 413
+    assert server.versions() == [1]
+
+
+def test_a_body_is_not_read_from_a_stranger(server: CatalogServer) -> None:
+    parts = urllib.parse.urlsplit(server.url)
+    connection = http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=10)
+    connection.putrequest("POST", "/v1/announce")
+    connection.putheader("content-length", str(1 << 40))
+    connection.endheaders()
+    assert connection.getresponse().status == 401  # without a byte of it
+    connection.close()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.binary(max_size=300), st.sampled_from(catalog_http._CALLS))
+def test_signed_nonsense_is_refused_and_changes_nothing(raw: bytes, name: str) -> None:
+    server = _fuzzed()
+    headers = Seal(WORD).request_headers(f"/v1/{name}", raw)
+    status, _, mac = sent(server, f"/v1/{name}", raw, headers)
+    assert status in (200, 400, 404, 409) and mac
+    assert server.versions() == [1]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.dictionaries(
+        st.sampled_from(["time", "number", "body", "mac", "other"]).map("x-rollway-{}".format),
+        st.text(st.characters(min_codepoint=33, max_codepoint=126), max_size=80),
+    ),
+    st.binary(max_size=50),
+)
+def test_unsigned_nonsense_is_refused(headers: dict[str, str], raw: bytes) -> None:
+    assert sent(_fuzzed(), "/v1/announce", raw, headers)[0] == 401
+
+
+_KEPT: list[CatalogServer] = []
+
+
+def _fuzzed() -> CatalogServer:
+    if not _KEPT:
+        _KEPT.append(CatalogServer(secret=WORD))
+        _KEPT[0].announce(listing())
+    return _KEPT[0]
+
+
+def test_a_catalog_that_is_gone_is_told_in_bounded_time() -> None:
+    with CatalogServer(secret=WORD) as server:
+        client = HttpCatalog(server.url, secret=WORD, timeout=2)
+    began = time.monotonic()
+    with pytest.raises(WeightsError, match="cannot be asked"):
+        client.look_up(1, "r")
+    assert time.monotonic() - began < 3
+
+
+def test_an_address_that_is_none_is_refused(server: CatalogServer) -> None:
+    for url in ("ftp://host:1", "http://:80", "host:80", "http://host:99999"):
+        with pytest.raises(UsageError, match="not the address"):
+            HttpCatalog(url, secret=WORD)
+    with pytest.raises(WeightsError, match="does not say"):
+        open_catalog({}, secret=WORD)
+    port = int(server.url.rpartition(":")[2])
+    with pytest.raises(UsageError, match="cannot listen"):
+        CatalogServer(port=port, secret=WORD)
+
+
+# --- ModelExpress, by a stand-in -----------------------------------------------------------------
+
+
+class StandIn:
+    """The calls of ModelExpress 0.7.0's control client that are used, with its signatures."""
+
+    versions: dict[str, str]
+
+    @classmethod
+    def connect(cls, *, server_url: str, rpc_timeout_seconds: float = 30.0) -> StandIn:
+        made = cls()
+        made.versions = {}
+        return made
+
+    def create_weight_version(
+        self, *, model_name: str, idempotency_key: str, payload_format: str, uid: str
+    ) -> Any:
+        assert model_name and idempotency_key and payload_format
+        return self._version(uid, self.versions.setdefault(uid, "STAGING"))
+
+    def update_weight_version_state(self, version_id: str, state: str) -> Any:
+        self.versions[version_id] = state
+        return self._version(version_id, state)
+
+    def get_weight_version(self, version_id: str) -> Any:
+        return self._version(version_id, self.versions[version_id])
+
+    def delete_weight_version(self, version_id: str) -> Any:
+        return self.update_weight_version_state(version_id, "RELEASING")
+
+    def close(self) -> None: ...
+
+    def _version(self, uid: str, state: str) -> Any:
+        return SimpleNamespace(version_id=uid, state=state)
+
+
+@pytest.fixture
+def modelexpress(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = SimpleNamespace(STAGING="STAGING", READY="READY", RELEASING="RELEASING")
+    package = SimpleNamespace(
+        ModelExpressControlClient=StandIn,
+        WeightVersionState=states,
+        WeightPayloadFormat=SimpleNamespace(FULL_TENSOR="FULL_TENSOR"),
+    )
+    monkeypatch.setattr(importlib, "import_module", lambda name: package)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.7.0")
+
+
+@pytest.mark.usefixtures("modelexpress")
+def test_modelexpress_decides_which_versions_there_are(server: CatalogServer) -> None:
+    catalog = ModelExpressCatalog(server, "mx:8001", "qwen")
+    catalog.announce(listing(source="t0", rank=0, world=2))
+    with pytest.raises(NotYet, match="not ready"):
+        catalog.look_up(1, "r")
+    catalog.announce(listing(source="t1", rank=1, world=2))
+    assert len(catalog.look_up(1, "r")) == 2
+    catalog.acknowledge(1, "r")
+    assert catalog.acknowledged(1) == ["r"]
+    catalog.withdraw(1, "t0")
+    with pytest.raises(WeightsError, match="releasing version 1"):
+        catalog.look_up(1, "r")
+    with pytest.raises(WeightsError, match="refused get_weight_version"):
+        catalog.look_up(2, "r")
+    again = open_catalog(catalog.where(), secret=WORD)
+    assert isinstance(again, ModelExpressCatalog)
+    assert again.where() == {"catalog": server.url, "modelexpress": "mx:8001", "model": "qwen"}
+    catalog.leave("t1")
+    catalog.close()
+
+
+@pytest.mark.usefixtures("modelexpress")
+def test_modelexpress_is_pinned_at_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match=r"client is 0.7.0 and its server 0.5.1"):
+        ModelExpressCatalog(MemoryCatalog(), "mx:8001", "qwen", server_version="0.5.1")
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.6.0")
+    with pytest.raises(UsageError, match=r"client is 0.6.0"):
+        ModelExpressCatalog(MemoryCatalog(), "mx:8001", "qwen")
+    with pytest.raises(UsageError, match="by model"):
+        ModelExpressCatalog(MemoryCatalog(), "mx:8001", "")
+
+
+def test_modelexpress_that_is_not_installed_is_told() -> None:
+    with pytest.raises(UsageError, match=r"pip install modelexpress==0.7.0"):
+        ModelExpressCatalog(MemoryCatalog(), "mx:8001", "qwen")

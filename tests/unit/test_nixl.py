@@ -1,0 +1,346 @@
+"""Weights pulled over real NIXL, between real processes: exact, or refused in bounded time."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rollway.engine import receivers
+from rollway.errors import UsageError, WeightsError
+from rollway.weights.layout import Piece
+from rollway.weights.megatron.describe import Experts, describe
+from rollway.weights.megatron.geometry import ModelGeometry, Topology
+from rollway.weights.megatron.names import NameMap
+from rollway.weights.offer import SECRET, Offer
+from rollway.weights.offers import Source
+from rollway.weights.trainers import fsdp_sources, hf_source, megatron_sources
+from rollway.weights.transports.nixl import NixlPublisher
+from rollway.weights.transports.nixl_agent import import_nixl
+from rollway.weights.transports.nixl_reader import NixlReader
+from tests.unit.nixl_source import WORD, Tensors, Trainer, tensors_of
+from tests.unit.planned import held_by
+from tests.unit.test_plan_megatron import DENSE, MOE, model_of
+
+nixl = pytest.mark.skipif(
+    importlib.util.find_spec("nixl_cu12") is None and importlib.util.find_spec("nixl_cu13") is None,
+    reason="NIXL is not installed (pip install rollway[nixl])",
+)
+
+
+@pytest.fixture
+def reader() -> Iterator[NixlReader]:
+    with NixlReader(secret=WORD, timeout=20) as made:
+        yield made
+
+
+def taken(reader: NixlReader, offer: Offer) -> Tensors:
+    return {name: tensor.clone() for name, tensor in reader.tensors(offer)}
+
+
+def same(found: Tensors, wanted: Tensors) -> bool:
+    assert found.keys() == wanted.keys()
+    return all(
+        found[name].dtype == one.dtype and torch.equal(found[name], one)
+        for name, one in wanted.items()
+    )
+
+
+def test_a_missing_package_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_such(name: str) -> None:
+        raise ImportError(name)
+
+    monkeypatch.setattr(importlib, "import_module", none_such)
+    with pytest.raises(UsageError, match=r"pip install rollway\[nixl\]"):
+        import_nixl()
+    with pytest.raises(UsageError, match=r"pip install rollway\[nixl\]"):
+        NixlPublisher(secret=WORD)
+
+
+@nixl
+def test_versions_between_two_processes(reader: NixlReader) -> None:
+    """One plan and two sets of prepared reads serve all versions; both ends then rest."""
+    with Trainer() as trainer:
+        for version in range(4):
+            offer = trainer.publish(version)
+            assert reader.headers(offer)["0.weight"].shape == (64, 96)
+            assert same(taken(reader, offer), tensors_of(version))
+            assert reader.moved == offer.nbytes
+            assert trainer.ask("acknowledged", version) == {reader.name}
+        assert reader.plans == 1
+        assert len(reader._prepared) == 2
+        before = time.process_time()
+        assert trainer.ask("idle", 1.0) < 0.05
+        assert time.process_time() - before < 0.05
+
+
+@nixl
+def test_small_windows_give_the_same(reader: NixlReader) -> None:
+    with Trainer() as trainer, NixlReader(secret=WORD, window_bytes=5000) as small:
+        offer = trainer.publish(0)
+        assert same(taken(small, offer), taken(reader, offer))
+        assert len(next(iter(small._known.values())).windows) > 5
+
+
+@nixl
+def test_a_larger_model_takes_larger_pools(reader: NixlReader) -> None:
+    with Trainer() as trainer:
+        for version, rows in enumerate((8, 64, 16, 256)):
+            offer = trainer.publish(version, 6, rows)
+            assert same(taken(reader, offer), tensors_of(version, 6, rows))
+
+
+@nixl
+def test_a_version_that_is_not_kept_is_refused(reader: NixlReader) -> None:
+    with Trainer(keep=2) as trainer:
+        offers = [trainer.publish(version) for version in range(3)]
+        with pytest.raises(WeightsError, match=r"Version 0 is not kept any more \(kept: 1, 2\)"):
+            taken(reader, offers[0])
+        for version in (1, 2):
+            assert same(taken(reader, offers[version]), tensors_of(version))
+
+
+@nixl
+def test_a_version_that_is_written_over_meanwhile_is_refused() -> None:
+    with Trainer(keep=1) as trainer, NixlReader(secret=WORD, window_bytes=5000) as reader:
+        offer = trainer.publish(0)
+        tensors = reader.tensors(offer)
+        next(tensors)
+        trainer.publish(1)
+        with pytest.raises(WeightsError, match=r"Version 0 could not be pulled: .*not what was"):
+            for _ in tensors:
+                pass
+        assert trainer.ask("acknowledged", 0) == set()
+
+
+@nixl
+def test_a_flipped_byte_in_the_source_is_found(reader: NixlReader) -> None:
+    with Trainer() as trainer:
+        trainer.ask("adopt", 0)
+        offer = trainer.ask("publish adopted", 0)
+        assert same(taken(reader, offer), tensors_of(0))
+        trainer.ask("flip", "3.weight")
+        seen = []
+        with pytest.raises(WeightsError, match=r"3.weight is not what was published"):
+            for name, _ in reader.tensors(offer):
+                seen.append(name)
+        assert "2.norm" in seen and "3.weight" not in seen
+        offer = trainer.ask("publish adopted", 1)  # as it is now
+        assert taken(reader, offer)["3.weight"].shape == (64, 96)
+
+
+@nixl
+def test_a_trainer_that_dies_is_noticed_in_bounded_time() -> None:
+    with Trainer() as trainer, NixlReader(secret=WORD, window_bytes=5000, timeout=5) as reader:
+        offer = trainer.publish(0)
+        tensors = reader.tensors(offer)
+        next(tensors)
+        trainer.kill()
+        began = time.monotonic()
+        with pytest.raises(WeightsError, match=r"Version 0 could not be pulled: .*has ended"):
+            for _ in tensors:
+                pass
+        assert time.monotonic() - began < 5
+        with pytest.raises(WeightsError, match="cannot be asked"):
+            reader.headers(offer)
+    with Trainer() as trainer, reader:  # the next trainer is served as if nothing had been
+        assert same(taken(reader, trainer.publish(0)), tensors_of(0))
+
+
+@nixl
+def test_a_trainer_that_hangs_is_given_up() -> None:
+    """With `peer`, memory goes over the network, where a stopped process answers nothing."""
+    with (
+        Trainer(error_handling="peer", progress=True) as trainer,
+        NixlReader(secret=WORD, timeout=2) as reader,
+    ):
+        offer = trainer.publish(0)
+        assert same(taken(reader, offer), tensors_of(0))
+        listings = reader._look_up(offer, [])[1]
+        os.kill(trainer.process.pid or 0, signal.SIGSTOP)
+        began = time.monotonic()
+        with pytest.raises(WeightsError, match=r"gave nothing within 2 s"):
+            for _ in reader._pulled(listings, set()):
+                pass
+        assert time.monotonic() - began < 10
+        os.kill(trainer.process.pid or 0, signal.SIGCONT)
+        reader._forget(listings, given_up=True)
+        assert same(taken(reader, offer), tensors_of(0))
+
+
+@nixl
+def test_a_receiver_serves_others_when_the_trainer_dies() -> None:
+    from rollway.weights.catalog_http import CatalogServer
+
+    with (
+        CatalogServer(secret=WORD) as catalog,
+        Trainer(catalog=catalog.url) as trainer,
+        NixlReader(secret=WORD, serve=True) as first,
+        NixlReader(secret=WORD, window_bytes=5000) as second,
+    ):
+        offer = trainer.publish(0)
+        tensors = second.tensors(offer)
+        found = dict([next(tensors)])
+        found = {name: tensor.clone() for name, tensor in found.items()}
+        assert same(taken(first, offer), tensors_of(0))
+        trainer.kill()
+        for name, tensor in tensors:  # what is left, from the first receiver
+            assert name not in found
+            found[name] = tensor.clone()
+        assert same(found, tensors_of(0))
+        assert catalog.acknowledged(0) == sorted([first.name, second.name])
+        first.close()
+        with pytest.raises(WeightsError):
+            taken(second, offer)
+
+
+@nixl
+def test_other_weights_than_were_offered_are_refused(reader: NixlReader) -> None:
+    with Trainer() as trainer:
+        offer = trainer.publish(0)
+        other = Offer("nixl", 0, "0" * 32, offer.nbytes, offer.where)
+        with pytest.raises(WeightsError, match="not what was offered"):
+            reader.headers(other)
+
+
+# --- ranks of a trainer: agents of one process, which read each other just the same --------------
+
+
+def pieces_of(source: Source) -> list[Piece]:
+    return [
+        Piece(offer.names[held.tensor], held.box, tensor, held.at, held.transposed)
+        for tensor, offer in source.offers.items()
+        for held in offer.holding.held
+    ]
+
+
+def published(sources: list[Source], model: dict[str, torch.Tensor], rounds: int = 1) -> None:
+    """Publish from all ranks, some rounds, and take it with one reader."""
+    first = NixlPublisher(secret=WORD, world=len(sources))
+    url = str(first.catalog.where()["catalog"])
+    others = [
+        NixlPublisher(secret=WORD, catalog=url, rank=rank, world=len(sources))
+        for rank in range(1, len(sources))
+    ]
+    ranks = [first, *others]
+    with NixlReader(secret=WORD, window_bytes=1000) as reader:
+        for version in range(rounds):
+            values = {name: tensor + version for name, tensor in model.items()}
+            arrays = {name: tensor.numpy() for name, tensor in values.items()}
+            for publisher, source in zip(ranks, sources, strict=True):
+                held = held_by(source, arrays)
+                local = [(name, torch.from_numpy(array)) for name, array in held.items()]
+                publisher.announce(version, local, pieces_of(source))
+            assert same(taken(reader, ranks[-1].offer(version, 5)), values)
+        assert reader.plans == 1
+    for publisher in reversed(ranks):
+        publisher.close()
+
+
+@nixl
+@pytest.mark.parametrize(
+    ("topology", "experts"),
+    [
+        (Topology(tp=2), Experts.GROUPED),
+        (Topology(tp=2, pp=2, ep=2, world=4), Experts.SEQUENTIAL),
+        (Topology(tp=4, etp=4), Experts.LEGACY),
+        (Topology(tp=2), None),
+    ],
+)
+def test_megatron_ranks_give_hugging_face_tensors(
+    topology: Topology, experts: Experts | None
+) -> None:
+    """Fused, interleaved, padded, transposed and repeated: the plan's slices are what is read."""
+    config = MOE if experts else DENSE
+    arrays, headers = model_of(config)
+    geometry = replace(ModelGeometry.from_hf_config(config), padded_vocab=32)
+    names = NameMap(config["model_type"], geometry)
+    described = describe(headers, names, topology, experts=experts or Experts.GROUPED)
+    model = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    published(megatron_sources(described), model, rounds=3)
+
+
+@nixl
+def test_fsdp_ranks_give_hugging_face_tensors() -> None:
+    arrays, headers = model_of(MOE)
+    model = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    published(fsdp_sources(headers, 3), model, rounds=2)
+    published([hf_source(headers)], model)
+
+
+@nixl
+def test_a_rank_that_never_comes_is_named_in_bounded_time() -> None:
+    with (
+        NixlPublisher(secret=WORD, world=2) as publisher,
+        pytest.raises(WeightsError, match=r"1 of 2 ranks .* waited for 0.2 s"),
+    ):
+        publisher.publish(0, tensors_of(0).items(), timeout=0.2)
+
+
+@nixl
+def test_replicas_that_differ_are_refused() -> None:
+    with NixlPublisher(secret=WORD, world=2) as first:
+        url = str(first.catalog.where()["catalog"])
+        with NixlPublisher(secret=WORD, catalog=url, rank=1, world=2) as second:
+            first.announce(0, [("norm", torch.ones(4))])
+            second.announce(0, [("norm", torch.tensor([1.0, 1, 1, 2]))])
+            with pytest.raises(WeightsError, match="different values of norm"):
+                first.offer(0)
+
+
+@nixl
+def test_only_what_is_wanted_moves() -> None:
+    """As with expert parallelism: a receiver takes its own experts and nothing of the others."""
+    from rollway.weights.wants import hf_target
+
+    with Trainer() as trainer:
+        offer = trainer.publish(0)
+        with NixlReader(
+            secret=WORD,
+            wants=lambda headers: hf_target(
+                {name: one for name, one in headers.items() if name.startswith("2.")}
+            ),
+        ) as reader:
+            found = taken(reader, offer)
+            assert found.keys() == {"2.weight", "2.norm"}
+            assert torch.equal(found["2.weight"], tensors_of(0)["2.weight"])
+            assert reader.moved == 64 * 96 * 2 + 33 * 4
+
+
+@nixl
+def test_wrong_use_is_told() -> None:
+    with pytest.raises(UsageError, match="At least one"):
+        NixlPublisher(0, secret=WORD)
+    with pytest.raises(UsageError, match="no rank 2"):
+        NixlPublisher(secret=WORD, rank=2, world=2)
+    with pytest.raises(UsageError, match="needs the catalog of rank 0"):
+        NixlPublisher(secret=WORD, rank=1, world=2)
+    with pytest.raises(UsageError, match="takes everything"):
+        NixlReader(wants=lambda headers: {}, serve=True)
+    with NixlPublisher(secret=WORD) as publisher:
+        with pytest.raises(UsageError, match="no tensors"):
+            publisher.publish(0)
+        publisher.publish(3, [("a", torch.ones(2))])
+        with pytest.raises(UsageError, match="cannot follow"):
+            publisher.publish(3, [("a", torch.ones(2))])
+        with pytest.raises(UsageError, match="row after row"):
+            publisher.adopt([("a", torch.ones(4, 4).t())])
+
+
+@nixl
+def test_a_worker_receives_by_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SECRET, WORD)
+    with Trainer() as trainer:
+        offer = trainer.publish(0)
+        kept: dict[str, receivers.Receiver] = {}
+        receiver = receivers.receiver_for(offer, kept)
+        assert receiver is receivers.receiver_for(offer, kept)
+        assert set(receiver.headers(offer)) == set(tensors_of(0))
+        assert same({n: t.clone() for n, t in receiver.tensors(offer)}, tensors_of(0))
