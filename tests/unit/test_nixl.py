@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from rollway.weights.offer import SECRET, Offer
 from rollway.weights.offers import Source
 from rollway.weights.trainers import fsdp_sources, hf_source, megatron_sources
 from rollway.weights.transports.nixl import NixlPublisher
-from rollway.weights.transports.nixl_agent import import_nixl
+from rollway.weights.transports.nixl_agent import check_devices, import_nixl
 from rollway.weights.transports.nixl_reader import NixlReader
 from tests.unit.nixl_source import WORD, Tensors, Trainer, tensors_of
 from tests.unit.planned import held_by
@@ -165,6 +166,7 @@ def test_a_trainer_that_hangs_is_given_up() -> None:
         assert same(taken(reader, offer), tensors_of(0))
         listings = reader._look_up(offer, [])[1]
         os.kill(trainer.process.pid or 0, signal.SIGSTOP)
+        time.sleep(0.2)  # until all its threads stand still
         began = time.monotonic()
         with pytest.raises(WeightsError, match=r"gave nothing within 2 s"):
             for _ in reader._pulled(listings, set()):
@@ -332,6 +334,23 @@ def test_wrong_use_is_told() -> None:
             publisher.publish(3, [("a", torch.ones(2))])
         with pytest.raises(UsageError, match="row after row"):
             publisher.adopt([("a", torch.ones(4, 4).t())])
+
+
+def test_a_network_device_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    for device in ("infiniband/mlx5_0", "net/eth0"):
+        (tmp_path / device).mkdir(parents=True)
+    check_devices(["mlx5_0:1", "eth0"], tmp_path)
+    with pytest.raises(UsageError, match=r"no network device mlx5_7:1. It has eth0, mlx5_0"):
+        check_devices(["mlx5_0:1", "mlx5_7:1"], tmp_path)
+
+
+@nixl
+def test_a_reader_can_be_pinned_to_a_network_device() -> None:
+    with (
+        Trainer(net_devices=("lo",)) as trainer,
+        NixlReader(secret=WORD, net_devices=("lo",)) as reader,
+    ):
+        assert same(taken(reader, trainer.publish(0)), tensors_of(0))
 
 
 @nixl

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -54,6 +55,16 @@ def import_nixl() -> Any:
     raise UsageError("NIXL is not installed.", "pip install rollway[nixl]")
 
 
+def check_devices(names: Sequence[str], root: Path = Path("/sys/class")) -> None:
+    """UCX takes any name without a word, and then uses another way."""
+    there = {path.name for kind in ("infiniband", "net") for path in (root / kind).glob("*")}
+    for name in names:
+        if there and name.partition(":")[0] not in there:
+            raise UsageError(
+                f"This machine has no network device {name}.", f"It has {', '.join(sorted(there))}."
+            )
+
+
 @dataclass(slots=True)
 class Region:
     """Memory that other agents may read."""
@@ -90,6 +101,7 @@ class Agent:
         config = api.nixl_agent_config(enable_prog_thread=settings.progress, backends=[])
         options: dict[str, str] = {"ucx_error_handling_mode": settings.error_handling}
         if settings.net_devices:
+            check_devices(settings.net_devices)
             options["ucx_devices"] = ",".join(settings.net_devices)
         with _told("cannot start"):
             self._agent = api.nixl_agent(name, config)

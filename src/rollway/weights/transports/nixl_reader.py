@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, Self
 
@@ -42,7 +43,8 @@ from rollway.weights.transports.nixl_cards import (
 from rollway.weights.transports.nixl_windows import Proof, Window, Windows, make_windows
 from rollway.weights.wants import LocalTensor, Wants, hf_target
 
-WINDOW_BYTES = 256 << 20
+WINDOW_BYTES = 32 << 20
+"""Two of them are in memory: one is read while the other is proved and handed on."""
 PASSIVE = Costs(wire_gb_per_s=5.0, pack_gb_per_s=0.0)
 """Of one machine; sources are read and do nothing, so they pack nothing."""
 _ATTEMPTS = 3
@@ -80,10 +82,10 @@ class NixlReader:
         self._catalogs: dict[str, Catalog] = {}
         self._known: OrderedDict[str, Windows] = OrderedDict()
         self._agent: Agent | None = None
-        self._pool: Pool | None = None
+        self._pools: list[Pool] = []
         self._peers: dict[str, tuple[bytes, str]] = {}
         self._prepared: OrderedDict[str, list[list[Prepared]]] = OrderedDict()
-        self._given_up: list[tuple[Agent | None, Pool | None]] = []
+        self._given_up: list[tuple[Agent | None, list[Pool]]] = []
         """Whose reads may still write; kept so that nobody else gets their memory."""
         self._serving: tuple[Catalog, int] | None = None
         self.plans = 0
@@ -159,24 +161,37 @@ class NixlReader:
     def _pulled(self, group: Group, done: set[str]) -> Iterator[tuple[str, Tensor]]:
         windows = self._windows(group)
         agent = self._connected(group)
-        if self._pool is None:
-            self._pool = Pool(agent)
-        before = self._pool.memory
-        memory = self._pool.room_for(windows.nbytes, self._device)
-        if memory is not before:
-            self._drop_prepared()
-        reads = self._reads(group, windows, memory.data_ptr())
-        for window, mine in zip(windows.windows, reads, strict=True):
-            if not self._serve and all(one.name in done for one in window.targets):
-                continue
-            agent.read(mine, self._timeout)
-            views = _assembled(window, memory)
-            for landed in window.targets:
-                _prove(views[landed.name], windows.proofs.get(landed.name, ()), group)
-                if landed.name not in done:
-                    done.add(landed.name)
-                    yield landed.name, views[landed.name]
+        memory = self._staging(agent, windows)
+        reads = self._reads(group, windows, memory)
+        turns = [
+            (window, mine, memory[number % 2])
+            for number, (window, mine) in enumerate(zip(windows.windows, reads, strict=True))
+            if self._serve or any(one.name not in done for one in window.targets)
+        ]
+        with ThreadPoolExecutor(1, thread_name_prefix="rollway-nixl-read") as ahead:
+            reading = ahead.submit(agent.read, turns[0][1], self._timeout) if turns else None
+            for number, (window, _, held) in enumerate(turns):
+                assert reading is not None
+                reading.result()
+                views = _assembled(window, held)
+                if number + 1 < len(turns):
+                    reading = ahead.submit(agent.read, turns[number + 1][1], self._timeout)
+                for landed in window.targets:
+                    _prove(views[landed.name], windows.proofs.get(landed.name, ()), group)
+                    if landed.name not in done:
+                        done.add(landed.name)
+                        yield landed.name, views[landed.name]
         self.moved = windows.moved
+
+    def _staging(self, agent: Agent, windows: Windows) -> tuple[Tensor, Tensor]:
+        """For even windows and odd ones; one buffer holds all when they stay to be served."""
+        if not self._pools:
+            self._pools = [Pool(agent) for _ in range(1 if self._serve else 2)]
+        before = [pool.memory for pool in self._pools]
+        now = [pool.room_for(windows.nbytes, self._device) for pool in self._pools]
+        if any(one is not other for one, other in zip(before, now, strict=True)):
+            self._drop_prepared()
+        return now[0], now[-1]
 
     def _windows(self, group: Group) -> Windows:
         found = self._known.get(group.key)
@@ -228,7 +243,9 @@ class NixlReader:
             self._peers[name] = card.agent, self._agent.add_peer(card.agent)
         return self._agent
 
-    def _reads(self, group: Group, windows: Windows, base: int) -> list[list[Prepared]]:
+    def _reads(
+        self, group: Group, windows: Windows, memory: tuple[Tensor, Tensor]
+    ) -> list[list[Prepared]]:
         """By window. Kept by layout and addresses: those of a source's pools come in turn."""
         assert self._agent is not None
         told = hashlib.sha256(group.key.encode())
@@ -239,8 +256,11 @@ class NixlReader:
         if found is None:
             cards = dict(zip(group.names, group.cards, strict=True))
             found = [
-                [self._prepare(name, cards[name], window, base) for name in window.reads]
-                for window in windows.windows
+                [
+                    self._prepare(name, cards[name], window, memory[number % 2].data_ptr())
+                    for name in window.reads
+                ]
+                for number, window in enumerate(windows.windows)
             ]
         self._prepared[key] = found
         self._prepared.move_to_end(key)
@@ -277,14 +297,13 @@ class NixlReader:
 
     def _announce(self, catalog: Catalog, group: Group, version: int) -> None:
         """Become a source of what is now in the pool."""
-        assert self._agent is not None and self._pool is not None
-        assert self._pool.memory is not None
+        assert self._agent is not None and self._pools[0].memory is not None
         windows = self._known[group.key]
         landed = [one for window in windows.windows for one in window.targets]
         tensors = {one.name: LocalTensor(one.dtype, one.shape) for one in landed}
         pieces = [Piece(name, box, name, box.start) for name, box in group.digests]
         kind, index = memory_kind(self._device)
-        base = self._pool.memory.data_ptr()
+        base = self._pools[0].memory.data_ptr()
         digests = b"".join(group.digests.values())
         assert len(digests) == DIGEST_BYTES * len(pieces)
         card = Card(
@@ -311,10 +330,9 @@ class NixlReader:
     def _forget(self, group: Group, *, given_up: bool) -> None:
         """After a failure: start from nothing with these sources, or altogether."""
         if given_up:
-            self._given_up.append((self._agent, self._pool))
+            self._given_up.append((self._agent, self._pools))
             self._prepared.clear()
-            self._agent = self._pool = None
-            self._peers = {}
+            self._agent, self._pools, self._peers = None, [], {}
             return
         self._drop_prepared()
         for name in group.names:
@@ -329,12 +347,11 @@ class NixlReader:
 
     def _release(self) -> None:
         self._drop_prepared()
-        if self._pool is not None:
-            self._pool.release()
+        for pool in self._pools:
+            pool.release()
         if self._agent is not None:
             self._agent.stop_listening()
-        self._agent = self._pool = None
-        self._peers = {}
+        self._agent, self._pools, self._peers = None, [], {}
 
 
 def _ignore(_: str, __: bytes) -> None:

@@ -1,0 +1,200 @@
+"""Windows of reads, carried out on plain bytes: every layout gives the model, nothing overlaps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from rollway.errors import UsageError, WeightsError
+from rollway.weights.costs import Costs
+from rollway.weights.layout import Box, Piece
+from rollway.weights.megatron.describe import Experts, describe
+from rollway.weights.megatron.geometry import ModelGeometry, Topology
+from rollway.weights.megatron.names import NameMap
+from rollway.weights.offers import Source
+from rollway.weights.plan import Receiver, plan
+from rollway.weights.trainers import fsdp_sources, megatron_sources
+from rollway.weights.transports.nixl_cards import read_layout, write_layout
+from rollway.weights.transports.nixl_windows import ALIGNED, Landed, Reads, Windows, make_windows
+from rollway.weights.vllm_layout import engine_ranks, wants
+from rollway.weights.wants import LocalTensor, Wants, hf_target
+from tests.unit.planned import DTYPE, Model, expected, held_by, slices
+from tests.unit.test_plan_megatron import MOE, model_of
+
+Bytes = NDArray[np.uint8]
+
+
+def tensors_of(source: Source) -> dict[str, LocalTensor]:
+    return {n: LocalTensor(o.holding.dtype, o.holding.shape) for n, o in source.offers.items()}
+
+
+def memory_of(source: Source, model: Model) -> tuple[Bytes, list[int]]:
+    """A source's tensors in one run of bytes, as a pool has them, and where each starts."""
+    held = held_by(source, model)
+    addresses, parts, at = [], [], 0
+    for name in tensors_of(source):
+        raw = held[name].tobytes().ljust(-(-held[name].nbytes // ALIGNED) * ALIGNED, b"\0")
+        addresses.append(at)
+        parts.append(raw)
+        at += len(raw)
+    return np.frombuffer(b"".join(parts), dtype=np.uint8), addresses
+
+
+def carried_out(windows: Windows, sources: list[Source], model: Model) -> Model:
+    memory = {source.name: memory_of(source, model) for source in sources}
+    buffer = np.zeros(windows.nbytes, dtype=np.uint8)
+    found: Model = {}
+
+    def view(one: Landed) -> NDArray[np.int32]:
+        return buffer[one.offset : one.offset + one.nbytes].view(np.int32).reshape(one.shape)
+
+    moved = 0
+    for window in windows.windows:
+        for source, reads in window.reads.items():
+            raw, addresses = memory[source]
+            remote, local, sizes = reads.placed(addresses, 0)
+            assert (np.diff(remote) > 0).all()
+            for there, here, size in zip(remote, local, sizes, strict=True):
+                assert window.offset <= here and here + size <= window.offset + window.nbytes
+                buffer[here : here + size] = raw[there : there + size]
+                moved += int(size)
+        for landed, copies in window.replays:
+            for copy in copies:
+                values = view(landed)[slices(copy.box)]
+                values = values.swapaxes(-1, -2) if copy.transposed else values
+                target = next(one for one in window.targets if one.name == copy.target)
+                place = tuple(slice(a, a + n) for a, n in zip(copy.at, copy.shape, strict=True))
+                view(target)[place] = values.reshape(copy.shape)
+        for target in window.targets:
+            found[target.name] = view(target).copy()
+    assert moved == windows.moved
+    return found
+
+
+def windows_of(
+    sources: list[Source], wanted: Wants, costs: Costs, size: int, keep: bool
+) -> Windows:
+    made = plan(sources, [Receiver("r")], wanted, costs)
+    pieces = {
+        (offer.names[held.tensor], held.box): None
+        for source in sources
+        for offer in source.offers.values()
+        for held in offer.holding.held
+    }
+    tensors = {source.name: tensors_of(source) for source in sources}
+    return make_windows(made, "r", wanted, tensors, pieces, window_bytes=size, keep=keep)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    topology=st.sampled_from(
+        [Topology(), Topology(tp=2), Topology(tp=4, etp=4), Topology(tp=2, pp=2, ep=4, world=8)]
+    ),
+    experts=st.sampled_from(Experts),
+    block=st.sampled_from([0.0, 2.6e-6, 1.0]),
+    size=st.sampled_from([1, 700, 1 << 20]),
+    keep=st.booleans(),
+)
+def test_windows_give_the_model_from_any_megatron_layout(
+    topology: Topology, experts: Experts, block: float, size: int, keep: bool
+) -> None:
+    """Whether blocks are free (then all are strided) or dear (then tensors are taken whole)."""
+    model, headers = model_of(MOE)
+    geometry = replace(ModelGeometry.from_hf_config(MOE), padded_vocab=32)
+    names = NameMap("qwen3_moe", geometry)
+    sources = megatron_sources(describe(headers, names, topology, experts=experts))
+    costs = Costs(pack_gb_per_s=0, block_seconds=block)
+    windows = windows_of(sources, hf_target(headers), costs, size, keep)
+    found = carried_out(windows, sources, model)
+    assert found.keys() == model.keys()
+    assert all(np.array_equal(found[name], model[name]) for name in model)
+    proved = {proof.piece for some in windows.proofs.values() for proof in some}
+    for name in model:
+        boxes = [box for piece, box in proved if piece == name]
+        assert sum(box.elements for box in boxes) == model[name].size
+    if keep:
+        ends = sorted((o.offset, o.offset + o.nbytes) for w in windows.windows for o in w.targets)
+        assert all(a[1] <= b[0] for a, b in pairwise(ends))
+
+
+def test_whole_experts_land_in_the_parameter_of_their_rank() -> None:
+    """With expert parallelism pieces are taken whole, into fused parameters, and can be proved."""
+    model, headers = model_of(MOE)
+    experts = {name: one for name, one in headers.items() if ".experts." in name}
+    ranks = engine_ranks(MOE, tp=1, ep=2)
+    wanted = wants([ranks[1]], experts)
+    sources = fsdp_sources(experts, 1)
+    windows = windows_of(sources, wanted, Costs(pack_gb_per_s=0), 1 << 20, keep=False)
+    held = {name: array for name, array in model.items() if name in experts}
+    found = carried_out(windows, sources, held)
+    correct = expected(held, wanted, 0)
+    assert all(np.array_equal(found[name], correct[name]) for name in correct)
+    for target, proofs in windows.proofs.items():
+        for proof in proofs:
+            name, box = proof.piece
+            part = found[target][slices(proof.box)].reshape(box.shape)
+            assert np.array_equal(part, held[name][slices(box)])
+    assert sum(map(len, windows.proofs.values())) == len(experts) // 2
+
+
+def test_a_part_of_a_piece_cannot_be_proved() -> None:
+    _, headers = model_of(MOE)
+    rank = engine_ranks(MOE, tp=2)[0]
+    sources = fsdp_sources(headers, 1)
+    with pytest.raises(UsageError, match="cannot be proved"):
+        windows_of(sources, wants([rank], headers), Costs(pack_gb_per_s=0), 1, keep=False)
+
+
+def test_neighbours_become_one_read() -> None:
+    rows = np.array([[1, 0, 256, 64], [0, 0, 0, 256], [2, 0, 400, 8]], dtype=np.int64)
+    remote, local, sizes = Reads([rows]).placed([1000, 1256, 2000], 10)
+    assert (remote.tolist(), local.tolist(), sizes.tolist()) == (
+        [1000, 2000],
+        [10, 410],
+        [320, 8],
+    )
+
+
+# --- layouts as they travel ----------------------------------------------------------------------
+
+LAYOUT = write_layout(
+    {"qkv": LocalTensor(DTYPE, (6, 4))},
+    [
+        Piece("q", Box((0, 0), (2, 4)), "qkv", (0, 0)),
+        Piece("k", Box((0, 0), (4, 4)), "qkv", (2, 0)),
+    ],
+)
+
+
+def test_a_layout_comes_back() -> None:
+    held = read_layout(LAYOUT)
+    assert held.tensors == {"qkv": LocalTensor(DTYPE, (6, 4))}
+    assert [piece.name for piece in held.pieces] == ["q", "k"]
+    with pytest.raises(UsageError, match="which is not given"):
+        write_layout({}, held.pieces)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=200))
+def test_nonsense_is_no_layout(raw: bytes) -> None:
+    with pytest.raises(WeightsError):
+        read_layout(raw)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, len(LAYOUT) - 1), st.integers(1, 255))
+def test_a_damaged_layout_is_refused_or_is_another(at: int, by: int) -> None:
+    """It is signed on its way; this is about never failing in an unforeseen manner."""
+    damaged = bytearray(LAYOUT)
+    damaged[at] ^= by
+    try:
+        held = read_layout(bytes(damaged))
+    except WeightsError:
+        return
+    assert held != read_layout(LAYOUT)
