@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import multiprocessing
 import os
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -22,6 +25,7 @@ from rollway.weights.megatron.geometry import ModelGeometry, Topology
 from rollway.weights.megatron.names import NameMap
 from rollway.weights.offer import SECRET, Offer
 from rollway.weights.offers import Source
+from rollway.weights.sources import from_module
 from rollway.weights.trainers import fsdp_sources, hf_source, megatron_sources
 from rollway.weights.transports.nixl import NixlPublisher
 from rollway.weights.transports.nixl_agent import check_devices, import_nixl
@@ -278,6 +282,43 @@ def test_fsdp_ranks_give_hugging_face_tensors() -> None:
 
 
 @nixl
+def test_ranks_publish_what_they_hold_of_a_module(reader: NixlReader) -> None:
+    """Replicas are published by one rank each; a rank that then has nothing still takes part."""
+    module = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.LayerNorm(4))
+    with NixlPublisher(secret=WORD, world=3) as first:
+        url = str(first.catalog.where()["catalog"])
+        others = [NixlPublisher(secret=WORD, catalog=url, rank=r, world=3) for r in (1, 2)]
+        for rank, publisher in enumerate([first, *others]):
+            held = [] if rank == 2 else from_module(module, replica=(rank, 2))
+            with suppress(WeightsError):  # the others are not there yet
+                publisher.publish_held(0, held, timeout=0)
+        found = taken(reader, first.offer(0))
+        assert same(found, {name: p.detach() for name, p in module.named_parameters()})
+        for publisher in others:
+            publisher.close()
+
+
+@nixl
+def test_a_receiver_that_dies_disturbs_nobody(reader: NixlReader) -> None:
+    with Trainer(keep=1) as trainer:
+        context = multiprocessing.get_context("spawn")
+        near, far = context.Pipe()
+        other = context.Process(target=_take_one, args=(far, trainer.publish(0)), daemon=True)
+        other.start()
+        assert near.recv() == "0.weight"
+        other.kill()
+        other.join()
+        assert same(taken(reader, trainer.publish(1)), tensors_of(1))
+        assert trainer.ask("acknowledged", 1) == {reader.name}
+
+
+def _take_one(pipe: Connection, offer: Offer) -> None:
+    tensors = NixlReader(secret=WORD, window_bytes=5000).tensors(offer)
+    pipe.send(next(tensors)[0])
+    time.sleep(60)
+
+
+@nixl
 def test_a_rank_that_never_comes_is_named_in_bounded_time() -> None:
     with (
         NixlPublisher(secret=WORD, world=2) as publisher,
@@ -327,8 +368,9 @@ def test_wrong_use_is_told() -> None:
     with pytest.raises(UsageError, match="takes everything"):
         NixlReader(wants=lambda headers: {}, serve=True)
     with NixlPublisher(secret=WORD) as publisher:
-        with pytest.raises(UsageError, match="no tensors"):
-            publisher.publish(0)
+        for none in (None, []):
+            with pytest.raises(UsageError, match="no tensors"):
+                publisher.publish(0, none)
         publisher.publish(3, [("a", torch.ones(2))])
         with pytest.raises(UsageError, match="cannot follow"):
             publisher.publish(3, [("a", torch.ones(2))])

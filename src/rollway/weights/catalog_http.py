@@ -13,6 +13,7 @@ import hmac
 import http.client
 import os
 import secrets
+import socket
 import threading
 import time
 import urllib.parse
@@ -116,7 +117,7 @@ class CatalogServer(MemoryCatalog):
     def __init__(
         self, host: str = LOOPBACK, port: int = 0, *, secret: str | None = None, public: str = ""
     ) -> None:
-        """`public` is the host name that receivers use, where `host` is none (0.0.0.0)."""
+        """`public` is the host name that receivers use, this machine's when `host` is 0.0.0.0."""
         super().__init__()
         self._seal = Seal(given_secret(secret))
         self._loop = asyncio.new_event_loop()
@@ -133,7 +134,9 @@ class CatalogServer(MemoryCatalog):
                 f"The catalog cannot listen on {host}:{port}: {error.strerror}.",
                 "Choose another port, or 0 for any.",
             ) from error
-        self.url = f"http://{public or host}:{bound}"
+        everywhere = host in ("0.0.0.0", "::")
+        named = public or (socket.gethostname() if everywhere else host)
+        self.url = f"http://[{named}]:{bound}" if ":" in named else f"http://{named}:{bound}"
 
     def where(self) -> dict[str, Any]:
         return {"catalog": self.url}

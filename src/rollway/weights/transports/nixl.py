@@ -133,7 +133,7 @@ class NixlPublisher:
     def publish(
         self,
         version: int,
-        tensors: Iterable[tuple[str, Tensor]] = (),
+        tensors: Iterable[tuple[str, Tensor]] | None = None,
         pieces: Sequence[Piece] | None = None,
         *,
         timeout: float = 300.0,
@@ -152,17 +152,19 @@ class NixlPublisher:
     def announce(
         self,
         version: int,
-        tensors: Iterable[tuple[str, Tensor]] = (),
+        tensors: Iterable[tuple[str, Tensor]] | None = None,
         pieces: Sequence[Piece] | None = None,
     ) -> None:
         """Put this rank's part where receivers can read it; without tensors, those adopted.
 
         Without `pieces`, every tensor is a whole Hugging Face tensor."""
         check_next(version, self._newest)
-        given = dict(tensors)
-        if not given and self._adopted is None:
+        if tensors is None:
+            card = self._in_place(version, pieces)
+        else:
+            card = self._copied(version, dict(tensors), pieces)
+        if self.world == 1 and not card.addresses:
             raise UsageError("There are no tensors to publish.")
-        card = self._copied(version, given, pieces) if given else self._in_place(version, pieces)
         body = msgspec.msgpack.encode(card)
         self.catalog.announce(Listing(version, self.name, self.rank, self.world, "trainer", body))
         self._newest = version
@@ -176,7 +178,11 @@ class NixlPublisher:
     def adopt(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Register these tensors where they are: publishing then copies nothing. There is then
         one version at a time, and none while they change."""
-        self._adopted = _Adopted.register(self._agent, dict(tensors))
+        made = _Adopted.register(self._agent, dict(tensors))
+        if self._adopted is not None:
+            self._withdraw(self._adopted.version)
+            self._adopted.release(self._agent)
+        self._adopted = made
 
     def acknowledged(self, version: int) -> set[str]:
         """Receivers that have told this rank that they have all of the version."""
@@ -207,7 +213,7 @@ class NixlPublisher:
     def _copied(
         self, version: int, given: dict[str, Tensor], pieces: Sequence[Piece] | None
     ) -> Card:
-        device = next(iter(given.values())).device
+        device = next((one.device for one in given.values()), torch.device("cpu"))
         landed, nbytes = _laid_out(given)
         pool = min(self._pools, key=lambda one: one.version)
         self._withdraw(pool.version)
@@ -223,7 +229,8 @@ class NixlPublisher:
         return card
 
     def _in_place(self, version: int, pieces: Sequence[Piece] | None) -> Card:
-        assert self._adopted is not None
+        if self._adopted is None:
+            raise UsageError("There are no tensors to publish.", "Give them, or `adopt` them.")
         self._withdraw(self._adopted.version)
         self._adopted.version = version
         return self._card(self._adopted.tensors, pieces)
@@ -233,9 +240,10 @@ class NixlPublisher:
         if pieces is None:
             pieces = [whole_piece(name, one) for name, one in tensors.items()]
         layout = write_layout(tensors, pieces)
-        kind, device = memory_kind(next(iter(views.values())).device)
+        where = next((one.device for one in views.values()), torch.device("cpu"))
+        kind, device = memory_kind(where)
         if kind == "VRAM":
-            torch.cuda.synchronize()  # readers do not wait for this process's streams
+            torch.cuda.synchronize(where)  # readers do not wait for this process's streams
         return Card(
             agent=self._agent.metadata(),
             memory=kind,
@@ -254,7 +262,10 @@ class NixlPublisher:
 
     def _heard_of(self, member: str, message: bytes) -> None:
         version = message.removeprefix(_PREFIX)
-        if message.startswith(_PREFIX) and version.isdigit() and len(version) < 20:
+        if not message.startswith(_PREFIX) or not version.isdigit() or len(version) > 20:
+            return
+        kept = {one.version for one in (*self._pools, self._adopted) if one is not None}
+        if int(version) in kept:
             self._heard.setdefault(int(version), set()).add(member)
 
 

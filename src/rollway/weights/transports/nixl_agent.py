@@ -128,12 +128,14 @@ class Agent:
         with self._lock, suppress(Exception):
             self._agent.remove_remote_agent(peer)
 
-    def prepare(self, peer: str, local: Numbers, remote: Numbers, memory: Memory) -> Prepared:
+    def prepare(
+        self, peer: str, local: tuple[Memory, Numbers], remote: tuple[Memory, Numbers]
+    ) -> Prepared:
         """A read of rows of (address, bytes, device) from a peer, into the rows of `local`."""
         with self._lock, _told(f"cannot read the memory that {peer} announced"):
-            here = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", local, memory)
-            there = self._agent.prep_xfer_dlist(peer, remote, memory)
-            all_of_it = np.arange(len(local), dtype=np.int32)
+            here = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", local[1], local[0])
+            there = self._agent.prep_xfer_dlist(peer, remote[1], remote[0])
+            all_of_it = np.arange(len(local[1]), dtype=np.int32)
             handle = self._agent.make_prepped_xfer("READ", here, all_of_it, there, all_of_it, b"")
         return Prepared(peer, handle, (here, there))
 
@@ -178,7 +180,8 @@ class Agent:
 
         def run() -> None:
             while not self._stopped.wait(_PULSE_SECONDS):
-                self.hear(tell)
+                with suppress(WeightsError):  # one that died must not keep us from the others
+                    self.hear(tell)
 
         threading.Thread(target=run, name="rollway-nixl", daemon=True).start()
 

@@ -63,20 +63,21 @@ class NixlReader:
         secret: str | None = None,
         wants: Wanting | None = None,
         window_bytes: int = WINDOW_BYTES,
-        device: str = "cpu",
+        device: str | None = None,
         timeout: float = 120.0,
         serve: bool = False,
         net_devices: tuple[str, ...] = (),
         costs: Costs = PASSIVE,
     ) -> None:
         """`wants` says what of the offered tensors goes where, for one receiver; all of them as
-        they are, when it is not given. `timeout` bounds every window and every wait."""
+        they are, when it is not given. `device` is where tensors are handed out; where the
+        sources have them, CPU or GPU, when not given. `timeout` bounds every window."""
         if serve and wants is not None:
             raise UsageError("Only a receiver that takes everything can serve others.")
         self.name = unique_name("receiver")
         self._given, self._secret = catalog, secret
         self._wants, self._window_bytes, self._serve = wants, window_bytes, serve
-        self._device = torch.device(device)
+        self._device = torch.device(device) if device else None
         self._timeout, self._net_devices, self._costs = timeout, net_devices, costs
         self._layouts = Layouts()
         self._catalogs: dict[str, Catalog] = {}
@@ -161,7 +162,7 @@ class NixlReader:
     def _pulled(self, group: Group, done: set[str]) -> Iterator[tuple[str, Tensor]]:
         windows = self._windows(group)
         agent = self._connected(group)
-        memory = self._staging(agent, windows)
+        memory = self._staging(agent, windows, self._device or _like(group))
         reads = self._reads(group, windows, memory)
         turns = [
             (window, mine, memory[number % 2])
@@ -175,6 +176,7 @@ class NixlReader:
                 reading.result()
                 views = _assembled(window, held)
                 if number + 1 < len(turns):
+                    _settle(held)
                     reading = ahead.submit(agent.read, turns[number + 1][1], self._timeout)
                 for landed in window.targets:
                     _prove(views[landed.name], windows.proofs.get(landed.name, ()), group)
@@ -183,12 +185,14 @@ class NixlReader:
                         yield landed.name, views[landed.name]
         self.moved = windows.moved
 
-    def _staging(self, agent: Agent, windows: Windows) -> tuple[Tensor, Tensor]:
+    def _staging(
+        self, agent: Agent, windows: Windows, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
         """For even windows and odd ones; one buffer holds all when they stay to be served."""
         if not self._pools:
             self._pools = [Pool(agent) for _ in range(1 if self._serve else 2)]
         before = [pool.memory for pool in self._pools]
-        now = [pool.room_for(windows.nbytes, self._device) for pool in self._pools]
+        now = [pool.room_for(windows.nbytes, device) for pool in self._pools]
         if any(one is not other for one, other in zip(before, now, strict=True)):
             self._drop_prepared()
         return now[0], now[-1]
@@ -223,8 +227,7 @@ class NixlReader:
     def _connected(self, group: Group) -> Agent:
         """The agent, knowing these sources as they are now."""
         modes = {card.error_handling for card in group.cards}
-        kinds = {card.memory for card in group.cards}
-        if len(modes) != 1 or len(kinds) != 1:
+        if len(modes) != 1:
             raise WeightsError("The ranks of the trainer have different settings of NIXL.")
         mode = modes.pop()
         if self._agent is not None and self._agent.settings.error_handling != mode:
@@ -257,7 +260,7 @@ class NixlReader:
             cards = dict(zip(group.names, group.cards, strict=True))
             found = [
                 [
-                    self._prepare(name, cards[name], window, memory[number % 2].data_ptr())
+                    self._prepare(name, cards[name], window, memory[number % 2])
                     for name in window.reads
                 ]
                 for number, window in enumerate(windows.windows)
@@ -268,20 +271,14 @@ class NixlReader:
             _release_all(self._prepared.popitem(last=False)[1])
         return found
 
-    def _prepare(self, name: str, card: Card, window: Window, base: int) -> Prepared:
+    def _prepare(self, name: str, card: Card, window: Window, memory: Tensor) -> Prepared:
         assert self._agent is not None
-        kind, index = memory_kind(self._device)
-        if kind != card.memory:
-            raise WeightsError(
-                f"{name} publishes from {card.memory}, this receiver takes into {kind}.",
-                "Publish from the kind of memory that the receivers have.",
-            )
-        remote, local, sizes = window.reads[name].placed(card.addresses, base)
+        kind, index = memory_kind(memory.device)
+        remote, local, sizes = window.reads[name].placed(card.addresses, memory.data_ptr())
         return self._agent.prepare(
             self._peers[name][1],
-            _rows(local, sizes, index),
-            _rows(remote, sizes, card.device),
-            kind,
+            (kind, _rows(local, sizes, index)),
+            (card.memory, _rows(remote, sizes, card.device)),
         )
 
     # --- afterwards ------------------------------------------------------------------------------
@@ -302,7 +299,7 @@ class NixlReader:
         landed = [one for window in windows.windows for one in window.targets]
         tensors = {one.name: LocalTensor(one.dtype, one.shape) for one in landed}
         pieces = [Piece(name, box, name, box.start) for name, box in group.digests]
-        kind, index = memory_kind(self._device)
+        kind, index = memory_kind(self._pools[0].memory.device)
         base = self._pools[0].memory.data_ptr()
         digests = b"".join(group.digests.values())
         assert len(digests) == DIGEST_BYTES * len(pieces)
@@ -352,6 +349,20 @@ class NixlReader:
         if self._agent is not None:
             self._agent.stop_listening()
         self._agent, self._pools, self._peers = None, [], {}
+
+
+def _like(group: Group) -> torch.device:
+    """Where the sources have their tensors, seen from this process."""
+    kinds = {card.memory for card in group.cards if card.addresses}
+    if kinds == {"VRAM"} and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _settle(memory: Tensor) -> None:
+    """Wait for copies out of the buffer that is about to be written again."""
+    if memory.is_cuda:
+        torch.cuda.current_stream(memory.device).synchronize()
 
 
 def _ignore(_: str, __: bytes) -> None:
