@@ -95,6 +95,18 @@ def test_small_windows_give_the_same(reader: NixlReader) -> None:
 
 
 @nixl
+def test_a_tensor_is_not_written_over_while_it_is_in_use() -> None:
+    """Also when windows are left out, so that two in a row share a buffer."""
+    with Trainer() as trainer, NixlReader(secret=WORD, window_bytes=1) as reader:
+        group = reader._look_up(trainer.publish(0), [])[1]
+        names = [one.name for w in reader._windows(group).windows for one in w.targets]
+        wanted = tensors_of(0)
+        for name, tensor in reader._pulled(group, set(names[1:8:2])):
+            time.sleep(0.01)
+            assert torch.equal(tensor, wanted[name])
+
+
+@nixl
 def test_a_larger_model_takes_larger_pools(reader: NixlReader) -> None:
     with Trainer() as trainer:
         for version, rows in enumerate((8, 64, 16, 256)):

@@ -48,7 +48,8 @@ def memory_of(source: Source, model: Model) -> tuple[Bytes, list[int]]:
 
 def carried_out(windows: Windows, sources: list[Source], model: Model) -> Model:
     memory = {source.name: memory_of(source, model) for source in sources}
-    buffer = np.zeros(windows.nbytes, dtype=np.uint8)
+    end = max(window.offset + window.nbytes for window in windows.windows)
+    buffer = np.zeros(end, dtype=np.uint8)
     found: Model = {}
 
     def view(one: Landed) -> NDArray[np.int32]:

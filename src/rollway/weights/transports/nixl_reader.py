@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, Self
 
@@ -169,20 +169,28 @@ class NixlReader:
             for number, (window, mine) in enumerate(zip(windows.windows, reads, strict=True))
             if self._serve or any(one.name not in done for one in window.targets)
         ]
-        with ThreadPoolExecutor(1, thread_name_prefix="rollway-nixl-read") as ahead:
-            reading = ahead.submit(agent.read, turns[0][1], self._timeout) if turns else None
+        with ThreadPoolExecutor(1, thread_name_prefix="rollway-nixl-read") as thread:
+
+            def start(number: int) -> Future[None]:
+                _settle(memory[0])
+                return thread.submit(agent.read, turns[number][1], self._timeout)
+
+            reading = start(0) if turns else None
             for number, (window, _, held) in enumerate(turns):
                 assert reading is not None
                 reading.result()
+                reading = None
                 views = _assembled(window, held)
-                if number + 1 < len(turns):
-                    _settle(held)
-                    reading = ahead.submit(agent.read, turns[number + 1][1], self._timeout)
+                more = number + 1 < len(turns)
+                if more and (self._serve or turns[number + 1][2] is not held):
+                    reading = start(number + 1)
                 for landed in window.targets:
                     _prove(views[landed.name], windows.proofs.get(landed.name, ()), group)
                     if landed.name not in done:
                         done.add(landed.name)
                         yield landed.name, views[landed.name]
+                if more and reading is None:
+                    reading = start(number + 1)
         self.moved = windows.moved
 
     def _staging(
@@ -192,7 +200,9 @@ class NixlReader:
         if not self._pools:
             self._pools = [Pool(agent) for _ in range(1 if self._serve else 2)]
         before = [pool.memory for pool in self._pools]
-        now = [pool.room_for(windows.nbytes, device) for pool in self._pools]
+        step = len(self._pools)
+        sizes = [_largest(windows.windows[first::step]) for first in range(step)]
+        now = [one.room_for(size, device) for one, size in zip(self._pools, sizes, strict=True)]
         if any(one is not other for one, other in zip(before, now, strict=True)):
             self._drop_prepared()
         return now[0], now[-1]
@@ -357,6 +367,10 @@ def _like(group: Group) -> torch.device:
     if kinds == {"VRAM"} and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def _largest(windows: list[Window]) -> int:
+    return max((window.offset + window.nbytes for window in windows), default=0)
 
 
 def _settle(memory: Tensor) -> None:

@@ -88,7 +88,6 @@ class Windows:
 
     windows: list[Window]
     proofs: dict[str, list[Proof]]
-    nbytes: int
     moved: int
     """Bytes on the wire."""
 
@@ -136,8 +135,7 @@ def make_windows(
             tensor_number = numbers[copies[0].source][landed.name]
             row = np.array([[tensor_number, 0, landed.offset, landed.nbytes]], dtype=np.int64)
             window.reads.setdefault(copies[0].source, Reads()).rows.append(row)
-    total = max((window.offset + window.nbytes for window in windows), default=0)
-    return Windows(windows, _proofs(wants, pieces), total, plan.totals[receiver].moved)
+    return Windows(windows, _proofs(wants, pieces), plan.totals[receiver].moved)
 
 
 def _place_whole(
