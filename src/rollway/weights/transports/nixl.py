@@ -25,56 +25,20 @@ import torch
 from torch import Tensor
 
 from rollway.errors import UsageError
-from rollway.weights.bits import DTYPES, digest, dtype_name
+from rollway.weights.bits import digest, dtype_name
 from rollway.weights.catalog import Catalog, Listing, wait_for
 from rollway.weights.catalog_http import LOOPBACK, CatalogServer, HttpCatalog
 from rollway.weights.layout import Box, Piece
 from rollway.weights.offer import Offer
 from rollway.weights.sources import Held
-from rollway.weights.transports.nixl_agent import Agent, ErrorHandling, Memory, Region, Settings
+from rollway.weights.transports.nixl_agent import Agent, ErrorHandling, Region, Settings
 from rollway.weights.transports.nixl_cards import Card, Layouts, this_node, write_layout
+from rollway.weights.transports.nixl_memory import Pool, memory_kind, view_of
 from rollway.weights.transports.nixl_windows import Landed, aligned
 from rollway.weights.transports.versions import check_next
 from rollway.weights.wants import LocalTensor
 
 _PREFIX = b"rollway has "
-
-
-@dataclass(slots=True)
-class Pool:
-    """Memory of one device, registered with an agent; larger when need be, never smaller."""
-
-    agent: Agent
-    memory: Tensor | None = None
-    region: Region | None = None
-    version: int = -1
-
-    def room_for(self, nbytes: int, device: torch.device) -> Tensor:
-        held = self.memory
-        if held is None or held.numel() < nbytes or held.device != device:
-            self.release()
-            held = self.memory = torch.empty(max(nbytes, 1), dtype=torch.uint8, device=device)
-            kind, index = memory_kind(device)
-            self.region = self.agent.register(held.data_ptr(), held.numel(), kind, index)
-        return held
-
-    def release(self) -> None:
-        if self.region is not None:
-            self.agent.deregister(self.region)
-        self.memory = self.region = None
-
-
-def memory_kind(device: torch.device) -> tuple[Memory, int]:
-    if device.type == "cpu":
-        return "DRAM", 0
-    if device.type == "cuda":
-        return "VRAM", device.index or 0
-    raise UsageError(f"NIXL cannot read the memory of {device}.", "Publish from CPU or CUDA.")
-
-
-def view_of(memory: Tensor, one: Landed) -> Tensor:
-    part = memory[one.offset : one.offset + one.nbytes]
-    return part.view(DTYPES[one.dtype]).view(one.shape)
 
 
 def unique_name(kind: str) -> str:

@@ -15,22 +15,15 @@ import torch
 from torch import Tensor
 
 from rollway.errors import UsageError, WeightsError
-from rollway.weights.bits import digest
 from rollway.weights.catalog import Catalog, Listing, wait_for
 from rollway.weights.catalog_http import open_catalog
 from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.costs import Costs
-from rollway.weights.layout import Box, Piece
+from rollway.weights.layout import Piece
 from rollway.weights.offer import Offer
 from rollway.weights.offers import Place
 from rollway.weights.plan import Receiver, plan
-from rollway.weights.transports.nixl import (
-    Pool,
-    acknowledgement,
-    memory_kind,
-    unique_name,
-    view_of,
-)
+from rollway.weights.transports.nixl import acknowledgement, unique_name
 from rollway.weights.transports.nixl_agent import Agent, Numbers, Prepared, Settings, TimedOut
 from rollway.weights.transports.nixl_cards import (
     DIGEST_BYTES,
@@ -40,7 +33,15 @@ from rollway.weights.transports.nixl_cards import (
     this_node,
     write_layout,
 )
-from rollway.weights.transports.nixl_windows import Proof, Window, Windows, make_windows
+from rollway.weights.transports.nixl_memory import (
+    Pool,
+    assembled,
+    like,
+    memory_kind,
+    prove,
+    settle,
+)
+from rollway.weights.transports.nixl_windows import Window, Windows, make_windows
 from rollway.weights.wants import LocalTensor, Wants, hf_target
 
 WINDOW_BYTES = 32 << 20
@@ -162,7 +163,7 @@ class NixlReader:
     def _pulled(self, group: Group, done: set[str]) -> Iterator[tuple[str, Tensor]]:
         windows = self._windows(group)
         agent = self._connected(group)
-        memory = self._staging(agent, windows, self._device or _like(group))
+        memory = self._staging(agent, windows, self._device or like(group))
         reads = self._reads(group, windows, memory)
         turns = [
             (window, mine, memory[number % 2])
@@ -172,7 +173,7 @@ class NixlReader:
         with ThreadPoolExecutor(1, thread_name_prefix="rollway-nixl-read") as thread:
 
             def start(number: int) -> Future[None]:
-                _settle(memory[0])
+                settle(memory[0])
                 return thread.submit(agent.read, turns[number][1], self._timeout)
 
             reading = start(0) if turns else None
@@ -180,12 +181,12 @@ class NixlReader:
                 assert reading is not None
                 reading.result()
                 reading = None
-                views = _assembled(window, held)
+                views = assembled(window, held)
                 more = number + 1 < len(turns)
                 if more and (self._serve or turns[number + 1][2] is not held):
                     reading = start(number + 1)
                 for landed in window.targets:
-                    _prove(views[landed.name], windows.proofs.get(landed.name, ()), group)
+                    prove(views[landed.name], windows.proofs.get(landed.name, ()), group)
                     if landed.name not in done:
                         done.add(landed.name)
                         yield landed.name, views[landed.name]
@@ -361,22 +362,8 @@ class NixlReader:
         self._agent, self._pools, self._peers = None, [], {}
 
 
-def _like(group: Group) -> torch.device:
-    """Where the sources have their tensors, seen from this process."""
-    kinds = {card.memory for card in group.cards if card.addresses}
-    if kinds == {"VRAM"} and torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
 def _largest(windows: list[Window]) -> int:
     return max((window.offset + window.nbytes for window in windows), default=0)
-
-
-def _settle(memory: Tensor) -> None:
-    """Wait for copies out of the buffer that is about to be written again."""
-    if memory.is_cuda:
-        torch.cuda.current_stream(memory.device).synchronize()
 
 
 def _ignore(_: str, __: bytes) -> None:
@@ -387,35 +374,6 @@ def _rows(addresses: Any, sizes: Any, device: int) -> Numbers:
     rows = np.empty((len(addresses), 3), dtype=np.uint64)
     rows[:, 0], rows[:, 1], rows[:, 2] = addresses, sizes, device
     return rows
-
-
-def _assembled(window: Window, memory: Tensor) -> dict[str, Tensor]:
-    """The window's targets, with what was taken whole cut and put in place."""
-    views = {landed.name: view_of(memory, landed) for landed in window.targets}
-    for landed, copies in window.replays:
-        whole = view_of(memory, landed)
-        for copy in copies:
-            part = whole[_slices(copy.box)]
-            part = part.transpose(-1, -2) if copy.transposed else part
-            place = Box(copy.at, tuple(a + n for a, n in zip(copy.at, copy.shape, strict=True)))
-            views[copy.target][_slices(place)] = part.reshape(copy.shape)
-    return views
-
-
-def _prove(tensor: Tensor, proofs: Any, group: Group) -> None:
-    proof: Proof
-    for proof in proofs:
-        box = proof.piece[1]
-        part = tensor[_slices(proof.box)].reshape(box.shape)
-        if bytes.fromhex(digest(part)) != group.digests[proof.piece]:
-            raise WeightsError(
-                f"{proof.piece[0]} is not what was published: it changed while it was read, or "
-                "on its way."
-            )
-
-
-def _slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
 
 
 def _release_all(found: list[list[Prepared]]) -> None:
