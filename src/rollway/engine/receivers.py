@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 from rollway.errors import WeightsError
 from rollway.weights.checkpoint import TensorHeader, check_checkpoint, read_headers
-from rollway.weights.offer import Manifest, Offer
+from rollway.weights.offer import Offer
 
 if TYPE_CHECKING:
     from rollway.weights.transports.shards import ShardReader
@@ -84,9 +84,9 @@ class ShmReceiver:
 
 
 class Reader(Protocol):
-    """Of a transport whose list of tensors is a manifest."""
+    """Of a transport that compares digests, not sums."""
 
-    def manifest(self, offer: Offer) -> Manifest: ...
+    def headers(self, offer: Offer) -> dict[str, TensorHeader]: ...
     def tensors(self, offer: Offer) -> Iterator[tuple[str, torch.Tensor]]: ...
 
 
@@ -95,7 +95,7 @@ class ByReader:
         self._reader = reader
 
     def headers(self, offer: Offer) -> dict[str, TensorHeader]:
-        return self._reader.manifest(offer).headers()
+        return self._reader.headers(offer)
 
     def sums(self, offer: Offer) -> Mapping[str, int]:
         return {}

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from rollway.errors import UsageError, WeightsError
 from rollway.weights.bits import DTYPES, digest, dtype_name, raw_bytes
+from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.offer import Entry, Manifest, Offer
 from rollway.weights.transports import meeting
 from rollway.weights.transports.group import Backend, Group, address_towards
@@ -228,6 +229,9 @@ class CollectiveReader:
 
     def __init__(self) -> None:
         self._gpu = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+    def headers(self, offer: Offer) -> dict[str, TensorHeader]:
+        return self.manifest(offer).headers()
 
     def manifest(self, offer: Offer) -> Manifest:
         where = meeting.read_where(offer)

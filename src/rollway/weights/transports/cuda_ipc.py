@@ -28,6 +28,7 @@ from torch import Tensor
 from rollway.errors import UsageError, WeightsError
 from rollway.weights import owner
 from rollway.weights.bits import DTYPES, digests, dtype_name
+from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.copies import copy_all
 from rollway.weights.offer import Count, Entry, Manifest, Offer, read_manifest
 from rollway.weights.transports.device_memory import (
@@ -220,6 +221,9 @@ class CudaIpcReader:
         self._publisher = ""
         self._open: dict[int, dict[Handle, Tensor]] = {}
         """By slot: one whose buckets were made anew does not keep the old ones."""
+
+    def headers(self, offer: Offer) -> dict[str, TensorHeader]:
+        return self.manifest(offer).headers()
 
     def manifest(self, offer: Offer) -> Manifest:
         return read_manifest(self._look(offer, _where(offer)), offer)
