@@ -71,7 +71,7 @@ def install(venv: Path) -> None:
     _say(4, "ai-dynamo")
     _pip(pip, "install", "--no-deps", pinned["ai-dynamo"])
     _say(5, "rollway and its tools")
-    tools = [*core, *groups["demo"], *groups["services"], *groups["dev"]]
+    tools = [*core, *groups["demo"], *groups["services"], *groups["nixl"], *groups["dev"]]
     _pip(pip, "install", *tools)
     _pip(pip, "install", "--no-deps", "--editable", str(ROOT))
 

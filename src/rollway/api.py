@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -46,6 +47,7 @@ from rollway.stack.local import Progress, RunningStack
 from rollway.stack.locks import machine_lock
 from rollway.stack.state import StackDir, StackState, WeightsFile, known_stacks, secret_of
 from rollway.sync import Portal, SyncStack
+from rollway.weights.offer import SECRET
 
 S = TypeVar("S", bound=Sender)
 
@@ -108,6 +110,13 @@ class Stack:
         )
         fleet.versions.tainted = True  # the launcher has done it
         return fleet
+
+    @property
+    def weights_secret(self) -> str:
+        """What offers of weights to this stack's workers are signed with; a catalog of weights
+        needs it too. Empty for a stack that this user did not start on this machine."""
+        state = StackDir(self.name).read() if self.name else None
+        return os.environ.get(SECRET, "") if state is None else secret_of(state)
 
     @property
     def fleet(self) -> Fleet:

@@ -154,5 +154,9 @@ class SyncStack:
     def teacher(self, model: str | None = None, **options: Any) -> SyncTeacher:
         return SyncTeacher(self._stack.teacher(model, **options), self._portal)
 
+    @property
+    def weights_secret(self) -> str:
+        return self._stack.weights_secret
+
     def refit(self, version: int, update: Weights, **options: Any) -> RefitReport:
         return self.fleet.refit(version, update, **options)

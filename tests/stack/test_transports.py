@@ -24,6 +24,7 @@ from rollway.weights.store import SharedMemory, Store
 from rollway.weights.transports.collective import CollectivePublisher
 from rollway.weights.transports.delta import DeltaPublisher
 from rollway.weights.transports.files import FilesPublisher
+from rollway.weights.transports.nixl import NixlPublisher
 from rollway.weights.transports.shards import joined, publish_shards
 from rollway.weights.transports.shm import ShmPublisher
 from tests.stack.policies import Policy
@@ -114,6 +115,15 @@ def test_a_broadcast(vllm_stack: SyncStack, policies: list[Policy]) -> None:
             offer = publisher.publish(version, tensors(policy).items(), receivers=2)
             vllm_stack.refit(version, offer)
             publisher.wait(version, 10.0)
+            assert_serves(vllm_stack, policy, version)
+
+
+def test_nixl(vllm_stack: SyncStack, policies: list[Policy]) -> None:
+    pytest.importorskip("nixl_cu12", reason="there is no NIXL for this machine")
+    with NixlPublisher(secret=vllm_stack.weights_secret) as publisher:
+        for policy in (policies[1], policies[2]):
+            version = next(_versions)
+            vllm_stack.refit(version, publisher.publish(version, tensors(policy).items()))
             assert_serves(vllm_stack, policy, version)
 
 

@@ -33,6 +33,7 @@ from rollway.weights.store import Store
 from rollway.weights.transports.collective import CollectivePublisher
 from rollway.weights.transports.delta import DeltaPublisher
 from rollway.weights.transports.files import FilesPublisher
+from rollway.weights.transports.nixl import NixlPublisher
 from rollway.weights.transports.shm import ShmPublisher
 
 ROUNDS = 4
@@ -221,6 +222,7 @@ def _ways(bench: _Bench, cleanup: ExitStack) -> dict[str, _Way]:
     files = FilesPublisher(bench.scratch / "files", bench.model, keep_recent=2)
     deltas = DeltaPublisher(Store(bench.scratch / "deltas"), snapshot_every=1000)
     shm = cleanup.enter_context(ShmPublisher())
+    nixl = cleanup.enter_context(NixlPublisher(secret=bench.stack.weights_secret))
     collective = cleanup.enter_context(CollectivePublisher())
     adopted = cleanup.enter_context(ShmPublisher(keep=1))
     trainer = {
@@ -244,6 +246,7 @@ def _ways(bench: _Bench, cleanup: ExitStack) -> dict[str, _Way]:
         "collective": _Way(
             lambda version, state: collective.publish(version, state.items(), receivers=1)
         ),
+        "nixl": _Way(lambda version, state: nixl.publish(version, state.items())),
         "delta": _Way(
             lambda version, state: deltas.publish(version, state.items()),
             turns=(0, 2),
