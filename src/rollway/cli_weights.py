@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.table import Table
 
 from rollway.weights.compare import Comparison, compare
-from rollway.weights.costs import Costs
 from rollway.weights.inventory import Inventory, inventories
-from rollway.weights.scenario import plan_scenario
-from rollway.weights.transfers import Plan, Total
+from rollway.weights.planning.costs import Costs
+from rollway.weights.planning.scenario import plan_scenario
+from rollway.weights.planning.transfers import Plan, Total
 
 _SHOWN = 40
 out = Console(highlight=False, width=None if sys.stdout.isatty() else 200)

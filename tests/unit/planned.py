@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from rollway.weights.costs import Method
 from rollway.weights.layout import Box
-from rollway.weights.offers import Source
-from rollway.weights.transfers import Plan, Transfer
-from rollway.weights.wants import LocalTensor, Wants
+from rollway.weights.planning.costs import Method
+from rollway.weights.planning.holdings import Source
+from rollway.weights.planning.transfers import Plan, Transfer
+from rollway.weights.planning.wants import LocalTensor, Wants
 
 Array = NDArray[np.int32]
 Model = dict[str, Array]

@@ -24,9 +24,9 @@ from rollway.weights.megatron.describe import Experts, describe
 from rollway.weights.megatron.geometry import ModelGeometry, Topology
 from rollway.weights.megatron.names import NameMap
 from rollway.weights.offer import SECRET, Offer
-from rollway.weights.offers import Source
+from rollway.weights.planning.holdings import Source
+from rollway.weights.planning.trainers import fsdp_sources, hf_source, megatron_sources
 from rollway.weights.sources import from_module
-from rollway.weights.trainers import fsdp_sources, hf_source, megatron_sources
 from rollway.weights.transports.nixl import NixlPublisher
 from rollway.weights.transports.nixl_agent import check_devices, import_nixl
 from rollway.weights.transports.nixl_reader import NixlReader
@@ -353,7 +353,7 @@ def test_replicas_that_differ_are_refused() -> None:
 @nixl
 def test_only_what_is_wanted_moves() -> None:
     """As with expert parallelism: a receiver takes its own experts and nothing of the others."""
-    from rollway.weights.wants import hf_target
+    from rollway.weights.planning.wants import hf_target
 
     with Trainer() as trainer:
         offer = trainer.publish(0)

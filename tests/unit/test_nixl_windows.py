@@ -12,18 +12,18 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from rollway.errors import UsageError, WeightsError
-from rollway.weights.costs import Costs
 from rollway.weights.layout import Box, Piece
 from rollway.weights.megatron.describe import Experts, describe
 from rollway.weights.megatron.geometry import ModelGeometry, Topology
 from rollway.weights.megatron.names import NameMap
-from rollway.weights.offers import Source
-from rollway.weights.plan import Receiver, plan
-from rollway.weights.trainers import fsdp_sources, megatron_sources
+from rollway.weights.planning.costs import Costs
+from rollway.weights.planning.holdings import Source
+from rollway.weights.planning.plan import Receiver, plan
+from rollway.weights.planning.trainers import fsdp_sources, megatron_sources
+from rollway.weights.planning.vllm_layout import engine_ranks, wants
+from rollway.weights.planning.wants import LocalTensor, Wants, hf_target
 from rollway.weights.transports.nixl_cards import read_layout, write_layout
 from rollway.weights.transports.nixl_windows import ALIGNED, Landed, Reads, Windows, make_windows
-from rollway.weights.vllm_layout import engine_ranks, wants
-from rollway.weights.wants import LocalTensor, Wants, hf_target
 from tests.unit.planned import DTYPE, Model, expected, held_by, slices
 from tests.unit.test_plan_megatron import MOE, model_of
 

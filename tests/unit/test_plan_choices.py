@@ -7,16 +7,16 @@ from dataclasses import replace
 import pytest
 
 from rollway.errors import UsageError
-from rollway.weights.costs import Costs, Load, Method, choose
-from rollway.weights.fanout import Edge, tree
 from rollway.weights.layout import Box, Need, Piece
-from rollway.weights.offers import ANYWHERE, Place, Source, source_of_pieces
-from rollway.weights.plan import Receiver, plan
-from rollway.weights.plan_cache import PlanCache, signature
-from rollway.weights.trainers import fsdp_sources
-from rollway.weights.transfers import Plan
-from rollway.weights.vllm_layout import EngineTarget, engine_ranks, wants
-from rollway.weights.wants import LocalTensor, hf_target, wants_of_needs
+from rollway.weights.planning.cache import PlanCache, signature
+from rollway.weights.planning.costs import Costs, Load, Method, choose
+from rollway.weights.planning.fanout import Edge, tree
+from rollway.weights.planning.holdings import ANYWHERE, Place, Source, source_of_pieces
+from rollway.weights.planning.plan import Receiver, plan
+from rollway.weights.planning.trainers import fsdp_sources
+from rollway.weights.planning.transfers import Plan
+from rollway.weights.planning.vllm_layout import EngineTarget, engine_ranks, wants
+from rollway.weights.planning.wants import LocalTensor, hf_target, wants_of_needs
 
 MB = 1 << 20
 

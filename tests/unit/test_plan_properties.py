@@ -8,12 +8,12 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollway.weights.costs import Costs
 from rollway.weights.layout import Box, Need, Piece
-from rollway.weights.offers import Source, source_of_pieces
-from rollway.weights.plan import Receiver, plan
-from rollway.weights.vllm_layout import EngineTarget, needs, wants
-from rollway.weights.wants import LocalTensor, Wants, hf_target, needs_of, wants_of_needs
+from rollway.weights.planning.costs import Costs
+from rollway.weights.planning.holdings import Source, source_of_pieces
+from rollway.weights.planning.plan import Receiver, plan
+from rollway.weights.planning.vllm_layout import EngineTarget, needs, wants
+from rollway.weights.planning.wants import LocalTensor, Wants, hf_target, needs_of, wants_of_needs
 from tests.unit.planned import DTYPE, Model, carried_out, expected, headers, some_model
 
 COSTS = [

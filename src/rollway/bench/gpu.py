@@ -25,10 +25,10 @@ from rollway.errors import UsageError
 from rollway.weights import bits
 from rollway.weights.bits import digest, digests, integers
 from rollway.weights.changes import changed, laid_out, planes, zigzag
-from rollway.weights.hf_model import hf_headers
 from rollway.weights.megatron.describe import describe
 from rollway.weights.megatron.geometry import ModelGeometry, Topology
 from rollway.weights.megatron.names import NameMap
+from rollway.weights.planning.hf_model import hf_headers
 from rollway.weights.translate import Translation, from_hf, to_hf
 
 _REPEATS = 5

@@ -14,14 +14,14 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rollway.weights.hf_model import hf_headers
 from rollway.weights.megatron.describe import describe
 from rollway.weights.megatron.geometry import ModelGeometry, Topology
 from rollway.weights.megatron.model import MegatronModel
 from rollway.weights.megatron.names import NameMap
-from rollway.weights.plan import Receiver, plan
-from rollway.weights.trainers import megatron_sources
-from rollway.weights.vllm_layout import engine_ranks, wants
+from rollway.weights.planning.hf_model import hf_headers
+from rollway.weights.planning.plan import Receiver, plan
+from rollway.weights.planning.trainers import megatron_sources
+from rollway.weights.planning.vllm_layout import engine_ranks, wants
 
 QWEN3_30B_A3B = {
     "model_type": "qwen3_moe",

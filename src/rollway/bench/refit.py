@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -222,7 +223,6 @@ def _ways(bench: _Bench, cleanup: ExitStack) -> dict[str, _Way]:
     files = FilesPublisher(bench.scratch / "files", bench.model, keep_recent=2)
     deltas = DeltaPublisher(Store(bench.scratch / "deltas"), snapshot_every=1000)
     shm = cleanup.enter_context(ShmPublisher())
-    nixl = cleanup.enter_context(NixlPublisher(secret=bench.stack.weights_secret))
     collective = cleanup.enter_context(CollectivePublisher())
     adopted = cleanup.enter_context(ShmPublisher(keep=1))
     trainer = {
@@ -239,20 +239,23 @@ def _ways(bench: _Bench, cleanup: ExitStack) -> dict[str, _Way]:
         written = deltas.manifest(offer.version).delta
         return 1.0 if written is None else written.size / offer.nbytes
 
-    return {
+    ways = {
         "files": _Way(lambda version, state: files.publish(version, state.items())),
         "shm": _Way(lambda version, _: adopted.publish(version), before=step),
         "shm_copied": _Way(lambda version, state: shm.publish(version, state.items())),
         "collective": _Way(
             lambda version, state: collective.publish(version, state.items(), receivers=1)
         ),
-        "nixl": _Way(lambda version, state: nixl.publish(version, state.items())),
         "delta": _Way(
             lambda version, state: deltas.publish(version, state.items()),
             turns=(0, 2),
             moved=moved,
         ),
     }
+    if find_spec("nixl_cu12") is not None:
+        nixl = cleanup.enter_context(NixlPublisher(secret=bench.stack.weights_secret))
+        ways["nixl"] = _Way(lambda version, state: nixl.publish(version, state.items()))
+    return ways
 
 
 def _compare(figures: RefitFigures) -> None:

@@ -30,13 +30,13 @@ from rollway.weights.catalog import Catalog, Listing, wait_for
 from rollway.weights.catalog_http import LOOPBACK, CatalogServer, HttpCatalog
 from rollway.weights.layout import Box, Piece
 from rollway.weights.offer import Offer
+from rollway.weights.planning.wants import LocalTensor
 from rollway.weights.sources import Held
 from rollway.weights.transports.nixl_agent import Agent, ErrorHandling, Region, Settings
 from rollway.weights.transports.nixl_cards import Card, Layouts, this_node, write_layout
 from rollway.weights.transports.nixl_memory import Pool, memory_kind, view_of
 from rollway.weights.transports.nixl_windows import Landed, aligned
 from rollway.weights.transports.versions import check_next
-from rollway.weights.wants import LocalTensor
 
 _PREFIX = b"rollway has "
 

@@ -23,9 +23,9 @@ from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.coverage import check_covered
 from rollway.weights.layout import ELEMENT_BYTES, Box, Piece, Shape
 from rollway.weights.offer import Count
-from rollway.weights.offers import Place, Source, source_of_pieces
+from rollway.weights.planning.holdings import Place, Source, source_of_pieces
+from rollway.weights.planning.wants import LocalTensor
 from rollway.weights.transports.nixl_agent import ErrorHandling, Memory
-from rollway.weights.wants import LocalTensor
 
 DIGEST_BYTES = 16
 _Shape = Annotated[tuple[Count, ...], msgspec.Meta(max_length=8)]

@@ -18,11 +18,12 @@ from rollway.errors import UsageError, WeightsError
 from rollway.weights.catalog import Catalog, Listing, wait_for
 from rollway.weights.catalog_http import open_catalog
 from rollway.weights.checkpoint import TensorHeader
-from rollway.weights.costs import Costs
 from rollway.weights.layout import Piece
 from rollway.weights.offer import Offer
-from rollway.weights.offers import Place
-from rollway.weights.plan import Receiver, plan
+from rollway.weights.planning.costs import Costs
+from rollway.weights.planning.holdings import Place
+from rollway.weights.planning.plan import Receiver, plan
+from rollway.weights.planning.wants import LocalTensor, Wants, hf_target
 from rollway.weights.transports.nixl import acknowledgement, unique_name
 from rollway.weights.transports.nixl_agent import Agent, Numbers, Prepared, Settings, TimedOut
 from rollway.weights.transports.nixl_cards import (
@@ -42,7 +43,6 @@ from rollway.weights.transports.nixl_memory import (
     settle,
 )
 from rollway.weights.transports.nixl_windows import Window, Windows, make_windows
-from rollway.weights.wants import LocalTensor, Wants, hf_target
 
 WINDOW_BYTES = 32 << 20
 """Two of them are in memory: one is read while the other is proved and handed on."""

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from rollway.errors import UsageError
 from rollway.weights.layout import ELEMENT_BYTES, Box, Shape
-from rollway.weights.recipe import landing, run
-from rollway.weights.transfers import Copy, Plan, Transfer
-from rollway.weights.wants import LocalTensor, Wants
+from rollway.weights.planning.recipe import landing, run
+from rollway.weights.planning.transfers import Copy, Plan, Transfer
+from rollway.weights.planning.wants import LocalTensor, Wants
 
 ALIGNED = 256
 Offsets = NDArray[np.int64]

@@ -23,7 +23,7 @@ from typing import Any
 
 from rollway.errors import UsageError
 from rollway.weights.layout import Box, Need, Shape
-from rollway.weights.wants import Described, Part, Parts, Want, needs_of
+from rollway.weights.planning.wants import Described, Part, Parts, Want, needs_of
 
 Headers = Mapping[str, Described]
 """Of the Hugging Face tensors, by name."""

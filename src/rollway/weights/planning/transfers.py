@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollway.errors import UsageError
-from rollway.weights.costs import Method
-from rollway.weights.fanout import Tree
 from rollway.weights.layout import Box, Shape
-from rollway.weights.recipe import Step
+from rollway.weights.planning.costs import Method
+from rollway.weights.planning.fanout import Tree
+from rollway.weights.planning.recipe import Step
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rollway.errors import UsageError
-from rollway.weights.costs import Choice, Costs, Load, choose
 from rollway.weights.layout import ELEMENT_BYTES, Box, Shape
-from rollway.weights.offers import Held, Holding
-from rollway.weights.wants import Part, Parts
+from rollway.weights.planning.costs import Choice, Costs, Load, choose
+from rollway.weights.planning.holdings import Held, Holding
+from rollway.weights.planning.wants import Part, Parts
 
 
 @dataclass(frozen=True, slots=True)

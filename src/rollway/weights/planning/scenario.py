@@ -9,18 +9,18 @@ from typing import Any
 
 from rollway.errors import UsageError
 from rollway.weights.checkpoint import TensorHeader
-from rollway.weights.costs import Costs
-from rollway.weights.fanout import tree
-from rollway.weights.hf_model import read_model
 from rollway.weights.megatron.describe import describe
 from rollway.weights.megatron.geometry import ModelGeometry, Topology
 from rollway.weights.megatron.names import NameMap
-from rollway.weights.offers import Source
-from rollway.weights.plan import Receiver, plan
-from rollway.weights.trainers import fsdp_sources, hf_source, megatron_sources
-from rollway.weights.transfers import Plan
-from rollway.weights.vllm_layout import engine_ranks, wants
-from rollway.weights.wants import Want, hf_target
+from rollway.weights.planning.costs import Costs
+from rollway.weights.planning.fanout import tree
+from rollway.weights.planning.hf_model import read_model
+from rollway.weights.planning.holdings import Source
+from rollway.weights.planning.plan import Receiver, plan
+from rollway.weights.planning.trainers import fsdp_sources, hf_source, megatron_sources
+from rollway.weights.planning.transfers import Plan
+from rollway.weights.planning.vllm_layout import engine_ranks, wants
+from rollway.weights.planning.wants import Want, hf_target
 
 _SOURCES = "hf, fsdp:8, or megatron:tp=2,pp=1,ep=8,etp=1"
 _TARGETS = "hf, or vllm:tp=2,ep=1"

@@ -11,12 +11,12 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
-from rollway.weights.costs import Costs
-from rollway.weights.fanout import Tree
-from rollway.weights.offers import Held, Source
-from rollway.weights.plan import Receiver, plan
-from rollway.weights.transfers import Plan
-from rollway.weights.wants import Parts, Wants
+from rollway.weights.planning.costs import Costs
+from rollway.weights.planning.fanout import Tree
+from rollway.weights.planning.holdings import Held, Source
+from rollway.weights.planning.plan import Receiver, plan
+from rollway.weights.planning.transfers import Plan
+from rollway.weights.planning.wants import Parts, Wants
 
 
 def signature(
@@ -82,7 +82,7 @@ class PlanCache:
         *,
         fanout: Tree | None = None,
     ) -> Plan:
-        """As `rollway.weights.plan.plan`, which is asked only when something has changed."""
+        """As `planning.plan.plan`, which is asked only when something has changed."""
         key = signature(sources, receivers, wants, costs, fanout)
         found = self._plans.get(key)
         if found is None:

@@ -19,11 +19,11 @@ from itertools import accumulate
 from typing import Any
 
 from rollway.errors import UsageError
-from rollway.weights.costs import Costs
-from rollway.weights.fanout import Tree
 from rollway.weights.layout import Box
-from rollway.weights.offers import ANYWHERE, Holding, Offer, Place, Source
-from rollway.weights.recipe import (
+from rollway.weights.planning.costs import Costs
+from rollway.weights.planning.fanout import Tree
+from rollway.weights.planning.holdings import ANYWHERE, Holding, Place, Source, Stored
+from rollway.weights.planning.recipe import (
     Missing,
     Wanted,
     check_fits,
@@ -31,8 +31,8 @@ from rollway.weights.recipe import (
     overlap,
     steps_for,
 )
-from rollway.weights.transfers import Holders, Plan, Recipe, Total, Unit
-from rollway.weights.wants import Part, Parts, Wants
+from rollway.weights.planning.transfers import Holders, Plan, Recipe, Total, Unit
+from rollway.weights.planning.wants import Part, Parts, Wants
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ def _check_target(target: str, receiver: str, parts: list[tuple[str, Part | None
         )
 
 
-Holder = tuple[int, str, Offer]
+Holder = tuple[int, str, Stored]
 """A source by its number, and one of its tensors."""
 
 
