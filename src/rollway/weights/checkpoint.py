@@ -13,7 +13,6 @@ import json
 import math
 import os
 import shutil
-import struct
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,11 +22,11 @@ from typing import Any
 from rollway.errors import UsageError
 from rollway.weights import owner
 from rollway.weights.layout import ELEMENT_BYTES
+from rollway.weights.weight_file import HALF_WRITTEN, stored_tensors
 
 STABLE = "STABLE"
 _INDEX = "model.safetensors.index.json"
 _WHOLE = "model.safetensors"
-_HALF_WRITTEN = "It is still being written, or its writer died."
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,18 +113,17 @@ def read_headers(directory: Path) -> dict[str, TensorHeader]:
     names = _shards(directory)
     missing = [name for name in names if not (directory / name).is_file()]
     if missing:
-        raise UsageError(
-            f"{directory} lacks weight files: {', '.join(missing[:5])}.", _HALF_WRITTEN
-        )
+        raise UsageError(f"{directory} lacks weight files: {', '.join(missing[:5])}.", HALF_WRITTEN)
     found: dict[str, TensorHeader] = {}
     for name in names:
-        found.update(_header(directory / name))
+        stored = stored_tensors(directory / name)
+        found.update({n: TensorHeader(one.dtype, one.shape, name) for n, one in stored.items()})
     indexed = _index(directory)
     absent = sorted(set(indexed) - set(found)) if indexed else []
     if absent:
         raise UsageError(
             f"{directory} lacks tensors that its index lists: {', '.join(absent[:5])}.",
-            _HALF_WRITTEN,
+            HALF_WRITTEN,
         )
     return found
 
@@ -163,33 +161,6 @@ def _check_root(path: Path, roots: Sequence[Path]) -> None:
         )
 
 
-def _header(path: Path) -> dict[str, TensorHeader]:
-    """Read a safetensors header, and see that the file is as long as it says."""
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            if length > size:
-                raise ValueError(f"its header would have {length} bytes, the file has {size}")
-            fields: dict[str, Any] = json.loads(file.read(length))
-        fields.pop("__metadata__", None)
-        end = 8 + length
-        tensors = {}
-        for name, field in fields.items():
-            header = TensorHeader(field["dtype"], tuple(field["shape"]), path.name)
-            start, stop = field["data_offsets"]
-            wanted = math.prod(header.shape) * ELEMENT_BYTES.get(header.dtype, 0)
-            if wanted and stop - start != wanted:
-                raise ValueError(f"{name} has {stop - start} bytes instead of {wanted}")
-            end = max(end, 8 + length + stop)
-            tensors[name] = header
-        if end != size:
-            raise ValueError(f"it has {size} bytes instead of {end}")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
-        raise UsageError(f"{path} is not a whole weight file ({error}).", _HALF_WRITTEN) from error
-    return tensors
-
-
 def _shards(directory: Path) -> list[str]:
     indexed = _index(directory)
     return sorted(set(indexed.values())) if indexed is not None else [_WHOLE]
@@ -204,7 +175,7 @@ def _index(directory: Path) -> dict[str, str] | None:
         names = {str(k): str(v) for k, v in json.loads(index.read_text())["weight_map"].items()}
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise UsageError(
-            f"{index} cannot be read as an index of weight files ({error}).", _HALF_WRITTEN
+            f"{index} cannot be read as an index of weight files ({error}).", HALF_WRITTEN
         ) from error
     outside = [name for name in names.values() if Path(name).name != name]
     if outside:
@@ -225,7 +196,7 @@ def _check_bytes(directory: Path, said: dict[str, dict[str, Any]]) -> None:
     files = [directory / name for name in said]
     missing = [path.name for path in files if not path.is_file()]
     if missing:
-        raise UsageError(f"{directory} lost files: {', '.join(missing[:5])}.", _HALF_WRITTEN)
+        raise UsageError(f"{directory} lost files: {', '.join(missing[:5])}.", HALF_WRITTEN)
     now = _digests(files)
     changed = [name for name, digest in said.items() if now[name] != digest]
     if changed:

@@ -15,16 +15,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from rollway.errors import UsageError
+from rollway.weights.bits import dtype_name
 from rollway.weights.coverage import owner
 from rollway.weights.layout import Box, Piece, Role, Shape, Shard
-
-DTYPES = {
-    **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
-    **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8"},
-    **{torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8"},
-    **{torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.bool: "BOOL"},
-}
-"""safetensors' names for torch's types."""
 
 _WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
@@ -126,15 +119,8 @@ def _from_dtensor(name: str, tensor: DTensor) -> Held | None:
 
 
 def _held(name: str, shape: Shape, box: Box, tensor: torch.Tensor, owned: bool) -> Held:
-    shard = Shard(name, dtype_name(name, tensor.dtype), shape, box, Role.REPLICATED)
+    shard = Shard(name, dtype_name(tensor), shape, box, Role.REPLICATED)
     return Held(shard, tensor, [Piece(name, box, name, (0,) * len(shape))], owned)
-
-
-def dtype_name(name: str, dtype: torch.dtype) -> str:
-    try:
-        return DTYPES[dtype]
-    except KeyError as error:
-        raise UsageError(f"{name} has {dtype}, which Rollway cannot move.") from error
 
 
 def _own_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,19 +1,20 @@
-"""Where the bytes of each tensor lie in the safetensors files of a directory, and reading them.
-
-Headers were checked by `rollway.weights.checkpoint` before; here they are followed.
-"""
+"""Where the bytes of each tensor lie in a safetensors file, by its header, and reading them."""
 
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rollway.errors import UsageError
+from rollway.weights.layout import ELEMENT_BYTES
 
 CHUNK = 16 << 20
+HALF_WRITTEN = "It is still being written, or its writer died."
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,23 +45,28 @@ class Stored:
 
 
 def stored_tensors(file: Path) -> dict[str, Stored]:
-    """The tensors of one file, by name."""
+    """The tensors of one file, by name; refused unless the file is exactly as long as they are."""
     try:
+        size = file.stat().st_size
         with file.open("rb") as opened:
             (length,) = struct.unpack("<Q", opened.read(8))
-            if length > file.stat().st_size:
-                raise ValueError("its header would be longer than the file")
+            if length > size:
+                raise ValueError(f"its header would have {length} bytes, the file has {size}")
             fields = json.loads(opened.read(length))
         fields.pop("__metadata__", None)
-        return {
-            name: Stored(
-                file,
-                field["dtype"],
-                tuple(field["shape"]),
-                8 + length + field["data_offsets"][0],
-                field["data_offsets"][1] - field["data_offsets"][0],
-            )
-            for name, field in fields.items()
-        }
+        found = {name: _stored(file, 8 + length, field) for name, field in fields.items()}
+        for name, one in found.items():
+            wanted = math.prod(one.shape) * ELEMENT_BYTES.get(one.dtype, 0)
+            if wanted and one.size != wanted:
+                raise ValueError(f"{name} has {one.size} bytes instead of {wanted}")
+        end = max((one.start + one.size for one in found.values()), default=8 + length)
+        if end != size:
+            raise ValueError(f"it has {size} bytes instead of {end}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
-        raise UsageError(f"{file} is not a safetensors file ({error}).") from error
+        raise UsageError(f"{file} is not a whole weight file ({error}).", HALF_WRITTEN) from error
+    return found
+
+
+def _stored(file: Path, data: int, field: Any) -> Stored:
+    start, stop = field["data_offsets"]
+    return Stored(file, field["dtype"], tuple(field["shape"]), data + start, stop - start)

@@ -15,13 +15,14 @@ from typing import Any
 import torch
 
 from rollway.errors import UsageError
+from rollway.weights.bits import dtype_name
 from rollway.weights.layout import Role, Shape
 from rollway.weights.megatron.geometry import ModelGeometry, Position
 from rollway.weights.megatron.model import RankLayout
 from rollway.weights.megatron.names import NameMap, plain_name
 from rollway.weights.megatron.pieces import local_view, pieces, place
 from rollway.weights.megatron.roles import Overrides, Parameter, classify
-from rollway.weights.sources import Held, dtype_name
+from rollway.weights.sources import Held
 
 _LAYER = re.compile(r"^(decoder\.layers\.)(\d+)(?=\.|$)")
 _KNOWN_BUFFERS = ("expert_bias",)
@@ -70,7 +71,7 @@ def read_rank(
                 raise UsageError(f"This rank has two tensors that are called {name}.")
             role = _role(name, module, tensor, names.geometry, roles)
             local: Shape = local_view(name, tuple(tensor.shape), names.geometry, position)
-            dtype = dtype_name(name, tensor.dtype)
+            dtype = dtype_name(tensor)
             shards[name] = place(name, dtype, local, role, position)
             hf_names[name], tensors[name] = found, tensor.detach().view(local)
     return RankLayout(position, shards, hf_names), tensors

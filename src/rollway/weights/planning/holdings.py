@@ -1,6 +1,6 @@
 """What the ranks of a trainer offer, told once for all tensors of equal geometry.
 
-A `Stored` is one tensor in a rank's memory, with the boxes of Hugging Face tensors that lie in it;
+A `Resident` is a tensor in a rank's memory, with the boxes of Hugging Face tensors that lie in it;
 tensors of equal geometry have the very same `Holding`, so that the planner sees at once that they
 are alike. `source_of_pieces` makes a source from plain pieces. Tensors stay where they are.
 """
@@ -52,7 +52,7 @@ class Holding:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class Resident:
     """A tensor of a source; `names` are those of the Hugging Face tensors that lie in it."""
 
     names: tuple[str, ...]
@@ -64,7 +64,7 @@ class Source:
     """A rank that offers what it holds, by the names of its own tensors."""
 
     name: str
-    offers: Mapping[str, Stored]
+    offers: Mapping[str, Resident]
     place: Place = ANYWHERE
 
 
@@ -88,5 +88,5 @@ def source_of_pieces(
             Held(numbers.setdefault(p.name, len(numbers)), p.box, p.at, p.transposed) for p in mine
         )
         holding = Holding(tensors[tensor].dtype, tensors[tensor].shape, held)
-        offers[tensor] = Stored(tuple(numbers), shared.setdefault(holding, holding))
+        offers[tensor] = Resident(tuple(numbers), shared.setdefault(holding, holding))
     return Source(name, offers, place)

@@ -22,7 +22,7 @@ from rollway.errors import UsageError
 from rollway.weights.layout import Box
 from rollway.weights.planning.costs import Costs
 from rollway.weights.planning.fanout import Tree
-from rollway.weights.planning.holdings import ANYWHERE, Holding, Place, Source, Stored
+from rollway.weights.planning.holdings import ANYWHERE, Holding, Place, Resident, Source
 from rollway.weights.planning.recipe import (
     Missing,
     Wanted,
@@ -121,7 +121,7 @@ def _check_target(target: str, receiver: str, parts: list[tuple[str, Part | None
         )
 
 
-Holder = tuple[int, str, Stored]
+Holder = tuple[int, str, Resident]
 """A source by its number, and one of its tensors."""
 
 

@@ -13,7 +13,7 @@ from rollway.errors import UsageError
 from rollway.weights.layout import Box, Shape, Shard
 from rollway.weights.megatron.model import MegatronModel, RankLayout
 from rollway.weights.megatron.pieces import Cut, cuts
-from rollway.weights.planning.holdings import Held, Holding, Source, Stored
+from rollway.weights.planning.holdings import Held, Holding, Resident, Source
 from rollway.weights.planning.wants import Described
 
 
@@ -30,7 +30,7 @@ def fsdp_sources(
     A tensor without dimensions is on all of them."""
     if ranks < 1:
         raise UsageError(f"A trainer cannot have {ranks} ranks.")
-    offers: list[dict[str, Stored]] = [{} for _ in range(ranks)]
+    offers: list[dict[str, Resident]] = [{} for _ in range(ranks)]
     shared: dict[tuple[str, Shape, int], Holding] = {}
     for tensor, header in headers.items():
         for rank in range(ranks):
@@ -40,7 +40,7 @@ def fsdp_sources(
                 held = (Held(0, box, (0,) * len(box.start)),)
                 shared[key] = Holding(header.dtype, box.shape, held)
             if math.prod(shared[key].shape):
-                offers[rank][tensor] = Stored((tensor,), shared[key])
+                offers[rank][tensor] = Resident((tensor,), shared[key])
     names = [name] if ranks == 1 else [f"{name}{rank}" for rank in range(ranks)]
     return [Source(*one) for one in zip(names, offers, strict=True)]
 
@@ -69,7 +69,7 @@ def megatron_sources(model: MegatronModel, name: str = "trainer") -> list[Source
 
     def source(rank: int, layout: RankLayout) -> Source:
         offers = {
-            tensor: Stored(names, holding(layout.shards[tensor], len(names)))
+            tensor: Resident(names, holding(layout.shards[tensor], len(names)))
             for tensor, names in layout.names.items()
         }
         return Source(f"{name}{rank}", offers)
