@@ -11,7 +11,9 @@ reads them straight from where they were published.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import socket
 import threading
 import time
 from dataclasses import dataclass, field
@@ -54,6 +56,8 @@ class Staging:
     _tensors: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     _error: BaseException | None = None
     _done: threading.Event = field(default_factory=threading.Event)
+    _tell: set[str] = field(default_factory=set)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def start(self) -> None:
         """Refuse what does not fit here; bring the rest."""
@@ -68,6 +72,23 @@ class Staging:
             self._shadow = Shadow(self.worker)
         log.info("staging version %d: %s (%s)", self.offer.version, self.way, why_not or "swap")
         threading.Thread(target=self._run, name="rollway-staging", daemon=True).start()
+
+    def when_done(self, name: str) -> None:
+        """Knock at a socket of this machine then; whoever listens need not ask again and again,
+        which the engine's log would be full of."""
+        with self._lock:
+            self._tell.add(name)
+            done = self._done.is_set()
+        if done:
+            self._knock()
+
+    def _knock(self) -> None:
+        with self._lock:
+            names, self._tell = self._tell - {""}, set()
+        for name in names:
+            with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as line:
+                line.settimeout(1.0)
+                line.connect(f"\0{name}")
 
     def check(self) -> None:
         """Raise while it is not ready, and for ever if it failed."""
@@ -108,7 +129,9 @@ class Staging:
             self._error = error
             self.drop()
         finally:
-            self._done.set()
+            with self._lock:
+                self._done.set()
+            self._knock()
 
     def _bring(self) -> None:
         if self._shadow is not None:

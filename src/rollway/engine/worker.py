@@ -56,14 +56,17 @@ class WorkerExtension:
             intact.result()
         proof.check(_model(self), *_ranks())
 
-    def rollway_stage(self, offer: dict[str, Any], allow_cast: bool = False) -> None:
+    def rollway_stage(
+        self, offer: dict[str, Any], allow_cast: bool = False, tell: str = ""
+    ) -> None:
         """Begin to bring offered weights here; `rollway_staged` says how it went. What was staged
-        before is let go."""
+        before is let go. `tell` names a socket to knock at when it is done."""
         made = read_offer(offer)
         if exchangeable(self):
             _refuse_what_vllm_corrupts(_model(self))
         before = _staging(self)
         if before is not None and before.offer == made and not before.failed:
+            before.when_done(tell)
             return
         if before is not None:
             before.drop()
@@ -81,8 +84,9 @@ class WorkerExtension:
             *_ranks(),
             allow_cast=allow_cast,
         )
+        staging.start()  # or refuse
+        staging.when_done(tell)
         self._rollway_staging: Staging | None = staging
-        staging.start()
 
     def rollway_staged(self, identity: str) -> None:
         """Raise unless these weights are here and proved."""

@@ -8,9 +8,12 @@ any worker is touched; what is offered is even brought to every worker while it 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -193,24 +196,47 @@ async def stage(
     seconds: float = STAGE_SECONDS,
 ) -> None:
     """Have a worker take and prove weights while it generates; `NoSuchMethod` if it cannot."""
-    signed = offer.signed(secret).as_json()
-    deadline, pause = time.monotonic() + seconds, 0.01
+    arguments = {"offer": offer.signed(secret).as_json(), "allow_cast": allow_cast}
+    deadline, pause = time.monotonic() + seconds, 0.5
     try:
-        await admin.call(worker, STAGE_METHOD, {"offer": signed, "allow_cast": allow_cast})
-        while True:
-            try:
-                return await admin.call(worker, STAGED_METHOD, {"identity": offer.identity})
-            except AdminError as error:
-                if STILL not in error.message:
-                    raise
-            if time.monotonic() > deadline:
-                raise AdminError(f"{worker} has not got the weights within {seconds:g} s.")
-            await asyncio.sleep(pause)
-            pause = min(0.03, 1.5 * pause)
+        async with _knocks(worker.world_size) as (name, knocked):
+            await admin.call(worker, STAGE_METHOD, {**arguments, "tell": name})
+            while True:
+                # A worker elsewhere cannot knock; it is asked now and then.
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(knocked.wait(), pause)
+                try:
+                    return await admin.call(worker, STAGED_METHOD, {"identity": offer.identity})
+                except AdminError as error:
+                    if STILL not in error.message:
+                        raise
+                if time.monotonic() > deadline:
+                    raise AdminError(f"{worker} has not got the weights within {seconds:g} s.")
+                knocked.clear()
+                pause = min(2.0, 2 * pause)
     except NoSuchMethod:
         raise
     except AdminError as error:
         raise _refusal(error) from error
+
+
+@asynccontextmanager
+async def _knocks(expected: int) -> AsyncIterator[tuple[str, asyncio.Event]]:
+    """A socket of this machine, and whether so many have knocked: one for each rank."""
+    name, knocked, count = f"rollway/staged/{secrets.token_hex(8)}", asyncio.Event(), 0
+
+    async def knock(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal count
+        count += 1
+        if count >= expected:
+            knocked.set()
+        writer.close()
+
+    server = await asyncio.start_unix_server(knock, f"\0{name}")
+    try:
+        yield name, knocked
+    finally:
+        server.close()
 
 
 async def swap(admin: AdminAPI, worker: Worker, offer: Offer, version: int) -> None:
