@@ -89,8 +89,8 @@ def peers() -> Iterator[Peers]:
 
 def wait_for_threads_to_end() -> None:
     """A group that broke off goes in its own time, which is bounded."""
-    deadline = time.monotonic() + 15
-    while left := [one.name for one in threading.enumerate() if "rollway-" in one.name]:
+    deadline, ours = time.monotonic() + 15, ("rollway-collective", "rollway-group")
+    while left := [one.name for one in threading.enumerate() if one.name.startswith(ours)]:
         assert time.monotonic() < deadline, left
         time.sleep(0.05)
 
