@@ -26,7 +26,7 @@ from torch import Tensor
 
 from rollway.errors import UsageError, WeightsError
 from rollway.weights import owner
-from rollway.weights.bits import DTYPES, dtype_name, word_sum
+from rollway.weights.bits import DTYPES, dtype_name, raw_bytes, word_sum
 from rollway.weights.offer import Entry, Lies, Manifest, Offer, read_manifest
 
 SHM = Path("/dev/shm")
@@ -101,7 +101,7 @@ class ShmPublisher:
         for index, (one, tensor) in enumerate(zip(entries, given.values(), strict=True)):
             target = memory[one.offset : one.offset + one.nbytes]
             if target.data_ptr() != tensor.data_ptr():
-                _view(memory, one).copy_(tensor.detach())
+                _copy(_view(memory, one), tensor.detach())
             total = word_sum(_view(memory, one))
             entries[index] = msgspec.structs.replace(
                 one, digest=f"{total:016x}", lies=tuple((lies or {}).get(one.name, ()))
@@ -255,6 +255,14 @@ def mapped_for_writing(path: Path, nbytes: int) -> Tensor:
         ) from error
     finally:
         os.close(handle)
+
+
+def _copy(target: Tensor, tensor: Tensor) -> None:
+    """On one thread where it can be: torch's wait for each other when cores are busy."""
+    if tensor.device.type == "cpu" and tensor.is_contiguous():
+        raw_bytes(target).numpy()[:] = raw_bytes(tensor).numpy()
+    else:
+        target.copy_(tensor)
 
 
 def _laid_out(tensors: dict[str, Tensor]) -> tuple[list[Entry], int]:
