@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,15 @@ def test_adopted_parameters_are_published_where_they_are(tmp_path: Path) -> None
             list(stepped)
 
 
+def test_nothing_is_written_over_parameters_that_were_adopted(tmp_path: Path) -> None:
+    layer = torch.nn.Linear(4, 3)
+    with ShmPublisher(keep=1, directory=tmp_path) as publisher:
+        publisher.adopt(dict(layer.named_parameters()))
+        before = layer.weight.detach().clone()
+        publisher.publish(1, [("weight", torch.zeros(3, 4)), ("bias", torch.zeros(3))])
+        assert torch.equal(layer.weight, before)
+
+
 def test_a_version_that_is_written_over_while_it_is_read_is_refused(tmp_path: Path) -> None:
     with ShmPublisher(keep=1, directory=tmp_path) as publisher:
         reading = ShmReader(tmp_path).tensors(publisher.publish(1, tensors(1).items()))
@@ -122,7 +132,7 @@ def test_a_slot_elsewhere_is_not_opened(tmp_path: Path, slot: str) -> None:
         list(ShmReader(tmp_path).tensors(offer))
 
 
-def test_what_a_killed_publisher_left_is_removed_by_the_next(tmp_path: Path) -> None:
+def test_a_killed_publisher_leaves_nothing(tmp_path: Path) -> None:
     program = f"""
         import time, torch
         from pathlib import Path
@@ -140,8 +150,22 @@ def test_what_a_killed_publisher_left_is_removed_by_the_next(tmp_path: Path) -> 
     assert len(list(tmp_path.iterdir())) == 2  # it lives
     child.send_signal(signal.SIGKILL)
     child.wait()
-    ShmPublisher(directory=tmp_path)
-    assert list(tmp_path.iterdir()) == []
+    deadline = time.monotonic() + 20
+    while list(tmp_path.iterdir()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_what_a_publisher_and_its_guard_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    dead = subprocess.run(
+        [sys.executable, "-c", "from rollway.weights import owner; print(owner.mark())"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.strip()
+    (tmp_path / f"rollway-weights-{dead}-0123-0").write_bytes(b"old")
+    with ShmPublisher(directory=tmp_path):
+        assert list(tmp_path.iterdir()) == []
 
 
 def test_offers_are_signed_and_checked() -> None:

@@ -11,6 +11,8 @@ import functools
 import hashlib
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 from rollway.stack.processes import ProcessId, boot_id
@@ -40,6 +42,31 @@ def gone(name: str, idle_seconds: float) -> bool:
     if found is None or found["place"] != _place():
         return idle_seconds > ABANDONED_SECONDS
     return not ProcessId(int(found["pid"]), int(found["start"])).alive
+
+
+class Guard:
+    """A process that removes things of its owner when that has ended, however it ends."""
+
+    _PROGRAM = (
+        "import os, shutil, sys; sys.stdin.read()\n"
+        "for path in sys.argv[1:]:\n"
+        "    shutil.rmtree(path, True) if os.path.isdir(path) else None\n"
+        "    os.unlink(path) if os.path.lexists(path) else None"
+    )
+
+    def __init__(self, *paths: Path) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", self._PROGRAM, *map(str, paths)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # what is typed at a terminal must not end it first
+            env={},
+        )
+
+    def close(self) -> None:
+        """Have them removed now."""
+        self._process.communicate()
 
 
 @functools.cache

@@ -14,8 +14,6 @@ import os
 import re
 import secrets
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -31,7 +29,6 @@ _KEY = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*
 _SHARED = "rollway-deltas-"
 _GONE = (errno.ENOENT, errno.ESTALE)
 # Ends when its standard input does, which is when the publisher does, by whatever death.
-_GUARD = "import shutil, sys; sys.stdin.read(); shutil.rmtree(sys.argv[1], True)"
 
 
 class Carrier(Protocol):
@@ -146,18 +143,11 @@ class SharedMemory(Store):
         )
         self._path(label)  # refuse what is no plain name
         self._make(self.root)
-        self._guard = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _GUARD, str(self.root)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # what is typed at a terminal must not end it first
-            env={},
-        )
+        self._guard = owner.Guard(self.root)
 
     def close(self) -> None:
         """Give the memory back."""
-        self._guard.communicate()
+        self._guard.close()
         shutil.rmtree(self.root, ignore_errors=True)  # somebody may have ended the guard
 
     def __enter__(self) -> SharedMemory:

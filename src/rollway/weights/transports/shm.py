@@ -52,6 +52,10 @@ class _Slot:
     def manifest(self) -> Path:
         return self.path.with_name(f"{self.path.name}.json")
 
+    @property
+    def paths(self) -> tuple[Path, Path, Path]:
+        return self.path, self.manifest, self.manifest.with_suffix(".partial")
+
     def room_for(self, nbytes: int) -> Tensor:
         """The slot's memory, larger if need be; readers keep what they have mapped."""
         if self.memory is None or self.memory.numel() < nbytes:
@@ -60,8 +64,8 @@ class _Slot:
         return self.memory
 
     def remove(self) -> None:
-        self.manifest.unlink(missing_ok=True)
-        self.path.unlink(missing_ok=True)
+        for path in self.paths:
+            path.unlink(missing_ok=True)
         self.memory = None
 
 
@@ -76,10 +80,13 @@ class ShmPublisher:
         remove_abandoned(directory)
         mark = owner.mark()
         unique = os.urandom(4).hex()
-        self._slots = [
-            _Slot(directory / f"{_PREFIX}{mark}-{unique}-{number}") for number in range(keep)
+        slots = [
+            _Slot(directory / f"{_PREFIX}{mark}-{unique}-{number}") for number in range(keep + 1)
         ]
+        # One of its own, so that nothing is ever written over a trainer's parameters.
+        self._own, *self._slots = slots
         self._adopted: dict[str, Tensor] | None = None
+        self._guard = owner.Guard(*(path for slot in slots for path in slot.paths))
 
     def publish(
         self,
@@ -94,7 +101,7 @@ class ShmPublisher:
         given = dict(tensors) or self._adopted
         if not given:
             raise UsageError("There are no tensors to publish.")
-        slot = self._slots[0] if self._in_place(given) else min(self._slots, key=_age)
+        slot = self._own if given is self._adopted else min(self._slots, key=_age)
         slot.manifest.unlink(missing_ok=True)  # whoever reads it now learns that it changed
         entries, nbytes = _laid_out(given)
         memory = slot.room_for(nbytes)
@@ -121,7 +128,7 @@ class ShmPublisher:
         if any(parameter.device.type != "cpu" for parameter in named.values()):
             raise UsageError("Only parameters in CPU memory can be adopted.", "Use cuda_ipc.")
         entries, nbytes = _laid_out(named)
-        memory = self._slots[0].room_for(nbytes)
+        memory = self._own.room_for(nbytes)
         for one, parameter in zip(entries, named.values(), strict=True):
             view = _view(memory, one)
             view.copy_(parameter.detach())
@@ -130,8 +137,9 @@ class ShmPublisher:
 
     def close(self) -> None:
         """Take everything away; readers keep what they have mapped."""
-        for slot in self._slots:
+        for slot in (self._own, *self._slots):
             slot.remove()
+        self._guard.close()
         self._adopted = None
 
     def __enter__(self) -> ShmPublisher:
@@ -139,9 +147,6 @@ class ShmPublisher:
 
     def __exit__(self, *_: Any) -> None:
         self.close()
-
-    def _in_place(self, given: dict[str, Tensor]) -> bool:
-        return self._adopted is not None and given is self._adopted
 
 
 class ShmReader:
