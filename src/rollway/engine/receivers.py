@@ -35,14 +35,11 @@ class Receiver(Protocol):
         ...
 
 
-class FilesReceiver:
+class FilesReader:
     """Checkpoint directories."""
 
     def headers(self, offer: Offer) -> dict[str, TensorHeader]:
         return read_headers(Path(offer.where["path"]))
-
-    def sums(self, offer: Offer) -> Mapping[str, int]:
-        return {}
 
     def tensors(self, offer: Offer) -> Iterator[tuple[str, torch.Tensor]]:
         directory, whole = Path(offer.where["path"]), bool(offer.where.get("whole", True))
@@ -125,11 +122,11 @@ def _nixl() -> Receiver:
 def _delta() -> Receiver:
     from rollway.weights.transports.delta import DeltaReceiver
 
-    return DeltaReceiver()
+    return ByReader(DeltaReceiver())
 
 
 _KNOWN: dict[str, Callable[[], Receiver]] = {
-    "files": FilesReceiver,
+    "files": lambda: ByReader(FilesReader()),
     "delta": _delta,
     "shm": ShmReceiver,
     "cuda_ipc": _cuda_ipc,

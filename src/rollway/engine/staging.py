@@ -26,12 +26,10 @@ from rollway.engine.fingerprint import Proof
 from rollway.engine.receivers import Receiver
 from rollway.engine.shadow import Shadow, exchangeable
 from rollway.weights.checkpoint import TensorHeader, differences, refuse_differences
-from rollway.weights.offer import Offer
+from rollway.weights.offer import STILL, Offer
 
 log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what is below its own name
 
-STILL = "still staging"
-"""What a worker says that is not ready yet."""
 Way = Literal["exchange", "memory", "in place"]
 _SPARE = 1.25
 """How much more memory than the weights take must be free to hold them twice."""

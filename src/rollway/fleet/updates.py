@@ -29,14 +29,14 @@ from rollway.weights.checkpoint import (
     refuse_differences,
     stamps,
 )
-from rollway.weights.offer import Offer
+from rollway.weights.offer import STILL, Offer
 
 CHECK_METHOD, LOAD_METHOD = "rollway_check", "rollway_load"
 STAGE_METHOD, STAGED_METHOD, SWAP_METHOD = "rollway_stage", "rollway_staged", "rollway_swap"
 """Of `rollway.engine.worker.WorkerExtension`."""
-STILL = "still staging"
-"""What a worker says that is not ready yet."""
 STAGE_SECONDS = 720.0
+ASK_SECONDS = 0.5
+"""After which a worker that has not knocked is asked, and then ever less often."""
 
 
 class Update(Protocol):
@@ -197,7 +197,7 @@ async def stage(
 ) -> None:
     """Have a worker take and prove weights while it generates; `NoSuchMethod` if it cannot."""
     arguments = {"offer": offer.signed(secret).as_json(), "allow_cast": allow_cast}
-    deadline, pause = time.monotonic() + seconds, 0.5
+    deadline, pause = time.monotonic() + seconds, ASK_SECONDS
     try:
         async with _knocks(worker.world_size) as (name, knocked):
             await admin.call(worker, STAGE_METHOD, {**arguments, "tell": name})

@@ -10,7 +10,8 @@
     whatever goes wrong: stop ────► stop ────────────────────────► end, within a moment
 
 Store and group live as long as one version is sent. A stranger who reaches the store can spoil a
-transfer, which is an error on both sides; what is not byte for byte what was offered is refused.
+transfer, which is an error on both sides. Digests guard against chance and mistakes; against one
+who joins and crafts other bytes of the same digest, only a network that keeps him out does.
 """
 
 from __future__ import annotations

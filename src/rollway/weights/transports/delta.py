@@ -445,9 +445,6 @@ class DeltaReceiver:
     def headers(self, offer: Offer) -> dict[str, TensorHeader]:
         return self._manifest(offer)[1].headers()
 
-    def sums(self, offer: Offer) -> dict[str, int]:
-        return {}
-
     def tensors(self, offer: Offer) -> Iterator[tuple[str, Tensor]]:
         reader, manifest = self._manifest(offer)
         root = str(offer.where["root"])
