@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollway.engine.fingerprint import Proof, fingerprint
+from rollway.weights.bits import word_sum
 
 HIDDEN = 8
 
@@ -110,6 +111,21 @@ def test_a_checkpoint_of_another_dtype_is_compared_as_it_is_served() -> None:
     tensors = checkpoint(1)
     model = Model(tensors, packed=False).to(torch.bfloat16)
     proof_of(model, tensors)
+
+
+@pytest.mark.parametrize("name", ["embed.weight", "attn.k_proj.weight"])
+def test_what_changed_under_way_is_not_what_was_published(name: str) -> None:
+    published = checkpoint(1)
+    sums = {each: word_sum(tensor) for each, tensor in published.items()}
+    arrived = {**published, name: checkpoint(2)[name]}
+    model = Model(arrived, packed=False)
+    for tensors in (published, arrived):
+        proof = Proof(model, sums)
+        assert [each for each, _ in proof.watching(tensors.items()) if each in proof.by_sum]
+        with pytest.raises(RuntimeError, match=r"1 of 2 parameters do not hold"):
+            proof.check(model)
+    proof = Proof(Model(published, packed=False).to(torch.bfloat16), sums)
+    assert not [each for each, _ in proof.watching(published.items()) if each in proof.by_sum]
 
 
 @settings(deadline=None, max_examples=50)

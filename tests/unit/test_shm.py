@@ -89,6 +89,22 @@ def test_adopted_parameters_are_published_where_they_are(tmp_path: Path) -> None
             list(stepped)
 
 
+def test_a_tensor_that_its_reader_sums_up_is_not_read_again(tmp_path: Path) -> None:
+    layer = torch.nn.Linear(4, 3)
+    with ShmPublisher(directory=tmp_path) as publisher:
+        publisher.adopt(dict(layer.named_parameters()))
+        offer = publisher.publish(1)
+        reading = ShmReader(tmp_path).tensors(offer, summed={"weight"}.__contains__)
+        assert next(reading)[0] == "weight"
+        with torch.no_grad():
+            layer.weight += 1  # its reader will notice
+        assert next(reading)[0] == "bias"
+        with torch.no_grad():
+            layer.bias += 1
+        with pytest.raises(WeightsError, match="bias of version 1 changed"):
+            next(reading)
+
+
 def test_nothing_is_written_over_parameters_that_were_adopted(tmp_path: Path) -> None:
     layer = torch.nn.Linear(4, 3)
     with ShmPublisher(keep=1, directory=tmp_path) as publisher:

@@ -77,6 +77,8 @@ class Proof:
         self._mapper = getattr(model, "hf_to_vllm_mapper", None)
         self._parameters = _parameters(model)
         self._groups: dict[str, _Group] = {}
+        self.by_sum: set[str] = set()
+        """Tensors that went by without being read: the model must hold their published sums."""
         self._wrong: list[str] = []
         self._device = torch.device("cpu")
 
@@ -158,7 +160,11 @@ class Proof:
             lost = parameter.device.type == "meta"  # an update failed: there is no device to use
             values = values if lost or name in self._sums else values.to(parameter.device)
             known = self._sums.get(name) if group.words and values is tensor else None
-            group.fingerprint += fingerprint(values, words=group.words) if known is None else known
+            if known is None:
+                group.fingerprint += fingerprint(values, words=group.words)
+            else:
+                group.fingerprint += known
+                self.by_sum.add(name)
         else:
             group.products[name.split(".")[-2]] = values.float() @ _probe(values.shape[1])
 

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from rollway.weights.transports.shards import ShardReader
 
 
+def nothing(_: str) -> bool:
+    return False
+
+
 class Receiver(Protocol):
     """Reads versions by one transport. Kept between versions: so are connections and mappings."""
 
@@ -29,9 +33,12 @@ class Receiver(Protocol):
         """Sums of tensors' words that the publisher made, by name; empty when it made none."""
         ...
 
-    def tensors(self, offer: Offer) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(
+        self, offer: Offer, summed: Callable[[str], bool] = nothing
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """Hugging Face tensors, valid until the next is asked for; ends only if all of them were
-        exactly what was published."""
+        exactly what was published. Those that are `summed`, asked when the next is wanted, are
+        compared with `sums` by whoever copied them, and need not be read once more here."""
         ...
 
 
@@ -69,10 +76,12 @@ class ShmReceiver:
     def sums(self, offer: Offer) -> Mapping[str, int]:
         return {} if "ranks" in offer.where else self._reader.sums(offer)
 
-    def tensors(self, offer: Offer) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(
+        self, offer: Offer, summed: Callable[[str], bool] = nothing
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         if "ranks" in offer.where:
             return self._shards(offer).tensors()
-        return self._reader.tensors(offer)
+        return self._reader.tensors(offer, summed)
 
     def _shards(self, offer: Offer) -> ShardReader:
         from rollway.weights.transports.shards import ShardReader
@@ -97,7 +106,9 @@ class ByReader:
     def sums(self, offer: Offer) -> Mapping[str, int]:
         return {}
 
-    def tensors(self, offer: Offer) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(
+        self, offer: Offer, summed: Callable[[str], bool] = nothing
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         return self._reader.tensors(offer)
 
 

@@ -12,12 +12,10 @@ Only where nothing holds on to a parameter's address: on CPU without compiled gr
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-
-from rollway.engine.fingerprint import Proof
 
 _KERNEL = "cpu_linear"
 """A packed linear layer's product with its weights, which it keeps nowhere else."""
@@ -57,14 +55,10 @@ class Shadow:
         with set_default_torch_dtype(self._config.dtype), torch.device("cpu"):
             self.model = initialize_model(vllm_config=config, model_config=self._config)
 
-    def load(
-        self, tensors: Iterable[tuple[str, torch.Tensor]], sums: Mapping[str, int] | None = None
-    ) -> Proof:
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Fill it with vLLM's loader."""
-        proof = Proof(self.model, sums)
         with torch.no_grad():
-            self.model.load_weights(proof.watching(tensors))
-        return proof
+            self.model.load_weights(tensors)
 
     def prepare(self) -> None:
         """Make of the weights what the engine computes with."""

@@ -134,8 +134,9 @@ class Staging:
     def _bring(self) -> None:
         if self._shadow is not None:
             with self._timed("load"):
-                tensors = self.receiver.tensors(self.offer)
-                self._proof = self._shadow.load(tensors, self.receiver.sums(self.offer))
+                self._proof = Proof(self._shadow.model, self.receiver.sums(self.offer))
+                tensors = self.receiver.tensors(self.offer, self._proof.by_sum.__contains__)
+                self._shadow.load(self._proof.watching(tensors))
             with self._timed("prove"):
                 self._proof.look(self._shadow.model)
                 if self.ranks == 1:

@@ -8,9 +8,14 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rollway.errors import UsageError
@@ -30,6 +35,9 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 BLOCK = 1 << 17
 """Words that are looked at together: 1 MiB."""
+_WORTH_THREADS = 16 << 20
+_MOST_THREADS = 8
+Result = TypeVar("Result")
 
 
 def digest(tensor: Tensor) -> str:
@@ -84,6 +92,8 @@ def _all_sums(tensors: list[Tensor]) -> Tensor:
             for at in range(0, nbytes, 8 * BLOCK)
         ]
         return gpu_digest.sums(runs, keys) if runs else keys[:0]
+    if device.type == "cpu":
+        return torch.from_numpy(np.concatenate(spread(_cpu_sums, tensors)))
     found = [keys[:0]]
     for tensor in tensors:
         words = tensor.view(-1).view(torch.int64)
@@ -114,9 +124,33 @@ def word_sum(tensor: Tensor) -> int:
     words, tail = words_of(raw_bytes(tensor))
     rest = int.from_bytes(tail.cpu().numpy().tobytes(), "little")
     if words.device.type == "cpu":
-        # By numpy, on one thread: torch's threads wait for each other when cores are busy.
+        # By numpy: torch's threads wait for each other when cores are busy.
         return (int(words.numpy().sum()) + rest) % (1 << 64)
     return (int(words.sum()) + rest) % (1 << 64)
+
+
+def spread(work: Callable[[Tensor], Result], tensors: Sequence[Tensor]) -> list[Result]:
+    """The work for each of some tensors in CPU memory, on a few threads when they are large.
+
+    It must be numpy's: that lets threads run side by side and none waits for another, while
+    torch's own threads meet after every step and wait when cores are busy."""
+    if len(tensors) < 2 or sum(tensor.nbytes for tensor in tensors) < _WORTH_THREADS:
+        return [work(tensor) for tensor in tensors]
+    with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as threads:
+        return list(threads.map(work, tensors))
+
+
+def _cpu_sums(tensor: Tensor) -> NDArray[np.int64]:
+    words = tensor.view(-1).view(torch.int64).numpy()
+    keys, scratch = _keys(tensor.device).numpy(), np.empty(min(BLOCK, len(words)), np.int64)
+    found = np.empty(-(-len(words) // BLOCK), np.int64)
+    for number in range(len(found)):
+        block = words[number * BLOCK : (number + 1) * BLOCK]
+        folded = np.right_shift(block, 32, out=scratch[: len(block)])  # as in `_sums`
+        folded += block
+        folded *= keys[: len(block)]
+        found[number] = folded.sum()
+    return found
 
 
 def _sums(rows: Tensor, keys: Tensor) -> Tensor:
