@@ -54,66 +54,55 @@ def digests(tensors: Sequence[Tensor]) -> list[str]:
     wait for each would take longer than to read it."""
     if not tensors:
         return []
-    split = [_words_and_tail(tensor.detach()) for tensor in tensors]
+    if by_triton(tensors[0].device):
+        from rollway.weights.gpu_digest import Summing
+
+        return Summing(tensors).start()()
+    split = [words_of(raw_bytes(tensor)) for tensor in tensors]
     sums = _all_sums([words for words, _ in split]).cpu().numpy()
-    found, at = [], 0
+    tails = torch.cat([tail for _, tail in split]).cpu().numpy()
+    found, at, end = [], 0, 0
     for words, tail in split:
-        count = words.nbytes // 8
-        final = hashlib.blake2b(count.to_bytes(8, "little"), digest_size=16)
-        blocks = -(-count // BLOCK)
+        final = hashlib.blake2b(words.numel().to_bytes(8, "little"), digest_size=16)
+        blocks = -(-words.numel() // BLOCK)
         final.update(sums[at : at + blocks].tobytes())
-        if tail is not None:
-            final.update(tail.cpu().numpy().tobytes())
+        final.update(tails[end : end + tail.numel()].tobytes())
         found.append(final.hexdigest())
-        at += blocks
+        at, end = at + blocks, end + tail.numel()
     return found
-
-
-def _words_and_tail(tensor: Tensor) -> tuple[Tensor, Tensor | None]:
-    """What holds whole words, in one run; and what is left over, which most have nothing of. On
-    a GPU, a tensor that is such a run is left as it is: a few views less for each of thousands."""
-    run = tensor.is_cuda and tensor.is_contiguous()
-    if run and not tensor.nbytes % 8 and not tensor.data_ptr() % 8:
-        return tensor, None
-    words, tail = words_of(raw_bytes(tensor))
-    return words, tail
 
 
 def _all_sums(tensors: list[Tensor]) -> Tensor:
     """Of every block of every tensor, one after the other."""
     device = tensors[0].device
-    keys = _keys(device)
-    if device.type == "cuda" and _triton_works():
-        from rollway.weights import gpu_digest
-
-        runs = [
-            (address + at, min(BLOCK, (nbytes - at) // 8))
-            for address, nbytes in ((words.data_ptr(), words.nbytes) for words in tensors)
-            for at in range(0, nbytes, 8 * BLOCK)
-        ]
-        return gpu_digest.sums(runs, keys) if runs else keys[:0]
     if device.type == "cpu":
         return torch.from_numpy(np.concatenate(spread(_cpu_sums, tensors)))
-    found = [keys[:0]]
-    for tensor in tensors:
-        words = tensor.view(-1).view(torch.int64)
+    every_key = keys(device)
+    found = [every_key[:0]]
+    for words in tensors:
         full = words.numel() // BLOCK
         blocks = words[: full * BLOCK].view(full, BLOCK)
-        found += [_sums(rows, keys) for rows in blocks.split(blocks_at_once(device))]
+        found += [_sums(rows, every_key) for rows in blocks.split(blocks_at_once(device))]
         if words.numel() % BLOCK:
             rest = words[full * BLOCK :]
-            found.append(_sums(rest.view(1, -1), keys[: rest.numel()]))
+            found.append(_sums(rest.view(1, -1), every_key[: rest.numel()]))
     return torch.cat(found)
+
+
+def by_triton(device: torch.device) -> bool:
+    """Whether many tensors there are looked at by one kernel; torch does it where not."""
+    return device.type == "cuda" and _triton_works()
 
 
 @functools.cache
 def _triton_works() -> bool:
     try:
-        from rollway.weights import gpu_digest
+        from rollway.weights import gpu_changes, gpu_digest
 
         gpu_digest.check()
+        gpu_changes.check()
     except Exception as error:  # noqa: BLE001 (whatever it is, torch does it too)
-        log.info("digests are made by torch, since Triton does not work here: %s", error)
+        log.info("torch looks at each tensor, since Triton does not work here: %s", error)
         return False
     return True
 
@@ -142,28 +131,28 @@ def spread(work: Callable[[Tensor], Result], tensors: Sequence[Tensor]) -> list[
 
 def _cpu_sums(tensor: Tensor) -> NDArray[np.int64]:
     words = tensor.view(-1).view(torch.int64).numpy()
-    keys, scratch = _keys(tensor.device).numpy(), np.empty(min(BLOCK, len(words)), np.int64)
+    factors, scratch = keys(tensor.device).numpy(), np.empty(min(BLOCK, len(words)), np.int64)
     found = np.empty(-(-len(words) // BLOCK), np.int64)
     for number in range(len(found)):
         block = words[number * BLOCK : (number + 1) * BLOCK]
         folded = np.right_shift(block, 32, out=scratch[: len(block)])  # as in `_sums`
         folded += block
-        folded *= keys[: len(block)]
+        folded *= factors[: len(block)]
         found[number] = folded.sum()
     return found
 
 
-def _sums(rows: Tensor, keys: Tensor) -> Tensor:
+def _sums(rows: Tensor, factors: Tensor) -> Tensor:
     # Multiplying carries upwards only, so the upper half is first added to the lower: else two
     # sign bits that flip at the top of their words would cancel each other.
     folded = rows >> 32
     folded += rows
-    folded *= keys
+    folded *= factors
     return folded.sum(1)
 
 
 @functools.cache
-def _keys(device: torch.device) -> Tensor:
+def keys(device: torch.device) -> Tensor:
     """Odd numbers without a pattern, the same ones everywhere."""
     stream = hashlib.shake_128(b"rollway digest keys").digest(8 * BLOCK)
     return torch.frombuffer(bytearray(stream), dtype=torch.int64).bitwise_or(1).to(device)

@@ -4,16 +4,15 @@
          ├─ compare words ─> positions ────┤                                       ─> zstd
     new ─┘                                 └─ values: the new bits │ steps from the old ones
 
-Elements are compared as integers, so a NaN equals itself and -0.0 is not 0.0. All of it is torch,
-the same code on a CPU and on a GPU; from a GPU only what is packed comes to the host. A header
-carries the digests of the tensor before and after, and `apply` leaves a tensor either with exactly
-the new bytes or as it was.
+Elements are compared as integers, so a NaN equals itself and -0.0 is not 0.0. From a GPU only what
+is packed comes to the host. A header carries the digests of the tensor before and after, and
+`apply` leaves a tensor either with exactly the new bytes or as it was.
 """
 
 from __future__ import annotations
 
 import math
-import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -26,42 +25,25 @@ from rollway.weights.bits import (
     DTYPES,
     describe,
     digest,
+    digests,
     dtype_name,
     integers,
     raw_bytes,
 )
-from rollway.weights.changes import (
-    ESCAPE,
-    SAMPLE,
-    changed,
-    laid_out,
-    mostly_changed,
-    pick,
-    planes,
-    zigzag,
-)
+from rollway.weights.changes import ESCAPE, pick
 from rollway.weights.layout import ELEMENT_BYTES
-
-try:
-    import zstandard
-except ImportError as error:
-    raise UsageError(
-        "Deltas are compressed with the package zstandard, which is not installed.",
-        "pip install zstandard (ai-dynamo brings it).",
-    ) from error
+from rollway.weights.packing import Packed, Places, pack, pack_all
 
 Buffer = bytes | bytearray | memoryview
 _MAGIC = b"RWD1"
 _PREFIX_BYTES = 8
 _MOST_HEADER_BYTES = 1 << 16
-_LEVEL = 1  # what is left in values is noise; higher levels cost time and gain nothing
-_kept = threading.local()
 _DAMAGED = "It was damaged on its way, or is still being written; read it again."
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
-Places = Literal["none", "gaps", "bitmap", "all", "whole"]
-"""`none` changed; `all` did; `whole` are the plain bytes, which need no base."""
+Given = tuple[str, Tensor | None, Tensor, str | None]
+"""A name, the old tensor if there is one, the new one, and the digest of the old if it is known."""
 
 
 class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -122,39 +104,88 @@ def encode(
     """Pack what turns `old` into `new`, or the whole of `new` when there is no `old`.
 
     `before` is the digest of `old`, where the caller knows it: that saves a look at every byte."""
-    dtype = dtype_name(new)
-    if old is None:
-        return _whole(name, new, version)
-    if (old.dtype, old.shape, old.device) != (new.dtype, new.shape, new.device):
+    return encode_all([(name, old, new, before)], version=version, base=base)[0]
+
+
+def encode_all(given: Sequence[Given], *, version: int = 1, base: int = 0) -> list[Encoded]:
+    """What `encode` makes of each of some tensors of one device. A GPU is asked for many of them
+    at a time: to wait for each would take longer than to compare it."""
+    for name, old, new, _ in given:
+        _check_kinds(name, old, new)
+    packed = _packed([(old, new) for _, old, new, _ in given])
+    befores = _digests(
+        [None if each is None else old for (_, old, _, _), each in zip(given, packed, strict=True)],
+        [before for *_, before in given],
+    )
+    unchanged = [each is not None and each.places == "none" for each in packed]
+    afters = _digests(
+        [None if same else new for (_, _, new, _), same in zip(given, unchanged, strict=True)],
+        [each.digest if each else None for each in packed],
+    )
+    return [
+        _whole(name, new, version, after)
+        if each is None
+        else _changed(name, new, version, base, each, before, after)
+        for (name, _, new, _), each, before, after in zip(
+            given, packed, befores, afters, strict=True
+        )
+    ]
+
+
+def _check_kinds(name: str, old: Tensor | None, new: Tensor) -> None:
+    dtype_name(new)
+    if old is not None and (old.dtype, old.shape, old.device) != (new.dtype, new.shape, new.device):
         raise UsageError(
             f"{name} was {describe(old)} and is {describe(new)}; only values may change.",
             "Publish a tensor that is of another kind as a new one.",
         )
-    old_bits, new_bits = integers(old), integers(new)
-    places: Places = "all"
-    packed_places = b""
-    if not mostly_changed(old_bits, new_bits):
-        positions, old_bits, new_bits = changed(old_bits, new_bits)
-        places, packed_places = _pack_places(positions, new.numel())
-    values, packed_values = _pack_values(old_bits, new_bits) if places != "none" else ("new", b"")
-    if len(packed_places) + len(packed_values) >= max(new.nbytes, 1):
-        return _whole(name, new, version)
-    before = before or digest(old)
+
+
+def _packed(pairs: Sequence[tuple[Tensor | None, Tensor]]) -> list[Packed | None]:
+    """Of each, what changed; None where the whole of it is shorter, or nothing came before."""
+    as_bits = [(integers(old), integers(new)) for old, new in pairs if old is not None]
+    made = iter(pack_all(as_bits) if _on_gpu(as_bits) else [pack(*each) for each in as_bits])
+    found: list[Packed | None] = []
+    for old, new in pairs:
+        each = None if old is None else next(made)
+        if each is not None and len(each.where) + len(each.what) >= max(new.nbytes, 1):
+            each = None
+        found.append(each)
+    return found
+
+
+def _on_gpu(pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
+    return bool(pairs) and bool(pairs[0][0].is_cuda)
+
+
+def _digests(tensors: Sequence[Tensor | None], known: Sequence[str | None]) -> list[str]:
+    """Those that are known, and those of the tensors that are there; of others nothing."""
+    missing = [i for i, each in enumerate(tensors) if each is not None and not known[i]]
+    found = [each or "" for each in known]
+    made = digests([each for i in missing if (each := tensors[i]) is not None])
+    for i, each in zip(missing, made, strict=True):
+        found[i] = each
+    return found
+
+
+def _changed(
+    name: str, new: Tensor, version: int, base: int, packed: Packed, before: str, after: str
+) -> Encoded:
     header = Header(
         name=name,
-        dtype=dtype,
+        dtype=dtype_name(new),
         shape=tuple(new.shape),
         version=version,
         base=base,
         before=before,
-        digest=before if places == "none" else digest(new),
-        places=places,
-        values=values,
-        count=new_bits.numel(),
-        places_bytes=len(packed_places),
-        values_bytes=len(packed_values),
+        digest=before if packed.places == "none" else after,
+        places=packed.places,
+        values=packed.values,
+        count=packed.count,
+        places_bytes=len(packed.where),
+        values_bytes=len(packed.what),
     )
-    return Encoded(header, packed_places, packed_values)
+    return Encoded(header, packed.where, packed.what)
 
 
 def decode(data: Buffer) -> Encoded:
@@ -214,13 +245,6 @@ def empty(header: Header) -> Tensor:
     return torch.empty(header.shape, dtype=DTYPES[header.dtype])
 
 
-def _pack_places(positions: Tensor, elements: int) -> tuple[Places, bytes]:
-    if positions.numel() in (0, elements):
-        return "all" if positions.numel() else "none", b""
-    kind, stream = laid_out(positions, elements)
-    return kind, _compress(stream)
-
-
 def _unpack_places(header: Header, data: Buffer, device: torch.device) -> Tensor | None:
     """Flat positions, in order; None when they are all."""
     if header.places == "all":
@@ -240,18 +264,6 @@ def _unpack_places(header: Header, data: Buffer, device: torch.device) -> Tensor
     return positions
 
 
-def _pack_values(old: Tensor, new: Tensor) -> tuple[Literal["new", "steps"], bytes]:
-    """The new bits, or how far they are from the old ones: small steps compress well.
-
-    A trainer's step mostly moves a bfloat16 to its neighbour. A sample shows which is shorter."""
-    steps = zigzag(new - old)
-    every = max(1, new.numel() // SAMPLE)
-    as_steps, as_new = (_compress(planes(each[::every])) for each in (steps, new))
-    if len(as_steps) < len(as_new):
-        return "steps", as_steps if every == 1 else _compress(planes(steps))
-    return "new", as_new if every == 1 else _compress(planes(new))
-
-
 def _unpack_values(encoded: Encoded, old: Tensor) -> Tensor:
     header = encoded.header
     lanes = _decompress(header, encoded.values, header.count * header.element_bytes)
@@ -266,7 +278,7 @@ def _unzigzag(values: Tensor) -> Tensor:
     return ((values >> 1) & torch.iinfo(values.dtype).max) ^ -(values & 1)
 
 
-def _whole(name: str, tensor: Tensor, version: int) -> Encoded:
+def _whole(name: str, tensor: Tensor, version: int, known: str) -> Encoded:
     header = Header(
         name=name,
         dtype=dtype_name(tensor),
@@ -274,14 +286,14 @@ def _whole(name: str, tensor: Tensor, version: int) -> Encoded:
         version=version,
         base=None,
         before=None,
-        digest=digest(tensor),
+        digest=known,
         places="whole",
         values="new",
         count=tensor.numel(),
         places_bytes=0,
         values_bytes=tensor.nbytes,
     )
-    return Encoded(header, b"", _on_host(raw_bytes(tensor)))
+    return Encoded(header, b"", memoryview(raw_bytes(tensor).cpu().numpy()))
 
 
 def _take_whole(encoded: Encoded, target: Tensor) -> None:
@@ -340,16 +352,10 @@ def _check_header(header: Header, payload_bytes: int) -> None:
         raise WeightsError("The header of a change contradicts itself.", _DAMAGED)
 
 
-def _compress(data: Tensor) -> bytes:
-    """The compressor is kept: to make one takes as long as to compress a small tensor."""
-    if not hasattr(_kept, "compressor"):
-        _kept.compressor = zstandard.ZstdCompressor(level=_LEVEL)
-    compressed: bytes = _kept.compressor.compress(_on_host(_staged(data)))
-    return compressed
-
-
 def _decompress(header: Header, data: Buffer, at_most: int) -> Tensor:
     """Never more bytes than the tensor can need, whatever the stream claims."""
+    import zstandard
+
     try:
         size = zstandard.get_frame_parameters(data).content_size
         if not 0 < size <= at_most:
@@ -360,19 +366,6 @@ def _decompress(header: Header, data: Buffer, at_most: int) -> Tensor:
             f"A change of {header.name} cannot be decompressed ({error}).", _DAMAGED
         ) from error
     return _from_buffer(plain)
-
-
-def _on_host(data: Tensor) -> memoryview:
-    return memoryview(data.cpu().numpy())
-
-
-def _staged(data: Tensor) -> Tensor:
-    """On the host, for as long as it is compressed: pinned memory, which torch uses again and a
-    GPU writes to at full speed."""
-    if not data.is_cuda:
-        return data
-    host = torch.empty(data.shape, dtype=data.dtype, pin_memory=True)
-    return host.copy_(data)
 
 
 def _from_buffer(data: Buffer) -> Tensor:

@@ -27,6 +27,7 @@ from rollway.errors import UsageError, WeightsError
 from rollway.weights import delta, owner
 from rollway.weights.bits import digest
 from rollway.weights.checkpoint import TensorHeader
+from rollway.weights.copies import copy_all
 from rollway.weights.delta import Buffer, Count, Digest, Encoded
 from rollway.weights.layout import ELEMENT_BYTES
 from rollway.weights.offer import Offer
@@ -36,6 +37,8 @@ from rollway.weights.transports.versions import Versions, check_next, check_rete
 _MANIFESTS, _OBJECTS = "manifests/", "objects/"
 _MOST_MANIFEST_BYTES = 1 << 29
 _FEW = 0.02
+_TOGETHER = 1 << 30
+"""Bytes that a GPU is asked for at once."""
 _AGAIN = "Take a snapshot: hold no version, and apply the chain that leads to the wanted one."
 
 Extent = tuple[Count, Count]
@@ -342,28 +345,32 @@ class DeltaPublisher(DeltaReader):
     ) -> Iterator[Buffer]:
         """Encode tensors as they come, fill in their `entries`, and hold them from now on."""
         assert self._last is not None
-        at = 0
-        for name, tensor in tensors:
-            held, last = self._held.get(name), self._last.tensors.get(name)
-            if held is None or last is None or name in entries:
-                raise UsageError(
-                    f"{name} came twice, or was not part of version {self._last.version}.",
-                    "Publish the same tensors every time; another model needs its own publisher.",
-                )
-            encoded = delta.encode(
-                name, held, tensor, version=version, base=self._last.version, before=last.digest
-            )
-            if encoded.header.places == "none":
+        base, at = self._last, 0
+        for some in _together(tensors):
+            given = []
+            for name, tensor in some:
+                held, last = self._held.get(name), base.tensors.get(name)
+                if held is None or last is None or name in entries:
+                    raise UsageError(
+                        f"{name} came twice, or was not part of version {base.version}.",
+                        "Publish the same tensors every time; another model needs its own "
+                        "publisher.",
+                    )
+                given.append((name, held, tensor, last.digest))
                 entries[name] = msgspec.structs.replace(last, delta=None, snapshot=None)
-                continue
-            parts = encoded.parts()
-            size = sum(len(part) for part in parts)
-            entries[name] = Entry(
-                encoded.header.dtype, encoded.header.shape, encoded.header.digest, (at, size)
-            )
-            yield from parts
-            at += size
-            held.copy_(tensor.detach())
+            changed = []
+            for encoded in delta.encode_all(given, version=version, base=base.version):
+                header = encoded.header
+                if header.places == "none":
+                    continue
+                parts = encoded.parts()
+                size = sum(len(part) for part in parts)
+                entries[header.name] = Entry(header.dtype, header.shape, header.digest, (at, size))
+                yield from parts
+                at += size
+                changed.append(header.name)
+            new = dict(some)
+            copy_all([(self._held[name], new[name].detach()) for name in changed])
         missing = sorted(self._held.keys() - entries.keys())
         if missing:
             raise UsageError(
@@ -373,15 +380,16 @@ class DeltaPublisher(DeltaReader):
 
     def _whole(self, version: int, entries: dict[str, Entry]) -> Iterator[Buffer]:
         at = 0
-        for name, held in self._held.items():
-            encoded = delta.encode(name, None, held, version=version)
-            parts = encoded.parts()
-            size = sum(len(part) for part in parts)
-            header = encoded.header
-            entry = entries.get(name) or Entry(header.dtype, header.shape, header.digest)
-            entries[name] = msgspec.structs.replace(entry, snapshot=(at, size))
-            yield from parts
-            at += size
+        for some in _together(self._held.items()):
+            for encoded in delta.encode_all([(n, None, h, None) for n, h in some], version=version):
+                parts = encoded.parts()
+                size = sum(len(part) for part in parts)
+                header = encoded.header
+                entry = entries.get(header.name)
+                entry = entry or Entry(header.dtype, header.shape, header.digest)
+                entries[header.name] = msgspec.structs.replace(entry, snapshot=(at, size))
+                yield from parts
+                at += size
 
     def _forget_old(self) -> None:
         """Remove what no kept version needs: each needs what leads to it from a snapshot."""
@@ -403,6 +411,20 @@ class DeltaPublisher(DeltaReader):
         for key in self._carrier.keys(_OBJECTS):
             if key not in known and owner.gone(key, self._carrier.idle_seconds(key)):
                 self._carrier.delete(key)
+
+
+def _together(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
+    """A GPU is asked for many at a time; a CPU takes each while it is in its cache."""
+    some: list[tuple[str, Tensor]] = []
+    nbytes = 0
+    for name, tensor in tensors:
+        if some and (nbytes >= _TOGETHER or tensor.device != some[0][1].device):
+            yield some
+            some, nbytes = [], 0
+        some.append((name, tensor))
+        nbytes += tensor.nbytes if tensor.is_cuda else _TOGETHER
+    if some:
+        yield some
 
 
 def _manifest_key(version: int) -> str:

@@ -1,0 +1,153 @@
+"""Many tensors at once come to the same bytes as each by itself: copies, digests and changes.
+
+On a GPU by Triton's kernels and by torch's; on a CPU by torch's, and with `TRITON_INTERPRET=1`,
+where Triton is installed, by the kernels too.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rollway.weights import bits, changes, delta, packing
+from rollway.weights.bits import DTYPES, digest, digests, integers, raw_bytes
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+INTERPRETED = not GPU and os.environ.get("TRITON_INTERPRET") == "1"
+by_each = pytest.mark.parametrize(
+    "triton",
+    [
+        False,
+        pytest.param(
+            True, marks=pytest.mark.skipif(not GPU and not INTERPRETED, reason="needs a GPU")
+        ),
+    ],
+)
+SHAPES = [(), (0,), (3, 0), (1,), (3,), (7, 5), (64, 33), (2047,), (8191,), (5, 8193), (100_003,)]
+SHARES = [0.0, 0.0001, 0.01, 0.2, 0.45, 0.55, 1.0]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def way(monkeypatch: pytest.MonkeyPatch, triton: bool) -> str:
+    """Triton is there, or it is not."""
+    if triton and GPU:
+        assert bits.by_triton(torch.device("cuda"))
+    for module in (bits, changes):
+        monkeypatch.setattr(module, "by_triton", lambda device: triton and device.type == DEVICE)
+    return "triton" if triton else "torch"
+
+
+def noise(shape: tuple[int, ...], dtype: torch.dtype, draw: random.Random) -> Tensor:
+    """Any bits at all: NaNs, infinities and subnormals are among them."""
+    generator = torch.Generator().manual_seed(draw.randrange(1 << 30))
+    size = math.prod(shape) * dtype.itemsize
+    top = 2 if dtype == torch.bool else 256
+    raw = torch.randint(0, top, (size,), dtype=torch.uint8, generator=generator)
+    return raw.view(dtype).view(shape)
+
+
+def stepped(old: Tensor, share: float, draw: random.Random) -> Tensor:
+    """A copy in which about that share of the elements has other bits."""
+    generator = torch.Generator().manual_seed(draw.randrange(1 << 30))
+    chosen = torch.rand(old.numel(), generator=generator) < share
+    raw = raw_bytes(old).clone().view(-1, old.element_size())
+    raw[chosen] ^= 1
+    return raw.view(-1).view(old.dtype).view(old.shape)
+
+
+def shifted(tensor: Tensor, draw: random.Random) -> Tensor:
+    """On the device, beginning inside a word, or not in one run, or as it was."""
+    kind = draw.randrange(4)
+    if kind == 0:
+        wider = torch.zeros(tensor.numel() + 9, dtype=tensor.dtype, device=DEVICE)
+        some = wider[1 : 1 + tensor.numel()].view(tensor.shape)
+        return some.copy_(tensor)
+    if kind == 1 and tensor.dim() == 2:
+        return tensor.t().contiguous().to(DEVICE).t()
+    return tensor.to(DEVICE)
+
+
+def plainly(tensor: Tensor) -> str:
+    """Its digest by torch, on a CPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bits, "by_triton", lambda device: False)
+        return digest(tensor.cpu())
+
+
+def model(seed: int) -> list[tuple[str, Tensor, Tensor]]:
+    draw = random.Random(seed)
+    made = []
+    for dtype in draw.sample(sorted(DTYPES), 5):
+        for shape in draw.sample(SHAPES, 4):
+            old = noise(shape, DTYPES[dtype], draw)
+            new = stepped(old, draw.choice(SHARES), draw)
+            pair = shifted(old, draw), shifted(new, draw)
+            made.append((f"{dtype}{len(made)}", *pair))
+    return made
+
+
+@by_each
+@pytest.mark.parametrize("seed", range(6))
+def test_digests(seed: int, way: str) -> None:
+    tensors = [new for _, _, new in model(seed)]
+    large = noise(((1 << 20) + 5,), torch.uint8, random.Random(seed)).to(DEVICE)
+    tensors += [large, large[:-5], large[8:], large[3:]]
+    alone = [plainly(tensor) for tensor in tensors]
+    assert digests(tensors) == alone
+    assert digests([]) == []
+
+
+@by_each
+@pytest.mark.parametrize("seed", range(6))
+def test_changes(seed: int, way: str) -> None:
+    pairs = [(integers(old), integers(new)) for _, old, new in model(seed)]
+    for size in (1, 2, 4, 8):
+        some = [pair for pair in pairs if pair[0].element_size() == size]
+        if not some:
+            continue
+        alone = [changes.changed(*pair) for pair in some]
+        found = changes.compared(some, with_digests=True)
+        assert found.counts == [positions.numel() for positions, _, _ in alone]
+        assert found.digests == [plainly(new) for _, new in some]
+        cut = len(some) // 2
+        for first, end in ((0, len(some)), (0, cut + 1), (cut, len(some))):
+            wanted = [torch.cat(each) for each in zip(*alone[first:end], strict=True)]
+            for mine, theirs in zip(found.gather(first, end), wanted, strict=True):
+                assert torch.equal(mine, theirs)
+
+
+@by_each
+@pytest.mark.parametrize("seed", range(6))
+def test_encoded(seed: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when what is taken together is cut small."""
+    given: list[Any] = [(name, old, new, None) for name, old, new in model(seed)]
+    alone = [
+        delta.encode(n, o.cpu(), x.cpu(), version=3, base=2).to_bytes() for n, o, x, _ in given
+    ]
+    monkeypatch.setattr(delta, "pack", None)
+    monkeypatch.setattr(delta, "_on_gpu", lambda pairs: True)
+    for compared, gathered in ((2 << 30, 1 << 25), (1 << 18, 100), (1, 1)):
+        monkeypatch.setattr(packing, "_COMPARED", compared)
+        monkeypatch.setattr(packing, "_GATHERED", gathered)
+        found = delta.encode_all(given, version=3, base=2)
+        assert [each.to_bytes() for each in found] == alone
+    for (_, old, new, _), each in zip(given, found, strict=True):
+        room = torch.empty(old.shape, dtype=old.dtype, device=old.device)
+        delta.apply(each, old, room)
+        assert torch.equal(raw_bytes(room), raw_bytes(new))
