@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rollway.engine.receivers import receiver_for
 from rollway.errors import UsageError, WeightsError
-from rollway.weights.bits import digest
+from rollway.weights.bits import by_triton, digest
 from rollway.weights.offer import Offer, read_offer
 from rollway.weights.transports import device_memory
 from rollway.weights.transports.cuda_ipc import CudaIpcPublisher, CudaIpcReader
@@ -49,12 +49,38 @@ for line in sys.stdin:
 """
 
 
+COPIER = """
+import json, sys
+from pathlib import Path
+import torch
+from rollway.errors import RollwayError
+from rollway.weights.bits import DTYPES, digest
+from rollway.weights.offer import read_offer
+from rollway.weights.transports.cuda_ipc import CudaIpcReader
+
+reader, own = CudaIpcReader(Path(sys.argv[1])), {}
+for line in sys.stdin:
+    offer = read_offer(json.loads(line))
+    try:
+        headers = reader.headers(offer)
+        if own.keys() != headers.keys():
+            own = {
+                n: torch.zeros(h.shape, dtype=DTYPES[h.dtype], device=sys.argv[2])
+                for n, h in headers.items()
+            }
+        reader.copy_into(offer, own)
+        print(json.dumps([{n: digest(t) for n, t in own.items()}, len(reader._taking)]), flush=True)
+    except RollwayError as error:
+        print(json.dumps(error.as_json()), flush=True)
+"""
+
+
 class Other:
     """Another process that reads what it is offered."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, source: str = READER, *arguments: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-c", READER, str(directory)],
+            [sys.executable, "-c", source, str(directory), *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -281,3 +307,42 @@ def test_handles_are_given_to_torch_as_torch_made_them(monkeypatch: pytest.Monke
     broken = msgspec.structs.replace(handle, memory="no base64!")
     with pytest.raises(WeightsError, match="a handle that is none"):
         device_memory.opened(broken, torch.device("cuda", 1), Path())
+
+
+@each_device
+def test_another_process_copies_into_its_own_tensors(device: str, tmp_path: Path) -> None:
+    other = Other(tmp_path, COPIER, device)
+    with CudaIpcPublisher(bucket_bytes=40_000, directory=tmp_path) as publisher:
+        kept = {n: tensor for n, tensor in model(device).items() if tensor.is_contiguous()}
+        for version in range(1, 4):  # from the same places each time
+            for tensor in kept.values():
+                tensor.add_(1)
+            found, prepared = other.read(publisher.publish(version, kept.items()))
+            assert found == {name: digest(tensor) for name, tensor in kept.items()}
+            assert prepared == int(by_triton(torch.device(device)))
+        for version in range(4, 6):  # from others
+            tensors = model(device, version)
+            found, _ = other.read(publisher.publish(version, tensors.items()))
+            assert found == {name: digest(tensor) for name, tensor in tensors.items()}
+        turned = {name: model(device)[name] for name in ("large", "norm", "embed")}
+        offer = publisher.publish(9, turned.items())
+        found, _ = other.read(offer)
+        assert found == {name: digest(tensor) for name, tensor in turned.items()}
+    assert "any more" in other.read(offer)["message"]
+    other.end()
+
+
+def test_what_cannot_be_copied_is_refused(tmp_path: Path) -> None:
+    reader = CudaIpcReader(tmp_path)
+    with CudaIpcPublisher(directory=tmp_path) as publisher:
+        offer = publisher.publish(1, model("cpu").items())
+        own = {name: torch.zeros_like(tensor) for name, tensor in model("cpu").items()}
+        reader.copy_into(offer, own)
+        assert all(torch.equal(own[name], tensor) for name, tensor in model("cpu").items())
+        with pytest.raises(WeightsError, match="nothing that norm could be copied into"):
+            reader.copy_into(offer, {name: own[name] for name in own if name != "norm"})
+        with pytest.raises(WeightsError, match=r"norm is F32\[7\], and what it should go to F32"):
+            reader.copy_into(offer, {**own, "norm": torch.zeros(8)})
+        publisher._slots[0].buckets[0][100] += 1
+        with pytest.raises(WeightsError, match="embed of version 1 changed while it was read"):
+            reader.copy_into(offer, own)

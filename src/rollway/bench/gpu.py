@@ -24,7 +24,7 @@ from torch import Tensor
 from rollway.errors import UsageError
 from rollway.weights import bits
 from rollway.weights.bits import digest, digests, integers
-from rollway.weights.changes import changed, laid_out, planes, zigzag
+from rollway.weights.changes import Compared, changed, compared, gaps, planes, zigzag
 from rollway.weights.megatron.describe import describe
 from rollway.weights.megatron.geometry import ModelGeometry, Topology
 from rollway.weights.megatron.names import NameMap
@@ -111,7 +111,8 @@ def bench_gpu(device: str = "cuda", megabytes: int = 4096) -> dict[str, Any]:
     bench.part("translate_moe_ep2", partial(_translate, bench, moe, Topology(ep=2)))
     for name, config in (("dense", dense), ("moe", moe)):
         bench.part(f"compare_{name}", partial(_compare, bench, config))
-    bench.part("delta_encode_dense", partial(_encode, bench, dense))
+    for name, config in (("dense", dense), ("moe", moe)):
+        bench.part(f"delta_encode_{name}", partial(_encode, bench, config))
     for name, config in (("dense", dense), ("moe", moe)):
         bench.part(f"hand_over_{name}", partial(_hand_over, bench, config))
     figures: dict[str, Any] = _rounded(
@@ -120,7 +121,7 @@ def bench_gpu(device: str = "cuda", megabytes: int = 4096) -> dict[str, Any]:
             "torch": torch.__version__,
             "megabytes": megabytes,
             "share_changed": _SHARE,
-            "digests_by": "triton" if _by_triton(bench.device) else "torch",
+            "digests_by": "triton" if bits.by_triton(bench.device) else "torch",
             **bench.figures,
             "skipped": bench.skipped,
             "failed": bench.failed,
@@ -143,9 +144,20 @@ def _digest(bench: _Bench, config: dict[str, Any]) -> dict[str, Any]:
         raise RuntimeError("a digest on the device is not that of the CPU")
     works: dict[str, Callable[[], object]] = {
         "": lambda: digests(model),
+        "prepared_": _prepared_digests(model),
         "one_by_one_": lambda: [digest(tensor) for tensor in model],
     }
     return {**_size_of(model), **bench.rates(_nbytes(model), works)}
+
+
+def _prepared_digests(model: list[Tensor]) -> Callable[[], object]:
+    """As for tensors that stay where they are: without the time it takes to say where that is."""
+    if not bits.by_triton(model[0].device):
+        return lambda: digests(model)
+    from rollway.weights.gpu_digest import Summing
+
+    summing = Summing(model)
+    return lambda: summing.start()()
 
 
 def _translate(bench: _Bench, config: dict[str, Any], topology: Topology) -> dict[str, Any]:
@@ -176,26 +188,35 @@ def _compare(bench: _Bench, config: dict[str, Any]) -> dict[str, Any]:
     old = _model(config, bench.device)
     pairs = [(integers(old[name]), integers(new)) for name, new in _stepped(old).items()]
 
-    def compare() -> int:
-        return sum(changed(*pair)[0].numel() for pair in pairs)
+    def find() -> tuple[Compared, tuple[Tensor, Tensor, Tensor]]:
+        found = compared(pairs)
+        return found, found.gather(0, len(pairs))
 
     def pack() -> int:
-        packed = 0
-        for before, after in pairs:
-            positions, old_bits, new_bits = changed(before, after)
-            if positions.numel():
-                packed += laid_out(positions, after.numel())[1].numel()
-                packed += planes(zigzag(new_bits - old_bits)).numel()
-        return packed
+        found, (positions, old_bits, new_bits) = find()
+        stream, _ = gaps(positions, [count for count in found.counts if count])
+        return int(stream.numel() + planes(zigzag(new_bits - old_bits)).contiguous().numel())
 
-    share = compare() / sum(after.numel() for _, after in pairs)
+    def one_by_one() -> int:
+        return sum(changed(*pair)[0].numel() for pair in pairs)
+
+    count = one_by_one()
+    if find()[1][0].numel() != count:
+        raise RuntimeError("together, other elements are found to have changed")
+    works: dict[str, Callable[[], object]] = {
+        "": find,
+        "count_": lambda: compared(pairs),
+        "count_and_digest_": lambda: compared(pairs, with_digests=True),
+        "with_packing_": pack,
+        "one_by_one_": one_by_one,
+    }
+    share = count / sum(after.numel() for _, after in pairs)
     size = _nbytes(list(old.values()))
-    rates = bench.rates(size, {"": compare, "with_packing_": pack})
-    return {**_size_of(list(old.values())), "share_found": share, **rates}
+    return {**_size_of(list(old.values())), "share_found": share, **bench.rates(size, works)}
 
 
 def _encode(bench: _Bench, config: dict[str, Any]) -> dict[str, Any]:
-    """To the compressed bytes on the host, one tensor after the other; digests included."""
+    """To the compressed bytes on the host; digests included."""
     from rollway.weights import delta
 
     old = _model(config, bench.device)
@@ -203,6 +224,9 @@ def _encode(bench: _Bench, config: dict[str, Any]) -> dict[str, Any]:
     before = dict(zip(old, digests(list(old.values())), strict=True))
 
     def encode() -> list[delta.Encoded]:
+        return delta.encode_all([(n, old[n], new[n], before[n]) for n in old])
+
+    def one_by_one() -> list[delta.Encoded]:
         return [delta.encode(n, old[n], new[n], before=before[n]) for n in old]
 
     packed = encode()
@@ -213,7 +237,7 @@ def _encode(bench: _Bench, config: dict[str, Any]) -> dict[str, Any]:
     return {
         **_size_of(list(old.values())),
         "bytes_fraction": moved / size,
-        **bench.rates(size, {"": encode}),
+        **bench.rates(size, {"": encode, "one_by_one_": one_by_one}),
     }
 
 
@@ -285,10 +309,6 @@ def _nbytes(tensors: list[Tensor]) -> int:
 
 def _size_of(tensors: list[Tensor]) -> dict[str, Any]:
     return {"gigabytes": _nbytes(tensors) / 1e9, "tensors": len(tensors)}
-
-
-def _by_triton(device: torch.device) -> bool:
-    return device.type == "cuda" and bits._triton_works()
 
 
 def _described(device: torch.device) -> str:

@@ -54,10 +54,20 @@ def digests(tensors: Sequence[Tensor]) -> list[str]:
     wait for each would take longer than to read it."""
     if not tensors:
         return []
+    return started_digests(tensors)()
+
+
+def started_digests(tensors: Sequence[Tensor]) -> Callable[[], list[str]]:
+    """The same, begun in the order of the device's current stream; the answer waits for it."""
     if by_triton(tensors[0].device):
         from rollway.weights.gpu_digest import Summing
 
-        return Summing(tensors).start()()
+        return Summing(tensors).start()
+    found = _digests_by_torch(tensors)
+    return lambda: found
+
+
+def _digests_by_torch(tensors: Sequence[Tensor]) -> list[str]:
     split = [words_of(raw_bytes(tensor)) for tensor in tensors]
     sums = _all_sums([words for words, _ in split]).cpu().numpy()
     tails = torch.cat([tail for _, tail in split]).cpu().numpy()

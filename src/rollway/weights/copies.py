@@ -7,10 +7,17 @@ which is as fast as memory allows. On a CPU each copy is made as it is.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+from rollway.weights.bits import by_triton, started_digests
+
+if TYPE_CHECKING:
+    from rollway.weights.gpu_digest import Summing
 
 _LARGE = 16 << 20
 """From this many bytes on, a copy of its own costs nothing."""
@@ -53,6 +60,51 @@ def copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
     for target, source in pairs:
         copies.add(target, source)
     copies.run()
+
+
+class SummedCopies:
+    """Copies whose digests are made of what was copied: on the way, where one kernel does both."""
+
+    def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Each pair is a target and its source; all are on one device."""
+        self.size = len(pairs)
+        self._runs: Summing | None = None
+        together: list[int] = []
+        if pairs and by_triton(pairs[0][0].device):
+            from rollway.weights.gpu_digest import Summing
+
+            together = [i for i, pair in enumerate(pairs) if all(map(_is_run, pair))]
+            if together:
+                targets, sources = zip(*(pairs[i] for i in together), strict=True)
+                self._runs = Summing(sources, targets)
+        self._together = together
+        apart = set(range(len(pairs))) - set(together)
+        self._apart = {i: pairs[i] for i in sorted(apart)}
+
+    @property
+    def keeps_tensors(self) -> bool:
+        """Whether sources stay in memory for as long as this does."""
+        return bool(self._apart)
+
+    def start(self) -> Callable[[], list[str]]:
+        """Begin, in the order of the device's current stream; the answer waits for the end."""
+        runs = self._runs.start() if self._runs is not None else list
+        copy_all(list(self._apart.values()))
+        apart = [target for target, _ in self._apart.values()]
+        rest = started_digests(apart) if apart else list
+
+        def digests() -> list[str]:
+            found = [""] * self.size
+            for places, made in ((self._together, runs()), (self._apart, rest())):
+                for i, each in zip(places, made, strict=True):
+                    found[i] = each
+            return found
+
+        return digests
+
+
+def _is_run(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() and not tensor.data_ptr() % 8
 
 
 def _wider(target: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -134,10 +135,10 @@ def read_manifest(raw: bytes, offer: Offer) -> Manifest:
 
 
 def check_entries(entries: Sequence[Entry], nbytes: int) -> None:
-    from rollway.weights.layout import ELEMENT_BYTES, Box
+    from rollway.weights.layout import ELEMENT_BYTES
 
     for one in entries:
-        wanted = Box.whole(one.shape).elements * ELEMENT_BYTES.get(one.dtype, 0)
+        wanted = math.prod(one.shape) * ELEMENT_BYTES.get(one.dtype, 0)
         if one.dtype not in ELEMENT_BYTES or wanted != one.nbytes:
             raise WeightsError(f"{one.name} is said to be {one.dtype} in {one.nbytes} bytes.")
         if one.offset + one.nbytes > nbytes:

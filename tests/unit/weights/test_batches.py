@@ -16,8 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollway.weights import bits, changes, delta, packing
+from rollway.weights import bits, changes, copies, delta, packing
 from rollway.weights.bits import DTYPES, digest, digests, integers, raw_bytes
+from rollway.weights.copies import SummedCopies
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -32,6 +33,7 @@ by_each = pytest.mark.parametrize(
     ],
 )
 SHAPES = [(), (0,), (3, 0), (1,), (3,), (7, 5), (64, 33), (2047,), (8191,), (5, 8193), (100_003,)]
+SEEDS = range(24 if GPU else 3)
 SHARES = [0.0, 0.0001, 0.01, 0.2, 0.45, 0.55, 1.0]
 
 
@@ -48,7 +50,7 @@ def way(monkeypatch: pytest.MonkeyPatch, triton: bool) -> str:
     """Triton is there, or it is not."""
     if triton and GPU:
         assert bits.by_triton(torch.device("cuda"))
-    for module in (bits, changes):
+    for module in (bits, changes, copies):
         monkeypatch.setattr(module, "by_triton", lambda device: triton and device.type == DEVICE)
     return "triton" if triton else "torch"
 
@@ -75,7 +77,7 @@ def shifted(tensor: Tensor, draw: random.Random) -> Tensor:
     """On the device, beginning inside a word, or not in one run, or as it was."""
     kind = draw.randrange(4)
     if kind == 0:
-        wider = torch.zeros(tensor.numel() + 9, dtype=tensor.dtype, device=DEVICE)
+        wider = torch.empty(tensor.numel() + 9, dtype=tensor.dtype, device=DEVICE)
         some = wider[1 : 1 + tensor.numel()].view(tensor.shape)
         return some.copy_(tensor)
     if kind == 1 and tensor.dim() == 2:
@@ -103,7 +105,7 @@ def model(seed: int) -> list[tuple[str, Tensor, Tensor]]:
 
 
 @by_each
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_digests(seed: int, way: str) -> None:
     tensors = [new for _, _, new in model(seed)]
     large = noise(((1 << 20) + 5,), torch.uint8, random.Random(seed)).to(DEVICE)
@@ -114,7 +116,31 @@ def test_digests(seed: int, way: str) -> None:
 
 
 @by_each
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", SEEDS)
+def test_copies(seed: int, way: str) -> None:
+    """What lies beside a target stays as it is; and what was prepared is good for other values."""
+    draw = random.Random(seed)
+    sources = [new for _, _, new in model(seed)]
+    wide = [noise((s.numel() + 16,), s.dtype, draw).to(DEVICE) for s in sources]
+    before = [room.clone() for room in wide]
+    starts = [draw.choice([0, 8, 8, 3]) for _ in sources]
+    targets = [
+        room[at : at + source.numel()].view(source.shape)
+        for room, at, source in zip(wide, starts, sources, strict=True)
+    ]
+    prepared = SummedCopies(list(zip(targets, sources, strict=True)))
+    for _ in range(2):
+        assert prepared.start()() == [plainly(source) for source in sources]
+        for room, was, at, source in zip(wide, before, starts, sources, strict=True):
+            wanted = was.clone()
+            wanted[at : at + source.numel()] = source.reshape(-1)
+            assert torch.equal(raw_bytes(room), raw_bytes(wanted))
+        for source in sources:
+            source.copy_(noise(tuple(source.shape), source.dtype, draw))
+
+
+@by_each
+@pytest.mark.parametrize("seed", SEEDS)
 def test_changes(seed: int, way: str) -> None:
     pairs = [(integers(old), integers(new)) for _, old, new in model(seed)]
     for size in (1, 2, 4, 8):
@@ -133,7 +159,7 @@ def test_changes(seed: int, way: str) -> None:
 
 
 @by_each
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_encoded(seed: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when what is taken together is cut small."""
     given: list[Any] = [(name, old, new, None) for name, old, new in model(seed)]

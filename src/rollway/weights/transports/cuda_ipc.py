@@ -3,21 +3,23 @@
     trainer ── publish: copy into buckets, digest ──► device memory   (`adopt`: its own storages)
                  │ list of tensors: /dev/shm/rollway-ipc-…/<slot>.json   ▲ opened once
     offer ───────┴─ IPC handles of the buckets ─────────────────────────┤
-    worker  ◄── one copy on the device; digests compared after the copies ┘
+    worker  ◄── `copy_into`: one kernel copies and sums; or `tensors`, as views of that memory ┘
 
 An offer exists only when its copies are done: publishing waits for their digests. Handles are
-opened once, since later versions lie in the same buckets. CPU tensors go the same way through
-shared memory, so that everything but the handles works alike where there is no GPU.
+opened once, since later versions lie in the same buckets; what was prepared for the version before
+is used again while tensors lie where they lay. CPU tensors go the same way through shared memory,
+so that everything but the handles works alike where there is no GPU.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,10 +29,11 @@ from torch import Tensor
 
 from rollway.errors import UsageError, WeightsError
 from rollway.weights import owner
-from rollway.weights.bits import DTYPES, digests, dtype_name
+from rollway.weights.bits import digests, started_digests
 from rollway.weights.checkpoint import TensorHeader
-from rollway.weights.copies import copy_all
+from rollway.weights.copies import SummedCopies
 from rollway.weights.offer import Count, Entry, Manifest, Offer, read_manifest
+from rollway.weights.transports.buckets import in_place, laid_out, views
 from rollway.weights.transports.device_memory import (
     Handle,
     device_name,
@@ -39,11 +42,11 @@ from rollway.weights.transports.device_memory import (
     opened,
     room,
 )
+from rollway.weights.transports.taking import Taking
 
 SHM = Path("/dev/shm")
 BUCKET_BYTES = 1 << 30
 _PREFIX = "rollway-ipc-"
-_ALIGNED = 512
 _MOST_MANIFEST_BYTES = 1 << 30
 _COMPARED = 2 << 30
 """Bytes whose digests are compared together; a GPU that is asked more often waits."""
@@ -68,6 +71,17 @@ class _Slot:
     buckets: list[Tensor] = field(default_factory=list)
     """As bytes."""
     handles: list[Handle] = field(default_factory=list)
+    packed: _Packing | None = None
+    """How the version before was put here."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Packing:
+    """Tensors of some kinds, from some places, into a slot's buckets."""
+
+    kinds: list[tuple[str, torch.dtype, torch.Size, tuple[int, ...], int]]
+    entries: list[Entry]
+    copies: SummedCopies
 
 
 @dataclass(slots=True)
@@ -114,18 +128,20 @@ class CudaIpcPublisher:
             raise UsageError("There are no tensors to publish.")
         if not given:
             assert self._adopted is not None
-            slot, entries, views = self._adopted.slot, self._adopted.entries, self._adopted.views()
+            slot, entries = self._adopted.slot, self._adopted.entries
             self._take_away(slot)
+            found = digests(self._adopted.views())
         else:
             slot = min(self._slots, key=_age)
             self._take_away(slot)  # before its bytes change: whoever reads it now learns of it
-            entries, views = self._pack(slot, given)
-        found = digests(views)  # these are there when the copies before them are
+            packing = self._pack(slot, given)
+            entries = packing.entries
+            found = packing.copies.start()()  # these are there when the copies are
         entries = [
-            msgspec.structs.replace(one, digest=each)
+            Entry(one.name, one.dtype, one.shape, one.offset, one.nbytes, each)
             for one, each in zip(entries, found, strict=True)
         ]
-        return self._offer(slot, version, entries, views[0].device)
+        return self._offer(slot, version, entries)
 
     def adopt(self, module: torch.nn.Module) -> None:
         """Publish a module's parameters from where they are, without a copy (on a CPU, where they
@@ -137,11 +153,13 @@ class CudaIpcPublisher:
         _one_device(named)
         slot = _Slot(len(self._slots))
         if next(iter(named.values())).device.type == "cpu":
-            entries, views = self._pack(slot, {name: p.detach() for name, p in named.items()})
-            for parameter, view in zip(named.values(), views, strict=True):
+            packing = self._pack(slot, {name: p.detach() for name, p in named.items()})
+            packing.copies.start()()
+            entries = packing.entries
+            for parameter, view in zip(named.values(), views(entries, slot.buckets), strict=True):
                 parameter.data = view
         else:
-            entries = _in_place(slot, named)
+            entries, slot.buckets = in_place(named)
             slot.handles = [export(bucket) for bucket in slot.buckets]
         places = [parameter.data_ptr() for parameter in named.values()]
         self._adopted = _Adopted(slot, entries, named, places)
@@ -156,7 +174,7 @@ class CudaIpcPublisher:
         """Take everything away."""
         shutil.rmtree(self._directory, ignore_errors=True)
         for slot in self._all_slots():
-            slot.buckets, slot.handles = [], []
+            slot.buckets, slot.handles, slot.packed = [], [], None
         self._adopted = None
         if torch.cuda.is_initialized():
             torch.cuda.ipc_collect()
@@ -177,11 +195,15 @@ class CudaIpcPublisher:
     def _manifest(self, slot: _Slot) -> Path:
         return self._directory / f"{slot.number}.json"
 
-    def _pack(self, slot: _Slot, given: dict[str, Tensor]) -> tuple[list[Entry], list[Tensor]]:
-        """Copy tensors into the slot's buckets, which are made where they do not fit."""
+    def _pack(self, slot: _Slot, given: dict[str, Tensor]) -> _Packing:
+        """Prepare to copy tensors into the slot's buckets, which are made where they do not fit."""
+        kinds = [(n, t.dtype, t.shape, t.stride(), t.data_ptr()) for n, t in given.items()]
         device = _one_device(given)
-        entries, sizes = _laid_out(given, self._bucket_bytes)
+        if slot.packed and slot.packed.kinds == kinds and slot.buckets[0].device == device:
+            return slot.packed
+        entries, sizes = laid_out(given, self._bucket_bytes)
         held = [bucket.numel() for bucket in slot.buckets]
+        slot.packed = None
         if held != sizes or slot.buckets[0].device != device:
             for one in slot.handles:
                 if one.file:
@@ -191,13 +213,14 @@ class CudaIpcPublisher:
                 path = self._directory / f"{slot.number}.{number}.{os.urandom(4).hex()}"
                 slot.buckets.append(room(size, device, path))
                 slot.handles.append(export(slot.buckets[-1], path))
-        views = _views(entries, slot.buckets)
-        copy_all(list(zip(views, given.values(), strict=True)))
-        return entries, views
+        targets = views(entries, slot.buckets)
+        copies = SummedCopies(list(zip(targets, given.values(), strict=True)))
+        packing = _Packing(kinds, entries, copies)
+        if not copies.keeps_tensors:
+            slot.packed = packing
+        return packing
 
-    def _offer(
-        self, slot: _Slot, version: int, entries: list[Entry], device: torch.device
-    ) -> Offer:
+    def _offer(self, slot: _Slot, version: int, entries: list[Entry]) -> Offer:
         manifest = Manifest(version, sum(b.numel() for b in slot.buckets), entries)
         path = self._manifest(slot)
         scratch = path.with_suffix(".partial")
@@ -207,7 +230,9 @@ class CudaIpcPublisher:
             file.write(manifest.encode())
         scratch.replace(path)
         slot.version = version
-        where = Where(device_name(device), self._directory.name, slot.number, slot.handles)
+        where = Where(
+            device_name(slot.buckets[0].device), self._directory.name, slot.number, slot.handles
+        )
         size = sum(one.nbytes for one in entries)
         as_json: dict[str, Any] = msgspec.to_builtins(where)
         return Offer("cuda_ipc", version, manifest.identity, size, as_json)
@@ -221,6 +246,11 @@ class CudaIpcReader:
         self._publisher = ""
         self._open: dict[int, dict[Handle, Tensor]] = {}
         """By slot: one whose buckets were made anew does not keep the old ones."""
+        self._taking: dict[int, Taking] = {}
+        """By slot: what was prepared for the version before."""
+        self._stream: Any = None
+        self.seconds: dict[str, float] = {}
+        """Of the last `copy_into`, by part."""
 
     def headers(self, offer: Offer) -> dict[str, TensorHeader]:
         return self.manifest(offer).headers()
@@ -233,25 +263,100 @@ class CudaIpcReader:
         gigabytes were taken, and at the end: by then the copies are done, and what was copied is
         what was published, or this raises. Copy on the stream that is current here."""
         where = _where(offer)
-        manifest = read_manifest(self._look(offer, where), offer)
-        buckets = self._buckets(where, manifest)
-        at_once = _COMPARED if buckets[0].device.type == "cuda" else 0
+        raw = self._look(offer, where)
+        manifest = read_manifest(raw, offer)
+        buckets = self._buckets(where, manifest.nbytes)
+        on_gpu = buckets[0].device.type == "cuda"
+        at_once = _COMPARED if on_gpu else 0
         taken: list[tuple[Entry, Tensor]] = []
+        begun: list[tuple[list[Entry], Callable[[], list[str]]]] = []
         nbytes = 0
-        for one, view in zip(manifest.entries, _views(manifest.entries, buckets), strict=True):
+        for one, view in zip(manifest.entries, views(manifest.entries, buckets), strict=True):
             yield one.name, view
             taken.append((one, view))
             nbytes += one.nbytes
             if nbytes >= at_once:
-                _compare(taken, offer)
+                # A GPU looks at these while the next are taken.
+                begun.append(_begin(taken))
                 taken, nbytes = [], 0
-        _compare(taken, offer)
-        if read_manifest(self._look(offer, where), offer) != manifest:
-            raise WeightsError(f"Version {offer.version} was written over while it was read.")
+                while len(begun) > (1 if on_gpu else 0):
+                    _compare(*begun.pop(0), offer)
+        if taken:
+            begun.append(_begin(taken))
+        for each in begun:
+            _compare(*each, offer)
+        self._check_still(offer, where, raw)
+
+    def copy_into(self, offer: Offer, targets: Mapping[str, Tensor]) -> None:
+        """Copy every tensor into one of this process, by name: of its kind, and on its device.
+
+        What is copied is what is summed, and this returns when it is there and is what was
+        published; when it raises, the targets hold nothing that may be served. It has a stream of
+        its own, so that other work on the device goes on."""
+        where = _where(offer)
+        with self._timed("look"):
+            raw = self._look(offer, where)
+            buckets = self._buckets(where, None)
+        with self._on_stream(buckets[0].device):
+            with self._timed("launch"):
+                taking = self._taking.get(where.slot)
+                if taking is not None and not taking.fits(where.buckets, targets):
+                    taking = None
+                # Before the list is read: mostly tensors lie where they lay.
+                begun = taking.start() if taking else []
+            with self._timed("list"):
+                manifest = read_manifest(raw, offer)
+                self._buckets(where, manifest.nbytes)
+            if taking is None or not taking.is_of(manifest.entries):
+                with self._timed("prepare"):
+                    for each in begun:
+                        each()
+                    self._taking.pop(where.slot, None)
+                    taking = Taking(where.buckets, buckets, manifest.entries, targets)
+                    begun = taking.start()
+            with self._timed("wait"):
+                entries = iter(manifest.entries)
+                for size, each in zip(taking.sizes, begun, strict=True):
+                    _compare(list(islice(entries, size)), each, offer)
+            if not taking.keeps_tensors:
+                self._taking[where.slot] = taking
+        with self._timed("look again"):
+            self._check_still(offer, where, raw)
+
+    @contextlib.contextmanager
+    def _on_stream(self, device: torch.device) -> Iterator[None]:
+        """After what was asked of the device so far; whatever happens, nothing is written any
+        more when this is over."""
+        if device.type != "cuda":
+            yield
+            return
+        if self._stream is None or self._stream.device != device:
+            self._stream = torch.cuda.Stream(device)
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            self._stream.synchronize()
+
+    @contextlib.contextmanager
+    def _timed(self, part: str) -> Iterator[None]:
+        if part == "look":
+            self.seconds = {}
+        began = time.perf_counter()
+        yield
+        self.seconds[part] = time.perf_counter() - began
 
     def close(self) -> None:
         """Let go of the trainer's memory."""
-        self._open = {}
+        self._open, self._taking = {}, {}
+
+    def _check_still(self, offer: Offer, where: Where, raw: bytes) -> None:
+        """That the version's list is as it was before."""
+        now = self._look(offer, where)
+        if now != raw:
+            read_manifest(now, offer)
+            raise WeightsError(f"Version {offer.version} was written over while it was read.")
 
     def _look(self, offer: Offer, where: Where) -> bytes:
         name = where.directory
@@ -280,8 +385,9 @@ class CudaIpcReader:
             raise WeightsError(f"The list of tensors of version {offer.version} is too long.")
         return raw
 
-    def _buckets(self, where: Where, manifest: Manifest) -> list[Tensor]:
-        if sum(one.nbytes for one in where.buckets) != manifest.nbytes:
+    def _buckets(self, where: Where, nbytes: int | None) -> list[Tensor]:
+        """The publisher's memory, and that it is as long as it should be, where that is known."""
+        if nbytes is not None and sum(one.nbytes for one in where.buckets) != nbytes:
             raise WeightsError("The buckets of an offer are not as long as what lies in them.")
         device = local_device(where.device)
         if self._publisher != where.directory:
@@ -315,64 +421,19 @@ def _where(offer: Offer) -> Where:
     return where
 
 
-def _compare(taken: Sequence[tuple[Entry, Tensor]], offer: Offer) -> None:
-    found = digests([view for _, view in taken])
-    for (one, _), each in zip(taken, found, strict=True):
+def _begin(
+    taken: Sequence[tuple[Entry, Tensor]],
+) -> tuple[list[Entry], Callable[[], list[str]]]:
+    return [one for one, _ in taken], started_digests([view for _, view in taken])
+
+
+def _compare(entries: Sequence[Entry], found: Callable[[], list[str]], offer: Offer) -> None:
+    for one, each in zip(entries, found(), strict=True):
         if each != one.digest:
             raise WeightsError(
                 f"{one.name} of version {offer.version} changed while it was read.",
                 "Publish the version again, and change nothing before the refit has ended.",
             )
-
-
-def _laid_out(tensors: Mapping[str, Tensor], most: int) -> tuple[list[Entry], list[int]]:
-    """Where each tensor goes, and how long the buckets are: one that is longer has its own."""
-    entries: list[Entry] = []
-    sizes: list[int] = [0]
-    start = 0
-    for name, tensor in tensors.items():
-        nbytes = tensor.numel() * tensor.element_size()
-        if sizes[-1] and sizes[-1] + nbytes > most:
-            start += sizes[-1]
-            sizes.append(0)
-        shape = tuple(tensor.shape)
-        entries.append(Entry(name, dtype_name(tensor), shape, start + sizes[-1], nbytes))
-        sizes[-1] += -(-nbytes // _ALIGNED) * _ALIGNED
-    sizes[-1] = max(sizes[-1], _ALIGNED)
-    return entries, sizes
-
-
-def _in_place(slot: _Slot, named: Mapping[str, Tensor]) -> list[Entry]:
-    """Make the storages of tensors the slot's buckets; several tensors may lie in one."""
-    starts: dict[int, int] = {}
-    end, entries = 0, []
-    for name, tensor in named.items():
-        storage = tensor.untyped_storage()
-        if not tensor.is_contiguous() or not storage.nbytes():
-            raise UsageError(f"{name} does not lie in one run.", "Publish it by name instead.")
-        if storage.data_ptr() not in starts:
-            starts[storage.data_ptr()] = end
-            end += storage.nbytes()
-            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-            slot.buckets.append(whole.set_(storage))
-        size = tensor.element_size()
-        at = starts[storage.data_ptr()] + tensor.storage_offset() * size
-        shape = tuple(tensor.shape)
-        entries.append(Entry(name, dtype_name(tensor), shape, at, tensor.numel() * size))
-    return entries
-
-
-def _views(entries: Sequence[Entry], buckets: Sequence[Tensor]) -> list[Tensor]:
-    starts = [0, *accumulate(bucket.numel() for bucket in buckets)][:-1]
-    views = []
-    for one in entries:
-        number = bisect_right(starts, one.offset) - 1
-        at = one.offset - starts[number]
-        part = buckets[number][at : at + one.nbytes]
-        if part.numel() != one.nbytes or at % max(1, DTYPES[one.dtype].itemsize):
-            raise WeightsError(f"{one.name} does not lie in one bucket.")
-        views.append(part.view(DTYPES[one.dtype]).view(one.shape))
-    return views
 
 
 def _one_device(tensors: Mapping[str, Tensor]) -> torch.device:
