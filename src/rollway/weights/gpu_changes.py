@@ -1,11 +1,11 @@
 """What changed in many tensors on a GPU: one kernel reads all of them, another one gathers.
 
-    old ─┐                ┌─ a byte of marks for each word ─┐
-         ├─ _mark ────────┤                                 ├─ _gather ─> positions, old, new
-    new ─┘   (digests)    └─ counts ─> sums of counts ──────┘
-                                  └──> the host, which waits this once
+    old ─┐              ┌─ a byte of marks for each word ─┐
+         ├─ _mark ──────┤                                 ├─ _list ─> _gather ─> positions, old, new
+    new ─┘  (digests)   └─ counts ─> sums of counts ──────┘
+                                └──> the host, which waits this once
 
-The second kernel reads the marks, and of the tensors only words that are marked. Import this only
+The second kernel lists the words that are marked, and the third reads no others. Import this only
 where Triton is: `changes` takes torch where it is not.
 """
 
@@ -24,6 +24,8 @@ from rollway.weights.gpu_digest import WARPS, digests_of, on, on_its_way
 from rollway.weights.gpu_runs import COLUMNS, PART, STEP, STEPS, run_of, table
 
 Pair = tuple[Tensor, Tensor]
+_WORDS = 512
+"""Marked words that a program gathers."""
 
 
 class Marked:
@@ -42,20 +44,22 @@ class Marked:
             self._device,
         )
         found = self._mark(with_digests)
-        self._starts = torch.zeros(
-            self._table.parts * STEPS + 1, dtype=torch.int64, device=self._device
-        )
-        torch.cumsum(self._counts, 0, out=self._starts[1:])
-        firsts = (self._table.first_parts * STEPS).to(self._device, non_blocking=True)
-        told = torch.cat([self._starts.index_select(0, firsts), found])
+        steps = self._table.parts * STEPS
+        # Before each step: how many words were marked, and how many elements.
+        self._starts = torch.zeros(2, steps + 1, dtype=torch.int64, device=self._device)
+        self._starts[:, 1:] = self._counts.cumsum(1)
+        firsts = (self._table.first_parts * STEPS).to(self._device)
+        told = torch.cat([self._starts.index_select(1, firsts).view(-1), found])
         host, ready = on_its_way(told)
         ready()
-        self._ends: list[int] = host[: len(pairs) + 1].tolist()
+        bounds = len(pairs) + 1
+        self._word_ends: list[int] = host[:bounds].tolist()
+        self._ends: list[int] = host[bounds : 2 * bounds].tolist()
         self.counts = [end - start for start, end in pairwise(self._ends)]
         self.digests: list[str] = []
         if with_digests:
             prefixes = [(size // 8).to_bytes(8, "little") for size in sizes]
-            self.digests = digests_of(host[len(pairs) + 1 :], self._table.blocks, sizes, prefixes)
+            self.digests = digests_of(host[2 * bounds :], self._table.blocks, sizes, prefixes)
 
     def _mark(self, with_digests: bool) -> Tensor:
         blocks, runs = self._table.blocks, len(self._table.blocks)
@@ -63,7 +67,7 @@ class Marked:
         found = torch.zeros(room, dtype=torch.int64, device=self._device)
         parts = self._table.parts
         self._marks = torch.empty(parts * PART, dtype=torch.uint8, device=self._device)
-        self._counts = torch.empty(parts * STEPS, dtype=torch.int32, device=self._device)
+        self._counts = torch.empty(2, parts * STEPS, dtype=torch.int32, device=self._device)
         if parts:
             with on(self._device):
                 _mark[(parts,)](
@@ -74,6 +78,7 @@ class Marked:
                     sum(blocks),
                     self._marks,
                     self._counts,
+                    parts * STEPS,
                     SUMS=with_digests,
                     SIZE=self._dtype.itemsize,
                     BLOCK=bits.BLOCK,
@@ -90,28 +95,49 @@ class Marked:
         count = self._ends[end] - self._ends[first]
         positions = torch.empty(count, dtype=torch.int64, device=self._device)
         old, new = (torch.empty(count, dtype=self._dtype, device=self._device) for _ in range(2))
-        parts = self._table.first_parts
-        begin = int(parts[first]) * STEPS
-        steps = int(parts[end]) * STEPS - begin
         if count:
+            words, places = self._list(first, end)
             with on(self._device):
-                _gather[(steps,)](
+                _gather[(triton.cdiv(words.numel(), _WORDS),)](
                     self._table.rows,
                     self._table.owners,
                     self._marks,
-                    self._starts,
+                    words,
+                    places,
                     positions,
                     old,
                     new,
-                    begin,
-                    self._ends[first],
+                    words.numel(),
                     SIZE=self._dtype.itemsize,
-                    STEP=STEP,
-                    STEPS=STEPS,
+                    WORDS=_WORDS,
+                    PART=PART,
                     COLUMNS=COLUMNS,
-                    num_warps=WARPS,
+                    num_warps=4,
                 )
         return positions, old, new
+
+    def _list(self, first: int, end: int) -> tuple[Tensor, Tensor]:
+        """The marked words of some pairs, counted through all parts; and how many elements that
+        changed are before each."""
+        room = self._word_ends[end] - self._word_ends[first]
+        words, places = (
+            torch.empty(room, dtype=torch.int64, device=self._device) for _ in range(2)
+        )
+        begin, stop = (int(self._table.first_parts[i]) * STEPS for i in (first, end))
+        with on(self._device):
+            _list[(stop - begin,)](
+                self._marks,
+                self._starts,
+                words,
+                places,
+                begin,
+                self._starts.shape[1],
+                self._word_ends[first],
+                self._ends[first],
+                STEP=STEP,
+                num_warps=4,
+            )
+        return words, places
 
 
 def check() -> None:
@@ -134,7 +160,7 @@ def check() -> None:
 
 
 # Without types: Triton would take their names for variables of the kernel.
-@triton.jit(do_not_specialize=["tails"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["tails", "steps"])  # type: ignore[untyped-decorator]
 def _mark(  # type: ignore[no-untyped-def]
     rows,
     owners,
@@ -143,6 +169,7 @@ def _mark(  # type: ignore[no-untyped-def]
     tails,
     marks,
     counts,
+    steps,
     SUMS: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -163,7 +190,7 @@ def _mark(  # type: ignore[no-untyped-def]
     key = keys + start % BLOCK
     lanes = tl.arange(0, STEP)
     total = tl.zeros((STEP,), dtype=tl.int64)
-    for step in tl.static_range(STEPS):
+    for step in range(STEPS):
         at = step * STEP + lanes
         before = tl.load(old + at, mask=at < words, other=0)
         after = tl.load(new + at, mask=at < words, other=0)
@@ -180,7 +207,10 @@ def _mark(  # type: ignore[no-untyped-def]
             mark |= changed << lane
             count += changed
         tl.store(marks + program * (STEP * STEPS) + at, mark.to(tl.uint8))
-        tl.store(counts + program * STEPS + step, tl.sum(count, axis=0))
+        # Both numbers in one sum: a step has fewer than 2**16 elements.
+        both = tl.sum(count + ((mark != 0).to(tl.int32) << 16), axis=0)
+        tl.store(counts + program * STEPS + step, both >> 16)
+        tl.store(counts + steps + program * STEPS + step, both & 0xFFFF)
         if SUMS:
             total += ((after >> 32) + after) * tl.load(key + at, mask=at < whole, other=0)
     if SUMS:
@@ -190,41 +220,60 @@ def _mark(  # type: ignore[no-untyped-def]
             tl.store(found + tails + owner, tl.load(new + whole))
 
 
-@triton.jit(do_not_specialize=["begin", "skipped"])  # type: ignore[untyped-decorator]
-def _gather(  # type: ignore[no-untyped-def]
-    rows,
-    owners,
-    marks,
-    starts,
-    positions,
-    old_bits,
-    new_bits,
-    begin,
-    skipped,
-    SIZE: tl.constexpr,
-    STEP: tl.constexpr,
-    STEPS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["begin", "length", "skipped_words", "skipped"]
+)
+def _list(  # type: ignore[no-untyped-def]
+    marks, starts, words, places, begin, length, skipped_words, skipped, STEP: tl.constexpr
 ):
     step = tl.program_id(0).to(tl.int64) + begin
     first = tl.load(starts + step)
     if tl.load(starts + step + 1) > first:
-        row = rows + tl.load(owners + step // STEPS) * COLUMNS
         lanes = tl.arange(0, STEP)
-        words = (step - tl.load(row + 3) * STEPS) * STEP + lanes
         mark = tl.load(marks + step * STEP + lanes).to(tl.int32)
-        old = tl.load(tl.load(row).to(tl.pointer_type(tl.int64)) + words, mask=mark != 0, other=0)
-        new = tl.load(
-            tl.load(row + 1).to(tl.pointer_type(tl.int64)) + words, mask=mark != 0, other=0
-        )
-        count = tl.zeros((STEP,), dtype=tl.int32)
-        for lane in tl.static_range(8 // SIZE):
-            count += (mark >> lane) & 1
-        at = first - skipped + tl.cumsum(count, 0) - count
-        for lane in tl.static_range(8 // SIZE):
-            chosen = ((mark >> lane) & 1) != 0
-            tl.store(positions + at, words * (8 // SIZE) + lane, mask=chosen)
-            shift = 8 * SIZE * lane
-            tl.store(old_bits + at, (old >> shift).to(old_bits.dtype.element_ty), mask=chosen)
-            tl.store(new_bits + at, (new >> shift).to(new_bits.dtype.element_ty), mask=chosen)
-            at += (mark >> lane) & 1
+        count = (mark & 0x55) + ((mark >> 1) & 0x55)  # the bits of a byte, by pairs, by fours, …
+        count = (count & 0x33) + ((count >> 2) & 0x33)
+        count = (count & 0x0F) + (count >> 4)
+        marked = mark != 0
+        both = count + (marked.to(tl.int32) << 16)
+        before = tl.cumsum(both, 0) - both
+        at = first - skipped_words + (before >> 16)
+        tl.store(words + at, step * STEP + lanes, mask=marked)
+        elements = tl.load(starts + length + step) - skipped
+        tl.store(places + at, elements + (before & 0xFFFF), mask=marked)
+
+
+@triton.jit(do_not_specialize=["total"])  # type: ignore[untyped-decorator]
+def _gather(  # type: ignore[no-untyped-def]
+    rows,
+    owners,
+    marks,
+    words,
+    places,
+    positions,
+    old_bits,
+    new_bits,
+    total,
+    SIZE: tl.constexpr,
+    WORDS: tl.constexpr,
+    PART: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    lanes = tl.program_id(0).to(tl.int64) * WORDS + tl.arange(0, WORDS)
+    inside = lanes < total
+    word = tl.load(words + lanes, mask=inside, other=0)
+    at = tl.load(places + lanes, mask=inside, other=0)
+    mark = tl.load(marks + word, mask=inside, other=0).to(tl.int32)
+    row = rows + tl.load(owners + word // PART, mask=inside, other=0) * COLUMNS
+    word -= tl.load(row + 3, mask=inside, other=0) * PART  # from the start of its tensor
+    old = tl.load(row, mask=inside, other=0).to(tl.pointer_type(tl.int64)) + word
+    new = tl.load(row + 1, mask=inside, other=0).to(tl.pointer_type(tl.int64)) + word
+    before = tl.load(old, mask=inside, other=0)
+    after = tl.load(new, mask=inside, other=0)
+    for lane in tl.static_range(8 // SIZE):
+        chosen = ((mark >> lane) & 1) != 0
+        shift = 8 * SIZE * lane
+        tl.store(positions + at, word * (8 // SIZE) + lane, mask=chosen)
+        tl.store(old_bits + at, (before >> shift).to(old_bits.dtype.element_ty), mask=chosen)
+        tl.store(new_bits + at, (after >> shift).to(new_bits.dtype.element_ty), mask=chosen)
+        at += (mark >> lane) & 1
