@@ -201,11 +201,14 @@ def test_what_changes_while_it_is_read_is_noticed(tmp_path: Path) -> None:
 
 
 def test_another_model_takes_new_buckets(tmp_path: Path) -> None:
+    stale: Any = object()
     reader = CudaIpcReader(tmp_path)
     with CudaIpcPublisher(directory=tmp_path) as publisher:
         for version, shape in enumerate(((4,), (4000,), (8, 8))):
             offer = publisher.publish(version, [("a", torch.full(shape, float(version)))])
+            reader._taking[0] = stale
             ((_, found),) = reader.tensors(offer)
+            assert not reader._taking  # nothing is copied from where the old ones were
             assert found.shape == shape and bool((found == version).all())
         assert len(list(next(tmp_path.iterdir()).iterdir())) == 2
         assert [len(slot) for slot in reader._open.values()] == [1]

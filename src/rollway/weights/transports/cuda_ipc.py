@@ -394,6 +394,8 @@ class CudaIpcReader:
             self.close()  # one that went away takes its memory with it
             self._publisher = where.directory
         known = self._open.pop(where.slot, {})
+        if known.keys() != set(where.buckets):
+            self._taking.pop(where.slot, None)  # its addresses are of what is let go here
         found = {
             one: known[one]
             if one in known
