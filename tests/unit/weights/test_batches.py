@@ -177,3 +177,13 @@ def test_encoded(seed: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
         room = torch.empty(old.shape, dtype=old.dtype, device=old.device)
         delta.apply(each, old, room)
         assert torch.equal(raw_bytes(room), raw_bytes(new))
+
+
+@by_each
+def test_nothing_at_all(way: str) -> None:
+    none = torch.empty(0, 3, dtype=torch.int16, device=DEVICE)
+    assert digests([none, none]) == [plainly(none)] * 2
+    found = changes.compared([(none, none)], with_digests=True)
+    assert (found.counts, found.digests) == ([0], [plainly(none)])
+    assert [each.numel() for each in found.gather(0, 1)] == [0, 0, 0]
+    assert SummedCopies([(none.clone(), none)]).start()() == [plainly(none)]
