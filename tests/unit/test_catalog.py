@@ -131,6 +131,38 @@ def test_receivers_that_serve_form_a_tree() -> None:
     assert catalog.look_up(1, "r2")[0].source != "r2"  # nobody reads from itself
 
 
+def test_receivers_that_come_at_once_take_turns(server: CatalogServer) -> None:
+    """The trainer gives to one; whoever has it, to two at a time."""
+    catalog = HttpCatalog(server.url, secret=WORD)
+    catalog.announce(listing())
+    for name in ("r1", "r2"):
+        catalog.look_up(1, name)  # only to see what there is; that takes nobody's turn for long
+    with pytest.raises(NotYet, match="giving it to others"):
+        catalog.look_up(1, "r1", fanout=2)
+    assert catalog.look_up(1, "r2", fanout=2)[0].source == "t0"
+    for _ in range(2):
+        with pytest.raises(NotYet, match="giving it to others"):
+            catalog.look_up(1, "r1", fanout=2)
+    catalog.announce(served(1, "r2"))
+    catalog.acknowledge(1, "r2")
+    assert [catalog.look_up(1, name, fanout=2)[0].source for name in ("r1", "r3")] == ["r2"] * 2
+    with pytest.raises(NotYet, match="giving it to others"):
+        catalog.look_up(1, "r4", fanout=2)
+    assert catalog.look_up(1, "r4")[0].source == "t0"  # one that does not wait
+    catalog.acknowledge(1, "r1")
+    assert catalog.look_up(1, "r4", fanout=2)[0].source == "r2"
+    assert catalog.look_up(1, "r5", ["r2"], fanout=2)[0].source == "t0"
+
+
+def test_one_that_fails_gives_up_its_turn() -> None:
+    catalog = MemoryCatalog()
+    catalog.announce(listing())
+    assert catalog.look_up(1, "r1", fanout=2)[0].source == "t0"
+    with pytest.raises(WeightsError, match="Nobody else has version 1"):
+        catalog.look_up(1, "r1", ["t0"], fanout=2)
+    assert catalog.look_up(1, "r2", fanout=2)[0].source == "t0"
+
+
 def test_receivers_come_and_go() -> None:
     catalog = MemoryCatalog()
     catalog.announce(listing())

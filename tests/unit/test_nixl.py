@@ -77,7 +77,7 @@ def test_versions_between_two_processes(reader: NixlReader) -> None:
             offer = trainer.publish(version)
             assert reader.headers(offer)["0.weight"].shape == (64, 96)
             assert same(taken(reader, offer), tensors_of(version))
-            assert reader.moved == offer.nbytes
+            assert reader.total.moved == offer.nbytes
             assert trainer.ask("acknowledged", version) == {reader.name}
         assert reader.plans == 1
         assert len(reader._prepared) == 2
@@ -366,7 +366,7 @@ def test_only_what_is_wanted_moves() -> None:
             found = taken(reader, offer)
             assert found.keys() == {"2.weight", "2.norm"}
             assert torch.equal(found["2.weight"], tensors_of(0)["2.weight"])
-            assert reader.moved == 64 * 96 * 2 + 33 * 4
+            assert reader.total.moved == 64 * 96 * 2 + 33 * 4
 
 
 @nixl

@@ -74,7 +74,7 @@ def carried_out(windows: Windows, sources: list[Source], model: Model) -> Model:
                 view(target)[place] = values.reshape(copy.shape)
         for target in window.targets:
             found[target.name] = view(target).copy()
-    assert moved == windows.moved
+    assert moved == windows.total.moved
     return found
 
 

@@ -6,8 +6,9 @@
 
 A version can be found when all ranks of the trainer have announced it, or when a receiver has all
 of it. Whoever looks it up is sent to the least busy: with every receiver that announces itself
-there is one more source, so many receivers form a tree by themselves. The catalog knows nothing of
-bytes or transports: what a reader must know is the `body` of a listing.
+there is one more source. Those who all come at once are sent in turns, when they ask for a
+`fanout`: the trainer gives to one, whoever has it to some others, so that they form a tree. The
+catalog knows nothing of bytes or transports: what a reader must know is the `body` of a listing.
 """
 
 from __future__ import annotations
@@ -56,9 +57,12 @@ class Catalog(Protocol):
         """Before the bytes are written over; what was withdrawn before is no error."""
         ...
 
-    def look_up(self, version: int, member: str, without: Sequence[str] = ()) -> list[Listing]:
+    def look_up(
+        self, version: int, member: str, without: Sequence[str] = (), *, fanout: int = 0
+    ) -> list[Listing]:
         """Sources that have all of a version together, by rank, and none of `without`. Raises
-        `NotYet` while some are missing, `WeightsError` when it is gone."""
+        `NotYet` while some are missing, `WeightsError` when it is gone. With a `fanout`, also
+        `NotYet` while it is not `member`'s turn: see `_in_turn`."""
         ...
 
     def acknowledge(self, version: int, member: str) -> None:
@@ -106,16 +110,21 @@ class MemoryCatalog:
         with self._lock:
             self._remove(version, source)
 
-    def look_up(self, version: int, member: str, without: Sequence[str] = ()) -> list[Listing]:
+    def look_up(
+        self, version: int, member: str, without: Sequence[str] = (), *, fanout: int = 0
+    ) -> list[Listing]:
         with self._lock:
             self._join(member)
+            for (of, _), assigned in self._assigned.items():
+                if of == version:
+                    assigned.pop(member, None)
             found = self._sets(version, member, without)
             if not found:
                 raise self._missing(version, without)
+            if fanout and not (found := self._in_turn(found, fanout)):
+                raise NotYet(f"All who have version {version} are giving it to others.")
             # A receiver before the trainer, which has other work.
             chosen = min(found, key=lambda one: (self._load(one), one[0].role == "trainer"))
-            for one in found:
-                self._assigned.get((version, one[0].source), {}).pop(member, None)
             if all(one.source != member for one in chosen):  # else a rank that asks how far we are
                 assigned = self._assigned.setdefault((version, chosen[0].source), {})
                 assigned[member] = time.monotonic()
@@ -178,6 +187,13 @@ class MemoryCatalog:
             sets.append(ranks)
         return [some for some in sets if not any(one.source in without for one in some)]
 
+    def _in_turn(self, found: list[list[Listing]], fanout: int) -> list[list[Listing]]:
+        """Those who are free: receivers for `fanout` others each, and the trainer for one, as
+        long as it is the only one to have the version."""
+        receivers = [some for some in found if some[0].role == "receiver"]
+        most = fanout if receivers else 1
+        return [some for some in receivers or found if self._load(some) < most]
+
     def _load(self, some: list[Listing]) -> int:
         since = time.monotonic() - _ASSIGNED_SECONDS
         assigned = self._assigned.get((some[0].version, some[0].source), {})
@@ -224,14 +240,20 @@ def _take_the_place(listed: dict[str, Listing], listing: Listing) -> None:
 
 
 def wait_for(
-    catalog: Catalog, version: int, member: str, timeout: float, without: Sequence[str] = ()
+    catalog: Catalog,
+    version: int,
+    member: str,
+    timeout: float,
+    without: Sequence[str] = (),
+    *,
+    fanout: int = 0,
 ) -> list[Listing]:
-    """Look up a version that other ranks may still be announcing."""
+    """Look up a version that other ranks may still be announcing, or others taking."""
     deadline = time.monotonic() + timeout
     pause = 0.005
     while True:
         try:
-            return catalog.look_up(version, member, without)
+            return catalog.look_up(version, member, without, fanout=fanout)
         except NotYet as error:
             if time.monotonic() + pause > deadline:
                 raise WeightsError(

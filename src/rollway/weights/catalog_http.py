@@ -44,6 +44,7 @@ class Call(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
     member: Name = "-"
     without: list[Name] = []
     listing: Listing | None = None
+    fanout: Count = 0
 
 
 class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -186,7 +187,8 @@ class CatalogServer(MemoryCatalog):
 
     def _answer(self, name: str, call: Call) -> Answer:
         if name == "look_up":
-            return Answer(listings=self.look_up(call.version, call.member, call.without))
+            found = self.look_up(call.version, call.member, call.without, fanout=call.fanout)
+            return Answer(listings=found)
         if name == "acknowledged":
             return Answer(members=self.acknowledged(call.version))
         if name == "announce":
@@ -229,8 +231,11 @@ class HttpCatalog:
     def withdraw(self, version: int, source: str) -> None:
         self._call("withdraw", Call(version, source))
 
-    def look_up(self, version: int, member: str, without: Sequence[str] = ()) -> list[Listing]:
-        return self._call("look_up", Call(version, member, list(without))).listings
+    def look_up(
+        self, version: int, member: str, without: Sequence[str] = (), *, fanout: int = 0
+    ) -> list[Listing]:
+        call = Call(version, member, list(without), fanout=fanout)
+        return self._call("look_up", call).listings
 
     def acknowledge(self, version: int, member: str) -> None:
         self._call("acknowledge", Call(version, member))

@@ -52,7 +52,9 @@ class ModelExpressCatalog:
             self._first.discard((version, source))
             self._asked("delete_weight_version", self._uid(version))
 
-    def look_up(self, version: int, member: str, without: Sequence[str] = ()) -> list[Listing]:
+    def look_up(
+        self, version: int, member: str, without: Sequence[str] = (), *, fanout: int = 0
+    ) -> list[Listing]:
         state = self._asked("get_weight_version", self._uid(version)).state
         states = self._package.WeightVersionState
         if state == states.STAGING:
@@ -61,7 +63,7 @@ class ModelExpressCatalog:
             raise WeightsError(
                 f"ModelExpress is releasing version {version}.", "Take a newer version."
             )
-        return self._listings.look_up(version, member, without)
+        return self._listings.look_up(version, member, without, fanout=fanout)
 
     def acknowledge(self, version: int, member: str) -> None:
         self._listings.acknowledge(version, member)

@@ -15,10 +15,12 @@ are the rules of Llama, Qwen3 and Qwen3-MoE in vLLM 0.31; a tensor without a rul
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import pairwise
 from typing import Any
 
 from rollway.errors import UsageError
@@ -160,6 +162,43 @@ def wants(targets: Sequence[EngineTarget], headers: Headers) -> dict[str, list[W
             shared[key] = parts
         found[name] = [Want(target, tensor.dtype, parts)]
     return found
+
+
+def part_of(name: str, headers: Headers, target: EngineTarget) -> tuple[str, Part | None]:
+    """The parameter that one tensor goes into, and what a rank takes of it."""
+    kind, expert, parameter = _rule(name, headers, target)
+    return parameter, _part(name, kind, expert, headers[name].shape, target)
+
+
+def cells(name: str, headers: Headers, ranks: int) -> list[Box]:
+    """A tensor, divided where engines of up to so many tensor ranks cut it: what a rank takes is
+    some of these, whole. One box when nobody knows, or when nobody cuts it."""
+    shape = headers[name].shape
+    whole = [Box.whole(shape)]
+    try:
+        kind = _rule(name, headers, _ANY)[0]
+    except UsageError:
+        return whole
+    if kind is Kind.REPLICATED or not shape or (kind is Kind.ROW and len(shape) == 1):
+        return whole
+    axis = 1 if kind in (Kind.ROW, Kind.EXPERT_DOWN) else 0
+    multiple = _ANY.vocab_multiple if kind is Kind.VOCAB else 1
+    padded = -(-shape[axis] // multiple) * multiple
+    if not whole[0].elements:
+        return whole
+    step = padded // math.gcd(padded, ranks)  # no seams where not even fewer ranks have one
+    seams = [*range(0, shape[axis], step), shape[axis]]
+    return [
+        Box(
+            (*whole[0].start[:axis], start, *whole[0].start[axis + 1 :]),
+            (*shape[:axis], stop, *shape[axis + 1 :]),
+        )
+        for start, stop in pairwise(seams)
+    ]
+
+
+_ANY = EngineTarget(heads=1, kv_heads=1, head_dim=1)
+"""Which dimension is cut is the same for all."""
 
 
 def _rule(name: str, headers: Headers, target: EngineTarget) -> tuple[Kind, int, str]:

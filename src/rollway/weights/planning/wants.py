@@ -90,6 +90,21 @@ def wants_of_needs(
     return wants
 
 
+def hf_slices(
+    headers: Mapping[str, Described], cuts: Mapping[str, Box | None]
+) -> dict[str, list[Want]]:
+    """For one receiver that takes a box of some tensors, or nothing of them, and the others as
+    they are. A box keeps its tensor's name."""
+    shared: dict[Box, Parts] = {}
+    wants = {}
+    for name, tensor in headers.items():
+        box = cuts[name] if name in cuts else Box.whole(tensor.shape)
+        if box is not None:
+            part = Part(box, (0,) * len(box.shape), box.shape)
+            wants[name] = [Want(name, tensor.dtype, shared.setdefault(box, (part,)))]
+    return wants
+
+
 def hf_target(headers: Mapping[str, Described], receivers: int = 1) -> dict[str, list[Want]]:
     """For receivers that each take every Hugging Face tensor as it is."""
     shared: dict[Shape, Parts] = {}

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -30,15 +30,18 @@ from rollway.weights.catalog import Catalog, Listing, wait_for
 from rollway.weights.catalog_http import LOOPBACK, CatalogServer, HttpCatalog
 from rollway.weights.layout import Box, Piece
 from rollway.weights.offer import Offer
-from rollway.weights.planning.wants import LocalTensor
+from rollway.weights.planning.wants import Described, LocalTensor
 from rollway.weights.sources import Held
 from rollway.weights.transports.nixl_agent import Agent, ErrorHandling, Region, Settings
 from rollway.weights.transports.nixl_cards import Card, Layouts, this_node, write_layout
+from rollway.weights.transports.nixl_cells import divided, packed, within
 from rollway.weights.transports.nixl_memory import Pool, memory_kind, view_of
 from rollway.weights.transports.nixl_windows import Landed, aligned
 from rollway.weights.transports.versions import check_next
 
 _PREFIX = b"rollway has "
+FANOUT = "fanout"
+"""In an offer: whoever takes it gives it to others."""
 
 
 def unique_name(kind: str) -> str:
@@ -65,16 +68,24 @@ class NixlPublisher:
         net_devices: Sequence[str] = (),
         error_handling: ErrorHandling | None = None,
         progress: bool = False,
+        engine_ranks: int = 1,
+        fanout: bool = False,
     ) -> None:
+        """`engine_ranks` is the tensor parallelism of the engines, or a multiple of it: each of
+        their ranks can then take its own part, which is else taken whole. With `fanout` a worker
+        that has a version keeps it, and gives it to others."""
         if keep < 1:
             raise UsageError(f"At least one version must be kept, not {keep}.")
         if not 0 <= rank < world:
             raise UsageError(f"There is no rank {rank} among {world}.")
+        if engine_ranks < 1:
+            raise UsageError(f"An engine has at least one rank, not {engine_ranks}.")
         if catalog is None and rank:
             raise UsageError(
                 f"Rank {rank} needs the catalog of rank 0.", "Give its address: catalog=url."
             )
         self.rank, self.world = rank, world
+        self._engine_ranks, self._fanout = engine_ranks, fanout
         # Between machines only the network can tell that the other end died.
         alone = catalog is None and host == LOOPBACK
         mode = error_handling or ("none" if alone or _is_here(catalog) else "peer")
@@ -111,22 +122,39 @@ class NixlPublisher:
         mine = [one for one in held if one.owned_here]
         pieces = [piece for one in mine for piece in one.pieces]
         tensors = [(one.shard.name, one.tensor) for one in mine]
-        return self.publish(version, tensors, pieces, timeout=timeout)
+        # Of a trainer with Hugging Face's names, a shard says how large its tensor is.
+        headers = {
+            one.shard.name: LocalTensor(one.shard.dtype, one.shard.shape)
+            for one in mine
+            if all(piece.name == one.shard.name for piece in one.pieces)
+        }
+        self.announce(version, tensors, pieces, headers)
+        return self.offer(version, timeout)
 
     def announce(
         self,
         version: int,
         tensors: Iterable[tuple[str, Tensor]] | None = None,
         pieces: Sequence[Piece] | None = None,
+        headers: Mapping[str, Described] | None = None,
     ) -> None:
         """Put this rank's part where receivers can read it; without tensors, those adopted.
 
-        Without `pieces`, every tensor is a whole Hugging Face tensor."""
+        Without `pieces`, every tensor is a whole Hugging Face tensor. With them, `headers` say
+        how large the whole ones are, for them to be divided for the ranks of engines."""
         check_next(version, self._newest)
+        adopted = self._adopted.tensors if self._adopted is not None else None
+        given = adopted if tensors is None else dict(tensors)
+        if given is None:
+            raise UsageError("There are no tensors to publish.", "Give them, or `adopt` them.")
+        if pieces is None:
+            headers = {n: LocalTensor(dtype_name(t), tuple(t.shape)) for n, t in given.items()}
+            pieces = [whole_piece(name, one) for name, one in headers.items()]
+        parts = divided(pieces, headers or {}, self._engine_ranks)
         if tensors is None:
-            card = self._in_place(version, pieces)
+            card = self._in_place(version, [one for several in parts.values() for one in several])
         else:
-            card = self._copied(version, dict(tensors), pieces)
+            card = self._copied(version, *packed(given, parts))
         if self.world == 1 and not card.addresses:
             raise UsageError("There are no tensors to publish.")
         body = msgspec.msgpack.encode(card)
@@ -137,6 +165,8 @@ class NixlPublisher:
         """What the fleet is told, when all ranks have announced the version."""
         group = self._layouts.group(wait_for(self.catalog, version, self.name, timeout))
         where = self.catalog.where()
+        if self._fanout:
+            where[FANOUT] = True
         return Offer("nixl", version, group.identity, group.nbytes, where)
 
     def adopt(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -174,9 +204,7 @@ class NixlPublisher:
     def __exit__(self, *_: Any) -> None:
         self.close()
 
-    def _copied(
-        self, version: int, given: dict[str, Tensor], pieces: Sequence[Piece] | None
-    ) -> Card:
+    def _copied(self, version: int, given: dict[str, Tensor], pieces: list[Piece]) -> Card:
         device = next((one.device for one in given.values()), torch.device("cpu"))
         landed, nbytes = _laid_out(given)
         pool = min(self._pools, key=lambda one: one.version)
@@ -192,17 +220,14 @@ class NixlPublisher:
         pool.version = version
         return card
 
-    def _in_place(self, version: int, pieces: Sequence[Piece] | None) -> Card:
-        if self._adopted is None:
-            raise UsageError("There are no tensors to publish.", "Give them, or `adopt` them.")
+    def _in_place(self, version: int, pieces: list[Piece]) -> Card:
+        assert self._adopted is not None
         self._withdraw(self._adopted.version)
         self._adopted.version = version
         return self._card(self._adopted.tensors, pieces)
 
-    def _card(self, views: dict[str, Tensor], pieces: Sequence[Piece] | None) -> Card:
+    def _card(self, views: dict[str, Tensor], pieces: list[Piece]) -> Card:
         tensors = {n: LocalTensor(dtype_name(t), tuple(t.shape)) for n, t in views.items()}
-        if pieces is None:
-            pieces = [whole_piece(name, one) for name, one in tensors.items()]
         layout = write_layout(tensors, pieces)
         where = next((one.device for one in views.values()), torch.device("cpu"))
         kind, device = memory_kind(where)
@@ -216,7 +241,7 @@ class NixlPublisher:
             node=this_node(),
             layout=layout,
             addresses=[tensor.data_ptr() for tensor in views.values()],
-            digests=b"".join(bytes.fromhex(digest(cut(views[p.source], p))) for p in pieces),
+            digests=b"".join(bytes.fromhex(digest(within(views[p.source], p))) for p in pieces),
         )
 
     def _withdraw(self, version: int) -> None:
@@ -263,19 +288,8 @@ def acknowledgement(version: int) -> bytes:
     return _PREFIX + str(version).encode()
 
 
-def whole_piece(name: str, tensor: LocalTensor) -> Piece:
+def whole_piece(name: str, tensor: Described) -> Piece:
     return Piece(name, Box.whole(tensor.shape), name, (0,) * len(tensor.shape))
-
-
-def cut(tensor: Tensor, piece: Piece) -> Tensor:
-    """The part of a rank's tensor that a piece is about, turned as Hugging Face has it."""
-    extents = piece.box.shape
-    if piece.transposed:
-        extents = (*extents[:-2], extents[-1], extents[-2])
-    extents = (1,) * (len(piece.at) - len(extents)) + extents
-    part = tensor[tuple(slice(a, a + n) for a, n in zip(piece.at, extents, strict=True))]
-    part = part.transpose(-1, -2) if piece.transposed else part
-    return part.reshape(piece.box.shape)
 
 
 def _laid_out(tensors: dict[str, Tensor]) -> tuple[list[Landed], int]:

@@ -18,11 +18,12 @@ from rollway.errors import UsageError, WeightsError
 from rollway.weights.catalog import Catalog, Listing, wait_for
 from rollway.weights.catalog_http import open_catalog
 from rollway.weights.checkpoint import TensorHeader
-from rollway.weights.layout import Piece
+from rollway.weights.layout import Box, Piece
 from rollway.weights.offer import Offer
 from rollway.weights.planning.costs import Costs
 from rollway.weights.planning.holdings import Place
 from rollway.weights.planning.plan import Receiver, plan
+from rollway.weights.planning.transfers import Total
 from rollway.weights.planning.wants import LocalTensor, Wants, hf_target
 from rollway.weights.transports.nixl import acknowledgement, unique_name
 from rollway.weights.transports.nixl_agent import Agent, Numbers, Prepared, Settings, TimedOut
@@ -49,6 +50,8 @@ WINDOW_BYTES = 32 << 20
 PASSIVE = Costs(wire_gb_per_s=5.0, pack_gb_per_s=0.0)
 """Of one machine; sources are read and do nothing, so they pack nothing."""
 _ATTEMPTS = 3
+_ARITY = 2
+"""How many take a version from one receiver at the same time."""
 _KEPT = 4
 """Layouts and sets of addresses for which windows and prepared reads are kept."""
 Wanting = Callable[[Mapping[str, TensorHeader]], Wants]
@@ -67,18 +70,24 @@ class NixlReader:
         device: str | None = None,
         timeout: float = 120.0,
         serve: bool = False,
+        patience: float = 60.0,
         net_devices: tuple[str, ...] = (),
         costs: Costs = PASSIVE,
     ) -> None:
         """`wants` says what of the offered tensors goes where, for one receiver; all of them as
         they are, when it is not given. `device` is where tensors are handed out; where the
-        sources have them, CPU or GPU, when not given. `timeout` bounds every window."""
+        sources have them, CPU or GPU, when not given. `timeout` bounds every window.
+
+        One that serves others keeps all of a version in memory, and takes it when it is its
+        turn: the trainer gives it to one, and those who have it to two others at a time. After
+        `patience` seconds it takes it from whoever has it."""
         if serve and wants is not None:
             raise UsageError("Only a receiver that takes everything can serve others.")
         self.name = unique_name("receiver")
         self._given, self._secret = catalog, secret
         self._wants, self._window_bytes, self._serve = wants, window_bytes, serve
         self._device = torch.device(device) if device else None
+        self._patience = patience
         self._timeout, self._net_devices, self._costs = timeout, net_devices, costs
         self._layouts = Layouts()
         self._catalogs: dict[str, Catalog] = {}
@@ -92,21 +101,28 @@ class NixlReader:
         self._serving: tuple[Catalog, int] | None = None
         self.plans = 0
         """How many times there was something to plan."""
-        self.moved = 0
-        """Bytes on the wire for the last version."""
+        self.total = Total()
+        """For the last version: bytes needed, bytes on the wire, and from whom."""
 
     def headers(self, offer: Offer) -> dict[str, TensorHeader]:
         """Of the Hugging Face tensors that are offered."""
         return dict(self._look_up(offer, [])[1].headers)
 
+    def pieces(self, offer: Offer) -> dict[str, list[Box]]:
+        """The boxes of each tensor that have a digest: what is made of them can be proved."""
+        found: dict[str, list[Box]] = {}
+        for name, box in self._look_up(offer, [])[1].digests:
+            found.setdefault(name, []).append(box)
+        return found
+
     def tensors(self, offer: Offer) -> Iterator[tuple[str, Tensor]]:
         """Every tensor that is wanted, proved, and valid until the next is asked for. When a
         source dies, what is left is taken from another, if there is one."""
-        self._stop_serving()
+        self.stop_serving()
         done: set[str] = set()
         failed: list[str] = []
         for attempt in range(_ATTEMPTS):
-            catalog, group = self._look_up(offer, failed)
+            catalog, group = self._look_up(offer, failed, in_turn=self._serve)
             try:
                 yield from self._pulled(group, done)
                 break
@@ -115,12 +131,20 @@ class NixlReader:
                 failed += group.names
                 if attempt + 1 == _ATTEMPTS or not self._others(catalog, offer, failed):
                     raise _failed(offer, error) from error
-        self._acknowledge(catalog, group, offer.version)
-        if self._serve:
+        if self._serve:  # first, so that there is no moment in which only the trainer is free
             self._announce(catalog, group, offer.version)
+        self._acknowledge(catalog, group, offer.version)
+
+    def stop_serving(self) -> None:
+        """Be no source any more; what others are reading stays until the next version comes."""
+        if self._serving is not None:
+            catalog, version = self._serving
+            self._serving = None
+            with suppress(WeightsError):  # without its catalog nobody finds us
+                catalog.withdraw(version, self.name)
 
     def close(self) -> None:
-        self._stop_serving()
+        self.stop_serving()
         for catalog in self._catalogs.values():
             with suppress(WeightsError):  # it may be gone before us
                 catalog.leave(self.name)
@@ -134,10 +158,20 @@ class NixlReader:
 
     # --- who has it ------------------------------------------------------------------------------
 
-    def _look_up(self, offer: Offer, without: list[str]) -> tuple[Catalog, Group]:
+    def _look_up(
+        self, offer: Offer, without: list[str], *, in_turn: bool = False
+    ) -> tuple[Catalog, Group]:
         catalog = self._catalog(offer)
-        # An offer is made when all ranks have announced, so there is nothing to wait for.
-        group = self._layouts.group(catalog.look_up(offer.version, self.name, without))
+        listings = None
+        if in_turn:
+            with suppress(WeightsError):  # whoever has the turn may be dead: then without turns
+                listings = wait_for(
+                    catalog, offer.version, self.name, self._patience, without, fanout=_ARITY
+                )
+        if listings is None:
+            # An offer is made when all ranks have announced, so there is nothing to wait for.
+            listings = catalog.look_up(offer.version, self.name, without)
+        group = self._layouts.group(listings)
         if group.identity != offer.identity:
             raise WeightsError(
                 f"What is published as version {offer.version} is not what was offered.",
@@ -192,7 +226,7 @@ class NixlReader:
                         yield landed.name, views[landed.name]
                 if more and reading is None:
                     reading = start(number + 1)
-        self.moved = windows.moved
+        self.total = windows.total
 
     def _staging(
         self, agent: Agent, windows: Windows, device: torch.device
@@ -327,13 +361,6 @@ class NixlReader:
         body = msgspec.msgpack.encode(card)
         catalog.announce(Listing(version, self.name, 0, 1, "receiver", body))
         self._serving = catalog, version
-
-    def _stop_serving(self) -> None:
-        if self._serving is not None:
-            catalog, version = self._serving
-            self._serving = None
-            with suppress(WeightsError):  # without its catalog nobody finds us
-                catalog.withdraw(version, self.name)
 
     def _forget(self, group: Group, *, given_up: bool) -> None:
         """After a failure: start from nothing with these sources, or altogether."""

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from rollway.errors import UsageError
 from rollway.weights.layout import ELEMENT_BYTES, Box, Shape
 from rollway.weights.planning.recipe import landing, run
-from rollway.weights.planning.transfers import Copy, Plan, Transfer
+from rollway.weights.planning.transfers import Copy, Plan, Total, Transfer
 from rollway.weights.planning.wants import LocalTensor, Wants
 
 ALIGNED = 256
@@ -88,8 +88,8 @@ class Windows:
 
     windows: list[Window]
     proofs: dict[str, list[Proof]]
-    moved: int
-    """Bytes on the wire."""
+    total: Total
+    """Bytes needed, on the wire, and from whom."""
 
 
 def make_windows(
@@ -135,7 +135,7 @@ def make_windows(
             tensor_number = numbers[copies[0].source][landed.name]
             row = np.array([[tensor_number, 0, landed.offset, landed.nbytes]], dtype=np.int64)
             window.reads.setdefault(copies[0].source, Reads()).rows.append(row)
-    return Windows(windows, _proofs(wants, pieces), plan.totals[receiver].moved)
+    return Windows(windows, _proofs(wants, pieces), plan.totals[receiver])
 
 
 def _place_whole(
