@@ -141,3 +141,125 @@ def test_a_fingerprint_adds_up_over_any_cut_and_order(
     assert parts & mask == fingerprint(tensor) & mask == fingerprint(tensor[order]) & mask
     padded = torch.cat([tensor, torch.zeros(5)])
     assert fingerprint(padded) == fingerprint(tensor)
+
+
+# --- several ranks -------------------------------------------------------------------------------
+
+RANKS = 4
+
+
+class Rank(torch.nn.Module):
+    """One of four that share two heads of keys and values, each of two rows."""
+
+    packed_modules_mapping = Model.packed_modules_mapping
+
+    def __init__(self, tensors: dict[str, torch.Tensor], rank: int) -> None:
+        super().__init__()
+        self.attn = Attention(torch.cat([part for _, part in parts(tensors, rank)[:3]]), False)
+        self.attn.qkv_proj.num_kv_head_replicas = 2
+        self.embed = torch.nn.Embedding(4, HIDDEN)  # padded from 10 rows to 16
+        padded = torch.zeros(16, HIDDEN)
+        padded[:10] = tensors["embed.weight"]
+        self.embed.weight = torch.nn.Parameter(padded[4 * rank : 4 * rank + 4].clone())
+        self.norm = torch.nn.LayerNorm(HIDDEN, bias=False)
+        self.norm.weight = torch.nn.Parameter(tensors["norm.weight"].clone())
+
+
+def of_ranks(seed: int) -> dict[str, torch.Tensor]:
+    return {**checkpoint(seed), "norm.weight": checkpoint(seed + 100)["embed.weight"][0]}
+
+
+def parts(tensors: dict[str, torch.Tensor], rank: int) -> list[tuple[str, torch.Tensor]]:
+    """What a rank takes of them."""
+    head = rank // 2
+    rows = {"attn.q_proj.weight": (2 * rank, 2 * rank + 2)}
+    rows |= {f"attn.{part}_proj.weight": (2 * head, 2 * head + 2) for part in "kv"}
+    rows["embed.weight"] = (4 * rank, 4 * rank + 4)
+    return [(name, tensors[name][slice(*some)]) for name, some in rows.items()]
+
+
+def judged(models: list[Rank], proofs: list[Proof]) -> None:
+    """All ranks look, then judge together."""
+    held: list[torch.Tensor] = []
+    for proof, model in zip(proofs, models, strict=True):
+        proof.look(model)
+    for proof in proofs:  # what each would tell the others
+        proof_only = list[torch.Tensor]()
+
+        def tell(local: torch.Tensor, into: list[torch.Tensor] = proof_only) -> torch.Tensor:
+            into.append(local)
+            raise InterruptedError
+
+        with pytest.raises(InterruptedError):
+            proof.judge(tell)
+        held += proof_only
+    for proof in proofs:
+        proof.judge(lambda _: torch.stack(held).sum(0))
+
+
+def watched(models: list[Rank], tensors: dict[str, torch.Tensor], *, cut: bool) -> list[Proof]:
+    proofs = []
+    for rank, model in enumerate(models):
+        mine = [(n, t) for n, t in parts(tensors, rank) if len(t)] if cut else []
+        proof = Proof(model, cuts={name for name, _ in mine})
+        whole = [(name, tensor) for name, tensor in tensors.items() if name not in dict(mine)]
+        assert len(list(proof.watching([*mine, *whole]))) == len(tensors)
+        proofs.append(proof)
+    return proofs
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_ranks_prove_what_they_share(cut: bool) -> None:
+    """Also keys and values that two ranks hold, and a rank that holds padding alone."""
+    tensors = of_ranks(1)
+    models = [Rank(tensors, rank) for rank in range(RANKS)]
+    judged(models, watched(models, tensors, cut=cut))
+
+
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize(
+    ("layer", "row"), [("attn.qkv_proj", 0), ("attn.qkv_proj", 3), ("embed", 1), ("norm", 0)]
+)
+def test_a_bit_on_one_of_several_ranks_is_noticed(cut: bool, layer: str, row: int) -> None:
+    tensors = of_ranks(1)
+    models = [Rank(tensors, rank) for rank in range(RANKS)]
+    weight = models[2].get_submodule(layer).weight
+    weight.data.view(-1, HIDDEN).view(torch.int32)[row, 1] ^= 1
+    with pytest.raises(RuntimeError, match=rf"1 of 3 .*{layer}"):
+        judged(models, watched(models, tensors, cut=cut))
+
+
+def test_a_rank_that_holds_the_part_of_another_is_noticed_where_parts_were_brought() -> None:
+    """Together they hold the right bits, and no sum over the ranks could tell."""
+    tensors = of_ranks(1)
+    models = [Rank(tensors, rank) for rank in (1, 0, 2, 3)]
+    judged(models, watched(models, tensors, cut=False))
+    proof = watched(models, tensors, cut=True)[0]
+    proof.look(models[0])
+    with pytest.raises(RuntimeError, match=r"2 of 3 .*attn\.qkv_proj\.weight, embed\.weight"):
+        proof.judge_alone()
+    with pytest.raises(RuntimeError, match=r"2 of 3"):
+        proof.judge(lambda local: local)
+
+
+def test_a_part_that_was_loaded_in_another_place_is_noticed() -> None:
+    """A loader that cuts where nothing was brought finds zeros."""
+    tensors = of_ranks(1)
+    model = Rank({**tensors, "attn.k_proj.weight": torch.zeros(4, HIDDEN)}, 0)
+    (proof,) = watched([model], tensors, cut=True)
+    proof.look(model)
+    with pytest.raises(RuntimeError, match=r"1 of 3 .*attn\.qkv_proj\.weight"):
+        proof.judge_alone()
+
+
+def test_parts_and_wholes_of_one_parameter_are_not_mixed() -> None:
+    tensors = of_ranks(1)
+    proof = Proof(Rank(tensors, 0), cuts={"attn.q_proj.weight"})
+    with pytest.raises(RuntimeError, match="cannot be summed up"):
+        list(proof.watching(tensors.items()))
+
+
+def test_keys_and_values_that_are_fused_and_held_twice_are_not_vouched_for() -> None:
+    proof = Proof(Rank(of_ranks(1), 0))
+    assert proof.unknown_among(["attn.q_proj.weight", "attn.k_proj.weight"]) == []
+    assert proof.unknown_among(["attn.qkv_proj.weight"]) == ["attn.qkv_proj.weight"]

@@ -9,7 +9,7 @@ same product is made from the file.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,7 +59,9 @@ class _Group:
     products: dict[str, torch.Tensor] = field(default_factory=dict)
     """With the probe vector, by part; only where the engine keeps no weights to look at."""
     fingerprint: int = 0
-    elements: int = 0
+    """Of what all ranks together hold; of what this one does, where parts were brought."""
+    cut: bool = False
+    """Whether the tensors were brought as this rank's parts of them."""
     words: bool = False
     held: int | None = None
     """What the engine's parameter has, once looked at; None when it cannot be."""
@@ -68,10 +70,18 @@ class _Group:
 class Proof:
     """Watches the tensors of a checkpoint go by, then checks a model against them."""
 
-    def __init__(self, model: torch.nn.Module, sums: Mapping[str, int] | None = None) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        sums: Mapping[str, int] | None = None,
+        cuts: Container[str] = (),
+    ) -> None:
         """`sums` are what `bits.word_sum` gave for tensors where they came from: what the model
-        holds is then compared with that, and not with what arrived."""
+        holds is then compared with that, and not with what arrived. `cuts` names the tensors of
+        which only this rank's part goes by: that and nothing else is what this rank must hold."""
         self._sums = dict(sums or {})
+        self._cuts = cuts
+        self._replicas = _replicas(model)
         self._packed: dict[str, list[str]] = dict(getattr(model, "packed_modules_mapping", {}))
         self._fused_into = {part: whole for whole, parts in self._packed.items() for part in parts}
         self._mapper = getattr(model, "hf_to_vllm_mapper", None)
@@ -83,11 +93,13 @@ class Proof:
         self._device = torch.device("cpu")
 
     def unknown_among(self, names: Iterable[str]) -> list[str]:
-        """Tensors for which no parameter is found: they could not be vouched for."""
+        """Tensors that could not be vouched for: no parameter is found for them, or a part of
+        them is held more often than the rest."""
         return [
             name
             for name in names
-            if self._target(name) is None and not name.endswith(_WITHOUT_PARAMETER)
+            if (self._target(name) is None and not name.endswith(_WITHOUT_PARAMETER))
+            or self._copies(name) is None
         ]
 
     @property
@@ -102,11 +114,11 @@ class Proof:
             self._note(name, tensor)
             yield name, tensor
 
-    def check(self, model: torch.nn.Module, ranks: int = 1, reduced: Reduce = torch.clone) -> None:
+    def check(self, model: torch.nn.Module, reduced: Reduce = torch.clone) -> None:
         """Raise unless every parameter holds what went by; `reduced` sums over the ranks among
         which parameters are cut."""
         self.look(model)
-        self.judge(ranks, reduced)
+        self.judge(reduced)
 
     def look(self, model: torch.nn.Module) -> None:
         """Take the fingerprints of what this rank holds."""
@@ -124,21 +136,33 @@ class Proof:
             parameter = parameters[name]
             if parameter.numel():
                 group.held = fingerprint(parameter, words=group.words)
+                if group.cut and group.held != _signed(group.fingerprint):
+                    self._wrong.append(name)
             elif not self._product_agrees(model, name):
                 self._wrong.append(name)
         self._device = next(iter(parameters.values())).device
 
-    def judge(self, ranks: int = 1, reduced: Reduce = torch.clone) -> None:
+    def judge(self, reduced: Reduce = torch.clone) -> None:
         """Compare them, all ranks at the same time, with what went by."""
-        seen = {name: group for name, group in self._groups.items() if group.held is not None}
+        # By name: ranks need not have seen their tensors in the same order.
+        seen = {n: group for n, group in sorted(self._groups.items()) if group.held is not None}
         local = [group.held for group in seen.values()]
         total = reduced(torch.tensor(local, dtype=torch.int64, device=self._device)).tolist()
-        wrong = self._wrong + [
-            name
-            for (name, group), all_ranks in zip(seen.items(), total, strict=True)
-            if _signed(group.fingerprint) not in (group.held, all_ranks)
-            and not _replicated_in_part(group, self._parameters[name], ranks)
-        ]
+        self._refuse(
+            self._wrong
+            + [
+                name
+                for (name, group), all_ranks in zip(seen.items(), total, strict=True)
+                # A whole parameter, the same on all ranks, or one that is cut among them.
+                if not group.cut and _signed(group.fingerprint) not in (group.held, all_ranks)
+            ]
+        )
+
+    def judge_alone(self) -> None:
+        """As far as this rank can without the others."""
+        self._refuse(self._wrong)
+
+    def _refuse(self, wrong: list[str]) -> None:
         if wrong:
             raise RuntimeError(
                 f"{len(wrong)} of {len(self._groups)} parameters do not hold what the checkpoint "
@@ -152,25 +176,30 @@ class Proof:
         parameter = self._parameters[target]
         values = tensor.to(parameter.dtype)
         words = _by_words(values) and _by_words(parameter)
-        group = self._groups.setdefault(target, _Group(words=words))
-        if group.words and not words:
+        cut = name in self._cuts
+        group = self._groups.setdefault(target, _Group(words=words, cut=cut))
+        if (group.words and not words) or group.cut != cut:
             raise RuntimeError(f"{name} cannot be summed up with the other parts of {target}")
-        group.elements += values.numel()
         if parameter.numel():
             lost = parameter.device.type == "meta"  # an update failed: there is no device to use
             values = values if lost or name in self._sums else values.to(parameter.device)
             known = self._sums.get(name) if group.words and values is tensor else None
             if known is None:
-                group.fingerprint += fingerprint(values, words=group.words)
+                found = fingerprint(values, words=group.words)
             else:
-                group.fingerprint += known
+                found = known
                 self.by_sum.add(name)
+            group.fingerprint += found if cut else found * (self._copies(name) or 1)
         else:
             group.products[name.split(".")[-2]] = values.float() @ _probe(values.shape[1])
 
+    def _mapped(self, name: str) -> str:
+        """As the engine spells it, before it fuses anything."""
+        return self._mapper.apply_list([name])[0] if self._mapper is not None else name
+
     def _target(self, name: str) -> str | None:
         """The engine's parameter that a tensor of the checkpoint goes into."""
-        mapped = self._mapper.apply_list([name])[0] if self._mapper is not None else name
+        mapped = self._mapped(name)
         words = mapped.split(".")
         if len(words) > 2 and words[-2] in self._fused_into:
             words[-2] = self._fused_into[words[-2]]
@@ -181,6 +210,20 @@ class Proof:
         else:
             targets = [".".join(words), mapped]
         return next((target for target in targets if target in self._parameters), None)
+
+    def _copies(self, name: str) -> int | None:
+        """How often the ranks of an engine hold a tensor that they cut: keys and values more than
+        once, where there are fewer heads of them than ranks. None for a tensor of which that is
+        true in part: queries, keys and values that are one in the checkpoint."""
+        target = self._target(name) or ""
+        copies = self._replicas.get(target.rpartition(".")[0], 1)
+        if copies == 1:
+            return 1
+        order = self._packed.get(target.split(".")[-2], [])
+        part = self._mapped(name).split(".")[-2]
+        if part not in order:
+            return None
+        return 1 if part == order[0] else copies
 
     def _product_agrees(self, model: torch.nn.Module, name: str) -> bool:
         """Whether a packed layer multiplies as the checkpoint's tensors would."""
@@ -206,6 +249,13 @@ def _parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     return {name.replace(".base_layer.", "."): value for name, value in model.named_parameters()}
 
 
+def _replicas(model: torch.nn.Module) -> dict[str, int]:
+    """By the name of an attention's layer of queries, keys and values: how often vLLM's ranks
+    hold the latter two, where that is more than once."""
+    found = {name: getattr(one, "num_kv_head_replicas", 1) for name, one in model.named_modules()}
+    return {n.replace(".base_layer", ""): many for n, many in found.items() if many > 1}
+
+
 def _probe(width: int) -> torch.Tensor:
     return torch.cos(torch.arange(width, dtype=torch.float32) * 1.7 + 0.3)
 
@@ -217,8 +267,3 @@ def _width(layer: Any) -> int:
 def _signed(value: int) -> int:
     value &= (1 << 64) - 1
     return value - (1 << 64) if value >> 63 else value
-
-
-def _replicated_in_part(group: _Group, parameter: torch.Tensor, ranks: int) -> bool:
-    """Fewer KV heads than ranks: some are held twice, and no sum over ranks is right."""
-    return ranks > 1 and group.elements < parameter.numel() * ranks < group.elements * ranks

@@ -125,9 +125,9 @@ def _collective() -> Receiver:
 
 
 def _nixl() -> Receiver:
-    from rollway.weights.transports.nixl_reader import NixlReader
+    from rollway.engine.nixl_receiver import NixlReceiver
 
-    return ByReader(NixlReader())
+    return NixlReceiver()
 
 
 def _delta() -> Receiver:

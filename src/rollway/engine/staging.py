@@ -23,8 +23,10 @@ from typing import Any, Literal
 import torch
 
 from rollway.engine.fingerprint import Proof
+from rollway.engine.nixl_receiver import NixlReceiver
 from rollway.engine.receivers import Receiver
 from rollway.engine.shadow import Shadow, exchangeable
+from rollway.engine.slices import WHOLE, Slices, rank_of, slices
 from rollway.weights.checkpoint import TensorHeader, differences, refuse_differences
 from rollway.weights.offer import STILL, Offer
 
@@ -51,6 +53,7 @@ class Staging:
     seconds: dict[str, float] = field(default_factory=dict)
     _shadow: Shadow | None = None
     _proof: Proof | None = None
+    _slices: Slices = WHOLE
     _tensors: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     _error: BaseException | None = None
     _done: threading.Event = field(default_factory=threading.Event)
@@ -106,7 +109,7 @@ class Staging:
         if self._shadow is not None:
             assert self._proof is not None
             # Here for several ranks: while they serve, their groups are in use.
-            self._proof.judge(self.ranks, self.reduced)
+            self._proof.judge(self.reduced)
             self._shadow.exchange()
         else:
             self._load_in_place()
@@ -118,6 +121,8 @@ class Staging:
     def drop(self) -> None:
         """Let go of what was brought; the thread, if it still runs, ends by itself."""
         self._shadow, self._tensors = None, []
+        if isinstance(self.receiver, NixlReceiver):
+            self.receiver.let_go()
 
     def _run(self) -> None:
         try:
@@ -132,13 +137,19 @@ class Staging:
             self._knock()
 
     def _bring(self) -> None:
+        if isinstance(self.receiver, NixlReceiver):
+            model = self._shadow.model if self._shadow else self.worker.model_runner.get_model()
+            mine = slices(rank_of(self.worker), self.new, model)
+            self._slices = self.receiver.narrow(self.offer, mine)
         if self._shadow is not None:
             with self._timed("load"):
-                self._proof = Proof(self._shadow.model, self.receiver.sums(self.offer))
+                sums = self.receiver.sums(self.offer)
+                self._proof = Proof(self._shadow.model, sums, self._slices.boxes)
                 tensors = self.receiver.tensors(self.offer, self._proof.by_sum.__contains__)
-                self._shadow.load(self._proof.watching(tensors))
+                self._shadow.load(self._slices.hollowed(self._proof.watching(tensors)))
             with self._timed("prove"):
                 self._proof.look(self._shadow.model)
+                self._proof.judge_alone()
                 if self.ranks == 1:
                     self._proof.judge()
             with self._timed("prepare"):
@@ -149,10 +160,10 @@ class Staging:
 
     def _load_in_place(self) -> None:
         model = self.worker.model_runner.get_model()
-        proof = Proof(model)
+        proof = Proof(model, cuts=self._slices.boxes)
         brought = iter(self._tensors) if self.way == "memory" else self.receiver.tensors(self.offer)
-        self.worker.reload_weights(weights_iterator=proof.watching(brought))
-        proof.check(model, self.ranks, self.reduced)
+        self.worker.reload_weights(weights_iterator=self._slices.hollowed(proof.watching(brought)))
+        proof.check(model, self.reduced)
 
     def _timed(self, name: str) -> Any:
         return _Timed(self.seconds, name)
