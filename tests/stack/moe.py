@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 
-def build_moe(base: Path, directory: Path) -> Path:
+def build_moe(base: Path, directory: Path, *, kv_heads: int = 2) -> Path:
     dense = AutoConfig.from_pretrained(base)
     config = Qwen3MoeConfig(
         vocab_size=dense.vocab_size,
@@ -18,7 +18,7 @@ def build_moe(base: Path, directory: Path) -> Path:
         moe_intermediate_size=32,
         num_hidden_layers=2,
         num_attention_heads=4,
-        num_key_value_heads=2,
+        num_key_value_heads=kv_heads,
         head_dim=32,
         num_experts=8,
         num_experts_per_tok=2,

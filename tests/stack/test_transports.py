@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -125,6 +126,19 @@ def test_nixl(vllm_stack: SyncStack, policies: list[Policy]) -> None:
             version = next(_versions)
             vllm_stack.refit(version, publisher.publish(version, tensors(policy).items()))
             assert_serves(vllm_stack, policy, version)
+
+
+def test_nixl_from_worker_to_worker(vllm_stack: SyncStack, policies: list[Policy]) -> None:
+    """The trainer gives a version to one worker, and that one to the other."""
+    pytest.importorskip("nixl_cu12", reason="there is no NIXL for this machine")
+    with NixlPublisher(secret=vllm_stack.weights_secret, fanout=True) as publisher:
+        for policy in (policies[1], policies[2]):
+            version = next(_versions)
+            vllm_stack.refit(version, publisher.publish(version, tensors(policy).items()))
+            assert_serves(vllm_stack, policy, version)
+            said = re.compile(rf"version {version} over nixl: .* from (trainer|receiver)")
+            logs = "".join(path.read_text() for path in StackDir("shared").logs.glob("*.log"))
+            assert sorted(said.findall(logs)) == ["receiver", "trainer"]
 
 
 @pytest.mark.parametrize("topology", [Topology(tp=2, pp=2), Topology(tp=4)])

@@ -1,0 +1,144 @@
+"""A real vLLM worker of two tensor-parallel ranks: every rank gets its part, and proves it.
+
+Two ranks take both cores of a small machine for a minute; so it is asked for:
+ROLLWAY_TEST_TP=1 pytest tests/stack/test_tensor_parallel.py
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+import rollway
+from rollway.stack.state import StackDir
+from rollway.sync import SyncStack
+from rollway.weights.transports.files import FilesPublisher
+from rollway.weights.transports.nixl import NixlPublisher
+from rollway.weights.transports.shm import ShmPublisher
+from tests.stack.conftest import VLLM_ARGS
+from tests.stack.moe import build_moe
+from tests.stack.policies import Policy, perturbed
+from tests.stack.test_transports import assert_serves, tensors
+
+pytestmark = [
+    pytest.mark.stack,
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        os.environ.get("ROLLWAY_TEST_TP") != "1",
+        reason="takes all cores of a small machine; ROLLWAY_TEST_TP=1 runs it",
+    ),
+]
+_versions = count(1)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tp-home")
+
+
+@pytest.fixture(scope="module")
+def stack(home: Path, base_model: Path) -> Iterator[SyncStack]:
+    model = {"path": str(base_model), "name": "tiny", "tensor_parallel": 2, "args": VLLM_ARGS}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ROLLWAY_HOME", str(home))
+        opening = rollway.up({"name": "ranks", "models": [model]})
+        running = opening.__enter__()
+    yield running
+    opening.__exit__(None, None, None)
+
+
+@pytest.fixture(autouse=True)
+def seen(home: Path, monkeypatch: pytest.MonkeyPatch, own_home: Path) -> None:
+    """Tests see the home that the stack runs in."""
+    monkeypatch.setenv("ROLLWAY_HOME", str(home))
+
+
+def test_files(stack: SyncStack, policies: list[Policy], tmp_path: Path) -> None:
+    publisher = FilesPublisher(tmp_path / "versions", policies[0].path, keep_recent=2)
+    for policy in (policies[1], policies[2]):
+        version = next(_versions)
+        report = stack.refit(version, publisher.publish(version, tensors(policy).items()))
+        assert {worker.proof for worker in report.workers} == {"parameters"}
+        assert_serves(stack, policy, version)
+
+
+def test_shared_memory(stack: SyncStack, policies: list[Policy]) -> None:
+    with ShmPublisher() as publisher:
+        for policy in (policies[1], policies[2]):
+            version = next(_versions)
+            report = stack.refit(version, publisher.publish(version, tensors(policy).items()))
+            assert {worker.proof for worker in report.workers} == {"parameters"}
+            assert_serves(stack, policy, version)
+
+
+def test_nixl(stack: SyncStack, policies: list[Policy]) -> None:
+    """Every rank takes its own part and nothing else."""
+    pytest.importorskip("nixl_cu12", reason="there is no NIXL for this machine")
+    with NixlPublisher(secret=stack.weights_secret, engine_ranks=2) as publisher:
+        for policy in (policies[1], policies[2], policies[0]):
+            version = next(_versions)
+            offer = publisher.publish(version, tensors(policy).items())
+            report = stack.refit(version, offer)
+            assert {worker.proof for worker in report.workers} == {"parameters"}
+            assert_serves(stack, policy, version)
+            taken = moved_and_needed(version)
+            cut = sum(needed for _, needed in taken) - offer.nbytes
+            print(f"version {version}: {offer.nbytes} bytes offered, moved and needed {taken}")
+            assert len(taken) == 2
+            assert all(moved == needed for moved, needed in taken)
+            assert cut == norms(policy)  # what every rank holds whole
+
+
+def test_nixl_of_tensors_that_are_not_divided(stack: SyncStack, policies: list[Policy]) -> None:
+    """A part could not be proved, so they are taken whole; that is right as well."""
+    pytest.importorskip("nixl_cu12", reason="there is no NIXL for this machine")
+    with NixlPublisher(secret=stack.weights_secret) as publisher:
+        version = next(_versions)
+        offer = publisher.publish(version, tensors(policies[1]).items())
+        stack.refit(version, offer)
+        assert_serves(stack, policies[1], version)
+        assert moved_and_needed(version) == [(offer.nbytes, offer.nbytes)] * 2
+
+
+@pytest.mark.parametrize("expert_parallel", [False, True])
+def test_experts_and_a_head_that_both_ranks_hold(
+    expert_parallel: bool, base_model: Path, tmp_path: Path, home: Path
+) -> None:
+    """Experts are cut by both ranks, or owned by one; there is one head of keys and values."""
+    pytest.importorskip("nixl_cu12", reason="there is no NIXL for this machine")
+    first = build_moe(base_model, tmp_path / "moe", kv_heads=1)
+    policies = [Policy(perturbed(first, tmp_path / f"moe{seed}", seed)) for seed in (1, 2)]
+    args = {**VLLM_ARGS, "max-model-len": 512, "enable-expert-parallel": expert_parallel}
+    model = {"path": str(first), "name": "tiny", "tensor_parallel": 2, "args": args}
+    with rollway.up({"name": "experts", "models": [model]}) as stack, ExitStack() as cleanup:
+        shm = cleanup.enter_context(ShmPublisher())
+        nixl = cleanup.enter_context(NixlPublisher(secret=stack.weights_secret, engine_ranks=2))
+        version = 0
+        for policy in policies:
+            for publisher in (shm, nixl):
+                version += 1
+                offer = publisher.publish(version, tensors(policy).items())
+                report = stack.refit(version, offer)
+                assert {worker.proof for worker in report.workers} == {"parameters"}
+                assert_serves(stack, policy, version)
+            taken = moved_and_needed(version, "experts")
+            print(f"version {version}: {offer.nbytes} bytes offered, moved and needed {taken}")
+            assert len(taken) == 2
+            assert all(moved == needed < 0.7 * offer.nbytes for moved, needed in taken)
+
+
+def moved_and_needed(version: int, name: str = "ranks") -> list[tuple[int, int]]:
+    """Of each rank, as the worker's log has it."""
+    said = re.compile(rf"version {version} over nixl: (\d+) bytes moved, (\d+) needed")
+    text = "".join(path.read_text() for path in StackDir(name).logs.glob("*.log"))
+    return [(int(moved), int(needed)) for moved, needed in said.findall(text)]
+
+
+def norms(policy: Policy) -> int:
+    return sum(one.nbytes for name, one in tensors(policy).items() if "norm" in name)
