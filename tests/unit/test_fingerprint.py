@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import ClassVar
 
@@ -148,10 +149,18 @@ def test_a_fingerprint_adds_up_over_any_cut_and_order(
 RANKS = 4
 
 
+class Stacking:
+    """vLLM's mapper, which names the parameter that a tensor is fused into."""
+
+    def apply_list(self, names: list[str]) -> list[str]:
+        return [re.sub(r"\.[qkv]_proj\.", ".qkv_proj.", name) for name in names]
+
+
 class Rank(torch.nn.Module):
     """One of four that share two heads of keys and values, each of two rows."""
 
     packed_modules_mapping = Model.packed_modules_mapping
+    hf_to_vllm_mapper = Stacking()
 
     def __init__(self, tensors: dict[str, torch.Tensor], rank: int) -> None:
         super().__init__()

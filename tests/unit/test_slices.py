@@ -38,7 +38,7 @@ def engine(config: dict[str, Any], headers: Headers, tp: int, ep: int, rank: int
 def test_every_part_is_made_of_cells(config: dict[str, Any], tp: int, ep: int) -> None:
     """Those of eight ranks do for engines of two and four, too."""
     _, headers = model_of(config)
-    pieces = {name: cells(name, headers, 8) for name in headers}
+    pieces = {name: list(cells(name, headers, 8)) for name in headers}
     for place, rank in enumerate(engine_ranks(config, tp, ep)):
         mine = slices(rank, headers, engine(config, headers, tp, ep, place))
         assert mine.made_of(pieces).boxes == mine.boxes
@@ -82,7 +82,7 @@ def test_what_is_not_known_is_taken_whole() -> None:
 def test_parts_that_cannot_be_proved_are_taken_whole_with_those_they_are_fused_with() -> None:
     _, headers = model_of(DENSE)
     mine = slices(engine_ranks(DENSE, 2)[1], headers, engine(DENSE, headers, 2, 1, 1))
-    pieces = {name: cells(name, headers, 2) for name in headers}
+    pieces = {name: list(cells(name, headers, 2)) for name in headers}
     cut_elsewhere = "model.layers.1.self_attn.k_proj.weight"
     pieces[cut_elsewhere] = [Box.whole(headers[cut_elsewhere].shape)]
     left_out = mine.boxes.keys() - mine.made_of(pieces).boxes.keys()

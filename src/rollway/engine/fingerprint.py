@@ -220,8 +220,10 @@ class Proof:
         if copies == 1:
             return 1
         order = self._packed.get(target.split(".")[-2], [])
-        part = self._mapped(name).split(".")[-2]
-        if part not in order:
+        # As the checkpoint has it, or renamed; vLLM's mapper may name what it is fused into.
+        parts = [one.split(".")[-2] for one in (name, self._mapped(name))]
+        part = next((part for part in parts if part in order), None)
+        if part is None:
             return None
         return 1 if part == order[0] else copies
 

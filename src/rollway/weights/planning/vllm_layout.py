@@ -170,31 +170,34 @@ def part_of(name: str, headers: Headers, target: EngineTarget) -> tuple[str, Par
     return parameter, _part(name, kind, expert, headers[name].shape, target)
 
 
-def cells(name: str, headers: Headers, ranks: int) -> list[Box]:
+def cells(name: str, headers: Headers, ranks: int) -> tuple[Box, ...]:
     """A tensor, divided where engines of up to so many tensor ranks cut it: what a rank takes is
     some of these, whole. One box when nobody knows, or when nobody cuts it."""
     shape = headers[name].shape
-    whole = [Box.whole(shape)]
     try:
         kind = _rule(name, headers, _ANY)[0]
     except UsageError:
-        return whole
+        return (Box.whole(shape),)
     if kind is Kind.REPLICATED or not shape or (kind is Kind.ROW and len(shape) == 1):
-        return whole
+        return (Box.whole(shape),)
     axis = 1 if kind in (Kind.ROW, Kind.EXPERT_DOWN) else 0
-    multiple = _ANY.vocab_multiple if kind is Kind.VOCAB else 1
+    return _divided_along(axis, shape, ranks, _ANY.vocab_multiple if kind is Kind.VOCAB else 1)
+
+
+def _divided_along(axis: int, shape: Shape, ranks: int, multiple: int) -> tuple[Box, ...]:
+    whole = Box.whole(shape)
+    if not whole.elements:
+        return (whole,)
     padded = -(-shape[axis] // multiple) * multiple
-    if not whole[0].elements:
-        return whole
     step = padded // math.gcd(padded, ranks)  # no seams where not even fewer ranks have one
     seams = [*range(0, shape[axis], step), shape[axis]]
-    return [
+    return tuple(
         Box(
-            (*whole[0].start[:axis], start, *whole[0].start[axis + 1 :]),
+            (*whole.start[:axis], start, *whole.start[axis + 1 :]),
             (*shape[:axis], stop, *shape[axis + 1 :]),
         )
         for start, stop in pairwise(seams)
-    ]
+    )
 
 
 _ANY = EngineTarget(heads=1, kv_heads=1, head_dim=1)

@@ -24,7 +24,7 @@ def divided(
         return {piece: [piece] for piece in pieces}
     found: dict[Piece, list[Piece]] = {}
     for piece in pieces:
-        boxes = cells(piece.name, headers, ranks) if piece.name in headers else [piece.box]
+        boxes = cells(piece.name, headers, ranks) if piece.name in headers else ()
         common = [part for box in boxes if (part := box.cut(piece.box)) is not None]
         found[piece] = [_part(piece, box) for box in common] if len(common) > 1 else [piece]
     return found
