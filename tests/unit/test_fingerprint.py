@@ -206,44 +206,46 @@ def judged(models: list[Rank], proofs: list[Proof]) -> None:
         proof.judge(lambda _: torch.stack(held).sum(0))
 
 
-def watched(models: list[Rank], tensors: dict[str, torch.Tensor], *, cut: bool) -> list[Proof]:
+def watched(models: list[Rank], tensors: dict[str, torch.Tensor], brought: str) -> list[Proof]:
+    sums = {name: word_sum(tensor) for name, tensor in tensors.items()}
     proofs = []
     for rank, model in enumerate(models):
-        mine = [(n, t) for n, t in parts(tensors, rank) if len(t)] if cut else []
-        proof = Proof(model, cuts={name for name, _ in mine})
+        mine = [(n, t) for n, t in parts(tensors, rank) if len(t)] if brought == "parts" else []
+        cuts = {name for name, _ in mine}
+        proof = Proof(model, sums if brought == "sums" else None, cuts)
         whole = [(name, tensor) for name, tensor in tensors.items() if name not in dict(mine)]
         assert len(list(proof.watching([*mine, *whole]))) == len(tensors)
         proofs.append(proof)
     return proofs
 
 
-@pytest.mark.parametrize("cut", [False, True])
-def test_ranks_prove_what_they_share(cut: bool) -> None:
+@pytest.mark.parametrize("brought", ["whole", "sums", "parts"])
+def test_ranks_prove_what_they_share(brought: str) -> None:
     """Also keys and values that two ranks hold, and a rank that holds padding alone."""
     tensors = of_ranks(1)
     models = [Rank(tensors, rank) for rank in range(RANKS)]
-    judged(models, watched(models, tensors, cut=cut))
+    judged(models, watched(models, tensors, brought))
 
 
-@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("brought", ["whole", "sums", "parts"])
 @pytest.mark.parametrize(
     ("layer", "row"), [("attn.qkv_proj", 0), ("attn.qkv_proj", 3), ("embed", 1), ("norm", 0)]
 )
-def test_a_bit_on_one_of_several_ranks_is_noticed(cut: bool, layer: str, row: int) -> None:
+def test_a_bit_on_one_of_several_ranks_is_noticed(brought: str, layer: str, row: int) -> None:
     tensors = of_ranks(1)
     models = [Rank(tensors, rank) for rank in range(RANKS)]
     weight = models[2].get_submodule(layer).weight
     weight.data.view(-1, HIDDEN).view(torch.int32)[row, 1] ^= 1
     with pytest.raises(RuntimeError, match=rf"1 of 3 .*{layer}"):
-        judged(models, watched(models, tensors, cut=cut))
+        judged(models, watched(models, tensors, brought))
 
 
 def test_a_rank_that_holds_the_part_of_another_is_noticed_where_parts_were_brought() -> None:
     """Together they hold the right bits, and no sum over the ranks could tell."""
     tensors = of_ranks(1)
     models = [Rank(tensors, rank) for rank in (1, 0, 2, 3)]
-    judged(models, watched(models, tensors, cut=False))
-    proof = watched(models, tensors, cut=True)[0]
+    judged(models, watched(models, tensors, "whole"))
+    proof = watched(models, tensors, "parts")[0]
     proof.look(models[0])
     with pytest.raises(RuntimeError, match=r"2 of 3 .*attn\.qkv_proj\.weight, embed\.weight"):
         proof.judge_alone()
@@ -255,7 +257,7 @@ def test_a_part_that_was_loaded_in_another_place_is_noticed() -> None:
     """A loader that cuts where nothing was brought finds zeros."""
     tensors = of_ranks(1)
     model = Rank({**tensors, "attn.k_proj.weight": torch.zeros(4, HIDDEN)}, 0)
-    (proof,) = watched([model], tensors, cut=True)
+    (proof,) = watched([model], tensors, "parts")
     proof.look(model)
     with pytest.raises(RuntimeError, match=r"1 of 3 .*attn\.qkv_proj\.weight"):
         proof.judge_alone()
