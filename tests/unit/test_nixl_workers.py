@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -13,7 +14,7 @@ import torch
 from rollway.engine.nixl_receiver import NixlReceiver
 from rollway.engine.slices import Slices, slices
 from rollway.errors import UsageError, WeightsError
-from rollway.weights.catalog_http import CatalogServer
+from rollway.weights.catalog_http import CatalogServer, HttpCatalog
 from rollway.weights.layout import Box, Piece
 from rollway.weights.offer import SECRET, Offer
 from rollway.weights.planning.trainers import fsdp_sources
@@ -21,6 +22,7 @@ from rollway.weights.planning.transfers import Total
 from rollway.weights.planning.vllm_layout import engine_ranks
 from rollway.weights.sources import from_module
 from rollway.weights.transports.nixl import NixlPublisher
+from rollway.weights.transports.nixl_reader import NixlReader
 from tests.unit.nixl_source import WORD, Tensors, Trainer, tensors_of
 from tests.unit.planned import held_by
 from tests.unit.test_nixl import nixl, pieces_of, same
@@ -237,6 +239,18 @@ def test_workers_have_it_from_the_first_when_the_trainer_is_dead(cleanup: ExitSt
     for one in others:
         assert same(taken(one, offer), tensors_of(0))
     assert given_by_trainer(workers) == offer.nbytes
+
+
+def test_one_that_died_in_its_turn_is_waited_for_a_while(cleanup: ExitStack) -> None:
+    trainer = cleanup.enter_context(Trainer(fanout=True))
+    offer = trainer.publish(0)
+    catalog = HttpCatalog(str(offer.where["catalog"]))
+    assert catalog.look_up(0, "one that dies", fanout=2)
+    reader = cleanup.enter_context(NixlReader(serve=True, patience=0.5))
+    began = time.monotonic()
+    found = {name: tensor.clone() for name, tensor in reader.tensors(offer)}
+    assert time.monotonic() - began > 0.2  # it asks ever less often, and not beyond its end
+    assert same(found, tensors_of(0))
 
 
 def test_what_is_dropped_is_given_to_nobody(cleanup: ExitStack) -> None:
