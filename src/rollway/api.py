@@ -139,10 +139,11 @@ class Stack:
         chosen = self._model(model)
         fleet = self._fleets[chosen]
         wire = options.pop("wire", "vllm" if self._plain_vllm else "completions")
+        adapter = options.pop("adapter", None)
         return kind(
             self._http,
             self.frontend_url,
-            chosen,
+            chosen if adapter is None else fleet.adapters.newest(adapter),
             fleet.versions,
             refresh=fleet.refresh,
             confirms=fleet.confirms,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rollway.fleet.admin import PauseMode
@@ -19,6 +19,7 @@ from rollway.fleet.updates import Weights
 from rollway.rollout.client import Rollout, Rollouts
 from rollway.rollout.sampling import Sampling
 from rollway.rollout.teacher import Scores, Teacher
+from rollway.weights.offer import Offer
 
 if TYPE_CHECKING:
     from rollway.api import Stack
@@ -124,6 +125,14 @@ class SyncFleet:
 
     def refit(self, version: int, update: Weights, **options: Any) -> RefitReport:
         return self._portal.run(self._fleet.refit(version, update, **options))
+
+    def load_adapter(
+        self, name: str, version: int, offer: Offer, config: Mapping[str, Any], *, keep: int = 2
+    ) -> str:
+        return self._portal.run(self._fleet.load_adapter(name, version, offer, config, keep=keep))
+
+    def unload_adapter(self, name: str) -> None:
+        self._portal.run(self._fleet.unload_adapter(name))
 
     def admit(self) -> RefitReport | None:
         return self._portal.run(self._fleet.admit())

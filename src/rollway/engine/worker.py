@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from rollway.engine.adapters import adapters_of
 from rollway.engine.fingerprint import Proof
 from rollway.engine.receivers import Receiver, checkpoint_tensors, receiver_for
 from rollway.engine.shadow import exchangeable
@@ -103,6 +104,22 @@ class WorkerExtension:
         if staging is not None:
             staging.drop()
         self._rollway_staging = None
+
+    def rollway_adapter(self, offer: dict[str, Any], tell: str = "") -> None:
+        """Begin to bring an adapter here; `rollway_adapter_ready` says how it went."""
+        adapters_of(self, _served(self)).bring(read_offer(offer), tell)
+
+    def rollway_adapter_ready(self, served: str) -> None:
+        """Raise unless the adapter is here, whole, in the directory it is to be loaded from."""
+        adapters_of(self, _served(self)).ready(served)
+
+    def rollway_adapter_loaded(self, served: str, number: int | None = None) -> None:
+        """Raise unless the engine computes with the adapter."""
+        adapters_of(self, _served(self)).loaded(served, number)
+
+    def rollway_adapter_drop(self, served: str) -> None:
+        """Forget an adapter that was unloaded, or that will not be loaded."""
+        adapters_of(self, _served(self)).drop(served)
 
 
 def _staging(worker: Any) -> Staging | None:

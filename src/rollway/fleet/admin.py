@@ -102,8 +102,12 @@ class AdminAPI(Protocol):
         self, worker: Worker, arguments: Mapping[str, Any], *, method: str | None = None
     ) -> None: ...
 
-    async def load_lora(self, worker: Worker, name: str, path: Path) -> None:
-        """Load an adapter, or load it anew when the name is taken."""
+    async def load_lora(
+        self, worker: Worker, name: str, path: Path, *, fresh: bool = False
+    ) -> int | None:
+        """Load an adapter, or load it anew when the name is taken. `fresh` says that name and path
+        never meant anything else: then it is not, and no cache is flushed. Returns the engine's
+        number for it, where that is told."""
         ...
 
     async def unload_lora(self, worker: Worker, name: str) -> None: ...
@@ -218,15 +222,20 @@ class DynamoAdmin:
         body = {**arguments, **({"engine_rpc": method} if method else {})}
         await self._post(worker, "destroy_weights_update_group", body, retry=ONCE)
 
-    async def load_lora(self, worker: Worker, name: str, path: Path) -> None:
+    async def load_lora(
+        self, worker: Worker, name: str, path: Path, *, fresh: bool = False
+    ) -> int | None:
         body = {"lora_name": name, "source": {"uri": path.resolve().as_uri()}}
         reply = await self._post(worker, "load_lora", body, self._timeouts.update, retry=ONCE)
-        if "already loaded" in str(reply.get("message", "")):
+        if "already loaded" in str(reply.get("message", "")) and not fresh:
             # Without hot-swap Dynamo says success and keeps the old adapter.
             await self.unload_lora(worker, name)
-            await self._post(worker, "load_lora", body, self._timeouts.update, retry=ONCE)
-        # What the old adapter computed is cached under the same name and path.
-        await self.flush_cache(worker)
+            reply = await self._post(worker, "load_lora", body, self._timeouts.update, retry=ONCE)
+        if not fresh:
+            # What the old adapter computed is cached under the same name and path.
+            await self.flush_cache(worker)
+        number = reply.get("lora_id")
+        return number if isinstance(number, int) else None
 
     async def unload_lora(self, worker: Worker, name: str) -> None:
         body = {"lora_name": name}

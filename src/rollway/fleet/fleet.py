@@ -11,13 +11,14 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol, get_args
 
 from rollway.config import AdminTimeouts
 from rollway.errors import AdminError, NoWorkers, RollwayError, UsageError
+from rollway.fleet.adapters import Adapters
 from rollway.fleet.admin import (
     AdminAPI,
     DynamoAdmin,
@@ -44,7 +45,7 @@ from rollway.fleet.updates import FromDisk, Offered, Update, Weights
 from rollway.fleet.verify import Agreement, Answer, Ask
 from rollway.fleet.versions import Ticket, VersionBook, taint_of
 from rollway.http import Http
-from rollway.weights.checkpoint import TensorHeader, read_headers
+from rollway.weights.checkpoint import TensorHeader, check_checkpoint, read_headers
 from rollway.weights.offer import SECRET, Offer
 
 __all__ = ["Fleet", "RefitReport", "WorkerRefit"]
@@ -114,6 +115,7 @@ class Fleet:
         self._supervised = supervised
         self._shelf = shelf
         self._secret = os.environ.get(SECRET, "") if secret is None else secret
+        self.adapters = Adapters(self.admin, self._secret)
         self._refitting = asyncio.Lock()
         self._recipe: tuple[int, Update] | None = None
         self._doubtful: set[int] = set()
@@ -282,6 +284,24 @@ class Fleet:
                     self._keep_recipe(version, update)
                 self._note_doubts(refit)
 
+    async def load_adapter(
+        self, name: str, version: int, offer: Offer, config: Mapping[str, Any], *, keep: int = 2
+    ) -> str:
+        """Bring a LoRA adapter that a publisher offered to every worker, beside the versions of it
+        that are served; returns the name that requests for it have, `name@version`. The newest
+        `keep` versions stay loaded."""
+        if offer.transport == "files":
+            where = Path(offer.where["path"])
+            await asyncio.to_thread(check_checkpoint, where, roots=self._roots, whole=False)
+        async with self._refitting, self._guard():
+            workers = await self._usable()
+            return await self.adapters.load(workers, name, version, offer, config, keep)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Unload all versions of an adapter, or one, `name@version`; their requests end first."""
+        async with self._refitting, self._guard():
+            await self.adapters.unload(await self._usable(), name)
+
     async def admit(self) -> RefitReport | None:
         """Bring workers that are not on the current version to it, the others going on; None when
         there is nothing to do, or nothing to do it with."""
@@ -316,7 +336,20 @@ class Fleet:
                     log.warning("a worker could not be brought up to date: %s", error)
                 except Exception:
                     log.exception("a worker could not be brought up to date")
+            try:
+                await self._admit_to_adapters()
+            except RollwayError as error:
+                log.warning("a worker could not be given its adapters: %s", error)
             await asyncio.sleep(seconds)
+
+    async def _admit_to_adapters(self) -> None:
+        """Give workers that have joined, and are up to date, the adapters that the others have."""
+        listed = await self.workers(fresh=False)
+        if self.adapters.missing(listed):
+            async with self._refitting, self._guard():
+                current, had = self.versions.current, self.versions.by_worker
+                there = [w for w in listed if had.get(w.instance_id) == current]
+                await self.adapters.catch_up(there)
 
     async def _somebody_is_behind(self) -> bool:
         known, current = self.versions.by_worker, self.versions.current

@@ -196,17 +196,29 @@ async def stage(
     seconds: float = STAGE_SECONDS,
 ) -> None:
     """Have a worker take and prove weights while it generates; `NoSuchMethod` if it cannot."""
-    arguments = {"offer": offer.signed(secret).as_json(), "allow_cast": allow_cast}
+    begin = {"offer": offer.signed(secret).as_json(), "allow_cast": allow_cast}
+    done = {"identity": offer.identity}
+    await errand(admin, worker, (STAGE_METHOD, begin), (STAGED_METHOD, done), seconds)
+
+
+Call = tuple[str, Mapping[str, Any]]
+"""An engine method and its arguments."""
+
+
+async def errand(
+    admin: AdminAPI, worker: Worker, begin: Call, done: Call, seconds: float = STAGE_SECONDS
+) -> None:
+    """Have a worker begin something, and wait until it says that it is done, or why not."""
     deadline, pause = time.monotonic() + seconds, ASK_SECONDS
     try:
         async with _knocks(worker.world_size) as (name, knocked):
-            await admin.call(worker, STAGE_METHOD, {**arguments, "tell": name})
+            await admin.call(worker, begin[0], {**begin[1], "tell": name})
             while True:
                 # A worker elsewhere cannot knock; it is asked now and then.
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(knocked.wait(), pause)
                 try:
-                    return await admin.call(worker, STAGED_METHOD, {"identity": offer.identity})
+                    return await admin.call(worker, *done)
                 except AdminError as error:
                     if STILL not in error.message:
                         raise

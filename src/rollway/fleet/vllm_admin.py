@@ -123,14 +123,19 @@ class VllmAdmin:
         """Without `method`, `destroy_broadcaster`, the name that Dynamo uses."""
         await self._run(worker, method or "destroy_broadcaster", arguments, self._timeouts.probe)
 
-    async def load_lora(self, worker: Worker, name: str, path: Path) -> None:
+    async def load_lora(
+        self, worker: Worker, name: str, path: Path, *, fresh: bool = False
+    ) -> int | None:
         body = {"lora_name": name, "lora_path": str(path.resolve()), "load_inplace": True}
         limit = self._timeouts.update
         await self._post(worker, _LOAD_LORA, body, timeout=limit, retry=ONCE, plain=True)
-        # vLLM knows an adapter's cached blocks by its name and path, also after an unload: new
-        # weights at a known path would meet old ones. Requests that hold some compute them anew.
-        query = {"reset_running_requests": "true"}
-        await self._post(worker, "reset_prefix_cache", query=query, timeout=self._timeouts.pause)
+        if not fresh:
+            # vLLM knows an adapter's cached blocks by its name and path, also after an unload: new
+            # weights at a known path would meet old ones. Requests that hold some compute them
+            # anew.
+            query, limit = {"reset_running_requests": "true"}, self._timeouts.pause
+            await self._post(worker, "reset_prefix_cache", query=query, timeout=limit)
+        return None
 
     async def unload_lora(self, worker: Worker, name: str) -> None:
         body, limit = {"lora_name": name}, self._timeouts.pause

@@ -19,6 +19,7 @@ from rollway.stack.lease import Lease
 from rollway.stack.plan import ProcessPlan, StackPlan
 from rollway.stack.processes import ProcessId
 from rollway.stack.state import ProcessState, StackDir, StackState
+from rollway.weights.adapter import remove_abandoned
 from rollway.weights.offer import SECRET
 
 
@@ -108,6 +109,7 @@ class Children:
 
         memory = processes.end(left, 0.0)
         processes.remove_shared_memory({*memory, *self.state.shared_memory})
+        remove_abandoned()
 
     def _scan_memory(self) -> None:
         """Note shared memory while its owners live: the dead cannot be asked."""

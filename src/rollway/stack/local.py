@@ -26,6 +26,7 @@ from rollway.stack import processes
 from rollway.stack.locks import NamedLock
 from rollway.stack.processes import ProcessId
 from rollway.stack.state import DETACH, StackDir, StackState, known_stacks, patience
+from rollway.weights.adapter import remove_abandoned
 
 Progress = Callable[[StackState], None]
 _POLL_SECONDS = 0.1
@@ -251,6 +252,7 @@ def _end_members(state: StackState) -> None:
 
     memory = processes.end(left, 0.5)
     processes.remove_shared_memory({*memory, *state.shared_memory})
+    remove_abandoned()
 
 
 def each_state(directory: StackDir) -> Iterator[StackState]:

@@ -41,6 +41,7 @@ from rollway.stack.state import (
     patience,
     prepare_logs,
 )
+from rollway.weights.adapter import remove_abandoned
 
 
 class Supervisor(Healer):
@@ -182,6 +183,7 @@ class Supervisor(Healer):
                     child.terminate()
         memory = await asyncio.to_thread(self._wait_for_all, seconds)
         processes.remove_shared_memory({*memory, *self.state.shared_memory})
+        remove_abandoned()
         shutil.rmtree(self.state.run_dir, ignore_errors=True)
         self.ports.release()
         await self.http.close()

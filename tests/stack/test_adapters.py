@@ -1,0 +1,176 @@
+"""LoRA adapters over the transports, on a real vLLM worker, against merged weights in torch."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import rollway
+from rollway.errors import RequestFailed, UsageError
+from rollway.http import Http
+from rollway.rollout.sampling import Sampling
+from rollway.rollout.wire import completion_request
+from rollway.stack.state import StackDir
+from rollway.sync import SyncStack
+from rollway.weights.adapter import HOME
+from rollway.weights.store import SharedMemory
+from rollway.weights.transports.collective import CollectivePublisher
+from rollway.weights.transports.delta import DeltaPublisher
+from rollway.weights.transports.files import FilesPublisher
+from rollway.weights.transports.shm import ShmPublisher
+from tests.stack.conftest import VLLM_ARGS
+from tests.stack.policies import ALPHA, RANK, Policy, write_adapter
+
+pytestmark = pytest.mark.stack
+
+TOLERANCE = 1e-4
+PROMPT = list(range(30, 90))
+SAMPLING = Sampling(max_tokens=8, ignore_eos=True)
+CONFIG = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": ["q_proj"]}
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def adapter_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("adapters")
+
+
+@pytest.fixture(scope="module")
+def stack(adapter_home: Path, base_model: Path) -> Iterator[SyncStack]:
+    args = {**VLLM_ARGS, "enable-lora": True, "max-lora-rank": 8, "max-cpu-loras": 4}
+    model = {"path": str(base_model), "name": "tiny", "args": args}
+    model |= {"env": {"DYN_LORA_ENABLED": "true"}}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ROLLWAY_HOME", str(adapter_home))
+        opening = rollway.up({"name": "adapters", "models": [model]})
+        running = opening.__enter__()
+    yield running
+    opening.__exit__(None, None, None)
+    assert not list(HOME.glob("rollway-adapters-*"))
+
+
+def made(policy: Policy, directory: Path, seed: int) -> tuple[Policy, Tensors]:
+    adapted = write_adapter(directory / f"adapter-{seed}", policy, seed)
+    return adapted, load_file(directory / f"adapter-{seed}" / "adapter_model.safetensors")
+
+
+async def ask(stack: SyncStack, model: str, taint: str) -> Any:
+    body = completion_request(model, PROMPT, SAMPLING, required_taint=taint)
+    async with Http() as http:
+        return await http.post(f"{stack.frontend_url}/v1/completions", body, timeout=60.0)
+
+
+def assert_answers(
+    stack: SyncStack, policy: Policy, other: Policy, *, version: int = 0, **options: Any
+) -> None:
+    """The same prompt each time: a cached block of another version would show."""
+    for _ in range(2):
+        (rollout,) = stack.rollouts(**options).generate(PROMPT, SAMPLING)
+        assert rollout.weight_version == version and rollout.logprobs is not None
+        assert policy.distance(PROMPT, rollout.token_ids, rollout.logprobs) < TOLERANCE
+        assert other.distance(PROMPT, rollout.token_ids, rollout.logprobs) > 0.01
+
+
+def test_versions_of_an_adapter(stack: SyncStack, policies: list[Policy], tmp_path: Path) -> None:
+    """Each answers as the base with its product added to the weights, also the older one."""
+    base = policies[0]
+    first, tensors = made(base, tmp_path, 1)
+    second, newer = made(base, tmp_path, 2)
+    with ShmPublisher() as publisher:
+        offer = publisher.publish(1, tensors.items())
+        assert stack.fleet.load_adapter("style", 1, offer, CONFIG) == "style@1"
+        assert_answers(stack, first, base, adapter="style")
+        offer = publisher.publish(2, newer.items())
+        assert stack.fleet.load_adapter("style", 2, offer, CONFIG) == "style@2"
+    assert_answers(stack, second, first, adapter="style")
+    assert_answers(stack, first, second, adapter="style@1")
+    assert_answers(stack, base, second)
+
+
+def test_what_does_not_fit_is_refused_and_what_was_served_stays(
+    stack: SyncStack, policies: list[Policy], tmp_path: Path
+) -> None:
+    second, tensors = made(policies[0], tmp_path, 2)
+    name = next(iter(tensors))
+    wide = {**tensors, name: torch.zeros(RANK, tensors[name].shape[1] * 2)}
+    half = {other: tensor for other, tensor in tensors.items() if other != name}
+    elsewhere = {other.replace("layers.0", "layers.7"): t for other, t in tensors.items()}
+    with ShmPublisher() as publisher:
+        for wrong, words in (
+            (wide, "has shape"),
+            (half, "only one of lora_A and lora_B"),
+            (elsewhere, "no layer that the served model can adapt"),
+        ):
+            with pytest.raises(UsageError, match=words):
+                stack.fleet.load_adapter("style", 3, publisher.publish(3, wrong.items()), CONFIG)
+        offer = publisher.publish(3, tensors.items())
+        with pytest.raises(UsageError, match="max_lora_rank"):
+            stack.fleet.load_adapter("style", 3, offer, {**CONFIG, "r": 16})
+        with pytest.raises(UsageError, match="alpha_pattern"):
+            stack.fleet.load_adapter("style", 3, offer, {**CONFIG, "alpha_pattern": {"q": 1}})
+        with pytest.raises(UsageError, match="already names other weights"):
+            stack.fleet.load_adapter("style", 2, offer, {**CONFIG, "lora_alpha": 1})
+    assert_answers(stack, second, policies[0], adapter="style")
+
+
+@pytest.mark.parametrize("way", ["delta", "files", "collective"])
+def test_other_transports(
+    stack: SyncStack, policies: list[Policy], tmp_path: Path, way: str
+) -> None:
+    """Names that never meet: each transport's adapter is one of its own."""
+    with ExitStack() as cleanup:
+        publisher: Any = {
+            "delta": lambda: DeltaPublisher(cleanup.enter_context(SharedMemory())),
+            "files": lambda: FilesPublisher(tmp_path / "v", policies[0].path, keep_recent=2),
+            "collective": lambda: cleanup.enter_context(CollectivePublisher()),
+        }[way]()
+        before = policies[0]
+        for version in (1, 2):
+            adapted, tensors = made(policies[0], tmp_path, 10 + version)
+            offer = publisher.publish(version, tensors.items())
+            stack.fleet.load_adapter(way, version, offer, CONFIG, keep=1)
+            assert_answers(stack, adapted, before, adapter=way)
+            before = adapted
+    stack.fleet.unload_adapter(way)
+
+
+def test_new_weights_below_an_adapter(
+    stack: SyncStack, policies: list[Policy], tmp_path: Path
+) -> None:
+    """The policy changes, the adapter stays; requests for it heed the policy's version."""
+    before, tensors = made(policies[0], tmp_path, 5)
+    after, _ = made(policies[1], tmp_path, 5)
+    with ShmPublisher() as publisher:
+        served = stack.fleet.load_adapter("deep", 1, publisher.publish(1, tensors.items()), CONFIG)
+        assert_answers(stack, before, policies[0], adapter=served)
+        stack.refit(1, policies[1].path)
+    assert_answers(stack, after, before, version=1, adapter=served)
+    with pytest.raises(RequestFailed):  # nobody has that taint any more
+        asyncio.run(ask(stack, served, "rollway-v0"))
+    asyncio.run(ask(stack, served, "rollway-v1"))
+
+
+def test_a_worker_that_starts_anew_is_given_the_adapters(
+    stack: SyncStack, policies: list[Policy], tmp_path: Path, adapter_home: Path
+) -> None:
+    adapted, tensors = made(policies[2], tmp_path, 6)
+    stack.refit(2, policies[2].path)
+    with ShmPublisher() as publisher, pytest.MonkeyPatch.context() as patch:
+        offer = publisher.publish(9, tensors.items())
+        stack.fleet.load_adapter("again", 1, offer, CONFIG)
+        assert_answers(stack, adapted, policies[2], version=2, adapter="again")
+        patch.setenv("ROLLWAY_HOME", str(adapter_home))
+        state = StackDir("adapters").read()
+        assert state is not None
+        (worker,) = [process.id for process in state.processes if process.instance]
+        assert worker is not None
+        worker.send(signal.SIGKILL)
+        assert_answers(stack, adapted, policies[2], version=2, adapter="again", patience=180.0)
