@@ -47,6 +47,7 @@ from rollway.stack.local import Progress, RunningStack
 from rollway.stack.locks import machine_lock
 from rollway.stack.state import StackDir, StackState, WeightsFile, known_stacks, secret_of
 from rollway.sync import Portal, SyncStack
+from rollway.weights.adapter import is_adapter
 from rollway.weights.offer import SECRET
 
 S = TypeVar("S", bound=Sender)
@@ -127,7 +128,9 @@ class Stack:
         return self._fleets[self._model(model)]
 
     def rollouts(self, model: str | None = None, **options: Any) -> Rollouts:
-        """A client for generating; options are those of `Sender`, and `wire` may be a name."""
+        """A client for generating; options are those of `Sender`, and `wire` may be a name. With
+        `adapter` it samples with that LoRA adapter: one version, `name@version`, or the newest that
+        this process has loaded by then, `name`."""
         return self.sender(Rollouts, model, **options)
 
     def teacher(self, model: str | None = None, **options: Any) -> Teacher:
@@ -143,11 +146,12 @@ class Stack:
         return kind(
             self._http,
             self.frontend_url,
-            chosen if adapter is None else fleet.adapters.newest(adapter),
+            chosen,
             fleet.versions,
             refresh=fleet.refresh,
             confirms=fleet.confirms,
             wire=wire_named(wire) if isinstance(wire, str) else wire,
+            adapter=None if adapter is None else fleet.adapters.newest(adapter),
             **options,
         )
 
@@ -304,7 +308,8 @@ class _Attach(_Opening):
         url = f"{self._frontend}/v1/models"
         try:
             answer = await self._http.get(url, timeout=10.0, retry=ONCE)
-            models = [str(entry["id"]) for entry in answer["data"]]
+            named = [str(entry["id"]) for entry in answer["data"]]
+            models = [name for name in named if not is_adapter(name)]
             plain_vllm = any(entry.get("owned_by") == "vllm" for entry in answer["data"])
         except Unreachable as error:
             raise Unreachable(

@@ -74,6 +74,7 @@ def assert_answers(
     """The same prompt each time: a cached block of another version would show."""
     for _ in range(2):
         (rollout,) = stack.rollouts(**options).generate(PROMPT, SAMPLING)
+        assert (rollout.adapter or "").startswith(options.get("adapter", ""))
         assert rollout.weight_version == version and rollout.logprobs is not None
         assert policy.distance(PROMPT, rollout.token_ids, rollout.logprobs) < TOLERANCE
         assert other.distance(PROMPT, rollout.token_ids, rollout.logprobs) > 0.01
@@ -93,6 +94,10 @@ def test_versions_of_an_adapter(stack: SyncStack, policies: list[Policy], tmp_pa
     assert_answers(stack, second, first, adapter="style")
     assert_answers(stack, first, second, adapter="style@1")
     assert_answers(stack, base, second)
+    with rollway.attach(stack.frontend_url) as attached:
+        assert attached.models == ["tiny"]
+        (rollout,) = attached.rollouts(adapter="style@1").generate(PROMPT, SAMPLING)
+    assert rollout.adapter == "style@1"
 
 
 def test_what_does_not_fit_is_refused_and_what_was_served_stays(

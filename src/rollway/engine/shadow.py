@@ -12,7 +12,7 @@ Only where nothing holds on to a parameter's address: on CPU without compiled gr
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -70,24 +70,34 @@ class Shadow:
 
     def exchange(self) -> None:
         """Serve this model's parameters from now on; the worker must be paused."""
-        served = self._worker.model_runner.get_model()
-        for live, fresh in self._pairs(served):
-            live._parameters, fresh._parameters = fresh._parameters, live._parameters
-            if _KERNEL in fresh.__dict__:
-                live.cpu_linear, fresh.cpu_linear = fresh.cpu_linear, live.cpu_linear
+        for live, fresh in paired(self.model, self._worker.model_runner.get_model()):
+            exchange(live, fresh)
         self._worker.model_runner.reset_encoder_cache()
         self._worker.model_runner.reset_mm_cache()
 
-    def _pairs(self, served: torch.nn.Module) -> Iterator[tuple[Any, Any]]:
-        """Modules of both with the same place; all are looked at before any is touched."""
-        theirs = dict(served.named_modules())
-        found = []
-        for name, fresh in self.model.named_modules():
-            live = theirs.get(name)
-            if type(live) is not type(fresh) or _shapes(live) != _shapes(fresh):
-                raise RuntimeError(f"layer {name or 'root'} differs from the one that serves")
-            found.append((live, fresh))
-        return iter(found)
+
+def exchange(live: Any, fresh: Any) -> None:
+    """The parameters of two layers of one kind. Whoever holds on to a layer has the new ones."""
+    live._parameters, fresh._parameters = fresh._parameters, live._parameters
+    if _KERNEL in fresh.__dict__:
+        live.cpu_linear, fresh.cpu_linear = fresh.cpu_linear, live.cpu_linear
+
+
+def paired(
+    model: torch.nn.Module, served: torch.nn.Module, besides: frozenset[int] = frozenset()
+) -> list[tuple[Any, Any]]:
+    """Modules of both with the same place; all are looked at before any is touched. Modules of the
+    served one whose id is in `besides` are passed over."""
+    theirs = dict(served.named_modules())
+    found = []
+    for name, fresh in model.named_modules():
+        live = theirs.get(name)
+        if id(live) in besides:
+            continue
+        if type(live) is not type(fresh) or _shapes(live) != _shapes(fresh):
+            raise RuntimeError(f"layer {name or 'root'} differs from the one that serves")
+        found.append((live, fresh))
+    return found
 
 
 def _shapes(module: Any) -> dict[str, tuple[Any, ...]]:

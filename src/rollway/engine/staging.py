@@ -16,15 +16,17 @@ import logging
 import socket
 import threading
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
+from rollway.engine.drafts import Draft
 from rollway.engine.fingerprint import Proof
 from rollway.engine.nixl_receiver import NixlReceiver
-from rollway.engine.receivers import Receiver
+from rollway.engine.receivers import Receiver, nothing
 from rollway.engine.shadow import Shadow, exchangeable
 from rollway.engine.slices import WHOLE, Slices, rank_of, slices
 from rollway.weights.checkpoint import TensorHeader, differences, refuse_differences
@@ -49,6 +51,8 @@ class Staging:
     ranks: int
     reduced: Any
     allow_cast: bool = False
+    draft: Draft | None = None
+    """Weights of a draft model that come with these."""
     way: Way = "exchange"
     seconds: dict[str, float] = field(default_factory=dict)
     _shadow: Shadow | None = None
@@ -69,6 +73,8 @@ class Staging:
         why_not = exchangeable(self.worker)
         room = free_bytes() > _SPARE * self.offer.nbytes
         self.way = "in place" if not room else "memory" if why_not else "exchange"
+        if self.draft is not None:
+            self.draft.start(in_place=self.way != "exchange")
         if self.way == "exchange":
             self._shadow = Shadow(self.worker)
         log.info("staging version %d: %s (%s)", self.offer.version, self.way, why_not or "swap")
@@ -111,6 +117,8 @@ class Staging:
             # Here for several ranks: while they serve, their groups are in use.
             self._proof.judge(self.reduced)
             self._shadow.exchange()
+            if self.draft is not None:
+                self.draft.exchange()
         else:
             self._load_in_place()
         self.seconds["swap"] = time.perf_counter() - began
@@ -123,6 +131,8 @@ class Staging:
         self._shadow, self._tensors = None, []
         if isinstance(self.receiver, NixlReceiver):
             self.receiver.let_go()
+        if self.draft is not None:
+            self.draft.drop()
 
     def _run(self) -> None:
         try:
@@ -145,7 +155,7 @@ class Staging:
             with self._timed("load"):
                 sums = self.receiver.sums(self.offer)
                 self._proof = Proof(self._shadow.model, sums, self._slices.boxes)
-                tensors = self.receiver.tensors(self.offer, self._proof.by_sum.__contains__)
+                tensors = self._policy(self._proof.by_sum.__contains__)
                 self._shadow.load(self._slices.hollowed(self._proof.watching(tensors)))
             with self._timed("prove"):
                 self._proof.look(self._shadow.model)
@@ -154,16 +164,26 @@ class Staging:
                     self._proof.judge()
             with self._timed("prepare"):
                 self._shadow.prepare()
+                if self.draft is not None:
+                    self.draft.load(self.ranks)
         elif self.way == "memory":
             with self._timed("load"):
-                self._tensors = [(n, t.clone()) for n, t in self.receiver.tensors(self.offer)]
+                self._tensors = [(n, t.clone()) for n, t in self._policy()]
 
     def _load_in_place(self) -> None:
         model = self.worker.model_runner.get_model()
         proof = Proof(model, cuts=self._slices.boxes)
-        brought = iter(self._tensors) if self.way == "memory" else self.receiver.tensors(self.offer)
+        brought = iter(self._tensors) if self.way == "memory" else self._policy()
         self.worker.reload_weights(weights_iterator=self._slices.hollowed(proof.watching(brought)))
         proof.check(model, self.reduced)
+        if self.draft is not None:
+            self.draft.load_in_place(self.ranks)
+
+    def _policy(
+        self, summed: Callable[[str], bool] = nothing
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        tensors = self.receiver.tensors(self.offer, summed)
+        return tensors if self.draft is None else self.draft.beside(tensors)
 
     def _timed(self, name: str) -> Any:
         return _Timed(self.seconds, name)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from rollway.engine.adapters import adapters_of
+from rollway.engine.drafts import Draft, parted
 from rollway.engine.fingerprint import Proof
 from rollway.engine.receivers import Receiver, checkpoint_tensors, receiver_for
 from rollway.engine.shadow import exchangeable
@@ -38,7 +39,11 @@ class WorkerExtension:
     def rollway_check(self, path: str, allow_cast: bool = False) -> None:
         """Refuse a checkpoint that this worker could not serve. Changes nothing."""
         _refuse_what_vllm_corrupts(_model(self))
-        new = read_headers(Path(path))
+        new, draft = parted(read_headers(Path(path)))
+        if draft:
+            raise RuntimeError(
+                f"{path} has weights of a draft model, which are only staged with the policy's"
+            )
         _refuse_what_cannot_be_proved(self, new, "rollway_check")
         served = _served(self)
         if served is not None:
@@ -74,8 +79,10 @@ class WorkerExtension:
         if not hasattr(self, "_rollway_receivers"):
             self._rollway_receivers: dict[str, Receiver] = {}
         receiver = receiver_for(made, self._rollway_receivers)
-        new = receiver.headers(made)
-        _refuse_what_cannot_be_proved(self, new, "rollway_stage")
+        new, draft = parted(receiver.headers(made))
+        _refuse_what_cannot_be_proved(
+            self, new, "rollway_stage", from_files=made.transport == "files"
+        )
         staging = Staging(
             self,
             receiver,
@@ -84,6 +91,7 @@ class WorkerExtension:
             _served(self),
             *_ranks(),
             allow_cast=allow_cast,
+            draft=Draft(self, draft, allow_cast) if draft else None,
         )
         staging.start()  # or refuse
         staging.when_done(tell)
@@ -149,14 +157,26 @@ def _served(worker: Any) -> dict[str, TensorHeader] | None:
 
 
 def _refuse_what_cannot_be_proved(
-    worker: Any, new: Mapping[str, TensorHeader], method: str
+    worker: Any, new: Mapping[str, TensorHeader], method: str, *, from_files: bool = True
 ) -> None:
+    quantised = worker.model_config.quantization
+    if quantised is not None and not from_files:
+        raise RuntimeError(
+            f"the served model is quantised ({quantised}): its scales are made where the engine "
+            "itself loads a checkpoint, and published tensors have none; refit from a checkpoint "
+            "directory, which a canary then proves"
+        )
     proof = Proof(_model(worker))
     beyond = [f"tensors like {name}" for name in proof.unknown_among(new)[:1]]
-    if worker.model_config.quantization is not None:
+    if quantised is not None:
         beyond.append("quantised models")
     if proof.packed and _ranks()[0] > 1 and exchangeable(worker):
         beyond.append("packed layers on several ranks")
+    if beyond and not from_files:
+        raise RuntimeError(
+            f"{beyond[0]} cannot be compared with what the model holds; publish what the served "
+            "checkpoint has, or refit from a checkpoint directory, which a canary then proves"
+        )
     if beyond:
         # In these words callers know it from a worker without this class, and use a canary.
         raise NotImplementedError(f"Method '{method}' is not implemented for {beyond[0]}")

@@ -59,6 +59,11 @@ class Adapters:
         self._secret = secret
         self._versions: dict[str, list[Version]] = {}
 
+    @property
+    def loaded(self) -> list[str]:
+        """Every version that is kept, by its full name."""
+        return [version.served for version in self._all()]
+
     def newest(self, name: str) -> str:
         """What requests for an adapter are sent to; a full name is taken as it is."""
         if "@" in name:

@@ -344,6 +344,8 @@ class Fleet:
 
     async def _admit_to_adapters(self) -> None:
         """Give workers that have joined, and are up to date, the adapters that the others have."""
+        if not self.adapters.loaded:
+            return
         listed = await self.workers(fresh=False)
         if self.adapters.missing(listed):
             async with self._refitting, self._guard():

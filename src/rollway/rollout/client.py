@@ -88,7 +88,7 @@ class Rollouts(Sender):
         refit cut short goes on with the new weights."""
         if not self.wire.streams:
             raise UsageError(f"The wire `{self.wire.name}` cannot stream.", "Use `completions`.")
-        trajectory = Trajectory(checked_prompt(prompt_ids), sampling or Sampling())
+        trajectory = Trajectory(checked_prompt(prompt_ids), sampling or Sampling(), self.adapter)
         session = group or uuid.uuid4().hex
         async with self._slots, self._deadline():
             while True:
@@ -109,7 +109,7 @@ class Rollouts(Sender):
         self, prompt: list[int], sampling: Sampling, session: str, version: int | None
     ) -> Rollout:
         """Sample until the rollout is whole and every token of it has a version."""
-        trajectory = Trajectory(prompt, sampling)
+        trajectory = Trajectory(prompt, sampling, self.adapter)
         attempt = self._attempt(session)
         async with self._slots, self._deadline():
             while True:

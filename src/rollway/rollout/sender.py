@@ -49,8 +49,11 @@ class Sender:
         timeout: float = 3600.0,
         patience: float = PATIENCE_SECONDS,
         wire: Wire = COMPLETIONS,
+        adapter: str | None = None,
     ) -> None:
-        self.model = model
+        """`adapter` is the full name of one version, `name@version`."""
+        self.model = adapter or model
+        self.adapter = adapter
         self.wire = wire
         self._http = http
         self._url = f"{frontend_url.rstrip('/')}{wire.path}"

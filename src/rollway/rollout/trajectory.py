@@ -47,6 +47,9 @@ class Rollout:
     """Prompt tokens that came from the worker's prefix cache."""
     routed_experts: RoutedExperts | None = None
     """Of prompt and completion, where they were asked for; the last token has none."""
+    adapter: str | None = None
+    """The LoRA adapter that all of it was sampled with, as `name@version`; `weight_version` is that
+    of the policy below it."""
 
     @property
     def weight_version(self) -> int | None:
@@ -68,6 +71,7 @@ class Trajectory:
 
     prompt: list[int]
     sampling: Sampling
+    adapter: str | None = None
     token_ids: list[int] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     _logprobs: list[float] = field(default_factory=list)
@@ -134,6 +138,7 @@ class Trajectory:
             spans,
             self._cached or 0,
             self._routed_experts(),
+            self.adapter,
         )
 
     def _routed_experts(self) -> RoutedExperts | None:

@@ -52,6 +52,12 @@ def served_name(name: str, version: int) -> str:
     return f"{name}@{version}"
 
 
+def is_adapter(model: str) -> bool:
+    """Whether a model name that a server lists is that of an adapter of ours."""
+    name, at, version = model.rpartition("@")
+    return bool(at and _NAME.fullmatch(name) and version.isdecimal())
+
+
 def check_config(config: Mapping[str, Any]) -> None:
     """Refuse what would be served as something else; the engine checks the rest."""
     said = [field for field in _IGNORED if config.get(field)]

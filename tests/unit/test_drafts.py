@@ -1,0 +1,115 @@
+"""Draft models: which tensors are theirs, what they share with the policy, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from rollway.engine.drafts import Draft, parted
+from rollway.engine.shadow import exchange, paired
+from rollway.errors import UsageError
+from rollway.weights.checkpoint import TensorHeader
+
+WIDTH = 4
+
+
+class Policy(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens = torch.nn.Embedding(8, WIDTH)
+
+
+class Head(torch.nn.Module):
+    """A draft model that shares the embeddings, as vLLM makes an EAGLE head share them."""
+
+    def __init__(self, shared: torch.nn.Module | None = None) -> None:
+        super().__init__()
+        self.embed_tokens = shared or torch.nn.Embedding(8, WIDTH)
+        self.fc = torch.nn.Linear(2 * WIDTH, WIDTH, bias=False)
+
+
+def worker(directory: Path, *, quantised: str | None = None) -> Any:
+    policy = Policy()
+    save_file({"fc.weight": torch.zeros(WIDTH, 2 * WIDTH)}, directory / "model.safetensors")
+    config = SimpleNamespace(model=str(directory), quantization=quantised)
+    drafter = SimpleNamespace(
+        model=Head(policy.embed_tokens),
+        speculative_config=SimpleNamespace(draft_model_config=config),
+    )
+    runner = SimpleNamespace(drafter=drafter, get_model=lambda: policy)
+    return SimpleNamespace(model_runner=runner, model_config=SimpleNamespace(model="/policy"))
+
+
+def header(*shape: int) -> TensorHeader:
+    return TensorHeader("F32", shape, "")
+
+
+FC = {"fc.weight": header(WIDTH, 2 * WIDTH)}
+
+
+def test_tensors_of_both_are_told_apart_by_their_names() -> None:
+    policy, draft = parted({"model.w": header(1), "draft.fc.weight": header(2)})
+    assert list(policy) == ["model.w"] and list(draft) == ["fc.weight"]
+
+
+def test_a_worker_without_a_draft_model_says_so(tmp_path: Path) -> None:
+    plain = SimpleNamespace(model_runner=SimpleNamespace())
+    with pytest.raises(RuntimeError, match="this worker has none; start it with a speculative"):
+        Draft(plain, FC)
+    guessing = SimpleNamespace(model_runner=SimpleNamespace(drafter=SimpleNamespace()))  # n-grams
+    with pytest.raises(RuntimeError, match="this worker has none"):
+        Draft(guessing, FC)
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"fc\.weight is missing"):
+        Draft(worker(tmp_path), {"other.weight": header(1)})
+    with pytest.raises(UsageError, match=r"fc\.weight is .*, served is"):
+        Draft(worker(tmp_path), {"fc.weight": header(1)})
+    with pytest.raises(RuntimeError, match="shares embed_tokens"):
+        Draft(worker(tmp_path), {**FC, "embed_tokens.weight": header(8, WIDTH)})
+    with pytest.raises(RuntimeError, match="quantised"):
+        Draft(worker(tmp_path, quantised="fp8"), FC)
+
+
+def test_draft_tensors_are_kept_while_the_policy_s_go_by(tmp_path: Path) -> None:
+    draft = Draft(worker(tmp_path), FC)
+    buffer = torch.ones(2)
+    came = [("a", torch.zeros(1)), ("draft.fc.weight", buffer), ("b", torch.zeros(1))]
+    assert [name for name, _ in draft.beside(iter(came))] == ["a", "b"]
+    buffer.zero_()  # the transport's memory holds another tensor by now
+    assert draft._tensors["fc.weight"].tolist() == [1.0, 1.0]
+
+
+def test_a_shared_layer_has_the_policy_s_new_parameters(tmp_path: Path) -> None:
+    """Exchanged by module: who shares the module shares what is in it, before and after."""
+    served = worker(tmp_path)
+    policy, live = served.model_runner.get_model(), served.model_runner.drafter.model
+    fresh_policy, fresh = Policy(), Head()
+    shared = frozenset(id(module) for module in policy.modules())
+    pairs = paired(fresh, live, shared)
+    assert all(one is not live.embed_tokens for one, _ in pairs)
+    expected, own = fresh_policy.embed_tokens.weight, fresh.fc.weight
+    for one, other in [*paired(fresh_policy, policy), *pairs]:
+        exchange(one, other)
+    assert live.embed_tokens.weight is policy.embed_tokens.weight is expected
+    assert live.fc.weight is own
+
+
+def test_a_draft_model_that_holds_something_else_is_refused(tmp_path: Path) -> None:
+    draft = Draft(worker(tmp_path), FC)
+    fresh = Head()
+    draft._tensors = {"fc.weight": fresh.fc.weight.detach().clone()}
+    draft._check(fresh, 1)
+    with torch.no_grad():
+        fresh.fc.weight[0, 0] += 1
+        with pytest.raises(RuntimeError, match="does not hold what was published"):
+            draft._check(fresh, 1)
+        fresh.fc.weight[0, 0] = torch.nan
+        with pytest.raises(RuntimeError, match="left a part of the draft model empty"):
+            draft._check(fresh, 2)
