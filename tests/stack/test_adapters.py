@@ -25,6 +25,7 @@ from rollway.weights.store import SharedMemory
 from rollway.weights.transports.collective import CollectivePublisher
 from rollway.weights.transports.delta import DeltaPublisher
 from rollway.weights.transports.files import FilesPublisher
+from rollway.weights.transports.nixl import NixlPublisher
 from rollway.weights.transports.shm import ShmPublisher
 from tests.stack.conftest import VLLM_ARGS
 from tests.stack.policies import ALPHA, RANK, Policy, write_adapter
@@ -55,6 +56,12 @@ def stack(adapter_home: Path, base_model: Path) -> Iterator[SyncStack]:
     yield running
     opening.__exit__(None, None, None)
     assert not list(HOME.glob("rollway-adapters-*"))
+
+
+@pytest.fixture(autouse=True)
+def known_home(adapter_home: Path, own_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests see the home that the stack runs in."""
+    monkeypatch.setenv("ROLLWAY_HOME", str(adapter_home))
 
 
 def made(policy: Policy, directory: Path, seed: int) -> tuple[Policy, Tensors]:
@@ -126,16 +133,19 @@ def test_what_does_not_fit_is_refused_and_what_was_served_stays(
     assert_answers(stack, second, policies[0], adapter="style")
 
 
-@pytest.mark.parametrize("way", ["delta", "files", "collective"])
+@pytest.mark.parametrize("way", ["delta", "files", "collective", "nixl"])
 def test_other_transports(
     stack: SyncStack, policies: list[Policy], tmp_path: Path, way: str
 ) -> None:
     """Names that never meet: each transport's adapter is one of its own."""
+    if way == "nixl":
+        pytest.importorskip("nixl_cu12", reason="there is no NIXL for this machine")
     with ExitStack() as cleanup:
         publisher: Any = {
             "delta": lambda: DeltaPublisher(cleanup.enter_context(SharedMemory())),
             "files": lambda: FilesPublisher(tmp_path / "v", policies[0].path, keep_recent=2),
             "collective": lambda: cleanup.enter_context(CollectivePublisher()),
+            "nixl": lambda: cleanup.enter_context(NixlPublisher(secret=stack.weights_secret)),
         }[way]()
         before = policies[0]
         for version in (1, 2):
@@ -164,15 +174,14 @@ def test_new_weights_below_an_adapter(
 
 
 def test_a_worker_that_starts_anew_is_given_the_adapters(
-    stack: SyncStack, policies: list[Policy], tmp_path: Path, adapter_home: Path
+    stack: SyncStack, policies: list[Policy], tmp_path: Path
 ) -> None:
     adapted, tensors = made(policies[2], tmp_path, 6)
     stack.refit(2, policies[2].path)
-    with ShmPublisher() as publisher, pytest.MonkeyPatch.context() as patch:
+    with ShmPublisher() as publisher:
         offer = publisher.publish(9, tensors.items())
         stack.fleet.load_adapter("again", 1, offer, CONFIG)
         assert_answers(stack, adapted, policies[2], version=2, adapter="again")
-        patch.setenv("ROLLWAY_HOME", str(adapter_home))
         state = StackDir("adapters").read()
         assert state is not None
         (worker,) = [process.id for process in state.processes if process.instance]

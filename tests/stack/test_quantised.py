@@ -34,7 +34,7 @@ def stack(base_model: Path) -> Iterator[SyncStack]:
 def test_a_quantised_model_takes_checkpoints_only(stack: SyncStack, policies: list[Policy]) -> None:
     with ShmPublisher() as publisher:
         offer = publisher.publish(1, load_file(policies[1].path / "model.safetensors").items())
-        with pytest.raises(UsageError, match="is quantised .* refit from a checkpoint directory"):
+        with pytest.raises(UsageError, match=r"is quantised .* refit from a checkpoint directory"):
             stack.refit(1, offer)
     report = stack.refit(1, policies[1].path)
     assert [worker.proof for worker in report.workers] == ["canary"]

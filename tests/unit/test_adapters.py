@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -193,6 +194,36 @@ def test_what_the_layers_hold_is_compared_bit_by_bit() -> None:
     assert not arrival.directory.exists()
     with pytest.raises(RuntimeError, match="was not brought here"):
         adapters.ready("style@1")
+
+
+def test_one_that_is_dropped_on_its_way_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("vllm")
+    go_on = threading.Event()
+
+    class Slow:
+        def headers(self, offer: Offer) -> dict[str, TensorHeader]:
+            return headers(q_proj())
+
+        def tensors(self, offer: Offer) -> Iterator[tuple[str, torch.Tensor]]:
+            assert go_on.wait(30)
+            yield from q_proj().items()
+
+    monkeypatch.setattr(engine, "receiver_for", lambda offer, kept: Slow())
+    adapters = engine.Adapters(Engine(), None)
+    offer = attached(OFFER, Adapter("style@1", CONFIG, "w"))
+    adapters.bring(offer, "")
+    arrival = adapters._arrivals["style@1"]
+    adapters.drop("style@1")
+    with pytest.raises(RuntimeError, match="has not ended yet"):
+        adapters.bring(offer, "")
+    go_on.set()
+    assert arrival.errand is not None and arrival.errand.wait(30)
+    assert not arrival.directory.exists()
+    adapters.bring(offer, "")
+    again = adapters._arrivals["style@1"].errand
+    assert again is not None and again.wait(30)
+    adapters.ready("style@1")
+    assert arrival.directory.is_dir()
 
 
 def test_a_version_names_one_set_of_weights() -> None:

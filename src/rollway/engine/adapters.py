@@ -48,6 +48,7 @@ class Arrival:
     errand: Errand | None = None
     digests: dict[str, str] = field(default_factory=dict)
     """Of the tensors as they came; what the engine loads from must still have them."""
+    dropped: bool = False
 
     @property
     def is_same(self) -> tuple[str, Path]:
@@ -62,6 +63,7 @@ class Adapters:
         self._served = served
         self._arrivals: dict[str, Arrival] = {}
         self._receivers: dict[str, dict[str, Receiver]] = {}
+        self._leaving: dict[Path, Errand] = {}
         self._guard: Guard | None = None
 
     def bring(self, signed: Offer, tell: str) -> None:
@@ -76,6 +78,10 @@ class Adapters:
                 )
             before.errand.when_done(tell)
             return
+        leaving = self._leaving.pop(arrival.directory, None)
+        if leaving is not None and not leaving.done:
+            self._leaving[arrival.directory] = leaving
+            raise RuntimeError(f"an earlier {adapter.served} has not ended yet; try again later")
         # A delta is applied to what came before by that name.
         receivers = self._receivers.setdefault(adapter.served.rpartition("@")[0], {})
         receiver = receiver_for(offer, receivers)
@@ -89,6 +95,8 @@ class Adapters:
             tensors = {name: tensor.clone() for name, tensor in receiver.tensors(offer)}
             arrival.digests = {name: digest(tensor) for name, tensor in tensors.items()}
             _write(arrival.directory, tensors, adapter.config)
+            if arrival.dropped:
+                shutil.rmtree(arrival.directory, ignore_errors=True)
 
         arrival.errand = Errand(adapter.served, take)
         arrival.errand.when_done(tell)
@@ -113,11 +121,12 @@ class Adapters:
             raise RuntimeError(f"the engine does not hold what was published as {served}")
 
     def drop(self, served: str) -> None:
+        """One that is still on its way removes what it writes by itself: nobody waits for it."""
         arrival = self._arrivals.pop(served, None)
-        if arrival is None:
+        if arrival is None or arrival.errand is None:
             return
-        if arrival.errand is not None:
-            arrival.errand.wait(60.0)  # or it would write the directory again
+        arrival.dropped = True
+        self._leaving[arrival.directory] = arrival.errand
         shutil.rmtree(arrival.directory, ignore_errors=True)
 
     def _arrival(self, served: str) -> Arrival:

@@ -28,6 +28,10 @@ class Errand:
     def failed(self) -> bool:
         return self._error is not None
 
+    @property
+    def done(self) -> bool:
+        return self._done.is_set()
+
     def check(self) -> None:
         """Raise while it is not done, and for ever if it failed."""
         if not self._done.is_set():
