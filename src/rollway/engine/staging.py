@@ -158,10 +158,7 @@ class Staging:
                 tensors = self._policy(self._proof.by_sum.__contains__)
                 self._shadow.load(self._slices.hollowed(self._proof.watching(tensors)))
             with self._timed("prove"):
-                self._proof.look(self._shadow.model)
-                self._proof.judge_alone()
-                if self.ranks == 1:
-                    self._proof.judge()
+                self._prove(self._proof, self._shadow.model)
             with self._timed("prepare"):
                 self._shadow.prepare()
                 if self.draft is not None:
@@ -169,6 +166,18 @@ class Staging:
         elif self.way == "memory":
             with self._timed("load"):
                 self._tensors = [(n, t.clone()) for n, t in self._policy()]
+
+    def _prove(self, proof: Proof, model: torch.nn.Module) -> None:
+        try:
+            proof.look(model)
+            proof.judge_alone()
+            if self.ranks == 1:
+                proof.judge()
+        except RuntimeError:
+            if proof.by_sum:  # were they still what was published? It is known if not
+                for _ in self.receiver.tensors(self.offer):
+                    pass
+            raise
 
     def _load_in_place(self) -> None:
         model = self.worker.model_runner.get_model()
