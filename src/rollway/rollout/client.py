@@ -39,6 +39,10 @@ SIBLINGS = 16
 class Rollouts(Sender):
     """Samples. Its options are those of `Sender`."""
 
+    resumes = True
+    """Whether a rollout that a pause or a refit cut short goes on by itself; else it is returned
+    as `aborted`, with what it has."""
+
     async def generate(
         self,
         prompt_ids: Sequence[int],
@@ -147,6 +151,8 @@ class Rollouts(Sender):
             return trajectory.rollout(completion.finish_reason, ticket.version)
         if trajectory.full:
             return trajectory.rollout("length", ticket.version)
+        if not self.resumes:
+            return trajectory.rollout("aborted", ticket.version)
         await self._look_again(now=True)
         if ticket.version == book.current and not book.changing and self._serves(ticket, by):
             return trajectory.rollout("aborted", ticket.version)  # somebody meant this rollout

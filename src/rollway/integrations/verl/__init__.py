@@ -1,0 +1,10 @@
+"""verl on Rollway: `actor_rollout_ref.rollout.name=dynamo`.
+
+register            what `import verl` loads; names the classes below
+options, settings   what a user says, as a Rollway stack
+replica, pool       verl's replicas; the one actor that runs their common stack
+generation          a verl request as a rollout, and back
+adapter, updates    new weights from the trainer's ranks
+checkpoint_engine   the same for engines that do not share the trainer's machines
+router              keeps the turns of a trajectory, and the rollouts of a prompt, together
+"""

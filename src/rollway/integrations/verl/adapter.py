@@ -1,0 +1,77 @@
+"""verl's rollout as a rank of the trainer sees it: memory given and taken, weights handed on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+from verl.workers.rollout.base import BaseRollout
+
+from rollway.errors import UsageError
+from rollway.integrations.verl.checkpoint_engine import WIRE
+from rollway.integrations.verl.options import read_options
+from rollway.integrations.verl.replica import HYBRID, STANDALONE, pool_name
+from rollway.integrations.verl.updates import Publishing, drained, rank
+
+
+class ServerAdapter(BaseRollout):  # type: ignore[misc]
+    """One for each rank; the first rank of all speaks for the trainer, since there is one pool."""
+
+    def __init__(
+        self,
+        config: Any,
+        model_config: Any,
+        device_mesh: Any,
+        replica_rank: int = -1,
+        **_: Any,
+    ) -> None:
+        super().__init__(config, model_config, device_mesh)
+        self._options = read_options(self.config.engine_kwargs)
+        world = int(self.config.tensor_model_parallel_size)
+        # A rank of the trainer is given none; a worker beside a separate engine is told its own.
+        self._hybrid = replica_rank == -1
+        self.replica_rank = rank() // world if self._hybrid else replica_rank
+        self.is_leader_rank = rank() % world == 0
+        self.sleep_level = 1
+        self._first = rank() == 0 and self._hybrid
+        self._publishing = Publishing(self._options, str(self.model_config.local_path))
+        self._pool: Any = None
+
+    def _pool_actor(self) -> Any:
+        """Lazily: the pool starts after the trainer's ranks."""
+        if self._pool is None:
+            self._pool = ray.get_actor(pool_name(HYBRID if self._hybrid else STANDALONE))
+        return self._pool
+
+    async def resume(self, tags: list[str]) -> None:
+        if self._first:
+            await self._pool_actor().wake_up.remote(tags=tags)
+
+    async def release(self) -> None:
+        if self._first:
+            await self._pool_actor().sleep.remote()
+
+    async def update_weights(
+        self,
+        weights: Any,
+        wire_format: str = "named_tensors",
+        global_steps: int | None = None,
+        **options: Any,
+    ) -> None:
+        if wire_format == WIRE:
+            await drained(weights)  # the trainer has told the pool itself
+            return
+        if wire_format != "named_tensors":
+            raise UsageError(
+                f"rollout.name=dynamo cannot take weights as `{wire_format}`.",
+                "Use checkpoint_engine.backend=rollway.",
+            )
+        if options.get("peft_config") is not None:
+            raise UsageError(
+                "Adapters are not handed to rollout.name=dynamo by themselves.",
+                "Merge them: actor_rollout_ref.model.lora.merge=True.",
+            )
+        if self._first:
+            await self._publishing.send(weights, self._pool_actor(), global_steps)
+        else:
+            await drained(weights)

@@ -1,0 +1,277 @@
+"""One actor for all replicas of a pool: it runs their common stack, and talks to it.
+
+A verl replica is one worker of the stack. All share a frontend, whose router knows what each has
+cached, so it does not matter which replica verl's load balancer picked. Each has an address of its
+own, since verl would take equal ones for one server; what connects there gets the frontend.
+
+The stack ends with this actor, also when Ray or the driver is killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from typing import Any
+from urllib.parse import urlsplit
+
+from rollway.api import Stack, up
+from rollway.errors import RolloutError, RollwayError, StartError
+from rollway.fleet.admin import on_all
+from rollway.integrations.verl import generation
+from rollway.integrations.verl.forward import forwarded
+from rollway.integrations.verl.options import read_options
+from rollway.integrations.verl.settings import frees_engine, stack_spec
+from rollway.rollout.client import Rollouts
+from rollway.weights.offer import read_offer
+
+log = logging.getLogger(__name__)
+
+ALL_JOINED_SECONDS = 300.0
+CONCURRENCY = 100_000
+
+
+class Pool:
+    """What verl calls, on behalf of every replica; calls for several replicas come at once, and
+    the second finds done what the first did."""
+
+    def __init__(self, name: str, rollout: Any, model: Any, expected: int) -> None:
+        self._name, self._rollout, self._model = name, rollout, model
+        self._options = read_options(rollout.engine_kwargs)
+        self._expected = expected
+        self._gpus: dict[int, list[str]] = {}
+        self._starting: asyncio.Task[None] | None = None
+        self._everybody = asyncio.Event()
+        self._cleanup = AsyncExitStack()
+        self._stack: Stack | None = None
+        self._rollouts: Rollouts | None = None
+        self._gate = asyncio.Event()
+        self._gate.set()
+        self._rejecting = self._paused = self._asleep = False
+        self._control = asyncio.Lock()
+        self._running: dict[str, asyncio.Task[Any]] = {}
+        self._aborted: set[str] = set()
+        self._version = 0
+        self._steps: dict[int, int | None] = {}
+
+    # --- life ------------------------------------------------------------------------------------
+
+    async def join(self, replica: int, gpus: Sequence[str]) -> str:
+        """Called once for each replica; the address of its server, when all are ready."""
+        self._gpus[replica] = list(gpus)
+        if len(self._gpus) == self._expected:
+            self._everybody.set()
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._start())
+        await asyncio.shield(self._starting)
+        frontend = urlsplit(self.stack.frontend_url)
+        assert frontend.hostname is not None and frontend.port is not None
+        return await self._cleanup.enter_async_context(forwarded(frontend.hostname, frontend.port))
+
+    async def _start(self) -> None:
+        try:
+            await asyncio.wait_for(self._everybody.wait(), ALL_JOINED_SECONDS)
+        except TimeoutError:
+            raise StartError(
+                f"{len(self._gpus)} of {self._expected} rollout replicas came within "
+                f"{ALL_JOINED_SECONDS:g} s."
+            ) from None
+        gpus = [gpu for replica in sorted(self._gpus) for gpu in self._gpus[replica]]
+        self._frees = frees_engine(self._rollout, self._options) and bool(gpus)
+        spec = stack_spec(
+            self._rollout,
+            self._model,
+            self._options,
+            pool=self._name,
+            replicas=self._expected,
+            gpus=gpus,
+        )
+        print(f"rollway: starting stack {spec.name} with {self._expected} workers", flush=True)
+        self._stack = await self._cleanup.enter_async_context(up(spec))
+        self._rollouts = self._stack.rollouts(
+            concurrency=CONCURRENCY, timeout=self._options.request_timeout_s
+        )
+        self._rollouts.resumes = False  # verl's client goes on with what was cut
+        print(f"rollway: {self._stack.frontend_url} serves; logs: rollway logs {spec.name}")
+
+    @property
+    def stack(self) -> Stack:
+        if self._stack is None:
+            raise RolloutError("The rollout stack has not started.")
+        return self._stack
+
+    async def about(self) -> dict[str, str]:
+        """What ranks that publish weights must know."""
+        return {"secret": self.stack.weights_secret, "name": self.stack.name}
+
+    async def shutdown(self) -> None:
+        await self._cleanup.aclose()
+
+    # --- generation ------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling_params: dict[str, Any],
+        request_id: str,
+        image_data: Any = None,
+        video_data: Any = None,
+        audio_data: Any = None,
+        mm_processor_kwargs: Any = None,
+        trajectory_id: str | None = None,
+        group_id: str | None = None,
+    ) -> Any:
+        from verl.workers.rollout.replica import TokenOutput
+
+        generation.refuse_media(images=image_data, videos=video_data, audio=audio_data)
+        if not self._gate.is_set():
+            if self._rejecting:
+                return TokenOutput(**generation.nothing("aborted"))
+            await self._gate.wait()
+        if sampling_params.get("prompt_logprobs") is not None:
+            return TokenOutput(**await self._score(prompt_ids, sampling_params["prompt_logprobs"]))
+        ids = {"group": group_id, "trajectory": trajectory_id, "off": None}
+        session = ids[self._options.affinity]
+        key = f"{request_id}/{uuid.uuid4().hex}"
+        task = asyncio.ensure_future(self._sample(list(prompt_ids), sampling_params, session))
+        self._running[key] = task
+        try:
+            return TokenOutput(**await task)
+        except asyncio.CancelledError:
+            if key not in self._aborted:
+                raise
+            return TokenOutput(**generation.nothing("aborted"))
+        except RollwayError as error:
+            # Ray would wrap the class; the words are what the user needs.
+            raise RuntimeError(f"rollway: {error} (rollway logs {self.stack.name})") from error
+        finally:
+            del self._running[key]
+            self._aborted.discard(key)
+
+    async def _sample(
+        self, prompt: list[int], params: dict[str, Any], session: str | None
+    ) -> dict[str, Any]:
+        assert self._rollouts is not None
+        replays = bool(getattr(self._rollout, "enable_rollout_routing_replay", False))
+        sampling = generation.sampling_of(
+            params, len(prompt), self._rollout, routed_experts=replays
+        )
+        if sampling is None:
+            return generation.nothing("completed")
+        (rollout,) = await self._rollouts.generate(prompt, sampling, group=session)
+        return generation.output_of(rollout, self._step_of)
+
+    async def _score(self, prompt: Sequence[int], likeliest: int) -> dict[str, Any]:
+        if likeliest:
+            raise RolloutError(
+                f"A teacher was asked for its {likeliest} likeliest tokens; rollout.name=dynamo "
+                "gives the log-probs of the tokens themselves."
+            )
+        (scores,) = await self.stack.teacher().score([list(prompt)])
+        return generation.scores_of(scores, self._step_of)
+
+    def _step_of(self, version: int | None) -> int | None:
+        return None if version is None else self._steps.get(version)
+
+    # --- control ---------------------------------------------------------------------------------
+
+    async def abort_all_requests(self, reject_request: bool = False) -> dict[str, Any]:
+        """Requests under way are answered with what they have, later ones wait for the resume; or
+        are answered with nothing, where they are to be rejected."""
+        self._rejecting = reject_request
+        self._gate.clear()
+        async with self._control:
+            under_way = dict(self._running)
+            if not self._paused:
+                await self.stack.fleet.pause("abort")
+                self._paused = True
+            if under_way:
+                await self._ended(under_way)
+        return {
+            "aborted_count": len(under_way),
+            "request_ids": [k.split("/")[0] for k in under_way],
+        }
+
+    async def _ended(self, tasks: dict[str, asyncio.Task[Any]]) -> None:
+        """What the engines aborted comes back at once; a request that had not reached one would
+        wait for the resume, and has nothing to lose."""
+        _, late = await asyncio.wait(tasks.values(), timeout=5.0)
+        for key, task in tasks.items():
+            if task in late:
+                self._aborted.add(key)
+                task.cancel()
+        if late:
+            _, stuck = await asyncio.wait(late, timeout=self._options.abort_seconds)
+            if stuck:
+                raise RolloutError(f"{len(stuck)} requests could not be aborted.")
+
+    async def resume_generation(self) -> None:
+        async with self._control:
+            if self._paused and not self._asleep:
+                await self.stack.fleet.resume()
+                self._paused = False
+        if not self._asleep:
+            self._gate.set()
+
+    async def sleep(self) -> None:
+        """Give the engines' memory to the trainer, after what runs has ended."""
+        if not self._frees:
+            return
+        self._rejecting = False
+        self._gate.clear()
+        async with self._control:
+            if self._asleep:
+                return
+            if self._running:
+                await asyncio.wait(self._running.values())
+            await self._on_workers("sleep")
+            self._asleep = True
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Dynamo wakes all of an engine at once; requests come back with its cache."""
+        async with self._control:
+            if self._asleep:
+                await self._on_workers("wake")
+                self._asleep = False
+        if tags is None or "kv_cache" in tags:
+            await self.resume_generation()
+
+    async def _on_workers(self, call: str) -> None:
+        fleet = self.stack.fleet
+        results = await on_all(await fleet.workers(), getattr(fleet.admin, call))
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+
+    async def clear_kv_cache(self) -> None:
+        if self._stack is not None and not self._asleep:
+            await self.stack.fleet.flush_cache()
+
+    async def release_kv_cache(self) -> None:
+        """The cache alone cannot be given back; new weights are staged beside it."""
+
+    async def resume_kv_cache(self) -> None: ...
+
+    async def start_profile(self, **_: Any) -> None:
+        log.warning("Rollway's engines are not profiled by verl; see `rollway logs`.")
+
+    async def stop_profile(self) -> None: ...
+
+    # --- weights ---------------------------------------------------------------------------------
+
+    async def refit(self, offer: dict[str, Any], step: int | None) -> dict[str, float]:
+        """Bring every worker to what a rank has published."""
+        made = read_offer(offer, secret="")  # it came from a rank of this job, through Ray
+        async with self._control:
+            self._version += 1
+            self._steps[self._version] = step
+            report = await self.stack.refit(self._version, made, allow_cast=True)
+        return {"seconds": report.seconds, "paused_seconds": report.paused_seconds}
+
+    async def next_version(self) -> int:
+        return self._version + 1
+
+    async def set_global_steps(self, global_steps: int) -> None:
+        self._steps[self._version] = global_steps

@@ -1,0 +1,84 @@
+"""verl's replicas: each stands for one worker of the stack that its pool runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from verl.workers.rollout.replica import RolloutMode, RolloutReplica
+
+from rollway.errors import UsageError
+from rollway.integrations.verl.pool import Pool
+from rollway.integrations.verl.router import CONFIG
+
+HYBRID, STANDALONE = "hybrid", "standalone"
+_CONTROL = "control"
+_CALLS_AT_ONCE = 100_000
+"""Requests wait in the actor while weights move; those that end the wait must still come in."""
+
+
+class DynamoReplica(RolloutReplica):  # type: ignore[misc]
+    """All replicas of a pool have the same server, under addresses of their own."""
+
+    def __init__(self, replica_rank: int, config: Any, *args: Any, **kwargs: Any) -> None:
+        # verl reads it from the same config, after the replicas.
+        if hasattr(config, "router_config_path") and not config.router_config_path:
+            config.router_config_path = str(CONFIG)
+        super().__init__(replica_rank, config, *args, **kwargs)
+        self._replicas_in_pool = 0
+
+    async def init_hybrid(self, worker_group: Any) -> None:
+        self._replicas_in_pool = worker_group.world_size // self.world_size
+        await super().init_hybrid(worker_group)
+
+    async def init_standalone(self) -> None:
+        gpus = self.config.n_gpus_per_node * self.config.nnodes
+        self._replicas_in_pool = gpus // self.world_size
+        await super().init_standalone()
+
+    async def launch_servers(self) -> None:
+        if self.rollout_mode == RolloutMode.COLOCATED:
+            raise UsageError(
+                "Reward models and teachers are not served by rollout.name=dynamo yet."
+            )
+        places = [worker.__ray_call__.remote(_place) for worker in self.workers]
+        found = [await place for place in places]
+        nodes = {node for node, _ in found}
+        if len(nodes) != 1:
+            raise UsageError(
+                f"Replica {self.replica_rank} spans {len(nodes)} nodes.",
+                "A pool of rollout.name=dynamo runs on one node.",
+            )
+        kind = HYBRID if self.rollout_mode == RolloutMode.HYBRID else STANDALONE
+        pool = self._pool(kind, nodes.pop())
+        address = await pool.join.remote(
+            self.replica_rank, [gpu for _, gpus in found for gpu in gpus]
+        )
+        self.servers = [pool]
+        self._server_handle = pool
+        self._server_address = address
+
+    def _pool(self, kind: str, node: str) -> Any:
+        """The actor of this pool: of whichever replica comes first."""
+        actor = ray.remote(Pool).options(
+            name=pool_name(kind),
+            get_if_exists=True,
+            num_cpus=0,
+            max_concurrency=_CALLS_AT_ONCE,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+        )
+        return actor.remote(kind, self.config, self.model_config, self._replicas_in_pool)
+
+
+def pool_name(kind: str) -> str:
+    return f"rollway_{kind}"
+
+
+def _place(_: Any) -> tuple[str, list[str]]:
+    """Run in a worker: its node, and the GPUs that it has; none where Ray only counts some."""
+    import torch
+
+    context = ray.get_runtime_context()
+    gpus = context.get_accelerator_ids().get("GPU", []) if torch.cuda.is_available() else []
+    return context.get_node_id(), list(gpus)

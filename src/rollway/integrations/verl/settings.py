@@ -1,0 +1,107 @@
+"""verl's rollout config as a Rollway stack: one model, one worker for each replica."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+from rollway.config import RawArgs, StackSpec
+from rollway.errors import UsageError
+from rollway.integrations.verl.options import Options
+from rollway.stack.plan import WORKER_EXTENSION
+
+_SAME_NAME = {
+    "gpu_memory_utilization": "gpu-memory-utilization",
+    "max_model_len": "max-model-len",
+    "max_num_batched_tokens": "max-num-batched-tokens",
+    "max_num_seqs": "max-num-seqs",
+    "dtype": "dtype",
+    "enforce_eager": "enforce-eager",
+    "enable_chunked_prefill": "enable-chunked-prefill",
+    "enable_prefix_caching": "enable-prefix-caching",
+    "logprobs_mode": "logprobs-mode",
+    "quantization": "quantization",
+}
+"""Fields of verl's RolloutConfig that vLLM knows under another spelling."""
+
+
+def stack_spec(
+    rollout: Any, model: Any, options: Options, *, pool: str, replicas: int, gpus: list[str]
+) -> StackSpec:
+    """`rollout` and `model` are verl's RolloutConfig and HFModelConfig; `gpus` are those of the
+    replicas, in their order, and none on a machine without."""
+    refuse(rollout)
+    served: dict[str, Any] = {
+        "path": str(getattr(model, "local_path", None) or model.path),
+        "replicas": replicas,
+        "tensor_parallel": int(rollout.tensor_model_parallel_size),
+        "seed": int(getattr(rollout, "seed", 0) or 0),
+        "args": engine_args(rollout, model, options, gpu=bool(gpus)),
+        "env": dict(options.engine_env),
+    }
+    if options.served_model_name:
+        served["name"] = options.served_model_name
+    fields: dict[str, Any] = {
+        "name": f"verl-{pool}-{secrets.token_hex(4)}",
+        "models": [served],
+        "router": {"mode": options.router_mode, "args": options.router_args},
+        "frontend": {
+            "port": options.frontend_port,
+            "rl_port": options.rl_port,
+            "args": options.frontend_args,
+        },
+        "python": options.python,
+        "start_seconds": options.start_seconds,
+        "restart": {"enabled": options.restart},
+        "log_dir": options.log_dir,
+    }
+    if gpus:
+        fields["env"] = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+    return StackSpec.model_validate(fields)
+
+
+def engine_args(rollout: Any, model: Any, options: Options, *, gpu: bool) -> RawArgs:
+    args: RawArgs = {}
+    for field, flag in _SAME_NAME.items():
+        value = getattr(rollout, field, None)
+        if value is not None and (gpu or field != "gpu_memory_utilization"):
+            args[flag] = value
+    args["max-model-len"] = context_length(rollout)
+    if not gpu:
+        args.pop("enforce-eager", None)  # the CPU profile knows
+    if getattr(model, "trust_remote_code", False):
+        args["trust-remote-code"] = True
+    if frees_engine(rollout, options):
+        args["enable-sleep-mode"] = True
+    if getattr(rollout, "enable_rollout_routing_replay", False):
+        args["enable-return-routed-experts"] = True
+    if options.kv_offload is not None:
+        args["kv-transfer-config"] = options.kv_offload
+    if options.python is not None:
+        args["worker-extension-cls"] = WORKER_EXTENSION  # Rollway is there too: see docs/verl.md
+    return {**args, **options.engine_args}
+
+
+def context_length(rollout: Any) -> int:
+    said = getattr(rollout, "max_model_len", None)
+    return int(said or rollout.prompt_length + rollout.response_length)
+
+
+def frees_engine(rollout: Any, options: Options) -> bool:
+    said = options.free_engine
+    return bool(rollout.free_cache_engine) if said is None else said
+
+
+def refuse(rollout: Any) -> None:
+    """What would be passed over in silence."""
+    for field, words in (
+        ("pipeline_model_parallel_size", "pipeline parallelism"),
+        ("data_parallel_size", "data parallelism inside a replica"),
+        ("expert_parallel_size", "expert parallelism inside a replica"),
+    ):
+        if int(getattr(rollout, field, 1) or 1) > 1:
+            raise UsageError(
+                f"rollout.{field} is {getattr(rollout, field)}: rollout.name=dynamo knows no "
+                f"{words}.",
+                f"Leave rollout.{field} at 1; replicas are spread by Dynamo's router.",
+            )

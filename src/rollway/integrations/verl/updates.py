@@ -1,0 +1,98 @@
+"""New weights from a rank of the trainer: published by one transport, taken by a pool's stack.
+
+Every rank must go through verl's iterator, which gathers a tensor from all of them at each step;
+the first one publishes what it sees.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Iterable
+from typing import Any, Protocol
+
+from rollway.errors import UsageError
+from rollway.integrations.verl.options import Options
+from rollway.weights.offer import Offer
+
+
+class Publisher(Protocol):
+    def publish(self, version: int, tensors: Iterable[tuple[str, Any]]) -> Offer: ...
+
+
+class Publishing:
+    """Of one rank; the publisher is kept, and with it memory and connections."""
+
+    def __init__(self, options: Options, model_path: str) -> None:
+        self._options, self._model_path = options, model_path
+        self._publisher: Publisher | None = None
+
+    async def send(self, weights: Any, pool: Any, step: int | None) -> dict[str, float]:
+        """Publish what the iterator has, and have every worker of the pool serve it."""
+        tensors = await collected(weights)
+        about = await pool.about.remote()
+        version = await pool.next_version.remote()
+        if self._publisher is None:
+            self._publisher = self._made(tensors, about["secret"])
+        publish = self._publisher.publish
+        offer = await asyncio.to_thread(publish, version, tensors.items())
+        figures: dict[str, float] = await pool.refit.remote(offer.as_json(), step)
+        return figures
+
+    def _made(self, tensors: dict[str, Any], secret: str) -> Publisher:
+        on_gpu = any(tensor.is_cuda for tensor in tensors.values())
+        name = self._options.weights
+        if name == "auto":
+            name = "cuda_ipc" if on_gpu else "shm"
+        if name == "shm":
+            from rollway.weights.transports.shm import ShmPublisher
+
+            return ShmPublisher()
+        if name == "cuda_ipc":
+            from rollway.weights.transports.cuda_ipc import CudaIpcPublisher
+
+            return CudaIpcPublisher()
+        if name == "nixl":
+            from rollway.weights.transports.nixl import NixlPublisher
+
+            return NixlPublisher(secret=secret)
+        if name == "collective":
+            raise UsageError("`collective` takes a receiver count; use shm, files, delta or nixl.")
+        return self._in_directory(name)
+
+    def _in_directory(self, name: str) -> Publisher:
+        from pathlib import Path
+
+        directory = self._options.weights_dir
+        assert directory is not None  # the options were checked
+        if name == "files":
+            from rollway.weights.transports.files import FilesPublisher
+
+            return FilesPublisher(directory, Path(self._model_path))
+        from rollway.weights.store import Store
+        from rollway.weights.transports.delta import DeltaPublisher
+
+        return DeltaPublisher(Store(directory))
+
+
+async def collected(weights: Any) -> dict[str, Any]:
+    """All tensors of a plain or an asynchronous iterator."""
+    return {name: tensor async for name, tensor in each(weights)}
+
+
+async def drained(weights: Any) -> None:
+    async for _ in each(weights):
+        pass
+
+
+async def each(weights: Any) -> AsyncIterator[tuple[str, Any]]:
+    if hasattr(weights, "__aiter__"):
+        async for one in weights:
+            yield one
+    else:
+        for one in weights:
+            yield one
+
+
+def rank() -> int:
+    return int(os.environ.get("RANK", "0"))
