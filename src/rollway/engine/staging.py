@@ -11,10 +11,7 @@ reads them straight from where they were published.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -24,13 +21,14 @@ from typing import Any, Literal
 import torch
 
 from rollway.engine.drafts import Draft
+from rollway.engine.errand import Errand
 from rollway.engine.fingerprint import Proof
 from rollway.engine.nixl_receiver import NixlReceiver
 from rollway.engine.receivers import Receiver, nothing
 from rollway.engine.shadow import Shadow, exchangeable
 from rollway.engine.slices import WHOLE, Slices, rank_of, slices
 from rollway.weights.checkpoint import TensorHeader, differences, refuse_differences
-from rollway.weights.offer import STILL, Offer
+from rollway.weights.offer import Offer
 
 log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what is below its own name
 
@@ -59,10 +57,7 @@ class Staging:
     _proof: Proof | None = None
     _slices: Slices = WHOLE
     _tensors: list[tuple[str, torch.Tensor]] = field(default_factory=list)
-    _error: BaseException | None = None
-    _done: threading.Event = field(default_factory=threading.Event)
-    _tell: set[str] = field(default_factory=set)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _errand: Errand | None = None
 
     def start(self) -> None:
         """Refuse what does not fit here; bring the rest."""
@@ -78,35 +73,24 @@ class Staging:
         if self.way == "exchange":
             self._shadow = Shadow(self.worker)
         log.info("staging version %d: %s (%s)", self.offer.version, self.way, why_not or "swap")
-        threading.Thread(target=self._run, name="rollway-staging", daemon=True).start()
+        self._errand = Errand(f"version {self.offer.version}", self._run)
 
     def when_done(self, name: str) -> None:
         """Knock at a socket of this machine then; whoever listens need not ask again and again,
         which the engine's log would be full of."""
-        with self._lock:
-            self._tell.add(name)
-            done = self._done.is_set()
-        if done:
-            self._knock()
-
-    def _knock(self) -> None:
-        with self._lock:
-            names, self._tell = self._tell - {""}, set()
-        for name in names:
-            with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as line:
-                line.settimeout(1.0)
-                line.connect(f"\0{name}")
+        self._started().when_done(name)
 
     def check(self) -> None:
         """Raise while it is not ready, and for ever if it failed."""
-        if not self._done.is_set():
-            raise RuntimeError(f"{STILL} version {self.offer.version}")
-        if self._error is not None:
-            raise RuntimeError(f"{self._error}") from self._error
+        self._started().check()
 
     @property
     def failed(self) -> bool:
-        return self._error is not None
+        return self._started().failed
+
+    def _started(self) -> Errand:
+        assert self._errand is not None
+        return self._errand
 
     def swap(self) -> None:
         """Serve the staged weights; the worker must be paused."""
@@ -136,15 +120,10 @@ class Staging:
 
     def _run(self) -> None:
         try:
-            with torch.no_grad():
-                self._bring()
-        except BaseException as error:  # noqa: BLE001 (it is told to whoever asks)
-            self._error = error
+            self._bring()
+        except BaseException:
             self.drop()
-        finally:
-            with self._lock:
-                self._done.set()
-            self._knock()
+            raise
 
     def _bring(self) -> None:
         if isinstance(self.receiver, NixlReceiver):
