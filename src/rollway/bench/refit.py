@@ -291,7 +291,8 @@ def memcpy_speed(state: State) -> float:
 
 
 def build_model(directory: Path, megabytes: int) -> Path:
-    """A random Qwen3 in bfloat16, with the demo's tokenizer; 25 MB a layer."""
+    """A random Qwen3 in bfloat16 with the layers of the 1.7B, 100 MB each, and the demo's
+    tokenizer."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from rollway.demo.model import build_base
@@ -300,12 +301,12 @@ def build_model(directory: Path, megabytes: int) -> Path:
     base = build_base(cache_dir() / "demo")
     config = Qwen3Config(
         vocab_size=4096,
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=max(1, (megabytes - 16) // 25),
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_hidden_layers=max(1, -(-(megabytes - 33) // 100)),
         num_attention_heads=16,
         num_key_value_heads=8,
-        head_dim=64,
+        head_dim=128,
         max_position_embeddings=2048,
         tie_word_embeddings=False,
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import socket
 import threading
 from collections.abc import Callable
@@ -51,6 +53,8 @@ class Errand:
 
     def _run(self) -> None:
         try:
+            torch.get_num_threads()  # settles what this thread starts with
+            share_cores(alone=False)
             with torch.no_grad():
                 self._work()
         except BaseException as error:  # noqa: BLE001 (it is told to whoever asks)
@@ -67,3 +71,17 @@ class Errand:
             with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as line:
                 line.settimeout(1.0)
                 line.connect(f"\0{name}")
+
+
+@functools.cache
+def _all_threads() -> int:
+    return int(torch.get_num_threads())
+
+
+def share_cores(*, alone: bool) -> None:
+    """Have this thread compute with all cores, or with half of them while others generate: two
+    teams of threads that fill the same cores wait for each other at every step, and a copy takes
+    ten times as long."""
+    threads = _all_threads() if alone else max(1, _all_threads() // 2)
+    with contextlib.suppress(AttributeError):  # torch without OpenMP
+        ctypes.CDLL(None).omp_set_num_threads(threads)  # of this thread alone

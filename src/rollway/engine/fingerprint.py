@@ -215,6 +215,8 @@ class Proof:
         """How often the ranks of an engine hold a tensor that they cut: keys and values more than
         once, where there are fewer heads of them than ranks. None for a tensor of which that is
         true in part: queries, keys and values that are one in the checkpoint."""
+        if not self._replicas:
+            return 1
         target = self._target(name) or ""
         copies = self._replicas.get(target.rpartition(".")[0], 1)
         if copies == 1:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+_ALIGNED = 64
 _KERNEL = "cpu_linear"
 """A packed linear layer's product with its weights, which it keeps nowhere else."""
 
@@ -38,10 +39,41 @@ def exchangeable(worker: Any) -> str:
     return ""
 
 
+class Room:
+    """Memory in which a second model is loaded, kept from one version to the next: fresh pages
+    cost more than what is copied into them."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    @property
+    def nbytes(self) -> int:
+        return int(self._memory.nbytes)
+
+    def move_in(self, model: torch.nn.Module) -> None:
+        """Place all parameters, which hold nothing yet, into it."""
+        lengths = {name: one.nbytes for name, one in model.named_parameters()}
+        needed = sum(-(-length // _ALIGNED) * _ALIGNED for length in lengths.values())
+        if self._memory.nbytes < needed:
+            self._memory = torch.empty(needed, dtype=torch.uint8)
+        offset = 0
+        for name, parameter in model.named_parameters():
+            part = self._memory[offset : offset + lengths[name]]
+            parameter.data = part.view(parameter.dtype).view(parameter.shape)
+            offset += -(-lengths[name] // _ALIGNED) * _ALIGNED
+
+    def move_out(self, model: torch.nn.Module) -> None:
+        """Give what is still here memory of its own: it is going to be served."""
+        first = self._memory.data_ptr()
+        for parameter in model.parameters():
+            if first <= parameter.data_ptr() < first + self._memory.nbytes:
+                parameter.data = parameter.data.clone()
+
+
 class Shadow:
     """A model with the served one's shape, and nothing in it yet."""
 
-    def __init__(self, worker: Any) -> None:
+    def __init__(self, worker: Any, room: Room) -> None:
         """Quick, and on the thread that serves: vLLM sets things for the whole process here."""
         from vllm.model_executor.model_loader.utils import initialize_model
         from vllm.utils.torch_utils import set_default_torch_dtype
@@ -54,6 +86,8 @@ class Shadow:
         config.compilation_config.static_forward_context = {}
         with set_default_torch_dtype(self._config.dtype), torch.device("cpu"):
             self.model = initialize_model(vllm_config=config, model_config=self._config)
+        self._room = room
+        room.move_in(self.model)
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Fill it with vLLM's loader."""
@@ -66,6 +100,7 @@ class Shadow:
 
         with torch.no_grad():
             process_weights_after_loading(self.model, self._config, torch.device("cpu"))
+            self._room.move_out(self.model)
         self.model.eval()
 
     def exchange(self) -> None:

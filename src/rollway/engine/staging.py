@@ -21,11 +21,11 @@ from typing import Any, Literal
 import torch
 
 from rollway.engine.drafts import Draft
-from rollway.engine.errand import Errand
+from rollway.engine.errand import Errand, share_cores
 from rollway.engine.fingerprint import Proof
 from rollway.engine.nixl_receiver import NixlReceiver
 from rollway.engine.receivers import Receiver, nothing
-from rollway.engine.shadow import Shadow, exchangeable
+from rollway.engine.shadow import Room, Shadow, exchangeable
 from rollway.engine.slices import WHOLE, Slices, rank_of, slices
 from rollway.weights.checkpoint import TensorHeader, differences, refuse_differences
 from rollway.weights.offer import Offer
@@ -48,6 +48,8 @@ class Staging:
     served: dict[str, TensorHeader] | None
     ranks: int
     reduced: Any
+    room: Room
+    """For the second model; kept between versions."""
     allow_cast: bool = False
     draft: Draft | None = None
     """Weights of a draft model that come with these."""
@@ -66,12 +68,12 @@ class Staging:
             source = self.offer.where.get("path", f"version {self.offer.version}")
             refuse_differences(words, source)
         why_not = exchangeable(self.worker)
-        room = free_bytes() > _SPARE * self.offer.nbytes
-        self.way = "in place" if not room else "memory" if why_not else "exchange"
+        enough = free_bytes() + self.room.nbytes > _SPARE * self.offer.nbytes
+        self.way = "in place" if not enough else "memory" if why_not else "exchange"
         if self.draft is not None:
             self.draft.start(in_place=self.way != "exchange")
         if self.way == "exchange":
-            self._shadow = Shadow(self.worker)
+            self._shadow = Shadow(self.worker, self.room)
         log.info("staging version %d: %s (%s)", self.offer.version, self.way, why_not or "swap")
         self._errand = Errand(f"version {self.offer.version}", self._run)
 
@@ -83,6 +85,10 @@ class Staging:
     def check(self) -> None:
         """Raise while it is not ready, and for ever if it failed."""
         self._started().check()
+
+    @property
+    def under_way(self) -> bool:
+        return self._errand is not None and not self._errand.done
 
     @property
     def failed(self) -> bool:
@@ -174,6 +180,7 @@ class Staging:
         return tensors if self.draft is None else self.draft.beside(tensors)
 
     def _timed(self, name: str) -> Any:
+        share_cores(alone=idle(self.worker))
         return _Timed(self.seconds, name)
 
 
@@ -188,6 +195,12 @@ class _Timed:
 
     def __exit__(self, *_: Any) -> None:
         self.into[self.name] = time.perf_counter() - self.began
+
+
+def idle(worker: Any) -> bool:
+    """Whether it generates nothing right now, as far as can be seen."""
+    batch = getattr(worker.model_runner, "input_batch", None)
+    return getattr(batch, "num_reqs", None) == 0
 
 
 def free_bytes() -> int:

@@ -21,7 +21,7 @@ from rollway.engine.adapters import adapters_of
 from rollway.engine.drafts import Draft, parted
 from rollway.engine.fingerprint import Proof
 from rollway.engine.receivers import Receiver, checkpoint_tensors, receiver_for
-from rollway.engine.shadow import exchangeable
+from rollway.engine.shadow import Room, exchangeable
 from rollway.engine.staging import Staging
 from rollway.weights.checkpoint import (
     TensorHeader,
@@ -90,6 +90,7 @@ class WorkerExtension:
             new,
             _served(self),
             *_ranks(),
+            _room(self, before),
             allow_cast=allow_cast,
             draft=Draft(self, draft, allow_cast) if draft else None,
         )
@@ -132,6 +133,14 @@ class WorkerExtension:
 
 def _staging(worker: Any) -> Staging | None:
     return getattr(worker, "_rollway_staging", None)
+
+
+def _room(worker: Any, before: Staging | None) -> Room:
+    """Where the last version was loaded; another place while that still goes on."""
+    if not hasattr(worker, "_rollway_room") or (before is not None and before.under_way):
+        worker._rollway_room = Room()
+    room: Room = worker._rollway_room
+    return room
 
 
 def _staged(worker: Any, identity: str) -> Staging:

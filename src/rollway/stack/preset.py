@@ -95,9 +95,6 @@ def _cpu_profile(spec: StackSpec, args: RawArgs, env: dict[str, str]) -> None:
             # The default binding pins every worker to the same core.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": str(max(1, machine.cores() // workers)),
-            # What a refit frees stays for the next: fresh pages cost more than a copy into them.
-            "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20),
-            "MALLOC_TRIM_THRESHOLD_": str(2**40),
             # The first request ever compiles CPU kernels (17 s seen); kept, later starts skip it.
             "TORCHINDUCTOR_CACHE_DIR": str(cache_dir() / "torchinductor"),
         }
