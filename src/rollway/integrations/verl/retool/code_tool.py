@@ -1,0 +1,73 @@
+"""`CodeTool`: the sandbox as a tool of verl's tool agent loop, declared in `code_tool.yaml`."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any
+
+from verl.tools.base_tool import BaseTool
+from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+from verl.utils.rollout_trace import rollout_trace_op
+
+from rollway.errors import UsageError
+from rollway.integrations.verl.retool.sandbox import Limits, Outcome, Sandbox, extract_code
+
+log = logging.getLogger(__name__)
+
+LIMITS = tuple(field.name for field in dataclasses.fields(Limits))
+OPTIONS = ("interpreter", "network", "packages", "readable", "scratch", "max_concurrent")
+
+
+class CodeTool(BaseTool):  # type: ignore[misc]  # verl is not typed
+    """Runs the `code` of a call and answers with what it printed. It keeps no state between calls,
+    and gives no reward of its own."""
+
+    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema) -> None:
+        super().__init__(config, tool_schema)
+        self.sandbox = sandbox_from(config)
+        # verl hands the model any error of a call and goes on, so it has to be found out here.
+        confined = self.sandbox.check().confined
+        if not confined["files"] and not confined["user"]:
+            log.warning(
+                "Programs of the code tool can read the files and the environment of this user's "
+                "processes: the kernel has no Landlock, and Rollway does not run as root."
+            )
+
+    @rollout_trace_op  # type: ignore[untyped-decorator]
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+    ) -> tuple[ToolResponse, float, dict[str, Any]]:
+        code = parameters.get("code") if isinstance(parameters, dict) else None
+        if not isinstance(code, str):
+            return ToolResponse(text="The tool needs `code`, a string of Python."), 0.0, {}
+        outcome = await self.sandbox.run(extract_code(code))
+        measured = {"ending": outcome.ending, "code": outcome.code, "seconds": outcome.seconds}
+        return ToolResponse(text=answer(outcome, self.sandbox.limits)), 0.0, measured
+
+
+def sandbox_from(config: dict[str, Any]) -> Sandbox:
+    """The sandbox that a tool's config describes; raises for what it does not know."""
+    unknown = sorted(set(config) - {"type", *LIMITS, *OPTIONS})
+    if unknown:
+        raise UsageError(
+            f"The code tool has no option {', '.join(unknown)}.",
+            f"It has {', '.join((*LIMITS, *OPTIONS))}.",
+        )
+    options = {name: config[name] for name in OPTIONS if name in config}
+    options["readable"] = tuple(options.get("readable") or ())
+    return Sandbox(Limits(**{name: config[name] for name in LIMITS if name in config}), **options)
+
+
+def answer(outcome: Outcome, limits: Limits) -> str:
+    """What the model reads."""
+    parts = [outcome.stdout.rstrip("\n"), outcome.stderr.rstrip("\n")]
+    stopped = {
+        "timeout": f"[stopped after {limits.timeout:g} s]",
+        "cpu": f"[stopped after {limits.cpu_seconds} s of processor time]",
+        "output": f"[stopped: more than {limits.output_bytes} bytes of output]",
+        "processes": f"[stopped: more than {limits.processes} processes]",
+        "signal": f"[ended by signal {-outcome.code}]",
+    }
+    parts.append(stopped.get(outcome.ending, ""))
+    return "\n".join(part for part in parts if part) or "[no output: print what you want to see]"

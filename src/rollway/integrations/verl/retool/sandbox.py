@@ -1,0 +1,243 @@
+"""`Sandbox`: runs Python that a model wrote, in a process that can do little harm.
+
+    sandbox = Sandbox(Limits(timeout=10))
+    sandbox.check()
+    outcome = await sandbox.run("import sympy\\nsympy.factorint(2026)")
+
+Time, memory, output, files and processes are bounded, there is no network, the environment is
+empty, and when `run` returns or is cancelled no process and no file is left. `jail.py` does this,
+started anew for every program.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from rollway.errors import RollwayError, UsageError
+
+JAIL = Path(__file__).with_name("jail.py")
+RUNNER = Path(__file__).with_name("program.py").read_text()
+SYSTEM_PATH = "/usr/bin:/bin:/usr/local/bin"
+GRACE_SECONDS = 20.0
+"""What a loaded machine may take to start a process and to end it."""
+FENCE = re.compile(r"```(?:python|py)?[ \t]*\r?\n(.*?)```", re.DOTALL | re.IGNORECASE)
+
+Ending = Literal["exit", "signal", "timeout", "cpu", "output", "processes", "cancelled"]
+
+
+class SandboxError(RollwayError):
+    """A program could not be run at all, which is no fault of the program."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one program may use."""
+
+    timeout: float = 30.0
+    """Seconds of wall clock."""
+    cpu_seconds: int = 30
+    """Seconds of processor time, of each process."""
+    memory_mb: int = 1024
+    """Address space of each process, which is more than what it has in memory."""
+    file_mb: int = 16
+    """Size of one file."""
+    open_files: int = 64
+    processes: int = 1
+    """With 1 it cannot start any other; with more it is ended when it has more than these."""
+    output_bytes: int = 16384
+    """Of stdout and of stderr each; a program that writes more is ended."""
+    source_bytes: int = 131072
+    """Length of the program itself."""
+
+    def __post_init__(self) -> None:
+        for name, value in dataclasses.asdict(self).items():
+            whole = name == "timeout" or isinstance(value, int)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not whole:
+                raise UsageError(f"`{name}` of the sandbox is {value!r}.", "Give a number.")
+            if value <= 0:
+                raise UsageError(f"`{name}` of the sandbox is {value}.", "Give more than zero.")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a program."""
+
+    stdout: str
+    stderr: str
+    ending: Ending
+    code: int
+    """Exit code; negative: the signal that ended it."""
+    seconds: float
+    confined: dict[str, bool]
+    """Whether it had a `user` of its own, and whether `files` and system `calls` were shut off."""
+
+    @property
+    def ok(self) -> bool:
+        return self.ending == "exit" and self.code == 0
+
+
+@dataclass(slots=True)
+class Sandbox:
+    """Runs programs, at most `max_concurrent` at a time."""
+
+    limits: Limits = field(default_factory=Limits)
+    interpreter: str | None = None
+    """A path or a name; None: the system's `python3`, or else the one that runs this."""
+    network: Literal["deny", "allow"] = "deny"
+    packages: bool = True
+    """Whether programs can import what is installed for the interpreter, such as sympy."""
+    readable: tuple[str, ...] = ()
+    """Further directories that programs may read, where the kernel can shut off the others."""
+    scratch: str | None = None
+    """Where the working directories are made; None: the usual place for temporary files."""
+    max_concurrent: int = 16
+    _slots: asyncio.Semaphore = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.network not in ("deny", "allow"):
+            raise UsageError(f"`network` of the sandbox is {self.network!r}.", "deny or allow.")
+        if self.max_concurrent < 1:
+            raise UsageError(f"`max_concurrent` is {self.max_concurrent}.", "At least 1.")
+        self.interpreter = find_interpreter(self.interpreter)
+        self._slots = asyncio.Semaphore(self.max_concurrent)
+
+    def check(self) -> Outcome:
+        """Run an empty program, so that what is missing is known before training starts."""
+        seconds = self.limits.timeout + GRACE_SECONDS
+        with subprocess.Popen(
+            self._command(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={},
+            start_new_session=True,
+        ) as keeper:
+            assert keeper.stdin and keeper.stdout and keeper.stderr
+            try:
+                keeper.stdin.write(self._job("pass"))
+                keeper.stdin.flush()
+                keeper.wait(seconds)
+            except (BrokenPipeError, subprocess.TimeoutExpired):
+                keeper.kill()
+            outcome = self._outcome(keeper.stdout.read(), keeper.stderr.read())
+        if not outcome.ok:
+            said = last_line(outcome.stderr) or f"it ended by {outcome.ending}, {outcome.code}"
+            raise UsageError(
+                f"{self.interpreter} cannot run an empty program in the sandbox: {said}",
+                "Raise `memory_mb`, or name in `readable` where the interpreter has its libraries.",
+            )
+        return outcome
+
+    async def run(self, code: str) -> Outcome:
+        """Run one program; cancelling the call ends it."""
+        if len(code.encode(errors="replace")) > self.limits.source_bytes:
+            said = f"The program is longer than {self.limits.source_bytes} bytes."
+            return Outcome("", said, "exit", 1, 0.0, {})
+        async with self._slots:
+            keeper = await asyncio.create_subprocess_exec(
+                *self._command(),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env={},
+                start_new_session=True,
+            )
+            try:
+                return await self._attend(keeper, code)
+            finally:
+                await asyncio.shield(leave(keeper))
+
+    async def _attend(self, keeper: asyncio.subprocess.Process, code: str) -> Outcome:
+        assert keeper.stdin and keeper.stdout and keeper.stderr
+        # Its stdin stays open: the keeper takes the end of it for the end of the caller.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            keeper.stdin.write(self._job(code))
+            await keeper.stdin.drain()
+        seconds = self.limits.timeout + GRACE_SECONDS
+        try:
+            async with asyncio.timeout(seconds):
+                report, errors = await asyncio.gather(keeper.stdout.read(), keeper.stderr.read())
+        except TimeoutError:
+            raise SandboxError(f"The sandbox gave no report within {seconds:.0f} s.") from None
+        return self._outcome(report, errors)
+
+    def _command(self) -> list[str]:
+        assert self.interpreter is not None
+        return [self.interpreter, "-I", "-S", "-B", str(JAIL)]
+
+    def _job(self, code: str) -> bytes:
+        job = {
+            **dataclasses.asdict(self.limits),
+            "runner": RUNNER,
+            "code": code,
+            "network": self.network,
+            "packages": self.packages,
+            "readable": self.readable,
+            "scratch": self.scratch,
+        }
+        return json.dumps(job).encode() + b"\n"
+
+    def _outcome(self, report: bytes, errors: bytes) -> Outcome:
+        try:
+            fields: dict[str, Any] = json.loads(report)
+        except ValueError:
+            said = last_line(errors.decode(errors="replace")) or "it said nothing"
+            raise SandboxError(
+                f"The sandbox failed under {self.interpreter}: {said}",
+                "`interpreter` must be Python 3.9 or later that this user can run.",
+            ) from None
+        if "problem" not in fields:
+            return Outcome(**fields)
+        if fields["problem"].startswith("CannotConfine") and self.network == "deny":
+            raise UsageError(
+                f"The network cannot be shut off from programs here ({fields['problem']}).",
+                "Use a machine with seccomp (Linux on x86-64 or aarch64), or set `network: allow` "
+                "in the tool's config if the model's code may have the network.",
+            )
+        raise SandboxError(
+            f"No program can be started by {self.interpreter}: {fields['problem']}",
+            "Any user must be able to read `interpreter`, and `scratch` must exist.",
+        )
+
+
+async def leave(keeper: asyncio.subprocess.Process) -> None:
+    """Close the pipe, upon which the keeper ends its program; one that does not is killed."""
+    assert keeper.stdin
+    keeper.stdin.close()
+    try:
+        async with asyncio.timeout(GRACE_SECONDS):
+            await keeper.wait()
+    except TimeoutError:
+        with contextlib.suppress(ProcessLookupError):
+            keeper.kill()
+        await keeper.wait()
+
+
+def find_interpreter(asked: str | None) -> str:
+    found = shutil.which(asked or "python3", path=os.environ.get("PATH") if asked else SYSTEM_PATH)
+    if found is None and asked:
+        raise UsageError(
+            f"There is no interpreter `{asked}` for the sandbox.",
+            "Set `interpreter` to a Python that exists on every node.",
+        )
+    return found or sys.executable
+
+
+def extract_code(text: str) -> str:
+    """The program in a model's text: its fenced blocks one after the other, or else all of it."""
+    return "\n".join(FENCE.findall(text)) or text
+
+
+def last_line(text: str) -> str:
+    return text.strip().rpartition("\n")[2]
