@@ -207,7 +207,8 @@ class Sandbox:
             )
         raise SandboxError(
             f"No program can be started by {self.interpreter}: {fields['problem']}",
-            "Any user must be able to read `interpreter`, and `scratch` must exist.",
+            "Under root programs have a user of their own, who must be able to read `interpreter`; "
+            "and `scratch` must exist.",
         )
 
 

@@ -1,0 +1,95 @@
+"""Starts a ReTool run: verl's own trainer, with the settings that make it one.
+
+    python -m rollway.integrations.verl.retool.train actor_rollout_ref.model.path=... [override ...]
+    python -m rollway.integrations.verl.retool.train --print [override ...]
+
+Every argument goes to verl as it is, and wins over a default of the same key; `--print` shows what
+verl would be given. verl itself is not changed: the same overrides after `python -m
+verl.trainer.main_ppo` do the same.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rollway.errors import UsageError
+from rollway.integrations.verl.retool.datasets import AGENT, SOURCES
+
+PACKAGE = "pkg://rollway.integrations.verl.retool"
+TOOL_CONFIG = Path(__file__).with_name("code_tool.yaml")
+MODEL = "actor_rollout_ref.model.path"
+ROLLOUT = "actor_rollout_ref.rollout"
+ACTOR = "actor_rollout_ref.actor"
+
+DEFAULTS = {
+    # What makes it ReTool.
+    "data.custom_cls.path": f"{PACKAGE}.verl_dataset",
+    "data.custom_cls.name": "ReToolDataset",
+    "data.train_files": SOURCES["math_dapo"],
+    "data.val_files": SOURCES["aime_2025"],
+    "reward.custom_reward_function.path": f"{PACKAGE}.reward",
+    "reward.custom_reward_function.name": "compute_score",
+    f"{ROLLOUT}.name": "dynamo",
+    f"{ROLLOUT}.mode": "async",
+    f"{ROLLOUT}.multi_turn.enable": "True",
+    f"{ROLLOUT}.multi_turn.tool_config_path": str(TOOL_CONFIG),
+    f"{ROLLOUT}.multi_turn.format": "hermes",  # of Qwen; other models write their calls otherwise
+    f"{ROLLOUT}.agent.default_agent_loop": AGENT,
+    f"{ROLLOUT}.calculate_log_probs": "True",
+    "algorithm.adv_estimator": "grpo",
+    # Sizes to begin with; verl's own are for one short turn.
+    "data.max_prompt_length": "2048",
+    "data.max_response_length": "16384",
+    "data.filter_overlong_prompts": "True",
+    "data.train_batch_size": "512",
+    f"{ROLLOUT}.multi_turn.max_user_turns": "8",
+    f"{ROLLOUT}.multi_turn.max_assistant_turns": "8",
+    f"{ROLLOUT}.multi_turn.max_tool_response_length": "1024",
+    f"{ROLLOUT}.n": "16",
+    f"{ROLLOUT}.val_kwargs.n": "30",
+    f"{ROLLOUT}.val_kwargs.do_sample": "True",
+    f"{ROLLOUT}.val_kwargs.temperature": "1.0",
+    f"{ROLLOUT}.val_kwargs.top_p": "0.6",
+    f"{ACTOR}.ppo_mini_batch_size": "128",
+    f"{ACTOR}.use_dynamic_bsz": "True",
+    f"{ACTOR}.ppo_max_token_len_per_gpu": "18432",  # one whole prompt with its response
+    f"{ACTOR}.clip_ratio_low": "0.2",
+    f"{ACTOR}.clip_ratio_high": "0.28",
+    f"{ACTOR}.optim.lr": "1e-6",
+    "trainer.project_name": "retool",
+}
+
+
+def overrides(arguments: Sequence[str]) -> list[str]:
+    """The defaults that `arguments` do not set, and then `arguments`."""
+    given = {argument.lstrip("+~").partition("=")[0] for argument in arguments}
+    return [f"{key}={value}" for key, value in DEFAULTS.items() if key not in given] + [*arguments]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    only_print = "--print" in given
+    chosen = overrides([argument for argument in given if argument != "--print"])
+    if only_print:
+        print("\n".join(chosen))
+        return
+    if not any(argument.lstrip("+").startswith(f"{MODEL}=") for argument in given):
+        raise UsageError("There is no model to train.", f"Add {MODEL}=<path or hub name>.")
+    try:
+        from verl.trainer import main_ppo
+    except ModuleNotFoundError as error:
+        if error.name != "verl":
+            raise
+        raise UsageError("verl is not installed.", "Run `pip install rollway[verl]`.") from None
+    sys.argv = ["verl.trainer.main_ppo", *chosen]  # where hydra reads them
+    main_ppo.main()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UsageError as error:
+        print(error, file=sys.stderr)
+        sys.exit(error.exit_code)

@@ -1,0 +1,85 @@
+"""Rows of every source become the same row of verl, wherever they were loaded from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rollway.errors import UsageError
+from rollway.integrations.verl.retool.datasets import SUFFIX, map_row, recognise
+
+PROBLEM, ANSWER = "How many primes are below 10?", 4
+ROWS: dict[str, dict[str, Any]] = {
+    "math_dapo": {
+        "data_source": "math_dapo",
+        "prompt": [{"content": PROBLEM, "role": "user"}],
+        "ability": "MATH",
+        "reward_model": {"ground_truth": "4", "style": "rule-lighteval/MATH_v2"},
+        "extra_info": {"index": "9a9b6eb4"},
+    },
+    "aime_2024": {"ID": "2024-I-1", "Problem": PROBLEM, "Solution": "…", "Answer": ANSWER},
+    "aime_2025": {"problem": PROBLEM, "answer": "4", "solution": "…", "id": "0", "year": 2025},
+}
+
+
+def test_every_source_maps_to_the_same_row() -> None:
+    mapped = {source: map_row(row, 7, source) for source, row in ROWS.items()}
+    for source, row in mapped.items():
+        assert row == {
+            "data_source": source,
+            "prompt": [{"role": "user", "content": PROBLEM + SUFFIX}],
+            "ability": "MATH",
+            "reward_model": {"ground_truth": "4"},
+            "extra_info": {"index": 7},
+            "agent_name": "tool_agent",
+        }
+
+
+def test_a_mapped_row_stays_as_it_is() -> None:
+    for source, row in ROWS.items():
+        once = map_row(row, 3, source)
+        assert map_row(once, 3, source) == once
+
+
+def test_what_comes_before_the_problem_is_kept() -> None:
+    row = {**ROWS["math_dapo"], "prompt": [{"role": "system", "content": "Think."}]}
+    row["prompt"] += [{"role": "user", "content": PROBLEM}]
+    prompt = map_row(row, 0, "math_dapo")["prompt"]
+    assert [m["content"] for m in prompt] == ["Think.", PROBLEM + SUFFIX]
+
+
+def test_a_row_without_answer_is_refused() -> None:
+    with pytest.raises(UsageError, match="its columns are problem, solution"):
+        map_row({"problem": PROBLEM, "solution": "…"}, 0, "aime_2025")
+    with pytest.raises(UsageError, match="no problem or no answer"):
+        map_row({"prompt": [], "reward_model": {"ground_truth": "4"}}, 0, "math_dapo")
+
+
+@pytest.mark.parametrize(
+    ("entry", "source"),
+    [
+        ("BytedTsinghua-SIA/DAPO-Math-17k", "math_dapo"),
+        ("yentinglin/aime_2025", "aime_2025"),
+        ("Maxwell-Jia/AIME_2024", "aime_2024"),
+        ("/data/sets/aime_2025", "aime_2025"),
+        ("/data/sets/AIME-2024/data/train-00000-of-00001.parquet", "aime_2024"),
+        ("/data/aime25.parquet", "aime_2025"),
+        ("aime25.parquet", "aime_2025"),
+        ("~/aime_2024-00000-of-00001.parquet", "aime_2024"),
+        ("/data/aime_2024/aime_2025.jsonl", "aime_2025"),
+        ("hub/datasets--BytedTsinghua-SIA--DAPO-Math-17k/snapshots/0f/x.parquet", "math_dapo"),
+    ],
+)
+def test_a_source_is_known_by_name_and_by_path(entry: str, source: str) -> None:
+    assert recognise(entry) == (source, entry)
+
+
+def test_a_bare_name_is_the_one_on_the_hub() -> None:
+    assert recognise("aime_2025") == ("aime_2025", "yentinglin/aime_2025")
+
+
+def test_a_path_that_does_not_tell_can_be_told() -> None:
+    assert recognise("aime_2025:/data/val.parquet") == ("aime_2025", "/data/val.parquet")
+    with pytest.raises(UsageError, match=r"aime_2025:/data/val\.parquet"):
+        recognise("/data/val.parquet")
