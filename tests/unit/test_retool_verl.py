@@ -40,6 +40,12 @@ def test_a_model_must_be_named() -> None:
     assert done.returncode == 2 and "There is no model to train." in done.stderr
 
 
+def test_the_slurm_example_is_a_script() -> None:
+    script = Path(__file__).parents[2] / "examples" / "verl" / "retool.slurm"
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    assert train.__name__ in script.read_text()
+
+
 # --- With verl ---
 
 

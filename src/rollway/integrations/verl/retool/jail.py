@@ -264,6 +264,7 @@ class Keeper:
     def __init__(self, job: dict[str, Any]) -> None:
         self.job = job
         self.output: dict[int, bytearray] = {}
+        self.reading: set[int] = set()
         self.pid = 0
 
     def run(self) -> dict[str, Any]:
@@ -284,7 +285,7 @@ class Keeper:
             os.setpgid(self.pid, self.pid)
         for end in (out_end, err_end, told):
             os.close(end)
-        self.output = {out: bytearray(), err: bytearray()}
+        self.output, self.reading = {out: bytearray(), err: bytearray()}, {out, err}
         try:
             ending = self._watch(began + self.job["timeout"])
         finally:
@@ -320,26 +321,19 @@ class Keeper:
                 return "timeout"
             if self.job["processes"] > 1 and self._size() > self.job["processes"]:
                 return "processes"
-            ready, _, _ = select.select([caller, *self._open()], [], [], LOOK_SECONDS)
+            ready, _, _ = select.select([caller, *self.reading], [], [], LOOK_SECONDS)
             if caller in ready and not os.read(caller, 4096):
                 return "cancelled"
             if self._take(ready):
                 return "output"
 
-    def _open(self) -> list[int]:
-        return [fd for fd in self.output if fd >= 0]
-
     def _take(self, ready: list[int]) -> bool:
         """Read what is there; True once there is more than may be."""
-        for fd in ready:
-            if fd not in self.output:
-                continue
-            piece = os.read(fd, 65536)
-            self.output[fd] += piece
+        for stream in self.reading.intersection(ready):
+            piece = os.read(stream, 65536)
+            self.output[stream] += piece
             if not piece:
-                # Closed, and would be ready for ever: its place is kept under another number.
-                self.output = {(~f if f == fd else f): kept for f, kept in self.output.items()}
-                os.close(fd)
+                self.reading.remove(stream)
         return any(len(kept) > self.job["output_bytes"] for kept in self.output.values())
 
     def _exited(self) -> bool:
@@ -360,8 +354,8 @@ class Keeper:
         """Kill all that is left, take the last output, and reap; returns the program's status."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
-        while self._open():
-            ready, _, _ = select.select(self._open(), [], [], 0)
+        while self.reading:
+            ready, _, _ = select.select(list(self.reading), [], [], 0)
             if not ready or self._take(ready):
                 break
         status = os.waitpid(self.pid, 0)[1]
