@@ -32,6 +32,8 @@ from typing import Any
 
 LOOK_SECONDS = 0.02
 """How often the keeper looks whether the program ended, or became too many processes."""
+OWN_USERS, NOBODY = 1_000_000_000, 65534
+"""A program of root gets the user id after its process, or where only few are mapped, the last."""
 THREADS = 64
 """Of a program that has a user id of its own: more than any numerical library needs."""
 SETUP_FAILED = 125
@@ -177,10 +179,10 @@ def readable_paths(more: list[str]) -> list[str]:
 
 
 def become_nobody(directory: str) -> bool:
-    """Give up root for a user id that no other process has, which owns nothing but `directory`."""
+    """Give up root for a user that owns nothing but `directory`."""
     if os.geteuid() != 0:
         return False
-    for user in (1_000_000_000 + os.getpid(), 65534):
+    for user in (OWN_USERS + os.getpid(), NOBODY):
         try:
             os.chown(directory, user, user)
             os.setgroups([])
@@ -192,7 +194,7 @@ def become_nobody(directory: str) -> bool:
     return False
 
 
-def set_limits(job: dict[str, Any], *, own_user: bool) -> None:
+def set_limits(job: dict[str, Any]) -> None:
     megabyte = 1 << 20
     limits = {
         resource.RLIMIT_AS: job["memory_mb"] * megabyte,
@@ -202,7 +204,7 @@ def set_limits(job: dict[str, Any], *, own_user: bool) -> None:
         resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_MSGQUEUE: 0,  # queues would outlive the program
     }
-    if own_user:  # else this counts every process of the user, on the whole machine
+    if os.getuid() > OWN_USERS:  # else this counts what others run under the same user
         limits[resource.RLIMIT_NPROC] = job["processes"] + THREADS
     for which, most in limits.items():
         allowed = resource.getrlimit(which)[1]
@@ -219,7 +221,7 @@ def start_program(job: dict[str, Any], directory: str, told: int) -> None:
     os.chdir(directory)
     own_user = become_nobody(directory)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # a change of user would clear it
-    set_limits(job, own_user=own_user)
+    set_limits(job)
     if libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
         raise CannotConfine(f"no_new_privs: {os.strerror(ctypes.get_errno())}")
     files = restrict_files(directory, readable_paths(job["readable"]))
