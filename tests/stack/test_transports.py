@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 import rollway
 from rollway.errors import UsageError
 from rollway.fleet.discovery import Worker
-from rollway.fleet.updates import Offered
+from rollway.fleet.updates import Offered, stage
 from rollway.rollout.sampling import Sampling
 from rollway.stack.state import ProcessState, StackDir
 from rollway.sync import SyncStack
@@ -198,6 +198,21 @@ async def test_a_worker_that_dies_while_it_takes_weights_is_made_up_for(
             assert time.monotonic() < deadline
             await asyncio.sleep(0.5)  # this process watches, and has the publisher's offer
     assert_serves(vllm_stack, policies[1], version)
+
+
+async def test_what_serves_is_not_touched_by_what_is_staged(
+    vllm_stack: SyncStack, policies: list[Policy], shm: ShmPublisher
+) -> None:
+    """The memory that one version was loaded into is used for the next."""
+    async with rollway.attach("shared") as stack:
+        for served, staged in ((1, 2), (2, 0)):
+            version, next_version = next(_versions), next(_versions)
+            offer = shm.publish(version, tensors(policies[served]).items())
+            await stack.refit(version, offer)
+            coming = shm.publish(next_version, tensors(policies[staged]).items())
+            for worker in await stack.fleet.workers():
+                await stage(stack.fleet.admin, worker, coming, stack.weights_secret)
+            await asyncio.to_thread(assert_serves, vllm_stack, policies[served], version)
 
 
 async def test_a_publisher_that_died_leaves_the_fleet_as_it_was(

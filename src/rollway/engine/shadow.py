@@ -50,6 +50,12 @@ class Room:
     def nbytes(self) -> int:
         return int(self._memory.nbytes)
 
+    @property
+    def free(self) -> bool:
+        """Whether nobody else holds on to any of it: no model that is still being loaded, and
+        nothing that serves, which the next version would be written over."""
+        return _holders(self._memory) == _holders(torch.empty(1, dtype=torch.uint8))
+
     def move_in(self, model: torch.nn.Module) -> None:
         """Place all parameters, which hold nothing yet, into it."""
         lengths = {name: one.nbytes for name, one in model.named_parameters()}
@@ -133,6 +139,11 @@ def paired(
             raise RuntimeError(f"layer {name or 'root'} differs from the one that serves")
         found.append((live, fresh))
     return found
+
+
+def _holders(tensor: torch.Tensor) -> int:
+    """How many tensors share this one's memory."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 def _shapes(module: Any) -> dict[str, tuple[Any, ...]]:

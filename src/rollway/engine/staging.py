@@ -87,10 +87,6 @@ class Staging:
         self._started().check()
 
     @property
-    def under_way(self) -> bool:
-        return self._errand is not None and not self._errand.done
-
-    @property
     def failed(self) -> bool:
         return self._started().failed
 
@@ -112,13 +108,13 @@ class Staging:
         else:
             self._load_in_place()
         self.seconds["swap"] = time.perf_counter() - began
-        self._shadow, self._tensors = None, []
+        self._shadow, self._proof, self._tensors = None, None, []
         spent = ", ".join(f"{name} {value:.3f} s" for name, value in self.seconds.items())
         log.info("version %d is served (%s)", self.offer.version, spent)
 
     def drop(self) -> None:
         """Let go of what was brought; the thread, if it still runs, ends by itself."""
-        self._shadow, self._tensors = None, []
+        self._shadow, self._proof, self._tensors = None, None, []
         if isinstance(self.receiver, NixlReceiver):
             self.receiver.let_go()
         if self.draft is not None:

@@ -90,7 +90,7 @@ class WorkerExtension:
             new,
             _served(self),
             *_ranks(),
-            _room(self, before),
+            _room(self),
             allow_cast=allow_cast,
             draft=Draft(self, draft, allow_cast) if draft else None,
         )
@@ -135,11 +135,11 @@ def _staging(worker: Any) -> Staging | None:
     return getattr(worker, "_rollway_staging", None)
 
 
-def _room(worker: Any, before: Staging | None) -> Room:
-    """Where the last version was loaded; another place while that still goes on."""
-    if not hasattr(worker, "_rollway_room") or (before is not None and before.under_way):
-        worker._rollway_room = Room()
-    room: Room = worker._rollway_room
+def _room(worker: Any) -> Room:
+    """Where the last version was loaded; another place while anything of that is in use."""
+    room: Room | None = getattr(worker, "_rollway_room", None)
+    if room is None or not room.free:
+        room = worker._rollway_room = Room()
     return room
 
 
