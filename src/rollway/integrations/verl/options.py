@@ -49,6 +49,7 @@ class Options(BaseModel):
     weights_dir: Path | None = None
     """For `files` and `delta`: a directory that trainer and engines see."""
     log_dir: Path | None = None
+    """Where each process writes its log, in a directory for each pool."""
     restart: bool = True
     """Whether an engine that dies is started anew, or ends the run."""
 

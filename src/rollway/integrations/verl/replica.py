@@ -13,7 +13,6 @@ from rollway.integrations.verl.pool import Pool
 from rollway.integrations.verl.router import CONFIG
 
 HYBRID, STANDALONE = "hybrid", "standalone"
-_CONTROL = "control"
 _CALLS_AT_ONCE = 100_000
 """Requests wait in the actor while weights move; those that end the wait must still come in."""
 

@@ -53,7 +53,7 @@ def stack_spec(
         "python": options.python,
         "start_seconds": options.start_seconds,
         "restart": {"enabled": options.restart},
-        "log_dir": options.log_dir,
+        "log_dir": options.log_dir and options.log_dir / pool,
     }
     if gpus:
         fields["env"] = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}

@@ -1,0 +1,13 @@
+"""The control: a run whose new weights never reach the engines."""
+
+from __future__ import annotations
+
+from rollway.integrations.verl.updates import Publishing, drained
+
+
+async def _send_nothing(self, weights, pool, step):
+    await drained(weights)
+    return {}
+
+
+Publishing.send = _send_nothing

@@ -1,0 +1,195 @@
+"""Runs of verl's own trainer, as a user would start them, on a machine without GPUs."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollway.demo.task import INSTRUCTION
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+VERL_PYTHON = "ROLLWAY_VERL_PYTHON"
+"""Environment variable: the interpreter that has verl, where it is not that of .venv-verl."""
+RAY_DIRECTORY = Path(tempfile.gettempdir(), f"rollway-ray-{os.getpid()}")
+"""Short: Ray puts sockets there, whose paths may have 107 characters."""
+ANSWER = 16
+PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+"""The base policy has learnt to answer the bare question."""
+
+Step = Mapping[str, float]
+
+
+def verl_python() -> Path | None:
+    said = Path(os.environ.get(VERL_PYTHON) or ROOT / ".venv-verl" / "bin" / "python")
+    return said if said.is_file() else None
+
+
+@dataclass
+class Training:
+    """One run of `verl.trainer.main_ppo`, to its end."""
+
+    steps: list[Step]
+    output: str
+    returncode: int
+
+
+def prepare(directory: Path, base_model: Path) -> None:
+    """A model and data files, as verl wants them."""
+    model = directory / "model"
+    shutil.copytree(base_model, model)
+    (model / "chat_template.jinja").write_text(PLAIN_TEMPLATE)
+    config = model / "tokenizer_config.json"
+    said = json.loads(config.read_text())
+    said["chat_template"] = PLAIN_TEMPLATE
+    config.write_text(json.dumps(said))
+    rows = [json.dumps(_question(number)) for number in range(40)]
+    (directory / "data.jsonl").write_text("\n".join(rows) + "\n")
+
+
+def _question(number: int) -> dict[str, Any]:
+    start = number % 10
+    answer = "".join(str((start + 1 + i) % 10) for i in range(ANSWER))
+    return {
+        "data_source": "counting",
+        "prompt": [{"role": "user", "content": f"{INSTRUCTION}{start}"}],
+        "reward_model": {"style": "rule", "ground_truth": answer},
+        "extra_info": {"index": number},
+    }
+
+
+def settings(directory: Path, *, trainer_gpus: int, ray_gpus: int, ray_cpus: int) -> dict[str, Any]:
+    """What all runs have in common, in the words of verl's config. GPUs are only counted."""
+    rollout, actor = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
+    return {
+        # The run.
+        "algorithm.adv_estimator": "grpo",
+        "trainer.total_training_steps": 3,
+        "trainer.logger": '["console","file"]',
+        "trainer.device": "cpu",
+        "trainer.nnodes": 1,
+        "trainer.n_gpus_per_node": trainer_gpus,
+        "trainer.val_before_train": False,
+        "trainer.resume_mode": "disable",
+        "data.train_files": directory / "data.jsonl",
+        "data.val_files": directory / "data.jsonl",
+        "data.train_batch_size": 4,
+        "data.max_prompt_length": 192,
+        "data.max_response_length": ANSWER,
+        "data.dataloader_num_workers": 0,
+        "data.seed": 1,
+        "reward.custom_reward_function.path": HERE / "plugin" / "verl_reward.py",
+        "reward.num_workers": 1,
+        # The policy: in float32 on both sides, and with steps that an engine cannot miss.
+        "actor_rollout_ref.model.path": directory / "model",
+        "actor_rollout_ref.model.use_remove_padding": False,
+        "actor_rollout_ref.model.enable_gradient_checkpointing": False,
+        "+actor_rollout_ref.model.override_config.attn_implementation": "eager",
+        f"{actor}.strategy": "fsdp2",
+        f"{actor}.optim.lr": 0.01,
+        f"{actor}.ppo_mini_batch_size": 4,
+        f"{actor}.ppo_micro_batch_size_per_gpu": 8,
+        f"{actor}.use_torch_compile": False,
+        f"{actor}.fsdp_config.use_torch_compile": False,
+        f"+{actor}.fsdp_config.mixed_precision.param_dtype": "fp32",
+        # Rollouts.
+        f"{rollout}.name": "dynamo",
+        f"{rollout}.n": 4,
+        f"{rollout}.tensor_model_parallel_size": 1,
+        f"{rollout}.dtype": "float32",
+        f"{rollout}.max_num_seqs": 32,
+        f"{rollout}.free_cache_engine": False,
+        f"{rollout}.calculate_log_probs": True,
+        f"{rollout}.log_prob_micro_batch_size_per_gpu": 8,
+        f"{rollout}.agent.num_workers": 1,
+        f"+{rollout}.engine_kwargs.dynamo.python": sys.executable,
+        f"+{rollout}.engine_kwargs.dynamo.log_dir": directory / "logs",
+        # Ray, of this run alone. Too few CPUs would be a wait without end.
+        "+ray_kwargs.ray_init.address": "local",
+        "+ray_kwargs.ray_init.include_dashboard": False,
+        "+ray_kwargs.ray_init._temp_dir": RAY_DIRECTORY,
+        "+ray_kwargs.ray_init.object_store_memory": 200 << 20,
+        "ray_kwargs.ray_init.num_cpus": ray_cpus,
+        "+ray_kwargs.ray_init.num_gpus": ray_gpus,
+        "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
+    }
+
+
+def environment(directory: Path, modules: Sequence[str] = ()) -> dict[str, str]:
+    path = [ROOT / "src", HERE / "plugin", *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, path)),
+        "VERL_USE_EXTERNAL_MODULES": ",".join(["verl_on_cpu", *modules]),
+        "VERL_PLATFORM": "cpu",
+        "VERL_ENGINE_DEVICE": "cuda",  # there is no engine for a CPU; that one takes any device
+        "VERL_FILE_LOGGER_PATH": str(directory / "metrics.jsonl"),
+        "RAY_raylet_start_wait_time_s": "200",
+        "RAY_DEDUP_LOGS": "0",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "WANDB_MODE": "disabled",
+    }
+
+
+def start(
+    directory: Path, overrides: Mapping[str, Any], modules: Sequence[str] = ()
+) -> subprocess.Popen[bytes]:
+    words = [f"{name}={value}" for name, value in overrides.items()]
+    command = [str(verl_python()), "-m", "verl.trainer.main_ppo", *words]
+    with (directory / "output.log").open("wb") as log:
+        return subprocess.Popen(
+            command,
+            cwd=directory,
+            env=environment(directory, modules),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def train(
+    directory: Path,
+    overrides: Mapping[str, Any],
+    modules: Sequence[str] = (),
+    *,
+    seconds: float = 900.0,
+) -> Training:
+    """Run to the end; a run that takes longer is ended, with all that it started."""
+    process = start(directory, overrides, modules)
+    try:
+        process.wait(seconds)
+    finally:
+        end(process)
+        shutil.rmtree(RAY_DIRECTORY, ignore_errors=True)
+    return Training(steps(directory), output(directory), process.returncode)
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Ray starts its processes in the driver's session."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    process.wait()
+
+
+def output(directory: Path) -> str:
+    return (directory / "output.log").read_text(errors="replace")
+
+
+def steps(directory: Path) -> list[Step]:
+    """verl's metrics, as its file logger wrote them, a line for each step."""
+    path = directory / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.is_file() else []
+    return [json.loads(line)["data"] for line in lines]
