@@ -12,10 +12,10 @@ import hashlib
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import setup_env
-import tomllib
 
 
 def main() -> None:
