@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any, Protocol
 
 from rollway.errors import UsageError
@@ -29,21 +29,27 @@ class Publishing:
 
     async def send(self, weights: Any, pool: Any, step: int | None) -> dict[str, float]:
         """Publish what the iterator has, and have every worker of the pool serve it."""
-        tensors = await collected(weights)
+        tensors = await collected(weights, self._kept)
         about = await pool.about.remote()
         version = await pool.next_version.remote()
         if self._publisher is None:
-            self._publisher = self._made(tensors, about["secret"])
+            self._publisher = self._made(self._transport(tensors), about["secret"])
         publish = self._publisher.publish
         offer = await asyncio.to_thread(publish, version, tensors.items())
         figures: dict[str, float] = await pool.refit.remote(offer.as_json(), step)
         return figures
 
-    def _made(self, tensors: dict[str, Any], secret: str) -> Publisher:
-        on_gpu = any(tensor.is_cuda for tensor in tensors.values())
-        name = self._options.weights
-        if name == "auto":
-            name = "cuda_ipc" if on_gpu else "shm"
+    def _kept(self, tensor: Any) -> Any:
+        """On the GPU only for those that read it there: verl gathers one tensor at a time, and all
+        of them might not fit."""
+        return tensor if self._options.weights in ("auto", "cuda_ipc", "nixl") else tensor.cpu()
+
+    def _transport(self, tensors: dict[str, Any]) -> str:
+        if self._options.weights != "auto":
+            return self._options.weights
+        return "cuda_ipc" if any(tensor.is_cuda for tensor in tensors.values()) else "shm"
+
+    def _made(self, name: str, secret: str) -> Publisher:
         if name == "shm":
             from rollway.weights.transports.shm import ShmPublisher
 
@@ -75,9 +81,9 @@ class Publishing:
         return DeltaPublisher(Store(directory))
 
 
-async def collected(weights: Any) -> dict[str, Any]:
-    """All tensors of a plain or an asynchronous iterator."""
-    return {name: tensor async for name, tensor in each(weights)}
+async def collected(weights: Any, kept: Callable[[Any], Any]) -> dict[str, Any]:
+    """All tensors of a plain or an asynchronous iterator, each as it is to be kept."""
+    return {name: kept(tensor) async for name, tensor in each(weights)}
 
 
 async def drained(weights: Any) -> None:

@@ -1,0 +1,64 @@
+"""Processes of a run are killed in the middle of its steps."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rollway.stack.state import StackState, known_stacks
+from tests.conftest import Footprint
+from tests.verl.test_modes import agrees
+from tests.verl.training import end, output, prepare, settings, start, steps
+
+pytestmark = [pytest.mark.stack, pytest.mark.slow, pytest.mark.timeout(1200)]
+
+
+def run_settings(directory: Path, base_model: Path, training_steps: int) -> dict[str, object]:
+    prepare(directory, base_model)
+    found = settings(directory, trainer_gpus=2, ray_gpus=2, ray_cpus=24)
+    return {**found, "trainer.total_training_steps": training_steps}
+
+
+def wait_for(what: Callable[[], bool], seconds: float, directory: Path) -> None:
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline, output(directory)[-6000:]
+        time.sleep(0.5)
+
+
+def stack() -> StackState:
+    (only,) = known_stacks()
+    return only
+
+
+def test_a_run_goes_on_without_a_worker_that_died(tmp_path: Path, base_model: Path) -> None:
+    process = start(tmp_path, run_settings(tmp_path, base_model, 6))
+    try:
+        wait_for(lambda: len(steps(tmp_path)) >= 1, 600, tmp_path)
+        worker = next(one for one in stack().processes if one.role == "worker")
+        assert worker.pid is not None
+        os.kill(worker.pid, signal.SIGKILL)
+        process.wait(600)
+    finally:
+        end(process)
+    assert process.returncode == 0, output(tmp_path)[-6000:]
+    assert len(steps(tmp_path)) == 6
+    assert all(agrees(step) for step in steps(tmp_path))
+
+
+def test_nothing_is_left_when_the_driver_is_killed(
+    tmp_path: Path, base_model: Path, footprint: Footprint
+) -> None:
+    process = start(tmp_path, run_settings(tmp_path, base_model, 50))
+    try:
+        wait_for(lambda: len(steps(tmp_path)) >= 1, 600, tmp_path)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        assert footprint.settle(90) == {}
+    finally:
+        end(process)
