@@ -45,10 +45,13 @@ def gone(name: str, idle_seconds: float) -> bool:
 
 
 class Guard:
-    """A process that removes things of its owner when that has ended, however it ends."""
+    """A process that removes things of its owner when that has ended, however it ends. It is no
+    child of its owner's: Ray kills the children of an actor that ends."""
 
     _PROGRAM = (
-        "import os, shutil, sys; sys.stdin.read()\n"
+        "import os, shutil, sys\n"
+        "if os.fork(): os._exit(0)\n"
+        "sys.stdin.read()\n"
         "for path in sys.argv[1:]:\n"
         "    shutil.rmtree(path, True) if os.path.isdir(path) else None\n"
         "    os.unlink(path) if os.path.lexists(path) else None"
@@ -58,11 +61,12 @@ class Guard:
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", self._PROGRAM, *map(str, paths)],
             stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,  # ends with it
             stderr=subprocess.DEVNULL,
             start_new_session=True,  # what is typed at a terminal must not end it first
             env={},
         )
+        self._process.wait()
 
     def close(self) -> None:
         """Have them removed now."""

@@ -27,6 +27,7 @@ class _Device(ModuleType):
     reset_peak_memory_stats = staticmethod(lambda *_: None)
     get_rng_state = staticmethod(torch.get_rng_state)
     set_rng_state = staticmethod(torch.set_rng_state)
+    get_device_name = staticmethod(lambda *_: "CPU")
     is_available = staticmethod(lambda: False)
 
     def __getattr__(self, name: str):

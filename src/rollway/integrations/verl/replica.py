@@ -16,6 +16,9 @@ HYBRID, STANDALONE = "hybrid", "standalone"
 _CALLS_AT_ONCE = 100_000
 """Requests wait in the actor while weights move; those that end the wait must still come in."""
 
+_ENV = {"RAY_kill_child_processes_on_worker_exit": "false"}
+"""The stack's supervisor ends by itself when the actor does, after it has cleared up."""
+
 
 class DynamoReplica(RolloutReplica):  # type: ignore[misc]
     """All replicas of a pool have the same server, under addresses of their own."""
@@ -65,6 +68,7 @@ class DynamoReplica(RolloutReplica):  # type: ignore[misc]
             get_if_exists=True,
             num_cpus=0,
             max_concurrency=_CALLS_AT_ONCE,
+            runtime_env={"env_vars": _ENV},
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
         )
         return actor.remote(kind, self.config, self.model_config, self._replicas_in_pool)
