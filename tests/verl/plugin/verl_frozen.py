@@ -7,6 +7,7 @@ from rollway.integrations.verl.updates import Publishing, drained
 
 async def _send_nothing(self, weights, pool, step):
     await drained(weights)
+    await pool.set_global_steps.remote(step)
     return {}
 
 
