@@ -28,7 +28,7 @@ def test_the_turns_of_a_tool_agent_are_exact(tmp_path: Path, base_model: Path) -
         f"{turns}.function_tool_path": HERE / "plugin" / "verl_nines.py",
         f"{turns}.max_assistant_turns": 4,
     }
-    training = train(tmp_path, overrides, modules=["verl_nines"])
+    training = train(tmp_path, overrides)
     assert training.returncode == 0, training.output[-6000:]
     assert len(training.steps) == STEPS
     assert all(agrees(step) for step in training.steps), summary(training)
