@@ -17,6 +17,9 @@ from pathlib import Path
 
 import setup_env
 
+# For verl's own tests, which its wheel brings.
+TEST_TOOLS = ["pytest>=8.3", "pytest-asyncio>=1.0"]
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -44,7 +47,7 @@ def install(venv: Path) -> None:
     print("[setup 2/3] CPU torch (200 MB)", flush=True)
     setup_env.install_torch(pip, torch)
     print("[setup 3/3] verl, Ray and rollway (1 GB)", flush=True)
-    setup_env.pip_run(pip, "install", *project["dependencies"], *groups["verl"])
+    setup_env.pip_run(pip, "install", *project["dependencies"], *groups["verl"], *TEST_TOOLS)
     setup_env.pip_run(pip, "install", "--no-deps", "--editable", str(setup_env.ROOT))
 
 

@@ -1,0 +1,35 @@
+"""Tests of verl's own that need no GPU, with Rollway in its environment."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.verl.training import verl_python
+
+FILES = [
+    "checkpoint_engine/test_global_steps_on_cpu.py",
+    "experimental/agent_loop/test_agent_loop_extra_fields_schema_on_cpu.py",
+    "experimental/agent_loop/test_audio_server_contract_on_cpu.py",
+    "experimental/agent_loop/test_tool_call_id_on_cpu.py",
+    "plugin/test_platform_abstraction.py",
+    "single_controller/test_ray_utils_on_cpu.py",
+]
+
+
+@pytest.mark.slow
+def test_verls_own_tests_pass(tmp_path: Path) -> None:
+    python = str(verl_python())
+    where = "import importlib.util as u; print(u.find_spec('verl').submodule_search_locations[0])"
+    found = subprocess.run([python, "-c", where], capture_output=True, text=True, cwd=tmp_path)
+    tests = Path(found.stdout.strip()).parent / "tests"  # verl's wheel brings them
+    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    ran = subprocess.run(
+        [*command, *(str(tests / name) for name in FILES)],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert ran.returncode == 0, ran.stdout[-6000:]
