@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -171,17 +172,15 @@ def train(
         process.wait(seconds)
     finally:
         end(process)
-        shutil.rmtree(RAY_DIRECTORY, ignore_errors=True)
     return Training(steps(directory), output(directory), process.returncode)
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
     """Ray starts its processes in the driver's session."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
     process.wait()
+    shutil.rmtree(RAY_DIRECTORY, ignore_errors=True)
 
 
 def output(directory: Path) -> str:
