@@ -12,7 +12,7 @@ from rollway.config import RawArgs
 from rollway.errors import UsageError
 
 WHERE = "actor_rollout_ref.rollout.engine_kwargs.dynamo"
-Transport = Literal["auto", "shm", "cuda_ipc", "files", "delta", "collective", "nixl"]
+Transport = Literal["auto", "shm", "cuda_ipc", "files", "delta", "nixl"]
 
 
 class Options(BaseModel):

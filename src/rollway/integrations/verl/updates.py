@@ -11,7 +11,6 @@ import os
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any, Protocol
 
-from rollway.errors import UsageError
 from rollway.integrations.verl.options import Options
 from rollway.weights.offer import Offer
 
@@ -62,8 +61,6 @@ class Publishing:
             from rollway.weights.transports.nixl import NixlPublisher
 
             return NixlPublisher(secret=secret)
-        if name == "collective":
-            raise UsageError("`collective` takes a receiver count; use shm, files, delta or nixl.")
         return self._in_directory(name)
 
     def _in_directory(self, name: str) -> Publisher:
