@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 
 ALL_JOINED_SECONDS = 300.0
 CONCURRENCY = 100_000
+ABORTED_SECONDS = 5.0
+"""In which an engine's answer to an abort is back."""
 
 
 class Pool:
@@ -49,7 +51,7 @@ class Pool:
         self._rollouts: Rollouts | None = None
         self._gate = asyncio.Event()
         self._gate.set()
-        self._rejecting = self._paused = self._asleep = False
+        self._rejecting = self._paused = self._asleep = self._frees = False
         self._control = asyncio.Lock()
         self._running: dict[str, asyncio.Task[Any]] = {}
         self._aborted: set[str] = set()
@@ -197,7 +199,7 @@ class Pool:
     async def _ended(self, tasks: dict[str, asyncio.Task[Any]]) -> None:
         """What the engines aborted comes back at once; a request that had not reached one would
         wait for the resume, and has nothing to lose."""
-        _, late = await asyncio.wait(tasks.values(), timeout=5.0)
+        _, late = await asyncio.wait(tasks.values(), timeout=ABORTED_SECONDS)
         for key, task in tasks.items():
             if task in late:
                 self._aborted.add(key)

@@ -1,0 +1,177 @@
+"""The actor between verl and a stack: aborts, rejected and waiting requests, sleep, versions.
+
+The stack is a stand-in, and so is verl's `TokenOutput`, since verl is in an environment of its own;
+tests/verl has the real ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Awaitable
+from dataclasses import dataclass, field
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rollway.integrations.verl import pool as pool_module
+from rollway.integrations.verl.pool import Pool
+from rollway.rollout.sampling import Sampling
+from rollway.rollout.trajectory import Rollout, Span
+from rollway.weights.offer import Offer
+
+
+@dataclass
+class Engines:
+    """As a fleet, as its admin, and as the client: what they were told, and what they sample."""
+
+    calls: list[str] = field(default_factory=list)
+    paused: asyncio.Event = field(default_factory=asyncio.Event)
+    finish: asyncio.Event = field(default_factory=asyncio.Event)
+    version: int = 0
+    deaf: bool = False
+    """Whether a request has not reached an engine, so that no abort ends it."""
+
+    async def pause(self, mode: str) -> None:
+        self.calls.append(f"pause {mode}")
+        self.paused.set()
+
+    async def resume(self) -> None:
+        self.calls.append("resume")
+        self.paused.clear()
+
+    async def workers(self) -> list[str]:
+        return ["a", "b"]
+
+    async def sleep(self, worker: str) -> None:
+        self.calls.append(f"sleep {worker}")
+
+    async def wake(self, worker: str) -> None:
+        self.calls.append(f"wake {worker}")
+
+    async def refit(self, version: int, offer: Offer, *, allow_cast: bool) -> Any:
+        self.calls.append(f"refit {version}")
+        self.version = version
+        return SimpleNamespace(seconds=0.5, paused_seconds=0.1)
+
+    async def generate(self, prompt: list[int], sampling: Sampling, group: str) -> list[Rollout]:
+        self.calls.append(f"generate in {group}")
+        version = self.version
+        waits = [asyncio.create_task(self.finish.wait())]
+        if not self.deaf:
+            waits.append(asyncio.create_task(self.paused.wait()))
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        whole = self.finish.is_set()
+        ids = [7, 8, 9] if whole else [7]
+        spans = (Span(0, len(ids), version, 1),)
+        reason: Any = "stop" if whole else "aborted"
+        return [Rollout(prompt, ids, [-0.5] * len(ids), reason, spans, 0)]
+
+
+@pytest.fixture
+def engines() -> Engines:
+    return Engines()
+
+
+@pytest.fixture
+def pool(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> Pool:
+    module = ModuleType("verl.workers.rollout.replica")
+    module.TokenOutput = SimpleNamespace  # type: ignore[attr-defined]
+    for name in ("verl", "verl.workers", "verl.workers.rollout"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(pool_module, "ABORTED_SECONDS", 0.2)
+    rollout = SimpleNamespace(engine_kwargs={}, prompt_length=8, response_length=8)
+    made = Pool("hybrid", rollout, SimpleNamespace(), expected=2)
+    fleet = SimpleNamespace(
+        pause=engines.pause, resume=engines.resume, workers=engines.workers, admin=engines
+    )
+    made._stack = SimpleNamespace(fleet=fleet, refit=engines.refit, name="s")  # type: ignore[assignment]
+    made._rollouts = engines  # type: ignore[assignment]
+    return made
+
+
+def ask(pool: Pool, name: str = "r") -> asyncio.Task[Any]:
+    params = {"temperature": 1.0, "logprobs": True}
+    asked: Awaitable[Any] = pool.generate([1, 2], params, name, group_id="g", trajectory_id="t")
+    return asyncio.ensure_future(asked)
+
+
+async def test_what_is_under_way_is_answered_with_what_it_has(pool: Pool, engines: Engines) -> None:
+    first = ask(pool)
+    await asyncio.sleep(0.01)
+    # verl asks every replica, and all of them are this pool.
+    counts = await asyncio.gather(pool.abort_all_requests(), pool.abort_all_requests())
+    output = await first
+    assert (output.token_ids, output.log_probs, output.stop_reason) == ([7], [-0.5], "aborted")
+    assert counts[0] == {"aborted_count": 1, "request_ids": ["r"]}
+    assert engines.calls == ["generate in g", "pause abort"]
+
+    waiting = ask(pool)
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    engines.finish.set()
+    await asyncio.gather(pool.resume_generation(), pool.resume_generation())
+    output = await waiting
+    assert (output.token_ids, output.stop_reason) == ([7, 8, 9], "completed")
+    assert engines.calls.count("resume") == 1
+
+
+async def test_requests_to_a_pool_that_leaves_are_rejected(pool: Pool) -> None:
+    await pool.abort_all_requests(reject_request=True)
+    output = await asyncio.wait_for(ask(pool), 1)
+    assert (output.token_ids, output.stop_reason, output.extra_fields) == ([], "aborted", {})
+
+
+async def test_a_request_that_no_engine_has_seen_ends_with_nothing(
+    pool: Pool, engines: Engines
+) -> None:
+    engines.deaf = True
+    lost = ask(pool)
+    await asyncio.sleep(0.01)
+    await pool.abort_all_requests()
+    output = await asyncio.wait_for(lost, 1)
+    assert (output.token_ids, output.stop_reason) == ([], "aborted")
+
+
+async def test_tokens_carry_the_step_whose_weights_they_came_from(
+    pool: Pool, engines: Engines
+) -> None:
+    engines.finish.set()
+    assert (await ask(pool)).extra_fields["global_steps"] is None  # nobody has trained yet
+    offer = Offer("shm", 1, "identity", 10, {}).as_json()
+    assert (await pool.refit(offer, 40))["paused_seconds"] == 0.1
+    assert (await ask(pool)).extra_fields["global_steps"] == 40
+    await pool.set_global_steps(41)
+    assert (await ask(pool)).extra_fields["min_global_steps"] == 41
+
+
+async def test_engines_sleep_when_nothing_runs_and_answer_when_their_cache_is_back(
+    pool: Pool, engines: Engines
+) -> None:
+    pool._frees = True
+    running = ask(pool)
+    await asyncio.sleep(0.01)
+    sleeping = [asyncio.ensure_future(pool.sleep()) for _ in range(2)]
+    await asyncio.sleep(0.01)
+    assert "sleep a" not in engines.calls
+    engines.finish.set()
+    await asyncio.gather(*sleeping)
+    assert (await running).stop_reason == "completed"
+    assert sorted(c for c in engines.calls if c.startswith("sleep")) == ["sleep a", "sleep b"]
+
+    waiting = ask(pool)
+    await pool.wake_up(tags=["weights"])
+    await asyncio.sleep(0.02)
+    assert not waiting.done() and "wake a" in engines.calls
+    await pool.wake_up(tags=["kv_cache"])
+    assert (await waiting).stop_reason == "completed"
+    assert engines.calls.count("wake a") == 1
+
+
+async def test_without_freeing_engines_sleep_changes_nothing(pool: Pool, engines: Engines) -> None:
+    engines.finish.set()
+    await pool.sleep()
+    assert (await ask(pool)).stop_reason == "completed"
+    assert engines.calls == ["generate in g"]
