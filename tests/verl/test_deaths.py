@@ -36,13 +36,16 @@ def stack() -> StackState:
     return only
 
 
-def test_a_run_goes_on_without_a_worker_that_died(tmp_path: Path, base_model: Path) -> None:
+@pytest.mark.parametrize("role", ["worker", "frontend"])
+def test_a_run_goes_on_when_a_part_of_its_stack_died(
+    tmp_path: Path, base_model: Path, role: str
+) -> None:
     process = start(tmp_path, run_settings(tmp_path, base_model, 6))
     try:
         wait_for(lambda: len(steps(tmp_path)) >= 1, 600, tmp_path)
-        worker = next(one for one in stack().processes if one.role == "worker")
-        assert worker.pid is not None
-        os.kill(worker.pid, signal.SIGKILL)
+        part = next(one for one in stack().processes if one.role == role)
+        assert part.pid is not None
+        os.kill(part.pid, signal.SIGKILL)
         process.wait(600)
     finally:
         end(process)

@@ -32,6 +32,9 @@ from rollway.fleet.versions import taint_of
 MAX_PASSES = 3
 
 
+_DYING_SECONDS = (0.0, 0.3, 0.7, 1.5)
+
+
 @dataclass(slots=True)
 class Refit(Mover):
     """One run of the protocol."""
@@ -167,9 +170,23 @@ class Refit(Mover):
 
         for worker, result in zip(workers, await on_all(workers, ask), strict=True):
             if isinstance(result, BaseException):
-                if not (isinstance(result, AdminError) and await is_dead(worker)):
+                if not (isinstance(result, AdminError) and await self._has_died(worker)):
                     raise result
                 self._state(worker).state = "gone"
+
+    async def _has_died(self, worker: Worker) -> bool:
+        """Whether one that did not answer is dead. A process takes a moment to go, and its
+        successor, at the same address, may be there by then."""
+        for seconds in _DYING_SECONDS:
+            await asyncio.sleep(seconds)
+            if await is_dead(worker):
+                return True
+            listed = await self.membership.workers(fresh=True)
+            if any(w.admin_url == worker.admin_url for w in listed) and worker.instance_id not in {
+                w.instance_id for w in listed
+            }:
+                return True
+        return False
 
     def _is_there(self, worker: Worker) -> bool:
         """Whether a worker serves the version already: its weights are these, as claimed."""
