@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 if sys.version_info < (3, 11):  # noqa: UP036  (said here because the next import needs it)
@@ -42,14 +43,20 @@ def main() -> None:
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv")
     parser.add_argument("--force", action="store_true", help="install again even if up to date")
     options = parser.parse_args()
-    stamp = options.venv / "rollway-setup.stamp"
-    wanted = _fingerprint()
-    if not options.force and stamp.is_file() and stamp.read_text() == wanted:
+    ensure(options.venv, _fingerprint(), install, force=options.force)
+
+
+def ensure(
+    venv: Path, wanted: str, install: Callable[[Path], None], *, force: bool = False
+) -> None:
+    """Install, unless a stamp says that it was done with these inputs."""
+    stamp = venv / "rollway-setup.stamp"
+    if not force and stamp.is_file() and stamp.read_text() == wanted:
         return
     started = time.monotonic()
-    install(options.venv)
+    install(venv)
     stamp.write_text(wanted)
-    print(f"environment ready in {time.monotonic() - started:.0f} s: {options.venv}", flush=True)
+    print(f"environment ready in {time.monotonic() - started:.0f} s: {venv}", flush=True)
 
 
 def install(venv: Path) -> None:

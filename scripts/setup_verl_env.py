@@ -11,7 +11,6 @@ import argparse
 import hashlib
 import subprocess
 import sys
-import time
 import tomllib
 from pathlib import Path
 
@@ -25,14 +24,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--venv", type=Path, default=setup_env.ROOT / ".venv-verl")
     options = parser.parse_args()
-    stamp = options.venv / "rollway-setup.stamp"
-    wanted = _fingerprint()
-    if stamp.is_file() and stamp.read_text() == wanted:
-        return
-    started = time.monotonic()
-    install(options.venv)
-    stamp.write_text(wanted)
-    print(f"environment ready in {time.monotonic() - started:.0f} s: {options.venv}", flush=True)
+    setup_env.ensure(options.venv, _fingerprint(), install)
 
 
 def install(venv: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from rollway.errors import UsageError
 from rollway.integrations.verl import pool as pool_module
 from rollway.integrations.verl.pool import Pool
 from rollway.rollout.sampling import Sampling
@@ -175,3 +176,9 @@ async def test_without_freeing_engines_sleep_changes_nothing(pool: Pool, engines
     await pool.sleep()
     assert (await ask(pool)).stop_reason == "completed"
     assert engines.calls == ["generate in g"]
+
+
+async def test_replicas_on_several_nodes_are_refused(pool: Pool) -> None:
+    joins = [pool.join(replica, f"node-{replica}", ["0"]) for replica in range(2)]
+    for result in await asyncio.gather(*joins, return_exceptions=True):
+        assert isinstance(result, UsageError) and "are on 2 nodes" in result.message

@@ -30,9 +30,8 @@ from rollway.fleet.report import RefitReport, refit_error
 from rollway.fleet.versions import taint_of
 
 MAX_PASSES = 3
-
-
 _DYING_SECONDS = (0.0, 0.3, 0.7, 1.5)
+"""Between looks at a worker that did not answer."""
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rollway.api import Stack, up
-from rollway.errors import RolloutError, RollwayError, StartError
+from rollway.errors import RolloutError, RollwayError, StartError, UsageError
 from rollway.fleet.admin import on_all
 from rollway.integrations.verl import generation
 from rollway.integrations.verl.forward import forwarded
@@ -44,6 +44,7 @@ class Pool:
         self._options = read_options(rollout.engine_kwargs)
         self._expected = expected
         self._gpus: dict[int, list[str]] = {}
+        self._nodes: set[str] = set()
         self._starting: asyncio.Task[None] | None = None
         self._everybody = asyncio.Event()
         self._cleanup = AsyncExitStack()
@@ -60,8 +61,9 @@ class Pool:
 
     # --- life ------------------------------------------------------------------------------------
 
-    async def join(self, replica: int, gpus: Sequence[str]) -> str:
+    async def join(self, replica: int, node: str, gpus: Sequence[str]) -> str:
         """Called once for each replica; the address of its server, when all are ready."""
+        self._nodes.add(node)
         self._gpus[replica] = list(gpus)
         if len(self._gpus) == self._expected:
             self._everybody.set()
@@ -78,8 +80,15 @@ class Pool:
         except TimeoutError:
             raise StartError(
                 f"{len(self._gpus)} of {self._expected} rollout replicas came within "
-                f"{ALL_JOINED_SECONDS:g} s."
+                f"{ALL_JOINED_SECONDS:g} s.",
+                "Look for the others' errors above.",
             ) from None
+        if len(self._nodes) > 1:
+            raise UsageError(
+                f"The rollout replicas are on {len(self._nodes)} nodes.",
+                "A pool of rollout.name=dynamo runs on one node; use fewer GPUs, or "
+                "rollout.name=vllm.",
+            )
         gpus = [gpu for replica in sorted(self._gpus) for gpu in self._gpus[replica]]
         self._frees = frees_engine(self._rollout, self._options) and bool(gpus)
         spec = stack_spec(

@@ -40,9 +40,14 @@ class DynamoReplica(RolloutReplica):  # type: ignore[misc]
         await super().init_standalone()
 
     async def launch_servers(self) -> None:
-        if self.rollout_mode == RolloutMode.COLOCATED:
+        if (
+            self.rollout_mode == RolloutMode.COLOCATED
+            or self.is_reward_model
+            or self.is_teacher_model
+        ):
             raise UsageError(
-                "Reward models and teachers are not served by rollout.name=dynamo yet."
+                "rollout.name=dynamo serves the policy alone, no reward model and no teacher.",
+                "Give that model rollout.name=vllm.",
             )
         places = [worker.__ray_call__.remote(_place) for worker in self.workers]
         found = [await place for place in places]
@@ -52,10 +57,11 @@ class DynamoReplica(RolloutReplica):  # type: ignore[misc]
                 f"Replica {self.replica_rank} spans {len(nodes)} nodes.",
                 "A pool of rollout.name=dynamo runs on one node.",
             )
+        (node,) = nodes
         kind = HYBRID if self.rollout_mode == RolloutMode.HYBRID else STANDALONE
-        pool = self._pool(kind, nodes.pop())
+        pool = self._pool(kind, node)
         address = await pool.join.remote(
-            self.replica_rank, [gpu for _, gpus in found for gpu in gpus]
+            self.replica_rank, node, [gpu for _, gpus in found for gpu in gpus]
         )
         self.servers = [pool]
         self._server_handle = pool
