@@ -326,6 +326,18 @@ def test_check_says_what_is_missing(scratch: Path, tmp_path: Path) -> None:
         Sandbox(network="perhaps")  # type: ignore[arg-type]
 
 
+def test_check_says_so_when_the_interpreter_ended_before_its_job_came(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def late(sandbox: Sandbox, code: str) -> bytes:
+        time.sleep(1.0)
+        return b"{}\n"
+
+    monkeypatch.setattr(Sandbox, "_job", late)
+    with pytest.raises(SandboxError, match=r"Python 3\.9"):
+        Sandbox(interpreter="/bin/false").check()
+
+
 async def test_without_a_filter_it_refuses_unless_the_network_is_allowed(
     scratch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -130,6 +130,9 @@ class Sandbox:
                 keeper.wait(seconds)
             except (BrokenPipeError, subprocess.TimeoutExpired):
                 keeper.kill()
+            # What it never read is still in the buffer, and closing would try to write it again.
+            with contextlib.suppress(BrokenPipeError):
+                keeper.stdin.close()
             outcome = self._outcome(keeper.stdout.read(), keeper.stderr.read())
         if not outcome.ok:
             said = last_line(outcome.stderr) or f"it ended by {outcome.ending}, {outcome.code}"
