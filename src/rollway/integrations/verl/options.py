@@ -50,6 +50,8 @@ class Options(BaseModel):
     """For `files` and `delta`: a directory that trainer and engines see."""
     log_dir: Path | None = None
     """Where each process writes its log, in a directory for each pool."""
+    metrics_dir: Path | None = None
+    """Where the addresses of all metrics are written, in a file for each pool, for Prometheus."""
     restart: bool = True
     """Whether an engine that dies is started anew, or ends the run."""
 

@@ -24,7 +24,9 @@ from rollway.integrations.verl import generation
 from rollway.integrations.verl.forward import forwarded
 from rollway.integrations.verl.options import read_options
 from rollway.integrations.verl.settings import frees_engine, stack_spec
+from rollway.integrations.verl.targets import write_targets
 from rollway.rollout.client import Rollouts
+from rollway.stack.state import StackDir
 from rollway.weights.offer import read_offer
 
 log = logging.getLogger(__name__)
@@ -105,7 +107,15 @@ class Pool:
             concurrency=CONCURRENCY, timeout=self._options.request_timeout_s
         )
         self._rollouts.resumes = False  # verl's client goes on with what was cut
+        self._write_targets()
         print(f"rollway: {self._stack.frontend_url} serves; logs: rollway logs {spec.name}")
+
+    def _write_targets(self) -> None:
+        directory = self._options.metrics_dir
+        if directory is None:
+            return
+        if state := StackDir(self.stack.name).read():
+            write_targets(directory / f"{self._name}.json", state)
 
     @property
     def stack(self) -> Stack:
@@ -279,6 +289,7 @@ class Pool:
             self._version += 1
             self._steps[self._version] = step
             report = await self.stack.refit(self._version, made, allow_cast=True)
+        self._write_targets()  # a worker that was replaced has another port
         return {"seconds": report.seconds, "paused_seconds": report.paused_seconds}
 
     async def next_version(self) -> int:
