@@ -23,6 +23,7 @@ VERL_PYTHON = "ROLLWAY_VERL_PYTHON"
 """Environment variable: the interpreter that has verl, where it is not that of .venv-verl."""
 RAY_DIRECTORY = Path(tempfile.gettempdir(), f"rollway-ray-{os.getpid()}")
 """Short: Ray puts sockets there, whose paths may have 107 characters."""
+MAIN = "verl.trainer.main_ppo"
 ANSWER = 16
 PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 """The base policy has learnt to answer the bare question."""
@@ -143,10 +144,13 @@ def environment(directory: Path, modules: Sequence[str] = ()) -> dict[str, str]:
 
 
 def start(
-    directory: Path, overrides: Mapping[str, Any], modules: Sequence[str] = ()
+    directory: Path,
+    overrides: Mapping[str, Any],
+    modules: Sequence[str] = (),
+    module: str = MAIN,
 ) -> subprocess.Popen[bytes]:
     words = [f"{name}={value}" for name, value in overrides.items()]
-    command = [str(verl_python()), "-m", "verl.trainer.main_ppo", *words]
+    command = [str(verl_python()), "-m", module, *words]
     with (directory / "output.log").open("wb") as log:
         return subprocess.Popen(
             command,
@@ -164,10 +168,11 @@ def train(
     overrides: Mapping[str, Any],
     modules: Sequence[str] = (),
     *,
+    module: str = MAIN,
     seconds: float = 900.0,
 ) -> Training:
     """Run to the end; a run that takes longer is ended, with all that it started."""
-    process = start(directory, overrides, modules)
+    process = start(directory, overrides, modules, module)
     try:
         process.wait(seconds)
     finally:
