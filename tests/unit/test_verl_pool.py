@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
-from rollway.errors import UsageError
+from rollway.errors import RolloutError, UsageError
 from rollway.integrations.verl import pool as pool_module
+from rollway.integrations.verl.gate import Gate
 from rollway.integrations.verl.pool import Pool
 from rollway.rollout.sampling import Sampling
 from rollway.rollout.trajectory import Rollout, Span
@@ -31,14 +32,22 @@ class Engines:
     paused: asyncio.Event = field(default_factory=asyncio.Event)
     finish: asyncio.Event = field(default_factory=asyncio.Event)
     version: int = 0
+    in_flight: int = 0
     deaf: bool = False
     """Whether a request has not reached an engine, so that no abort ends it."""
+    aborts: int = 1
+    """The abort that ends a request: the second for one that a router delivered late."""
+    answer_seconds: float = 0.0
+    """From the abort to the answer."""
+    control_seconds: float = 0.0
 
     async def pause(self, mode: str) -> None:
         self.calls.append(f"pause {mode}")
-        self.paused.set()
+        if self.calls.count("pause abort") >= self.aborts:
+            self.paused.set()
 
     async def resume(self) -> None:
+        await asyncio.sleep(self.control_seconds)
         self.calls.append("resume")
         self.paused.clear()
 
@@ -52,6 +61,7 @@ class Engines:
         self.calls.append(f"wake {worker}")
 
     async def refit(self, version: int, offer: Offer, *, allow_cast: bool) -> Any:
+        await asyncio.sleep(self.control_seconds)
         self.calls.append(f"refit {version}")
         self.version = version
         return SimpleNamespace(seconds=0.5, paused_seconds=0.1)
@@ -62,7 +72,10 @@ class Engines:
         waits = [asyncio.create_task(self.finish.wait())]
         if not self.deaf:
             waits.append(asyncio.create_task(self.paused.wait()))
+        self.in_flight += not self.deaf
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.sleep(self.answer_seconds)
+        self.in_flight -= not self.deaf
         whole = self.finish.is_set()
         ids = [7, 8, 9] if whole else [7]
         spans = (Span(0, len(ids), version, 1),)
@@ -82,7 +95,7 @@ def pool(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> Pool:
     for name in ("verl", "verl.workers", "verl.workers.rollout"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(pool_module, "ABORTED_SECONDS", 0.2)
+    monkeypatch.setattr(pool_module, "AGAIN_SECONDS", 0.05)
     rollout = SimpleNamespace(engine_kwargs={}, prompt_length=8, response_length=8)
     made = Pool("hybrid", rollout, SimpleNamespace(), expected=2)
     fleet = SimpleNamespace(
@@ -134,6 +147,119 @@ async def test_a_request_that_no_engine_has_seen_ends_with_nothing(
     await pool.abort_all_requests()
     output = await asyncio.wait_for(lost, 1)
     assert (output.token_ids, output.stop_reason) == ([], "aborted")
+
+
+async def test_an_answer_that_takes_its_time_keeps_its_tokens(pool: Pool, engines: Engines) -> None:
+    engines.answer_seconds = 10 * pool_module.AGAIN_SECONDS
+    slow = ask(pool)
+    await asyncio.sleep(0.01)
+    await pool.abort_all_requests()
+    assert slow.done() and (await slow).token_ids == [7]
+
+
+async def test_what_a_router_delivers_after_the_abort_is_aborted_too(
+    pool: Pool, engines: Engines
+) -> None:
+    engines.aborts = 2
+    late = ask(pool)
+    await asyncio.sleep(0.01)
+    await pool.abort_all_requests()
+    assert (await late).stop_reason == "aborted"
+    assert engines.calls.count("pause abort") == 2
+
+
+async def test_an_abort_that_does_not_end_is_an_error(pool: Pool, engines: Engines) -> None:
+    engines.aborts = 1_000_000
+    pool._options.abort_seconds = 0.1
+    stuck = ask(pool)
+    await asyncio.sleep(0.01)
+    with pytest.raises(RolloutError, match="1 requests could not be aborted"):
+        await pool.abort_all_requests()
+    engines.finish.set()
+    await stuck
+
+
+async def test_a_waiting_request_is_turned_away_when_its_pool_leaves(pool: Pool) -> None:
+    await pool.abort_all_requests()
+    waiting = ask(pool)
+    await asyncio.sleep(0.01)
+    await pool.abort_all_requests(reject_request=True)
+    assert (await asyncio.wait_for(waiting, 1)).stop_reason == "aborted"
+
+
+async def test_a_pool_that_left_turns_requests_away_in_its_sleep(
+    pool: Pool, engines: Engines
+) -> None:
+    pool._frees = True
+    await pool.abort_all_requests(reject_request=True)
+    await pool.sleep()
+    assert (await asyncio.wait_for(ask(pool), 1)).stop_reason == "aborted"
+    await pool.wake_up()
+    engines.finish.set()
+    assert (await ask(pool)).stop_reason == "completed"
+
+
+async def test_who_waits_does_not_slip_through_a_gate_that_is_shut_again() -> None:
+    gate = Gate()
+    gate.shut()
+    waiting = asyncio.ensure_future(gate.admits())
+    await asyncio.sleep(0.01)
+    gate.open()
+    gate.shut()
+    await asyncio.sleep(0.01)
+    assert not waiting.done()
+    gate.open()
+    assert await waiting
+
+
+async def test_an_abort_during_a_resume_leaves_the_gate_shut(pool: Pool, engines: Engines) -> None:
+    await pool.abort_all_requests()
+    engines.control_seconds = 0.05
+    resuming = asyncio.ensure_future(pool.resume_generation())
+    await asyncio.sleep(0.01)
+    await pool.abort_all_requests(reject_request=True)
+    await resuming
+    assert (await asyncio.wait_for(ask(pool), 1)).stop_reason == "aborted"
+    assert engines.calls == ["pause abort", "resume", "pause abort"]
+
+
+async def test_an_abort_during_a_refit_comes_after_it(pool: Pool, engines: Engines) -> None:
+    engines.control_seconds = 0.05
+    offer = Offer("shm", 1, "identity", 10, {}).as_json()
+    refitting = asyncio.ensure_future(pool.refit(offer, 1))
+    await asyncio.sleep(0.01)
+    aborting = asyncio.ensure_future(pool.abort_all_requests())
+    await asyncio.sleep(0.01)
+    late = ask(pool)
+    await asyncio.gather(refitting, aborting)
+    assert engines.calls == ["refit 1", "pause abort"] and not late.done()
+    engines.finish.set()
+    await pool.resume_generation()
+    assert (await late).extra_fields["global_steps"] == 1
+
+
+async def test_the_pieces_of_a_trajectory_add_up_across_versions(
+    pool: Pool, engines: Engines
+) -> None:
+    """As verl's client goes on: with prompt and tokens so far, until the answer is whole."""
+    offer = Offer("shm", 1, "identity", 10, {}).as_json()
+    await pool.refit(offer, 4)
+    first = ask(pool)
+    await asyncio.sleep(0.01)
+    await pool.abort_all_requests()
+    await pool.refit(offer, 5)
+    second = ask(pool)
+    engines.finish.set()
+    await pool.resume_generation()
+    steps = [(await piece).extra_fields["global_steps"] for piece in (first, second)]
+    assert steps == [4, 5]
+
+
+async def test_a_prompt_without_room_for_an_answer_is_counted_with_the_others(pool: Pool) -> None:
+    await pool.set_global_steps(3)
+    output = await pool.generate(list(range(16)), {"logprobs": True}, "r")
+    assert (output.token_ids, output.stop_reason) == ([], "completed")
+    assert output.extra_fields == {"global_steps": 3}
 
 
 async def test_tokens_carry_the_step_whose_weights_they_came_from(

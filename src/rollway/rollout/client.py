@@ -59,6 +59,8 @@ class Rollouts(Sender):
             raise UsageError(f"n is {n}.", "Ask for at least one rollout.")
         session = group or uuid.uuid4().hex
         chosen = sampling or Sampling()
+        if n == 1:  # in the caller's task: whoever cancels it finds it done or without a token
+            return [await self._one(prompt, chosen, session, version)]
         return await all_or_none(
             self._one(prompt, chosen.shifted(index), shared_session(session, index), version)
             for index in range(n)
@@ -124,7 +126,8 @@ class Rollouts(Sender):
                     continue
                 assembly.add(answer)
                 before = len(trajectory.token_ids)
-                rollout = await self._take(trajectory, assembly.finish(), ticket)
+                with self._counted():
+                    rollout = await self._take(trajectory, assembly.finish(), ticket)
                 if rollout is not None:
                     return rollout
                 if len(trajectory.token_ids) > before:

@@ -12,8 +12,16 @@ import random
 import time
 import uuid
 from array import array
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Sequence,
+)
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -63,6 +71,8 @@ class Sender:
         self._slots = asyncio.Semaphore(concurrency)
         self._timeout = timeout
         self._patience = patience
+        self.in_flight = 0
+        """Requests that were sent and are not dealt with: their tokens would be lost."""
 
     def _attempt(self, session: str | None = None) -> Attempt:
         pins = Pins(self._versions, able=self.wire.routed)
@@ -74,7 +84,10 @@ class Sender:
         # A session that is bound to one worker outweighs a pin to another.
         headers = {} if pins.now is not None else {SESSION_HEADER: attempt.session}
         try:
-            return await self._http.post(self._url, body, timeout=self._timeout, headers=headers)
+            with self._counted():
+                return await self._http.post(
+                    self._url, body, timeout=self._timeout, headers=headers
+                )
         except (Unreachable, RequestFailed) as error:
             if not (pins.now or temporary(error)):
                 raise explained(error, self.model) from error
@@ -85,6 +98,15 @@ class Sender:
             await attempt.trouble.wait(explained(error, self.model))
             await self._look_again()
             return None
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """While a request is on its way, and while its answer is looked at."""
+        self.in_flight += 1
+        try:
+            yield
+        finally:
+            self.in_flight -= 1
 
     async def _refuse_missing_route(self, error: Unreachable | RequestFailed) -> None:
         """A 404 passes when it is the model that is missing, not when the route is."""

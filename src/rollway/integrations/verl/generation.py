@@ -62,9 +62,11 @@ def refuse_media(**media: Any) -> None:
 
 
 def output_of(rollout: Rollout, step_of: StepOf) -> dict[str, Any]:
-    """The fields of a `TokenOutput`."""
+    """The fields of a `TokenOutput`. No engine tells how often it preempted a request, so
+    `num_preempted` stays None."""
     aborted = rollout.finish_reason == "aborted"
-    experts = rollout.routed_experts
+    if aborted and not rollout.token_ids:
+        return nothing("aborted")
     steps = [step_of(span.version) for span in rollout.spans if span.end > span.start]
     extra: dict[str, Any] = {"num_cached_tokens": rollout.cached_tokens}
     if steps:
@@ -75,15 +77,25 @@ def output_of(rollout: Rollout, step_of: StepOf) -> dict[str, Any]:
     return {
         "token_ids": rollout.token_ids,
         "log_probs": rollout.logprobs,
-        "routed_experts": None if experts is None else experts.ids,
+        "routed_experts": experts_of(rollout),
         "stop_reason": "aborted" if aborted else "completed",
         "extra_fields": extra,
     }
 
 
-def nothing(stop_reason: str) -> dict[str, Any]:
-    """An answer without a token; it has no step, since nothing was sampled."""
-    return {"token_ids": [], "log_probs": [], "stop_reason": stop_reason, "extra_fields": {}}
+def experts_of(rollout: Rollout) -> Any:
+    """[tokens - 1, layers, top_k] of prompt and answer. verl's client appends to the rows of a cut
+    answer as many as its continuation has tokens: they meet only if both lack the last."""
+    if rollout.routed_experts is None:
+        return None
+    return rollout.routed_experts.ids[: len(rollout.prompt_ids) + len(rollout.token_ids) - 1]
+
+
+def nothing(stop_reason: str, step: int | None = None) -> dict[str, Any]:
+    """An answer without a token. An aborted one has no step, since nothing was sampled; a whole
+    one, which verl counts with the others, has that of the weights it did not need."""
+    extra = {} if step is None else {"global_steps": step}
+    return {"token_ids": [], "log_probs": [], "stop_reason": stop_reason, "extra_fields": extra}
 
 
 def scores_of(scores: Scores, step_of: StepOf) -> dict[str, Any]:

@@ -10,7 +10,9 @@ The stack ends with this actor, also when Ray or the driver is killed.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import time
 import uuid
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -22,6 +24,7 @@ from rollway.errors import RolloutError, RollwayError, StartError, UsageError
 from rollway.fleet.admin import on_all
 from rollway.integrations.verl import generation
 from rollway.integrations.verl.forward import forwarded
+from rollway.integrations.verl.gate import Gate
 from rollway.integrations.verl.options import read_options
 from rollway.integrations.verl.settings import frees_engine, stack_spec
 from rollway.integrations.verl.targets import write_targets
@@ -33,8 +36,8 @@ log = logging.getLogger(__name__)
 
 ALL_JOINED_SECONDS = 300.0
 CONCURRENCY = 100_000
-ABORTED_SECONDS = 5.0
-"""In which an engine's answer to an abort is back."""
+AGAIN_SECONDS = 0.5
+"""After which an abort is sent again, for what a router delivered after the first."""
 
 
 class Pool:
@@ -52,9 +55,8 @@ class Pool:
         self._cleanup = AsyncExitStack()
         self._stack: Stack | None = None
         self._rollouts: Rollouts | None = None
-        self._gate = asyncio.Event()
-        self._gate.set()
-        self._rejecting = self._paused = self._asleep = self._frees = False
+        self._gate = Gate()
+        self._paused = self._asleep = self._frees = False
         self._control = asyncio.Lock()
         self._running: dict[str, asyncio.Task[Any]] = {}
         self._aborted: set[str] = set()
@@ -147,10 +149,8 @@ class Pool:
         from verl.workers.rollout.replica import TokenOutput
 
         generation.refuse_media(images=image_data, videos=video_data, audio=audio_data)
-        if not self._gate.is_set():
-            if self._rejecting:
-                return TokenOutput(**generation.nothing("aborted"))
-            await self._gate.wait()
+        if not await self._gate.admits():
+            return TokenOutput(**generation.nothing("aborted"))
         if sampling_params.get("prompt_logprobs") is not None:
             return TokenOutput(**await self._score(prompt_ids, sampling_params["prompt_logprobs"]))
         ids = {"group": group_id, "trajectory": trajectory_id, "off": None}
@@ -180,7 +180,7 @@ class Pool:
             params, len(prompt), self._rollout, routed_experts=replays
         )
         if sampling is None:
-            return generation.nothing("completed")
+            return generation.nothing("completed", self._step_of(self._version))
         (rollout,) = await self._rollouts.generate(prompt, sampling, group=session)
         return generation.output_of(rollout, self._step_of)
 
@@ -201,9 +201,9 @@ class Pool:
     async def abort_all_requests(self, reject_request: bool = False) -> dict[str, Any]:
         """Requests under way are answered with what they have, later ones wait for the resume; or
         are answered with nothing, where they are to be rejected."""
-        self._rejecting = reject_request
-        self._gate.clear()
+        self._gate.shut(rejects=reject_request)
         async with self._control:
+            self._gate.shut(rejects=reject_request)  # a resume under way may have opened it
             under_way = dict(self._running)
             if not self._paused:
                 await self.stack.fleet.pause("abort")
@@ -216,35 +216,48 @@ class Pool:
         }
 
     async def _ended(self, tasks: dict[str, asyncio.Task[Any]]) -> None:
-        """What the engines aborted comes back at once; a request that had not reached one would
-        wait for the resume, and has nothing to lose."""
-        _, late = await asyncio.wait(tasks.values(), timeout=ABORTED_SECONDS)
-        for key, task in tasks.items():
-            if task in late:
-                self._aborted.add(key)
-                task.cancel()
-        if late:
-            _, stuck = await asyncio.wait(late, timeout=self._options.abort_seconds)
-            if stuck:
-                raise RolloutError(f"{len(stuck)} requests could not be aborted.")
+        """What an engine has sampled comes back, however long that takes it. A request that none
+        of them has would wait for the resume; it is ended, and has nothing to lose."""
+        await self._answered(tasks)
+        unsent = {key: task for key, task in tasks.items() if not task.done()}
+        self._aborted.update(unsent)
+        for task in unsent.values():
+            task.cancel()
+        if unsent:
+            await asyncio.wait(unsent.values())
+
+    async def _answered(self, tasks: dict[str, asyncio.Task[Any]]) -> None:
+        """Until none of the requests is with an engine."""
+        assert self._rollouts is not None
+        waiting = set(tasks.values())
+        deadline = time.monotonic() + self._options.abort_seconds
+        while self._rollouts.in_flight:
+            _, waiting = await asyncio.wait(waiting, timeout=AGAIN_SECONDS)
+            if not waiting:
+                return
+            if time.monotonic() > deadline:
+                raise RolloutError(f"{self._rollouts.in_flight} requests could not be aborted.")
+            with contextlib.suppress(RollwayError):  # one that has died loses its requests itself
+                await self.stack.fleet.pause("abort")
 
     async def resume_generation(self) -> None:
         async with self._control:
-            if self._paused and not self._asleep:
+            if self._asleep:
+                return
+            if self._paused:
                 await self.stack.fleet.resume()
                 self._paused = False
-        if not self._asleep:
-            self._gate.set()
+            self._gate.open()
 
     async def sleep(self) -> None:
         """Give the engines' memory to the trainer, after what runs has ended."""
         if not self._frees:
             return
-        self._rejecting = False
-        self._gate.clear()
+        self._gate.shut()
         async with self._control:
             if self._asleep:
                 return
+            self._gate.shut()
             if self._running:
                 await asyncio.wait(self._running.values())
             await self._on_workers("sleep")
