@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from typing import Any
 
@@ -124,6 +125,29 @@ async def test_an_abort_that_no_refit_explains_is_returned_as_one() -> None:
     http = Scripted(answer([5], 3, "cancelled"))
     (rollout,) = await Rollouts(http, "http://f", "m", book()).generate([1, 2, 3])
     assert rollout.finish_reason == "aborted" and rollout.token_ids == [5]
+
+
+async def test_a_rollout_is_in_flight_from_its_request_to_its_result() -> None:
+    """Whoever cancels rollouts that are not in flight loses no token."""
+    seen: list[int] = []
+
+    def sent() -> Any:
+        seen.append(rollouts.in_flight)
+        return answer([5], 3)
+
+    async def confirms(*_: Any) -> bool:
+        seen.append(rollouts.in_flight)
+        return True
+
+    versions = book()
+    rollouts = Rollouts(Scripted(sent), "http://f", "m", versions, confirms=confirms)
+    versions.close()
+    waiting = asyncio.create_task(rollouts.generate([1, 2, 3]))
+    await asyncio.sleep(0.01)
+    assert rollouts.in_flight == 0
+    versions.open()
+    await waiting
+    assert seen == [1, 1] and rollouts.in_flight == 0
 
 
 async def test_a_migrated_answer_names_no_worker() -> None:
