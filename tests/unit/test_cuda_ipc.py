@@ -6,6 +6,7 @@ import json
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -239,7 +240,7 @@ def test_offers_that_cannot_be_true_are_refused(tmp_path: Path) -> None:
         list(reader.tensors(offer))
 
 
-def test_what_a_dead_publisher_left_is_removed(tmp_path: Path) -> None:
+def test_nothing_is_left_when_a_publisher_dies(tmp_path: Path) -> None:
     code = (
         "import sys, torch; from pathlib import Path\n"
         "from rollway.weights.transports.cuda_ipc import CudaIpcPublisher\n"
@@ -249,9 +250,21 @@ def test_what_a_dead_publisher_left_is_removed(tmp_path: Path) -> None:
     )
     run = [sys.executable, "-c", code, str(tmp_path)]
     offer = read_offer(json.loads(subprocess.run(run, capture_output=True, check=False).stdout))
-    (left,) = tmp_path.iterdir()
     with pytest.raises(WeightsError, match="Its publisher has ended"):
         list(CudaIpcReader(tmp_path).tensors(offer))
+    deadline = time.monotonic() + 20
+    while list(tmp_path.iterdir()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_what_a_publisher_and_its_guard_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    code = "from rollway.weights import owner; print(owner.mark())"
+    run = [sys.executable, "-c", code]
+    dead = subprocess.run(run, capture_output=True, text=True, check=True).stdout.strip()
+    left = tmp_path / f"rollway-ipc-{dead}-0123"
+    left.mkdir()
+    (left / "0.json").write_text("{}")
     CudaIpcPublisher(directory=tmp_path).close()
     assert not left.exists()
 

@@ -6,8 +6,8 @@ An entry's offset counts through all buckets as if they were one.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, islice
 
 import torch
 from torch import Tensor
@@ -19,21 +19,44 @@ from rollway.weights.offer import Entry
 _ALIGNED = 512
 
 
-def laid_out(tensors: Mapping[str, Tensor], most: int) -> tuple[list[Entry], list[int]]:
-    """Where each tensor goes, and how long the buckets are: one that is longer has its own."""
+def unless_empty(
+    tensors: Iterable[tuple[str, Tensor]],
+) -> Iterator[tuple[str, Tensor]] | None:
+    """The same tensors, or None when there are none; the first is kept no longer than others."""
+    coming = iter(tensors)
+    first = list(islice(coming, 1))
+
+    def all_of_them() -> Iterator[tuple[str, Tensor]]:
+        yield first.pop()
+        yield from coming
+
+    return all_of_them() if first else None
+
+
+def by_bucket(tensors: Iterable[tuple[str, Tensor]], most: int) -> Iterator[dict[str, Tensor]]:
+    """What goes into a bucket each, as they come: a tensor that is longer has its own."""
+    some: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in tensors:
+        if size and size + _nbytes(tensor) > most:
+            yield some
+            some, size = {}, 0  # nothing of the last one is kept here
+        some[name] = tensor
+        size += _aligned(_nbytes(tensor))
+        del tensor
+    if some:
+        yield some
+
+
+def laid_out(tensors: Mapping[str, Tensor], start: int) -> tuple[list[Entry], int]:
+    """Where tensors go in the bucket that begins there, and how long it is."""
     entries: list[Entry] = []
-    sizes: list[int] = [0]
-    start = 0
+    size = 0
     for name, tensor in tensors.items():
-        nbytes = tensor.numel() * tensor.element_size()
-        if sizes[-1] and sizes[-1] + nbytes > most:
-            start += sizes[-1]
-            sizes.append(0)
         shape = tuple(tensor.shape)
-        entries.append(Entry(name, dtype_name(tensor), shape, start + sizes[-1], nbytes))
-        sizes[-1] += -(-nbytes // _ALIGNED) * _ALIGNED
-    sizes[-1] = max(sizes[-1], _ALIGNED)
-    return entries, sizes
+        entries.append(Entry(name, dtype_name(tensor), shape, start + size, _nbytes(tensor)))
+        size += _aligned(_nbytes(tensor))
+    return entries, max(size, _ALIGNED)
 
 
 def in_place(named: Mapping[str, Tensor]) -> tuple[list[Entry], list[Tensor]]:
@@ -69,3 +92,11 @@ def views(entries: Sequence[Entry], buckets: Sequence[Tensor]) -> list[Tensor]:
             raise WeightsError(f"{one.name} does not lie in one bucket.")
         found.append(part.view(DTYPES[one.dtype]).view(one.shape))
     return found
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return int(tensor.numel() * tensor.element_size())
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNED) * _ALIGNED

@@ -33,7 +33,7 @@ from rollway.weights.bits import digests, started_digests
 from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.copies import SummedCopies
 from rollway.weights.offer import Count, Entry, Manifest, Offer, read_manifest
-from rollway.weights.transports.buckets import in_place, laid_out, views
+from rollway.weights.transports.buckets import by_bucket, in_place, laid_out, unless_empty, views
 from rollway.weights.transports.device_memory import (
     Handle,
     device_name,
@@ -71,13 +71,13 @@ class _Slot:
     buckets: list[Tensor] = field(default_factory=list)
     """As bytes."""
     handles: list[Handle] = field(default_factory=list)
-    packed: _Packing | None = None
-    """How the version before was put here."""
+    packed: dict[int, _Packing] = field(default_factory=dict)
+    """How the version before was put here, by bucket."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Packing:
-    """Tensors of some kinds, from some places, into a slot's buckets."""
+    """Tensors of some kinds, from some places, into a slot's bucket."""
 
     kinds: list[tuple[str, torch.dtype, torch.Size, tuple[int, ...], int]]
     entries: list[Entry]
@@ -117,30 +117,25 @@ class CudaIpcPublisher:
         remove_abandoned(directory)
         self._directory = directory / f"{_PREFIX}{owner.mark()}-{os.urandom(4).hex()}"
         self._directory.mkdir(mode=0o700)
+        self._guard = owner.Guard(self._directory)
         self._bucket_bytes = bucket_bytes
         self._slots = [_Slot(number) for number in range(keep)]
         self._adopted: _Adopted | None = None
 
     def publish(self, version: int, tensors: Iterable[tuple[str, Tensor]] = ()) -> Offer:
-        """Put a version where workers can read it; without tensors, those that were adopted."""
-        given = {name: tensor.detach() for name, tensor in tensors}
-        if not given and self._adopted is None:
-            raise UsageError("There are no tensors to publish.")
-        if not given:
-            assert self._adopted is not None
-            slot, entries = self._adopted.slot, self._adopted.entries
-            self._take_away(slot)
-            found = digests(self._adopted.views())
-        else:
+        """Put a version where workers can read it; without tensors, those that were adopted. No
+        more than a bucket's tensors are held at a time."""
+        coming = unless_empty((name, tensor.detach()) for name, tensor in tensors)
+        if coming is not None:
             slot = min(self._slots, key=_age)
             self._take_away(slot)  # before its bytes change: whoever reads it now learns of it
-            packing = self._pack(slot, given)
-            entries = packing.entries
-            found = packing.copies.start()()  # these are there when the copies are
-        entries = [
-            Entry(one.name, one.dtype, one.shape, one.offset, one.nbytes, each)
-            for one, each in zip(entries, found, strict=True)
-        ]
+            entries = self._copied(slot, coming)
+        elif self._adopted is not None:
+            slot = self._adopted.slot
+            self._take_away(slot)
+            entries = _with_digests(self._adopted.entries, digests(self._adopted.views()))
+        else:
+            raise UsageError("There are no tensors to publish.")
         return self._offer(slot, version, entries)
 
     def adopt(self, module: torch.nn.Module) -> None:
@@ -153,9 +148,7 @@ class CudaIpcPublisher:
         _one_device(named)
         slot = _Slot(len(self._slots))
         if next(iter(named.values())).device.type == "cpu":
-            packing = self._pack(slot, {name: p.detach() for name, p in named.items()})
-            packing.copies.start()()
-            entries = packing.entries
+            entries = self._copied(slot, ((name, p.detach()) for name, p in named.items()))
             for parameter, view in zip(named.values(), views(entries, slot.buckets), strict=True):
                 parameter.data = view
         else:
@@ -172,9 +165,9 @@ class CudaIpcPublisher:
 
     def close(self) -> None:
         """Take everything away."""
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._guard.close()
         for slot in self._all_slots():
-            slot.buckets, slot.handles, slot.packed = [], [], None
+            slot.buckets, slot.handles, slot.packed = [], [], {}
         self._adopted = None
         if torch.cuda.is_initialized():
             torch.cuda.ipc_collect()
@@ -195,30 +188,53 @@ class CudaIpcPublisher:
     def _manifest(self, slot: _Slot) -> Path:
         return self._directory / f"{slot.number}.json"
 
-    def _pack(self, slot: _Slot, given: dict[str, Tensor]) -> _Packing:
-        """Prepare to copy tensors into the slot's buckets, which are made where they do not fit."""
+    def _copied(self, slot: _Slot, tensors: Iterable[tuple[str, Tensor]]) -> list[Entry]:
+        """Copy tensors into the slot's buckets, one bucket's at a time."""
+        entries: list[Entry] = []
+        names: set[str] = set()
+        number = -1
+        for number, some in enumerate(by_bucket(tensors, self._bucket_bytes)):
+            twice = names & some.keys()
+            if twice:
+                raise UsageError(f"{min(twice)} came twice.", "Publish each name once.")
+            names |= some.keys()
+            packing = self._pack(slot, number, some)
+            # These are there when the copies are: only then may a source be given back.
+            entries += _with_digests(packing.entries, packing.copies.start()())
+            some.clear()
+        self._let_go(slot, number + 1)
+        return entries
+
+    def _pack(self, slot: _Slot, number: int, given: dict[str, Tensor]) -> _Packing:
+        """Prepare to copy tensors into one of the slot's buckets, which is made anew where they do
+        not fit."""
         kinds = [(n, t.dtype, t.shape, t.stride(), t.data_ptr()) for n, t in given.items()]
-        device = _one_device(given)
-        if slot.packed and slot.packed.kinds == kinds and slot.buckets[0].device == device:
-            return slot.packed
-        entries, sizes = laid_out(given, self._bucket_bytes)
-        held = [bucket.numel() for bucket in slot.buckets]
-        slot.packed = None
-        if held != sizes or slot.buckets[0].device != device:
-            for one in slot.handles:
-                if one.file:
-                    (self._directory / one.file).unlink(missing_ok=True)
-            slot.buckets, slot.handles = [], []  # before the new ones: there may be room for one
-            for number, size in enumerate(sizes):
-                path = self._directory / f"{slot.number}.{number}.{os.urandom(4).hex()}"
-                slot.buckets.append(room(size, device, path))
-                slot.handles.append(export(slot.buckets[-1], path))
-        targets = views(entries, slot.buckets)
+        device = _one_device(given, slot.buckets[:number])
+        start = sum(bucket.numel() for bucket in slot.buckets[:number])
+        entries, size = laid_out(given, start)
+        held = [(one.numel(), one.device) for one in slot.buckets[number : number + 1]]
+        if held != [(size, device)]:
+            self._let_go(slot, number)  # before the new one: there may be room for one
+            path = self._directory / f"{slot.number}.{number}.{os.urandom(4).hex()}"
+            slot.buckets.append(room(size, device, path))
+            slot.handles.append(export(slot.buckets[-1], path))
+        known = slot.packed.get(number)
+        if known is not None and known.kinds == kinds and known.entries == entries:
+            return known
+        targets = views(laid_out(given, 0)[0], slot.buckets[number : number + 1])
         copies = SummedCopies(list(zip(targets, given.values(), strict=True)))
         packing = _Packing(kinds, entries, copies)
         if not copies.keeps_tensors:
-            slot.packed = packing
+            slot.packed[number] = packing
         return packing
+
+    def _let_go(self, slot: _Slot, number: int) -> None:
+        """Of this bucket, and of those after it."""
+        for one in slot.handles[number:]:
+            if one.file:
+                (self._directory / one.file).unlink(missing_ok=True)
+        del slot.buckets[number:], slot.handles[number:]
+        slot.packed = {n: packing for n, packing in slot.packed.items() if n < number}
 
     def _offer(self, slot: _Slot, version: int, entries: list[Entry]) -> Offer:
         manifest = Manifest(version, sum(b.numel() for b in slot.buckets), entries)
@@ -438,8 +454,14 @@ def _compare(entries: Sequence[Entry], found: Callable[[], list[str]], offer: Of
             )
 
 
-def _one_device(tensors: Mapping[str, Tensor]) -> torch.device:
-    devices = {tensor.device for tensor in tensors.values()}
+def _with_digests(entries: Sequence[Entry], found: Sequence[str]) -> list[Entry]:
+    return [
+        msgspec.structs.replace(one, digest=each) for one, each in zip(entries, found, strict=True)
+    ]
+
+
+def _one_device(tensors: Mapping[str, Tensor], others: Sequence[Tensor] = ()) -> torch.device:
+    devices = {tensor.device for tensor in (*tensors.values(), *others)}
     if len(devices) > 1 or next(iter(devices)).type not in ("cpu", "cuda"):
         raise UsageError(
             f"These tensors are on {', '.join(sorted(map(str, devices)))}.",

@@ -28,6 +28,7 @@ from rollway.errors import UsageError, WeightsError
 from rollway.weights import owner
 from rollway.weights.bits import DTYPES, dtype_name, raw_bytes, spread, word_sum
 from rollway.weights.offer import Entry, Lies, Manifest, Offer, read_manifest
+from rollway.weights.transports.buckets import unless_empty
 
 SHM = Path("/dev/shm")
 _PREFIX = "rollway-weights-"
@@ -63,6 +64,14 @@ class _Slot:
             self.memory = mapped_for_writing(self.path, nbytes)
         return self.memory
 
+    def grown_to(self, nbytes: int) -> Tensor:
+        """The same, with what was written there so far."""
+        if self.memory is None or self.memory.numel() < nbytes:
+            new = self.memory is None
+            self.memory = None
+            self.memory = mapped_for_writing(self.path, nbytes, new=new)
+        return self.memory
+
     def remove(self) -> None:
         for path in self.paths:
             path.unlink(missing_ok=True)
@@ -86,6 +95,8 @@ class ShmPublisher:
         # One of its own, so that nothing is ever written over a trainer's parameters.
         self._own, *self._slots = slots
         self._adopted: dict[str, Tensor] | None = None
+        self._nbytes = 0
+        """Of the last version; the next is mostly as large."""
         self._guard = owner.Guard(*(path for slot in slots for path in slot.paths))
 
     def publish(
@@ -94,22 +105,23 @@ class ShmPublisher:
         tensors: Iterable[tuple[str, Tensor]] = (),
         lies: Mapping[str, Sequence[Lies]] | None = None,
     ) -> Offer:
-        """Put a version where workers can read it; without tensors, those that were adopted.
+        """Put a version where workers can read it; without tensors, those that were adopted. Each
+        tensor is copied before the next one is asked for.
 
         `lies` says what lies in each tensor, for shards: see `rollway.weights.transports.shards`.
         """
-        given = dict(tensors) or self._adopted
-        if not given:
+        coming = unless_empty(tensors)
+        if coming is None and not self._adopted:
             raise UsageError("There are no tensors to publish.")
-        slot = self._own if given is self._adopted else min(self._slots, key=_age)
+        slot = self._own if coming is None else min(self._slots, key=_age)
         slot.manifest.unlink(missing_ok=True)  # whoever reads it now learns that it changed
-        entries, nbytes = _laid_out(given)
-        memory = slot.room_for(nbytes)
-        views = {one.name: _view(memory, one) for one in entries}
-        if given is not self._adopted:
-            for name, tensor in given.items():
-                _copy(views[name], tensor.detach())
-        sums = spread(word_sum, list(views.values()))
+        slot.version = -1
+        if coming is None:
+            entries, nbytes = _laid_out(self._adopted or {})
+        else:
+            entries, nbytes = self._copied(slot, coming)
+        memory = slot.grown_to(nbytes)
+        sums = spread(word_sum, [_view(memory, one) for one in entries])
         entries = [
             msgspec.structs.replace(
                 one, digest=f"{total:016x}", lies=tuple((lies or {}).get(one.name, ()))
@@ -123,6 +135,21 @@ class ShmPublisher:
         slot.version = version
         size = sum(one.nbytes for one in entries)
         return Offer("shm", version, manifest.identity, size, {"slot": slot.path.name})
+
+    def _copied(
+        self, slot: _Slot, tensors: Iterable[tuple[str, Tensor]]
+    ) -> tuple[list[Entry], int]:
+        slot.grown_to(self._nbytes)
+        entries: dict[str, Entry] = {}
+        end = 0
+        for name, tensor in tensors:
+            if name in entries:
+                raise UsageError(f"{name} came twice.", "Publish each name once.")
+            one = entries[name] = _entry(name, tensor, end)
+            end = _after(one)
+            _copy(_view(slot.grown_to(end), one), tensor.detach())
+        self._nbytes = end
+        return list(entries.values()), end
 
     def adopt(self, named: Mapping[str, Tensor]) -> None:
         """Move parameters (`dict(model.named_parameters())`) into shared memory, where publishing
@@ -220,7 +247,7 @@ class ShmReader:
             if not stat.S_ISREG(found.st_mode) or found.st_size < nbytes:
                 raise WeightsError(f"{path} does not hold {nbytes} bytes.")
             known = self._maps.get(path.name)
-            if known is None or known[0] != found.st_ino:
+            if known is None or known[0] != found.st_ino or known[1].numel() < nbytes:
                 # A publisher that went away takes its memory with it.
                 there = {name for name in self._maps if (self._directory / name).exists()}
                 self._maps = {name: self._maps[name] for name in there}
@@ -254,8 +281,10 @@ def remove_abandoned(directory: Path = SHM) -> None:
             path.unlink(missing_ok=True)
 
 
-def mapped_for_writing(path: Path, nbytes: int) -> Tensor:
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+def mapped_for_writing(path: Path, nbytes: int, *, new: bool = True) -> Tensor:
+    """A file of at least that size; what an old one holds stays."""
+    flags = os.O_CREAT | os.O_EXCL if new else os.O_NOFOLLOW
+    handle = os.open(path, os.O_RDWR | flags, 0o600)
     try:
         os.posix_fallocate(handle, 0, max(nbytes, 1))  # a full /dev/shm is an error here, no crash
         return torch.frombuffer(mmap.mmap(handle, max(nbytes, 1)), dtype=torch.uint8)
@@ -278,12 +307,20 @@ def _copy(target: Tensor, tensor: Tensor) -> None:
 
 
 def _laid_out(tensors: dict[str, Tensor]) -> tuple[list[Entry], int]:
-    entries, offset = [], 0
+    entries, end = [], 0
     for name, tensor in tensors.items():
-        nbytes = tensor.numel() * tensor.element_size()
-        entries.append(Entry(name, dtype_name(tensor), tuple(tensor.shape), offset, nbytes))
-        offset += -(-nbytes // _ALIGNED) * _ALIGNED
-    return entries, offset
+        entries.append(_entry(name, tensor, end))
+        end = _after(entries[-1])
+    return entries, end
+
+
+def _entry(name: str, tensor: Tensor, offset: int) -> Entry:
+    nbytes = tensor.numel() * tensor.element_size()
+    return Entry(name, dtype_name(tensor), tuple(tensor.shape), offset, nbytes)
+
+
+def _after(one: Entry) -> int:
+    return one.offset + -(-one.nbytes // _ALIGNED) * _ALIGNED
 
 
 def _view(memory: Tensor, one: Entry) -> Tensor:
