@@ -11,9 +11,14 @@ import pytest
 from rollway.errors import UsageError
 from rollway.integrations.verl.forward import forwarded
 from rollway.integrations.verl.generation import nothing, output_of, refuse_media, sampling_of
-from rollway.integrations.verl.options import Options, read_options
+from rollway.integrations.verl.options import (
+    WHERE_SEPARATE,
+    Options,
+    WeightOptions,
+    checked,
+    read_options,
+)
 from rollway.integrations.verl.settings import stack_spec
-from rollway.integrations.verl.updates import collected
 from rollway.rollout.trajectory import Rollout, Span
 
 
@@ -39,6 +44,14 @@ def test_an_unknown_option_is_named_as_the_user_wrote_it() -> None:
 def test_a_directory_is_asked_for_where_weights_are_files() -> None:
     with pytest.raises(UsageError, match="needs a directory"):
         read_options({"dynamo": {"weights": "files"}})
+
+
+def test_options_of_engines_apart_are_those_about_weights_alone() -> None:
+    with pytest.raises(UsageError, match=r"kwargs\.rollway\.python: there is no such option"):
+        checked(WeightOptions, {"python": "/bin/python"}, WHERE_SEPARATE)
+    with pytest.raises(UsageError, match=r"kwargs\.rollway\.weights=delta needs a directory"):
+        checked(WeightOptions, {"weights": "delta"}, WHERE_SEPARATE)
+    assert checked(WeightOptions, {"weights": "collective"}, WHERE_SEPARATE).weights_dir is None
 
 
 def test_replicas_are_workers_of_one_stack_with_verls_engine_settings() -> None:
@@ -107,15 +120,6 @@ def test_an_output_names_the_steps_its_tokens_came_from() -> None:
     cut = output_of(sampled("aborted", Span(0, 2, 1, 7)), steps.get)  # type: ignore[arg-type]
     assert cut["stop_reason"] == "aborted"
     assert "global_steps" not in nothing("aborted")["extra_fields"]
-
-
-async def test_weights_come_from_either_kind_of_iterator() -> None:
-    async def later() -> Any:
-        yield "a", 1
-        yield "b", 2
-
-    assert await collected(later(), str) == {"a": "1", "b": "2"}
-    assert await collected(iter([("a", 1)]), str) == {"a": "1"}
 
 
 async def test_an_address_leads_to_another() -> None:

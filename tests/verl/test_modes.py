@@ -8,7 +8,7 @@ so large that old weights could not be taken for new ones; the control shows tha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,13 @@ KL = "rollout_corr/k3_kl"
 STEPS = 3
 
 
-def run(directory: Path, base_model: Path, mode: str, modules: Sequence[str] = ()) -> Training:
+def run(
+    directory: Path,
+    base_model: Path,
+    mode: str,
+    modules: Sequence[str] = (),
+    more: Mapping[str, Any] | None = None,
+) -> Training:
     prepare(directory, base_model)
     separate = mode == "separate_async"
     overrides = settings(
@@ -38,7 +44,7 @@ def run(directory: Path, base_model: Path, mode: str, modules: Sequence[str] = (
         overrides[f"trainer.v1.{mode}.num_warmup_batches"] = 0
     if separate:
         overrides |= separate_engines()
-    return train(directory, overrides, modules)
+    return train(directory, {**overrides, **(more or {})}, modules)
 
 
 def separate_engines() -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from rollway.integrations.verl.updates import Publishing, drained
+from rollway.integrations.verl.stream import drained
+from rollway.integrations.verl.updates import Publishing
 
 
 async def _send_nothing(self, weights, pool, step):

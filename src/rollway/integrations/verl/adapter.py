@@ -11,7 +11,8 @@ from rollway.errors import UsageError
 from rollway.integrations.verl.checkpoint_engine import WIRE
 from rollway.integrations.verl.options import read_options
 from rollway.integrations.verl.replica import HYBRID, STANDALONE, pool_name
-from rollway.integrations.verl.updates import Publishing, drained, rank
+from rollway.integrations.verl.stream import drained
+from rollway.integrations.verl.updates import Publishing, rank
 
 
 class ServerAdapter(BaseRollout):  # type: ignore[misc]
@@ -34,7 +35,11 @@ class ServerAdapter(BaseRollout):  # type: ignore[misc]
         self.is_leader_rank = rank() % world == 0
         self.sleep_level = 1
         self._first = rank() == 0 and self._hybrid
-        self._publishing = Publishing(self._options, str(self.model_config.local_path))
+        self._publishing: Publishing | None = None
+        if self._first:
+            bucket = int(self.config.checkpoint_engine.update_weights_bucket_megabytes) << 20
+            address = ray.util.get_node_ip_address()
+            self._publishing = Publishing(self._options, bucket, address)
         self._pool: Any = None
 
     def _pool_actor(self) -> Any:
@@ -71,7 +76,7 @@ class ServerAdapter(BaseRollout):  # type: ignore[misc]
                 "Adapters are not handed to rollout.name=dynamo by themselves.",
                 "Merge them: actor_rollout_ref.model.lora.merge=True.",
             )
-        if self._first:
+        if self._publishing is not None:
             await self._publishing.send(weights, self._pool_actor(), global_steps)
         else:
             await drained(weights)

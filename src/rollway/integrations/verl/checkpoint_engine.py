@@ -12,8 +12,9 @@ from typing import Any
 import ray
 from verl.checkpoint_engine.base import CheckpointEngine
 
-from rollway.integrations.verl.options import Options
-from rollway.integrations.verl.updates import Publishing, drained
+from rollway.integrations.verl.options import WHERE_SEPARATE, WeightOptions, checked
+from rollway.integrations.verl.stream import drained
+from rollway.integrations.verl.updates import Publishing
 
 WIRE = "rollway"
 """What verl tells an adapter of how these weights come: not through it."""
@@ -21,16 +22,15 @@ WIRE = "rollway"
 
 class RollwayCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     """Options are those of the rollout that say how weights move: `weights`, `weights_dir`; give
-    them under `checkpoint_engine.engine_kwargs.rollway`, and `model`, the path of the policy, for
-    `weights: files`."""
+    them under `checkpoint_engine.engine_kwargs.rollway`."""
 
     wire_format = WIRE
 
-    def __init__(
-        self, bucket_size: int, is_master: bool = False, model: str = "", **options: Any
-    ) -> None:
-        self._master = is_master
-        self._publishing = Publishing(Options.model_validate(options), model)
+    def __init__(self, bucket_size: int, is_master: bool = False, **options: Any) -> None:
+        said = checked(WeightOptions, options, WHERE_SEPARATE)
+        address = ray.util.get_node_ip_address()
+        # The other ranks, and the workers beside engines, publish nothing.
+        self._publishing = Publishing(said, bucket_size, address) if is_master else None
 
     def prepare(self) -> dict[str, Any]:
         return {}
@@ -50,7 +50,7 @@ class RollwayCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     async def send_weights(
         self, weights: Any, global_steps: int | None = None
     ) -> dict[str, float] | None:
-        if not self._master:
+        if self._publishing is None:
             await drained(weights)
             return None
         from rollway.integrations.verl.replica import STANDALONE, pool_name

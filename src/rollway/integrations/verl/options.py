@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -12,13 +12,23 @@ from rollway.config import RawArgs
 from rollway.errors import UsageError
 
 WHERE = "actor_rollout_ref.rollout.engine_kwargs.dynamo"
-Transport = Literal["auto", "shm", "cuda_ipc", "files", "delta", "nixl"]
+WHERE_SEPARATE = "actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.rollway"
+Transport = Literal["auto", "shm", "cuda_ipc", "files", "delta", "collective", "nixl"]
 
 
-class Options(BaseModel):
-    """Everything has a default; `docs/verl.md` explains each."""
+class WeightOptions(BaseModel):
+    """How new weights go to the engines."""
 
     model_config = ConfigDict(extra="forbid", coerce_numbers_to_str=True)
+
+    weights: Transport = "auto"
+    """`auto`: `cuda_ipc` from a GPU, `shm` from a CPU."""
+    weights_dir: Path | None = None
+    """For `files` and `delta`: a directory that trainer and engines see."""
+
+
+class Options(WeightOptions):
+    """Everything has a default; `docs/verl.md` explains each."""
 
     router_mode: str = "kv"
     router_args: RawArgs = Field(default_factory=dict)
@@ -44,10 +54,6 @@ class Options(BaseModel):
     free_engine: bool | None = None
     """Whether engines give their memory back while the trainer trains; as
     `rollout.free_cache_engine` says, when not given."""
-    weights: Transport = "auto"
-    """How new weights go to the engines. `auto`: `cuda_ipc` from a GPU, `shm` from a CPU."""
-    weights_dir: Path | None = None
-    """For `files` and `delta`: a directory that trainer and engines see."""
     log_dir: Path | None = None
     """Where each process writes its log, in a directory for each pool."""
     metrics_dir: Path | None = None
@@ -56,21 +62,28 @@ class Options(BaseModel):
     """Whether an engine that dies is started anew, or ends the run."""
 
 
+Kind = TypeVar("Kind", bound=WeightOptions)
+
+
 def read_options(engine_kwargs: Mapping[str, Any] | None) -> Options:
-    """Of a rollout's `engine_kwargs`; every complaint names the key as the user wrote it."""
-    said = dict((engine_kwargs or {}).get("dynamo") or {})
+    """Of a rollout's `engine_kwargs`."""
+    return checked(Options, (engine_kwargs or {}).get("dynamo") or {}, WHERE)
+
+
+def checked(kind: type[Kind], said: Mapping[str, Any], where: str) -> Kind:
+    """Options of a kind, from what the user wrote at a place, which every complaint names."""
     try:
-        options = Options.model_validate(said)
+        options = kind.model_validate(dict(said))
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
-        known = ", ".join(sorted(Options.model_fields))
+        known = ", ".join(sorted(kind.model_fields))
         unknown = first["type"] == "extra_forbidden"
         words = "there is no such option" if unknown else str(first["msg"])
-        raise UsageError(f"{WHERE}.{key}: {words}.", f"Options are: {known}.") from error
+        raise UsageError(f"{where}.{key}: {words}.", f"Options are: {known}.") from error
     if options.weights in ("files", "delta") and options.weights_dir is None:
         raise UsageError(
-            f"{WHERE}.weights={options.weights} needs a directory.",
-            f"Give {WHERE}.weights_dir, which the trainer and the engines see.",
+            f"{where}.weights={options.weights} needs a directory.",
+            f"Give {where}.weights_dir, which the trainer and the engines see.",
         )
     return options

@@ -26,8 +26,9 @@ from rollway.integrations.verl import generation
 from rollway.integrations.verl.forward import forwarded
 from rollway.integrations.verl.gate import Gate
 from rollway.integrations.verl.options import read_options
-from rollway.integrations.verl.settings import frees_engine, stack_spec
+from rollway.integrations.verl.settings import frees_engine, model_path, stack_spec
 from rollway.integrations.verl.targets import write_targets
+from rollway.integrations.verl.updates import About
 from rollway.rollout.client import Rollouts
 from rollway.stack.state import StackDir
 from rollway.weights.offer import read_offer
@@ -125,9 +126,18 @@ class Pool:
             raise RolloutError("The rollout stack has not started.")
         return self._stack
 
-    async def about(self) -> dict[str, str]:
+    async def about(self) -> About:
         """What ranks that publish weights must know."""
-        return {"secret": self.stack.weights_secret, "name": self.stack.name}
+        import ray
+
+        there = [worker for worker in await self.stack.fleet.workers() if not worker.error]
+        return About(
+            stack=self.stack.name,
+            secret=self.stack.weights_secret,
+            model=model_path(self._model),
+            address=ray.util.get_node_ip_address(),
+            receivers=len(there) * int(self._rollout.tensor_model_parallel_size),
+        )
 
     async def shutdown(self) -> None:
         await self._cleanup.aclose()

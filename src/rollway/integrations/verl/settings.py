@@ -32,7 +32,7 @@ def stack_spec(
     replicas, in their order, and none on a machine without."""
     refuse(rollout)
     served: dict[str, Any] = {
-        "path": str(getattr(model, "local_path", None) or model.path),
+        "path": model_path(model),
         "replicas": replicas,
         "tensor_parallel": int(rollout.tensor_model_parallel_size),
         "seed": int(getattr(rollout, "seed", 0) or 0),
@@ -80,6 +80,10 @@ def engine_args(rollout: Any, model: Any, options: Options, *, gpu: bool) -> Raw
     if options.python is not None:
         args["worker-extension-cls"] = WORKER_EXTENSION  # Rollway is there too: see docs/verl.md
     return {**args, **options.engine_args}
+
+
+def model_path(model: Any) -> str:
+    return str(getattr(model, "local_path", None) or model.path)
 
 
 def context_length(rollout: Any) -> int:

@@ -8,11 +8,36 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable, Iterable
-from typing import Any, Protocol
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
-from rollway.integrations.verl.options import Options
+from rollway.errors import UsageError
+from rollway.integrations.verl.options import WeightOptions
+from rollway.integrations.verl.stream import Named, Stream
+from rollway.weights import owner
 from rollway.weights.offer import Offer
+
+if TYPE_CHECKING:
+    from rollway.weights.transports.collective import CollectivePublisher
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class About:
+    """What whoever publishes must know of a pool."""
+
+    stack: str
+    secret: str
+    model: str
+    """The directory that its engines started from."""
+    address: str
+    """Of its machine."""
+    receivers: int
+    """Ranks of all engines that are there now."""
 
 
 class Publisher(Protocol):
@@ -22,79 +47,124 @@ class Publisher(Protocol):
 class Publishing:
     """Of one rank; the publisher is kept, and with it memory and connections."""
 
-    def __init__(self, options: Options, model_path: str) -> None:
-        self._options, self._model_path = options, model_path
+    def __init__(self, options: WeightOptions, bucket_bytes: int, address: str = LOOPBACK) -> None:
+        """`address` is this machine's, and `bucket_bytes` what may be in memory on the way, beyond
+        what a transport keeps."""
+        if options.weights == "nixl":
+            check_nixl()  # now, and not after the first step
+        self._options, self._bucket_bytes, self._address = options, bucket_bytes, address
         self._publisher: Publisher | None = None
+        self._guard: owner.Guard | None = None
 
     async def send(self, weights: Any, pool: Any, step: int | None) -> dict[str, float]:
         """Publish what the iterator has, and have every worker of the pool serve it."""
-        tensors = await collected(weights, self._kept)
-        about = await pool.about.remote()
-        version = await pool.next_version.remote()
+        stream = Stream(weights)
+        first = await stream.first()
+        about: About = await pool.about.remote()
+        version: int = await pool.next_version.remote()
         if self._publisher is None:
-            self._publisher = self._made(self._transport(tensors), about["secret"])
-        publish = self._publisher.publish
-        offer = await asyncio.to_thread(publish, version, tensors.items())
-        figures: dict[str, float] = await pool.refit.remote(offer.as_json(), step)
+            self._publisher = self._made(self._transport(first), about)
+        publisher = self._publisher
+        if isinstance(publisher, Broadcast):
+            publisher.receivers = about.receivers
+        offer = await stream.through(lambda tensors: publisher.publish(version, tensors))
+        figures: dict[str, float]
+        if isinstance(publisher, Broadcast):
+            figures = await publisher.during(version, pool.refit.remote(offer.as_json(), step))
+        else:
+            figures = await pool.refit.remote(offer.as_json(), step)
         return figures
 
-    def _kept(self, tensor: Any) -> Any:
-        """On the GPU only for those that read it there: verl gathers one tensor at a time, and all
-        of them might not fit."""
-        return tensor if self._options.weights in ("auto", "cuda_ipc", "nixl") else tensor.cpu()
-
-    def _transport(self, tensors: dict[str, Any]) -> str:
+    def _transport(self, first: Named | None) -> str:
         if self._options.weights != "auto":
             return self._options.weights
-        return "cuda_ipc" if any(tensor.is_cuda for tensor in tensors.values()) else "shm"
+        return "cuda_ipc" if first is not None and first[1].is_cuda else "shm"
 
-    def _made(self, name: str, secret: str) -> Publisher:
+    def _made(self, name: str, about: About) -> Publisher:
+        if name in ("shm", "cuda_ipc"):
+            return self._on_this_machine(name, about)
+        host = LOOPBACK if about.address == self._address else self._address
+        if name == "collective":
+            return Broadcast(host)
+        if name == "nixl":
+            from rollway.weights.transports.nixl import NixlPublisher
+
+            return NixlPublisher(host=host, secret=about.secret)
+        return self._in_directory(name, about)
+
+    def _on_this_machine(self, name: str, about: About) -> Publisher:
+        if about.address != self._address:
+            raise UsageError(
+                f"weights={name} goes through the memory of one machine; the trainer is on "
+                f"{self._address}, the engines on {about.address}.",
+                "Use files or delta in a directory that both see, or collective, or nixl.",
+            )
         if name == "shm":
             from rollway.weights.transports.shm import ShmPublisher
 
             return ShmPublisher()
-        if name == "cuda_ipc":
-            from rollway.weights.transports.cuda_ipc import CudaIpcPublisher
+        from rollway.weights.transports.cuda_ipc import CudaIpcPublisher
 
-            return CudaIpcPublisher()
-        if name == "nixl":
-            from rollway.weights.transports.nixl import NixlPublisher
+        return CudaIpcPublisher(bucket_bytes=self._bucket_bytes)
 
-            return NixlPublisher(secret=secret)
-        return self._in_directory(name)
-
-    def _in_directory(self, name: str) -> Publisher:
-        from pathlib import Path
-
-        directory = self._options.weights_dir
-        assert directory is not None  # the options were checked
+    def _in_directory(self, name: str, about: About) -> Publisher:
+        """In one of this run's own, since versions count from 1 in each; it goes with the run."""
+        assert self._options.weights_dir is not None  # the options were checked
+        directory = self._options.weights_dir / about.stack
+        self._guard = owner.Guard(directory)
         if name == "files":
             from rollway.weights.transports.files import FilesPublisher
 
-            return FilesPublisher(directory, Path(self._model_path))
+            return FilesPublisher(directory, Path(about.model), shard_bytes=self._bucket_bytes)
         from rollway.weights.store import Store
         from rollway.weights.transports.delta import DeltaPublisher
 
-        return DeltaPublisher(Store(directory))
+        return DeltaFromCpu(DeltaPublisher(Store(directory)))
 
 
-async def collected(weights: Any, kept: Callable[[Any], Any]) -> dict[str, Any]:
-    """All tensors of a plain or an asynchronous iterator, each as it is to be kept."""
-    return {name: kept(tensor) async for name, tensor in each(weights)}
+class DeltaFromCpu:
+    """It holds the last version: not on the GPU, where verl's trainer has no room for one."""
+
+    def __init__(self, publisher: Publisher) -> None:
+        self._publisher = publisher
+
+    def publish(self, version: int, tensors: Iterable[tuple[str, Any]]) -> Offer:
+        return self._publisher.publish(version, ((name, one.cpu()) for name, one in tensors))
 
 
-async def drained(weights: Any) -> None:
-    async for _ in each(weights):
-        pass
+class Broadcast:
+    """A publisher that takes part in the transfer, and so must hear how the refit goes."""
+
+    def __init__(self, host: str) -> None:
+        from rollway.weights.transports.collective import CollectivePublisher
+
+        self._publisher: CollectivePublisher = CollectivePublisher(host)
+        self.receivers = 1
+
+    def publish(self, version: int, tensors: Iterable[tuple[str, Any]]) -> Offer:
+        return self._publisher.publish(version, tensors, receivers=self.receivers)
+
+    async def during(self, version: int, refit: Any) -> dict[str, float]:
+        """The refit's figures, when it has ended and every receiver has said that it has all."""
+        try:
+            figures: dict[str, float] = await refit
+        except BaseException:
+            self._publisher.cancel()
+            raise
+        await asyncio.to_thread(self._publisher.wait, version)
+        return figures
 
 
-async def each(weights: Any) -> AsyncIterator[tuple[str, Any]]:
-    if hasattr(weights, "__aiter__"):
-        async for one in weights:
-            yield one
-    else:
-        for one in weights:
-            yield one
+def check_nixl() -> None:
+    from rollway.weights.transports.nixl_agent import import_nixl
+
+    try:
+        import_nixl()
+    except UsageError as error:
+        raise UsageError(
+            f"weights=nixl: the trainer's environment ({sys.executable}) has no NIXL.",
+            "pip install rollway[nixl] there, and in the engine's environment.",
+        ) from error
 
 
 def rank() -> int:

@@ -1,0 +1,77 @@
+"""Every way in which weights can go from verl's trainer to engines, in runs of its own trainer."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Footprint
+from tests.verl.test_modes import STEPS, agrees, run, summary
+from tests.verl.training import Training, verl_python
+
+pytestmark = [pytest.mark.stack, pytest.mark.slow, pytest.mark.timeout(1200)]
+
+SEPARATE = "actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.rollway"
+SHARED = "actor_rollout_ref.rollout.engine_kwargs.dynamo"
+
+
+def check(training: Training) -> None:
+    assert training.returncode == 0, training.output[-6000:]
+    assert len(training.steps) == STEPS, summary(training)
+    assert all(agrees(step) for step in training.steps), summary(training)
+
+
+@pytest.mark.parametrize(
+    ("weights", "beside"),
+    [("files", "auto"), ("delta", "collective"), ("collective", "files"), ("nixl", "nixl")],
+)
+def test_engines_of_their_own_are_brought_every_step(
+    tmp_path: Path, base_model: Path, footprint: Footprint, weights: str, beside: str
+) -> None:
+    """And the engine beside the trainer, by other means."""
+    if weights == "nixl":
+        needs_nixl()
+    published = tmp_path / "published"
+    more = {
+        f"+{SEPARATE}.weights": weights,
+        f"+{SEPARATE}.weights_dir": str(published),
+        f"+{SHARED}.weights": beside,
+        f"+{SHARED}.weights_dir": str(published),
+    }
+    check(run(tmp_path, base_model, "separate_async", more=more))
+    assert footprint.settle() == {}
+    assert not published.exists() or not list(published.iterdir())  # it goes with the run
+
+
+def test_engines_that_share_the_trainers_machine_take_changes(
+    tmp_path: Path, base_model: Path, footprint: Footprint
+) -> None:
+    directory = tmp_path / "published"
+    more = {f"+{SHARED}.weights": "delta", f"+{SHARED}.weights_dir": str(directory)}
+    check(run(tmp_path, base_model, "sync", more=more))
+    assert footprint.settle() == {}
+
+
+def test_a_trainer_without_nixl_says_so(tmp_path: Path) -> None:
+    if has_nixl():
+        pytest.skip("verl's environment has NIXL")
+    program = (
+        "from rollway.integrations.verl.options import WeightOptions\n"
+        "from rollway.integrations.verl.updates import Publishing\n"
+        "Publishing(WeightOptions(weights='nixl'), 1)"
+    )
+    ran = subprocess.run([str(verl_python()), "-c", program], capture_output=True, text=True)
+    assert f"trainer's environment ({verl_python()}) has no NIXL" in ran.stderr
+
+
+def has_nixl() -> bool:
+    words = "import importlib.util as u, sys; sys.exit(u.find_spec('nixl_cu12') is None)"
+    return not subprocess.run([str(verl_python()), "-c", words]).returncode
+
+
+def needs_nixl() -> None:
+    if not has_nixl() or importlib.util.find_spec("nixl_cu12") is None:
+        pytest.skip("there is no NIXL for this machine in both environments")
