@@ -21,10 +21,12 @@ import torch
 from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 from rollway.engine.receivers import Receiver, receiver_for
 from rollway.errors import UsageError, WeightsError
 from rollway.integrations.verl.options import WeightOptions
+from rollway.integrations.verl.settings import tied_names
 from rollway.integrations.verl.stream import Stream
 from rollway.integrations.verl.updates import About, Publishing
 from rollway.weights.offer import Offer, read_offer
@@ -71,12 +73,13 @@ class Pool:
     served: Tensors = field(default_factory=dict)
     kept: dict[str, Receiver] = field(default_factory=dict)
     fails: bool = False
+    tied: frozenset[str] = frozenset()
 
     def __getattr__(self, name: str) -> Any:
         return SimpleNamespace(remote=getattr(self, f"do_{name}"))
 
     async def do_about(self) -> About:
-        return About("verl-p", "", str(self.model), self.address, self.receivers)
+        return About("verl-p", "", str(self.model), self.address, self.receivers, self.tied)
 
     async def do_next_version(self) -> int:
         return self.version + 1
@@ -116,6 +119,20 @@ async def test_every_transport_brings_what_either_iterator_has(
         assert await sender.send(iterator(given), pool, step) == {"seconds": 0.5}
         assert same({name: pool.served[name] for name in given}, given)
         assert pool.served.keys() == given.keys()
+
+
+async def test_a_head_that_is_the_embedding_is_sent_once(tmp_path: Path, pool: Pool) -> None:
+    """A state dict names it twice, the files of the model do not, and engines go by the files."""
+    both = {"model.embed_tokens.weight": torch.ones(4, 2), "lm_head.weight": torch.ones(4, 2)}
+    config = pool.model / "config.json"
+    save_file({"model.embed_tokens.weight": torch.ones(4, 2)}, pool.model / "model.safetensors")
+    assert tied_names(pool.model) == frozenset()
+    config.write_text('{"tie_word_embeddings": true}')
+    pool.tied = tied_names(pool.model)
+    await publishing("shm", tmp_path).send(plain(both), pool, 1)
+    assert pool.served.keys() == {"model.embed_tokens.weight"}
+    save_file(both, pool.model / "model.safetensors")
+    assert tied_names(pool.model) == frozenset()
 
 
 async def test_a_run_has_a_directory_of_its_own_that_goes_with_it(
@@ -300,9 +317,11 @@ def test_what_arrives_is_what_was_sent_whatever_grows(
 
 async def test_memory_of_one_machine_is_not_offered_to_another(tmp_path: Path, pool: Pool) -> None:
     sender = publishing("shm", tmp_path, address="10.0.0.2")
+    coming = plain(tensors(1))
     with pytest.raises(UsageError, match=r"trainer is on 10\.0\.0\.2, the engines on 10\.0\.0\.1"):
-        await sender.send(plain(tensors(1)), pool, 1)
+        await sender.send(coming, pool, 1)
     assert not pool.served
+    assert list(coming) == []  # other ranks do not wait for this one
 
 
 def test_a_name_that_comes_twice_is_refused(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import Footprint
-from tests.verl.training import Step, Training, prepare, settings, train
+from tests.verl.training import Step, Training, prepare, settings, tie_embeddings, train
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -30,8 +30,12 @@ def run(
     mode: str,
     modules: Sequence[str] = (),
     more: Mapping[str, Any] | None = None,
+    *,
+    tied: bool = False,
 ) -> Training:
     prepare(directory, base_model)
+    if tied:
+        tie_embeddings(directory)
     separate = mode == "separate_async"
     overrides = settings(
         directory,

@@ -58,6 +58,18 @@ def prepare(directory: Path, base_model: Path) -> None:
     (directory / "data.jsonl").write_text("\n".join(rows) + "\n")
 
 
+def tie_embeddings(directory: Path) -> None:
+    """Make the prepared model one whose head is its embedding, and has no tensor of its own."""
+    from safetensors.torch import load_file, save_file
+
+    model = directory / "model"
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    tensors = load_file(model / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+
+
 def _question(number: int) -> dict[str, Any]:
     start = number % 10
     answer = "".join(str((start + 1 + i) % 10) for i in range(ANSWER))

@@ -16,6 +16,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -26,7 +27,7 @@ from rollway.integrations.verl import generation
 from rollway.integrations.verl.forward import forwarded
 from rollway.integrations.verl.gate import Gate
 from rollway.integrations.verl.options import read_options
-from rollway.integrations.verl.settings import frees_engine, model_path, stack_spec
+from rollway.integrations.verl.settings import frees_engine, model_path, stack_spec, tied_names
 from rollway.integrations.verl.targets import write_targets
 from rollway.integrations.verl.updates import About
 from rollway.rollout.client import Rollouts
@@ -137,6 +138,7 @@ class Pool:
             model=model_path(self._model),
             address=ray.util.get_node_ip_address(),
             receivers=len(there) * int(self._rollout.tensor_model_parallel_size),
+            tied=tied_names(Path(model_path(self._model))),
         )
 
     async def shutdown(self) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import secrets
+from pathlib import Path
 from typing import Any
 
 from rollway.config import RawArgs, StackSpec
 from rollway.errors import UsageError
 from rollway.integrations.verl.options import Options
 from rollway.stack.plan import WORKER_EXTENSION
+from rollway.weights.checkpoint import read_headers
 
 _SAME_NAME = {
     "gpu_memory_utilization": "gpu-memory-utilization",
@@ -84,6 +87,14 @@ def engine_args(rollout: Any, model: Any, options: Options, *, gpu: bool) -> Raw
 
 def model_path(model: Any) -> str:
     return str(getattr(model, "local_path", None) or model.path)
+
+
+def tied_names(model: Path) -> frozenset[str]:
+    """Names of a model's parameters that its files leave out: a head that is the embedding."""
+    config = model / "config.json"
+    if not config.is_file() or not json.loads(config.read_text()).get("tie_word_embeddings"):
+        return frozenset()
+    return frozenset({"lm_head.weight"} - read_headers(model).keys())
 
 
 def context_length(rollout: Any) -> int:

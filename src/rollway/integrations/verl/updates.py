@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -38,6 +38,8 @@ class About:
     """Of its machine."""
     receivers: int
     """Ranks of all engines that are there now."""
+    tied: frozenset[str] = frozenset()
+    """Names that verl sends and the model's files do not have: another tensor's second name."""
 
 
 class Publisher(Protocol):
@@ -59,20 +61,22 @@ class Publishing:
     async def send(self, weights: Any, pool: Any, step: int | None) -> dict[str, float]:
         """Publish what the iterator has, and have every worker of the pool serve it."""
         stream = Stream(weights)
-        first = await stream.first()
+        transport = self._transport(await stream.first())
         about: About = await pool.about.remote()
         version: int = await pool.next_version.remote()
-        if self._publisher is None:
-            self._publisher = self._made(self._transport(first), about)
-        publisher = self._publisher
-        if isinstance(publisher, Broadcast):
-            publisher.receivers = about.receivers
-        offer = await stream.through(lambda tensors: publisher.publish(version, tensors))
-        figures: dict[str, float]
-        if isinstance(publisher, Broadcast):
-            figures = await publisher.during(version, pool.refit.remote(offer.as_json(), step))
-        else:
-            figures = await pool.refit.remote(offer.as_json(), step)
+
+        def publish(tensors: Iterator[Named]) -> Offer:
+            # Made here, where whatever goes wrong does not keep the other ranks waiting.
+            publisher = self._publisher = self._publisher or self._made(transport, about)
+            if isinstance(publisher, Broadcast):
+                publisher.receivers = about.receivers
+            return publisher.publish(version, (t for t in tensors if t[0] not in about.tied))
+
+        offer = await stream.through(publish)
+        refit = pool.refit.remote(offer.as_json(), step)
+        if isinstance(self._publisher, Broadcast):
+            return await self._publisher.during(version, refit)
+        figures: dict[str, float] = await refit
         return figures
 
     def _transport(self, first: Named | None) -> str:
