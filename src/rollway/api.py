@@ -120,6 +120,19 @@ class Stack:
         return os.environ.get(SECRET, "") if state is None else secret_of(state)
 
     @property
+    def invitation(self) -> dict[str, Any]:
+        """Fields for the spec of workers that join this stack, also from another machine. They
+        hold the secret that weights are signed with; of a stack that this user started here."""
+        state = StackDir(self.name).read() if self.name else None
+        if state is None:
+            raise UsageError(
+                "Only a stack that runs on this machine can say how to join it.",
+                "Ask there: `rollway status NAME --json`.",
+            )
+        join = {**state.invitation["join"], "secret": secret_of(state)}
+        return {**state.invitation, "join": join}
+
+    @property
     def fleet(self) -> Fleet:
         """The workers of the only model; with several models use `fleet_of`."""
         return self.fleet_of(None)
@@ -257,6 +270,7 @@ class _Up(_Opening):
     def __init__(self, spec: StackSpec, progress: Progress | None) -> None:
         super().__init__()
         self._spec = spec
+        self._watch = spec.join is None  # who started the frontend brings joiners up to date
         self._progress = progress
         self._running: RunningStack | None = None
 

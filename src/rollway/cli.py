@@ -207,7 +207,8 @@ def _dry_run(spec: rollway.StackSpec, options: argparse.Namespace) -> int:
     finally:
         ports.release()
     if options.json:
-        print(json.dumps({"spec": spec.model_dump(mode="json"), **plan.as_json()}))
+        shown = spec.model_dump(mode="json", exclude={"join": {"secret"}})
+        print(json.dumps({"spec": shown, **plan.as_json()}))
         return 0
     for process in plan.processes:
         print(f"# {process.name}")
@@ -250,6 +251,7 @@ def _status_of(state: StackState) -> dict[str, Any]:
         "supervisor": state.supervisor_pid,
         "started_at": state.started_at,
         "log_dir": state.log_dir,
+        "invitation": state.invitation,
         "processes": [asdict(process) for process in state.processes],
         "weight_versions": {},
     }

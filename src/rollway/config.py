@@ -21,6 +21,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
+from urllib.parse import urlsplit
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -104,6 +105,21 @@ class RestartSpec(_Part):
     """Deaths in a row, without a stable minute in between, after which Rollway gives up."""
 
 
+class JoinSpec(_Part):
+    """A stack that runs already, on this machine or another, which the workers are to serve in.
+    Its `invitation` has all of this."""
+
+    namespace: str = Field(min_length=1)
+    frontend: str = Field(pattern="^http")
+    rl: str = Field(pattern="^http")
+    """Its RL listing."""
+    discovery_dir: Path | None = None
+    """Its directory, with `discovery: file`. On the same machine only: Dynamo watches it with
+    inotify, which does not hear what another machine writes."""
+    secret: str = Field(default="", repr=False)
+    """What its offers of weights are signed with; $ROLLWAY_WEIGHTS_SECRET when empty."""
+
+
 class AdminTimeouts(_Part):
     """Seconds that one attempt of a call to a worker may take."""
 
@@ -131,7 +147,10 @@ class StackSpec(_Part):
     nats_server: str | None = None
     """A running NATS, as nats://host:port; without it Rollway starts one."""
     admin_host: str = "127.0.0.1"
-    """Where workers bind their admin (system) port. It has no authentication."""
+    """Where workers bind their admin (system) port and take requests, and where etcd and NATS
+    listen. None of them has authentication."""
+    join: JoinSpec | None = None
+    """Workers only: no frontend and no services of its own."""
     python: str | None = None
     """Interpreter whose environment has Dynamo and the engine; this one when not given."""
     checkpoint_roots: list[Path] = Field(default_factory=list)
@@ -181,6 +200,8 @@ class StackSpec(_Part):
             raise ValueError("`etcd_endpoints` is given but `discovery` is not `etcd`")
         if self.nats_server and "nats" not in (self.event_plane, self.request_plane):
             raise ValueError("`nats_server` is given but no plane is `nats`")
+        if self.join is not None:
+            _check_join(self, self.join)
         return self
 
     @property
@@ -190,6 +211,26 @@ class StackSpec(_Part):
     @property
     def needs_nats(self) -> bool:
         return "nats" in (self.event_plane, self.request_plane) and self.nats_server is None
+
+
+def _check_join(spec: StackSpec, join: JoinSpec) -> None:
+    if spec.discovery == "file" and join.discovery_dir is None:
+        raise ValueError("`join` with `discovery: file` needs `join.discovery_dir`")
+    if spec.needs_etcd:
+        raise ValueError("`join` with `discovery: etcd` needs the other stack's `etcd_endpoints`")
+    if spec.needs_nats:
+        raise ValueError("`join` with a plane on `nats` needs the other stack's `nats_server`")
+    if any(model.engine == "mocker" for model in spec.models):
+        raise ValueError("mockers cannot `join`: which of them are whose is not to be seen")
+    if is_loopback(spec.admin_host) and not is_loopback(urlsplit(join.frontend).hostname or ""):
+        raise ValueError(
+            f"`admin_host` is {spec.admin_host}, where {join.frontend} cannot reach the workers; "
+            "give an address of this machine in its network"
+        )
+
+
+def is_loopback(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def slug(name: str) -> str:

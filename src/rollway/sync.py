@@ -167,5 +167,9 @@ class SyncStack:
     def weights_secret(self) -> str:
         return self._stack.weights_secret
 
+    @property
+    def invitation(self) -> dict[str, Any]:
+        return self._stack.invitation
+
     def refit(self, version: int, update: Weights, **options: Any) -> RefitReport:
         return self.fleet.refit(version, update, **options)

@@ -13,6 +13,8 @@ from rollway.errors import SpecError, StartError
 from rollway.stack import machine, plan
 from rollway.stack.lease import Lease
 from rollway.stack.plan import StackPlan, as_flags, plan_stack
+from rollway.stack.ready import is_at
+from rollway.stack.state import ProcessState
 
 
 @pytest.fixture
@@ -60,6 +62,35 @@ def test_start_order_is_services_workers_frontend(lay_out: Any) -> None:
     worker = laid.by_role("worker")[0]
     assert worker.env["ETCD_ENDPOINTS"].startswith("http://127.0.0.1:")
     assert worker.env["NATS_SERVER"].startswith("nats://127.0.0.1:")
+
+
+def test_workers_that_join_have_the_others_addresses_and_none_of_its_processes(
+    lay_out: Any,
+) -> None:
+    first = lay_out(discovery="etcd", admin_host="127.0.0.2", frontend={"host": "127.0.0.2"})
+    second = lay_out(name="second", admin_host="127.0.0.3", **first.invitation)
+    assert [process.role for process in second.processes] == ["worker"] * 2
+    assert (second.frontend_url, second.rl_url) == (first.frontend_url, first.rl_url)
+    one, other = first.by_role("worker")[0], second.by_role("worker")[0]
+    for name in ("DYN_NAMESPACE", "DYN_DISCOVERY_BACKEND", "ETCD_ENDPOINTS", "DYN_EVENT_PLANE"):
+        assert one.env[name] == other.env[name]
+    assert other.env["ETCD_ENDPOINTS"].startswith("http://127.0.0.2:")
+    assert option(one.argv, "endpoint") == option(other.argv, "endpoint")
+    assert {other.env[n] for n in ("DYN_SYSTEM_HOST", "DYN_TCP_RPC_HOST")} == {"127.0.0.3"}
+    third = lay_out(name="third", **second.invitation)  # by way of one that joined
+    assert third.by_role("worker")[0].env["DYN_NAMESPACE"] == one.env["DYN_NAMESPACE"]
+
+
+def test_a_listed_worker_is_told_by_address_and_port() -> None:
+    def worker(host: str) -> ProcessState:
+        return ProcessState(
+            "w", "worker", "w.log", admin_url=f"http://{host}:20001", ports={"system": 20001}
+        )
+
+    assert is_at("http://10.0.0.2:20001", worker("10.0.0.2"))
+    assert not is_at("http://10.0.0.3:20001", worker("10.0.0.2"))
+    assert not is_at("http://10.0.0.2:20002", worker("10.0.0.2"))
+    assert is_at("http://10.0.0.2:20001", worker("127.0.0.1"))  # it listens on all addresses
 
 
 def test_the_rl_preset_is_there_and_can_be_overridden(lay_out: Any) -> None:

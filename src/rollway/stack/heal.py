@@ -9,7 +9,7 @@ import time
 from rollway.errors import RollwayError
 from rollway.stack import processes
 from rollway.stack.children import Children, exit_words
-from rollway.stack.plan import LOOPBACK, ProcessPlan, StackPlan
+from rollway.stack.plan import ProcessPlan, StackPlan, reachable
 from rollway.stack.ready import (
     Absences,
     listed_instances,
@@ -159,4 +159,4 @@ class Healer(Children):
         self._write()
 
     async def _service_up(self, service: ProcessPlan) -> None:
-        await until_connectable(service.ports["client"], LOOPBACK)
+        await until_connectable(service.ports["client"], reachable(self.spec.admin_host))

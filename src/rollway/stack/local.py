@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from rollway.config import StackSpec
 from rollway.errors import RollwayError, SpecError, StackNotRunning, StartError, UsageError
@@ -25,6 +24,7 @@ from rollway.fleet.discovery import Worker
 from rollway.stack import processes
 from rollway.stack.locks import NamedLock
 from rollway.stack.processes import ProcessId
+from rollway.stack.ready import is_at
 from rollway.stack.state import DETACH, StackDir, StackState, known_stacks, patience
 from rollway.weights.adapter import remove_abandoned
 
@@ -267,8 +267,7 @@ def supervises(name: str, worker: Worker) -> bool:
     state = StackDir(name).read()
     if state is None or not state.supervised:
         return False
-    port = urlsplit(worker.admin_url).port
-    return any(p.role == "worker" and p.ports.get("system") == port for p in state.processes)
+    return any(p.role == "worker" and is_at(worker.admin_url, p) for p in state.processes)
 
 
 async def replace_worker(name: str, worker: Worker) -> bool:

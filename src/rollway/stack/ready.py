@@ -8,10 +8,12 @@ first user, on every worker, by pinning the request to it.
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from urllib.parse import urlsplit
 
+from rollway.config import is_loopback
 from rollway.errors import RequestFailed, RollwayError, StartError, Unreachable
 from rollway.fleet.admin import DynamoAdmin
 from rollway.fleet.discovery import RlListing, discover
@@ -21,12 +23,14 @@ from rollway.rollout.sampling import Sampling
 from rollway.rollout.wire import DynamoAssembly, completion_request
 from rollway.stack import logs
 from rollway.stack.plan import ProcessPlan, StackPlan
+from rollway.stack.state import ProcessState
 
 Report = Callable[[ProcessPlan, str, str], None]
 """Called with a process, its new state, and a detail for the user."""
 
 WARM_UP_SECONDS = 600.0
 LOST_SECONDS = 15.0
+JOIN_SECONDS = 60.0
 UNSERVED_SECONDS = 60.0
 _POLL_SECONDS = 0.5
 _PROMPT = [1, 2, 3, 4, 5, 6, 7, 8]
@@ -74,6 +78,18 @@ async def until_open(http: Http, url: str) -> None:
             return
         except Unreachable:
             await asyncio.sleep(_POLL_SECONDS)
+
+
+async def until_joined(http: Http, plan: StackPlan) -> None:
+    """Return when the frontend of the stack to join answers; it may have been started just now."""
+    try:
+        await asyncio.wait_for(until_open(http, f"{plan.frontend_url}/health"), JOIN_SECONDS)
+    except TimeoutError:
+        raise StartError(
+            f"No frontend to join answers at {plan.frontend_url} ({JOIN_SECONDS:g} s).",
+            "Is that stack running, and does its `frontend.host` take connections from here? "
+            "`rollway status NAME --json` on its machine shows its invitation.",
+        ) from None
 
 
 async def until_connectable(port: int, host: str) -> None:
@@ -167,16 +183,33 @@ async def _instances(
     http: Http, plan: StackPlan, workers: Sequence[ProcessPlan], taken: Set[int]
 ) -> dict[str, int]:
     """Worker name to instance id, for those that are there."""
-    by_port = {worker.ports["system"]: worker.name for worker in workers}
     found = {}
     for listed in await discover(http, RlListing(plan.rl_url), retry=ONCE):
-        port = urlsplit(listed.admin_url).port
-        if port in by_port and listed.error is None and listed.instance_id not in taken:
-            found[by_port[port]] = listed.instance_id
+        worker = next((one for one in workers if is_at(listed.admin_url, one)), None)
+        if worker is not None and listed.error is None and listed.instance_id not in taken:
+            found[worker.name] = listed.instance_id
     mockers = [worker for worker in workers if worker.engine == "mocker"]
     if mockers:
         found.update(await _mocker_instances(http, plan, mockers, taken))
     return found
+
+
+def is_at(admin_url: str, worker: ProcessPlan | ProcessState) -> bool:
+    """Whether a worker is the one that is listed there. Another machine's may have the same port;
+    but the address of one that listens on all of them, or on a name, is Dynamo's choice."""
+    listed, own = urlsplit(admin_url), urlsplit(worker.admin_url or "")
+    if listed.port != worker.ports.get("system"):
+        return False
+    chosen = own.hostname or ""
+    return is_loopback(chosen) or not _is_number(chosen) or listed.hostname == chosen
+
+
+def _is_number(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 async def _mocker_instances(
@@ -213,11 +246,12 @@ async def _listed(http: Http, plan: StackPlan, models: set[str]) -> None:
         except (Unreachable, RequestFailed):
             pass
         await asyncio.sleep(_POLL_SECONDS)
-    log = next(process.log for process in plan.processes if process.role == "frontend")
+    frontends = [process.log for process in plan.processes if process.role == "frontend"]
+    seen = str(frontends[0]) if frontends else f"the log of {plan.frontend_url}"
     raise StartError(
         f"The frontend knows the workers of {', '.join(sorted(missing))} and does not serve it.",
-        f"It could not load the model's files, perhaps (no chat template, say): see {log}.",
-        log_tail="\n".join(logs.telling_tail(log)),
+        f"It could not load the model's files, perhaps (no chat template, say): see {seen}.",
+        log_tail="\n".join(logs.telling_tail(frontends[0])) if frontends else "",
     )
 
 

@@ -83,6 +83,8 @@ class StackState:
     processes: list[ProcessState] = field(default_factory=list)
     shared_memory: list[str] = field(default_factory=list)
     stop_seconds: float = 20.0
+    invitation: dict[str, Any] = field(default_factory=dict)
+    """Fields for the spec of a stack that joins this one; all but the secret."""
     error: dict[str, Any] | None = None
 
     @property
@@ -165,9 +167,9 @@ class StackDir:
             path.unlink(missing_ok=True)
 
 
-def new_secret(run_dir: Path) -> str:
+def new_secret(run_dir: Path, given: str = "") -> str:
     """What offers of weights to the workers of this run are signed with."""
-    secret = secrets.token_hex(32)
+    secret = given or secrets.token_hex(32)
     handle = os.open(run_dir / "secret", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(handle, "w") as file:
         file.write(secret)

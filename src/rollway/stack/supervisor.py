@@ -32,7 +32,7 @@ from rollway.stack.children import exit_words
 from rollway.stack.heal import WATCH_SECONDS, Healer
 from rollway.stack.locks import NamedLock
 from rollway.stack.plan import ProcessPlan, StackPlan, plan_stack
-from rollway.stack.ready import until_open
+from rollway.stack.ready import until_joined, until_open
 from rollway.stack.state import (
     DETACH,
     ProcessState,
@@ -42,6 +42,7 @@ from rollway.stack.state import (
     prepare_logs,
 )
 from rollway.weights.adapter import remove_abandoned
+from rollway.weights.offer import SECRET
 
 
 class Supervisor(Healer):
@@ -86,16 +87,18 @@ class Supervisor(Healer):
 
     async def _start(self) -> None:
         plan = self._prepare()
+        if self.spec.join is not None:
+            await self._watching_start(until_joined(self.http, plan))
         for service in plan.by_role("service"):
             self._spawn(service)
             await self._watching_start(self._service_up(service))
             self._report(service, "ready", "")
         for worker in plan.by_role("worker"):
             self._spawn(worker)
-        (frontend,) = plan.by_role("frontend")
-        self._spawn(frontend)
-        await self._watching_start(until_open(self.http, f"{plan.frontend_url}/health"))
-        self._report(frontend, "ready", "")
+        for frontend in plan.by_role("frontend"):
+            self._spawn(frontend)
+            await self._watching_start(until_open(self.http, f"{plan.frontend_url}/health"))
+            self._report(frontend, "ready", "")
         await self._watching_start(self._workers_serving(plan, plan.by_role("worker")))
 
     def _prepare(self) -> StackPlan:
@@ -104,13 +107,14 @@ class Supervisor(Healer):
         run_dir.mkdir(mode=0o700, parents=True)
         for part in ("tmp", "discovery"):
             (run_dir / part).mkdir()
-        self.secret = new_secret(run_dir)
+        self.secret = new_secret(run_dir, self._joined_secret())
         plan = plan_stack(
             self.spec, run_id=self.state.run_id, run_dir=run_dir, log_dir=log_dir, ports=self.ports
         )
         self.plan = plan
         self.plans = {process.name: process for process in plan.processes}
         self.state.frontend, self.state.rl = plan.frontend_url, plan.rl_url
+        self.state.invitation = plan.invitation
         self.state.processes = [
             ProcessState(
                 name=p.name,
@@ -124,6 +128,12 @@ class Supervisor(Healer):
         ]
         self._write()
         return plan
+
+    def _joined_secret(self) -> str:
+        """Of the stack that this one joins; without it, its offers will not be believed here."""
+        if self.spec.join is None:
+            return ""
+        return self.spec.join.secret or os.environ.get(SECRET, "")
 
     async def _watching_start(self, step: Coroutine[Any, Any, None]) -> None:
         """Do a step of the start; a process that dies meanwhile ends the start at once."""

@@ -1,0 +1,94 @@
+"""Workers that join a stack: two supervisors, one frontend. Real Dynamo with the numpy engine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rollway
+from rollway.errors import SpecError
+from rollway.rollout.sampling import Sampling
+from rollway.stack.state import StackDir
+from rollway.sync import SyncStack
+from tests.conftest import Footprint
+from tests.stack.policies import Policy
+from tests.stack.test_light_stack import PROMPT, TOLERANCE, light, worst
+
+pytestmark = pytest.mark.timeout(300)
+SHORT = Sampling(max_tokens=8, ignore_eos=True)
+
+
+def own_address() -> str:
+    """Of this machine in its network; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            pytest.skip("this machine has no address but loopback")
+        return str(probe.getsockname()[0])
+
+
+def wait_for(what: Callable[[], bool], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def serving(stack: SyncStack, version: int) -> int:
+    return list(stack.fleet.read_versions().values()).count(version)
+
+
+def joiner(base_model: Path, name: str, stack: SyncStack, **fields: Any) -> dict[str, Any]:
+    return {**light(base_model, name, replicas=1), **stack.invitation, **fields}
+
+
+@pytest.mark.parametrize("planes", ["loopback", "network"])
+def test_workers_of_two_supervisors_are_one_fleet(
+    base_model: Path, policies: list[Policy], footprint: Footprint, planes: str
+) -> None:
+    network: dict[str, Any] = {}
+    if planes == "network":
+        host = own_address()
+        network = {"discovery": "etcd", "admin_host": host, "frontend": {"host": host}}
+    where = {name: value for name, value in network.items() if name == "admin_host"}
+    with rollway.up({**light(base_model, "first", replicas=1), **network}) as first:
+        with rollway.up(joiner(base_model, "second", first, **where)) as second:
+            assert second.frontend_url == first.frontend_url
+            assert len(first.fleet.workers()) == 2
+            mine = StackDir("second").read()
+            assert mine is not None
+            (worker,) = mine.processes
+            assert worker.role == "worker"
+            assert second.weights_secret == first.weights_secret
+
+            report = first.refit(1, policies[1].path)
+            assert [one.state for one in report.workers] == ["serving"] * 2
+            group = first.rollouts().generate(PROMPT, SHORT, n=8)
+            assert {rollout.weight_version for rollout in group} == {1}
+            assert worst(policies[1], group) < TOLERANCE
+
+            # Its own supervisor starts it again, and who refitted brings it up to date.
+            assert worker.pid is not None
+            os.kill(worker.pid, signal.SIGKILL)
+            wait_for(lambda: StackDir("second").read().processes[0].restarts == 1)  # type: ignore[union-attr]
+            wait_for(lambda: serving(first, 1) == 2)
+        wait_for(lambda: len(first.fleet.workers()) == 1)
+        assert worst(policies[1], first.rollouts().generate(PROMPT, SHORT, n=2)) < TOLERANCE
+    assert footprint.settle() == {}
+
+
+def test_workers_that_nobody_could_reach_are_refused(base_model: Path) -> None:
+    join = {"namespace": "n", "frontend": "http://10.0.0.1:8000", "rl": "http://10.0.0.1:8001"}
+    spec = {**light(base_model, "far"), "discovery": "etcd", "etcd_endpoints": "http://10.0.0.1:1"}
+    with pytest.raises(SpecError, match="cannot reach the workers"):
+        rollway.up({**spec, "join": join})
+    with pytest.raises(SpecError, match="needs the other stack's `etcd_endpoints`"):
+        rollway.up({**light(base_model, "far"), "discovery": "etcd", "join": join})
