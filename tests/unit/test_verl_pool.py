@@ -10,6 +10,7 @@ import asyncio
 import sys
 from collections.abc import Awaitable
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ from rollway.errors import RolloutError, UsageError
 from rollway.integrations.verl import pool as pool_module
 from rollway.integrations.verl.gate import Gate
 from rollway.integrations.verl.pool import Pool
+from rollway.integrations.verl.traffic import Traffic, read_log
 from rollway.rollout.sampling import Sampling
 from rollway.rollout.trajectory import Rollout, Span
 from rollway.weights.offer import Offer
@@ -308,3 +310,28 @@ async def test_replicas_on_several_nodes_are_refused(pool: Pool) -> None:
     joins = [pool.join(replica, f"node-{replica}", ["0"]) for replica in range(2)]
     for result in await asyncio.gather(*joins, return_exceptions=True):
         assert isinstance(result, UsageError) and "are on 2 nodes" in result.message
+
+
+async def test_what_was_cached_is_told_with_the_next_weights_and_logged(
+    pool: Pool, engines: Engines, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "new" / "answers.jsonl"
+    pool._traffic = Traffic(log)
+    engines.finish.set()
+    await asyncio.gather(ask(pool), ask(pool))
+    offer = Offer("shm", 1, "identity", 10, {}).as_json()
+    await pool.refit(offer, 1)
+    assert "2 requests, 0.0% of 4 prompt tokens from cache" in capsys.readouterr().out
+    await pool.refit(offer, 2)
+    assert "requests" not in capsys.readouterr().out
+    first, _ = read_log(log)
+    assert (first.group, first.trajectory, first.worker) == ("g", "t", 1)
+    assert (first.prompt_tokens, first.cached_tokens, first.output_tokens) == (2, 0, 3)
+
+
+async def test_affinity_can_change_while_it_serves(pool: Pool, engines: Engines) -> None:
+    engines.finish.set()
+    for affinity in ("group", "trajectory", "off"):
+        await pool.set_affinity(affinity)  # type: ignore[arg-type]
+        await ask(pool)
+    assert engines.calls == ["generate in g", "generate in t", "generate in None"]

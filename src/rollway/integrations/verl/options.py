@@ -13,6 +13,8 @@ from rollway.errors import UsageError
 
 WHERE = "actor_rollout_ref.rollout.engine_kwargs.dynamo"
 WHERE_SEPARATE = "actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.rollway"
+Affinity = Literal["group", "trajectory", "off"]
+"""What stays on one worker: all rollouts of a prompt, the turns of one, or nothing."""
 Transport = Literal["auto", "shm", "cuda_ipc", "files", "delta", "collective", "nixl"]
 
 
@@ -33,8 +35,7 @@ class Options(WeightOptions):
     router_mode: str = "kv"
     router_args: RawArgs = Field(default_factory=dict)
     """Dynamo's own `--router-*` options, without the dashes."""
-    affinity: Literal["group", "trajectory", "off"] = "group"
-    """What stays on one worker: all rollouts of a prompt, the turns of one, or nothing."""
+    affinity: Affinity = "group"
     frontend_port: int = Field(default=0, ge=0, le=65535)
     rl_port: int = Field(default=0, ge=0, le=65535)
     served_model_name: str = ""
@@ -58,6 +59,8 @@ class Options(WeightOptions):
     """Where each process writes its log, in a directory for each pool."""
     metrics_dir: Path | None = None
     """Where the addresses of all metrics are written, in a file for each pool, for Prometheus."""
+    request_log: Path | None = None
+    """A file to which a line is added for each answer: `traffic.Answer`."""
     restart: bool = True
     """Whether an engine that dies is started anew, or ends the run."""
 

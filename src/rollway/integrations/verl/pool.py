@@ -26,9 +26,10 @@ from rollway.fleet.admin import on_all
 from rollway.integrations.verl import generation
 from rollway.integrations.verl.forward import forwarded
 from rollway.integrations.verl.gate import Gate
-from rollway.integrations.verl.options import read_options
+from rollway.integrations.verl.options import Affinity, read_options
 from rollway.integrations.verl.settings import frees_engine, model_path, stack_spec, tied_names
 from rollway.integrations.verl.targets import write_targets
+from rollway.integrations.verl.traffic import Answer, Traffic
 from rollway.integrations.verl.updates import About
 from rollway.rollout.client import Rollouts
 from rollway.stack.state import StackDir
@@ -64,6 +65,8 @@ class Pool:
         self._aborted: set[str] = set()
         self._version = 0
         self._steps: dict[int, int | None] = {}
+        self._traffic = Traffic(self._options.request_log)
+        self._affinity: Affinity = self._options.affinity
 
     # --- life ------------------------------------------------------------------------------------
 
@@ -165,10 +168,10 @@ class Pool:
             return TokenOutput(**generation.nothing("aborted"))
         if sampling_params.get("prompt_logprobs") is not None:
             return TokenOutput(**await self._score(prompt_ids, sampling_params["prompt_logprobs"]))
-        ids = {"group": group_id, "trajectory": trajectory_id, "off": None}
-        session = ids[self._options.affinity]
         key = f"{request_id}/{uuid.uuid4().hex}"
-        task = asyncio.ensure_future(self._sample(list(prompt_ids), sampling_params, session))
+        task = asyncio.ensure_future(
+            self._sample(list(prompt_ids), sampling_params, group_id, trajectory_id)
+        )
         self._running[key] = task
         try:
             return TokenOutput(**await task)
@@ -184,7 +187,7 @@ class Pool:
             self._aborted.discard(key)
 
     async def _sample(
-        self, prompt: list[int], params: dict[str, Any], session: str | None
+        self, prompt: list[int], params: dict[str, Any], group: str | None, trajectory: str | None
     ) -> dict[str, Any]:
         assert self._rollouts is not None
         replays = bool(getattr(self._rollout, "enable_rollout_routing_replay", False))
@@ -193,8 +196,25 @@ class Pool:
         )
         if sampling is None:
             return generation.nothing("completed", self._step_of(self._version))
+        session = {"group": group, "trajectory": trajectory, "off": None}[self._affinity]
+        began = time.monotonic()
         (rollout,) = await self._rollouts.generate(prompt, sampling, group=session)
+        self._traffic.add(
+            Answer(
+                group=group,
+                trajectory=trajectory,
+                worker=rollout.worker_id,
+                prompt_tokens=len(prompt),
+                cached_tokens=rollout.cached_tokens,
+                output_tokens=len(rollout.token_ids),
+                seconds=time.monotonic() - began,
+            )
+        )
         return generation.output_of(rollout, self._step_of)
+
+    async def set_affinity(self, affinity: Affinity) -> None:
+        """Of requests from now on: so `rollway bench verl` compares them in one stack."""
+        self._affinity = affinity
 
     async def _score(self, prompt: Sequence[int], likeliest: int) -> dict[str, Any]:
         if likeliest:
@@ -310,6 +330,8 @@ class Pool:
     async def refit(self, offer: dict[str, Any], step: int | None) -> dict[str, float]:
         """Bring every worker to what a rank has published."""
         made = read_offer(offer, secret="")  # it came from a rank of this job, through Ray
+        if words := self._traffic.summary():
+            print(f"rollway: since the last weights: {words}", flush=True)
         async with self._control:
             self._version += 1
             self._steps[self._version] = step
