@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rollway.demo.model import copy_bare
 from rollway.demo.task import INSTRUCTION
 
 HERE = Path(__file__).parent
@@ -25,8 +26,6 @@ RAY_DIRECTORY = Path(tempfile.gettempdir(), f"rollway-ray-{os.getpid()}")
 """Short: Ray puts sockets there, whose paths may have 107 characters."""
 MAIN = "verl.trainer.main_ppo"
 ANSWER = 16
-PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-"""The base policy has learnt to answer the bare question."""
 
 Step = Mapping[str, float]
 
@@ -47,13 +46,7 @@ class Training:
 
 def prepare(directory: Path, base_model: Path) -> None:
     """A model and data files, as verl wants them."""
-    model = directory / "model"
-    shutil.copytree(base_model, model)
-    (model / "chat_template.jinja").write_text(PLAIN_TEMPLATE)
-    config = model / "tokenizer_config.json"
-    said = json.loads(config.read_text())
-    said["chat_template"] = PLAIN_TEMPLATE
-    config.write_text(json.dumps(said))
+    copy_bare(base_model, directory / "model")
     rows = [json.dumps(_question(number)) for number in range(40)]
     (directory / "data.jsonl").write_text("\n".join(rows) + "\n")
 

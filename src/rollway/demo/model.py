@@ -49,6 +49,8 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 
+BARE_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
 MAX_POSITIONS = 2048
 # Ten prompts a step, one for each start digit. Their answers are longer than the task's: the
 # prompt costs most of the time, and a longer answer teaches more for nearly the same.
@@ -81,6 +83,17 @@ def build_base(directory: Path, *, seed: int = 0) -> Path:
         _move_into_place(workspace, directory, seed)
     finally:
         shutil.rmtree(workspace, ignore_errors=True)
+    return directory
+
+
+def copy_bare(base: Path, directory: Path) -> Path:
+    """The checkpoint with a chat template that adds nothing, for trainers that apply one: the base
+    policy has learnt to answer the bare question."""
+    shutil.copytree(base, directory)
+    (directory / "chat_template.jinja").write_text(BARE_TEMPLATE)
+    path = directory / "tokenizer_config.json"
+    config = json.loads(path.read_text()) | {"chat_template": BARE_TEMPLATE}
+    path.write_text(json.dumps(config, indent=2) + "\n")
     return directory
 
 
