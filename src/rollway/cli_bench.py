@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rollway.api import make_spec
-from rollway.bench import router_command
+from rollway.bench import router_command, verl_command
 from rollway.extras import require
 
 
@@ -34,6 +34,9 @@ def add_grammar(bench: argparse.ArgumentParser) -> None:
     child.add_argument("--json", action="store_true", help="one JSON object on stdout")
     child.add_argument("--no-real", action="store_true", help="mockers only, no real engine")
     child.set_defaults(command=rollout)
+    child = benches.add_parser("verl", help="prefix hits of verl's agent loops, by affinity")
+    verl_command.add_grammar(child)
+    child.set_defaults(command=verl)
     child = benches.add_parser("plan", help="planning weight transfers of large models")
     child.add_argument("--json", action="store_true", help="one JSON object on stdout")
     child.set_defaults(command=plan)
@@ -117,6 +120,11 @@ def rollout(options: argparse.Namespace) -> int:
             found.gateway = asyncio.run(bench_gateway(spec("vllm", real), Path(scratch), say))
     print(json.dumps(found.as_json()) if options.json else _shown(found.as_json()))
     return 0
+
+
+def verl(options: argparse.Namespace) -> int:
+    require("torch", "transformers", "dynamo")
+    return verl_command.run_command(options)
 
 
 def plan(options: argparse.Namespace) -> int:

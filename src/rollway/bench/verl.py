@@ -1,0 +1,310 @@
+"""`rollway bench verl`: what verl's own agent loops find in the engines' prefix caches, by what is
+kept on one engine.
+
+The same prompts go through verl's `AgentLoopManager` and `LLMServerManager` to
+`rollout.name=dynamo`. Arms with one kind of router take turns in one stack, whose caches are
+cleared before every batch, as for new weights. Hits are counted by the engine that answered,
+request by request.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rollway.bench import verl_traffic as traffic
+from rollway.bench.verl_traffic import Batch, Load
+from rollway.errors import RollwayError, UsageError
+from rollway.integrations.verl.options import Affinity
+from rollway.integrations.verl.traffic import Answer, read_log
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    name: str
+    router_mode: str
+    affinity: Affinity
+
+
+ARMS = (
+    Arm("group", "kv", "group"),
+    Arm("trajectory", "kv", "trajectory"),
+    Arm("off", "kv", "off"),
+    Arm("round robin", "round-robin", "off"),
+)
+BASELINE = "off"
+WORKERS = 4
+CACHE_BLOCKS = 416
+"""Of 32 tokens, in each engine: the smaller load fits however it is spread, the larger does not."""
+LOADS = (Load("fits", 8), Load("scarce", 24))
+BATCHES = 2
+_WARM_UP = Load("warm-up", WORKERS)
+_SECONDS = 1800.0
+"""For one stack and its batches."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchFigures:
+    """One batch in one arm."""
+
+    hit_rate: float
+    """Prompt tokens that were cached, of all prompt tokens."""
+    first_turns: float
+    """The same of the first requests of the trajectories alone, and of all later ones."""
+    later_turns: float
+    together: float
+    """Requests that went to the worker most used by their group, of all requests."""
+    ms_per_token: float
+    """From the first request to the last answer, tools included, by all sampled tokens."""
+    requests: int
+
+    @classmethod
+    def of(cls, answers: Sequence[Answer], seconds: float) -> BatchFigures:
+        first, later = turns(answers)
+        return cls(
+            hit_rate=hit_rate(answers),
+            first_turns=hit_rate(first),
+            later_turns=hit_rate(later),
+            together=together(answers),
+            ms_per_token=1000 * seconds / sum(answer.output_tokens for answer in answers),
+            requests=len(answers),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ArmFigures:
+    arm: str
+    load: str
+    batches: tuple[BatchFigures, ...]
+
+    def mean(self, name: str) -> float:
+        return statistics.fmean(getattr(batch, name) for batch in self.batches)
+
+    def spread(self, name: str) -> tuple[float, float]:
+        values = [getattr(batch, name) for batch in self.batches]
+        return min(values), max(values)
+
+
+@dataclass(slots=True)
+class VerlReport:
+    rows: list[ArmFigures]
+
+    def time_ratio(self, row: ArmFigures) -> float | None:
+        """Time per token against the arm without affinity, under the same load."""
+        for other in self.rows:
+            if (other.arm, other.load) == (BASELINE, row.load):
+                return row.mean("ms_per_token") / other.mean("ms_per_token")
+        return None
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "workers": WORKERS,
+            "cache_blocks": CACHE_BLOCKS,
+            "loads": {load.name: load.prompts for load in LOADS},
+            "rollouts": traffic.ROLLOUTS,
+            "turns": traffic.TURNS,
+            "rows": [
+                {
+                    "arm": row.arm,
+                    "load": row.load,
+                    "hit_rate": round(row.mean("hit_rate"), 4),
+                    "first_turns": round(row.mean("first_turns"), 4),
+                    "later_turns": round(row.mean("later_turns"), 4),
+                    "together": round(row.mean("together"), 4),
+                    "ms_per_token": round(row.mean("ms_per_token"), 3),
+                    "time_ratio": self.time_ratio(row),
+                    "batches": [asdict(batch) for batch in row.batches],
+                }
+                for row in self.rows
+            ],
+        }
+
+
+def hit_rate(answers: Iterable[Answer]) -> float:
+    cached = prompt = 0
+    for answer in answers:
+        cached += answer.cached_tokens
+        prompt += answer.prompt_tokens
+    return cached / prompt if prompt else 0.0
+
+
+def turns(answers: Iterable[Answer]) -> tuple[list[Answer], list[Answer]]:
+    """First turns, and later ones: a trajectory asks again only after it was answered."""
+    first: dict[str | None, Answer] = {}
+    later = []
+    for answer in answers:
+        if first.setdefault(answer.trajectory, answer) is not answer:
+            later.append(answer)
+    return list(first.values()), later
+
+
+def together(answers: Sequence[Answer]) -> float:
+    by_group: dict[str | None, Counter[int | None]] = defaultdict(Counter)
+    for answer in answers:
+        by_group[answer.group][answer.worker] += 1
+    most = sum(max(workers.values()) for workers in by_group.values())
+    return most / len(answers) if answers else 0.0
+
+
+# --- runs ----------------------------------------------------------------------------------------
+
+
+def bench_verl(
+    python: Path, model: Path, scratch: Path, arms: Sequence[Arm], say: Say
+) -> VerlReport:
+    if not python.is_file():
+        raise UsageError(
+            f"There is no interpreter {python}.",
+            "`make setup-verl` makes one; or name that of your verl environment: --verl-python.",
+        )
+    found: list[ArmFigures] = []
+    for router_mode in dict.fromkeys(arm.router_mode for arm in arms):
+        mine = [arm for arm in arms if arm.router_mode == router_mode]
+        for figures in run_stack(router_mode, mine, python, model, scratch / router_mode):
+            found.append(figures)
+            say(
+                f"{figures.arm}, {figures.load}: {figures.mean('hit_rate'):.3f} hits, "
+                f"{figures.mean('ms_per_token'):.2f} ms per token"
+            )
+    return VerlReport([row for load in LOADS for row in found if row.load == load.name])
+
+
+def run_stack(
+    router_mode: str, arms: Sequence[Arm], python: Path, model: Path, directory: Path
+) -> list[ArmFigures]:
+    """All batches of the arms that share a stack."""
+    results = directory / "results"
+    results.mkdir(parents=True)
+    ray_directory = Path(tempfile.gettempdir(), f"rollway-ray-{os.getpid()}")  # short: sockets
+    job = {
+        "overrides": [
+            f"{name}={value}" for name, value in overrides(router_mode, model, directory)
+        ],
+        "batches": [_entry(arm, batch) for arm, batch in order(arms)],
+        "request_log": str(directory / "answers.jsonl"),
+        "results": str(results),
+        "ray": {
+            "address": "local",
+            "include_dashboard": False,
+            "num_cpus": 4 * WORKERS + 8,  # as many as verl books, not as many as there are
+            "num_gpus": WORKERS,
+            "object_store_memory": 200 << 20,
+            "_temp_dir": str(ray_directory),
+        },
+    }
+    (directory / "job.json").write_text(json.dumps(job, indent=2))
+    try:
+        _drive(python, directory)
+    finally:
+        shutil.rmtree(ray_directory, ignore_errors=True)
+    return [
+        ArmFigures(
+            arm.name,
+            load.name,
+            tuple(_read(arm, Batch(load, number), results) for number in range(BATCHES)),
+        )
+        for load in LOADS
+        for arm in arms
+    ]
+
+
+def order(arms: Sequence[Arm]) -> list[tuple[Arm, Batch]]:
+    """Arms take turns, forward and backward; before them all, one batch that nobody counts and that
+    reaches every worker."""
+    found = [(Arm("warm-up", "", "off"), Batch(_WARM_UP, 0))]
+    for number in range(BATCHES):
+        for load in LOADS:
+            found += [(arm, Batch(load, number)) for arm in arms[:: 1 if number % 2 == 0 else -1]]
+    return found
+
+
+def _entry(arm: Arm, batch: Batch) -> dict[str, Any]:
+    return {
+        "name": _name(arm, batch),
+        "load": asdict(batch.load),
+        "number": batch.number,
+        "affinity": arm.affinity,
+    }
+
+
+def _name(arm: Arm, batch: Batch) -> str:
+    return f"{arm.name}-{batch.name}".replace(" ", "-")
+
+
+def overrides(router_mode: str, model: Path, directory: Path) -> list[tuple[str, Any]]:
+    """In the words of verl's config. GPUs are only counted, by Ray."""
+    rollout = "actor_rollout_ref.rollout"
+    dynamo = f"+{rollout}.engine_kwargs.dynamo"
+    multi_turn = f"{rollout}.multi_turn"
+    return [
+        ("actor_rollout_ref.model.path", model),
+        ("data.max_prompt_length", traffic.LONGEST_PROMPT),
+        ("data.max_response_length", traffic.LONGEST_RESPONSE),
+        (f"{rollout}.name", "dynamo"),
+        (f"{rollout}.nnodes", 1),
+        (f"{rollout}.n_gpus_per_node", WORKERS),
+        (f"{rollout}.tensor_model_parallel_size", 1),
+        (f"{rollout}.dtype", "float32"),
+        (f"{rollout}.max_num_seqs", 64),
+        (f"{rollout}.free_cache_engine", False),
+        (f"{rollout}.calculate_log_probs", True),
+        (f"{rollout}.agent.num_workers", 1),
+        (f"{multi_turn}.enable", True),
+        (f"{multi_turn}.format", traffic.TOOL),
+        (f"{multi_turn}.function_tool_path", Path(__file__).with_name("verl_tool.py")),
+        (f"{multi_turn}.max_assistant_turns", traffic.TURNS),
+        (f"{dynamo}.python", sys.executable),
+        (f"{dynamo}.log_dir", directory / "logs"),
+        (f"{dynamo}.request_log", directory / "answers.jsonl"),
+        (f"{dynamo}.engine_args.num-gpu-blocks-override", CACHE_BLOCKS),
+        (f"{dynamo}.router_mode", router_mode),
+    ]
+
+
+def _drive(python: Path, directory: Path) -> None:
+    output = directory / "output.log"
+    with output.open("wb") as log:
+        process = subprocess.Popen(
+            [str(python), "-m", "rollway.bench.verl_driver", str(directory / "job.json")],
+            env={
+                **os.environ,
+                "VERL_USE_EXTERNAL_MODULES": "rollway.integrations.verl.register",
+                "RAY_raylet_start_wait_time_s": "200",
+                "RAY_DEDUP_LOGS": "0",
+                "OMP_NUM_THREADS": "1",
+                "HF_HUB_OFFLINE": "1",
+            },
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        returncode = process.wait(_SECONDS)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # Ray's processes are in the driver's session
+        process.wait()
+    if returncode:
+        last = "\n".join(output.read_text(errors="replace").splitlines()[-30:])
+        raise RollwayError(f"verl's agent loops ended with {returncode}:\n{last}")
+
+
+def _read(arm: Arm, batch: Batch, results: Path) -> BatchFigures:
+    name = _name(arm, batch)
+    answers = read_log(results / f"{name}.jsonl")
+    return BatchFigures.of(answers, float((results / f"{name}.seconds").read_text()))

@@ -1,0 +1,121 @@
+"""The grammar of `rollway bench verl`, what it prints, and what it writes into the docs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from rollway.bench.verl import ARMS, LOADS, ArmFigures, VerlReport, bench_verl
+from rollway.errors import UsageError
+
+COLUMNS = (
+    "load",
+    "affinity",
+    "prefix hits",
+    "first turns",
+    "later turns",
+    "with its group",
+    "ms per token",
+    "against off",
+)
+_NAMES = tuple(arm.name for arm in ARMS)
+BEGIN, END = "<!-- rollway bench verl -->", "<!-- end -->"
+"""Around the table in the docs."""
+
+
+def add_grammar(child: argparse.ArgumentParser) -> None:
+    child.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    child.add_argument(
+        "--verl-python",
+        type=Path,
+        default=Path(".venv-verl/bin/python"),
+        metavar="PATH",
+        help="interpreter of the environment with verl (.venv-verl/bin/python)",
+    )
+    child.add_argument("--arms", default=",".join(_NAMES), metavar="A,B", help="only these")
+    child.add_argument("--keep", type=Path, metavar="DIR", help="leave logs and answers there")
+    child.add_argument("--write", type=Path, metavar="FILE", help=f"table after {BEGIN}")
+
+
+def run_command(options: argparse.Namespace) -> int:
+    wanted = [name.strip() for name in options.arms.split(",")]
+    for name in wanted:
+        if name not in _NAMES:
+            raise UsageError(f"There is no arm `{name}`.", f"Arms are: {', '.join(_NAMES)}.")
+    arms = [arm for arm in ARMS if arm.name in wanted]
+    if options.write is not None:
+        with_table(options.write.read_text(), "")  # before minutes are spent
+
+    from rollway.demo.model import build_base, copy_bare
+    from rollway.stack.preset import cache_dir
+
+    def say(words: str) -> None:
+        print(words, file=sys.stderr, flush=True)
+
+    with ExitStack() as cleanup:
+        scratch = options.keep or Path(
+            cleanup.enter_context(tempfile.TemporaryDirectory(prefix="rollway-bench-"))
+        )
+        scratch = scratch.resolve()
+        scratch.mkdir(parents=True, exist_ok=True)
+        model = copy_bare(build_base(cache_dir() / "demo"), scratch / "model")
+        report = bench_verl(options.verl_python.absolute(), model, scratch, arms, say)
+    if options.write is not None:
+        options.write.write_text(with_table(options.write.read_text(), markdown(report)))
+    if options.json:
+        print(json.dumps(report.as_json()))
+    else:
+        _show(report)
+    return 0
+
+
+def markdown(report: VerlReport) -> str:
+    lines = ["|" + "|".join(f" {name} " for name in COLUMNS) + "|"]
+    lines.append("|---|---|" + "---:|" * (len(COLUMNS) - 2))
+    lines += ["| " + " | ".join(_cells(report, row)) + " |" for row in report.rows]
+    return "\n".join(lines)
+
+
+def with_table(text: str, table: str) -> str:
+    """The document, with this table in the place that is marked for it."""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise UsageError(
+            "The document has no place for the table.", f"Put the lines {BEGIN} and {END} there."
+        )
+    return f"{before}{BEGIN}\n{table}\n{END}{after}"
+
+
+def _show(report: VerlReport) -> None:
+    out = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
+    table = Table(box=None, pad_edge=False)
+    for column in COLUMNS:
+        table.add_column(column, justify="left" if column in COLUMNS[:2] else "right")
+    for row in report.rows:
+        table.add_row(*_cells(report, row))
+    out.print(table)
+
+
+def _cells(report: VerlReport, row: ArmFigures) -> tuple[str, ...]:
+    prompts = next(load.prompts for load in LOADS if load.name == row.load)
+    low, high = row.spread("hit_rate")
+    fast, slow = row.spread("ms_per_token")
+    ratio = report.time_ratio(row)
+    return (
+        f"{prompts} prompts, {row.load}",
+        row.arm,
+        f"{row.mean('hit_rate'):.3f} ({low:.3f} to {high:.3f})",
+        f"{row.mean('first_turns'):.3f}",
+        f"{row.mean('later_turns'):.3f}",
+        f"{row.mean('together'):.2f}",
+        f"{row.mean('ms_per_token'):.2f} ({fast:.2f} to {slow:.2f})",
+        "" if ratio is None else f"{ratio:.2f}",
+    )

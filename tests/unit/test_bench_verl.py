@@ -1,0 +1,110 @@
+"""The pure parts of `rollway bench verl`: what is asked, what is counted, what is written."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from rollway.bench.verl import (
+    ARMS,
+    BATCHES,
+    LOADS,
+    ArmFigures,
+    BatchFigures,
+    VerlReport,
+    hit_rate,
+    order,
+    together,
+    turns,
+)
+from rollway.bench.verl_command import BEGIN, END, markdown, with_table
+from rollway.bench.verl_traffic import (
+    LONGEST_PROMPT,
+    QUESTION_TOKENS,
+    ROLLOUTS,
+    SYSTEM_TOKENS,
+    Batch,
+    Load,
+)
+from rollway.errors import UsageError
+from rollway.integrations.verl.traffic import Answer
+
+
+def answer(group: str, trajectory: str, worker: int, cached: int, prompt: int = 100) -> Answer:
+    return Answer(group, trajectory, worker, prompt, cached, output_tokens=10, seconds=0.1)
+
+
+TWO_GROUPS = [
+    answer("a", "a0", 1, cached=0),
+    answer("a", "a1", 1, cached=90),
+    answer("b", "b0", 2, cached=30),
+    answer("a", "a1", 3, cached=60, prompt=200),
+    answer("b", "b0", 2, cached=180, prompt=200),
+    answer("a", "a1", 1, cached=240, prompt=300),
+]
+
+
+def test_hits_are_of_tokens_not_of_requests() -> None:
+    assert hit_rate(TWO_GROUPS) == pytest.approx(600 / 1000)
+    first, later = turns(TWO_GROUPS)
+    assert [one.trajectory for one in first] == ["a0", "a1", "b0"]
+    assert hit_rate(first) == pytest.approx(120 / 300)
+    assert hit_rate(later) == pytest.approx(480 / 700)
+
+
+def test_a_group_is_where_most_of_it_is() -> None:
+    assert together(TWO_GROUPS) == pytest.approx((3 + 2) / 6)
+
+
+def test_time_is_per_sampled_token() -> None:
+    figures = BatchFigures.of(TWO_GROUPS, seconds=0.12)
+    assert figures.ms_per_token == pytest.approx(120 / 60)
+    assert figures.requests == 6
+
+
+def test_arms_are_compared_with_no_affinity_under_the_same_load() -> None:
+    base = BatchFigures.of(TWO_GROUPS, seconds=1.0)
+    rows = [
+        ArmFigures(arm, load, tuple(dataclasses.replace(base, ms_per_token=ms) for ms in times))
+        for arm, load, times in (
+            ("group", "fits", (1.0, 2.0)),
+            ("off", "fits", (2.0, 4.0)),
+            ("off", "scarce", (9.0, 9.0)),
+        )
+    ]
+    report = VerlReport(rows)
+    assert report.time_ratio(rows[0]) == pytest.approx(0.5)
+    assert rows[0].spread("ms_per_token") == (1.0, 2.0)
+    assert VerlReport(rows[:1]).time_ratio(rows[0]) is None
+    assert "| 8 prompts, fits | group | 0.600 (0.600 to 0.600) |" in markdown(report)
+
+
+def test_every_arm_gets_the_same_batches_in_turn() -> None:
+    warm_up, *rest = order(ARMS)
+    assert warm_up[0].name not in {arm.name for arm in ARMS}
+    for arm in ARMS:
+        mine = [batch for one, batch in rest if one == arm]
+        assert mine == [Batch(load, n) for n in range(BATCHES) for load in LOADS]
+    names = [arm.name for arm, _ in rest]
+    size = len(ARMS)
+    assert names[:size] == names[2 * size : 3 * size][::-1]  # the second round goes backward
+
+
+def test_prompts_share_the_system_prompt_and_rollouts_all() -> None:
+    load = Load("fits", 2)
+    said = ["".join(m["content"] for m in rollout) for rollout in Batch(load, 0).messages()]
+    assert len(said) == 2 * ROLLOUTS and len(set(said)) == 2
+    one, two = said[0], said[-1]
+    assert one[:SYSTEM_TOKENS] == two[:SYSTEM_TOKENS]
+    assert one[SYSTEM_TOKENS : SYSTEM_TOKENS + 32] != two[SYSTEM_TOKENS : SYSTEM_TOKENS + 32]
+    assert SYSTEM_TOKENS + QUESTION_TOKENS < len(one) <= LONGEST_PROMPT
+    again = Batch(load, 1).messages()
+    assert "".join(m["content"] for m in again[0]) not in said
+
+
+def test_the_table_replaces_the_one_before() -> None:
+    text = f"before\n{BEGIN}\nold\n{END}\nafter\n"
+    assert with_table(text, "new") == f"before\n{BEGIN}\nnew\n{END}\nafter\n"
+    with pytest.raises(UsageError, match="no place"):
+        with_table("nothing", "new")
