@@ -13,12 +13,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cachetools import LRUCache
+from cachetools import LRUCache, TTLCache
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
+
+from rollway.rollout.client import shared_session
 
 CONFIG = Path(__file__).with_name("router.yaml")
 """For `rollout.router_config_path`; replicas set it where the user has not."""
 _REMEMBERED = 100_000
+_TOGETHER_SECONDS = 60.0
+"""In which all rollouts of a prompt begin; the prompt of a later epoch is a group of its own."""
 
 
 class SessionRouter(GlobalRequestLoadBalancer):  # type: ignore[misc]
@@ -27,6 +31,7 @@ class SessionRouter(GlobalRequestLoadBalancer):  # type: ignore[misc]
     def __init__(self, servers: dict[str, Any], config: dict[str, Any]) -> None:
         super().__init__(servers)
         self._groups: LRUCache[str, str] = LRUCache(_REMEMBERED)
+        self._begun: TTLCache[str, int] = TTLCache(_REMEMBERED, _TOGETHER_SECONDS)
 
     def require_acquire_fields(self) -> list[str]:
         return ["prompt_ids"]
@@ -37,7 +42,10 @@ class SessionRouter(GlobalRequestLoadBalancer):  # type: ignore[misc]
         server_id, server = super().acquire_server(request_id)
         group = self._groups.get(request_id)
         if group is None:  # the first turn: its prompt is the group's
-            group = self._groups[request_id] = prompt_name(prompt_ids)
+            name = prompt_name(prompt_ids)
+            index = self._begun.get(name, 0)
+            self._begun[name] = index + 1
+            group = self._groups[request_id] = shared_session(name, index)
         return server_id, Session(server, request_id, group)
 
 
