@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +15,7 @@ from rollway.bench.verl import (
     BatchFigures,
     VerlReport,
     hit_rate,
+    measured,
     order,
     together,
     turns,
@@ -28,7 +30,7 @@ from rollway.bench.verl_traffic import (
     Load,
 )
 from rollway.errors import UsageError
-from rollway.integrations.verl.traffic import Answer
+from rollway.integrations.verl.traffic import Answer, Traffic
 
 
 def answer(group: str, trajectory: str, worker: int, cached: int, prompt: int = 100) -> Answer:
@@ -101,6 +103,21 @@ def test_prompts_share_the_system_prompt_and_rollouts_all() -> None:
     assert SYSTEM_TOKENS + QUESTION_TOKENS < len(one) <= LONGEST_PROMPT
     again = Batch(load, 1).messages()
     assert "".join(m["content"] for m in again[0]) not in said
+
+
+def test_answers_that_are_there_are_not_asked_for_again(tmp_path: Path) -> None:
+    log = tmp_path / "answers.jsonl"
+    traffic = Traffic(log)
+    for one in TWO_GROUPS:
+        traffic.add(one)
+    results = tmp_path / "kv" / "results"
+    results.mkdir(parents=True)
+    for arm, batch in order(ARMS[:1]):
+        (results / f"{arm.name}-{batch.name}.jsonl").write_text(log.read_text())
+        (results / f"{arm.name}-{batch.name}.seconds").write_text("0.12")
+    found = measured("kv", ARMS[:1], Path("no-python"), Path("no-model"), tmp_path / "kv")
+    assert [(row.arm, row.load) for row in found] == [("group", load.name) for load in LOADS]
+    assert found[0].batches == (BatchFigures.of(TWO_GROUPS, 0.12),) * BATCHES
 
 
 def test_the_table_replaces_the_one_before() -> None:

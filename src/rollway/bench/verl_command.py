@@ -40,7 +40,12 @@ def add_grammar(child: argparse.ArgumentParser) -> None:
         help="interpreter of the environment with verl (.venv-verl/bin/python)",
     )
     child.add_argument("--arms", default=",".join(_NAMES), metavar="A,B", help="only these")
-    child.add_argument("--keep", type=Path, metavar="DIR", help="leave logs and answers there")
+    child.add_argument(
+        "--keep",
+        type=Path,
+        metavar="DIR",
+        help="leave logs and answers there; what is there is not measured again",
+    )
     child.add_argument("--write", type=Path, metavar="FILE", help=f"table after {BEGIN}")
 
 
@@ -65,7 +70,9 @@ def run_command(options: argparse.Namespace) -> int:
         )
         scratch = scratch.resolve()
         scratch.mkdir(parents=True, exist_ok=True)
-        model = copy_bare(build_base(cache_dir() / "demo"), scratch / "model")
+        model = scratch / "model"
+        if not model.is_dir():
+            copy_bare(build_base(cache_dir() / "demo"), model)
         report = bench_verl(options.verl_python.absolute(), model, scratch, arms, say)
     if options.write is not None:
         options.write.write_text(with_table(options.write.read_text(), markdown(report)))
