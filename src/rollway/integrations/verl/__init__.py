@@ -3,6 +3,7 @@
 register            what `import verl` loads; names the classes below
 options, settings   what a user says, as a Rollway stack
 replica, pool       verl's replicas; the one actor that runs their common stack
+gate                where requests wait while the engines cannot take them
 generation          a verl request as a rollout, and back
 adapter, updates    new weights from the trainer's ranks
 checkpoint_engine   the same for engines that do not share the trainer's machines
