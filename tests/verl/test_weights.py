@@ -56,6 +56,13 @@ def test_engines_that_share_the_trainers_machine_take_changes(
     assert footprint.settle() == {}
 
 
+def test_every_rank_hands_its_weights_to_the_engine_beside_it(
+    tmp_path: Path, base_model: Path, footprint: Footprint
+) -> None:
+    check(run(tmp_path, base_model, "sync", more={f"+{SHARED}.weights": "verl_buckets"}))
+    assert footprint.settle() == {}
+
+
 def test_a_trainer_without_nixl_says_so(tmp_path: Path) -> None:
     if has_nixl():
         pytest.skip("verl's environment has NIXL")

@@ -136,6 +136,14 @@ def _delta() -> Receiver:
     return ByReader(DeltaReceiver())
 
 
+def _verl_buckets() -> Receiver:
+    from vllm.distributed import get_tensor_model_parallel_rank
+
+    from rollway.engine.verl_buckets import VerlBucketsReceiver
+
+    return VerlBucketsReceiver(get_tensor_model_parallel_rank)
+
+
 _KNOWN: dict[str, Callable[[], Receiver]] = {
     "files": lambda: ByReader(FilesReader()),
     "delta": _delta,
@@ -143,6 +151,7 @@ _KNOWN: dict[str, Callable[[], Receiver]] = {
     "cuda_ipc": _cuda_ipc,
     "collective": _collective,
     "nixl": _nixl,
+    "verl_buckets": _verl_buckets,
 }
 
 

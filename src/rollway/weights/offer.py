@@ -23,7 +23,7 @@ SECRET = "ROLLWAY_WEIGHTS_SECRET"
 """Environment variable that workers of a supervised stack have."""
 STILL = "still staging"
 """What a worker says that has not got the weights yet."""
-Transport = Literal["files", "delta", "shm", "cuda_ipc", "collective", "nixl"]
+Transport = Literal["files", "delta", "shm", "cuda_ipc", "collective", "nixl", "verl_buckets"]
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 _MOST_TENSORS = 1 << 22
 

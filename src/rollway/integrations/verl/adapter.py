@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -9,10 +10,12 @@ from verl.workers.rollout.base import BaseRollout
 
 from rollway.errors import UsageError
 from rollway.integrations.verl.checkpoint_engine import WIRE
+from rollway.integrations.verl.handover import HandOver
 from rollway.integrations.verl.options import read_options
 from rollway.integrations.verl.replica import HYBRID, STANDALONE, pool_name
+from rollway.integrations.verl.settings import tied_names
 from rollway.integrations.verl.stream import drained
-from rollway.integrations.verl.updates import Publishing, rank
+from rollway.integrations.verl.updates import Publishing, rank, world_size
 
 
 class ServerAdapter(BaseRollout):  # type: ignore[misc]
@@ -36,10 +39,15 @@ class ServerAdapter(BaseRollout):  # type: ignore[misc]
         self.sleep_level = 1
         self._first = rank() == 0 and self._hybrid
         self._publishing: Publishing | None = None
-        if self._first:
-            bucket = int(self.config.checkpoint_engine.update_weights_bucket_megabytes) << 20
+        self._hand_over: HandOver | None = None
+        megabytes = int(self.config.checkpoint_engine.update_weights_bucket_megabytes)
+        if self._options.weights == "verl_buckets":
+            job = ray.get_runtime_context().get_job_id()
+            tied = tied_names(Path(self.model_config.local_path))
+            self._hand_over = HandOver(job, rank(), world_size(), megabytes, tied)
+        elif self._first:
             address = ray.util.get_node_ip_address()
-            self._publishing = Publishing(self._options, bucket, address)
+            self._publishing = Publishing(self._options, megabytes << 20, address)
         self._pool: Any = None
 
     def _pool_actor(self) -> Any:
@@ -76,7 +84,11 @@ class ServerAdapter(BaseRollout):  # type: ignore[misc]
                 "Adapters are not handed to rollout.name=dynamo by themselves.",
                 "Merge them: actor_rollout_ref.model.lora.merge=True.",
             )
-        if self._publishing is not None:
+        if self._hand_over is not None and self._first:
+            await self._hand_over.send_first(weights, self._pool_actor(), global_steps)
+        elif self._hand_over is not None:
+            await self._hand_over.send(weights)
+        elif self._publishing is not None:
             await self._publishing.send(weights, self._pool_actor(), global_steps)
         else:
             await drained(weights)

@@ -12,6 +12,7 @@ from typing import Any
 import ray
 from verl.checkpoint_engine.base import CheckpointEngine
 
+from rollway.errors import UsageError
 from rollway.integrations.verl.options import WHERE_SEPARATE, WeightOptions, checked
 from rollway.integrations.verl.stream import drained
 from rollway.integrations.verl.updates import Publishing
@@ -28,6 +29,11 @@ class RollwayCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
     def __init__(self, bucket_size: int, is_master: bool = False, **options: Any) -> None:
         said = checked(WeightOptions, options, WHERE_SEPARATE)
+        if said.weights == "verl_buckets":
+            raise UsageError(
+                "weights=verl_buckets is for engines beside the trainer's ranks.",
+                f"Choose another at {WHERE_SEPARATE}.weights.",
+            )
         address = ray.util.get_node_ip_address()
         # The other ranks, and the workers beside engines, publish nothing.
         self._publishing = Publishing(said, bucket_size, address) if is_master else None

@@ -15,7 +15,9 @@ WHERE = "actor_rollout_ref.rollout.engine_kwargs.dynamo"
 WHERE_SEPARATE = "actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.rollway"
 Affinity = Literal["group", "trajectory", "off"]
 """What stays on one worker: all rollouts of a prompt, the turns of one, or nothing."""
-Transport = Literal["auto", "shm", "cuda_ipc", "files", "delta", "collective", "nixl"]
+Transport = Literal[
+    "auto", "shm", "cuda_ipc", "files", "delta", "collective", "nixl", "verl_buckets"
+]
 
 
 class WeightOptions(BaseModel):

@@ -23,9 +23,11 @@ from urllib.parse import urlsplit
 from rollway.api import Stack, up
 from rollway.errors import RolloutError, RollwayError, StartError, UsageError
 from rollway.fleet.admin import on_all
+from rollway.fleet.updates import Weights
 from rollway.integrations.verl import generation
 from rollway.integrations.verl.forward import forwarded
 from rollway.integrations.verl.gate import Gate
+from rollway.integrations.verl.handover import handed_over
 from rollway.integrations.verl.options import Affinity, read_options
 from rollway.integrations.verl.settings import frees_engine, model_path, stack_spec, tied_names
 from rollway.integrations.verl.targets import write_targets
@@ -330,12 +332,23 @@ class Pool:
     async def refit(self, offer: dict[str, Any], step: int | None) -> dict[str, float]:
         """Bring every worker to what a rank has published."""
         made = read_offer(offer, secret="")  # it came from a rank of this job, through Ray
-        if words := self._traffic.summary():
-            print(f"rollway: since the last weights: {words}", flush=True)
         async with self._control:
             self._version += 1
-            self._steps[self._version] = step
-            report = await self.stack.refit(self._version, made, allow_cast=True)
+            return await self._brought(made, step)
+
+    async def hand_over(self, sockets: Sequence[str], step: int | None) -> dict[str, float]:
+        """Have every worker take what the ranks at these sockets send."""
+        model, secret = Path(model_path(self._model)), self.stack.weights_secret
+        async with self._control:
+            self._version += 1
+            update = handed_over(self._version, sockets, model, secret)
+            return await self._brought(update, step)
+
+    async def _brought(self, update: Weights, step: int | None) -> dict[str, float]:
+        if words := self._traffic.summary():
+            print(f"rollway: since the last weights: {words}", flush=True)
+        self._steps[self._version] = step
+        report = await self.stack.refit(self._version, update, allow_cast=True)
         self._write_targets()  # a worker that was replaced has another port
         return {"seconds": report.seconds, "paused_seconds": report.paused_seconds}
 

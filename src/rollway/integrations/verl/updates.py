@@ -173,3 +173,7 @@ def check_nixl() -> None:
 
 def rank() -> int:
     return int(os.environ.get("RANK", "0"))
+
+
+def world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
