@@ -6,6 +6,7 @@ replica, pool       verl's replicas; the one actor that runs their common stack
 gate                where requests wait while the engines cannot take them
 generation          a verl request as a rollout, and back
 adapter, updates    new weights from the trainer's ranks
+stream, handover    verl's iterator for a publisher; verl's own way, rank by rank
 checkpoint_engine   the same for engines that do not share the trainer's machines
 router              keeps the turns of a trajectory, and the rollouts of a prompt, together
 """
