@@ -53,6 +53,9 @@ class Engines:
         self.calls.append("resume")
         self.paused.clear()
 
+    async def flush_cache(self) -> None:
+        self.calls.append("flush")
+
     async def workers(self) -> list[str]:
         return ["a", "b"]
 
@@ -101,7 +104,11 @@ def pool(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> Pool:
     rollout = SimpleNamespace(engine_kwargs={}, prompt_length=8, response_length=8)
     made = Pool("hybrid", rollout, SimpleNamespace(), expected=2)
     fleet = SimpleNamespace(
-        pause=engines.pause, resume=engines.resume, workers=engines.workers, admin=engines
+        pause=engines.pause,
+        resume=engines.resume,
+        workers=engines.workers,
+        flush_cache=engines.flush_cache,
+        admin=engines,
     )
     made._stack = SimpleNamespace(fleet=fleet, refit=engines.refit, name="s")  # type: ignore[assignment]
     made._rollouts = engines  # type: ignore[assignment]
@@ -297,6 +304,45 @@ async def test_engines_sleep_when_nothing_runs_and_answer_when_their_cache_is_ba
     await pool.wake_up(tags=["kv_cache"])
     assert (await waiting).stop_reason == "completed"
     assert engines.calls.count("wake a") == 1
+
+
+async def test_engines_beside_the_trainer_are_updated_in_verls_order(
+    pool: Pool, engines: Engines
+) -> None:
+    pool._frees = True
+    engines.finish.set()
+    await pool.sleep()
+    waiting = ask(pool)
+    await pool.wake_up(tags=["weights"])
+    await pool.refit(Offer("shm", 1, "identity", 10, {}).as_json(), 7)
+    await pool.clear_kv_cache()
+    await pool.set_global_steps(7)
+    await asyncio.sleep(0.02)
+    assert not waiting.done()
+    await pool.wake_up(tags=["kv_cache"])
+    assert (await waiting).extra_fields["global_steps"] == 7
+    told = ["sleep", "sleep", "wake", "wake", "refit", "flush", "generate"]
+    assert [call.split()[0] for call in engines.calls] == told
+
+
+async def test_engines_apart_are_updated_in_verls_order(pool: Pool, engines: Engines) -> None:
+    cut = ask(pool)
+    await asyncio.sleep(0.01)
+    await pool.abort_all_requests(reject_request=False)
+    assert (await cut).stop_reason == "aborted"
+    waiting = ask(pool)
+    await pool.release_kv_cache()
+    await pool.refit(Offer("shm", 1, "identity", 10, {}).as_json(), 7)
+    await pool.clear_kv_cache()
+    await pool.set_global_steps(7)
+    await pool.resume_kv_cache()
+    await asyncio.sleep(0.02)
+    assert not waiting.done()
+    engines.finish.set()
+    await pool.resume_generation()
+    assert (await waiting).extra_fields["global_steps"] == 7
+    told = ["generate", "pause", "refit", "flush", "resume", "generate"]
+    assert [call.split()[0] for call in engines.calls] == told
 
 
 async def test_without_freeing_engines_sleep_changes_nothing(pool: Pool, engines: Engines) -> None:
