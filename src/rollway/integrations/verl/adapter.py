@@ -10,6 +10,7 @@ from verl.workers.rollout.base import BaseRollout
 
 from rollway.errors import UsageError
 from rollway.integrations.verl.checkpoint_engine import WIRE
+from rollway.integrations.verl.fallback import own_adapter
 from rollway.integrations.verl.handover import HandOver
 from rollway.integrations.verl.options import read_options
 from rollway.integrations.verl.replica import HYBRID, STANDALONE, pool_name
@@ -49,6 +50,8 @@ class ServerAdapter(BaseRollout):  # type: ignore[misc]
             address = ray.util.get_node_ip_address()
             self._publishing = Publishing(self._options, megabytes << 20, address)
         self._pool: Any = None
+        self._own: Any = None
+        self._asked = not self._options.fallback
 
     def _pool_actor(self) -> Any:
         """Lazily: the pool starts after the trainer's ranks."""
@@ -56,12 +59,27 @@ class ServerAdapter(BaseRollout):  # type: ignore[misc]
             self._pool = ray.get_actor(pool_name(HYBRID if self._hybrid else STANDALONE))
         return self._pool
 
+    async def _verls_own(self) -> Any:
+        """verl's vLLM adapter, if the pool's stack did not start and the user prefers that."""
+        if not self._asked:
+            if await self._pool_actor().failure.remote():
+                said = -1 if self._hybrid else self.replica_rank
+                self._own = own_adapter(self.config, self.model_config, self.device_mesh, said)
+            self._asked = True
+        return self._own
+
     async def resume(self, tags: list[str]) -> None:
-        if self._first:
+        own = await self._verls_own()
+        if own is not None:
+            await own.resume(tags)
+        elif self._first:
             await self._pool_actor().wake_up.remote(tags=tags)
 
     async def release(self) -> None:
-        if self._first:
+        own = await self._verls_own()
+        if own is not None:
+            await own.release()
+        elif self._first:
             await self._pool_actor().sleep.remote()
 
     async def update_weights(
@@ -71,6 +89,11 @@ class ServerAdapter(BaseRollout):  # type: ignore[misc]
         global_steps: int | None = None,
         **options: Any,
     ) -> None:
+        own = await self._verls_own()
+        if own is not None:
+            said = {"wire_format": wire_format, "global_steps": global_steps, **options}
+            await own.update_weights(weights, **said)
+            return
         if wire_format == WIRE:
             await drained(weights)  # the trainer has told the pool itself
             return

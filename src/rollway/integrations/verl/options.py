@@ -65,6 +65,8 @@ class Options(WeightOptions):
     """A file to which a line is added for each answer: `traffic.Answer`."""
     restart: bool = True
     """Whether an engine that dies is started anew, or ends the run."""
+    fallback: Literal["vllm"] | None = None
+    """`vllm`: where the stack does not start, verl's own vLLM rollout; else that is an error."""
 
 
 Kind = TypeVar("Kind", bound=WeightOptions)

@@ -24,7 +24,7 @@ from rollway.api import Stack, up
 from rollway.errors import RolloutError, RollwayError, StartError, UsageError
 from rollway.fleet.admin import on_all
 from rollway.fleet.updates import Weights
-from rollway.integrations.verl import generation
+from rollway.integrations.verl import fallback, generation
 from rollway.integrations.verl.forward import forwarded
 from rollway.integrations.verl.gate import Gate
 from rollway.integrations.verl.handover import handed_over
@@ -56,6 +56,7 @@ class Pool:
         self._gpus: dict[int, list[str]] = {}
         self._nodes: set[str] = set()
         self._starting: asyncio.Task[None] | None = None
+        self._failure = ""
         self._everybody = asyncio.Event()
         self._cleanup = AsyncExitStack()
         self._stack: Stack | None = None
@@ -79,11 +80,24 @@ class Pool:
         if len(self._gpus) == self._expected:
             self._everybody.set()
         if self._starting is None:
-            self._starting = asyncio.create_task(self._start())
+            self._starting = asyncio.create_task(self._started())
         await asyncio.shield(self._starting)
         frontend = urlsplit(self.stack.frontend_url)
         assert frontend.hostname is not None and frontend.port is not None
         return await self._cleanup.enter_async_context(forwarded(frontend.hostname, frontend.port))
+
+    async def _started(self) -> None:
+        try:
+            await self._start()
+        except StartError as error:
+            self._failure = str(error)
+            if self._options.fallback:
+                fallback.warn(error)
+            raise
+
+    async def failure(self) -> str:
+        """Why there is no stack; empty unless its start has failed."""
+        return self._failure
 
     async def _start(self) -> None:
         try:

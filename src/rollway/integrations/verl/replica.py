@@ -9,6 +9,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from verl.workers.rollout.replica import RolloutMode, RolloutReplica
 
 from rollway.errors import UsageError
+from rollway.integrations.verl.checkpoint_engine import WIRE
+from rollway.integrations.verl.fallback import launch_own
+from rollway.integrations.verl.options import read_options
 from rollway.integrations.verl.pool import Pool
 from rollway.integrations.verl.router import CONFIG
 
@@ -25,6 +28,7 @@ class DynamoReplica(RolloutReplica):  # type: ignore[misc]
 
     def __init__(self, replica_rank: int, config: Any, *args: Any, **kwargs: Any) -> None:
         # verl reads it from the same config, after the replicas.
+        self._given = config
         if hasattr(config, "router_config_path") and not config.router_config_path:
             config.router_config_path = str(CONFIG)
         super().__init__(replica_rank, config, *args, **kwargs)
@@ -60,12 +64,30 @@ class DynamoReplica(RolloutReplica):  # type: ignore[misc]
         (node,) = nodes
         kind = HYBRID if self.rollout_mode == RolloutMode.HYBRID else STANDALONE
         pool = self._pool(kind, node)
-        address = await pool.join.remote(
-            self.replica_rank, node, [gpu for _, gpus in found for gpu in gpus]
-        )
+        gpus = [gpu for _, some in found for gpu in some]
+        try:
+            address = await pool.join.remote(self.replica_rank, node, gpus)
+        except Exception:
+            if not read_options(self.config.engine_kwargs).fallback:
+                raise
+            if not await pool.failure.remote():
+                raise  # it is not the stack: verl's own rollout would be a guess
+            await self._fall_back(kind)
+            return
         self.servers = [pool]
         self._server_handle = pool
         self._server_address = address
+
+    async def _fall_back(self, kind: str) -> None:
+        if kind == STANDALONE and self.config.checkpoint_engine.backend == WIRE:
+            raise UsageError(
+                "fallback=vllm is asked for, and checkpoint_engine.backend=rollway moves weights "
+                "to Dynamo's engines alone.",
+                "Use another backend, or mend what keeps the stack from starting.",
+            )
+        if self._given.get("router_config_path") == str(CONFIG):
+            self._given.router_config_path = None  # verl's servers know no sessions
+        await launch_own(self)
 
     def _pool(self, kind: str, node: str) -> Any:
         """The actor of this pool: of whichever replica comes first."""
