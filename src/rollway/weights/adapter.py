@@ -52,6 +52,11 @@ def served_name(name: str, version: int) -> str:
     return f"{name}@{version}"
 
 
+def version_of(served: str) -> int:
+    """The version in a name that `served_name` made."""
+    return int(served.rpartition("@")[2])
+
+
 def is_adapter(model: str) -> bool:
     """Whether a model name that a server lists is that of an adapter of ours."""
     name, at, version = model.rpartition("@")

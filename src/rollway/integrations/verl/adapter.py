@@ -16,7 +16,7 @@ from rollway.integrations.verl.options import read_options
 from rollway.integrations.verl.replica import HYBRID, STANDALONE, pool_name
 from rollway.integrations.verl.settings import tied_names
 from rollway.integrations.verl.stream import drained
-from rollway.integrations.verl.updates import Publishing, rank, world_size
+from rollway.integrations.verl.updates import Publishing, base_of, for_adapters, rank, world_size
 
 
 class ServerAdapter(BaseRollout):  # type: ignore[misc]
@@ -40,6 +40,7 @@ class ServerAdapter(BaseRollout):  # type: ignore[misc]
         self.sleep_level = 1
         self._first = rank() == 0 and self._hybrid
         self._publishing: Publishing | None = None
+        self._adapters: Publishing | None = None
         self._hand_over: HandOver | None = None
         megabytes = int(self.config.checkpoint_engine.update_weights_bucket_megabytes)
         if self._options.weights == "verl_buckets":
@@ -49,6 +50,9 @@ class ServerAdapter(BaseRollout):  # type: ignore[misc]
         elif self._first:
             address = ray.util.get_node_ip_address()
             self._publishing = Publishing(self._options, megabytes << 20, address)
+            # Of its own: an engine that starts anew needs the base's last version too.
+            adapters = for_adapters(self._options)
+            self._adapters = Publishing(adapters, megabytes << 20, address)
         self._pool: Any = None
         self._own: Any = None
         self._asked = not self._options.fallback
@@ -102,16 +106,22 @@ class ServerAdapter(BaseRollout):  # type: ignore[misc]
                 f"rollout.name=dynamo cannot take weights as `{wire_format}`.",
                 "Use checkpoint_engine.backend=rollway.",
             )
-        if options.get("peft_config") is not None:
+        lora = options.get("peft_config")
+        if lora is not None and self._hand_over is not None:
             raise UsageError(
-                "Adapters are not handed to rollout.name=dynamo by themselves.",
-                "Merge them: actor_rollout_ref.model.lora.merge=True.",
+                "weights=verl_buckets hands over whole models, no adapters.",
+                "Use another of `weights`, or merge: actor_rollout_ref.model.lora.merge=True.",
             )
         if self._hand_over is not None and self._first:
             await self._hand_over.send_first(weights, self._pool_actor(), global_steps)
         elif self._hand_over is not None:
             await self._hand_over.send(weights)
-        elif self._publishing is not None:
-            await self._publishing.send(weights, self._pool_actor(), global_steps)
-        else:
+        elif self._publishing is None or self._adapters is None:
             await drained(weights)
+        elif lora is None:
+            await self._publishing.send(weights, self._pool_actor(), global_steps)
+        elif not options.get("base_sync_done", True):
+            await self._publishing.send(base_of(weights), self._pool_actor(), global_steps)
+        else:
+            pool = self._pool_actor()
+            await self._adapters.send_adapter(weights, pool, global_steps, lora)

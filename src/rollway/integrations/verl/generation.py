@@ -13,6 +13,7 @@ from rollway.errors import UsageError
 from rollway.rollout.sampling import Sampling
 from rollway.rollout.teacher import Scores
 from rollway.rollout.trajectory import Rollout
+from rollway.weights.adapter import version_of
 
 _TAKEN = {
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty"),
@@ -67,7 +68,10 @@ def output_of(rollout: Rollout, step_of: StepOf) -> dict[str, Any]:
     aborted = rollout.finish_reason == "aborted"
     if aborted and not rollout.token_ids:
         return nothing("aborted")
-    steps = [step_of(span.version) for span in rollout.spans if span.end > span.start]
+    versions = [span.version for span in rollout.spans if span.end > span.start]
+    if rollout.adapter is not None:  # one adapter made all tokens, whatever was refitted below it
+        versions = [version_of(rollout.adapter)] * len(versions)
+    steps = [step_of(version) for version in versions]
     extra: dict[str, Any] = {"num_cached_tokens": rollout.cached_tokens}
     if steps:
         known = [step for step in steps if step is not None]

@@ -29,7 +29,13 @@ from rollway.integrations.verl.forward import forwarded
 from rollway.integrations.verl.gate import Gate
 from rollway.integrations.verl.handover import handed_over
 from rollway.integrations.verl.options import Affinity, read_options
-from rollway.integrations.verl.settings import frees_engine, model_path, stack_spec, tied_names
+from rollway.integrations.verl.settings import (
+    ADAPTERS_KEPT,
+    frees_engine,
+    model_path,
+    stack_spec,
+    tied_names,
+)
 from rollway.integrations.verl.targets import write_targets
 from rollway.integrations.verl.traffic import Answer, Traffic
 from rollway.integrations.verl.updates import About
@@ -41,6 +47,8 @@ log = logging.getLogger(__name__)
 
 ALL_JOINED_SECONDS = 300.0
 CONCURRENCY = 100_000
+ADAPTER = "policy"
+"""The LoRA adapter that verl trains, as the stack knows it."""
 AGAIN_SECONDS = 0.5
 """After which an abort is sent again, for what a router delivered after the first."""
 
@@ -61,6 +69,8 @@ class Pool:
         self._cleanup = AsyncExitStack()
         self._stack: Stack | None = None
         self._rollouts: Rollouts | None = None
+        self._earlier: list[Rollouts] = []
+        """Clients of adapters before, while they have requests."""
         self._gate = Gate()
         self._paused = self._asleep = self._frees = False
         self._control = asyncio.Lock()
@@ -126,12 +136,15 @@ class Pool:
         )
         print(f"rollway: starting stack {spec.name} with {self._expected} workers", flush=True)
         self._stack = await self._cleanup.enter_async_context(up(spec))
-        self._rollouts = self._stack.rollouts(
-            concurrency=CONCURRENCY, timeout=self._options.request_timeout_s
-        )
-        self._rollouts.resumes = False  # verl's client goes on with what was cut
+        self._rollouts = self._client()
         self._write_targets()
         print(f"rollway: {self._stack.frontend_url} serves; logs: rollway logs {spec.name}")
+
+    def _client(self, adapter: str | None = None) -> Rollouts:
+        timeout = self._options.request_timeout_s
+        made = self.stack.rollouts(concurrency=CONCURRENCY, timeout=timeout, adapter=adapter)
+        made.resumes = False  # verl's client goes on with what was cut
+        return made
 
     def _write_targets(self) -> None:
         directory = self._options.metrics_dir
@@ -276,17 +289,22 @@ class Pool:
 
     async def _answered(self, tasks: dict[str, asyncio.Task[Any]]) -> None:
         """Until none of the requests is with an engine."""
-        assert self._rollouts is not None
         waiting = set(tasks.values())
         deadline = time.monotonic() + self._options.abort_seconds
-        while self._rollouts.in_flight:
+        while self._in_flight():
             _, waiting = await asyncio.wait(waiting, timeout=AGAIN_SECONDS)
             if not waiting:
                 return
             if time.monotonic() > deadline:
-                raise RolloutError(f"{self._rollouts.in_flight} requests could not be aborted.")
+                raise RolloutError(f"{self._in_flight()} requests could not be aborted.")
             with contextlib.suppress(RollwayError):  # one that has died loses its requests itself
                 await self.stack.fleet.pause("abort")
+
+    def _in_flight(self) -> int:
+        """Requests that an engine has, or may have."""
+        self._earlier = [client for client in self._earlier if client.in_flight]
+        clients = [*self._earlier, *filter(None, [self._rollouts])]
+        return sum(client.in_flight for client in clients)
 
     async def resume_generation(self) -> None:
         async with self._control:
@@ -365,6 +383,21 @@ class Pool:
         report = await self.stack.refit(self._version, update, allow_cast=True)
         self._write_targets()  # a worker that was replaced has another port
         return {"seconds": report.seconds, "paused_seconds": report.paused_seconds}
+
+    async def load_adapter(
+        self, offer: dict[str, Any], config: dict[str, Any], step: int | None
+    ) -> None:
+        """Have every worker serve what a rank has published as a LoRA adapter. Each version has a
+        name of its own, also in the engines' caches; requests from now on are for this one."""
+        made = read_offer(offer, secret="")
+        async with self._control:
+            self._version += 1
+            self._steps[self._version] = step
+            served = await self.stack.fleet.load_adapter(
+                ADAPTER, self._version, made, config, keep=ADAPTERS_KEPT
+            )
+            self._earlier += [] if self._rollouts is None else [self._rollouts]
+            self._rollouts = self._client(served)
 
     async def next_version(self) -> int:
         return self._version + 1

@@ -14,6 +14,7 @@ from rollway.integrations.verl.fallback import launch_own
 from rollway.integrations.verl.options import read_options
 from rollway.integrations.verl.pool import Pool
 from rollway.integrations.verl.router import CONFIG
+from rollway.integrations.verl.settings import lora_rank
 
 HYBRID, STANDALONE = "hybrid", "standalone"
 _CALLS_AT_ONCE = 100_000
@@ -63,6 +64,11 @@ class DynamoReplica(RolloutReplica):  # type: ignore[misc]
             )
         (node,) = nodes
         kind = HYBRID if self.rollout_mode == RolloutMode.HYBRID else STANDALONE
+        if kind == STANDALONE and lora_rank(self.model_config):
+            raise UsageError(
+                "verl sends LoRA adapters only to engines that share the trainer's GPUs.",
+                "Merge them: actor_rollout_ref.model.lora.merge=True.",
+            )
         pool = self._pool(kind, node)
         gpus = [gpu for _, some in found for gpu in some]
         try:

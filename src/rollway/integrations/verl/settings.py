@@ -27,6 +27,11 @@ _SAME_NAME = {
 }
 """Fields of verl's RolloutConfig that vLLM knows under another spelling."""
 
+ADAPTERS_KEPT = 2
+"""Versions of the policy's adapter: the newest, and one that requests may still be on."""
+_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""vLLM's; an adapter of a lower rank fits too."""
+
 
 def stack_spec(
     rollout: Any, model: Any, options: Options, *, pool: str, replicas: int, gpus: list[str]
@@ -40,7 +45,7 @@ def stack_spec(
         "tensor_parallel": int(rollout.tensor_model_parallel_size),
         "seed": int(getattr(rollout, "seed", 0) or 0),
         "args": engine_args(rollout, model, options, gpu=bool(gpus)),
-        "env": dict(options.engine_env),
+        "env": {**_adapter_env(model), **options.engine_env},
     }
     if options.served_model_name:
         served["name"] = options.served_model_name
@@ -78,6 +83,7 @@ def engine_args(rollout: Any, model: Any, options: Options, *, gpu: bool) -> Raw
         args["enable-sleep-mode"] = True
     if getattr(rollout, "enable_rollout_routing_replay", False):
         args["enable-return-routed-experts"] = True
+    args |= _adapter_args(lora_rank(model))
     if options.kv_offload is not None:
         args["kv-transfer-config"] = options.kv_offload
     if options.python is not None:
@@ -95,6 +101,25 @@ def tied_names(model: Path) -> frozenset[str]:
     if not config.is_file() or not json.loads(config.read_text()).get("tie_word_embeddings"):
         return frozenset()
     return frozenset({"lm_head.weight"} - read_headers(model).keys())
+
+
+def lora_rank(model: Any) -> int:
+    """Of adapters that verl hands over by themselves; 0 without, and where it merges them."""
+    more = getattr(model, "lora", None) or {}
+    if more.get("merge", False):
+        return 0
+    return int(more.get("rank", 0) or getattr(model, "lora_rank", 0) or 0)
+
+
+def _adapter_args(rank: int) -> RawArgs:
+    if not rank:
+        return {}
+    room = next((room for room in _LORA_RANKS if room >= rank), rank)  # else vLLM says its own
+    return {"enable-lora": True, "max-lora-rank": room, "max-cpu-loras": ADAPTERS_KEPT + 1}
+
+
+def _adapter_env(model: Any) -> dict[str, str]:
+    return {"DYN_LORA_ENABLED": "true"} if lora_rank(model) else {}
 
 
 def context_length(rollout: Any) -> int:

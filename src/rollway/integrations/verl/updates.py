@@ -9,14 +9,16 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import msgspec
+
 from rollway.errors import UsageError
 from rollway.integrations.verl.options import WeightOptions
-from rollway.integrations.verl.stream import Named, Stream
+from rollway.integrations.verl.stream import Named, Stream, each
 from rollway.weights import owner
 from rollway.weights.offer import Offer
 
@@ -60,7 +62,24 @@ class Publishing:
 
     async def send(self, weights: Any, pool: Any, step: int | None) -> dict[str, float]:
         """Publish what the iterator has, and have every worker of the pool serve it."""
-        stream = Stream(weights)
+        version, offer = await self._publish(Stream(weights), pool)
+        figures: dict[str, float]
+        figures = await self._taken(version, pool.refit.remote(offer.as_json(), step))
+        return figures
+
+    async def send_adapter(
+        self, weights: Any, pool: Any, step: int | None, config: Mapping[str, Any]
+    ) -> None:
+        """The same for a LoRA adapter, with PEFT's config of it."""
+        version, offer = await self._publish(Stream(weights), pool)
+        await self._taken(version, pool.load_adapter.remote(offer.as_json(), plain(config), step))
+
+    async def _taken(self, version: int, taking: Any) -> Any:
+        if isinstance(self._publisher, Broadcast):
+            return await self._publisher.during(version, taking)
+        return await taking
+
+    async def _publish(self, stream: Stream, pool: Any) -> tuple[int, Offer]:
         transport = self._transport(await stream.first())
         about: About = await pool.about.remote()
         version: int = await pool.next_version.remote()
@@ -72,12 +91,7 @@ class Publishing:
                 publisher.receivers = about.receivers
             return publisher.publish(version, (t for t in tensors if t[0] not in about.tied))
 
-        offer = await stream.through(publish)
-        refit = pool.refit.remote(offer.as_json(), step)
-        if isinstance(self._publisher, Broadcast):
-            return await self._publisher.during(version, refit)
-        figures: dict[str, float] = await refit
-        return figures
+        return version, await stream.through(publish)
 
     def _transport(self, first: Named | None) -> str:
         if self._options.weights != "auto":
@@ -148,15 +162,34 @@ class Broadcast:
     def publish(self, version: int, tensors: Iterable[tuple[str, Any]]) -> Offer:
         return self._publisher.publish(version, tensors, receivers=self.receivers)
 
-    async def during(self, version: int, refit: Any) -> dict[str, float]:
-        """The refit's figures, when it has ended and every receiver has said that it has all."""
+    async def during(self, version: int, taking: Any) -> Any:
+        """What the pool answers, when every receiver has said that it has all."""
         try:
-            figures: dict[str, float] = await refit
+            answer = await taking
         except BaseException:
             self._publisher.cancel()
             raise
         await asyncio.to_thread(self._publisher.wait, version)
-        return figures
+        return answer
+
+
+async def base_of(weights: Any) -> AsyncIterator[tuple[str, Any]]:
+    """The weights below an adapter, under the names of the checkpoint: verl gives those that PEFT
+    and vLLM have for a layer that an adapter can be put on."""
+    async for name, tensor in each(weights):
+        yield name.replace(".base_layer.", "."), tensor
+
+
+def plain(config: Mapping[str, Any]) -> dict[str, Any]:
+    """PEFT's config as JSON would have it; it has sets and enums."""
+    found: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(dict(config)))
+    return found
+
+
+def for_adapters(options: WeightOptions) -> WeightOptions:
+    """An adapter is small, and a directory of the policy's versions is no place for it."""
+    in_directory = options.weights in ("files", "delta")
+    return options.model_copy(update={"weights": "auto"}) if in_directory else options
 
 
 def check_nixl() -> None:
