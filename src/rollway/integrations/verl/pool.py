@@ -1,4 +1,5 @@
-"""One actor for all replicas of a pool: it runs their common stack, and talks to it.
+"""One actor for all replicas of a pool: it runs their common stack, and talks to it. Workers on
+other nodes than its own join that stack (rollway.integrations.verl.nodes).
 
 A verl replica is one worker of the stack. All share a frontend, whose router knows what each has
 cached, so it does not matter which replica verl's load balancer picked. Each has an address of its
@@ -24,7 +25,7 @@ from rollway.api import Stack, up
 from rollway.errors import RolloutError, RollwayError, StartError, UsageError
 from rollway.fleet.admin import on_all
 from rollway.fleet.updates import Weights
-from rollway.integrations.verl import fallback, generation
+from rollway.integrations.verl import fallback, generation, nodes
 from rollway.integrations.verl.forward import forwarded
 from rollway.integrations.verl.gate import Gate
 from rollway.integrations.verl.handover import handed_over
@@ -32,6 +33,7 @@ from rollway.integrations.verl.options import Affinity, read_options
 from rollway.integrations.verl.settings import (
     ADAPTERS_KEPT,
     frees_engine,
+    joining_spec,
     model_path,
     stack_spec,
     tied_names,
@@ -61,8 +63,8 @@ class Pool:
         self._name, self._rollout, self._model = name, rollout, model
         self._options = read_options(rollout.engine_kwargs)
         self._expected = expected
-        self._gpus: dict[int, list[str]] = {}
-        self._nodes: set[str] = set()
+        self._places: dict[int, tuple[str, Sequence[str]]] = {}
+        self._broken = ""
         self._starting: asyncio.Task[None] | None = None
         self._failure = ""
         self._everybody = asyncio.Event()
@@ -85,16 +87,17 @@ class Pool:
 
     async def join(self, replica: int, node: str, gpus: Sequence[str]) -> str:
         """Called once for each replica; the address of its server, when all are ready."""
-        self._nodes.add(node)
-        self._gpus[replica] = list(gpus)
-        if len(self._gpus) == self._expected:
+        self._places[replica] = node, list(gpus)
+        if len(self._places) == self._expected:
             self._everybody.set()
         if self._starting is None:
             self._starting = asyncio.create_task(self._started())
         await asyncio.shield(self._starting)
         frontend = urlsplit(self.stack.frontend_url)
         assert frontend.hostname is not None and frontend.port is not None
-        return await self._cleanup.enter_async_context(forwarded(frontend.hostname, frontend.port))
+        return await self._cleanup.enter_async_context(
+            forwarded(frontend.hostname, frontend.port, bind=frontend.hostname)
+        )
 
     async def _started(self) -> None:
         try:
@@ -114,28 +117,41 @@ class Pool:
             await asyncio.wait_for(self._everybody.wait(), ALL_JOINED_SECONDS)
         except TimeoutError:
             raise StartError(
-                f"{len(self._gpus)} of {self._expected} rollout replicas came within "
+                f"{len(self._places)} of {self._expected} rollout replicas came within "
                 f"{ALL_JOINED_SECONDS:g} s.",
                 "Look for the others' errors above.",
             ) from None
-        if len(self._nodes) > 1:
+        shares = nodes.shares(self._places)
+        spread = len(shares) > 1
+        if spread and self._options.weights == "verl_buckets":
             raise UsageError(
-                f"The rollout replicas are on {len(self._nodes)} nodes.",
-                "A pool of rollout.name=dynamo runs on one node; use fewer GPUs, or "
-                "rollout.name=vllm.",
+                "weights=verl_buckets goes through sockets of one machine, and the rollout "
+                f"replicas are on {len(shares)} nodes.",
+                "Use files, delta, collective or nixl.",
             )
-        gpus = [gpu for replica in sorted(self._gpus) for gpu in self._gpus[replica]]
-        self._frees = frees_engine(self._rollout, self._options) and bool(gpus)
-        spec = stack_spec(
-            self._rollout,
-            self._model,
-            self._options,
-            pool=self._name,
-            replicas=self._expected,
-            gpus=gpus,
-        )
+        self._frees = frees_engine(self._rollout, self._options) and bool(shares[0].gpus)
+        specs = {
+            share.node: stack_spec(
+                self._rollout,
+                self._model,
+                self._options,
+                pool=self._name,
+                replicas=share.replicas,
+                gpus=share.gpus,
+                before=share.before,
+                address=nodes.address_of(share.node) if spread else None,
+            )
+            for share in shares
+        }
+        spec = specs.pop(nodes.own_node() if spread else shares[0].node)
         print(f"rollway: starting stack {spec.name} with {self._expected} workers", flush=True)
         self._stack = await self._cleanup.enter_async_context(up(spec))
+        if specs:
+            guests = {
+                node: joining_spec(one, self._stack.invitation, spec.name, number)
+                for number, (node, one) in enumerate(specs.items(), 1)
+            }
+            await self._cleanup.enter_async_context(nodes.joined(guests, self._lost))
         self._rollouts = self._client()
         self._write_targets()
         print(f"rollway: {self._stack.frontend_url} serves; logs: rollway logs {spec.name}")
@@ -153,22 +169,28 @@ class Pool:
         if state := StackDir(self.stack.name).read():
             write_targets(directory / f"{self._name}.json", state)
 
+    def _lost(self, why: str) -> None:
+        """A node's engines have gone for good: whatever verl asks next is answered with that."""
+        print(f"rollway: {why}", flush=True)
+        self._broken = why
+        self._gate.open()
+
     @property
     def stack(self) -> Stack:
+        if self._broken:
+            raise RolloutError(self._broken)
         if self._stack is None:
             raise RolloutError("The rollout stack has not started.")
         return self._stack
 
     async def about(self) -> About:
         """What ranks that publish weights must know."""
-        import ray
-
         there = [worker for worker in await self.stack.fleet.workers() if not worker.error]
         return About(
             stack=self.stack.name,
             secret=self.stack.weights_secret,
             model=model_path(self._model),
-            address=ray.util.get_node_ip_address(),
+            addresses=frozenset(nodes.address_of(node) for node, _ in self._places.values()),
             receivers=len(there) * int(self._rollout.tensor_model_parallel_size),
             tied=tied_names(Path(model_path(self._model))),
         )
@@ -193,8 +215,9 @@ class Pool:
         from verl.workers.rollout.replica import TokenOutput
 
         generation.refuse_media(images=image_data, videos=video_data, audio=audio_data)
-        if not await self._gate.admits():
+        if not self._broken and not await self._gate.admits():
             return TokenOutput(**generation.nothing("aborted"))
+        name = self.stack.name
         if sampling_params.get("prompt_logprobs") is not None:
             return TokenOutput(**await self._score(prompt_ids, sampling_params["prompt_logprobs"]))
         key = f"{request_id}/{uuid.uuid4().hex}"
@@ -210,7 +233,7 @@ class Pool:
             return TokenOutput(**generation.nothing("aborted"))
         except RollwayError as error:
             # Ray would wrap the class; the words are what the user needs.
-            raise RuntimeError(f"rollway: {error} (rollway logs {self.stack.name})") from error
+            raise RuntimeError(f"rollway: {error} (rollway logs {name})") from error
         finally:
             del self._running[key]
             self._aborted.discard(key)

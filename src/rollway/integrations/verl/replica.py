@@ -11,6 +11,7 @@ from verl.workers.rollout.replica import RolloutMode, RolloutReplica
 from rollway.errors import UsageError
 from rollway.integrations.verl.checkpoint_engine import WIRE
 from rollway.integrations.verl.fallback import launch_own
+from rollway.integrations.verl.nodes import ACTOR_ENV
 from rollway.integrations.verl.options import read_options
 from rollway.integrations.verl.pool import Pool
 from rollway.integrations.verl.router import CONFIG
@@ -19,9 +20,6 @@ from rollway.integrations.verl.settings import lora_rank
 HYBRID, STANDALONE = "hybrid", "standalone"
 _CALLS_AT_ONCE = 100_000
 """Requests wait in the actor while weights move; those that end the wait must still come in."""
-
-_ENV = {"RAY_kill_child_processes_on_worker_exit": "false"}
-"""The stack's supervisor ends by itself when the actor does, after it has cleared up."""
 
 
 class DynamoReplica(RolloutReplica):  # type: ignore[misc]
@@ -60,7 +58,7 @@ class DynamoReplica(RolloutReplica):  # type: ignore[misc]
         if len(nodes) != 1:
             raise UsageError(
                 f"Replica {self.replica_rank} spans {len(nodes)} nodes.",
-                "A pool of rollout.name=dynamo runs on one node.",
+                "The GPUs of a replica are on one node: lower rollout.tensor_model_parallel_size.",
             )
         (node,) = nodes
         kind = HYBRID if self.rollout_mode == RolloutMode.HYBRID else STANDALONE
@@ -102,7 +100,7 @@ class DynamoReplica(RolloutReplica):  # type: ignore[misc]
             get_if_exists=True,
             num_cpus=0,
             max_concurrency=_CALLS_AT_ONCE,
-            runtime_env={"env_vars": _ENV},
+            runtime_env={"env_vars": ACTOR_ENV},
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
         )
         return actor.remote(kind, self.config, self.model_config, self._replicas_in_pool)

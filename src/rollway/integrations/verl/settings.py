@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +35,25 @@ _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def stack_spec(
-    rollout: Any, model: Any, options: Options, *, pool: str, replicas: int, gpus: list[str]
+    rollout: Any,
+    model: Any,
+    options: Options,
+    *,
+    pool: str,
+    replicas: int,
+    gpus: list[str],
+    before: int = 0,
+    address: str | None = None,
 ) -> StackSpec:
     """`rollout` and `model` are verl's RolloutConfig and HFModelConfig; `gpus` are those of the
-    replicas, in their order, and none on a machine without."""
+    replicas, in their order, and none on a machine without. Where a pool is on several nodes, this
+    one has `address`, and `before` of the pool's workers are on the nodes before it."""
     refuse(rollout)
     served: dict[str, Any] = {
         "path": model_path(model),
         "replicas": replicas,
         "tensor_parallel": int(rollout.tensor_model_parallel_size),
-        "seed": int(getattr(rollout, "seed", 0) or 0),
+        "seed": int(getattr(rollout, "seed", 0) or 0) + before,
         "args": engine_args(rollout, model, options, gpu=bool(gpus)),
         "env": {**_adapter_env(model), **options.engine_env},
     }
@@ -63,9 +73,22 @@ def stack_spec(
         "restart": {"enabled": options.restart},
         "log_dir": options.log_dir and options.log_dir / pool,
     }
+    if address is not None:
+        fields["admin_host"] = fields["frontend"]["host"] = address
+        fields |= {"discovery": "etcd", "etcd_endpoints": options.etcd_endpoints}
     if gpus:
         fields["env"] = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
     return StackSpec.model_validate(fields)
+
+
+def joining_spec(
+    spec: StackSpec, invitation: Mapping[str, Any], pool_stack: str, number: int
+) -> StackSpec:
+    """The same for a node that is not the pool's: named and logged apart, since nodes may share
+    a file system."""
+    logs = spec.log_dir and spec.log_dir / f"node-{number}"
+    fields = {**invitation, "name": f"{pool_stack}-{number}", "log_dir": logs}
+    return StackSpec.model_validate({**spec.model_dump(mode="json", exclude_unset=True), **fields})
 
 
 def engine_args(rollout: Any, model: Any, options: Options, *, gpu: bool) -> RawArgs:

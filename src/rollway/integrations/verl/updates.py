@@ -21,6 +21,7 @@ from rollway.integrations.verl.options import WeightOptions
 from rollway.integrations.verl.stream import Named, Stream, each
 from rollway.weights import owner
 from rollway.weights.offer import Offer
+from rollway.weights.transports.nixl_agent import import_nixl
 
 if TYPE_CHECKING:
     from rollway.weights.transports.collective import CollectivePublisher
@@ -36,8 +37,8 @@ class About:
     secret: str
     model: str
     """The directory that its engines started from."""
-    address: str
-    """Of its machine."""
+    addresses: frozenset[str]
+    """Of the machines that its engines are on."""
     receivers: int
     """Ranks of all engines that are there now."""
     tied: frozenset[str] = frozenset()
@@ -80,28 +81,35 @@ class Publishing:
         return await taking
 
     async def _publish(self, stream: Stream, pool: Any) -> tuple[int, Offer]:
-        transport = self._transport(await stream.first())
         about: About = await pool.about.remote()
+        on_gpu = is_on_gpu(await stream.first())
         version: int = await pool.next_version.remote()
 
         def publish(tensors: Iterator[Named]) -> Offer:
             # Made here, where whatever goes wrong does not keep the other ranks waiting.
-            publisher = self._publisher = self._publisher or self._made(transport, about)
+            if self._publisher is None:
+                self._publisher = self._made(self._transport(on_gpu, about), about)
+            publisher = self._publisher
             if isinstance(publisher, Broadcast):
                 publisher.receivers = about.receivers
             return publisher.publish(version, (t for t in tensors if t[0] not in about.tied))
 
         return version, await stream.through(publish)
 
-    def _transport(self, first: Named | None) -> str:
+    def _transport(self, on_gpu: bool, about: About) -> str:
+        if not self._near(about):
+            return across_machines(self._options)
         if self._options.weights != "auto":
             return self._options.weights
-        return "cuda_ipc" if first is not None and first[1].is_cuda else "shm"
+        return "cuda_ipc" if on_gpu else "shm"
+
+    def _near(self, about: About) -> bool:
+        return about.addresses == {self._address}
 
     def _made(self, name: str, about: About) -> Publisher:
         if name in ("shm", "cuda_ipc"):
-            return self._on_this_machine(name, about)
-        host = LOOPBACK if about.address == self._address else self._address
+            return self._on_this_machine(name)
+        host = LOOPBACK if self._near(about) else self._address
         if name == "collective":
             return Broadcast(host)
         if name == "nixl":
@@ -110,13 +118,7 @@ class Publishing:
             return NixlPublisher(host=host, secret=about.secret)
         return self._in_directory(name, about)
 
-    def _on_this_machine(self, name: str, about: About) -> Publisher:
-        if about.address != self._address:
-            raise UsageError(
-                f"weights={name} goes through the memory of one machine; the trainer is on "
-                f"{self._address}, the engines on {about.address}.",
-                "Use files or delta in a directory that both see, or collective, or nixl.",
-            )
+    def _on_this_machine(self, name: str) -> Publisher:
         if name == "shm":
             from rollway.weights.transports.shm import ShmPublisher
 
@@ -138,6 +140,33 @@ class Publishing:
         from rollway.weights.transports.delta import DeltaPublisher
 
         return DeltaFromCpu(DeltaPublisher(Store(directory)))
+
+
+def is_on_gpu(one: Named | None) -> bool:
+    return one is not None and bool(one[1].is_cuda)
+
+
+def across_machines(options: WeightOptions) -> str:
+    """How weights go to engines that are not all on the machine of the rank that has them."""
+    if options.weights in ("shm", "cuda_ipc"):
+        raise UsageError(
+            f"weights={options.weights} goes through the memory of one machine, and engines are "
+            "on others.",
+            "Use files or delta in a directory that all of them see, or collective, or nixl.",
+        )
+    if options.weights != "auto":
+        return options.weights
+    if options.weights_dir is not None:
+        return "files"
+    try:
+        import_nixl()
+    except UsageError as error:
+        raise UsageError(
+            "Engines are on other machines, and nothing says how new weights get there.",
+            "Give `weights_dir`, a directory that all of them see, beside `weights`; or install "
+            "NIXL with the trainer (pip install rollway[nixl]).",
+        ) from error
+    return "nixl"
 
 
 class DeltaFromCpu:
@@ -189,12 +218,11 @@ def plain(config: Mapping[str, Any]) -> dict[str, Any]:
 def for_adapters(options: WeightOptions) -> WeightOptions:
     """An adapter is small, and a directory of the policy's versions is no place for it."""
     in_directory = options.weights in ("files", "delta")
-    return options.model_copy(update={"weights": "auto"}) if in_directory else options
+    how = "auto" if in_directory else options.weights
+    return options.model_copy(update={"weights": how, "weights_dir": None})
 
 
 def check_nixl() -> None:
-    from rollway.weights.transports.nixl_agent import import_nixl
-
     try:
         import_nixl()
     except UsageError as error:

@@ -1,0 +1,48 @@
+"""A pool whose replicas are on two nodes: both serve, both are refitted, deaths are dealt with."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Footprint
+from tests.verl.training import HERE, RAY_DIRECTORY, end, environment, output, verl_python
+
+pytestmark = [pytest.mark.stack, pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+def test_a_pool_over_two_nodes_from_start_to_end(
+    tmp_path: Path, base_model: Path, footprint: Footprint
+) -> None:
+    (tmp_path / "weights").mkdir()
+    script = HERE / "two_nodes.py"
+    command = [verl_python(), script, base_model, tmp_path, RAY_DIRECTORY]
+    with (tmp_path / "output.log").open("wb") as log:
+        process = subprocess.Popen(
+            [str(word) for word in command],
+            env={**environment(tmp_path), "ENGINE_PYTHON": sys.executable},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        process.wait(600)
+    finally:
+        end(process)
+    assert process.returncode == 0, output(tmp_path)[-6000:]
+    seen = json.loads((tmp_path / "seen.json").read_text())
+    print(json.dumps(seen))
+    assert len(set(seen["addresses"])) == 2
+    assert sorted(seen["roles"][0]) == ["frontend", "service", "worker"]
+    assert seen["roles"][1] == ["worker"]
+    assert seen["before"] == {"versions": [0], "workers": 2}
+    assert seen["after"] == {"versions": [1], "workers": 2}
+    assert (seen["step_before"], seen["step_after"], seen["step_without_it"]) == (None, 7, 7)
+    assert "The actor that ran the engines of node" in seen["cause"]
+    assert list((tmp_path / "logs" / "hybrid" / "node-1").glob("*.log"))
+    assert footprint.settle(90) == {}

@@ -1,0 +1,175 @@
+"""A pool over two nodes, run by tests with verl's interpreter: `two_nodes.py MODEL DIRECTORY`.
+
+Two raylets on one machine are two nodes to Ray. The trainer is a stand-in, one actor on each; the
+replicas, the pool, its stacks and the weights are the real ones. What was seen is written as JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import ray
+import torch
+from omegaconf import OmegaConf
+from ray.cluster_utils import Cluster
+from safetensors.torch import load_file
+
+import rollway
+from rollway.integrations.verl.options import read_options
+from rollway.integrations.verl.replica import DynamoReplica
+from rollway.integrations.verl.updates import Publishing
+from rollway.rollout.sampling import Sampling
+from rollway.stack.state import StackState, known_stacks
+
+PROMPT = list(range(40, 90))
+SHORT = Sampling(max_tokens=8, ignore_eos=True)
+
+
+@ray.remote(num_gpus=1, num_cpus=1)
+class Trainer:
+    """Of a rank of a trainer, a pool asks only where it is."""
+
+
+def rollout_config(directory: Path) -> Any:
+    options = {
+        "python": os.environ["ENGINE_PYTHON"],
+        "log_dir": str(directory / "logs"),
+        "weights_dir": str(directory / "weights"),
+    }
+    fields = {
+        "name": "dynamo",
+        "mode": "async",
+        "tensor_model_parallel_size": 1,
+        "prompt_length": 64,
+        "response_length": 32,
+        "dtype": "float32",
+        "max_num_seqs": 32,
+        "free_cache_engine": False,
+        "router_config_path": None,
+        "engine_kwargs": {"dynamo": options},
+    }
+    return OmegaConf.create({"_target_": "verl.workers.config.RolloutConfig", **fields})
+
+
+async def until(what: Callable[[], Awaitable[bool]], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not await what():
+        if time.monotonic() > deadline:
+            raise TimeoutError("it did not come to that")
+        await asyncio.sleep(1.0)
+
+
+def stacks() -> tuple[StackState, StackState]:
+    """The pool's, and that of the other node."""
+    first, second = sorted(known_stacks(), key=lambda state: len(state.name))
+    return first, second
+
+
+async def served(name: str) -> tuple[set[int | None], set[int | None]]:
+    """The versions of all workers, and which of them answered some requests."""
+    async with rollway.attach(name, watch=False) as stack:
+        versions = set((await stack.fleet.read_versions()).values())
+        client = stack.rollouts()
+        groups = await asyncio.gather(
+            *(client.generate([n, *PROMPT], SHORT, group=f"g{n}") for n in range(1, 13))
+        )
+    return versions, {span.worker_id for (one,) in groups for span in one.spans}
+
+
+async def generated(pool: Any) -> Any:
+    params = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "logprobs": True, "max_tokens": 8}
+    return await pool.generate.remote(prompt_ids=PROMPT, sampling_params=params, request_id="r")
+
+
+async def serving(count: int, version: int) -> bool:
+    async with rollway.attach(stacks()[0].name, watch=False) as stack:
+        return list((await stack.fleet.read_versions()).values()) == [version] * count
+
+
+async def run(model: Path, directory: Path) -> dict[str, Any]:
+    seen: dict[str, Any] = {}
+    group = SimpleNamespace(workers=[Trainer.remote() for _ in range(2)], world_size=2)
+    config = rollout_config(directory)
+    described = SimpleNamespace(path=str(model), local_path=str(model), trust_remote_code=False)
+    replicas = [DynamoReplica(rank, config, described, gpus_per_node=1) for rank in range(2)]
+    began = time.monotonic()
+    await asyncio.gather(*(replica.init_hybrid(group) for replica in replicas))
+    seen["start_seconds"] = round(time.monotonic() - began, 1)
+    seen["addresses"] = [replica.server_address for replica in replicas]
+    pool = replicas[0].server_handle
+    first, second = stacks()
+    seen["roles"] = [[process.role for process in one.processes] for one in (first, second)]
+
+    versions, workers = await served(first.name)
+    seen["before"] = {"versions": sorted(versions, key=str), "workers": len(workers)}
+    seen["step_before"] = (await generated(pool)).extra_fields["global_steps"]
+
+    generator = torch.Generator().manual_seed(1)
+    weights = {
+        name: tensor + 0.02 * torch.randn(tensor.shape, generator=generator)
+        for name, tensor in load_file(model / "model.safetensors").items()
+    }
+    options = read_options(config.engine_kwargs)
+    seen["refit"] = await Publishing(options, str(model)).send(weights.items(), pool, 7)
+    versions, workers = await served(first.name)
+    seen["after"] = {"versions": sorted(versions, key=str), "workers": len(workers)}
+    seen["step_after"] = (await generated(pool)).extra_fields["global_steps"]
+
+    (process,) = second.processes
+    os.kill(process.pid or 0, signal.SIGKILL)
+    began = time.monotonic()
+    seen["step_without_it"] = (await generated(pool)).extra_fields["global_steps"]
+
+    async def back() -> bool:
+        return stacks()[1].processes[0].restarts == 1 and await serving(2, 1)
+
+    await until(back, 200)
+    seen["healed_seconds"] = round(time.monotonic() - began, 1)
+
+    os.kill(_parent(second.supervisor_pid), signal.SIGKILL)
+    began = time.monotonic()
+
+    async def fails() -> bool:
+        try:
+            await generated(pool)
+        except ray.exceptions.RayTaskError as error:
+            seen["cause"] = str(error).splitlines()[-1]
+            return True
+        return False
+
+    await until(fails, 60)
+    seen["failed_seconds"] = round(time.monotonic() - began, 1)
+    return seen
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def main() -> None:
+    model, directory = Path(sys.argv[1]), Path(sys.argv[2])
+    args = {"num_cpus": 4, "num_gpus": 1, "object_store_memory": 100 << 20}
+    cluster = Cluster(head_node_args={**args, "temp_dir": sys.argv[3], "include_dashboard": False},
+                      initialize_head=True)  # fmt: skip
+    cluster.add_node(**args)
+    ray.init(address=cluster.address, log_to_driver=True)
+    try:
+        seen = asyncio.run(run(model, directory))
+        (directory / "seen.json").write_text(json.dumps(seen))
+        print(json.dumps(seen, indent=1))
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+if __name__ == "__main__":
+    main()
