@@ -15,26 +15,31 @@ from tests.verl.training import HERE, RAY_DIRECTORY, end, environment, output, v
 pytestmark = [pytest.mark.stack, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-def test_a_pool_over_two_nodes_from_start_to_end(
-    tmp_path: Path, base_model: Path, footprint: Footprint
-) -> None:
-    (tmp_path / "weights").mkdir()
-    script = HERE / "two_nodes.py"
-    command = [verl_python(), script, base_model, tmp_path, RAY_DIRECTORY]
-    with (tmp_path / "output.log").open("wb") as log:
+def run(directory: Path, script: str, *words: object) -> None:
+    """A script for verl's interpreter, to its end; Ray's processes are in its session."""
+    command = [verl_python(), HERE / script, *words]
+    with (directory / "output.log").open("wb") as log:
         process = subprocess.Popen(
             [str(word) for word in command],
-            env={**environment(tmp_path), "ENGINE_PYTHON": sys.executable},
+            cwd=directory,
+            env={**environment(directory), "ENGINE_PYTHON": sys.executable},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
     try:
-        process.wait(600)
+        process.wait(800)
     finally:
         end(process)
-    assert process.returncode == 0, output(tmp_path)[-6000:]
+    assert process.returncode == 0, output(directory)[-6000:]
+
+
+def test_a_pool_over_two_nodes_from_start_to_end(
+    tmp_path: Path, base_model: Path, footprint: Footprint
+) -> None:
+    (tmp_path / "weights").mkdir()
+    run(tmp_path, "pool_on_two_nodes.py", base_model, tmp_path, RAY_DIRECTORY)
     seen = json.loads((tmp_path / "seen.json").read_text())
     print(json.dumps(seen))
     assert len(set(seen["addresses"])) == 2

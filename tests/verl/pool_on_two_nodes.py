@@ -1,7 +1,7 @@
-"""A pool over two nodes, run by tests with verl's interpreter: `two_nodes.py MODEL DIRECTORY`.
+"""A pool over two nodes: `pool_on_two_nodes.py MODEL DIRECTORY TEMP_DIR`, with verl's interpreter.
 
-Two raylets on one machine are two nodes to Ray. The trainer is a stand-in, one actor on each; the
-replicas, the pool, its stacks and the weights are the real ones. What was seen is written as JSON.
+The trainer is a stand-in, an actor on each node; the replicas, the pool, its stacks and the weights
+are the real ones. What was seen is written as JSON.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import ray
 import torch
 from omegaconf import OmegaConf
-from ray.cluster_utils import Cluster
+from on_two_nodes import two_nodes
 from safetensors.torch import load_file
 
 import rollway
@@ -157,10 +157,7 @@ def _parent(pid: int) -> int:
 
 def main() -> None:
     model, directory = Path(sys.argv[1]), Path(sys.argv[2])
-    args = {"num_cpus": 4, "num_gpus": 1, "object_store_memory": 100 << 20}
-    cluster = Cluster(head_node_args={**args, "temp_dir": sys.argv[3], "include_dashboard": False},
-                      initialize_head=True)  # fmt: skip
-    cluster.add_node(**args)
+    cluster = two_nodes(sys.argv[3])
     ray.init(address=cluster.address, log_to_driver=True)
     try:
         seen = asyncio.run(run(model, directory))

@@ -1,0 +1,33 @@
+"""verl's trainer on a Ray cluster of two nodes on this machine: `on_two_nodes.py TEMP_DIR WORD…`,
+where the words are settings for `verl.trainer.main_ppo`. Each node has one GPU, which is only
+counted, and CPUs enough."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from ray.cluster_utils import Cluster
+
+NODE = {"num_cpus": 20, "num_gpus": 1, "object_store_memory": 150 << 20}
+
+
+def two_nodes(temp_dir: str) -> Cluster:
+    """Two raylets on one machine are two nodes to Ray."""
+    head = {**NODE, "temp_dir": temp_dir, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    cluster.add_node(**NODE)
+    return cluster
+
+
+def main() -> int:
+    cluster = two_nodes(sys.argv[1])
+    words = [*sys.argv[2:], f"+ray_kwargs.ray_init.address={cluster.address}"]
+    try:
+        return subprocess.run([sys.executable, "-m", "verl.trainer.main_ppo", *words]).returncode
+    finally:
+        cluster.shutdown()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
