@@ -19,6 +19,7 @@ import pytest
 
 from rollway.config import StackSpec
 from rollway.errors import RolloutError, StartError, UsageError, WeightsError
+from rollway.fleet.discovery import Worker
 from rollway.integrations.verl import pool as pool_module
 from rollway.integrations.verl import updates
 from rollway.integrations.verl.gate import Gate
@@ -394,6 +395,13 @@ class FarNode:
         self.start = SimpleNamespace(remote=self._start)
         self.stop = SimpleNamespace(remote=self._stop)
         self.ended = SimpleNamespace(remote=lambda: self.over)
+        self.replace = SimpleNamespace(remote=self._replace)
+        self.fleet = SimpleNamespace(
+            supervised_by=lambda way: setattr(self, "way", way), workers=self._workers
+        )
+
+    async def _workers(self) -> list[Any]:
+        return []
 
     async def _start(self, spec: dict[str, Any]) -> None:
         self.spec = spec
@@ -402,6 +410,10 @@ class FarNode:
 
     async def _stop(self) -> None:
         self.calls.append("stop")
+
+    async def _replace(self, worker: Worker) -> bool:
+        self.calls.append(f"replace {worker.instance_id}")
+        return worker.instance_id == 7
 
 
 INVITATION = {
@@ -424,12 +436,9 @@ async def far(monkeypatch: pytest.MonkeyPatch, engines: Engines) -> FarNode:
             frontend_url="http://127.0.0.1:9",
             invitation=INVITATION,
             rollouts=lambda **_: engines,
-            fleet=SimpleNamespace(workers=no_workers),
             weights_secret="s",
+            fleet=node.fleet,
         )
-
-    async def no_workers() -> list[Any]:
-        return []
 
     monkeypatch.setattr(pool_module, "up", up)
     monkeypatch.setattr(pool_module.nodes, "own_node", lambda: "one")
@@ -469,8 +478,11 @@ async def test_workers_of_another_node_join_the_pools_stack(far: FarNode, pool: 
     assert spec.join is not None and spec.join.namespace == "n"
     assert str(spec.log_dir) == "/logs/hybrid/node-1"
     assert (await spread.about()).addresses == {"127.0.0.1", "127.0.0.2"}
+    # A worker that hangs is ended by whoever runs it.
+    assert await far.way(Worker(7, "tiny", "http://127.0.0.2:1"))  # type: ignore[attr-defined]
+    assert not await far.way(Worker(8, "tiny", "http://127.0.0.2:2"))  # type: ignore[attr-defined]
     await spread.shutdown()
-    assert far.calls[-1] == "stop"
+    assert far.calls[-3:] == ["replace 7", "replace 8", "stop"]
 
 
 async def test_a_node_that_dies_ends_the_run_with_its_cause(far: FarNode, pool: Pool) -> None:

@@ -124,6 +124,10 @@ class Fleet:
         """What was claimed when this process last began to change weights."""
         self._asking: dict[int, asyncio.Task[int | None]] = {}
 
+    def supervised_by(self, replace: Replace) -> None:
+        """Say that every worker has a supervisor, wherever it is, which `replace` reaches."""
+        self._replace, self._supervised = replace, lambda _: True
+
     async def workers(self, *, fresh: bool = True) -> list[Worker]:
         """Who is there, those in error included; `fresh=False` may be a moment old."""
         return await self.membership.workers(fresh=fresh)

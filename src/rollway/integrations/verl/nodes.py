@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollway.config import StackSpec
+from rollway.fleet.discovery import Worker
 from rollway.stack import local
 
 ACTOR_ENV = {"RAY_kill_child_processes_on_worker_exit": "false"}
@@ -60,6 +61,11 @@ class Node:
         made = StackSpec.model_validate(spec)
         self._running = await asyncio.to_thread(local.start, made)
 
+    async def replace(self, worker: Worker) -> bool:
+        """End a worker that does not answer, if it is of this node, so that it starts anew."""
+        running = self._running
+        return running is not None and await local.replace_worker(running.directory.name, worker)
+
     async def ended(self) -> None:
         """Return when the workers have nobody who looks after them."""
         while True:
@@ -76,8 +82,9 @@ class Node:
 @asynccontextmanager
 async def joined(
     specs: Mapping[str, StackSpec], lost: Callable[[str], None]
-) -> AsyncIterator[None]:
-    """Run a stack on each of these nodes; `lost` is told why one has ended unasked."""
+) -> AsyncIterator[list[Any]]:
+    """Run a stack on each of these nodes, by an actor there; `lost` is told why one has ended
+    unasked."""
     actors = {node: actor_on(node) for node in specs}
     starts = [
         actors[node].start.remote(spec.model_dump(mode="json")) for node, spec in specs.items()
@@ -90,7 +97,7 @@ async def joined(
         watching = [
             asyncio.create_task(_watch(actors[node], spec, lost)) for node, spec in specs.items()
         ]
-        yield
+        yield list(actors.values())
     finally:
         for task in watching:
             task.cancel()
@@ -107,6 +114,13 @@ async def _watch(actor: Any, spec: StackSpec, lost: Callable[[str], None]) -> No
         lost(f"The actor that ran the engines of {where} died: {words}")
     else:
         lost(f"The supervisor of the engines of {where} ended.")
+
+
+async def replaced(worker: Worker, pool_stack: str, actors: Sequence[Any]) -> bool:
+    """End a worker so that its own supervisor, the pool's or another node's, starts it anew."""
+    if await local.replace_worker(pool_stack, worker):
+        return True
+    return any(await asyncio.gather(*(actor.replace.remote(worker) for actor in actors)))
 
 
 def actor_on(node: str) -> Any:

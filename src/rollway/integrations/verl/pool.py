@@ -17,6 +17,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -151,7 +152,10 @@ class Pool:
                 node: joining_spec(one, self._stack.invitation, spec.name, number)
                 for number, (node, one) in enumerate(specs.items(), 1)
             }
-            await self._cleanup.enter_async_context(nodes.joined(guests, self._lost))
+            actors = await self._cleanup.enter_async_context(nodes.joined(guests, self._lost))
+            self._stack.fleet.supervised_by(
+                partial(nodes.replaced, pool_stack=spec.name, actors=actors)
+            )
         self._rollouts = self._client()
         self._write_targets()
         print(f"rollway: {self._stack.frontend_url} serves; logs: rollway logs {spec.name}")
