@@ -140,6 +140,7 @@ def environment(directory: Path, modules: Sequence[str] = ()) -> dict[str, str]:
         "VERL_PLATFORM": "cpu",
         "VERL_ENGINE_DEVICE": "cuda",  # there is no engine for a CPU; that one takes any device
         "VERL_FILE_LOGGER_PATH": str(directory / "metrics.jsonl"),
+        "ROLLWAY_RECORD": str(directory / "record"),
         "RAY_raylet_start_wait_time_s": "200",
         "RAY_DEDUP_LOGS": "0",
         "OMP_NUM_THREADS": "1",

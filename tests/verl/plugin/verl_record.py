@@ -1,0 +1,65 @@
+"""Writes down what engines were asked and answered, and the weights they were given, of a run.
+
+Every request of a trajectory is recorded twice: as verl's client sees it (`call`), and as the JSON
+that went to the engine and came back (`wire`); which trajectory it is, is known with
+`affinity=trajectory`. Lines are in $ROLLWAY_RECORD, a file for each process; the weights of each
+step are there too.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import json
+import os
+import time
+from pathlib import Path
+
+from rollway.http import Http
+from rollway.integrations.verl.pool import Pool
+from rollway.integrations.verl.updates import Publishing, collected
+
+DIRECTORY = Path(os.environ["ROLLWAY_RECORD"])
+
+_trajectory = contextvars.ContextVar("trajectory", default=None)
+_sample, _post, _send = Pool._sample, Http.post, Publishing.send
+
+
+def note(kind: str, **fields) -> None:
+    with (DIRECTORY / f"{os.getpid()}.jsonl").open("a") as file:
+        file.write(json.dumps({"kind": kind, "time": time.time(), **fields}) + "\n")
+
+
+async def sample(self, prompt, params, session):
+    """Ray binds an actor's own methods before this module is loaded; this one is looked up."""
+    _trajectory.set(session)
+    output = await _sample(self, prompt, params, session)
+    note(
+        "call",
+        trajectory=session,
+        prompt=prompt,
+        tokens=output["token_ids"],
+        logprobs=output["log_probs"],
+        stop_reason=output["stop_reason"],
+        step=output["extra_fields"].get("global_steps"),
+    )
+    return output
+
+
+async def post(self, url, body, **options):
+    answer = await _post(self, url, body, **options)
+    trajectory = _trajectory.get()
+    if trajectory is not None and url.endswith("/v1/completions"):
+        tokens = (answer.get("nvext") or {}).get("completion_token_ids") or []
+        note("wire", trajectory=trajectory, prompt=body["nvext"]["token_data"], tokens=tokens)
+    return answer
+
+
+async def send(self, weights, pool, step):
+    from safetensors.torch import save_file
+
+    tensors = await collected(weights, lambda tensor: tensor.detach().cpu().clone())
+    save_file({name: t.contiguous() for name, t in tensors.items()}, DIRECTORY / f"{step}.weights")
+    return await _send(self, iter(tensors.items()), pool, step)
+
+
+Pool._sample, Http.post, Publishing.send = sample, post, send
