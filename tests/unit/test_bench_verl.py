@@ -122,6 +122,6 @@ def test_answers_that_are_there_are_not_asked_for_again(tmp_path: Path) -> None:
 
 def test_the_table_replaces_the_one_before() -> None:
     text = f"before\n{BEGIN}\nold\n{END}\nafter\n"
-    assert with_table(text, "new") == f"before\n{BEGIN}\nnew\n{END}\nafter\n"
+    assert with_table(text, "new") == f"before\n{BEGIN}\n\nnew\n\n{END}\nafter\n"
     with pytest.raises(UsageError, match="no place"):
         with_table("nothing", "new")

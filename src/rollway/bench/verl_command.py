@@ -98,7 +98,7 @@ def with_table(text: str, table: str) -> str:
         raise UsageError(
             "The document has no place for the table.", f"Put the lines {BEGIN} and {END} there."
         )
-    return f"{before}{BEGIN}\n{table}\n{END}{after}"
+    return f"{before}{BEGIN}\n\n{table}\n\n{END}{after}"
 
 
 def _show(report: VerlReport) -> None:
