@@ -198,12 +198,15 @@ class CudaIpcPublisher:
             if twice:
                 raise UsageError(f"{min(twice)} came twice.", "Publish each name once.")
             names |= some.keys()
-            packing = self._pack(slot, number, some)
-            # These are there when the copies are: only then may a source be given back.
-            entries += _with_digests(packing.entries, packing.copies.start()())
+            entries += self._filled(slot, number, some)
             some.clear()
         self._let_go(slot, number + 1)
         return entries
+
+    def _filled(self, slot: _Slot, number: int, given: dict[str, Tensor]) -> list[Entry]:
+        """Digests are there when the copies are: only then may a source be given back."""
+        packing = self._pack(slot, number, given)
+        return _with_digests(packing.entries, packing.copies.start()())
 
     def _pack(self, slot: _Slot, number: int, given: dict[str, Tensor]) -> _Packing:
         """Prepare to copy tensors into one of the slot's buckets, which is made anew where they do

@@ -16,6 +16,7 @@ import os
 import stat
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ SHM = Path("/dev/shm")
 _PREFIX = "rollway-weights-"
 _ALIGNED = 256
 _MOST_MANIFEST_BYTES = 1 << 30
+_THREADS = 4
+"""That sum up what was copied: they are faster than one that copies."""
 
 
 class Where(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -118,10 +121,10 @@ class ShmPublisher:
         slot.version = -1
         if coming is None:
             entries, nbytes = _laid_out(self._adopted or {})
+            memory = slot.room_for(nbytes)
+            sums = spread(word_sum, [_view(memory, one) for one in entries])
         else:
-            entries, nbytes = self._copied(slot, coming)
-        memory = slot.grown_to(nbytes)
-        sums = spread(word_sum, [_view(memory, one) for one in entries])
+            entries, sums, nbytes = self._copied(slot, coming)
         entries = [
             msgspec.structs.replace(
                 one, digest=f"{total:016x}", lies=tuple((lies or {}).get(one.name, ()))
@@ -138,18 +141,23 @@ class ShmPublisher:
 
     def _copied(
         self, slot: _Slot, tensors: Iterable[tuple[str, Tensor]]
-    ) -> tuple[list[Entry], int]:
+    ) -> tuple[list[Entry], list[int], int]:
+        """Copy tensors into the slot as they come, and sum each up while the next is copied."""
         slot.grown_to(self._nbytes)
         entries: dict[str, Entry] = {}
+        sums: list[Future[int]] = []
         end = 0
-        for name, tensor in tensors:
-            if name in entries:
-                raise UsageError(f"{name} came twice.", "Publish each name once.")
-            one = entries[name] = _entry(name, tensor, end)
-            end = _after(one)
-            _copy(_view(slot.grown_to(end), one), tensor.detach())
+        with ThreadPoolExecutor(_THREADS) as threads:
+            for name, tensor in tensors:
+                if name in entries:
+                    raise UsageError(f"{name} came twice.", "Publish each name once.")
+                one = entries[name] = _entry(name, tensor, end)
+                end = _after(one)
+                view = _view(slot.grown_to(end), one)
+                _copy(view, tensor.detach())
+                sums.append(threads.submit(word_sum, view))
         self._nbytes = end
-        return list(entries.values()), end
+        return list(entries.values()), [each.result() for each in sums], end
 
     def adopt(self, named: Mapping[str, Tensor]) -> None:
         """Move parameters (`dict(model.named_parameters())`) into shared memory, where publishing
