@@ -110,7 +110,7 @@ class VerlBucketsReceiver:
                 raise WeightsError(f"{path} is not this user's.")
             if not 0 < bucket.size <= found.st_size:
                 raise WeightsError(f"{path} does not hold {bucket.size} bytes.")
-            return mapped(handle, found.st_size)[: bucket.size]
+            return mapped(handle, found.st_size, whole=False)[: bucket.size]
         finally:
             os.close(handle)
 

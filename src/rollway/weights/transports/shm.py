@@ -273,9 +273,10 @@ def check_unchanged(view: Tensor, one: Entry, offer: Offer) -> None:
         )
 
 
-def mapped(handle: int, size: int) -> Tensor:
-    """To read only, and all at once: page by page would take longer than the copy."""
-    flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+def mapped(handle: int, size: int, *, whole: bool = True) -> Tensor:
+    """To read only, and all at once: page by page would take longer than the copy. Unless not the
+    `whole` of it has been written: it would be filled with zeros."""
+    flags = mmap.MAP_SHARED | (getattr(mmap, "MAP_POPULATE", 0) if whole else 0)
     memory = mmap.mmap(handle, size, flags=flags, prot=mmap.PROT_READ)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch has no tensors that cannot be written to
