@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Footprint
+from tests.verl.test_deaths import wait_for
 from tests.verl.test_modes import STEPS, agrees, run, summary
 from tests.verl.training import Training, verl_python
 
@@ -43,7 +44,8 @@ def test_engines_of_their_own_are_brought_every_step(
     }
     check(run(tmp_path, base_model, "separate_async", more=more))
     assert footprint.settle() == {}
-    assert not published.exists() or not list(published.iterdir())  # it goes with the run
+    # What was published goes with the run.
+    wait_for(lambda: not published.exists() or not any(published.iterdir()), 30, tmp_path)
 
 
 def test_engines_that_share_the_trainers_machine_take_changes(
