@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from enum import StrEnum
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +21,7 @@ from rollway.integrations.verl.options import (
     read_options,
 )
 from rollway.integrations.verl.settings import stack_spec
+from rollway.integrations.verl.updates import base_of, for_adapters, plain
 from rollway.rollout.trajectory import Rollout, Span
 
 
@@ -83,6 +86,58 @@ def test_what_is_not_done_is_refused(field: str) -> None:
     model = SimpleNamespace(path="/models/tiny")
     with pytest.raises(UsageError, match=field):
         stack_spec(rollout_config(**{field: 2}), model, Options(), pool="p", replicas=1, gpus=[])
+
+
+@pytest.mark.parametrize(("rank", "room"), [(4, 8), (8, 8), (24, 32)])
+def test_adapters_have_room_in_the_engines(rank: int, room: int) -> None:
+    model = SimpleNamespace(path="/models/tiny", lora_rank=rank, lora={})
+    spec = stack_spec(rollout_config(), model, Options(), pool="p", replicas=1, gpus=[])
+    (served,) = spec.models
+    assert served.args["enable-lora"] is True and served.args["max-lora-rank"] == room
+    assert served.env == {"DYN_LORA_ENABLED": "true"}
+    model.lora = {"merge": True}  # the engines see whole weights
+    spec = stack_spec(rollout_config(), model, Options(), pool="p", replicas=1, gpus=[])
+    assert "enable-lora" not in spec.models[0].args and not spec.models[0].env
+
+
+def test_a_teachers_stack_has_a_name_whatever_its_key_is() -> None:
+    model = SimpleNamespace(path="/models/tiny")
+    spec = stack_spec(
+        rollout_config(),
+        model,
+        Options(),
+        pool="teacher_gsm8k (main)_0",
+        replicas=1,
+        gpus=[],
+    )
+    assert spec.name.startswith("verl-teacher-gsm8k-main-0-")
+
+
+async def test_an_adapters_base_has_the_names_of_the_checkpoint() -> None:
+    given = iter([("model.layers.0.q_proj.base_layer.weight", 1), ("model.norm.weight", 2)])
+    found = [one async for one in base_of(given)]
+    assert found == [("model.layers.0.q_proj.weight", 1), ("model.norm.weight", 2)]
+
+
+def test_an_adapters_config_is_plain() -> None:
+    class Task(StrEnum):
+        CAUSAL = "CAUSAL_LM"
+
+    assert plain({"task_type": Task.CAUSAL, "target_modules": {"q_proj"}}) == {
+        "task_type": "CAUSAL_LM",
+        "target_modules": ["q_proj"],
+    }
+
+
+def test_adapters_do_not_go_where_versions_of_the_policy_are_kept(tmp_path: Path) -> None:
+    assert for_adapters(Options(weights="delta", weights_dir=tmp_path)).weights == "auto"
+    assert for_adapters(Options(weights="nixl")).weights == "nixl"
+
+
+def test_there_is_one_fallback() -> None:
+    assert Options().fallback is None
+    with pytest.raises(UsageError, match=r"dynamo\.fallback"):
+        read_options({"dynamo": {"fallback": "sglang"}})
 
 
 def test_an_answer_fits_the_context() -> None:

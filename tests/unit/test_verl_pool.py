@@ -28,6 +28,7 @@ from rollway.integrations.verl.pool import Pool
 from rollway.integrations.verl.traffic import Traffic, read_log
 from rollway.integrations.verl.updates import across_machines
 from rollway.rollout.sampling import Sampling
+from rollway.rollout.teacher import Scores
 from rollway.rollout.trajectory import Rollout, Span
 from rollway.weights.offer import Offer
 
@@ -41,6 +42,7 @@ class Engines:
     finish: asyncio.Event = field(default_factory=asyncio.Event)
     version: int = 0
     in_flight: int = 0
+    adapter: str | None = None
     deaf: bool = False
     """Whether a request has not reached an engine, so that no abort ends it."""
     aborts: int = 1
@@ -77,6 +79,22 @@ class Engines:
         self.version = version
         return SimpleNamespace(seconds=0.5, paused_seconds=0.1)
 
+    async def load_adapter(
+        self, name: str, version: int, offer: Offer, config: dict[str, Any], *, keep: int
+    ) -> str:
+        self.calls.append(f"load {name}@{version} of rank {config['r']}, keep {keep}")
+        return f"{name}@{version}"
+
+    def rollouts(self, *, adapter: str | None, **_: Any) -> Engines:
+        self.adapter = adapter
+        return self
+
+    def teacher(self, **_: Any) -> Engines:
+        return self
+
+    async def score(self, sequences: list[list[int]]) -> list[Scores]:
+        return [Scores(ids, [None, -0.5, -0.25], self.version) for ids in sequences]
+
     async def generate(self, prompt: list[int], sampling: Sampling, group: str) -> list[Rollout]:
         self.calls.append(f"generate in {group}")
         version = self.version
@@ -91,7 +109,7 @@ class Engines:
         ids = [7, 8, 9] if whole else [7]
         spans = (Span(0, len(ids), version, 1),)
         reason: Any = "stop" if whole else "aborted"
-        return [Rollout(prompt, ids, [-0.5] * len(ids), reason, spans, 0)]
+        return [Rollout(prompt, ids, [-0.5] * len(ids), reason, spans, 0, adapter=self.adapter)]
 
 
 @pytest.fixture
@@ -115,8 +133,15 @@ def pool(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> Pool:
         workers=engines.workers,
         flush_cache=engines.flush_cache,
         admin=engines,
+        load_adapter=engines.load_adapter,
     )
-    made._stack = SimpleNamespace(fleet=fleet, refit=engines.refit, name="s")  # type: ignore[assignment]
+    made._stack = SimpleNamespace(  # type: ignore[assignment]
+        fleet=fleet,
+        refit=engines.refit,
+        rollouts=engines.rollouts,
+        teacher=engines.teacher,
+        name="s",
+    )
     made._rollouts = engines  # type: ignore[assignment]
     return made
 
@@ -523,3 +548,51 @@ def test_weights_for_other_nodes_take_a_way_that_leads_there(
     monkeypatch.setattr(updates, "import_nixl", missing)
     with pytest.raises(UsageError, match="nothing says how new weights get there"):
         across_machines(Options())
+
+
+async def test_tokens_carry_the_step_of_the_adapter_they_were_sampled_with(
+    pool: Pool, engines: Engines
+) -> None:
+    engines.finish.set()
+    offer = Offer("shm", 1, "identity", 10, {}).as_json()
+    await pool.refit(offer, 0)  # the base, once
+    await pool.load_adapter(offer, {"r": 8}, 0)
+    await pool.load_adapter(offer, {"r": 8}, 1)
+    assert engines.calls == [
+        "refit 1",
+        "load policy@2 of rank 8, keep 2",
+        "load policy@3 of rank 8, keep 2",
+    ]
+    assert (await ask(pool)).extra_fields["global_steps"] == 1
+    assert engines.adapter == "policy@3" and engines.version == 1
+
+
+async def test_a_teacher_gives_a_row_for_each_token_it_is_shown(pool: Pool) -> None:
+    params = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False}
+    output = await pool.generate([4, 5, 6], params, "r")
+    assert output.extra_fields["prompt_ids"] == [[5], [6], [0]]
+    assert output.extra_fields["prompt_logprobs"] == [[-0.5], [-0.25], [0.0]]
+    with pytest.raises(RolloutError, match="its 32 likeliest tokens"):
+        await pool.generate([4, 5, 6], {**params, "prompt_logprobs": 32}, "r")
+
+
+@pytest.mark.parametrize("asked", [None, "vllm"])
+async def test_a_pool_whose_stack_did_not_start_says_why(
+    pool: Pool,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    asked: str | None,
+) -> None:
+    async def fails() -> None:
+        raise StartError("worker-0 exited with status 1.", "Dynamo is not installed.")
+
+    monkeypatch.setattr(pool, "_start", fails)
+    pool._options = pool._options.model_copy(update={"fallback": asked})
+    assert await pool.failure() == ""
+    for result in await asyncio.gather(
+        *(pool.join(replica, "node", []) for replica in range(2)), return_exceptions=True
+    ):
+        assert isinstance(result, StartError)
+    assert await pool.failure() == "worker-0 exited with status 1. Dynamo is not installed."
+    warned = capfd.readouterr().err.count("THIS RUN DOES NOT USE DYNAMO")
+    assert warned == (1 if asked else 0)  # once, whatever the number of replicas

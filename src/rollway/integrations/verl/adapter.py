@@ -101,9 +101,9 @@ class ServerAdapter(BaseRollout):  # type: ignore[misc]
         if wire_format == WIRE:
             await drained(weights)  # the trainer has told the pool itself
             return
-        if wire_format != "named_tensors":
+        if wire_format != "named_tensors" or not self._hybrid:
             raise UsageError(
-                f"rollout.name=dynamo cannot take weights as `{wire_format}`.",
+                f"rollout.name=dynamo takes no weights (`{wire_format}`) from this backend.",
                 "Use checkpoint_engine.backend=rollway.",
             )
         lora = options.get("peft_config")

@@ -278,7 +278,8 @@ class Pool:
                 f"A teacher was asked for its {likeliest} likeliest tokens; rollout.name=dynamo "
                 "gives the log-probs of the tokens themselves."
             )
-        (scores,) = await self.stack.teacher().score([list(prompt)])
+        teacher = self.stack.teacher(timeout=self._options.request_timeout_s)
+        (scores,) = await teacher.score([list(prompt)])
         return generation.scores_of(scores, self._step_of)
 
     def _step_of(self, version: int | None) -> int | None:

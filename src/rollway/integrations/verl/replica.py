@@ -28,30 +28,24 @@ class DynamoReplica(RolloutReplica):  # type: ignore[misc]
     def __init__(self, replica_rank: int, config: Any, *args: Any, **kwargs: Any) -> None:
         # verl reads it from the same config, after the replicas.
         self._given = config
-        if hasattr(config, "router_config_path") and not config.router_config_path:
+        beside = kwargs.get("is_reward_model") or kwargs.get("is_teacher_model")
+        if not beside and hasattr(config, "router_config_path") and not config.router_config_path:
             config.router_config_path = str(CONFIG)
         super().__init__(replica_rank, config, *args, **kwargs)
-        self._replicas_in_pool = 0
+        self._replicas_in_pool = 1
+        self._kept: Any = None
 
     async def init_hybrid(self, worker_group: Any) -> None:
         self._replicas_in_pool = worker_group.world_size // self.world_size
         await super().init_hybrid(worker_group)
 
     async def init_standalone(self) -> None:
-        gpus = self.config.n_gpus_per_node * self.config.nnodes
-        self._replicas_in_pool = gpus // self.world_size
+        if not self.is_reward_model:
+            gpus = self.config.n_gpus_per_node * self.config.nnodes
+            self._replicas_in_pool = gpus // self.world_size
         await super().init_standalone()
 
     async def launch_servers(self) -> None:
-        if (
-            self.rollout_mode == RolloutMode.COLOCATED
-            or self.is_reward_model
-            or self.is_teacher_model
-        ):
-            raise UsageError(
-                "rollout.name=dynamo serves the policy alone, no reward model and no teacher.",
-                "Give that model rollout.name=vllm.",
-            )
         places = [worker.__ray_call__.remote(_place) for worker in self.workers]
         found = [await place for place in places]
         nodes = {node for node, _ in found}
@@ -61,13 +55,13 @@ class DynamoReplica(RolloutReplica):  # type: ignore[misc]
                 "The GPUs of a replica are on one node: lower rollout.tensor_model_parallel_size.",
             )
         (node,) = nodes
-        kind = HYBRID if self.rollout_mode == RolloutMode.HYBRID else STANDALONE
+        kind = self._kind()
         if kind == STANDALONE and lora_rank(self.model_config):
             raise UsageError(
                 "verl sends LoRA adapters only to engines that share the trainer's GPUs.",
                 "Merge them: actor_rollout_ref.model.lora.merge=True.",
             )
-        pool = self._pool(kind, node)
+        pool = self._kept = self._pool(kind, node)  # ranks ask it also when it runs nothing
         gpus = [gpu for _, some in found for gpu in some]
         try:
             address = await pool.join.remote(self.replica_rank, node, gpus)
@@ -82,6 +76,15 @@ class DynamoReplica(RolloutReplica):  # type: ignore[misc]
         self._server_handle = pool
         self._server_address = address
 
+    def _kind(self) -> str:
+        """Replicas of the policy share a pool. One of a reward model or a teacher has its own: it
+        is not told how many there are, and what it scores is in no cache."""
+        if self.is_reward_model:
+            return f"reward{self.name_suffix}_{self.replica_rank}"
+        if self.is_teacher_model:
+            return f"teacher{self.name_suffix}_{self.replica_rank}"
+        return HYBRID if self.rollout_mode == RolloutMode.HYBRID else STANDALONE
+
     async def _fall_back(self, kind: str) -> None:
         if kind == STANDALONE and self.config.checkpoint_engine.backend == WIRE:
             raise UsageError(
@@ -89,7 +92,7 @@ class DynamoReplica(RolloutReplica):  # type: ignore[misc]
                 "to Dynamo's engines alone.",
                 "Use another backend, or mend what keeps the stack from starting.",
             )
-        if self._given.get("router_config_path") == str(CONFIG):
+        if getattr(self._given, "router_config_path", None) == str(CONFIG):
             self._given.router_config_path = None  # verl's servers know no sessions
         await launch_own(self)
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rollway.config import RawArgs, StackSpec
+from rollway.config import RawArgs, StackSpec, slug
 from rollway.errors import UsageError
 from rollway.integrations.verl.options import Options
 from rollway.stack.plan import WORKER_EXTENSION
@@ -60,7 +60,7 @@ def stack_spec(
     if options.served_model_name:
         served["name"] = options.served_model_name
     fields: dict[str, Any] = {
-        "name": f"verl-{pool}-{secrets.token_hex(4)}",
+        "name": f"verl-{slug(pool)[:24].rstrip('-')}-{secrets.token_hex(4)}",
         "models": [served],
         "router": {"mode": options.router_mode, "args": options.router_args},
         "frontend": {
