@@ -18,7 +18,7 @@ from tests.verl.training import HERE, prepare, settings, train
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow, pytest.mark.timeout(1200)]
 
-APART = "distillation/abs_loss"
+APART = "actor/distillation/abs_loss"
 
 
 def test_a_teacher_scores_what_the_policy_samples(
