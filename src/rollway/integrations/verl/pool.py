@@ -23,6 +23,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rollway.api import Stack, up
+from rollway.config import StackSpec
 from rollway.errors import RolloutError, RollwayError, StartError, UsageError
 from rollway.fleet.admin import on_all
 from rollway.fleet.updates import Weights
@@ -114,37 +115,11 @@ class Pool:
         return self._failure
 
     async def _start(self) -> None:
-        try:
-            await asyncio.wait_for(self._everybody.wait(), ALL_JOINED_SECONDS)
-        except TimeoutError:
-            raise StartError(
-                f"{len(self._places)} of {self._expected} rollout replicas came within "
-                f"{ALL_JOINED_SECONDS:g} s.",
-                "Look for the others' errors above.",
-            ) from None
+        await self._all_joined()
         shares = nodes.shares(self._places)
-        spread = len(shares) > 1
-        if spread and self._options.weights == "verl_buckets":
-            raise UsageError(
-                "weights=verl_buckets goes through sockets of one machine, and the rollout "
-                f"replicas are on {len(shares)} nodes.",
-                "Use files, delta, collective or nixl.",
-            )
         self._frees = frees_engine(self._rollout, self._options) and bool(shares[0].gpus)
-        specs = {
-            share.node: stack_spec(
-                self._rollout,
-                self._model,
-                self._options,
-                pool=self._name,
-                replicas=share.replicas,
-                gpus=share.gpus,
-                before=share.before,
-                address=nodes.address_of(share.node) if spread else None,
-            )
-            for share in shares
-        }
-        spec = specs.pop(nodes.own_node() if spread else shares[0].node)
+        specs = self._specs(shares)
+        spec = specs.pop(nodes.own_node() if len(shares) > 1 else shares[0].node)
         print(f"rollway: starting stack {spec.name} with {self._expected} workers", flush=True)
         self._stack = await self._cleanup.enter_async_context(up(spec))
         if specs:
@@ -159,6 +134,39 @@ class Pool:
         self._rollouts = self._client()
         self._write_targets()
         print(f"rollway: {self._stack.frontend_url} serves; logs: rollway logs {spec.name}")
+
+    async def _all_joined(self) -> None:
+        try:
+            await asyncio.wait_for(self._everybody.wait(), ALL_JOINED_SECONDS)
+        except TimeoutError:
+            raise StartError(
+                f"{len(self._places)} of {self._expected} rollout replicas came within "
+                f"{ALL_JOINED_SECONDS:g} s.",
+                "Look for the others' errors above.",
+            ) from None
+
+    def _specs(self, shares: Sequence[nodes.Share]) -> dict[str, StackSpec]:
+        """A stack for each node; the pool's own is the one that the others join."""
+        spread = len(shares) > 1
+        if spread and self._options.weights == "verl_buckets":
+            raise UsageError(
+                "weights=verl_buckets goes through sockets of one machine, and the rollout "
+                f"replicas are on {len(shares)} nodes.",
+                "Use files, delta, collective or nixl.",
+            )
+        return {
+            share.node: stack_spec(
+                self._rollout,
+                self._model,
+                self._options,
+                pool=self._name,
+                replicas=share.replicas,
+                gpus=share.gpus,
+                before=share.before,
+                address=nodes.address_of(share.node) if spread else None,
+            )
+            for share in shares
+        }
 
     def _client(self, adapter: str | None = None) -> Rollouts:
         timeout = self._options.request_timeout_s
