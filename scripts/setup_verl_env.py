@@ -39,7 +39,8 @@ def install(venv: Path) -> None:
     print("[setup 2/3] CPU torch (200 MB)", flush=True)
     setup_env.install_torch(pip, torch)
     print("[setup 3/3] verl, Ray and rollway (1 GB)", flush=True)
-    setup_env.pip_run(pip, "install", *project["dependencies"], *groups["verl"], *TEST_TOOLS)
+    packages = [*project["dependencies"], *groups["verl"], *groups["nixl"], *TEST_TOOLS]
+    setup_env.pip_run(pip, "install", *packages)
     setup_env.pip_run(pip, "install", "--no-deps", "--editable", str(setup_env.ROOT))
 
 

@@ -11,7 +11,7 @@ import pytest
 from tests.conftest import Footprint
 from tests.verl.test_deaths import wait_for
 from tests.verl.test_modes import STEPS, agrees, run, summary
-from tests.verl.training import Training, verl_python
+from tests.verl.training import Training, environment, verl_python
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -66,14 +66,16 @@ def test_every_rank_hands_its_weights_to_the_engine_beside_it(
 
 
 def test_a_trainer_without_nixl_says_so(tmp_path: Path) -> None:
-    if has_nixl():
-        pytest.skip("verl's environment has NIXL")
     program = (
+        "import sys\n"
+        "from rollway.weights.transports.nixl_agent import _PACKAGES\n"
+        "sys.modules.update(dict.fromkeys(_PACKAGES))  # as if they were not installed\n"
         "from rollway.integrations.verl.options import WeightOptions\n"
         "from rollway.integrations.verl.updates import Publishing\n"
         "Publishing(WeightOptions(weights='nixl'), 1)"
     )
-    ran = subprocess.run([str(verl_python()), "-c", program], capture_output=True, text=True)
+    command = [str(verl_python()), "-c", program]
+    ran = subprocess.run(command, capture_output=True, text=True, env=environment(tmp_path))
     assert f"trainer's environment ({verl_python()}) has no NIXL" in ran.stderr
 
 
