@@ -169,6 +169,10 @@ def start(
         )
 
 
+RUNS: list[tuple[str, list[Step]]] = []
+"""Of this session: the test and verl's metrics, which are printed when all have ended."""
+
+
 def train(
     directory: Path,
     overrides: Mapping[str, Any],
@@ -183,6 +187,7 @@ def train(
         process.wait(seconds)
     finally:
         end(process)
+    RUNS.append((os.environ.get("PYTEST_CURRENT_TEST", "").partition(" ")[0], steps(directory)))
     return Training(steps(directory), output(directory), process.returncode)
 
 
