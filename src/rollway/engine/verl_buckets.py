@@ -35,7 +35,7 @@ from rollway.weights.checkpoint import (
     refuse_differences,
 )
 from rollway.weights.offer import Count, Offer
-from rollway.weights.transports.shm import SHM, mapped
+from rollway.weights.transports.shm import SHM, mapped, opened
 
 _PREFIX = "verl_weights_"
 _MOST_MESSAGE_BYTES = 64 << 20
@@ -100,19 +100,12 @@ class VerlBucketsReceiver:
         if Path(bucket.name).name != bucket.name or not bucket.name.startswith(_PREFIX):
             raise WeightsError(f"`{bucket.name}` is no bucket of verl's.")
         path = self._directory / bucket.name
-        try:
-            handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-        except OSError as error:
-            raise WeightsError(f"{path} cannot be read: {error.strerror}.") from error
-        try:
-            found = os.fstat(handle)
-            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid():
+        with opened(path) as (handle, found):
+            if found.st_uid != os.getuid():
                 raise WeightsError(f"{path} is not this user's.")
             if not 0 < bucket.size <= found.st_size:
                 raise WeightsError(f"{path} does not hold {bucket.size} bytes.")
             return mapped(handle, found.st_size, whole=False)[: bucket.size]
-        finally:
-            os.close(handle)
 
 
 def _where(offer: Offer) -> Where:

@@ -17,6 +17,7 @@ import stat
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -246,13 +247,8 @@ class ShmReader:
 
     def _memory(self, offer: Offer, nbytes: int) -> Tensor:
         path = self._path(offer)
-        try:
-            handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-        except OSError as error:
-            raise WeightsError(f"{path} cannot be read: {error.strerror}.") from error
-        try:
-            found = os.fstat(handle)
-            if not stat.S_ISREG(found.st_mode) or found.st_size < nbytes:
+        with opened(path) as (handle, found):
+            if found.st_size < nbytes:
                 raise WeightsError(f"{path} does not hold {nbytes} bytes.")
             known = self._maps.get(path.name)
             if known is None or known[0] != found.st_ino or known[1].numel() < nbytes:
@@ -260,9 +256,23 @@ class ShmReader:
                 there = {name for name in self._maps if (self._directory / name).exists()}
                 self._maps = {name: self._maps[name] for name in there}
                 known = self._maps[path.name] = (found.st_ino, mapped(handle, found.st_size))
-        finally:
-            os.close(handle)
         return known[1]
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[tuple[int, os.stat_result]]:
+    """A plain file of shared memory: its descriptor, and what it is."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError as error:
+        raise WeightsError(f"{path} cannot be read: {error.strerror}.") from error
+    try:
+        found = os.fstat(handle)
+        if not stat.S_ISREG(found.st_mode):
+            raise WeightsError(f"{path} is no plain file.")
+        yield handle, found
+    finally:
+        os.close(handle)
 
 
 def check_unchanged(view: Tensor, one: Entry, offer: Offer) -> None:
