@@ -1,4 +1,4 @@
-"""Tests of verl's own that need no GPU, with Rollway in its environment."""
+"""Tests that run in verl's environment: verl's own that need no GPU, and ours that need verl."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.verl.training import verl_python
+from tests.verl.training import ROOT, environment, verl_python
 
 FILES = [
     "checkpoint_engine/test_global_steps_on_cpu.py",
@@ -33,3 +33,16 @@ def test_verls_own_tests_pass(tmp_path: Path) -> None:
         cwd=tmp_path,
     )
     assert ran.returncode == 0, ran.stdout[-6000:]
+
+
+def test_the_parts_of_retool_that_need_verl(tmp_path: Path) -> None:
+    """They are skipped where verl is not; the conftest needs what verl's environment has not."""
+    command = [str(verl_python()), "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    ran = subprocess.run(
+        [*command, "--noconftest", "-o", "addopts=", "tests/unit/test_retool_verl.py"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=environment(tmp_path),
+    )
+    assert ran.returncode == 0 and "skipped" not in ran.stdout, ran.stdout[-6000:]
