@@ -119,7 +119,8 @@ async def run(model: Path, directory: Path) -> dict[str, Any]:
         for name, tensor in load_file(model / "model.safetensors").items()
     }
     options = read_options(config.engine_kwargs)
-    seen["refit"] = await Publishing(options, 1 << 20).send(weights.items(), pool, 7)
+    publishing = Publishing(options, 1 << 20)  # kept: what it has published goes with it
+    seen["refit"] = await publishing.send(weights.items(), pool, 7)
     versions, workers = await served(first.name)
     seen["after"] = {"versions": sorted(versions, key=str), "workers": len(workers)}
     seen["step_after"] = (await generated(pool)).extra_fields["global_steps"]
