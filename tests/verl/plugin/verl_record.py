@@ -16,7 +16,8 @@ from pathlib import Path
 
 from rollway.http import Http
 from rollway.integrations.verl.pool import Pool
-from rollway.integrations.verl.updates import Publishing, collected
+from rollway.integrations.verl.stream import each
+from rollway.integrations.verl.updates import Publishing
 
 DIRECTORY = Path(os.environ["ROLLWAY_RECORD"])
 
@@ -29,13 +30,13 @@ def note(kind: str, **fields) -> None:
         file.write(json.dumps({"kind": kind, "time": time.time(), **fields}) + "\n")
 
 
-async def sample(self, prompt, params, session):
+async def sample(self, prompt, params, group, trajectory):
     """Ray binds an actor's own methods before this module is loaded; this one is looked up."""
-    _trajectory.set(session)
-    output = await _sample(self, prompt, params, session)
+    _trajectory.set(trajectory)
+    output = await _sample(self, prompt, params, group, trajectory)
     note(
         "call",
-        trajectory=session,
+        trajectory=trajectory,
         prompt=prompt,
         tokens=output["token_ids"],
         logprobs=output["log_probs"],
@@ -57,7 +58,7 @@ async def post(self, url, body, **options):
 async def send(self, weights, pool, step):
     from safetensors.torch import save_file
 
-    tensors = await collected(weights, lambda tensor: tensor.detach().cpu().clone())
+    tensors = {name: one.detach().cpu().clone() async for name, one in each(weights)}
     save_file({name: t.contiguous() for name, t in tensors.items()}, DIRECTORY / f"{step}.weights")
     return await _send(self, iter(tensors.items()), pool, step)
 
