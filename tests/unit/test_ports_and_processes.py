@@ -183,6 +183,24 @@ def test_shared_memory_goes_with_its_owner_and_not_before() -> None:
     assert not (processes.SHM / name).exists()
 
 
+def test_what_a_process_held_is_known_although_it_ended_by_itself() -> None:
+    run_id, name = f"leaver{os.getpid()}", f"rollway-test-leaver-{os.getpid()}"
+    owner = subprocess.Popen(
+        [sys.executable, "-c", SEGMENT.format(name=name).replace("sleep(60)", "sleep(0.5)")],
+        env={**os.environ, **processes.run_environment(run_id)},
+        stdout=subprocess.PIPE,
+    )
+    assert owner.stdout is not None and owner.stdout.readline() == b"up\n"
+
+    def left() -> set[ProcessId]:
+        owner.poll()
+        return processes.members(run_id)
+
+    assert processes.end(left, 20.0) == {name}
+    assert owner.returncode == 0
+    assert processes.remove_shared_memory([name]) == [name]
+
+
 BREEDER = """
 import subprocess, sys, time
 print("up", flush=True)

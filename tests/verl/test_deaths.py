@@ -38,7 +38,7 @@ def stack() -> StackState:
 
 @pytest.mark.parametrize("role", ["worker", "frontend"])
 def test_a_run_goes_on_when_a_part_of_its_stack_died(
-    tmp_path: Path, base_model: Path, role: str
+    tmp_path: Path, base_model: Path, footprint: Footprint, role: str
 ) -> None:
     process = start(tmp_path, run_settings(tmp_path, base_model, 6))
     try:
@@ -52,6 +52,7 @@ def test_a_run_goes_on_when_a_part_of_its_stack_died(
     assert process.returncode == 0, output(tmp_path)[-6000:]
     assert len(steps(tmp_path)) == 6
     assert all(agrees(step) for step in steps(tmp_path))
+    assert footprint.settle(90) == {}
 
 
 def test_nothing_is_left_when_the_driver_is_killed(

@@ -118,12 +118,14 @@ def remove_shared_memory(names: Iterable[str]) -> list[str]:
 
 def end(find: Callable[[], set[ProcessId]], grace_seconds: float) -> set[str]:
     """Wait until `find` finds nobody, then SIGKILL those it still finds; returns the shared memory
-    that the killed ones held.
+    that any of them held: one that ends by itself in the middle of its start leaves some too.
 
     They are stopped first, until no new one turns up: one that is just starting would otherwise
     create a child or a segment between the look and the kill."""
     deadline = time.monotonic() + grace_seconds
+    memory: set[str] = set()
     while (remaining := find()) and time.monotonic() < deadline:
+        memory |= shared_memory(remaining)
         time.sleep(0.05)
     stopped: set[ProcessId] = set()
     while remaining - stopped:
@@ -131,7 +133,7 @@ def end(find: Callable[[], set[ProcessId]], grace_seconds: float) -> set[str]:
             process.send(signal.SIGSTOP)
         stopped |= remaining
         remaining = find()
-    memory = shared_memory(stopped)
+    memory |= shared_memory(stopped)
     for process in stopped:
         process.send(signal.SIGKILL)
     wait_gone(stopped, 5.0)

@@ -201,13 +201,15 @@ class Supervisor(Healer):
     def _wait_for_all(self, seconds: float) -> set[str]:
         """SIGTERM was sent; give time, then SIGKILL every member that is left."""
         deadline = time.monotonic() + seconds
+        memory: set[str] = set()
         while time.monotonic() < deadline:
             processes.reap({child.pid: None for child in self.children.values()})
             if all(child.poll() is not None for child in self.children.values()):
                 break
+            memory |= processes.shared_memory(processes.members(self.state.run_id))
             time.sleep(0.05)
         # A leader that has gone may still have children on their way out.
-        memory = processes.end(lambda: processes.members(self.state.run_id), 0.5)
+        memory |= processes.end(lambda: processes.members(self.state.run_id), 0.5)
         for child in self.children.values():
             child.poll()
         processes.reap({})
