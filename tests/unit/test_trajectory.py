@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -15,7 +18,7 @@ from rollway.fleet.versions import VersionBook
 from rollway.http import Http
 from rollway.rollout.client import Rollouts
 from rollway.rollout.sampling import Sampling
-from rollway.rollout.trajectory import Trajectory
+from rollway.rollout.trajectory import Rollout, Trajectory
 from rollway.rollout.wire import Completion
 
 
@@ -125,6 +128,34 @@ async def test_an_abort_that_no_refit_explains_is_returned_as_one() -> None:
     http = Scripted(answer([5], 3, "cancelled"))
     (rollout,) = await Rollouts(http, "http://f", "m", book()).generate([1, 2, 3])
     assert rollout.finish_reason == "aborted" and rollout.token_ids == [5]
+
+
+class Streaming(Scripted):
+    """The same, line by line."""
+
+    @asynccontextmanager
+    async def stream_lines(
+        self, url: str, body: Any, **_: Any
+    ) -> AsyncIterator[AsyncIterator[bytes]]:
+        step = await self.post(url, body)
+
+        async def lines() -> AsyncIterator[bytes]:
+            yield b"data: " + json.dumps(step).encode()
+            yield b"data: [DONE]"
+
+        yield lines()
+
+
+async def test_a_stream_that_is_refused_before_it_begins_is_asked_for_again() -> None:
+    refused = RequestFailed("answered 500: Failed to generate completions", status=500)
+    http = Streaming(refused, answer([5, 6, 7], 3))
+    stream = Rollouts(http, "http://f", "m", book()).stream([1, 2, 3], Sampling(max_tokens=3))
+    *tokens, rollout = [part async for part in stream]
+    assert tokens == [[5, 6, 7]] and isinstance(rollout, Rollout)
+    assert len(http.bodies) == 2
+    http = Streaming(RequestFailed("answered 400", status=400))
+    with pytest.raises(RequestFailed):
+        await anext(Rollouts(http, "http://f", "m", book()).stream([1, 2, 3]))
 
 
 async def test_a_rollout_is_in_flight_from_its_request_to_its_result() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from rollway.errors import RolloutError, UsageError
+from rollway.errors import RequestFailed, RolloutError, UsageError
 from rollway.fleet.versions import Ticket
 from rollway.http import server_message
 from rollway.rollout.completion import Assembly, Completion
@@ -28,6 +28,8 @@ from rollway.rollout.sender import (
     Trouble,
     all_or_none,
     checked_prompt,
+    explained,
+    temporary,
 )
 from rollway.rollout.trajectory import Rollout, Span, Trajectory
 
@@ -90,22 +92,32 @@ class Rollouts(Sender):
     ) -> AsyncIterator[list[int] | Rollout]:
         """Yield token ids as they come, and the whole checked Rollout last.
 
-        A stream that breaks raises; nothing is sampled again behind the reader's back. One that a
-        refit cut short goes on with the new weights."""
+        A stream that breaks raises; nothing is sampled again behind the reader's back. One that is
+        refused before it begins, as a router does for a moment after a refit, is asked for again.
+        One that a refit cut short goes on with the new weights."""
         if not self.wire.streams:
             raise UsageError(f"The wire `{self.wire.name}` cannot stream.", "Use `completions`.")
         trajectory = Trajectory(checked_prompt(prompt_ids), sampling or Sampling(), self.adapter)
-        session = group or uuid.uuid4().hex
+        session, trouble = group or uuid.uuid4().hex, Trouble(self._patience)
         async with self._slots, self._deadline():
             while True:
-                ticket = await self._ticket(Trouble(self._patience))
+                ticket = await self._ticket(trouble)
                 body, assembly = self._request(trajectory, ticket, stream=True)
-                async with self._http.stream_lines(
-                    self._url, body, timeout=self._timeout, headers={SESSION_HEADER: session}
-                ) as lines:
-                    async for event in events(lines):
-                        if tokens := assembly.add(event):
-                            yield tokens
+                try:
+                    async with self._http.stream_lines(
+                        self._url, body, timeout=self._timeout, headers={SESSION_HEADER: session}
+                    ) as lines:
+                        async for event in events(lines):
+                            if tokens := assembly.add(event):
+                                trouble = Trouble(self._patience)
+                                yield tokens
+                except RequestFailed as error:  # the answer's status: not a token has come
+                    if not temporary(error):
+                        raise
+                    session = uuid.uuid4().hex  # it may be bound to a worker that has fallen behind
+                    await trouble.wait(explained(error, self.model))
+                    await self._look_again()
+                    continue
                 rollout = await self._take(trajectory, assembly.finish(), ticket, streamed=True)
                 if rollout is not None:
                     break
