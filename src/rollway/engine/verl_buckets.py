@@ -35,7 +35,7 @@ from rollway.weights.checkpoint import (
     refuse_differences,
 )
 from rollway.weights.offer import Count, Offer
-from rollway.weights.transports.shm import SHM, mapped, opened
+from rollway.weights.transports.shm import SHM, mapped, plain_file
 
 _PREFIX = "verl_weights_"
 _MOST_MESSAGE_BYTES = 64 << 20
@@ -100,7 +100,7 @@ class VerlBucketsReceiver:
         if Path(bucket.name).name != bucket.name or not bucket.name.startswith(_PREFIX):
             raise WeightsError(f"`{bucket.name}` is no bucket of verl's.")
         path = self._directory / bucket.name
-        with opened(path) as (handle, found):
+        with plain_file(path) as (handle, found):
             if found.st_uid != os.getuid():
                 raise WeightsError(f"{path} is not this user's.")
             if not 0 < bucket.size <= found.st_size:

@@ -19,14 +19,13 @@ import msgspec
 from rollway.errors import UsageError
 from rollway.integrations.verl.options import WeightOptions
 from rollway.integrations.verl.stream import Named, Stream, each
+from rollway.stack.plan import LOOPBACK
 from rollway.weights import owner
 from rollway.weights.offer import Offer
 from rollway.weights.transports.nixl_agent import import_nixl
 
 if TYPE_CHECKING:
     from rollway.weights.transports.collective import CollectivePublisher
-
-LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import os
-import stat
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,7 +18,7 @@ from torch import Tensor
 
 from rollway.errors import WeightsError
 from rollway.weights.offer import Count
-from rollway.weights.transports.shm import mapped, mapped_for_writing
+from rollway.weights.transports.shm import mapped, mapped_for_writing, plain_file
 
 CPU = "cpu"
 Text = Annotated[str, msgspec.Meta(max_length=1 << 16)]
@@ -123,17 +121,10 @@ def _opened_file(handle: Handle, directory: Path) -> Tensor:
     path = directory / handle.file
     if not handle.file or path.name != handle.file:
         raise WeightsError(f"`{handle.file}` is no file of a publisher.")
-    try:
-        number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-    except OSError as error:
-        raise WeightsError(f"{path} cannot be read: {error.strerror}.") from error
-    try:
-        found = os.fstat(number)
-        if not stat.S_ISREG(found.st_mode) or found.st_size != handle.nbytes:
+    with plain_file(path) as (number, found):
+        if found.st_size != handle.nbytes:
             raise WeightsError(f"{path} does not hold {handle.nbytes} bytes.")
         return mapped(number, found.st_size)
-    finally:
-        os.close(number)
 
 
 def _text(raw: bytes) -> str:

@@ -247,7 +247,7 @@ class ShmReader:
 
     def _memory(self, offer: Offer, nbytes: int) -> Tensor:
         path = self._path(offer)
-        with opened(path) as (handle, found):
+        with plain_file(path) as (handle, found):
             if found.st_size < nbytes:
                 raise WeightsError(f"{path} does not hold {nbytes} bytes.")
             known = self._maps.get(path.name)
@@ -260,7 +260,7 @@ class ShmReader:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[tuple[int, os.stat_result]]:
+def plain_file(path: Path) -> Iterator[tuple[int, os.stat_result]]:
     """A plain file of shared memory: its descriptor, and what it is."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
