@@ -222,6 +222,18 @@ def test_the_program_asks_not_to_die_with_its_keeper(attacker: Attacker, process
     wait_until(lambda: not living_in(attacker.scratch))
 
 
+def test_a_child_of_the_program_does_not_outlive_the_keeper(attacker: Attacker) -> None:
+    code = (
+        "import os, signal\nif os.fork() == 0 and os.fork() == 0:\n"
+        "    open('ready', 'w').close()\nsignal.pause()"
+    )
+    attacker.start(code, processes=4)
+    wait_until(lambda: list(attacker.scratch.glob("*/ready")))
+    assert attacker.keeper
+    attacker.keeper.send_signal(signal.SIGKILL)
+    wait_until(lambda: not living_in(attacker.scratch))
+
+
 def test_the_program_changes_how_the_trainer_is_scheduled(
     attacker: Attacker, trainer: subprocess.Popen[bytes]
 ) -> None:

@@ -39,6 +39,8 @@ THREADS = 64
 """Of a program, besides the first of each process: more than any numerical library needs."""
 PENDING_SIGNALS = 128
 """Signals and timers, which the kernel counts for all processes of a user together."""
+GUARD_ROUNDS = 500
+"""How often the guard of a group kills it; a process that nobody reaps would stay in it."""
 SETUP_FAILED = 125
 PREFIX = "rollway-code-"
 """How the name of a working directory begins."""
@@ -117,8 +119,8 @@ def become_nobody(directory: str) -> bool:
         return False
     for user in (OWN_USERS + os.getpid(), NOBODY):
         try:
-            os.chown(directory, user, user)
             os.setgroups([])
+            os.chown(directory, user, user)
             os.setresgid(user, user, user)
             os.setresuid(user, user, user)
         except OSError:  # a user namespace that does not map it
@@ -211,6 +213,25 @@ def in_child(
 # --- The keeper ---
 
 
+def guard_group(group: int) -> int:
+    """Fork a process that kills the group if this one dies, and return its id: only the first
+    process of a program dies with its keeper, its children do not."""
+    alive, keeper_only = os.pipe()
+    guard = os.fork()
+    if guard != 0:
+        os.close(alive)  # the other end stays open for as long as this process lives
+        return guard
+    os.close(keeper_only)
+    os.read(alive, 1)
+    for _ in range(GUARD_ROUNDS):
+        try:
+            os.killpg(group, signal.SIGKILL)
+        except OSError:  # none is left
+            break
+        time.sleep(LOOK_SECONDS)
+    os._exit(0)
+
+
 class Keeper:
     """Starts the program, takes its output, and ends it when it has had enough."""
 
@@ -218,7 +239,7 @@ class Keeper:
         self.job = job
         self.output: dict[int, bytearray] = {}
         self.reading: set[int] = set()
-        self.pid = 0
+        self.pid = self.guard = 0
 
     def run(self, directory: str) -> dict[str, Any]:
         libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -234,6 +255,8 @@ class Keeper:
             os.close(end)
         self.output, self.reading = {out: bytearray(), err: bytearray()}, {out, err}
         try:
+            if self.job["processes"] > 1:
+                self.guard = guard_group(self.pid)
             ending = self._watch(began + self.job["timeout"])
         finally:
             status = self._end()
@@ -309,6 +332,8 @@ class Keeper:
         """Kill all that is left, take the last output, and reap; returns the program's status."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
+        if self.guard:
+            os.kill(self.guard, signal.SIGKILL)
         while self.reading:
             ready, _, _ = select.select(list(self.reading), [], [], 0)
             if not ready or self._take(ready):
