@@ -34,7 +34,7 @@ LOOK_SECONDS = 0.02
 OWN_USERS, NOBODY = 1_000_000_000, 65534
 """A program of root gets the user id after its process, or where only few are mapped, the last."""
 MOST_PROCESS_IDS = 1 << 22
-"""Beyond which Linux numbers no process, so no program has a user id of its own either."""
+"""Linux numbers no process higher, so the user ids of programs end here too."""
 THREADS = 64
 """Of a program, besides the first of each process: more than any numerical library needs."""
 PENDING_SIGNALS = 128
@@ -382,6 +382,7 @@ def empty_directory(top: int) -> None:
     The directories below come up into `top`, and each is emptied there: a tree of any depth needs
     no recursion, no long path and no more than a few descriptors.
     """
+    os.fchmod(top, 0o700)
     lifted: set[str] = set()
     clear(top, top, lifted)
     while lifted:
