@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+import re
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -17,8 +20,7 @@ from pathlib import Path
 import pytest
 
 from rollway.errors import UsageError
-from rollway.integrations.verl.retool import jail
-from rollway.integrations.verl.retool import sandbox as sandbox_module
+from rollway.integrations.verl.retool import system_calls
 from rollway.integrations.verl.retool.sandbox import (
     Limits,
     Outcome,
@@ -255,13 +257,88 @@ async def test_other_processes_are_out_of_reach(scratch: Path) -> None:
         assert "PermissionError" in outcome.stderr, attempt
 
 
-def test_a_filter_is_made_for_each_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    for machine in jail.SYSTEM_CALLS:
-        monkeypatch.setattr(jail.platform, "machine", lambda machine=machine: machine)
-        assert len(jail.system_call_filter(network=False, processes=False)) % 8 == 0
-    monkeypatch.setattr(jail.platform, "machine", lambda: "riscv64")
-    with pytest.raises(jail.CannotConfine, match="riscv64"):
-        jail.system_call_filter(network=False, processes=False)
+# --- The filter ---
+
+
+def verdict(code: bytes, architecture: int, number: int, *arguments: int) -> int:
+    """Interpret a filter as the kernel does."""
+    data = struct.pack("<iIQ6Q", number, architecture, 0, *(*arguments, *[0] * 6)[:6])
+    place, value = 0, 0
+    while True:
+        operation, then, otherwise, constant = struct.unpack_from("<HBBI", code, 8 * place)
+        place += 1
+        if operation == system_calls.GIVE:
+            return int(constant)
+        if operation == system_calls.LOAD:
+            (value,) = struct.unpack_from("<I", data, constant)
+        elif operation == system_calls.MASK:
+            value &= constant
+        else:
+            holds = {
+                system_calls.JUMP_EQUAL: value == constant,
+                system_calls.JUMP_ABOVE: value >= constant,
+                system_calls.JUMP_BITS: bool(value & constant),
+            }[operation]
+            place += then if holds else otherwise
+
+
+@pytest.mark.parametrize("machine", list(system_calls.SYSTEM_CALLS))
+@pytest.mark.parametrize("processes", [False, True])
+@pytest.mark.parametrize("metadata", [False, True])
+def test_a_filter_refuses_what_it_should(machine: str, processes: bool, metadata: bool) -> None:
+    architecture, calls = system_calls.SYSTEM_CALLS[machine]
+    code = system_calls.assemble(machine, network=False, processes=processes, metadata=metadata)
+    assert code is not None
+    conditional = system_calls.argument_conditions(processes=processes, metadata=metadata)
+
+    def allowed(name: str, *arguments: int) -> bool:
+        answer = verdict(code, architecture, calls[name], *arguments)
+        assert answer in (system_calls.ALLOW, system_calls.REFUSE, system_calls.UNKNOWN)
+        return answer == system_calls.ALLOW
+
+    for name in set(calls) - set(conditional):
+        expected = (metadata and name in system_calls.METADATA) or (
+            processes and name in ("fork", "vfork")
+        )
+        assert allowed(name) == expected, name
+    thread, fork = 0x3D0F00, 0x1200011
+    assert allowed("clone", thread) and allowed("clone", fork) == processes
+    for flag in (0x20000, *(1 << bit for bit in range(25, 31))):
+        assert not allowed("clone", fork | flag) and not allowed("clone", thread | flag)
+    for command in range(2000):
+        refused = command in (8, 10, 15, 1024)
+        assert allowed("fcntl", 3, command) != refused
+        assert allowed("fcntl", 3, command | 1 << 32) != refused
+    assert not allowed("ioctl", 3, 0x8901) and not allowed("ioctl", 3, 0x8902)
+    assert allowed("ioctl", 3, 0x5401) and allowed("ioctl", 3, 0x40086602) == metadata
+    assert not allowed("prctl", 1) and not allowed("prctl", 1 | 1 << 32) and allowed("prctl", 15)
+    assert allowed("prlimit64", 0) and not allowed("prlimit64", 77)
+    assert allowed("socketpair", 1, 1 | 0o4000) and not allowed("socketpair", 1, 2)
+    assert verdict(code, architecture, 63) == system_calls.ALLOW  # uname, or read
+    assert verdict(code, 0x40000003, 63) == system_calls.KILL
+
+
+def test_there_is_no_filter_for_an_unknown_machine() -> None:
+    allow = {"network": True, "processes": True, "metadata": True}
+    assert system_calls.assemble("riscv64", **allow) is None
+
+
+@pytest.mark.parametrize(
+    ("machine", "header"),
+    [
+        ("x86_64", "x86_64-linux-gnu/asm/unistd_64.h"),
+        ("x86_64", "asm/unistd_64.h"),
+        ("aarch64", "asm-generic/unistd.h"),
+    ],
+)
+def test_the_numbers_are_those_of_the_kernels_headers(machine: str, header: str) -> None:
+    path = Path("/usr/include", header)
+    if not path.exists():
+        pytest.skip(f"there is no {path}")
+    numbers = dict(re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", path.read_text()))
+    calls = system_calls.SYSTEM_CALLS[machine][1]
+    known = {name: int(numbers[name]) for name in calls if name in numbers}
+    assert len(known) > 50 and {name: calls[name] for name in known} == known
 
 
 # --- The caller ---
@@ -339,14 +416,21 @@ def test_check_says_so_when_the_interpreter_ended_before_its_job_came(
 
 
 async def test_without_a_filter_it_refuses_unless_the_network_is_allowed(
-    scratch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = sandbox_module.JAIL.read_text()
-    unfiltered = tmp_path / "jail.py"
-    unfiltered.write_text(text.replace("if __name__", "SYSTEM_CALLS.clear()\nif __name__"))
-    monkeypatch.setattr(sandbox_module, "JAIL", unfiltered)
+    monkeypatch.setattr(system_calls, "SYSTEM_CALLS", {})
     with pytest.raises(UsageError, match="network: allow"):
         Sandbox(scratch=str(scratch)).check()
     code = "import os, time\nif os.fork() == 0:\n    os.setsid(); time.sleep(1000)\nprint('parent')"
     outcome = await outcome_of(code, scratch, network="allow")
     assert outcome.stdout == "parent\n" and not outcome.confined["calls"]
+
+
+def test_check_logs_the_promises_that_do_not_hold(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(system_calls, "SYSTEM_CALLS", {})
+    with caplog.at_level(logging.WARNING):
+        outcome = Sandbox(scratch=str(scratch), network="allow").check()
+    assert outcome.open_promises
+    assert all(promise in caplog.text for promise in outcome.open_promises)

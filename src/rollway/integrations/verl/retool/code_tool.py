@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from typing import Any
 
 from verl.tools.base_tool import BaseTool
@@ -12,8 +11,6 @@ from verl.utils.rollout_trace import rollout_trace_op
 
 from rollway.errors import UsageError
 from rollway.integrations.verl.retool.sandbox import Limits, Outcome, Sandbox, extract_code
-
-log = logging.getLogger(__name__)
 
 LIMITS = tuple(field.name for field in dataclasses.fields(Limits))
 OPTIONS = ("interpreter", "network", "packages", "readable", "scratch", "max_concurrent")
@@ -27,12 +24,7 @@ class CodeTool(BaseTool):  # type: ignore[misc]  # verl is not typed
         super().__init__(config, tool_schema)
         self.sandbox = sandbox_from(config)
         # verl hands the model any error of a call and goes on, so it has to be found out here.
-        confined = self.sandbox.check().confined
-        if not confined["files"] and not confined["user"]:
-            log.warning(
-                "Programs of the code tool can read the files and the environment of this user's "
-                "processes: the kernel has no Landlock, and Rollway does not run as root."
-            )
+        self.sandbox.check()
 
     @rollout_trace_op  # type: ignore[untyped-decorator]
     async def execute(
@@ -67,6 +59,7 @@ def answer(outcome: Outcome, limits: Limits) -> str:
         "cpu": f"[stopped after {limits.cpu_seconds} s of processor time]",
         "output": f"[stopped: more than {limits.output_bytes} bytes of output]",
         "processes": f"[stopped: more than {limits.processes} processes]",
+        "threads": "[stopped: too many threads]",
         "signal": f"[ended by signal {-outcome.code}]",
     }
     parts.append(stopped.get(outcome.ending, ""))

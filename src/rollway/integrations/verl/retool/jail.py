@@ -7,21 +7,20 @@
     caller <-- report: one JSON line -- keeper, after every process of the program is gone
 
 The keeper is the subreaper of all that the program starts, so nothing gets away from it, and it
-ends the program when the caller closes the pipe, as the death of the caller also does. It runs
-under the interpreter that runs the program, which may be older than the caller's.
+ends the program when the caller closes the pipe, as the death of the caller also does. It removes
+the directory after the report, so that no tree of files can cost the report. It runs under the
+interpreter that runs the program, which may be older than the caller's.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
+import fcntl
 import json
 import os
-import platform
 import resource
 import select
-import shutil
 import signal
 import struct
 import sys
@@ -34,52 +33,22 @@ LOOK_SECONDS = 0.02
 """How often the keeper looks whether the program ended, or became too many processes."""
 OWN_USERS, NOBODY = 1_000_000_000, 65534
 """A program of root gets the user id after its process, or where only few are mapped, the last."""
+MOST_PROCESS_IDS = 1 << 22
+"""Linux numbers no process higher, so the user ids of programs end here too."""
 THREADS = 64
-"""Of a program that has a user id of its own: more than any numerical library needs."""
+"""Of a program, besides the first of each process: more than any numerical library needs."""
+PENDING_SIGNALS = 128
+"""Signals and timers, which the kernel counts for all processes of a user together."""
+GUARD_ROUNDS = 500
+"""How often the guard of a group kills it; a process that nobody reaps would stay in it."""
 SETUP_FAILED = 125
+PREFIX = "rollway-code-"
+"""How the name of a working directory begins."""
 
 PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 22, 36, 38
 SECCOMP_MODE_FILTER = 2
 LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446  # the same on every machine
-
-SYSTEM_CALLS: dict[str, tuple[int, dict[str, int]]] = {
-    "x86_64": (
-        0xC000003E,
-        {
-            "socket": 41, "socketpair": 53, "io_uring_setup": 425,
-            "fork": 57, "vfork": 58, "clone": 56, "clone3": 435,
-            "kill": 62, "tkill": 200, "tgkill": 234, "rt_sigqueueinfo": 129,
-            "rt_tgsigqueueinfo": 297, "pidfd_open": 434, "pidfd_send_signal": 424,
-            "pidfd_getfd": 438, "ptrace": 101, "process_vm_readv": 310, "process_vm_writev": 311,
-            "setsid": 112, "setpgid": 109, "prlimit64": 302, "setpriority": 141,
-            "sched_setaffinity": 203, "sched_setscheduler": 144,
-            "unshare": 272, "setns": 308, "mount": 165, "umount2": 166, "chroot": 161,
-            "pivot_root": 155, "bpf": 321, "perf_event_open": 298, "userfaultfd": 323,
-            "add_key": 248, "request_key": 249, "keyctl": 250,
-            "shmget": 29, "semget": 64, "msgget": 68,
-        },
-    ),
-    "aarch64": (
-        0xC00000B7,
-        {
-            "socket": 198, "socketpair": 199, "io_uring_setup": 425,
-            "clone": 220, "clone3": 435,
-            "kill": 129, "tkill": 130, "tgkill": 131, "rt_sigqueueinfo": 138,
-            "rt_tgsigqueueinfo": 240, "pidfd_open": 434, "pidfd_send_signal": 424,
-            "pidfd_getfd": 438, "ptrace": 117, "process_vm_readv": 270, "process_vm_writev": 271,
-            "setsid": 157, "setpgid": 154, "prlimit64": 261, "setpriority": 140,
-            "sched_setaffinity": 122, "sched_setscheduler": 119,
-            "unshare": 97, "setns": 268, "mount": 40, "umount2": 39, "chroot": 51,
-            "pivot_root": 41, "bpf": 280, "perf_event_open": 241, "userfaultfd": 282,
-            "add_key": 217, "request_key": 218, "keyctl": 219,
-            "shmget": 194, "semget": 190, "msgget": 186,
-        },
-    ),
-}  # fmt: skip
-"""What a program must not call, by machine; `socket` is the network, signals and `ptrace` are what
-it could do to other processes of the user, `setsid` would let it leave its process group."""
-NETWORK = ("socket", "socketpair", "io_uring_setup")
-CREATION = ("fork", "vfork", "clone", "clone3")
+CAPABILITY_VERSION = 0x20080522
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -91,46 +60,10 @@ class CannotConfine(Exception):
 # --- What the program may do ---
 
 
-def system_call_filter(*, network: bool, processes: bool) -> bytes:
-    """The seccomp program: refused calls fail with EPERM, all others go through."""
-    machine = platform.machine()
-    if machine not in SYSTEM_CALLS:
-        raise CannotConfine(f"no list of system calls for {machine}")
-    architecture, calls = SYSTEM_CALLS[machine]
-    load, jump_equal, jump_above, jump_bits, mask, give = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
-    allow, kill, refuse, unknown = (
-        0x7FFF0000, 0x80000000, 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS
-    )  # fmt: skip
-
-    def argument(index: int) -> int:
-        return 16 + 8 * index
-
-    program = [(load, 0, 0, 4), (jump_equal, 1, 0, architecture), (give, 0, 0, kill)]
-    program += [(load, 0, 0, 0)]
-    if machine == "x86_64":  # the x32 calls are the same ones under other numbers
-        program += [(jump_above, 0, 1, 0x40000000), (give, 0, 0, refuse)]
-    choice = [(give, 0, 0, refuse), (give, 0, 0, allow)]
-    conditional = {
-        # A stream pair is a pipe; a datagram pair could send to any local address.
-        "socketpair": [(load, 0, 0, argument(1)), (mask, 0, 0, 0xF), (jump_equal, 1, 0, 1)],
-        "clone": [(load, 0, 0, argument(0)), (jump_bits, 1, 0, 0x10000)],  # CLONE_THREAD
-        "prlimit64": [(load, 0, 0, argument(0)), (jump_equal, 1, 0, 0)],  # itself
-    }
-    for name, number in calls.items():
-        if (network and name in NETWORK) or (processes and name in CREATION):
-            continue
-        test = conditional.get(name)
-        if test is not None:
-            program += [(jump_equal, 0, len(test) + 2, number), *test, *choice]
-        else:  # without clone3 the C library uses clone, whose flags can be looked at
-            answer = unknown if name == "clone3" else refuse
-            program += [(jump_equal, 0, 1, number), (give, 0, 0, answer)]
-    program += [(give, 0, 0, allow)]
-    return b"".join(struct.pack("<HBBI", *instruction) for instruction in program)
-
-
-def restrict_system_calls(*, network: bool, processes: bool) -> None:
-    code = system_call_filter(network=network, processes=processes)
+def restrict_system_calls(code: bytes | None) -> None:
+    """Install the seccomp filter that the caller assembled for this machine."""
+    if code is None:
+        raise CannotConfine(f"no list of system calls for {os.uname().machine}")
     held = ctypes.create_string_buffer(code, len(code))
     header = ctypes.create_string_buffer(
         struct.pack("@HP", len(code) // 8, ctypes.addressof(held)), 16
@@ -139,17 +72,19 @@ def restrict_system_calls(*, network: bool, processes: bool) -> None:
         raise CannotConfine(f"seccomp: {os.strerror(ctypes.get_errno())}")
 
 
-def restrict_files(directory: str, readable: list[str]) -> bool:
+def restrict_files(directory: str, readable: list[str]) -> int:
     """With Landlock: read the interpreter and the system, write only `directory`. This also shuts
-    off the memory and environment of other processes. False where the kernel has no Landlock."""
+    off the memory and environment of other processes, and from version 6 on signals to processes
+    and abstract sockets outside. Returns the version, 0 where the kernel has no Landlock."""
     version = libc.syscall(LANDLOCK_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint32(1))
     if version < 1:
-        return False
+        return 0
     everything = 0x1FFF | (0x2000 if version >= 2 else 0) | (0x4000 if version >= 3 else 0)
-    handled = ctypes.create_string_buffer(struct.pack("<Q", everything), 8)
-    rules = libc.syscall(LANDLOCK_CREATE, handled, ctypes.c_size_t(8), ctypes.c_uint32(0))
+    network, scopes, size = 0, 0x1 | 0x2, 24 if version >= 6 else 8  # abstract sockets, signals
+    handled = ctypes.create_string_buffer(struct.pack("<QQQ", everything, network, scopes), 24)
+    rules = libc.syscall(LANDLOCK_CREATE, handled, ctypes.c_size_t(size), ctypes.c_uint32(0))
     if rules < 0:
-        return False
+        return 0
     read, read_file, write_file = 0x1 | 0x4 | 0x8, 0x1 | 0x4, 0x2 | 0x4
     allowed = [(path, read if Path(path).is_dir() else read_file) for path in readable]
     allowed += [(directory, everything), ("/dev/null", write_file)]
@@ -164,7 +99,7 @@ def restrict_files(directory: str, readable: list[str]) -> bool:
     if libc.syscall(LANDLOCK_RESTRICT, rules, ctypes.c_uint32(0)) != 0:
         raise CannotConfine(f"landlock: {os.strerror(ctypes.get_errno())}")
     os.close(rules)
-    return True
+    return int(version)
 
 
 def readable_paths(more: list[str]) -> list[str]:
@@ -184,14 +119,21 @@ def become_nobody(directory: str) -> bool:
         return False
     for user in (OWN_USERS + os.getpid(), NOBODY):
         try:
-            os.chown(directory, user, user)
             os.setgroups([])
+            os.chown(directory, user, user)
             os.setresgid(user, user, user)
             os.setresuid(user, user, user)
         except OSError:  # a user namespace that does not map it
             continue
         return True
     return False
+
+
+def drop_capabilities() -> None:
+    """Give up the capabilities of a root that has no other user to become."""
+    header = ctypes.create_string_buffer(struct.pack("=Ii", CAPABILITY_VERSION, 0), 8)
+    if libc.capset(header, ctypes.create_string_buffer(24)) != 0:
+        raise CannotConfine(f"capabilities: {os.strerror(ctypes.get_errno())}")
 
 
 def set_limits(job: dict[str, Any]) -> None:
@@ -203,6 +145,7 @@ def set_limits(job: dict[str, Any]) -> None:
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_MSGQUEUE: 0,  # queues would outlive the program
+        resource.RLIMIT_SIGPENDING: PENDING_SIGNALS,
     }
     if os.getuid() > OWN_USERS:  # else this counts what others run under the same user
         limits[resource.RLIMIT_NPROC] = job["processes"] + THREADS
@@ -216,24 +159,32 @@ def set_limits(job: dict[str, Any]) -> None:
 # --- The program, up to its start ---
 
 
-def start_program(job: dict[str, Any], directory: str, told: int) -> None:
+def start_program(job: dict[str, Any], directory: str, keeper: int, told: int) -> None:
     """In the child: take everything away, then become the program. Does not return."""
     os.chdir(directory)
-    own_user = become_nobody(directory)
+    other_user = become_nobody(directory)
+    own_user = os.getuid() > OWN_USERS
+    drop_capabilities()
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # a change of user would clear it
+    if os.getppid() != keeper:
+        os._exit(SETUP_FAILED)  # the keeper died before this could be asked for
     set_limits(job)
     if libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
         raise CannotConfine(f"no_new_privs: {os.strerror(ctypes.get_errno())}")
-    files = restrict_files(directory, readable_paths(job["readable"]))
-    network = job["network"] == "allow"
+    landlock = restrict_files(directory, readable_paths(job["readable"]))
+    code = job["filters"]["own_user" if own_user else "shared_user"]
     try:
-        restrict_system_calls(network=network, processes=job["processes"] > 1)
+        restrict_system_calls(bytes.fromhex(code) if code else None)
         calls = True
     except CannotConfine:
-        if not network:
+        if job["network"] != "allow":
             raise
         calls = False
-    os.write(told, json.dumps({"user": own_user, "files": files, "calls": calls}).encode())
+    confined = {
+        "user": other_user, "own_user": own_user, "calls": calls, "files": landlock >= 1,
+        "truncation": landlock >= 3, "scopes": landlock >= 6,
+    }  # fmt: skip
+    os.write(told, json.dumps(confined).encode())
     Path("main.py").write_text(job["code"], encoding="utf-8", errors="replace")
     command = [sys.executable, "-I", "-B", "-X", "utf8", *([] if job["packages"] else ["-S"])]
     one_thread = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
@@ -243,13 +194,15 @@ def start_program(job: dict[str, Any], directory: str, told: int) -> None:
     os.execve(sys.executable, [*command, "-c", job["runner"]], {**environment, **one_thread})
 
 
-def in_child(job: dict[str, Any], directory: str, streams: tuple[int, int], told: int) -> None:
+def in_child(
+    job: dict[str, Any], directory: str, keeper: int, streams: tuple[int, int], told: int
+) -> None:
     try:
         os.setpgid(0, 0)
         null = os.open("/dev/null", os.O_RDONLY)
         for source, target in zip((null, *streams), (0, 1, 2)):  # noqa: B905  (older Pythons)
             os.dup2(source, target)
-        start_program(job, directory, told)
+        start_program(job, directory, keeper, told)
     except BaseException as error:  # noqa: BLE001  (there is no other way to say it)
         with contextlib.suppress(OSError):
             os.write(told, b"!" + f"{type(error).__name__}: {error}".encode())
@@ -260,6 +213,25 @@ def in_child(job: dict[str, Any], directory: str, streams: tuple[int, int], told
 # --- The keeper ---
 
 
+def guard_group(group: int) -> int:
+    """Fork a process that kills the group if this one dies, and return its id: only the first
+    process of a program dies with its keeper, its children do not."""
+    alive, keeper_only = os.pipe()
+    guard = os.fork()
+    if guard != 0:
+        os.close(alive)  # the other end stays open for as long as this process lives
+        return guard
+    os.close(keeper_only)
+    os.read(alive, 1)
+    for _ in range(GUARD_ROUNDS):
+        try:
+            os.killpg(group, signal.SIGKILL)
+        except OSError:  # none is left
+            break
+        time.sleep(LOOK_SECONDS)
+    os._exit(0)
+
+
 class Keeper:
     """Starts the program, takes its output, and ends it when it has had enough."""
 
@@ -267,28 +239,24 @@ class Keeper:
         self.job = job
         self.output: dict[int, bytearray] = {}
         self.reading: set[int] = set()
-        self.pid = 0
+        self.pid = self.guard = 0
 
-    def run(self) -> dict[str, Any]:
-        directory = tempfile.mkdtemp(prefix="rollway-code-", dir=self.job["scratch"])
-        try:
-            return self._run(directory)
-        finally:
-            shutil.rmtree(directory, ignore_errors=True)
-
-    def _run(self, directory: str) -> dict[str, Any]:
+    def run(self, directory: str) -> dict[str, Any]:
         libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         (out, out_end), (err, err_end), (heard, told) = os.pipe(), os.pipe(), os.pipe()
         began = time.monotonic()
+        keeper = os.getpid()
         self.pid = os.fork()
         if self.pid == 0:
-            in_child(self.job, directory, (out_end, err_end), told)
+            in_child(self.job, directory, keeper, (out_end, err_end), told)
         with contextlib.suppress(OSError):  # the child does the same; one of the two is first
             os.setpgid(self.pid, self.pid)
         for end in (out_end, err_end, told):
             os.close(end)
         self.output, self.reading = {out: bytearray(), err: bytearray()}, {out, err}
         try:
+            if self.job["processes"] > 1:
+                self.guard = guard_group(self.pid)
             ending = self._watch(began + self.job["timeout"])
         finally:
             status = self._end()
@@ -321,8 +289,11 @@ class Keeper:
                 return "exit"
             if time.monotonic() > deadline:
                 return "timeout"
-            if self.job["processes"] > 1 and self._size() > self.job["processes"]:
+            processes, threads = self._count()
+            if processes > self.job["processes"]:
                 return "processes"
+            if threads > self.job["processes"] + THREADS:
+                return "threads"
             ready, _, _ = select.select([caller, *self.reading], [], [], LOOK_SECONDS)
             if caller in ready and not os.read(caller, 4096):
                 return "cancelled"
@@ -343,19 +314,26 @@ class Keeper:
         flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
         return os.waitid(os.P_PID, self.pid, flags) is not None
 
-    def _size(self) -> int:
-        """How many processes the group of the program has."""
-        count = 0
-        for entry in os.scandir("/proc"):
-            if entry.name.isdigit():
-                with contextlib.suppress(OSError):
-                    count += os.getpgid(int(entry.name)) == self.pid
-        return count
+    def _count(self) -> tuple[int, int]:
+        """Count the processes of the program's group, and the threads of all of them."""
+        group = {self.pid}
+        if self.job["processes"] > 1:
+            for entry in Path("/proc").iterdir():
+                with contextlib.suppress(OSError, ValueError):  # it ended, or is no process
+                    if os.getpgid(int(entry.name)) == self.pid:
+                        group.add(int(entry.name))
+        threads = 0
+        for pid in group:
+            with contextlib.suppress(OSError):
+                threads += sum(1 for _ in Path(f"/proc/{pid}/task").iterdir())
+        return len(group), threads
 
     def _end(self) -> int:
         """Kill all that is left, take the last output, and reap; returns the program's status."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
+        if self.guard:
+            os.kill(self.guard, signal.SIGKILL)
         while self.reading:
             ready, _, _ = select.select(list(self.reading), [], [], 0)
             if not ready or self._take(ready):
@@ -372,6 +350,90 @@ class Keeper:
         return status
 
 
+# --- The working directory ---
+
+
+def make_directory(scratch: str) -> tuple[str, int]:
+    """Make a directory and lock it as long as this keeper lives; returns it with the lock."""
+    while True:
+        path = tempfile.mkdtemp(prefix=PREFIX, dir=scratch)
+        with contextlib.suppress(FileNotFoundError):  # another keeper swept it before the lock
+            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            with contextlib.suppress(OSError):  # a file system without locks is not swept either
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            Path(path).stat()
+            return path, lock
+
+
+def open_directory(name: str, parent: int | None = None) -> int:
+    """Open a directory, never through a link; its owner gets all rights to it before."""
+    handle = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
+    try:
+        if os.fstat(handle).st_mode & 0o700 != 0o700:
+            Path(f"/proc/self/fd/{handle}").chmod(0o700)
+        return os.open(".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=handle)
+    finally:
+        os.close(handle)
+
+
+def empty_directory(top: int) -> None:
+    """Remove all that a directory holds, as far as the kernel lets us.
+
+    The directories below come up into `top`, and each is emptied there: a tree of any depth needs
+    no recursion, no long path and no more than a few descriptors.
+    """
+    os.fchmod(top, 0o700)
+    lifted: set[str] = set()
+    clear(top, top, lifted)
+    while lifted:
+        name = lifted.pop()
+        with contextlib.suppress(OSError):
+            directory = open_directory(name, top)
+            try:
+                clear(directory, top, lifted)
+            finally:
+                os.close(directory)
+            os.rmdir(name, dir_fd=top)
+
+
+def clear(directory: int, top: int, lifted: set[str]) -> None:
+    """Remove the files of a directory, and move its directories to `top` under new names."""
+    progress = True
+    while progress:  # reading a directory while it changes may skip entries
+        progress = False
+        with os.scandir(directory) as entries:
+            for entry in entries:
+                if directory == top and entry.name in lifted:
+                    continue
+                with contextlib.suppress(OSError):
+                    if entry.is_dir(follow_symlinks=False):
+                        os.close(open_directory(entry.name, directory))  # to move it takes rights
+                        name = os.urandom(16).hex()
+                        os.rename(entry.name, name, src_dir_fd=directory, dst_dir_fd=top)
+                        lifted.add(name)
+                    else:
+                        os.unlink(entry.name, dir_fd=directory)
+                    progress = True
+
+
+def sweep(scratch: str) -> None:
+    """Remove the directories that killed keepers left; a living keeper holds the lock of its."""
+    me = os.geteuid()
+    for path in Path(scratch).glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):
+            owner = path.lstat().st_uid
+            program = owner == NOBODY or 0 < owner - OWN_USERS <= MOST_PROCESS_IDS
+            if owner != me and not (me == 0 and program):
+                continue
+            lock = open_directory(str(path))
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                empty_directory(lock)
+                path.rmdir()
+            finally:
+                os.close(lock)
+
+
 def main() -> None:
     line = b""
     while not line.endswith(b"\n"):
@@ -379,9 +441,23 @@ def main() -> None:
         if not piece:
             return
         line += piece
-    report = Keeper(json.loads(line)).run()
-    with contextlib.suppress(BrokenPipeError):
-        os.write(1, json.dumps(report).encode())
+    job = json.loads(line)
+    scratch = job["scratch"] or tempfile.gettempdir()
+    directory, lock = make_directory(scratch)
+    try:
+        report = Keeper(job).run(directory)
+        with contextlib.suppress(BrokenPipeError):
+            os.write(1, json.dumps(report).encode())
+        null = os.open(os.devnull, os.O_RDWR)
+        for stream in (1, 2):  # the caller reads them to their end
+            os.dup2(null, stream)
+    finally:
+        with contextlib.suppress(OSError):
+            empty_directory(lock)
+            Path(directory).rmdir()
+    if job["sweep"]:
+        with contextlib.suppress(OSError):
+            sweep(scratch)
 
 
 if __name__ == "__main__":

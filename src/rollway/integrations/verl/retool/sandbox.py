@@ -15,16 +15,22 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import logging
 import os
+import platform
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from rollway.errors import RollwayError, UsageError
+from rollway.integrations.verl.retool.system_calls import assemble
+
+log = logging.getLogger(__name__)
 
 JAIL = Path(__file__).with_name("jail.py")
 RUNNER = Path(__file__).with_name("program.py").read_text()
@@ -33,7 +39,7 @@ GRACE_SECONDS = 20.0
 """What a loaded machine may take to start a process and to end it."""
 FENCE = re.compile(r"```(?:python|py)?[ \t]*\r?\n(.*?)```", re.DOTALL | re.IGNORECASE)
 
-Ending = Literal["exit", "signal", "timeout", "cpu", "output", "processes", "cancelled"]
+Ending = Literal["exit", "signal", "timeout", "cpu", "output", "processes", "threads", "cancelled"]
 
 
 class SandboxError(RollwayError):
@@ -54,7 +60,8 @@ class Limits:
     """Size of one file."""
     open_files: int = 64
     processes: int = 1
-    """With 1 it cannot start any other; with more it is ended when it has more than these."""
+    """With 1 it cannot start any other; with more it is ended when it has more than these, or 64
+    threads more than these."""
     output_bytes: int = 16384
     """Of stdout and of stderr each; a program that writes more is ended."""
     source_bytes: int = 131072
@@ -80,11 +87,17 @@ class Outcome:
     """Exit code; negative: the signal that ended it."""
     seconds: float
     confined: dict[str, bool]
-    """Whether it had a `user` of its own, and whether `files` and system `calls` were shut off."""
+    """Which layers held the program: `user` and `own_user` (not the caller's; nobody else's),
+    `files`, `truncation` and `scopes` (Landlock 1, 3 and 6), and `calls` (seccomp)."""
 
     @property
     def ok(self) -> bool:
         return self.ending == "exit" and self.code == 0
+
+    @property
+    def open_promises(self) -> tuple[str, ...]:
+        """What a program can do here because a layer is missing, in sentences."""
+        return tuple(open_promises(self.confined)) if self.confined else ()
 
 
 @dataclass(slots=True)
@@ -103,6 +116,7 @@ class Sandbox:
     """Where the working directories are made; None: the usual place for temporary files."""
     max_concurrent: int = 16
     _slots: asyncio.Semaphore = field(init=False, repr=False)
+    _swept: bool = field(default=False, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.network not in ("deny", "allow"):
@@ -113,7 +127,8 @@ class Sandbox:
         self._slots = asyncio.Semaphore(self.max_concurrent)
 
     def check(self) -> Outcome:
-        """Run an empty program, so that what is missing is known before training starts."""
+        """Run an empty program, so that what is missing is known before training starts: a
+        promise that does not hold is logged, and is in `open_promises` of the outcome."""
         seconds = self.limits.timeout + GRACE_SECONDS
         with subprocess.Popen(
             self._command(),
@@ -140,6 +155,8 @@ class Sandbox:
                 f"{self.interpreter} cannot run an empty program in the sandbox: {said}",
                 "Raise `memory_mb`, or name in `readable` where the interpreter has its libraries.",
             )
+        for promise in outcome.open_promises:
+            log.warning("The code sandbox does not hold everything here: %s", promise)
         return outcome
 
     async def run(self, code: str) -> Outcome:
@@ -180,6 +197,7 @@ class Sandbox:
         return [self.interpreter, "-I", "-S", "-B", str(JAIL)]
 
     def _job(self, code: str) -> bytes:
+        swept, self._swept = self._swept, True
         job = {
             **dataclasses.asdict(self.limits),
             "runner": RUNNER,
@@ -188,8 +206,20 @@ class Sandbox:
             "packages": self.packages,
             "readable": self.readable,
             "scratch": self.scratch,
+            "filters": {"own_user": self._filter(True), "shared_user": self._filter(False)},
+            "sweep": not swept,
         }
         return json.dumps(job).encode() + b"\n"
+
+    def _filter(self, own_user: bool) -> str | None:
+        """Assemble the filter of system calls; a user of its own has no files but the program's."""
+        code = assemble(
+            platform.machine(),
+            network=self.network == "allow",
+            processes=self.limits.processes > 1,
+            metadata=own_user,
+        )
+        return code.hex() if code else None
 
     def _outcome(self, report: bytes, errors: bytes) -> Outcome:
         try:
@@ -215,8 +245,39 @@ class Sandbox:
         )
 
 
+def open_promises(confined: dict[str, bool]) -> Iterator[str]:
+    """Say what a program can do where one of the layers is missing."""
+    files, calls = confined["files"], confined["calls"]
+    if not files and not confined["user"]:
+        yield (
+            "Programs can read, change and leave files of this user, and read the environment of "
+            "its processes (no Landlock, not root)."
+        )
+    elif not files:
+        yield (
+            "Programs can read what everybody can read, and leave files where everybody can "
+            "write, such as /tmp (no Landlock)."
+        )
+    elif not confined["truncation"] and not confined["user"]:
+        yield "Programs can empty files of this user (Landlock before version 3, not root)."
+    if not files and confined["user"] and not confined["own_user"]:
+        yield "Programs can reach each other's files: they share a user (no Landlock)."
+    if calls:
+        return
+    yield (
+        "Programs can start processes and threads beyond `processes`, outlive a killed keeper, "
+        "make namespaces, and hold memory beyond `memory_mb` (no seccomp)."
+    )
+    if not confined["own_user"]:
+        yield "Programs can change modes, owners, attributes and times of files (no seccomp)."
+        yield "Programs can change limits and scheduling of processes of this user (no seccomp)."
+        if not confined["scopes"]:
+            yield "Programs can signal processes of this user (no seccomp, Landlock before 6)."
+
+
 async def leave(keeper: asyncio.subprocess.Process) -> None:
-    """Close the pipe, upon which the keeper ends its program; one that does not is killed."""
+    """Close the pipe, upon which the keeper ends its program and removes its directory. One that
+    takes too long is killed, and what it has not removed is swept at the next start."""
     assert keeper.stdin
     keeper.stdin.close()
     try:
