@@ -47,7 +47,7 @@ async def bench_fleet(spec: StackSpec) -> FleetFigures:
         await stack.unwatch()  # nobody else lists meanwhile
         # Not the stack's own fleet: a process may hold many workers, of which its supervisor
         # knows one.
-        fleet = Fleet(http, stack.rl_url)
+        fleet = Fleet(http, stack.rl_url, secret=stack.weights_secret)
         workers = await fleet.workers()
         if not workers:
             raise NoWorkers("No RL worker is listed.", "The engine must have admin routes.")
@@ -83,7 +83,7 @@ async def _listing(fleet: Fleet) -> float:
 
 async def _alone(http: Http, fleet: Fleet, worker: Worker, path: Path) -> float:
     """The same procedure, by a fleet that consists of one worker."""
-    small = Fleet(http, fleet.membership.source)
+    small = Fleet(http, fleet.membership.source, admin=fleet.admin)
     small.membership = _Only(http, fleet.membership.source, worker)
     began = time.monotonic()
     await small.refit(1, path)
