@@ -48,11 +48,11 @@ class Guard:
 
     def protect(self, route: str, handler: Handler) -> Handler:
         """Return a handler that runs the given one for signed orders only."""
-        if route in orders.READ_ONLY:
-            return handler
 
         async def run_order(body: dict[str, Any]) -> dict[str, Any]:
             order = body.get(orders.ORDER) if isinstance(body, dict) else None
+            if order is None and route in orders.READ_ONLY:
+                return await handler(body)
             try:
                 arguments = self.verifier.open(route, order)
             except orders.OrderRefused as refusal:
