@@ -70,8 +70,9 @@ def _is_extension_method(worker: Any, method: str, extension: type) -> bool:
     for cls in type(wrapped).__mro__:
         if method in vars(cls):
             return issubclass(cls, extension) and not method.startswith("_")
-    # An unknown name: the engine's own error says that it is not there.
-    return not hasattr(wrapped, method)
+    # The wrapper around the worker has methods too. Of a name that nobody has, the engine's own
+    # error says so, and callers know it.
+    return not hasattr(worker, method)
 
 
 def guard_rpc(extension: type) -> None:
