@@ -17,6 +17,8 @@ from rollway.stack.lease import FIRST, LAST
 from rollway.stack.preset import cache_dir
 from rollway.stack.state import known_stacks
 
+pytest_plugins = ["tests.stack.stacks"]  # the real stacks that all tests of a session share
+
 settings.register_profile("rollway", deadline=None)  # how long an example takes is no property
 settings.load_profile("rollway")
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -37,6 +36,7 @@ from rollway.fleet.fleet import Fleet, RefitReport
 from rollway.fleet.updates import Weights
 from rollway.fleet.vllm_admin import VllmAdmin
 from rollway.http import ONCE, Http
+from rollway.orders import stack_secret
 from rollway.rollout.canary import canary
 from rollway.rollout.client import Rollouts
 from rollway.rollout.sender import Sender
@@ -48,7 +48,6 @@ from rollway.stack.locks import machine_lock
 from rollway.stack.state import StackDir, StackState, WeightsFile, known_stacks, secret_of
 from rollway.sync import Portal, SyncStack
 from rollway.weights.adapter import is_adapter
-from rollway.weights.offer import SECRET
 
 S = TypeVar("S", bound=Sender)
 
@@ -117,7 +116,7 @@ class Stack:
         """What offers of weights to this stack's workers are signed with; a catalog of weights
         needs it too. Empty for a stack that this user did not start on this machine."""
         state = StackDir(self.name).read() if self.name else None
-        return os.environ.get(SECRET, "") if state is None else secret_of(state)
+        return stack_secret() if state is None else secret_of(state)
 
     @property
     def invitation(self) -> dict[str, Any]:

@@ -148,7 +148,10 @@ class StackSpec(_Part):
     """A running NATS, as nats://host:port; without it Rollway starts one."""
     admin_host: str = "127.0.0.1"
     """Where workers bind their admin (system) port and take requests, and where etcd and NATS
-    listen. None of them has authentication."""
+    listen. Admin calls are signed (`admin_orders`); the others have no authentication."""
+    admin_orders: Literal["signed", "open"] = "signed"
+    """`signed`: workers carry out admin calls of this stack's own processes only. `open`: of anyone
+    who reaches the port, for tools that call Dynamo's admin routes themselves."""
     join: JoinSpec | None = None
     """Workers only: no frontend and no services of its own."""
     python: str | None = None

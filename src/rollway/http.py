@@ -68,6 +68,7 @@ class Http:
         retry: Retry = ONCE,
         headers: Mapping[str, str] | None = None,
     ) -> Any:
+        """POST a body, or what a function returns at each attempt: a signed body is good once."""
         return await self._call("POST", url, body, headers, timeout, retry)
 
     @asynccontextmanager
@@ -122,9 +123,10 @@ class Http:
     async def _attempt(
         self, method: str, url: str, body: Any, headers: Mapping[str, str] | None, timeout: float
     ) -> bytes:
-        await self._before(method, url, body)
+        payload = body() if callable(body) else body
+        await self._before(method, url, payload)
         with _typed_errors(method, url, timeout):
-            async with self._request(method, url, body, headers, timeout) as response:
+            async with self._request(method, url, payload, headers, timeout) as response:
                 raw: bytes = await response.read()
         if response.status >= 400:
             raise _failed(method, url, response.status, raw)

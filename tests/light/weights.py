@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rollway.orders import Verifier, stack_secret
 from tests.light.checkpoint import Tensors, read_tensors, share_tensors
 from tests.light.model import Qwen3
 
@@ -28,6 +29,7 @@ class LightWorker:
         self._served: dict[str, TensorHeader] | None = None
         self._destroyed = False
         self._poison: str | None = None
+        self._verifier = Verifier(stack_secret())
 
     @property
     def usable(self) -> bool:
@@ -57,7 +59,14 @@ class LightWorker:
         self._use(fresh)
         self._destroyed = was_destroyed and fresh.keys() != self._shapes.keys()
 
-    def rollway_check(self, path: str, allow_cast: bool = False) -> None:
+    def rollway_check(self, order: dict[str, Any]) -> None:
+        arguments = self._verifier.open("rollway_check", order)
+        self._check(arguments["path"], arguments["allow_cast"])
+
+    def rollway_load(self, order: dict[str, Any]) -> None:
+        self._load(self._verifier.open("rollway_load", order)["path"])
+
+    def _check(self, path: str, allow_cast: bool = False) -> None:
         """Refuse a checkpoint that this worker could not serve. Changes nothing."""
         # Here, because importing the package would make every start slower.
         from rollway.weights.checkpoint import differences, read_headers, refuse_differences
@@ -67,10 +76,10 @@ class LightWorker:
             self._served = read_headers(self._path)
         refuse_differences(differences(new, self._served, allow_cast=allow_cast), path)
 
-    def rollway_load(self, weight_path: str) -> None:
+    def _load(self, weight_path: str) -> None:
         """Check, load, and compare every array with what the files say now."""
         # Whether another dtype will do was decided by the check before; it is not told here.
-        self.rollway_check(weight_path, allow_cast=True)
+        self._check(weight_path, allow_cast=True)
         if self._poison is not None:
             raise RuntimeError(self._poison)
         self._use(share_tensors(Path(weight_path)))

@@ -38,8 +38,10 @@ CLEARLY_OTHER = 0.05
 class Bare:
     """Dynamo without Rollway: no version, no taint, no salt, no check."""
 
-    def __init__(self, http: Http, frontend_url: str, model: str = "tiny") -> None:
-        self.admin = DynamoAdmin(http)
+    def __init__(
+        self, http: Http, frontend_url: str, secret: str = "", model: str = "tiny"
+    ) -> None:
+        self.admin = DynamoAdmin(http, secret=secret)
         self._http = http
         self._url = f"{frontend_url}/v1/completions"
         self._model = model
@@ -55,8 +57,8 @@ class Bare:
     async def load(self, worker: Worker, path: Path, **body: Any) -> Any:
         """Pause, update, resume: the documented way, on one worker."""
         await self.admin.pause(worker, "abort")
-        url = f"{worker.admin_url}/engine/update_weights_from_disk"
-        answer = await self._http.post(url, {"model_path": str(path), **body}, timeout=60.0)
+        order = {"model_path": str(path), **body}
+        answer = await self.admin.send(worker, "update_weights_from_disk", order, timeout=60.0)
         await self.admin.resume(worker)
         return answer
 

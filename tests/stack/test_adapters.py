@@ -27,8 +27,8 @@ from rollway.weights.transports.delta import DeltaPublisher
 from rollway.weights.transports.files import FilesPublisher
 from rollway.weights.transports.nixl import NixlPublisher
 from rollway.weights.transports.shm import ShmPublisher
-from tests.stack.conftest import VLLM_ARGS
 from tests.stack.policies import ALPHA, RANK, Policy, write_adapter
+from tests.stack.stacks import VLLM_ARGS
 
 pytestmark = pytest.mark.stack
 

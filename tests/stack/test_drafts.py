@@ -16,9 +16,9 @@ from rollway.errors import UsageError
 from rollway.rollout.sampling import Sampling
 from rollway.sync import SyncStack
 from rollway.weights.transports.shm import ShmPublisher
-from tests.stack.conftest import VLLM_ARGS
 from tests.stack.drafter import learnt_draft, random_draft, write_draft
 from tests.stack.policies import Policy
+from tests.stack.stacks import VLLM_ARGS
 
 pytestmark = pytest.mark.stack
 

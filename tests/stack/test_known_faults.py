@@ -69,7 +69,7 @@ async def client(vllm_stack: SyncStack) -> AsyncIterator[Stack]:
 
 @pytest.fixture
 def bare(http: Http, client: Stack) -> Bare:
-    return Bare(http, client.frontend_url)
+    return Bare(http, client.frontend_url, client.weights_secret)
 
 
 # --- 1: stale KV ----------------------------------------------------------------------------------

@@ -29,7 +29,6 @@ from rollway.sync import SyncStack
 from rollway.weights.transports.shm import ShmPublisher
 from tests.stack import rendezvous
 from tests.stack.brake import slowed
-from tests.stack.conftest import VLLM_ARGS
 from tests.stack.faults import (
     BAD,
     CLEARLY_OTHER,
@@ -47,6 +46,7 @@ from tests.stack.faults import (
 )
 from tests.stack.moe import build_moe
 from tests.stack.policies import Policy, perturbed
+from tests.stack.stacks import VLLM_ARGS
 from tests.stack.test_vllm_stack import (
     TOLERANCE,
     _kill,
@@ -76,7 +76,7 @@ class Aftermath:
 
 async def _kill_a_worker(url: str, policies: list[Policy], brake_file: Path) -> Aftermath:
     async with rollway.attach(url) as client, Http() as http:
-        bare = Bare(http, url)
+        bare = Bare(http, url, client.weights_secret)
         version, _ = await move(client, policies)
         victim = _process("tiny-0")
         family = processes.descendants(victim.pid or 0)
@@ -187,7 +187,7 @@ async def test_experts_are_refitted_on_cpu_by_exchange(odd: Stack, odd_home: Pat
 
     (worker,) = await fleet.workers()
     async with Http() as http:
-        bare = Bare(http, odd.frontend_url, "moe")
+        bare = Bare(http, odd.frontend_url, odd.weights_secret, "moe")
         assert (await bare.load(worker, first.path))["status"] == "ok"
         assert off(first, prompt, await bare.complete(prompt, GREEDY)) > CLEARLY_OTHER
 

@@ -15,8 +15,8 @@ from rollway.fleet.admin import DynamoAdmin
 from rollway.http import Http
 from rollway.rollout.sampling import Sampling
 from rollway.rollout.wire import Completion, DynamoAssembly, completion_request
-from tests.stack.conftest import VLLM_ARGS
 from tests.stack.policies import Policy, write_adapter
+from tests.stack.stacks import VLLM_ARGS
 
 TOLERANCE = 1e-4
 PROMPT = list(range(30, 90))
@@ -54,7 +54,7 @@ async def ask(stack: Stack, http: Http, model: str) -> Completion:
 async def test_adapters_and_sleep(stack: Stack, policies: list[Policy], tmp_path: Path) -> None:
     """One stack for both, since its start is most of the time."""
     async with Http() as http:
-        admin = DynamoAdmin(http)
+        admin = DynamoAdmin(http, secret=stack.weights_secret)
         (worker,) = await stack.fleet.workers()
         for seed in (1, 2):  # the second under the same name, which Dynamo would ignore
             adapted = write_adapter(tmp_path / f"adapter-{seed}", policies[0], seed)

@@ -13,8 +13,8 @@ from rollway.errors import UsageError
 from rollway.rollout.sampling import Sampling
 from rollway.sync import SyncStack
 from rollway.weights.transports.shm import ShmPublisher
-from tests.stack.conftest import VLLM_ARGS
 from tests.stack.policies import Policy
+from tests.stack.stacks import VLLM_ARGS
 
 pytestmark = pytest.mark.stack
 

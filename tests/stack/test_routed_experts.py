@@ -26,9 +26,9 @@ from rollway.rollout.mismatch import mismatch
 from rollway.rollout.replay import replay, router_choices
 from rollway.sync import SyncStack
 from tests.stack import interpreted
-from tests.stack.conftest import VLLM_ARGS
 from tests.stack.moe import build_moe
 from tests.stack.served import Served
+from tests.stack.stacks import VLLM_ARGS
 
 pytestmark = [
     pytest.mark.stack,

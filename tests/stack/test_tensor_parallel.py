@@ -21,9 +21,9 @@ from rollway.sync import SyncStack
 from rollway.weights.transports.files import FilesPublisher
 from rollway.weights.transports.nixl import NixlPublisher
 from rollway.weights.transports.shm import ShmPublisher
-from tests.stack.conftest import VLLM_ARGS
 from tests.stack.moe import build_moe
 from tests.stack.policies import Policy, perturbed
+from tests.stack.stacks import VLLM_ARGS
 from tests.stack.test_transports import assert_serves, tensors
 
 pytestmark = [

@@ -29,13 +29,15 @@ from rollway.fleet.admin import IN_DOUBT, NoSuchMethod
 from rollway.fleet.discovery import Worker
 from rollway.fleet.vllm_admin import VllmAdmin
 from rollway.http import Http
+from rollway.orders import SECRET, sign
 from rollway.rollout.client import Rollout
 from rollway.rollout.sampling import Sampling
 from rollway.stack import processes
 from rollway.stack.preset import cache_dir
+from rollway.weights.checkpoint import check_checkpoint
 from tests.stack import brake
-from tests.stack.conftest import VLLM_ARGS
 from tests.stack.policies import Policy, write_adapter
+from tests.stack.stacks import VLLM_ARGS
 
 pytestmark = pytest.mark.stack
 
@@ -48,12 +50,12 @@ _versions = itertools.count(1)
 # What a user's own engine code could look like; `init_broadcaster` waits for nobody.
 EXTENSION = """
 import time
-from rollway.engine.worker import WorkerExtension
+from rollway.engine.worker import WorkerExtension, load_checkpoint
 
 class Probe(WorkerExtension):
     def probe_receive(self, weights, tag):
         assert tag == {"step": 4}
-        self.rollway_load(weights)
+        load_checkpoint(self, weights)
 
     def probe_buggy(self):
         return None.missing
@@ -61,7 +63,9 @@ class Probe(WorkerExtension):
     def init_broadcaster(self, seconds):
         time.sleep(seconds)
 """
+WORD = "the secret of this server"
 SERVER_ENV = {
+    SECRET: WORD,
     "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -195,12 +199,22 @@ async def under_way(
     return completion, task
 
 
+def check_order(path: Path) -> dict[str, Any]:
+    return sign(WORD, "rollway_check", "", {"path": str(path), "allow_cast": False})
+
+
 async def switch(
     admin: VllmAdmin, server: Worker, policy: Policy, method: str | None = None
 ) -> int:
     version = next(_versions)
     await admin.pause(server)
-    await admin.update_from_disk(server, policy.path, version, method=method)
+    if method is None:
+        await admin.update_from_disk(server, policy.path, version)
+    else:
+        identity = check_checkpoint(policy.path).identity
+        arguments = {"path": str(policy.path), "identity": identity, "version": version}
+        order = sign(WORD, method, "", arguments)
+        await admin.update_distributed(server, version, method, {"order": order})
     await admin.resume(server)
     return version
 
@@ -249,11 +263,11 @@ async def test_what_fails_says_why_and_changes_nothing(
         await admin.update_from_disk(server, policies[1].path, 901)
     with pytest.raises(AdminError, match="must be paused before its weights are updated"):
         await admin.update_distributed(server, 901, "probe_receive", {})
-    await admin.call(server, "rollway_check", {"path": str(policies[1].path)})
+    await admin.call(server, "rollway_check", {"order": check_order(policies[1].path)})
     with pytest.raises(
         AdminError, match=r"refused `rollway_check`: .* lacks weight files.*died\.$"
     ):
-        await admin.call(server, "rollway_check", {"path": str(tmp_path)})
+        await admin.call(server, "rollway_check", {"order": check_order(tmp_path)})
     with pytest.raises(NoSuchMethod, match="no engine method `nothing_of_the_kind`"):
         await admin.call(server, "nothing_of_the_kind", {})
     with pytest.raises(AdminError, match="has no attribute 'missing'") as failure:
@@ -263,7 +277,7 @@ async def test_what_fails_says_why_and_changes_nothing(
         await admin.destroy_group(server, {})
     await admin.pause(server)
     with pytest.raises(NoSuchMethod):
-        await admin.update_from_disk(server, policies[1].path, 901, method="nothing_of_the_kind")
+        await admin.update_distributed(server, 901, "nothing_of_the_kind", {})
     await admin.resume(server)
     assert await admin.weight_version(server) == version
     done = await complete(http, server, Completion(fresh_prompt()))
@@ -412,9 +426,10 @@ async def test_a_rendezvous_that_hangs_is_given_up(
 
 
 async def test_a_plain_server_is_attached_to_refitted_and_sampled(
-    server: Worker, policies: list[Policy]
+    server: Worker, policies: list[Policy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a router there are no taints: a stamp rests on what the server says of itself."""
+    monkeypatch.setenv(SECRET, WORD)
     async with rollway.attach(server.admin_url, watch=False) as stack:
         rollouts, sampling = stack.rollouts(), Sampling(max_tokens=16, ignore_eos=True)
         for number in (1, 2):

@@ -28,8 +28,8 @@ from rollway.stack import processes
 from rollway.stack.state import ProcessState, StackDir, StackState
 from rollway.sync import SyncStack
 from tests.conftest import Footprint
-from tests.stack.conftest import VLLM_ARGS
 from tests.stack.policies import Policy
+from tests.stack.stacks import VLLM_ARGS
 
 pytestmark = pytest.mark.stack
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from rollway.engine.receivers import Receiver, receiver_for
 from rollway.errors import RollwayError
 from rollway.weights.bits import raw_bytes
-from rollway.weights.offer import read_offer
+from rollway.weights.offer import parse_offer
 from rollway.weights.transports.collective import CollectivePublisher
 
 Facts = dict[str, list[Any]]
@@ -59,7 +59,7 @@ def facts(name_and_tensor: tuple[str, torch.Tensor]) -> tuple[str, list[Any]]:
 
 
 def receive(request: dict[str, Any], kept: dict[str, Receiver]) -> Facts:
-    offer = read_offer(request["offer"], "")
+    offer = parse_offer(request["offer"])
     receiver = receiver_for(offer, kept)
     assert receiver.headers(offer)
     taken: Facts = {}

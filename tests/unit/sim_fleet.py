@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import itertools
+import json
 import random
 import selectors
 import zlib
@@ -470,18 +471,27 @@ class SimAdmin:
     async def flush_cache(self, worker: Worker) -> None:
         await self._call(worker, "flush", lambda w, fault: w.clear(fault), None)
 
-    async def update_from_disk(
-        self, worker: Worker, path: Path, version: int, *, method: str | None = None
-    ) -> None:
+    async def update_from_disk(self, worker: Worker, path: Path, version: int) -> None:
         def act(sim: SimWorker, fault: str | None) -> Any:
-            return sim.load(path.name, version, method is not None, fault)
+            return sim.load(path.name, version, False, fault)
+
+        await self._call(worker, "update", act, version, 720.0)
+
+    async def update_distributed(
+        self, worker: Worker, version: int, method: str, arguments: Mapping[str, Any]
+    ) -> None:
+        path = Path(json.loads(arguments["order"]["body"])["path"])
+
+        def act(sim: SimWorker, fault: str | None) -> Any:
+            return sim.load(path.name, version, True, fault)
 
         await self._call(worker, "update", act, version, 720.0)
 
     async def call(self, worker: Worker, method: str, arguments: Mapping[str, Any]) -> None:
         if method == "rollway_stage":
             raise NoSuchMethod("Workers of this fleet load in place.")
-        await self._call(worker, "check", lambda w, _: w.check(arguments["path"]), method, 300.0)
+        path = json.loads(arguments["order"]["body"])["path"]
+        await self._call(worker, "check", lambda w, _: w.check(path), method, 300.0)
 
     async def weight_version(self, worker: Worker) -> int | None:
         said: int | None = await self._call(worker, "version", lambda w, _: w.label, None)

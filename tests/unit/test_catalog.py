@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollway.errors import UsageError, WeightsError
+from rollway.orders import SECRET
 from rollway.weights import catalog_http
 from rollway.weights.catalog import Listing, MemoryCatalog, NotYet, wait_for
 from rollway.weights.catalog_http import (
@@ -29,7 +30,6 @@ from rollway.weights.catalog_http import (
     open_catalog,
 )
 from rollway.weights.catalog_modelexpress import ModelExpressCatalog
-from rollway.weights.offer import SECRET
 
 WORD = "a secret of this test"
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from rollway.engine.receivers import receiver_for
 from rollway.errors import UsageError, WeightsError
 from rollway.weights.bits import by_triton, digest
-from rollway.weights.offer import Offer, read_offer
+from rollway.weights.offer import Offer, parse_offer, read_offer
 from rollway.weights.transports import device_memory
 from rollway.weights.transports.cuda_ipc import CudaIpcPublisher, CudaIpcReader
 
@@ -32,7 +32,7 @@ from pathlib import Path
 import torch
 from rollway.errors import RollwayError
 from rollway.weights.bits import digest
-from rollway.weights.offer import read_offer
+from rollway.weights.offer import parse_offer
 from rollway.weights.transports import cuda_ipc
 
 opened, open_one = [], cuda_ipc.opened
@@ -40,7 +40,7 @@ cuda_ipc.opened = lambda *given: opened.append(given) or open_one(*given)
 reader = cuda_ipc.CudaIpcReader(Path(sys.argv[1]))
 for line in sys.stdin:
     try:
-        taken = {n: t.clone() for n, t in reader.tensors(read_offer(json.loads(line)))}
+        taken = {n: t.clone() for n, t in reader.tensors(parse_offer(json.loads(line)))}
         found = {
             n: [digest(t), str(t.dtype), list(t.shape), t.device.type] for n, t in taken.items()
         }
@@ -56,12 +56,12 @@ from pathlib import Path
 import torch
 from rollway.errors import RollwayError
 from rollway.weights.bits import DTYPES, digest
-from rollway.weights.offer import read_offer
+from rollway.weights.offer import parse_offer
 from rollway.weights.transports.cuda_ipc import CudaIpcReader
 
 reader, own = CudaIpcReader(Path(sys.argv[1])), {}
 for line in sys.stdin:
-    offer = read_offer(json.loads(line))
+    offer = parse_offer(json.loads(line))
     try:
         headers = reader.headers(offer)
         if own.keys() != headers.keys():
@@ -249,7 +249,7 @@ def test_nothing_is_left_when_a_publisher_dies(tmp_path: Path) -> None:
         "print(json.dumps(offer.as_json()), flush=True); os._exit(1)\n"
     )
     run = [sys.executable, "-c", code, str(tmp_path)]
-    offer = read_offer(json.loads(subprocess.run(run, capture_output=True, check=False).stdout))
+    offer = parse_offer(json.loads(subprocess.run(run, capture_output=True, check=False).stdout))
     with pytest.raises(WeightsError, match="Its publisher has ended"):
         list(CudaIpcReader(tmp_path).tensors(offer))
     deadline = time.monotonic() + 20

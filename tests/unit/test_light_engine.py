@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rollway.orders import Verifier, sign
 from tests.light.cache import BLOCK, PrefixCache
 from tests.light.checkpoint import share_tensors
 from tests.light.model import Decoding, Qwen3, log_softmax
@@ -291,12 +292,19 @@ async def test_updates_fail_as_vllm_does(policies: list[Policy], tmp_path: Path)
         tensors["model.norm.weight"], share_tensors(old.path)["model.norm.weight"]
     )
 
-    refused = await load(part, engine_rpc="rollway_load")
+    rig.engine.worker._verifier = Verifier("word")
+
+    async def load_proved(path: str | Path) -> dict[str, Any]:
+        order = sign("word", "rollway_load", "", {"path": str(path)})
+        body = {"engine_rpc": "rollway_load", "order": order}
+        return await rig.admin("update_weights_from_distributed", **body)
+
+    refused = await load_proved(part)
     assert refused["status"] == "error" and "is missing" in refused["message"]
     assert rig.engine.worker.usable
     assert (await load(tmp_path / "nowhere"))["status"] == "error"
     assert not rig.engine.worker.usable
-    assert (await load(new.path, engine_rpc="rollway_load"))["status"] == "ok"
+    assert (await load_proved(new.path))["status"] == "ok"
     assert rig.engine.worker.usable
     small = checkpoint("small", {"model.norm.weight": np.ones(8, np.float32)})
     assert await load(small) == {"status": "error", "message": ""}

@@ -19,11 +19,12 @@ import torch
 
 from rollway.engine import receivers
 from rollway.errors import UsageError, WeightsError
+from rollway.orders import SECRET
 from rollway.weights.layout import Piece
 from rollway.weights.megatron.describe import Experts, describe
 from rollway.weights.megatron.geometry import ModelGeometry, Topology
 from rollway.weights.megatron.names import NameMap
-from rollway.weights.offer import SECRET, Offer
+from rollway.weights.offer import Offer
 from rollway.weights.planning.holdings import Source
 from rollway.weights.planning.trainers import fsdp_sources, hf_source, megatron_sources
 from rollway.weights.sources import from_module

@@ -14,9 +14,10 @@ import torch
 from rollway.engine.nixl_receiver import NixlReceiver
 from rollway.engine.slices import Slices, slices
 from rollway.errors import UsageError, WeightsError
+from rollway.orders import SECRET
 from rollway.weights.catalog_http import CatalogServer, HttpCatalog
 from rollway.weights.layout import Box, Piece
-from rollway.weights.offer import SECRET, Offer
+from rollway.weights.offer import Offer
 from rollway.weights.planning.trainers import fsdp_sources
 from rollway.weights.planning.transfers import Total
 from rollway.weights.planning.vllm_layout import engine_ranks

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from rollway.errors import UsageError, WeightsError
-from rollway.weights.offer import Offer, read_offer
+from rollway.weights.offer import Offer, parse_offer, read_offer
 from rollway.weights.transports.shm import ShmPublisher, ShmReader, remove_abandoned
 
 Tensors = dict[str, torch.Tensor]
@@ -188,7 +188,9 @@ def test_offers_are_signed_and_checked() -> None:
     offer = Offer("shm", 3, "a" * 32, 10, {"slot": "x"})
     signed = offer.signed("secret")
     assert read_offer(signed.as_json(), "secret") == signed
-    assert read_offer(offer.as_json(), "") == offer
+    assert parse_offer(offer.as_json()) == offer
+    with pytest.raises(WeightsError, match="started without a secret"):
+        read_offer(signed.as_json(), "")
     for wrong in (
         offer,
         offer.signed("other"),

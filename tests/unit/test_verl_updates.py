@@ -29,7 +29,7 @@ from rollway.integrations.verl.options import WeightOptions
 from rollway.integrations.verl.settings import tied_names
 from rollway.integrations.verl.stream import Stream
 from rollway.integrations.verl.updates import About, Publishing
-from rollway.weights.offer import Offer, read_offer
+from rollway.weights.offer import Offer, parse_offer
 from rollway.weights.transports.cuda_ipc import CudaIpcPublisher, CudaIpcReader
 from rollway.weights.transports.shm import ShmPublisher, ShmReader
 
@@ -89,7 +89,7 @@ class Pool:
         self.version += 1
         if self.fails:
             raise WeightsError("A worker said no.")
-        self.served = await asyncio.to_thread(self._read, read_offer(offer, ""))
+        self.served = await asyncio.to_thread(self._read, parse_offer(offer))
         return {"seconds": 0.5}
 
     def _read(self, offer: Offer) -> Tensors:

@@ -18,8 +18,10 @@ from rollway.fleet.discovery import Source, Worker
 from rollway.fleet.fleet import Fleet
 from rollway.fleet.membership import Membership
 from rollway.http import Http
+from rollway.orders import DOOR, ORDER, sign
 
 _REPEATS = 5
+_ORDERS = 400
 
 
 @dataclass(slots=True)
@@ -29,6 +31,8 @@ class FleetFigures:
     workers: int
     probe_seconds: float
     """One worker asked for its version, the slowest of some."""
+    order_seconds: float
+    """What a signature adds to an admin call: medians of the same call with and without."""
     listing_seconds: float
     listing_ratio: float
     alone_seconds: float
@@ -47,11 +51,12 @@ async def bench_fleet(spec: StackSpec) -> FleetFigures:
         await stack.unwatch()  # nobody else lists meanwhile
         # Not the stack's own fleet: a process may hold many workers, of which its supervisor
         # knows one.
-        fleet = Fleet(http, stack.rl_url)
+        fleet = Fleet(http, stack.rl_url, secret=stack.weights_secret)
         workers = await fleet.workers()
         if not workers:
             raise NoWorkers("No RL worker is listed.", "The engine must have admin routes.")
         probe = max([await _probe(fleet, worker) for worker in workers[:_REPEATS]])
+        order = await _order_cost(http, workers[0], stack.weights_secret)
         listing = statistics.median([await _listing(fleet) for _ in range(_REPEATS)])
         alone = max([await _alone(http, fleet, worker, path) for worker in workers[:_REPEATS]])
         began = time.monotonic()
@@ -60,6 +65,7 @@ async def bench_fleet(spec: StackSpec) -> FleetFigures:
     return FleetFigures(
         workers=len(workers),
         probe_seconds=probe,
+        order_seconds=order,
         listing_seconds=listing,
         listing_ratio=listing / probe,
         alone_seconds=alone,
@@ -75,6 +81,20 @@ async def _probe(fleet: Fleet, worker: Worker) -> float:
     return time.monotonic() - began
 
 
+async def _order_cost(http: Http, worker: Worker, secret: str) -> float:
+    """Time a call that a worker answers with and without a signature, in turns."""
+    url = f"{worker.admin_url}/engine"
+    process = (await http.post(f"{url}/{DOOR}", {}, timeout=10.0)).get("process", "")
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    for turn in range(_ORDERS):
+        signed = turn % 2 == 1
+        began = time.perf_counter()
+        body = {ORDER: sign(secret, "get_weight_version", process, {})} if signed else {}
+        await http.post(f"{url}/get_weight_version", body, timeout=10.0)
+        seconds[signed].append(time.perf_counter() - began)
+    return statistics.median(seconds[True]) - statistics.median(seconds[False])
+
+
 async def _listing(fleet: Fleet) -> float:
     began = time.monotonic()
     await fleet.workers()
@@ -83,7 +103,7 @@ async def _listing(fleet: Fleet) -> float:
 
 async def _alone(http: Http, fleet: Fleet, worker: Worker, path: Path) -> float:
     """The same procedure, by a fleet that consists of one worker."""
-    small = Fleet(http, fleet.membership.source)
+    small = Fleet(http, fleet.membership.source, admin=fleet.admin)
     small.membership = _Only(http, fleet.membership.source, worker)
     began = time.monotonic()
     await small.refit(1, path)
@@ -103,4 +123,4 @@ class _Only(Membership):
 
 
 def _rounded(value: float) -> float:
-    return value if isinstance(value, int) else round(value, 4)
+    return value if isinstance(value, int) else round(value, 6)

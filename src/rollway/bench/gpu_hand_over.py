@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rollway.errors import RollwayError
 from rollway.weights.bits import DTYPES, digests
-from rollway.weights.offer import Offer, read_offer
+from rollway.weights.offer import Offer, parse_offer
 from rollway.weights.transports.cuda_ipc import CudaIpcPublisher, CudaIpcReader
 
 _VERSIONS = 6
@@ -126,7 +126,7 @@ def _read_offers() -> None:
     reader, own = CudaIpcReader(), dict[str, Tensor]()
     for line in sys.stdin:
         try:
-            answer = _copied(reader, read_offer(json.loads(line)), own)
+            answer = _copied(reader, parse_offer(json.loads(line)), own)
         except RollwayError as error:
             answer = error.as_json()
         print(json.dumps(answer), flush=True)

@@ -145,7 +145,7 @@ async def _live(spec: StackSpec, workers: int, groups: int | None) -> Tally:
 
 async def _all_listed(stack: Stack, http: Http, workers: int, patience: float) -> None:
     """A process of many workers is ready with its first."""
-    fleet = Fleet(http, stack.rl_url)
+    fleet = Fleet(http, stack.rl_url, secret=stack.weights_secret)
     deadline = time.monotonic() + patience
     while (listed := len(await fleet.workers())) < workers:
         if time.monotonic() > deadline:

@@ -165,7 +165,7 @@ class Chaos:
         self.stack = await self.exits.enter_async_context(up(self.spec))
         http = await self.exits.enter_async_context(ResettingHttp())
         self.fleet = self.stack.fleet
-        self.fleet.admin = DynamoAdmin(http, TIMEOUTS)
+        self.fleet.admin = DynamoAdmin(http, TIMEOUTS, self.stack.weights_secret)
         if self.options.unprotected:
             self.fleet.versions = NaiveBook()
             self.fleet.versions.current = 0

@@ -6,6 +6,10 @@ wrong raises: the caller sees `status: error` and the message.
 
 vLLM itself loads an incomplete checkpoint over the old weights and says ok, leaves a worker without
 weights when the path is wrong, and on CPU corrupts the experts of any MoE it reloads.
+
+Whoever reaches the engine's RPC could name any method of the worker. So what brings weights here
+must be signed by the stack (offers, and the orders of `rollway_check` and `rollway_load`), and only
+the methods that `engine/rpc.py` lists run at all.
 """
 
 from __future__ import annotations
@@ -17,12 +21,14 @@ from typing import Any
 
 import torch
 
+from rollway.engine import rpc
 from rollway.engine.adapters import adapters_of
 from rollway.engine.drafts import Draft, parted
 from rollway.engine.fingerprint import Proof
 from rollway.engine.receivers import Receiver, checkpoint_tensors, receiver_for
 from rollway.engine.shadow import Room, exchangeable
 from rollway.engine.staging import Staging
+from rollway.orders import OrderRefused, Verifier, keep_secret, stack_secret
 from rollway.weights.checkpoint import (
     TensorHeader,
     check_checkpoint,
@@ -32,35 +38,26 @@ from rollway.weights.checkpoint import (
 )
 from rollway.weights.offer import read_offer
 
+# vLLM imports this module in a worker's process before the worker takes its first call.
+_verifier = Verifier(keep_secret()) if rpc.in_worker_process() else None
+
 
 class WorkerExtension:
     """Methods for `collective_rpc`; `self` is vLLM's worker."""
 
-    def rollway_check(self, path: str, allow_cast: bool = False) -> None:
+    def rollway_check(self, order: dict[str, Any]) -> None:
         """Refuse a checkpoint that this worker could not serve. Changes nothing."""
-        _refuse_what_vllm_corrupts(_model(self))
-        new, draft = parted(read_headers(Path(path)))
-        if draft:
-            raise RuntimeError(
-                f"{path} has weights of a draft model, which are only staged with the policy's"
-            )
-        _refuse_what_cannot_be_proved(self, new, "rollway_check")
-        served = _served(self)
-        if served is not None:
-            refuse_differences(differences(new, served, allow_cast=allow_cast), path)
+        arguments = _open_order("rollway_check", order)
+        check_servable(self, arguments["path"], allow_cast=arguments["allow_cast"])
 
-    def rollway_load(self, weight_path: str) -> None:
+    def rollway_load(self, order: dict[str, Any]) -> None:
         """Load a checkpoint that was checked, then compare what the model holds with the files."""
-        self.rollway_check(weight_path, allow_cast=True)  # the files may have changed since
-        proof = Proof(_model(self))
-        with ThreadPoolExecutor(1) as pool:
-            # While loading, since hashing takes about as long as reading.
-            intact = pool.submit(check_checkpoint, Path(weight_path))
-            self.reload_weights(  # type: ignore[attr-defined]
-                weights_iterator=proof.watching(checkpoint_tensors(Path(weight_path)))
-            )
-            intact.result()
-        proof.check(_model(self), _ranks()[1])
+        arguments = _open_order("rollway_load", order)
+        load_checkpoint(self, arguments["path"], identity=arguments["identity"])
+
+    def rollway_refuse(self) -> None:
+        """Raise for a call that `engine/rpc.py` refused."""
+        raise self._rollway_refusal  # type: ignore[attr-defined]
 
     def rollway_stage(
         self, offer: dict[str, Any], allow_cast: bool = False, tell: str = ""
@@ -129,6 +126,42 @@ class WorkerExtension:
     def rollway_adapter_drop(self, served: str) -> None:
         """Forget an adapter that was unloaded, or that will not be loaded."""
         adapters_of(self, _served(self)).drop(served)
+
+
+def check_servable(worker: Any, path: str, *, allow_cast: bool) -> None:
+    """Raise for a checkpoint that this worker could not serve, or could not prove afterwards."""
+    _refuse_what_vllm_corrupts(_model(worker))
+    new, draft = parted(read_headers(Path(path)))
+    if draft:
+        raise RuntimeError(
+            f"{path} has weights of a draft model, which are only staged with the policy's"
+        )
+    _refuse_what_cannot_be_proved(worker, new, "rollway_check")
+    served = _served(worker)
+    if served is not None:
+        refuse_differences(differences(new, served, allow_cast=allow_cast), path)
+
+
+def load_checkpoint(worker: Any, path: str, *, identity: str = "") -> None:
+    """Load a checkpoint into the model that serves, and prove it; the worker must be paused. With
+    an `identity`, raise unless the files are still those that have it."""
+    check_servable(worker, path, allow_cast=True)  # the files may have changed since
+    proof = Proof(_model(worker))
+    with ThreadPoolExecutor(1) as pool:
+        # While loading, since hashing takes about as long as reading.
+        intact = pool.submit(check_checkpoint, Path(path))
+        worker.reload_weights(weights_iterator=proof.watching(checkpoint_tensors(Path(path))))
+        checkpoint = intact.result()
+    if identity and checkpoint.identity != identity:
+        raise RuntimeError(f"{path} holds other weights than those that were ordered")
+    proof.check(_model(worker), _ranks()[1])
+
+
+def _open_order(method: str, order: Any) -> dict[str, Any]:
+    try:
+        return (_verifier or Verifier(stack_secret())).open(method, order)
+    except OrderRefused as refusal:
+        raise RuntimeError(f"{method} was refused: {refusal}") from refusal
 
 
 def _staging(worker: Any) -> Staging | None:
@@ -219,3 +252,7 @@ def _ranks() -> tuple[int, Callable[[torch.Tensor], torch.Tensor]]:
 
     ranks = get_tensor_model_parallel_world_size()
     return ranks, torch.clone if ranks == 1 else total
+
+
+if rpc.in_worker_process():
+    rpc.guard_rpc(WorkerExtension)

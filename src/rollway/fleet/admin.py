@@ -18,6 +18,7 @@ from rollway.config import AdminTimeouts
 from rollway.errors import AdminError, RequestFailed, RollwayError, Unreachable
 from rollway.fleet.discovery import Worker
 from rollway.http import IDEMPOTENT, ONCE, Http, Retry
+from rollway.orders import DOOR, ORDER, OTHER_PROCESS, READ_ONLY, SECRET, UNSIGNED, sign
 
 T = TypeVar("T")
 
@@ -75,11 +76,9 @@ class AdminAPI(Protocol):
         """Drop cached prefixes. Sure only when nothing runs: held blocks stay."""
         ...
 
-    async def update_from_disk(
-        self, worker: Worker, path: Path, version: int, *, method: str | None = None
-    ) -> None:
-        """Load a checkpoint directory the worker can read; `method` names an engine method that
-        loads it instead of the engine's own. The worker must be paused."""
+    async def update_from_disk(self, worker: Worker, path: Path, version: int) -> None:
+        """Have the engine load a checkpoint directory that it can read, by its own method. The
+        worker must be paused."""
         ...
 
     async def update_distributed(
@@ -141,11 +140,21 @@ class DynamoAdmin:
     @asynccontextmanager
     async def held(self) -> AsyncIterator[AdminAPI]:
         async with self._http.one_connection() as http:
-            yield DynamoAdmin(http, self._timeouts)
+            yield DynamoAdmin(http, self._timeouts, self._secret, self._processes)
 
-    def __init__(self, http: Http, timeouts: AdminTimeouts | None = None) -> None:
+    def __init__(
+        self,
+        http: Http,
+        timeouts: AdminTimeouts | None = None,
+        secret: str = "",
+        processes: dict[str, str] | None = None,
+    ) -> None:
         self._http = http
         self._timeouts = timeouts or AdminTimeouts()
+        self._secret = secret
+        """What orders to the workers are signed with; empty for workers that take any."""
+        self._processes = {} if processes is None else processes
+        """The name of the process behind each admin address; empty for one without a guard."""
 
     async def health(self, worker: Worker) -> bool:
         try:
@@ -169,12 +178,8 @@ class DynamoAdmin:
     async def flush_cache(self, worker: Worker) -> None:
         await self._post(worker, "flush_cache", {})
 
-    async def update_from_disk(
-        self, worker: Worker, path: Path, version: int, *, method: str | None = None
-    ) -> None:
-        body: dict[str, Any] = {"model_path": str(path), "weight_version": version}
-        if method is not None:
-            body["engine_rpc"] = method
+    async def update_from_disk(self, worker: Worker, path: Path, version: int) -> None:
+        body = {"model_path": str(path), "weight_version": version}
         await self._post(
             worker, "update_weights_from_disk", body, self._timeouts.update, retry=ONCE
         )
@@ -274,16 +279,71 @@ class DynamoAdmin:
                 f"{worker} is listed with an error: {worker.error}.",
                 "It is hung or dead; a supervised worker is restarted by its stack.",
             )
-        url = f"{worker.admin_url}/engine/{_route(worker, name)}"
+        route = _route(worker, name)
+        limit = timeout or self._timeouts.probe
         try:
-            reply = await self._http.post(
-                url, body, timeout=timeout or self._timeouts.probe, retry=retry
-            )
+            reply = await self.send(worker, route, body, limit, retry)
         except (RequestFailed, Unreachable) as error:
             raise AdminError(f"{worker}: {error.message}", error.hint) from error
         if not isinstance(reply, dict) or reply.get("status") not in ("ok", "success"):
             raise _refused(worker, name, str(body.get("engine_rpc", "")), reply)
         return reply
+
+    async def send(
+        self,
+        worker: Worker,
+        route: str,
+        body: Mapping[str, Any],
+        timeout: float,
+        retry: Retry = ONCE,
+    ) -> Any:
+        """Call a route, and return the worker's answer, whatever it says."""
+        reply = await self._order(worker, route, body, timeout, retry)
+        if self._secret and _for_another_process(reply):
+            # Refused before anything was done, so it may be sent again: another process has the
+            # worker's address now, with or without a guard.
+            self._processes.pop(worker.admin_url, None)
+            reply = await self._order(worker, route, body, timeout, retry)
+        return reply
+
+    async def _order(
+        self, worker: Worker, route: str, body: Mapping[str, Any], timeout: float, retry: Retry
+    ) -> Any:
+        """Send a call, signed where the worker asks for that."""
+        url = f"{worker.admin_url}/engine/{route}"
+        process = ""
+        if self._secret and route not in READ_ONLY:
+            process = await self._process_of(worker)
+        if not process:
+            return await self._http.post(url, body, timeout=timeout, retry=retry)
+
+        def signed() -> dict[str, Any]:
+            return {ORDER: sign(self._secret, route, process, body)}
+
+        return await self._http.post(url, signed, timeout=timeout, retry=retry)
+
+    async def _process_of(self, worker: Worker) -> str:
+        """Ask a worker once which process it is; empty for one that has no guard."""
+        process = self._processes.get(worker.admin_url)
+        if process is None:
+            url = f"{worker.admin_url}/engine/{DOOR}"
+            try:
+                reply = await self._http.post(
+                    url, {}, timeout=self._timeouts.probe, retry=IDEMPOTENT
+                )
+                process = str(reply.get("process") or "") if isinstance(reply, dict) else ""
+            except RequestFailed as error:
+                if error.status != 404:
+                    raise
+                process = ""
+            self._processes[worker.admin_url] = process
+        return process
+
+
+def _for_another_process(reply: Any) -> bool:
+    """Whether an order was refused because of who it was signed for, or not signed at all."""
+    message = str(reply.get("message", "")) if isinstance(reply, dict) else ""
+    return message.startswith((OTHER_PROCESS, UNSIGNED))
 
 
 async def served_models(http: Http, openai_url: str, timeout: float) -> list[str]:
@@ -361,4 +421,10 @@ def _refused(worker: Worker, name: str, method: str, reply: Any) -> AdminError:
         said = wrapped.group(1)
     if method and any(words.format(method) in said for words in _NO_METHOD):
         return NoSuchMethod(f"{worker} has no such engine method: {said.rstrip('.')}.")
-    return AdminError(f"{worker} refused `{name}`: {said.rstrip('.')}.")
+    hint = ""
+    if said.startswith(UNSIGNED):
+        hint = (
+            "Attach to the stack by its name as the user who started it, or set "
+            f"{SECRET} to the stack's secret."
+        )
+    return AdminError(f"{worker} refused `{name}`: {said.rstrip('.')}.", hint)

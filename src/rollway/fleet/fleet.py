@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
@@ -45,8 +44,9 @@ from rollway.fleet.updates import FromDisk, Offered, Update, Weights
 from rollway.fleet.verify import Agreement, Answer, Ask
 from rollway.fleet.versions import Ticket, VersionBook, taint_of
 from rollway.http import Http
+from rollway.orders import stack_secret
 from rollway.weights.checkpoint import TensorHeader, check_checkpoint, read_headers
-from rollway.weights.offer import SECRET, Offer
+from rollway.weights.offer import Offer
 
 __all__ = ["Fleet", "RefitReport", "WorkerRefit"]
 
@@ -100,7 +100,8 @@ class Fleet:
     ) -> None:
         self.model = model
         self.versions = VersionBook()
-        self.admin: AdminAPI = admin or DynamoAdmin(http, timeouts)
+        self._secret = stack_secret() if secret is None else secret
+        self.admin: AdminAPI = admin or DynamoAdmin(http, timeouts, self._secret)
         self.membership = Membership(
             http, RlListing(source) if isinstance(source, str) else source, model
         )
@@ -114,7 +115,6 @@ class Fleet:
         self._guard = guard
         self._supervised = supervised
         self._shelf = shelf
-        self._secret = os.environ.get(SECRET, "") if secret is None else secret
         self.adapters = Adapters(self.admin, self._secret)
         self._refitting = asyncio.Lock()
         self._recipe: tuple[int, Update] | None = None

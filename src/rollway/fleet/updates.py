@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from rollway.errors import AdminError, RollwayError, UsageError
 from rollway.fleet.admin import AdminAPI, NoSuchMethod
 from rollway.fleet.discovery import Worker
+from rollway.orders import sign
 from rollway.weights.checkpoint import (
     Checkpoint,
     TensorHeader,
@@ -114,8 +115,9 @@ class FromDisk:
     async def _checked(self, admin: AdminAPI, worker: Worker) -> bool:
         assert self.checkpoint is not None
         arguments = {"path": str(self.path), "allow_cast": self.allow_cast}
+        order = sign(self.secret, CHECK_METHOD, "", arguments)
         try:
-            await admin.call(worker, CHECK_METHOD, arguments)
+            await admin.call(worker, CHECK_METHOD, {"order": order})
         except NoSuchMethod:
             if self.served is not None:
                 words = differences(
@@ -131,9 +133,12 @@ class FromDisk:
     async def apply(self, admin: AdminAPI, worker: Worker, version: int) -> None:
         if worker.instance_id in self._staged:
             await swap(admin, worker, self._offer(), version)
+        elif worker.instance_id in self._proving:
+            arguments = {"path": str(self.path), "identity": self.identity, "version": version}
+            order = sign(self.secret, LOAD_METHOD, "", arguments)
+            await admin.update_distributed(worker, version, LOAD_METHOD, {"order": order})
         else:
-            method = LOAD_METHOD if worker.instance_id in self._proving else None
-            await admin.update_from_disk(worker, self.path, version, method=method)
+            await admin.update_from_disk(worker, self.path, version)
         # What a worker has read is what was looked at only if nobody wrote in between.
         if await self._touched():
             raise AdminError(f"{self.path} changed while {worker} was loading it.")

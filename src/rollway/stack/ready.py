@@ -44,6 +44,7 @@ async def until_serving(
     report: Report,
     *,
     warm_up: bool,
+    secret: str = "",
     taken: Set[int] = frozenset(),
     lost: Callable[[ProcessPlan], None] | None = None,
 ) -> dict[str, int]:
@@ -61,7 +62,7 @@ async def until_serving(
             await _answer(http, plan, worker, instance, report)
         if worker.engine != "mocker":
             # A worker that starts, also one that starts again, serves the spec's checkpoint.
-            await _declare_base(http, plan, instance)
+            await _declare_base(http, plan, instance, secret)
         report(worker, "ready", "")
 
     await asyncio.gather(*map(warm, workers))
@@ -255,14 +256,14 @@ async def _listed(http: Http, plan: StackPlan, models: set[str]) -> None:
     )
 
 
-async def _declare_base(http: Http, plan: StackPlan, instance: int) -> None:
+async def _declare_base(http: Http, plan: StackPlan, instance: int, secret: str) -> None:
     """Routing first, label last: once a worker has its label, a refit may begin to change both. One
     that has a label already was moved by somebody who did not wait. The caller bounds the time."""
     while True:
         try:
             for listed in await discover(http, RlListing(plan.rl_url)):
                 if listed.instance_id == instance and listed.error is None:
-                    async with DynamoAdmin(http).held() as admin:
+                    async with DynamoAdmin(http, secret=secret).held() as admin:
                         if await admin.weight_version(listed) is None:
                             await admin.set_taints(listed, [taint_of(BASE_VERSION)])
                             await admin.declare_version(listed, BASE_VERSION)

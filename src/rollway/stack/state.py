@@ -25,6 +25,8 @@ from rollway.config import slug
 from rollway.errors import RollwayError, StartError
 from rollway.stack.processes import ProcessId, boot_id
 
+SECRET_NAME = "secret"
+"""The file in a run's private directory that holds the stack's secret."""
 DETACH = b"D"
 """Written to the supervisor's lifeline by an owner that leaves and wants the stack to stay."""
 
@@ -168,18 +170,22 @@ class StackDir:
 
 
 def new_secret(run_dir: Path, given: str = "") -> str:
-    """What offers of weights to the workers of this run are signed with."""
+    """Write the secret that orders and offers of weights to this run's workers are signed with."""
     secret = given or secrets.token_hex(32)
-    handle = os.open(run_dir / "secret", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    handle = os.open(run_dir / SECRET_NAME, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(handle, "w") as file:
         file.write(secret)
     return secret
 
 
+def secret_file(state: StackState) -> Path:
+    return Path(state.run_dir) / SECRET_NAME
+
+
 def secret_of(state: StackState) -> str:
-    """Of a run of this user; empty when there is none to read."""
+    """Read the secret of a run of this user; empty when there is none to read."""
     try:
-        return (Path(state.run_dir) / "secret").read_text()
+        return secret_file(state).read_text()
     except OSError:
         return ""
 

@@ -27,6 +27,7 @@ from typing import Any
 
 from rollway.config import StackSpec
 from rollway.errors import RollwayError, StartError
+from rollway.orders import stack_secret
 from rollway.stack import logs, processes
 from rollway.stack.children import exit_words
 from rollway.stack.heal import WATCH_SECONDS, Healer
@@ -42,7 +43,6 @@ from rollway.stack.state import (
     prepare_logs,
 )
 from rollway.weights.adapter import remove_abandoned
-from rollway.weights.offer import SECRET
 
 
 class Supervisor(Healer):
@@ -133,7 +133,7 @@ class Supervisor(Healer):
         """Of the stack that this one joins; without it, its offers will not be believed here."""
         if self.spec.join is None:
             return ""
-        return self.spec.join.secret or os.environ.get(SECRET, "")
+        return self.spec.join.secret or stack_secret()
 
     async def _watching_start(self, step: Coroutine[Any, Any, None]) -> None:
         """Do a step of the start; a process that dies meanwhile ends the start at once."""

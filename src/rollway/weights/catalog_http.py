@@ -11,7 +11,6 @@ import asyncio
 import hashlib
 import hmac
 import http.client
-import os
 import secrets
 import socket
 import threading
@@ -24,8 +23,9 @@ import msgspec
 from aiohttp import web
 
 from rollway.errors import RollwayError, UsageError, WeightsError
+from rollway.orders import SECRET, stack_secret
 from rollway.weights.catalog import Catalog, Listing, MemoryCatalog, Name, NotYet
-from rollway.weights.offer import SECRET, Count
+from rollway.weights.offer import Count
 
 LOOPBACK = "127.0.0.1"
 MOST_REQUEST = 64 << 20
@@ -56,7 +56,7 @@ class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 
 def given_secret(secret: str | None) -> str:
     """The one that was given, or that of this stack; a catalog never runs without."""
-    found = os.environ.get(SECRET, "") if secret is None else secret
+    found = stack_secret() if secret is None else secret
     if not found:
         raise UsageError(
             "A catalog of weights needs a secret.", f"Set {SECRET} to the one the workers have."

@@ -1,8 +1,9 @@
 """What a publisher tells the receivers of a version: which weights, how many bytes, and where.
 
 An offer is plain JSON and small; the list of tensors lies with the bytes. It reaches a worker over
-its admin port, so it is signed with the secret that the stack gave its workers: whoever can reach
-the port cannot make a worker load something. No offer carries code, and none is unpickled.
+its admin port, so it is signed with the secret that the stack gave its workers. A worker accepts no
+offer without that signature, and a worker that has no secret accepts none at all. No offer carries
+code, and none is unpickled. docs/security.md says what else the admin port accepts, and from whom.
 """
 
 from __future__ import annotations
@@ -10,17 +11,15 @@ from __future__ import annotations
 import hashlib
 import hmac
 import math
-import os
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
 
 from rollway.errors import WeightsError
+from rollway.orders import SECRET, stack_secret
 from rollway.weights.checkpoint import TensorHeader
 
-SECRET = "ROLLWAY_WEIGHTS_SECRET"
-"""Environment variable that workers of a supervised stack have."""
 STILL = "still staging"
 """What a worker says that has not got the weights yet."""
 Transport = Literal["files", "delta", "shm", "cuda_ipc", "collective", "nixl", "verl_buckets"]
@@ -50,14 +49,24 @@ class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return made
 
 
-def read_offer(raw: Mapping[str, Any], secret: str | None = None) -> Offer:
-    """An offer as it came, if it is one and whoever made it knows the secret."""
+def parse_offer(raw: Mapping[str, Any]) -> Offer:
+    """Return an offer from a trusted place, such as a rank of the same job; no signature needed."""
     try:
-        offer = msgspec.convert(dict(raw), Offer)
-    except (msgspec.ValidationError, TypeError) as error:
+        return msgspec.convert(dict(raw), Offer)
+    except (msgspec.ValidationError, TypeError, ValueError) as error:
         raise WeightsError(f"This is no offer of weights: {error}.") from error
-    secret = os.environ.get(SECRET, "") if secret is None else secret
-    if secret and not hmac.compare_digest(offer.mac, _mac(offer, secret)):
+
+
+def read_offer(raw: Mapping[str, Any], secret: str | None = None) -> Offer:
+    """Return an offer if whoever made it knows the secret; without `secret`, that of this stack."""
+    offer = parse_offer(raw)
+    secret = stack_secret() if secret is None else secret
+    if not secret:
+        raise WeightsError(
+            "This worker was started without a secret, so it accepts no offer of weights.",
+            f"Start it by `rollway up`, or set {SECRET} for the worker and for the trainer.",
+        )
+    if not hmac.compare_digest(offer.mac.encode(errors="replace"), _mac(offer, secret).encode()):
         raise WeightsError(
             "An offer of weights is not signed with this stack's secret.",
             f"Attach to the stack by its name, or set {SECRET} to the one its workers have.",

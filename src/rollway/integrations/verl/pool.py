@@ -45,7 +45,7 @@ from rollway.integrations.verl.traffic import Answer, Traffic
 from rollway.integrations.verl.updates import About
 from rollway.rollout.client import Rollouts
 from rollway.stack.state import StackDir
-from rollway.weights.offer import read_offer
+from rollway.weights.offer import parse_offer
 
 log = logging.getLogger(__name__)
 
@@ -399,7 +399,7 @@ class Pool:
 
     async def refit(self, offer: dict[str, Any], step: int | None) -> dict[str, float]:
         """Bring every worker to what a rank has published."""
-        made = read_offer(offer, secret="")  # it came from a rank of this job, through Ray
+        made = parse_offer(offer)  # it came from a rank of this job, through Ray
         async with self._control:
             self._version += 1
             return await self._brought(made, step)
@@ -425,7 +425,7 @@ class Pool:
     ) -> None:
         """Have every worker serve what a rank has published as a LoRA adapter. Each version has a
         name of its own, also in the engines' caches; requests from now on are for this one."""
-        made = read_offer(offer, secret="")
+        made = parse_offer(offer)
         async with self._control:
             self._version += 1
             self._steps[self._version] = step

@@ -1,0 +1,115 @@
+"""Which methods of a vLLM worker its engine's RPC may run.
+
+`collective_rpc` runs any method of the worker by its name, or a function that came as a pickle. One
+of them saves the weights to a file, another changes the environment. The worker here runs what the
+engine itself needs, what Dynamo's routes call, and the methods of the extension; it refuses the
+rest, and logs what it refused.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+ENGINE_METHODS = frozenset(
+    {
+        # start and stop
+        "init_worker", "init_device", "load_model", "determine_available_memory",
+        "get_kv_cache_spec", "get_supported_kv_cache_layouts", "set_kv_cache_layout",
+        "initialize_from_config", "compile_or_warm_up_model", "update_max_model_len",
+        "get_supported_tasks", "get_kv_connector_handshake_metadata", "adjust_rank",
+        "supports_draft_weight_updates", "check_health", "shutdown",
+        # a step
+        "execute_model", "sample_tokens", "execute_dummy_batch", "take_draft_token_ids",
+        "synchronize_device",
+        # what Dynamo's admin routes do; they take signed orders
+        "liveness_probe", "sleep", "wake_up", "discard", "profile", "reload_weights",
+        "reset_mm_cache", "reset_encoder_cache", "elastic_ep_execute", "handle_ft_command",
+        "add_lora", "remove_lora", "pin_lora", "list_loras",
+        # Dynamo's own start
+        "fpm_gc_stop", "finish_benchmark_kda_state",
+    }
+)  # fmt: skip
+"""Of vLLM 0.31 and Dynamo 1.6. Left out on purpose: `update_environment_variables`,
+`save_sharded_state`, `apply_model`, and vLLM's own weight transfer, which checks no signature."""
+
+_MULTIPROCESS = "vllm.v1.executor.multiproc_executor"
+_UNIPROCESS = "vllm.v1.executor.uniproc_executor"
+
+
+class MethodRefused(RuntimeError):
+    """The engine's RPC named a method that nobody may call."""
+
+
+def in_worker_process() -> bool:
+    """Whether vLLM is making a worker here: else the module is only imported, by a test say."""
+    return "vllm.v1.worker.worker_base" in sys.modules
+
+
+def check_method(worker: Any, method: Any, extension: type) -> None:
+    """Raise `MethodRefused` unless the RPC may run this method of this worker."""
+    if isinstance(method, str):
+        if method in ENGINE_METHODS or _is_extension_method(worker, method, extension):
+            return
+        name = repr(method)
+    else:
+        name = "a pickled function"
+    log.warning("refused the engine RPC %s", name)
+    raise MethodRefused(
+        f"{name} is not a method that Rollway lets the engine's RPC run; put it into a class that "
+        "derives from rollway.engine.worker.WorkerExtension, and start the worker with that one"
+    )
+
+
+def _is_extension_method(worker: Any, method: str, extension: type) -> bool:
+    """Whether the method is the extension's, or of a user's class that derives from it."""
+    wrapped = getattr(worker, "worker", worker)
+    for cls in type(wrapped).__mro__:
+        if method in vars(cls):
+            return issubclass(cls, extension) and not method.startswith("_")
+    # The wrapper around the worker has methods too. Of a name that nobody has, the engine's own
+    # error says so, and callers know it.
+    return not hasattr(worker, method)
+
+
+def guard_rpc(extension: type) -> None:
+    """Check every RPC of this process from now on."""
+    if _MULTIPROCESS in sys.modules:
+        _guard_multiprocess(sys.modules[_MULTIPROCESS], extension)
+    if _UNIPROCESS in sys.modules:
+        _guard_uniprocess(sys.modules[_UNIPROCESS], extension)
+
+
+def _guard_multiprocess(module: Any, extension: type) -> None:
+    execute = getattr(module.WorkerProc, "_execute_worker_rpc", None)
+    if execute is None:
+        log.warning("this vLLM runs RPCs in another way: its methods are not restricted")
+        return
+
+    def execute_checked(proc: Any, request: tuple[Any, ...]) -> None:
+        method, *rest = request
+        try:
+            check_method(proc.worker, method, extension)
+        except MethodRefused as refusal:
+            # The engine waits for an answer of every rank; this one raises in the usual place.
+            proc.worker.worker._rollway_refusal = refusal
+            request = ("rollway_refuse", (), {}, rest[-1])
+        execute(proc, request)
+
+    module.WorkerProc._execute_worker_rpc = execute_checked
+
+
+def _guard_uniprocess(module: Any, extension: type) -> None:
+    run = getattr(module, "run_method", None)
+    if run is None:
+        log.warning("this vLLM runs RPCs in another way: its methods are not restricted")
+        return
+
+    def run_checked(worker: Any, method: Any, args: Any, kwargs: Any) -> Any:
+        check_method(worker, method, extension)
+        return run(worker, method, args, kwargs)
+
+    module.run_method = run_checked

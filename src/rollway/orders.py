@@ -1,0 +1,146 @@
+"""Signed orders: a worker changes its weights, its state or its label for nobody else.
+
+    fleet, supervisor                            worker's process (`engine/guard.py`)
+      │ POST /engine/rollway_door {}               │
+      │ ◄── {"process": "9f3c…"} ──────────────────│  a random name of this process
+      │ POST /engine/pause_generation              │
+      │   {"rollway_order": {process, sent,        │
+      │     number, body, mac}} ──────────────────►│  verify: secret, route, process, time,
+      │ ◄── the route's own answer ────────────────│  number not used before; then run the route
+
+Dynamo's admin routes ask for no credentials: every user of the machine, and every web page open in
+a browser on it, could call them. The secret belongs to one stack. The supervisor writes it into a
+file that only its user can read.
+
+The body travels as text inside the order, so that both ends compute the MAC over the same bytes.
+
+Standard library only: the guard loads this file by its path, also under a Python without Rollway.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+SECRET = "ROLLWAY_WEIGHTS_SECRET"
+"""Environment variable with the secret itself, for workers that no supervisor of ours started."""
+SECRET_FILE = "ROLLWAY_SECRET_FILE"
+"""Environment variable with the path of a file that holds the secret: what our supervisor sets."""
+ORDER, DOOR = "rollway_order", "rollway_door"
+READ_ONLY = frozenset({"liveness_probe", "get_weight_version", DOOR})
+"""Routes that change nothing, and answer everybody."""
+UNSIGNED = "this worker takes signed orders only"
+OTHER_PROCESS = "the order is for another process"
+FRESH_SECONDS = 120.0
+_MOST_NUMBERS = 1 << 20
+
+_kept_secret: str | None = None
+
+
+class OrderRefused(Exception):
+    """An order that is not signed, not for this process, too old, or sent before."""
+
+
+def stack_secret() -> str:
+    """Return the stack's secret from the file or the variable that names it; empty without one."""
+    if _kept_secret is not None:
+        return _kept_secret
+    path = os.environ.get(SECRET_FILE)
+    try:
+        return Path(path).read_text().strip() if path else os.environ.get(SECRET, "")
+    except OSError:
+        return ""
+
+
+def keep_secret() -> str:
+    """Read the secret once and for all, and take it out of the environment: what changes or prints
+    the environment later neither replaces nor shows it."""
+    global _kept_secret
+    _kept_secret = stack_secret()
+    for name in (SECRET, SECRET_FILE):
+        os.environ.pop(name, None)
+    return _kept_secret
+
+
+class UsedNumbers:
+    """Accepts each number once, and remembers it for as long as its order counts as fresh."""
+
+    def __init__(self, most: int = _MOST_NUMBERS) -> None:
+        self._most = most
+        self._numbers: dict[str, float] = {}
+        """In the order of arrival, with the time at which each may be forgotten."""
+
+    def use(self, number: str, sent: str) -> None:
+        """Raise `OrderRefused` for a number that was used, or one that was sent at another time."""
+        now = time.time()
+        try:
+            fresh = abs(now - float(sent)) <= FRESH_SECONDS
+        except ValueError:
+            fresh = False
+        if not fresh:
+            raise OrderRefused(
+                f"the order is older than {FRESH_SECONDS:g} s, or the clocks of the two machines "
+                "differ by more than that"
+            )
+        while self._numbers and next(iter(self._numbers.values())) < now:
+            del self._numbers[next(iter(self._numbers))]
+        if number in self._numbers:
+            raise OrderRefused("the order was sent before")
+        if len(self._numbers) >= self._most:
+            raise OrderRefused("too many orders at once")
+        self._numbers[number] = now + 2 * FRESH_SECONDS
+
+
+def sign(secret: str, purpose: str, process: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an order to run `purpose`, a route or an engine method, with these arguments."""
+    fields = {
+        "process": process,
+        "sent": f"{time.time():.3f}",
+        "number": secrets.token_hex(16),
+        "body": json.dumps(body),
+    }
+    return {**fields, "mac": _mac(secret, purpose, fields)}
+
+
+class Verifier:
+    """Checks orders against one secret, for one process."""
+
+    def __init__(self, secret: str, process: str = "") -> None:
+        self.process = process
+        self._secret = secret
+        self._used = UsedNumbers()
+
+    def open(self, purpose: str, order: Any) -> dict[str, Any]:
+        """Return the arguments of an order, or raise `OrderRefused`."""
+        if not self._secret:
+            raise OrderRefused(
+                f"{UNSIGNED}, and it was started without a secret to check them with ({SECRET})"
+            )
+        names = ("process", "sent", "number", "body", "mac")
+        if not isinstance(order, Mapping) or not all(isinstance(order.get(n), str) for n in names):
+            raise OrderRefused(UNSIGNED)
+        fields = {name: order[name] for name in names[:-1]}
+        expected = _mac(self._secret, purpose, fields)
+        if not hmac.compare_digest(order["mac"].encode(errors="replace"), expected.encode()):
+            raise OrderRefused(f"{UNSIGNED}, and this one has another secret's signature")
+        # Only now: whoever knows the secret may learn which process this is.
+        if fields["process"] != self.process:
+            raise OrderRefused(OTHER_PROCESS)
+        self._used.use(fields["number"], fields["sent"])
+        body = json.loads(fields["body"])
+        if not isinstance(body, dict):
+            raise OrderRefused("the body of the order is not a JSON object")
+        return body
+
+
+def _mac(secret: str, purpose: str, fields: Mapping[str, str]) -> str:
+    parts = [purpose, *(fields[name] for name in sorted(fields))]
+    # As JSON, so that no two lists of parts give the same bytes.
+    return hmac.new(secret.encode(), json.dumps(parts).encode(), hashlib.sha256).hexdigest()
