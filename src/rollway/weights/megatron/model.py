@@ -13,7 +13,7 @@ from itertools import islice
 
 from rollway.errors import UsageError
 from rollway.weights.coverage import check_covered, owner
-from rollway.weights.layout import Shape, Shard
+from rollway.weights.layout import Role, Shape, Shard
 from rollway.weights.megatron.geometry import ModelGeometry, Position
 from rollway.weights.megatron.pieces import Cut, cuts, hf_shapes, replica
 
@@ -79,8 +79,9 @@ class MegatronModel:
 
     def _index(self) -> dict[str, tuple[Shape, list[Part]]]:
         index: dict[str, tuple[Shape, list[Part]]] = {}
-        count = 0
-        for (source, rank), shard in self._published().items():
+        published = self._published()
+        self._check_count(published)
+        for (source, rank), shard in published.items():
             names = self.ranks[rank].names[source]
             shapes = hf_shapes(shard, len(names), self.geometry)
             for name, shape in zip(names, shapes, strict=True):
@@ -90,16 +91,22 @@ class MegatronModel:
                         f"{name} has the shape {list(known)} on some ranks and {list(shape)} on "
                         f"rank {rank}."
                     )
-            some = cuts(shard, len(names), self.geometry)
-            count += len(some)
-            if count > _MOST_PARTS:
-                raise UsageError(
-                    f"The model is cut into more than {_MOST_PARTS} parts.",
-                    "Check the numbers of heads, experts and ranks.",
-                )
-            for cut in some:
+            for cut in cuts(shard, len(names), self.geometry):
                 index[names[cut.index]][1].append(Part(rank, source, cut))
         return index
+
+    def _check_count(self, published: Mapping[tuple[str, int], Shard]) -> None:
+        """Refuse more parts than memory is for, before any of them is made: a short description
+        of a fused tensor stands for some parts of every head."""
+        count = sum(len(self.ranks[rank].names[source]) for source, rank in published)
+        for shard in published.values():
+            if shard.role is Role.QKV_COLUMN:
+                count += shard.box.shape[0] // self.geometry.head_dim
+        if count > _MOST_PARTS:
+            raise UsageError(
+                f"The model is cut into more than {_MOST_PARTS} parts.",
+                "Check the numbers of heads, experts and ranks.",
+            )
 
     def _published(self) -> dict[tuple[str, int], Shard]:
         """One rank's shard of every group of replicas; the owner's, where it is among us."""

@@ -257,6 +257,10 @@ class Staged:
     def finish(self, manifest: Manifest) -> None:
         """See that what no step changed is of this version too, and prepare `install`."""
         for name, entry in manifest.tensors.items():
+            if name not in self.tensors and name not in self.state:
+                raise WeightsError(
+                    f"{name} of version {manifest.version} is in none of its objects.", _AGAIN
+                )
             if name not in self.tensors and digest(self.state[name]) != entry.digest:
                 raise WeightsError(
                     f"{name} does not match its checksum in version {manifest.version}: "
