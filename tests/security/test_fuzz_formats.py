@@ -49,6 +49,7 @@ from tests.checkpoints import write_checkpoint
 from tests.unit.weights.megatron_models import headers, hf_shapes
 
 CASES = 400
+DELTAS, DELTA_KEY = Store(Path()), f"manifests/{1:015d}.json"
 ROOM = 512 << 20
 SECONDS = 20.0
 """Of one case; the machine may be busy, and a loop for ever takes longer."""
@@ -140,12 +141,8 @@ def read_list(raw: bytes) -> None:
 
 
 def read_deltas(raw: bytes) -> None:
-    with tempfile.TemporaryDirectory() as directory:
-        store = Store(Path(directory))
-        DeltaPublisher(store).publish(1, [("a", torch.ones(3)), ("b", torch.ones(2))])
-        key = f"manifests/{1:015d}.json"
-        (Path(directory) / key).write_bytes(_with_digest(raw))
-        DeltaReader(store).fetch({}, None, 1)
+    (DELTAS.root / DELTA_KEY).write_bytes(_with_digest(raw))
+    DeltaReader(DELTAS).fetch({}, None, 1)
 
 
 def _with_digest(raw: bytes) -> bytes:
@@ -198,11 +195,12 @@ def _stable() -> bytes:
         return (path / STABLE).read_bytes()
 
 
-def _deltas() -> bytes:
-    with tempfile.TemporaryDirectory() as directory:
-        store = Store(Path(directory))
-        DeltaPublisher(store).publish(1, [("a", torch.ones(3)), ("b", torch.ones(2))])
-        return store.get(f"manifests/{1:015d}.json")
+@pytest.fixture(scope="module", autouse=True)
+def deltas(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A published version, whose manifest the cases replace."""
+    DELTAS.root = tmp_path_factory.mktemp("deltas")
+    DeltaPublisher(DELTAS).publish(1, [("a", torch.ones(3)), ("b", torch.ones(2))])
+    FORMATS["delta manifest"] = Format(read_deltas, DELTAS.get(DELTA_KEY))
 
 
 def _change() -> bytes:
@@ -255,7 +253,7 @@ FORMATS = {
     ),
     "offer": Format(read_json_offer, _offer()),
     "list of tensors": Format(read_list, LIST),
-    "delta manifest": Format(read_deltas, _deltas()),
+    "delta manifest": Format(read_deltas, b"{}"),  # the fixture has a valid one
     "packed change": Format(read_change, _change(), False),
     "catalog call": Format(
         read_call,
