@@ -334,18 +334,20 @@ def test_a_catalog_that_answers_nonsense(body: bytes) -> None:
 
 
 @pytest.mark.timeout(60)
-def test_a_catalog_that_answers_byte_by_byte() -> None:
-    """The deadline counts for the whole answer, and not for each byte."""
-    slow = Answering(lambda _: (b"x" * 1000, "0" * 64), pause=0.05)
+@pytest.mark.parametrize("part", ["head", "body"])
+def test_a_catalog_that_answers_byte_by_byte(part: str) -> None:
+    """The deadline counts for the whole answer, and not for each byte: all of this one would
+    take minutes."""
+    slow = Answering(lambda _: (b"x" * 4000, "0" * 64), slow=part)
     with slow as url, pytest.raises(WeightsError, match="no whole answer"):
         HttpCatalog(url, secret="s", timeout=0.5).acknowledged(1)
 
 
 class Answering:
-    """A server that answers one request: with what, and with how long between two bytes."""
+    """A server that answers one request; of its answer, one part may be slow."""
 
-    def __init__(self, answer: Any, pause: float = 0.0) -> None:
-        self._answer, self._pause = answer, pause
+    def __init__(self, answer: Any, slow: str = "") -> None:
+        self._answer, self._slow = answer, slow
         self._ended = threading.Event()
         self._socket = socket.create_server(("127.0.0.1", 0))
         self._thread = threading.Thread(target=self._serve, daemon=True)
@@ -365,18 +367,17 @@ class Answering:
             request = line.recv(1 << 16).decode("latin-1")
             number = request.split("x-rollway-number: ")[1].split("\r\n")[0]
             body, mac = self._answer(number)
-            head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\nx-rollway-mac: {mac}\r\n\r\n"
-            line.sendall(head.encode())
-            if not self._pause:
-                line.sendall(body)
-                return
-            for byte in body:
-                if self._ended.wait(self._pause):
-                    return
-                try:
-                    line.sendall(bytes([byte]))
-                except OSError:
-                    return
+            head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\nx-rollway-mac: {mac}\r\n"
+            head += f"x-padding: {'x' * 2000}\r\n\r\n"
+            for part, data in (("head", head.encode()), ("body", body)):
+                pieces = [bytes([byte]) for byte in data] if part == self._slow else [data]
+                for piece in pieces:
+                    if self._slow == part and self._ended.wait(0.05):
+                        return
+                    try:
+                        line.sendall(piece)
+                    except OSError:
+                        return
 
 
 @pytest.mark.parametrize("url", ["http://[", "http://h:99999", "ftp://h", "http://", "x" * 5000])

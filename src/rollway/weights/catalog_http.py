@@ -8,6 +8,7 @@ number, so that no answer can be passed off as one to another request. Both ends
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import http.client
@@ -288,6 +289,11 @@ class HttpCatalog:
     def _post(self, path: str, body: bytes, headers: dict[str, str]) -> tuple[int, str, bytes]:
         deadline = time.monotonic() + self._timeout
         connection = http.client.HTTPConnection(self._host, self._port, timeout=self._timeout)
+        connection.connect()
+        # The socket's own timeout begins anew with every byte, also of the answer's headers.
+        limit = threading.Timer(self._timeout, _shut_down, [connection.sock])
+        limit.daemon = True
+        limit.start()
         try:
             connection.request("POST", path, body, headers)
             answer = connection.getresponse()
@@ -298,9 +304,18 @@ class HttpCatalog:
                 if held > MOST_ANSWER:
                     raise OSError(f"it answers more than {MOST_ANSWER} bytes")
                 if time.monotonic() > deadline:
-                    raise TimeoutError(f"no whole answer within {self._timeout:g} s")
+                    break
+            if time.monotonic() > deadline:  # also when the timer has ended the connection
+                raise TimeoutError
+            if answer.length:
+                raise http.client.IncompleteRead(b"", answer.length)
             return answer.status, answer.headers.get("x-rollway-mac", ""), b"".join(parts)
+        except (OSError, http.client.HTTPException) as error:
+            if time.monotonic() < deadline:
+                raise
+            raise TimeoutError(f"no whole answer within {self._timeout:g} s") from error
         finally:
+            limit.cancel()
             connection.close()
 
 
@@ -309,6 +324,11 @@ _ERRORS: dict[int, type[RollwayError]] = {400: UsageError, 404: WeightsError, 40
 
 def _status(error: RollwayError) -> int:
     return next((s for s, kind in reversed(_ERRORS.items()) if isinstance(error, kind)), 500)
+
+
+def _shut_down(line: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # it has ended meanwhile
+        line.shutdown(socket.SHUT_RDWR)
 
 
 def _same(one: str, other: str) -> bool:
