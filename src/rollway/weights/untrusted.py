@@ -59,15 +59,20 @@ def parse_json(raw: str | bytes, *, unique: bool = True) -> Any:
 
 def check_file_name(name: object) -> str:
     """Return `name` if it is the name of a file in a directory, and no path."""
-    if (
-        not isinstance(name, str)
-        or name in ("", ".", "..")
-        or "/" in name
-        or not name.isprintable()  # also refuses NUL, line ends and half of a surrogate pair
-        or len(name.encode()) > _MOST_FILE_NAME
-    ):
+    if not isinstance(name, str) or not is_file_name(name):
         raise ValueError(f"{_shown(name)} is not a plain file name")
     return name
+
+
+def is_file_name(name: str, prefix: str = "") -> bool:
+    """Whether `name` is the name of a file in a directory, begins so, and is no path."""
+    return (
+        name not in ("", ".", "..")
+        and "/" not in name
+        and name.isprintable()  # no NUL, no line end, no half of a surrogate pair
+        and len(name.encode()) <= _MOST_FILE_NAME
+        and name.startswith(prefix)
+    )
 
 
 def check_tensor_name(name: object) -> str:

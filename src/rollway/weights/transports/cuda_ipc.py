@@ -49,9 +49,8 @@ from rollway.weights.transports.device_memory import (
     opened,
     room,
 )
-from rollway.weights.transports.shm import FileName
 from rollway.weights.transports.taking import Taking
-from rollway.weights.untrusted import read_plain, reason
+from rollway.weights.untrusted import is_file_name, read_plain, reason
 
 SHM = Path("/dev/shm")
 BUCKET_BYTES = 1 << 30
@@ -65,7 +64,7 @@ class Where(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     device: Annotated[str, msgspec.Meta(max_length=64)]
     """A GPU's UUID, or `cpu`."""
-    directory: FileName
+    directory: Annotated[str, msgspec.Meta(max_length=255)]
     slot: Count
     buckets: Annotated[list[Handle], msgspec.Meta(max_length=1 << 16)]
 
@@ -387,8 +386,8 @@ class CudaIpcReader:
 
     def _look(self, offer: Offer, where: Where) -> bytes:
         name = where.directory
-        if not name.startswith(_PREFIX):
-            raise WeightsError(f"`{name}` is no directory of a publisher.")
+        if not is_file_name(name, _PREFIX):
+            raise WeightsError(f"{name!a} is no directory of a publisher.")
         try:
             if owner.gone(name, 0.0):
                 raise FileNotFoundError(name)  # what it held may be anybody's by now

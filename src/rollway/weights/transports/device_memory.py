@@ -18,7 +18,7 @@ from torch import Tensor
 from rollway.errors import WeightsError
 from rollway.weights.offer import Count
 from rollway.weights.transports.shm import mapped, mapped_for_writing, plain_file
-from rollway.weights.untrusted import check_file_name
+from rollway.weights.untrusted import is_file_name
 
 CPU = "cpu"
 Text = Annotated[str, msgspec.Meta(max_length=1 << 16)]
@@ -118,10 +118,9 @@ def local_device(name: str) -> torch.device:
 
 
 def _opened_file(handle: Handle, directory: Path) -> Tensor:
-    try:
-        path = directory / check_file_name(handle.file)
-    except ValueError as error:
-        raise WeightsError(f"A bucket of an offer is no file of a publisher: {error}.") from error
+    if not is_file_name(handle.file):
+        raise WeightsError(f"{handle.file[:255]!a} is no file of a publisher.")
+    path = directory / handle.file
     with plain_file(path) as (number, found):
         if found.st_size != handle.nbytes:
             raise WeightsError(f"{path} does not hold {handle.nbytes} bytes.")

@@ -26,7 +26,7 @@ from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.coverage import check_covered
 from rollway.weights.layout import ELEMENT_BYTES, Box
 from rollway.weights.offer import Count, Entry, Lies, Manifest, Offer
-from rollway.weights.transports.shm import FileName, ShmPublisher, ShmReader, check_unchanged
+from rollway.weights.transports.shm import ShmPublisher, ShmReader, check_unchanged
 
 if TYPE_CHECKING:
     from rollway.weights.sources import Held
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 class RankSlot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What one rank published."""
 
-    slot: FileName
+    slot: Annotated[str, msgspec.Meta(max_length=255)]
     identity: Annotated[str, msgspec.Meta(min_length=8, max_length=128)]
     nbytes: Count
 

@@ -37,7 +37,7 @@ from rollway.weights.offer import (
     read_manifest,
 )
 from rollway.weights.transports.buckets import unless_empty
-from rollway.weights.untrusted import open_plain, read_plain, reason
+from rollway.weights.untrusted import is_file_name, open_plain, read_plain, reason
 
 SHM = Path("/dev/shm")
 _PREFIX = "rollway-weights-"
@@ -46,13 +46,10 @@ _THREADS = 4
 """That sum up what was copied: they are faster than one that copies."""
 
 
-FileName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._-]{1,255}\Z")]
-
-
 class Where(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Of an offer: the slot's file name, below /dev/shm."""
 
-    slot: FileName
+    slot: Annotated[str, msgspec.Meta(max_length=255)]
 
 
 @dataclass(slots=True)
@@ -258,8 +255,8 @@ class ShmReader:
             raise WeightsError(
                 f"This offer names no slot of shared memory: {error}.", "Publish the version again."
             ) from error
-        if not slot.startswith(_PREFIX):
-            raise WeightsError(f"`{slot}` is no slot of shared memory.")
+        if not is_file_name(slot, _PREFIX):
+            raise WeightsError(f"{slot!a} is no slot of shared memory.")
         return self._directory / slot
 
     def _memory(self, offer: Offer, nbytes: int) -> Tensor:
