@@ -46,10 +46,10 @@ class FilesReader:
     """Checkpoint directories."""
 
     def headers(self, offer: Offer) -> dict[str, TensorHeader]:
-        return read_headers(Path(offer.where["path"]))
+        return read_headers(_directory(offer))
 
     def tensors(self, offer: Offer) -> Iterator[tuple[str, torch.Tensor]]:
-        directory, whole = Path(offer.where["path"]), bool(offer.where.get("whole", True))
+        directory, whole = _directory(offer), bool(offer.where.get("whole", True))
         with ThreadPoolExecutor(1) as pool:
             # Beside reading, since hashing takes about as long.
             intact = pool.submit(check_checkpoint, directory, whole=whole)
@@ -58,6 +58,13 @@ class FilesReader:
         now = check_checkpoint(directory, whole=False)
         if not found.identity == now.identity == offer.identity:
             raise WeightsError(f"{directory} changed while it was read.", "Write it again.")
+
+
+def _directory(offer: Offer) -> Path:
+    path = offer.where.get("path")
+    if not isinstance(path, str) or "\0" in path:
+        raise WeightsError("An offer of files names no directory.", "Publish the version again.")
+    return Path(path)
 
 
 class ShmReceiver:

@@ -11,6 +11,7 @@ a worker writes is derived from both, and from nothing that a caller could choos
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import re
 import shutil
@@ -28,13 +29,15 @@ HOME = Path("/dev/shm")
 _KEY, _PREFIX, _OWNER = "adapter", "rollway-adapters-", ".owner"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 # Fields of PEFT's config that vLLM passes over; served without them, it is another adapter.
+_MOST_CONFIG_BYTES = 1 << 20
+_MOST_RANK = 1 << 16
 _IGNORED = ("rank_pattern", "alpha_pattern", "layer_replication", "fan_in_fan_out", "lora_bias")
 
 
 class Adapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One version of an adapter, beside its tensors."""
 
-    served: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}@[0-9]{1,16}$")]
+    served: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}@[0-9]{1,16}\Z")]
     config: dict[str, Any]
     place: Annotated[str, msgspec.Meta(max_length=256)]
     """Whose copy it is: workers of one machine must not remove each other's."""
@@ -74,13 +77,36 @@ def check_config(config: Mapping[str, Any]) -> None:
     for field in ("r", "lora_alpha", "target_modules"):
         if field not in config:
             raise UsageError(f"The adapter's config has no {field}.", "Give PEFT's whole config.")
+    _check_values(config)
     try:
-        msgspec.json.encode(dict(config))
-    except TypeError as error:
+        size = len(msgspec.json.encode(dict(config)))
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise UsageError(
-            f"The adapter's config is not plain JSON: {error}.",
+            f"The adapter's config is not plain JSON: {str(error)[:300]}.",
             "Give the dict of adapter_config.json.",
         ) from error
+    if size > _MOST_CONFIG_BYTES:
+        raise UsageError(
+            f"The adapter's config takes {size} bytes, more than {_MOST_CONFIG_BYTES}.",
+            "Give the dict of adapter_config.json.",
+        )
+
+
+def _check_values(config: Mapping[str, Any]) -> None:
+    """The fields that are used as numbers or names are such."""
+    rank, alpha, modules = (config[field] for field in ("r", "lora_alpha", "target_modules"))
+    several = isinstance(modules, list | tuple | set | frozenset)
+    wrong = {
+        "r": type(rank) is not int or not 0 < rank <= _MOST_RANK,
+        "lora_alpha": type(alpha) not in (int, float) or not math.isfinite(alpha),
+        "target_modules": not isinstance(modules, str)
+        and not (several and all(isinstance(one, str) for one in modules)),
+    }
+    for field in (field for field, is_wrong in wrong.items() if is_wrong):
+        raise UsageError(
+            f"The adapter's config has a {field} that cannot be: {ascii(config[field])[:80]}.",
+            "Give the dict of adapter_config.json.",
+        )
 
 
 def attached(offer: Offer, adapter: Adapter) -> Offer:
@@ -94,8 +120,10 @@ def detached(offer: Offer) -> tuple[Offer, Adapter]:
     where = dict(offer.where)
     try:
         adapter = msgspec.convert(where.pop(_KEY), Adapter)
-    except (KeyError, msgspec.ValidationError) as error:
-        raise WeightsError(f"This is no offer of an adapter: {error}.") from error
+    except (KeyError, msgspec.ValidationError, RecursionError) as error:
+        raise WeightsError(
+            f"This is no offer of an adapter: {error}.", "Publish the adapter again."
+        ) from error
     check_config(adapter.config)
     return msgspec.structs.replace(offer, where=where), adapter
 

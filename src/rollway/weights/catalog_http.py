@@ -8,6 +8,7 @@ number, so that no answer can be passed off as one to another request. Both ends
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import http.client
@@ -17,7 +18,7 @@ import threading
 import time
 import urllib.parse
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import msgspec
 from aiohttp import web
@@ -33,6 +34,8 @@ MOST_ANSWER = 1 << 30
 _FRESH_SECONDS = 120.0
 """How far apart clocks may be, and how long a number is remembered."""
 _MOST_NUMBERS = 1 << 20
+_MOST_URL = 2048
+_MOST_WITHOUT = 1 << 16
 _READ = 1 << 20
 _CALLS = ("announce", "withdraw", "look_up", "acknowledge", "acknowledged", "leave")
 
@@ -42,7 +45,7 @@ class Call(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
 
     version: Count = 0
     member: Name = "-"
-    without: list[Name] = []
+    without: Annotated[list[Name], msgspec.Meta(max_length=_MOST_WITHOUT)] = []
     listing: Listing | None = None
     fanout: Count = 0
 
@@ -90,6 +93,8 @@ class Seal:
         sent, number, said, mac = (
             headers.get(f"x-rollway-{name}", "") for name in ("time", "number", "body", "mac")
         )
+        if not all(part.isascii() for part in (sent, number, said, mac)):
+            raise PermissionError("not signed with this catalog's secret")
         if not _same(mac, self.mac("request", path, sent, number, said)):
             raise PermissionError("not signed with this catalog's secret")
         now = time.time()
@@ -179,7 +184,7 @@ class CatalogServer(MemoryCatalog):
         try:
             call = msgspec.msgpack.decode(body, type=Call)
             answer = self._answer(request.path.removeprefix("/v1/"), call)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             return self._sealed(request, 400, Answer(f"This is no call to a catalog: {error}."))
         except RollwayError as error:
             return self._sealed(request, _status(error), Answer(error.message, error.hint))
@@ -213,11 +218,11 @@ class HttpCatalog:
     """A catalog that runs elsewhere."""
 
     def __init__(self, url: str, *, secret: str | None = None, timeout: float = 30.0) -> None:
-        parts = urllib.parse.urlsplit(url)
         try:
+            parts = urllib.parse.urlsplit(url)
             port = parts.port or 80
         except ValueError:
-            port = 0
+            parts, port = urllib.parse.urlsplit(""), 0
         if parts.scheme != "http" or not parts.hostname or not port:
             raise UsageError(f"`{url}` is not the address of a catalog.", "Use http://host:port.")
         self.url = url
@@ -270,7 +275,13 @@ class HttpCatalog:
                 f"Set {SECRET} to the same at both ends; their clocks may differ by at most "
                 f"{_FRESH_SECONDS:g} s.",
             )
-        answer = msgspec.msgpack.decode(raw, type=Answer)
+        try:
+            answer = msgspec.msgpack.decode(raw, type=Answer)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise WeightsError(
+                f"The catalog at {self.url} gave an answer that cannot be read: {error}.",
+                "Use the same Rollway at both ends.",
+            ) from error
         if status != 200:
             raise _ERRORS.get(status, WeightsError)(answer.message, answer.hint)
         return answer
@@ -278,19 +289,33 @@ class HttpCatalog:
     def _post(self, path: str, body: bytes, headers: dict[str, str]) -> tuple[int, str, bytes]:
         deadline = time.monotonic() + self._timeout
         connection = http.client.HTTPConnection(self._host, self._port, timeout=self._timeout)
+        connection.connect()
+        # The socket's own timeout begins anew with every byte, also of the answer's headers.
+        limit = threading.Timer(self._timeout, _shut_down, [connection.sock])
+        limit.daemon = True
+        limit.start()
         try:
             connection.request("POST", path, body, headers)
             answer = connection.getresponse()
             parts, held = [], 0
-            while part := answer.read(_READ):
+            while part := answer.read1(_READ):  # what is there: the deadline counts meanwhile
                 parts.append(part)
                 held += len(part)
                 if held > MOST_ANSWER:
                     raise OSError(f"it answers more than {MOST_ANSWER} bytes")
                 if time.monotonic() > deadline:
-                    raise TimeoutError(f"no whole answer within {self._timeout:g} s")
+                    break
+            if time.monotonic() > deadline:  # also when the timer has ended the connection
+                raise TimeoutError
+            if answer.length:
+                raise http.client.IncompleteRead(b"", answer.length)
             return answer.status, answer.headers.get("x-rollway-mac", ""), b"".join(parts)
+        except (OSError, http.client.HTTPException) as error:
+            if time.monotonic() < deadline:
+                raise
+            raise TimeoutError(f"no whole answer within {self._timeout:g} s") from error
         finally:
+            limit.cancel()
             connection.close()
 
 
@@ -301,6 +326,11 @@ def _status(error: RollwayError) -> int:
     return next((s for s, kind in reversed(_ERRORS.items()) if isinstance(error, kind)), 500)
 
 
+def _shut_down(line: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # it has ended meanwhile
+        line.shutdown(socket.SHUT_RDWR)
+
+
 def _same(one: str, other: str) -> bool:
     return hmac.compare_digest(one.encode(), other.encode())
 
@@ -308,7 +338,7 @@ def _same(one: str, other: str) -> bool:
 def open_catalog(where: dict[str, Any], *, secret: str | None = None) -> Catalog:
     """The catalog that an offer names."""
     url = where.get("catalog")
-    if not isinstance(url, str):
+    if not isinstance(url, str) or len(url) > _MOST_URL:
         raise WeightsError("The offer does not say where its catalog is.")
     listings = HttpCatalog(url, secret=secret)
     if "modelexpress" not in where:

@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,11 +23,22 @@ from typing import Any
 from rollway.errors import UsageError
 from rollway.weights import owner
 from rollway.weights.layout import ELEMENT_BYTES
+from rollway.weights.untrusted import (
+    check_file_name,
+    check_tensor_name,
+    open_plain,
+    parse_json,
+    read_plain,
+    reason,
+)
 from rollway.weights.weight_file import HALF_WRITTEN, stored_tensors
 
 STABLE = "STABLE"
 _INDEX = "model.safetensors.index.json"
 _WHOLE = "model.safetensors"
+_MOST_INDEX = _MOST_STABLE = 128 << 20
+_MOST_CONFIG = 16 << 20
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +98,11 @@ def check_checkpoint(
     """Refuse what cannot be a whole checkpoint; the reason is in the error.
 
     With `whole`, every byte is compared with what `STABLE` says, where that was written."""
-    path = directory.expanduser().resolve()
+    path = _real(directory)
     _check_root(path, roots)
-    if path.is_dir() and not (path / "config.json").is_file():
-        raise UsageError(f"{path} has no config.json.", "It is not a whole checkpoint.")
+    if path.is_dir():
+        _check_links(path, roots)
+        _check_config(path)
     tensors = read_headers(path)
     said = _said_by_stable(path)
     if said is not None and whole:
@@ -110,22 +123,27 @@ def read_headers(directory: Path) -> dict[str, TensorHeader]:
     """Name, dtype and shape of every tensor, from the weight files' headers alone."""
     if not directory.is_dir():
         raise UsageError(f"There is no checkpoint directory {directory}.", "Check the path.")
-    names = _shards(directory)
-    missing = [name for name in names if not (directory / name).is_file()]
+    indexed = _index(directory)
+    names = [_WHOLE] if indexed is None else sorted(set(indexed.values()))
+    missing = [name for name in names if not (directory / name).exists()]
     if missing:
         raise UsageError(f"{directory} lacks weight files: {', '.join(missing[:5])}.", HALF_WRITTEN)
-    found: dict[str, TensorHeader] = {}
+    tensors: dict[str, TensorHeader] = {}
     for name in names:
-        stored = stored_tensors(directory / name)
-        found.update({n: TensorHeader(one.dtype, one.shape, name) for n, one in stored.items()})
-    indexed = _index(directory)
-    absent = sorted(set(indexed) - set(found)) if indexed else []
+        for tensor, stored in stored_tensors(directory / name).items():
+            if tensor in tensors:
+                raise UsageError(
+                    f"{directory} has {tensor} in {tensors[tensor].file} and in {name}.",
+                    "Save each tensor in one file: which of them counts would be chance.",
+                )
+            tensors[tensor] = TensorHeader(stored.dtype, stored.shape, name)
+    absent = sorted(set(indexed) - set(tensors)) if indexed else []
     if absent:
         raise UsageError(
             f"{directory} lacks tensors that its index lists: {', '.join(absent[:5])}.",
             HALF_WRITTEN,
         )
-    return found
+    return tensors
 
 
 def differences(
@@ -161,35 +179,114 @@ def _check_root(path: Path, roots: Sequence[Path]) -> None:
         )
 
 
-def _shards(directory: Path) -> list[str]:
-    indexed = _index(directory)
-    return sorted(set(indexed.values())) if indexed is not None else [_WHOLE]
+def _check_links(directory: Path, roots: Sequence[Path]) -> None:
+    """Refuse files that are links to places that the directory itself could not be in."""
+    allowed = [root.expanduser().resolve() for root in roots]
+    for file in _listed(directory) if allowed else ():
+        if file.is_symlink() and not any(_real(file).is_relative_to(root) for root in allowed):
+            raise UsageError(
+                f"{file} is a link to a file outside the allowed checkpoint roots.",
+                "Copy the file into the checkpoint, or change `checkpoint_roots` of the stack.",
+            )
+
+
+def _listed(directory: Path) -> list[Path]:
+    try:
+        return sorted(directory.iterdir())
+    except OSError as error:
+        raise UsageError(
+            f"{directory} cannot be read: {reason(error)}.", "Let this user read it."
+        ) from error
+
+
+def _real(path: Path) -> Path:
+    try:
+        return path.expanduser().resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # a link to itself, NUL, no such user
+        raise UsageError(f"{str(path)!a} leads nowhere: {error}.", "Check the path.") from error
+
+
+def _check_config(directory: Path) -> None:
+    file = directory / "config.json"
+    if not file.exists():
+        raise UsageError(f"{directory} has no config.json.", "It is not a whole checkpoint.")
+    read_config(file)
+
+
+def read_config(file: Path) -> dict[str, Any]:
+    """Read a model's config.json."""
+    try:
+        config = parse_json(read_plain(file, _MOST_CONFIG), unique=False)
+    except OSError as error:
+        raise UsageError(
+            f"{file} cannot be read: {reason(error)}.",
+            "Give a checkpoint directory, or the path of a config.json.",
+        ) from error
+    except ValueError as error:
+        raise UsageError(f"{file} is not JSON ({reason(error)}).", HALF_WRITTEN) from error
+    if not isinstance(config, dict):
+        raise UsageError(f"{file} holds no JSON object.", "Save the model's config again.")
+    return config
 
 
 def _index(directory: Path) -> dict[str, str] | None:
     """Tensor name to file, for a checkpoint in several files."""
     index = directory / _INDEX
-    if not index.is_file():
+    if not index.exists():
         return None
     try:
-        names = {str(k): str(v) for k, v in json.loads(index.read_text())["weight_map"].items()}
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        fields = parse_json(read_plain(index, _MOST_INDEX))
+        where = fields.get("weight_map") if isinstance(fields, dict) else None
+        if not isinstance(where, dict):
+            raise ValueError("it has no weight_map")
+        names = {check_tensor_name(name): file for name, file in where.items()}
+    except (OSError, ValueError) as error:
         raise UsageError(
-            f"{index} cannot be read as an index of weight files ({error}).", HALF_WRITTEN
+            f"{index} cannot be read as an index of weight files ({reason(error)}).", HALF_WRITTEN
         ) from error
-    outside = [name for name in names.values() if Path(name).name != name]
-    if outside:
-        raise UsageError(f"{index} names files elsewhere: {outside[0]}.", "Use plain file names.")
-    return names
+    try:
+        return {name: check_file_name(file) for name, file in names.items()}
+    except ValueError as error:
+        raise UsageError(
+            f"{index} names files elsewhere: {reason(error)}.", "Use plain file names."
+        ) from error
 
 
 def _said_by_stable(directory: Path) -> dict[str, dict[str, Any]] | None:
-    """What the publisher recorded; None for a checkpoint that somebody else wrote."""
-    try:
-        said = json.loads((directory / STABLE).read_text())["files"]
-    except (OSError, ValueError, KeyError, TypeError):
+    """What the publisher recorded; None for a checkpoint that somebody else wrote.
+
+    Other trainers write a file of this name too, often an empty one."""
+    stable = directory / STABLE
+    if not stable.exists():
         return None
-    return said if isinstance(said, dict) else None
+    try:
+        raw = read_plain(stable, _MOST_STABLE)
+        if not raw.lstrip().startswith((b"{", b"[")):
+            return None
+        fields = parse_json(raw)
+        if not isinstance(fields, dict) or "files" not in fields:
+            return None
+        if not isinstance(fields["files"], dict):
+            raise ValueError("its list of files is none")
+        return {check_file_name(name): _digest(f) for name, f in fields["files"].items()}
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"{stable} cannot be read as a list of files ({reason(error)}).",
+            "Write the checkpoint again.",
+        ) from error
+
+
+def _digest(fields: Any) -> dict[str, Any]:
+    """Size and SHA-256 of one file, as `STABLE` has them."""
+    if (
+        not isinstance(fields, dict)
+        or fields.keys() != {"size", "sha256"}
+        or type(fields["size"]) is not int
+        or not isinstance(fields["sha256"], str)
+        or not _DIGEST.fullmatch(fields["sha256"])
+    ):
+        raise ValueError("a file has no size or no SHA-256")
+    return fields
 
 
 def _check_bytes(directory: Path, said: dict[str, dict[str, Any]]) -> None:
@@ -197,7 +294,13 @@ def _check_bytes(directory: Path, said: dict[str, dict[str, Any]]) -> None:
     missing = [path.name for path in files if not path.is_file()]
     if missing:
         raise UsageError(f"{directory} lost files: {', '.join(missing[:5])}.", HALF_WRITTEN)
-    now = _digests(files)
+    try:
+        now = _digests(files)
+    except OSError as error:
+        raise UsageError(
+            f"{error.filename or directory} cannot be read: {reason(error)}.",
+            "Write the checkpoint again.",
+        ) from error
     changed = [name for name, digest in said.items() if now[name] != digest]
     if changed:
         raise UsageError(
@@ -210,9 +313,9 @@ def _digests(files: Sequence[Path]) -> dict[str, dict[str, Any]]:
     """Size and SHA-256 of each file; hashing lets go of the GIL, so files go side by side."""
 
     def digest(path: Path) -> dict[str, Any]:
-        with path.open("rb") as file:
+        with open_plain(path) as handle, os.fdopen(handle, "rb", closefd=False) as file:
             return {
-                "size": path.stat().st_size,
+                "size": os.fstat(handle).st_size,
                 "sha256": hashlib.file_digest(file, "sha256").hexdigest(),
             }
 

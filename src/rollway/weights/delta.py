@@ -33,15 +33,19 @@ from rollway.weights.bits import (
 from rollway.weights.changes import ESCAPE, pick
 from rollway.weights.layout import ELEMENT_BYTES
 from rollway.weights.packing import Packed, Places, pack, pack_all
+from rollway.weights.untrusted import check_shape
 
 Buffer = bytes | bytearray | memoryview
 _MAGIC = b"RWD1"
 _PREFIX_BYTES = 8
 _MOST_HEADER_BYTES = 1 << 16
+MOST_OVERHEAD = _PREFIX_BYTES + _MOST_HEADER_BYTES + 1
+"""Bytes that a packed change may be longer than the tensor; it is sent whole when it is not
+shorter."""
 _DAMAGED = "It was damaged on its way, or is still being written; read it again."
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
-Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
+Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
 Given = tuple[str, Tensor | None, Tensor, str | None]
 """A name, the old tensor if there is one, the new one, and the digest of the old if it is known."""
 
@@ -50,7 +54,7 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a receiver knows before it touches a tensor."""
 
     name: Annotated[str, msgspec.Meta(max_length=4096)]
-    dtype: str
+    dtype: Annotated[str, msgspec.Meta(max_length=32)]
     shape: Annotated[tuple[Count, ...], msgspec.Meta(max_length=16)]
     version: Count
     base: Count | None
@@ -342,7 +346,7 @@ def _check_header(header: Header, payload_bytes: int) -> None:
     }
     good = (
         header.dtype in DTYPES
-        and header.elements <= 1 << 53
+        and _can_be(header.shape)
         and counts.get(header.places, 0 < header.count <= header.elements)
         and header.places_bytes + header.values_bytes == payload_bytes
         and (header.base is None) == (header.before is None) == whole
@@ -350,6 +354,14 @@ def _check_header(header: Header, payload_bytes: int) -> None:
     )
     if not good:
         raise WeightsError("The header of a change contradicts itself.", _DAMAGED)
+
+
+def _can_be(shape: tuple[int, ...]) -> bool:
+    try:
+        check_shape(shape)
+    except ValueError:
+        return False
+    return True
 
 
 def _decompress(header: Header, data: Buffer, at_most: int) -> Tensor:

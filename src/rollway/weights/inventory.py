@@ -5,7 +5,6 @@ Tensors whose names differ only in numbers (layers, experts) and that are alike 
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,9 +12,11 @@ from typing import Any
 
 from rollway.errors import UsageError
 from rollway.weights.checkpoint import read_headers
+from rollway.weights.untrusted import parse_json, read_plain, reason
 from rollway.weights.weight_file import Stored, stored_tensors
 
 _RANK = re.compile(r"rank(\d+)\.safetensors")
+_MOST_POSITION = 64 << 20
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|(?<=weight)\d+$|(?<=bias)\d+$")
 
 
@@ -77,9 +78,10 @@ def inventories(directory: Path) -> list[Inventory]:
     """One for a checkpoint; one for each rank where a trainer's ranks wrote theirs."""
     if not directory.is_dir():
         raise UsageError(f"There is no directory {directory}.", "Check the path.")
-    ranks = {
-        int(match[1]): path for path in directory.iterdir() if (match := _RANK.fullmatch(path.name))
-    }
+    files = [path for path in directory.iterdir() if _RANK.fullmatch(path.name)]
+    ranks = {int(path.stem.removeprefix("rank")): path for path in files}
+    if len(files) != len(ranks):
+        raise UsageError(f"{directory} has two files of one rank.", "Keep one for each rank.")
     if ranks:
         return [_of_rank(rank, ranks[rank]) for rank in sorted(ranks)]
     tensors: dict[str, Stored] = {}
@@ -93,12 +95,26 @@ def _of_rank(rank: int, path: Path) -> Inventory:
     position: dict[str, Any] = {}
     if beside.is_file():
         try:
-            said = json.loads(beside.read_text())
-            mine = said["ranks"][str(rank)] if "ranks" in said else said
-            position = {name: n for name, n in mine["position"].items() if not _is_size(name)}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UsageError(f"{beside} does not describe rank {rank} ({error}).") from error
+            position = _position(parse_json(read_plain(beside, _MOST_POSITION)), rank)
+        except (OSError, ValueError) as error:
+            raise UsageError(
+                f"{beside} does not describe rank {rank} ({reason(error)}).",
+                "Let the trainer write its ranks again.",
+            ) from error
     return Inventory(f"rank {rank}", stored_tensors(path), position)
+
+
+def _position(fields: Any, rank: int) -> dict[str, Any]:
+    """Where a rank stands in its groups, from its own file or from that of all ranks."""
+    if isinstance(fields, dict) and isinstance(fields.get("ranks"), dict):
+        fields = fields["ranks"].get(str(rank))
+    position = fields.get("position") if isinstance(fields, dict) else None
+    if not isinstance(position, dict):
+        raise ValueError("it has no position")
+    ranks = {name: number for name, number in position.items() if not _is_size(name)}
+    if not all(name.isidentifier() and type(n) is int for name, n in ranks.items()):
+        raise ValueError("its position is not made of whole numbers")
+    return ranks
 
 
 def _is_size(name: str) -> bool:

@@ -19,12 +19,16 @@ import msgspec
 from rollway.errors import WeightsError
 from rollway.orders import SECRET, stack_secret
 from rollway.weights.checkpoint import TensorHeader
+from rollway.weights.untrusted import MOST_DIMS, MOST_NAME, check_shape
 
 STILL = "still staging"
 """What a worker says that has not got the weights yet."""
 Transport = Literal["files", "delta", "shm", "cuda_ipc", "collective", "nixl", "verl_buckets"]
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+_MOST_OFFER_BYTES = 64 << 20
 _MOST_TENSORS = 1 << 22
+MOST_MANIFEST_BYTES = 1 << 28
+"""Of a list of tensors, wherever it is read from."""
 
 
 class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -39,7 +43,7 @@ class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """For the transport alone."""
     repeatable: bool = True
     """Whether a receiver that comes later can still get it."""
-    mac: str = ""
+    mac: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{64})?\Z")] = ""
 
     def signed(self, secret: str) -> Offer:
         return msgspec.structs.replace(self, mac=_mac(self, secret)) if secret else self
@@ -52,9 +56,13 @@ class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def parse_offer(raw: Mapping[str, Any]) -> Offer:
     """Return an offer from a trusted place, such as a rank of the same job; no signature needed."""
     try:
-        return msgspec.convert(dict(raw), Offer)
-    except (msgspec.ValidationError, TypeError, ValueError) as error:
-        raise WeightsError(f"This is no offer of weights: {error}.") from error
+        offer = msgspec.convert(dict(raw), Offer)
+        _check_size(offer)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise WeightsError(
+            f"This is no offer of weights: {str(error)[:300]}.", "Publish the version again."
+        ) from error
+    return offer
 
 
 def read_offer(raw: Mapping[str, Any], secret: str | None = None) -> Offer:
@@ -74,31 +82,42 @@ def read_offer(raw: Mapping[str, Any], secret: str | None = None) -> Offer:
     return offer
 
 
+def _check_size(offer: Offer) -> None:
+    """Refuse what has no JSON, or too much of it: `where` may hold anything."""
+    size = len(msgspec.json.encode(offer))
+    if size > _MOST_OFFER_BYTES:
+        raise ValueError(f"it takes {size} bytes, more than {_MOST_OFFER_BYTES}")
+
+
 def _mac(offer: Offer, secret: str) -> str:
     plain = msgspec.structs.replace(offer, mac="")
     body = msgspec.json.encode(plain, order="deterministic")
     return hmac.new(secret.encode(), body, hashlib.sha256).hexdigest()
 
 
+Text = Annotated[str, msgspec.Meta(min_length=1, max_length=MOST_NAME)]
+Dims = Annotated[tuple[Count, ...], msgspec.Meta(max_length=MOST_DIMS)]
+
+
 class Lies(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What lies in a shard: a box of a Hugging Face tensor, and where it starts in the shard."""
 
-    name: str
-    start: tuple[Count, ...]
-    stop: tuple[Count, ...]
-    at: tuple[Count, ...]
+    name: Text
+    start: Dims
+    stop: Dims
+    at: Dims
     transposed: bool = False
 
 
 class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One tensor of a version: what it is, where its bytes start, and their digest."""
 
-    name: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
-    dtype: str
-    shape: Annotated[tuple[Count, ...], msgspec.Meta(max_length=16)]
+    name: Text
+    dtype: Annotated[str, msgspec.Meta(max_length=32)]
+    shape: Dims
     offset: Count
     nbytes: Count
-    digest: str = ""
+    digest: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{16}|[0-9a-f]{32})?\Z")] = ""
     """In hexadecimal: of `bits.digest`, or 16 digits of `bits.word_sum`."""
     lies: tuple[Lies, ...] = ()
     """Nothing for a Hugging Face tensor itself."""
@@ -132,8 +151,10 @@ def read_manifest(raw: bytes, offer: Offer) -> Manifest:
     """A manifest, if it is the one that was offered and its tensors lie within its bytes."""
     try:
         manifest = msgspec.json.decode(raw, type=Manifest)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise WeightsError(f"The list of tensors of version {offer.version} is damaged.") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise WeightsError(
+            f"The list of tensors of version {offer.version} is damaged.", "Publish it again."
+        ) from error
     if (manifest.version, manifest.identity) != (offer.version, offer.identity):
         raise WeightsError(
             f"Version {offer.version} is gone: its place holds version {manifest.version}.",
@@ -147,6 +168,12 @@ def check_entries(entries: Sequence[Entry], nbytes: int) -> None:
     from rollway.weights.layout import ELEMENT_BYTES
 
     for one in entries:
+        try:
+            check_shape(one.shape)
+        except ValueError as error:
+            raise WeightsError(f"{one.name}: {error}.", "Publish the version again.") from error
+        for lies in one.lies:
+            _check_lies(one, lies)
         wanted = math.prod(one.shape) * ELEMENT_BYTES.get(one.dtype, 0)
         if one.dtype not in ELEMENT_BYTES or wanted != one.nbytes:
             raise WeightsError(f"{one.name} is said to be {one.dtype} in {one.nbytes} bytes.")
@@ -154,3 +181,16 @@ def check_entries(entries: Sequence[Entry], nbytes: int) -> None:
             raise WeightsError(f"{one.name} is said to lie outside of what was published.")
     if len({one.name for one in entries}) != len(entries):
         raise WeightsError("A tensor is listed twice.")
+
+
+def _check_lies(one: Entry, lies: Lies) -> None:
+    """A box is a box, and has as many dimensions as the shard that it lies in."""
+    dims = {len(lies.start), len(lies.stop), len(lies.at), len(one.shape)}
+    if (
+        len(dims) > 1
+        or (lies.transposed and len(one.shape) != 2)
+        or any(a > b for a, b in zip(lies.start, lies.stop, strict=True))
+    ):
+        raise WeightsError(
+            f"{lies.name} cannot lie in {one.name} as it is said to.", "Publish the version again."
+        )

@@ -13,17 +13,25 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rollway.errors import UsageError
 from rollway.weights.layout import ELEMENT_BYTES, Box, Role, Shard
 from rollway.weights.megatron.geometry import ModelGeometry, Position
 from rollway.weights.megatron.model import MegatronModel, RankLayout
 from rollway.weights.megatron.pieces import place
+from rollway.weights.untrusted import MOST_ELEMENTS, MOST_NAME, parse_json, reason
 
 VERSION = 1
 
-_Shape = Annotated[list[NonNegativeInt], Field(max_length=8)]
+_MOST_BYTES = 64 << 20
+_MOST_RANKS = 1 << 16
+_Name = Annotated[str, Field(min_length=1, max_length=MOST_NAME)]
+_Size = Annotated[int, Field(ge=0, le=MOST_ELEMENTS)]
+_Shape = Annotated[list[_Size], Field(max_length=8)]
+_Number = Annotated[int, Field(ge=0, lt=_MOST_RANKS)]
+_RankName = Annotated[str, Field(pattern=r"^[0-9]{1,6}$")]
+_Ranks = Annotated[int, Field(ge=1, le=_MOST_RANKS)]
 
 
 class _Strict(BaseModel):
@@ -33,41 +41,41 @@ class _Strict(BaseModel):
 
 
 class _Geometry(_Strict):
-    layers: PositiveInt
-    hidden: PositiveInt
-    heads: PositiveInt
-    query_groups: PositiveInt
-    head_dim: PositiveInt
-    vocab: PositiveInt
-    ffn: NonNegativeInt
-    moe_ffn: NonNegativeInt
-    experts: NonNegativeInt
-    padded_vocab: NonNegativeInt
+    layers: _Size
+    hidden: _Size
+    heads: _Size
+    query_groups: _Size
+    head_dim: _Size
+    vocab: _Size
+    ffn: _Size
+    moe_ffn: _Size
+    experts: _Size
+    padded_vocab: _Size
     tied_embeddings: bool
     attention_output_gate: bool
     gated: bool
 
 
 class _Position(_Strict):
-    tp: NonNegativeInt
-    tp_size: PositiveInt
-    pp: NonNegativeInt
-    pp_size: PositiveInt
-    ep: NonNegativeInt
-    ep_size: PositiveInt
-    etp: NonNegativeInt
-    etp_size: PositiveInt
-    dp: NonNegativeInt
-    dp_size: PositiveInt
-    edp: NonNegativeInt
-    edp_size: PositiveInt
-    first_layer: NonNegativeInt | None
+    tp: _Number
+    tp_size: _Ranks
+    pp: _Number
+    pp_size: _Ranks
+    ep: _Number
+    ep_size: _Ranks
+    etp: _Number
+    etp_size: _Ranks
+    dp: _Number
+    dp_size: _Ranks
+    edp: _Number
+    edp_size: _Ranks
+    first_layer: _Size | None
 
 
 class _Tensor(_Strict):
     role: Annotated[Role, Field(strict=False)]
     """Strict would want an enum's member, which JSON cannot hold."""
-    dtype: str
+    dtype: Annotated[str, Field(max_length=32)]
     shape: _Shape
     """Of all ranks together."""
     start: _Shape
@@ -76,16 +84,16 @@ class _Tensor(_Strict):
 
 class _Rank(_Strict):
     position: _Position
-    names: dict[str, list[str]]
+    names: dict[_Name, list[_Name]]
     """Hugging Face names of what lies in each tensor: q, k, v; gate, up; by expert."""
-    tensors: dict[str, _Tensor]
+    tensors: dict[_Name, _Tensor]
 
 
 class _Sidecar(_Strict):
     version: int
-    world: PositiveInt
+    world: _Ranks
     geometry: _Geometry
-    ranks: dict[str, _Rank]
+    ranks: Annotated[dict[_RankName, _Rank], Field(max_length=_MOST_RANKS)]
 
 
 def dump(model: MegatronModel, world: int) -> str:
@@ -120,15 +128,16 @@ def _whole(parts: list[_Sidecar]) -> MegatronModel:
         if (part.world, part.geometry) != (first.world, first.geometry):
             raise UsageError("The sidecars to join come from different trainers.")
         for rank, described in part.ranks.items():
-            if not rank.isdecimal() or int(rank) >= first.world:
+            if int(rank) >= first.world:
                 raise UsageError(f"The sidecar has a rank {rank} among {first.world}.")
             if int(rank) in ranks:
                 raise UsageError(f"Two sidecars describe rank {rank}.")
             ranks[int(rank)] = _layout(rank, described)
-    missing = sorted(set(range(first.world)) - ranks.keys())
-    if missing:
+    if len(ranks) < first.world:
+        missing = next(rank for rank in range(first.world) if rank not in ranks)
         raise UsageError(
-            f"The sidecar lacks {len(missing)} of {first.world} ranks, the first is {missing[0]}.",
+            f"The sidecar lacks {first.world - len(ranks)} of {first.world} ranks, the first is "
+            f"{missing}.",
             "Join the sidecars of all ranks.",
         )
     model = MegatronModel(ModelGeometry(**first.geometry.model_dump()), dict(sorted(ranks.items())))
@@ -137,23 +146,32 @@ def _whole(parts: list[_Sidecar]) -> MegatronModel:
 
 
 def _parsed(text: str | bytes) -> _Sidecar:
+    if len(text) > _MOST_BYTES:
+        raise UsageError(
+            f"The sidecar has {len(text)} bytes, more than {_MOST_BYTES}.",
+            "Let every rank write its own part, and join those.",
+        )
     try:
-        raw: Any = json.loads(text)
+        raw: Any = parse_json(text)
     except ValueError as error:
-        raise UsageError(f"The sidecar is not JSON ({error}).", "It was cut short.") from error
+        raise UsageError(
+            f"The sidecar is not JSON ({reason(error)}).", "It was cut short."
+        ) from error
     version = raw.get("version") if isinstance(raw, dict) else None
     if version != VERSION:
         raise UsageError(
-            f"The sidecar has version {version}; this Rollway reads version {VERSION}.",
+            f"The sidecar has version {version!r:.40}; this Rollway reads version {VERSION}.",
             "Use the same Rollway in the trainer and at the receivers.",
         )
     try:
         return _Sidecar.model_validate(raw)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
+        first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])
         raise UsageError(
-            f"The sidecar is wrong at {where}: {first['msg']} ({error.error_count()} in all)."
+            f"The sidecar is wrong at {where[:300]}: {first['msg'][:300]} "
+            f"({error.error_count()} in all).",
+            "Let the trainer write it again, with the same Rollway.",
         ) from error
 
 

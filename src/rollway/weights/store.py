@@ -14,6 +14,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -164,9 +165,13 @@ class Blob:
         self._name = path
         try:
             self._file = _open(path)
-            self.size = os.fstat(self._file).st_size
         except OSError as error:
             raise self._lost(error) from error
+        found = os.fstat(self._file)
+        if not stat.S_ISREG(found.st_mode):
+            os.close(self._file)
+            raise WeightsError(f"{path} is no plain file.", "Publish the version again.")
+        self.size = found.st_size
         # A private mapping: torch wants memory it could write to.
         self._map = (
             mmap.mmap(self._file, self.size, access=mmap.ACCESS_COPY)
@@ -176,7 +181,7 @@ class Blob:
 
     def read(self, start: int, size: int) -> Buffer:
         """So many bytes from there on; all of them, or an error."""
-        if start + size > self.size:
+        if start < 0 or size < 0 or start + size > self.size:
             raise WeightsError(f"{self._name} is cut short: it has {self.size} bytes.")
         if self._map is not None:
             return memoryview(self._map)[start : start + size]
@@ -219,12 +224,13 @@ def sweep_shared_memory() -> None:
 
 
 def _open(path: Path) -> int:
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO must not hang the reader
     try:
-        return os.open(path, os.O_RDONLY)
+        return os.open(path, flags)
     except OSError as error:
         if error.errno != errno.ESTALE:
             raise
-    return os.open(path, os.O_RDONLY)  # NFS had remembered a file that was replaced
+    return os.open(path, flags)  # NFS had remembered a file that was replaced
 
 
 def _idle(path: Path) -> float:

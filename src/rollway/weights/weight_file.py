@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
+import os
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,9 +12,23 @@ from typing import Any
 
 from rollway.errors import UsageError
 from rollway.weights.layout import ELEMENT_BYTES
+from rollway.weights.untrusted import (
+    check_shape,
+    check_tensor_name,
+    open_plain,
+    parse_json,
+    reason,
+)
 
 CHUNK = 16 << 20
 HALF_WRITTEN = "It is still being written, or its writer died."
+_MOST_HEADER = 100_000_000
+"""Bytes; safetensors has the same bound."""
+_ELEMENT_BITS = {
+    **{name: 8 * size for name, size in ELEMENT_BYTES.items()},
+    **{"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "C64": 64},
+}
+"""Every dtype that safetensors reads, also those that Rollway's own transports do not carry."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +47,7 @@ class Stored:
 
     def chunks(self) -> Iterator[bytes]:
         """Its bytes, a few at a time; a chunk ends where an element does."""
-        with self.file.open("rb") as file:
+        with open_plain(self.file) as handle, os.fdopen(handle, "rb", closefd=False) as file:
             file.seek(self.start)
             left = self.size
             while left:
@@ -47,26 +61,73 @@ class Stored:
 def stored_tensors(file: Path) -> dict[str, Stored]:
     """The tensors of one file, by name; refused unless the file is exactly as long as they are."""
     try:
-        size = file.stat().st_size
-        with file.open("rb") as opened:
-            (length,) = struct.unpack("<Q", opened.read(8))
-            if length > size:
-                raise ValueError(f"its header would have {length} bytes, the file has {size}")
-            fields = json.loads(opened.read(length))
-        fields.pop("__metadata__", None)
-        found = {name: _stored(file, 8 + length, field) for name, field in fields.items()}
-        for name, one in found.items():
-            wanted = math.prod(one.shape) * ELEMENT_BYTES.get(one.dtype, 0)
-            if wanted and one.size != wanted:
-                raise ValueError(f"{name} has {one.size} bytes instead of {wanted}")
-        end = max((one.start + one.size for one in found.values()), default=8 + length)
-        if end != size:
-            raise ValueError(f"it has {size} bytes instead of {end}")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
-        raise UsageError(f"{file} is not a whole weight file ({error}).", HALF_WRITTEN) from error
-    return found
+        with open_plain(file) as handle:
+            size = os.fstat(handle).st_size
+            header = _read_header(handle, size)
+        tensors = _read_tensors(file, header, size)
+        _check_contiguous(tensors, 8 + len(header), size)
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"{file} is not a whole weight file ({reason(error)}).", HALF_WRITTEN
+        ) from error
+    return tensors
 
 
-def _stored(file: Path, data: int, field: Any) -> Stored:
-    start, stop = field["data_offsets"]
-    return Stored(file, field["dtype"], tuple(field["shape"]), data + start, stop - start)
+def _read_header(handle: int, size: int) -> bytes:
+    prefix = os.pread(handle, 8, 0)
+    if len(prefix) < 8:
+        raise ValueError(f"it has {size} bytes and no header")
+    (length,) = struct.unpack("<Q", prefix)
+    if length > min(size - 8, _MOST_HEADER):
+        raise ValueError(
+            f"its header would have {length} bytes; the file has {size}, a header at most "
+            f"{_MOST_HEADER}"
+        )
+    header = os.pread(handle, length, 8)
+    if len(header) < length:
+        raise ValueError("it became shorter while it was read")
+    return header
+
+
+def _read_tensors(file: Path, header: bytes, size: int) -> dict[str, Stored]:
+    fields = parse_json(header)
+    if not isinstance(fields, dict):
+        raise ValueError("its header is not a JSON object")
+    metadata = fields.pop("__metadata__", None) or {}
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise ValueError("its __metadata__ is not a mapping of strings")
+    return {
+        check_tensor_name(name): _stored(file, 8 + len(header), size, name, field)
+        for name, field in fields.items()
+    }
+
+
+def _stored(file: Path, data: int, file_size: int, name: str, field: Any) -> Stored:
+    """One field of a header, if its offsets, dtype and shape fit each other and the file."""
+    if not isinstance(field, dict) or not {"dtype", "shape", "data_offsets"} <= field.keys():
+        raise ValueError(f"{name} has no dtype, shape or data_offsets")
+    dtype, offsets = field["dtype"], field["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in _ELEMENT_BITS:
+        raise ValueError(f"{name} has an unknown dtype")
+    shape = check_shape(field["shape"])
+    if not isinstance(offsets, list) or [type(at) for at in offsets] != [int, int]:
+        raise ValueError(f"{name} has data_offsets that are not two whole numbers")
+    start, stop = offsets
+    if not 0 <= start <= stop <= file_size - data:
+        raise ValueError(f"{name} lies outside the file, or ends before it begins")
+    if 8 * (stop - start) != math.prod(shape) * _ELEMENT_BITS[dtype]:
+        wanted = math.prod(shape) * _ELEMENT_BITS[dtype] / 8
+        raise ValueError(f"{name} has {stop - start} bytes instead of {wanted:g}")
+    return Stored(file, dtype, shape, data + start, stop - start)
+
+
+def _check_contiguous(tensors: dict[str, Stored], data: int, size: int) -> None:
+    """Every byte belongs to exactly one tensor: what overlaps or lies between was not written
+    by safetensors, and other readers disagree about it."""
+    end = data
+    for name, one in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].size)):
+        if one.start != end:
+            raise ValueError(f"{name} overlaps another tensor, or follows a gap")
+        end += one.size
+    if end != size:
+        raise ValueError(f"it has {size} bytes instead of {end}")

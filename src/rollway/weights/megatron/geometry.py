@@ -13,6 +13,14 @@ from typing import Any
 
 from rollway.errors import UsageError
 
+_MOST = {
+    **{"layers": 1 << 14, "heads": 1 << 12, "query_groups": 1 << 12, "experts": 1 << 14},
+    **dict.fromkeys(("hidden", "head_dim", "vocab", "ffn", "moe_ffn", "padded_vocab"), 1 << 32),
+}
+"""Far above any model; the first four decide how many tensors and parts are listed."""
+_MOST_EXPERTS = 1 << 20
+"""Of all layers together."""
+
 
 @dataclass(frozen=True)
 class ModelGeometry:
@@ -40,6 +48,17 @@ class ModelGeometry:
         for name in ("layers", "hidden", "heads", "query_groups", "head_dim", "vocab"):
             if getattr(self, name) < 1:
                 raise UsageError(f"A model with {name}={getattr(self, name)} cannot be laid out.")
+        for name, most in _MOST.items():
+            if getattr(self, name) > most:
+                raise UsageError(
+                    f"A model with {name}={getattr(self, name)} is too large: at most {most}.",
+                    "Check the model's config or sidecar.",
+                )
+        if self.layers * self.experts > _MOST_EXPERTS:
+            raise UsageError(
+                f"{self.layers} layers of {self.experts} experts are more than {_MOST_EXPERTS}.",
+                "Check the model's config or sidecar.",
+            )
         if self.heads % self.query_groups:
             raise UsageError(
                 f"{self.heads} heads cannot be shared out to {self.query_groups} query groups."
@@ -77,8 +96,8 @@ class ModelGeometry:
     @classmethod
     def from_hf_config(cls, config: Mapping[str, Any]) -> ModelGeometry:
         """Read the sizes from a `config.json`, also where a family names them in its own way."""
-        config = config.get("text_config") or config
         try:
+            config = config.get("text_config") or config
             heads = int(config["num_attention_heads"])
             hidden = int(config["hidden_size"])
             experts = _first(config, "num_experts", "num_local_experts", "n_routed_experts")
@@ -98,6 +117,11 @@ class ModelGeometry:
             )
         except KeyError as error:
             raise UsageError(f"The model's config.json lacks {error.args[0]}.") from error
+        except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            raise UsageError(
+                f"The model's config.json has a size that is no whole number ({error}).",
+                "Save the model's config again.",
+            ) from error
 
     @classmethod
     def from_megatron_config(

@@ -9,13 +9,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 
 from rollway.errors import UsageError
 from rollway.weights.coverage import check_covered, owner
-from rollway.weights.layout import Shape, Shard
+from rollway.weights.layout import Role, Shape, Shard
 from rollway.weights.megatron.geometry import ModelGeometry, Position
 from rollway.weights.megatron.pieces import Cut, cuts, hf_shapes, replica
 
+_MOST_PARTS = 1 << 21
+"""Of all tensors together; a model of 60 layers with 400 experts in 8 parts has a quarter of it."""
 _LAYER_NUMBER = re.compile(r"\blayers\.(\d+)\.")
 
 
@@ -65,17 +68,20 @@ class MegatronModel:
         """Raise unless every layer is there and every tensor is covered exactly once."""
         names = [name for name, *_ in self.parts()]
         found = {int(number) for name in names for number in _LAYER_NUMBER.findall(name)}
-        missing = sorted(set(range(self.geometry.layers)) - found)
-        if missing:
+        missing = (layer for layer in range(self.geometry.layers) if layer not in found)
+        some = list(islice(missing, 5))
+        if some:
             raise UsageError(
-                f"No rank holds layer {', '.join(map(str, missing[:5]))} of the model's "
+                f"No rank holds layer {', '.join(map(str, some))} of the model's "
                 f"{self.geometry.layers}.",
                 "A pipeline stage is missing, or layers have wrong numbers.",
             )
 
     def _index(self) -> dict[str, tuple[Shape, list[Part]]]:
         index: dict[str, tuple[Shape, list[Part]]] = {}
-        for (source, rank), shard in self._published().items():
+        published = self._published()
+        self._check_count(published)
+        for (source, rank), shard in published.items():
             names = self.ranks[rank].names[source]
             shapes = hf_shapes(shard, len(names), self.geometry)
             for name, shape in zip(names, shapes, strict=True):
@@ -88,6 +94,19 @@ class MegatronModel:
             for cut in cuts(shard, len(names), self.geometry):
                 index[names[cut.index]][1].append(Part(rank, source, cut))
         return index
+
+    def _check_count(self, published: Mapping[tuple[str, int], Shard]) -> None:
+        """Refuse more parts than memory is for, before any of them is made: a short description
+        of a fused tensor stands for some parts of every head."""
+        count = sum(len(self.ranks[rank].names[source]) for source, rank in published)
+        for shard in published.values():
+            if shard.role is Role.QKV_COLUMN:
+                count += shard.box.shape[0] // self.geometry.head_dim
+        if count > _MOST_PARTS:
+            raise UsageError(
+                f"The model is cut into more than {_MOST_PARTS} parts.",
+                "Check the numbers of heads, experts and ranks.",
+            )
 
     def _published(self) -> dict[tuple[str, int], Shard]:
         """One rank's shard of every group of replicas; the owner's, where it is among us."""

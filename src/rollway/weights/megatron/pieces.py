@@ -76,6 +76,11 @@ def place(name: str, dtype: str, local: Shape, role: Role, position: Position) -
     axis, rank, size = sharding(role, is_legacy(name), len(local), position)
     if axis is None:
         return Shard(name, dtype, local, Box.whole(local), role)
+    if axis >= len(local):
+        raise UsageError(
+            f"{name} ({role}) has the shape {list(local)}, which cannot be cut by its role.",
+            "Check the tensor's role.",
+        )
     shape = (*local[:axis], local[axis] * size, *local[axis + 1 :])
     start = tuple(rank * n if d == axis else 0 for d, n in enumerate(local))
     return Shard(name, dtype, shape, Box.whole(local).moved(start), role)
@@ -311,6 +316,8 @@ def _legacy_shapes(
 ) -> tuple[Shape, ...]:
     hidden, parts = geometry.hidden, 2 if geometry.gated and role is Role.EXPERT_COLUMN else 1
     experts, odd = divmod(count, parts)
+    if len(shape) != 2:
+        raise _Misfit(f"experts in one tensor have two dimensions, not {len(shape)}")
     if role is Role.EXPERT_ROW and not shape[0] % experts and shape[1] == hidden:
         return ((hidden, shape[0] // experts),) * count
     if role is Role.EXPERT_COLUMN and not odd and shape[0] == experts * hidden:

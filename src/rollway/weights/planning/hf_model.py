@@ -6,13 +6,12 @@ fit on the machine. The Llama and Qwen families, dense and mixtures of experts.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from rollway.errors import UsageError
-from rollway.weights.checkpoint import TensorHeader, read_headers
+from rollway.weights.checkpoint import TensorHeader, read_config, read_headers
 from rollway.weights.layout import Shape
 from rollway.weights.megatron.geometry import ModelGeometry
 
@@ -25,17 +24,7 @@ _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 def read_model(path: Path) -> tuple[dict[str, Any], dict[str, TensorHeader]]:
     """Config and tensors of a checkpoint directory; of a config alone, the tensors it implies."""
     file = path / "config.json" if path.is_dir() else path
-    try:
-        config = json.loads(file.read_text())
-    except OSError as error:
-        raise UsageError(
-            f"{file} cannot be read: {error.strerror}.",
-            "Give a checkpoint directory, or the path of a config.json.",
-        ) from error
-    except ValueError as error:
-        raise UsageError(f"{file} is not JSON ({error}).") from error
-    if not isinstance(config, dict):
-        raise UsageError(f"{file} holds no JSON object.")
+    config = read_config(file)
     weights = path.is_dir() and any(path.glob("model*.safetensors*"))
     return config, read_headers(path) if weights else hf_headers(config)
 
@@ -52,6 +41,7 @@ def hf_headers(config: Mapping[str, Any]) -> dict[str, TensorHeader]:
     if dtype not in _DTYPES:
         raise UsageError(f"The model's config.json has the dtype {dtype}, which is not known.")
     size = ModelGeometry.from_hf_config(config)
+    _check_layers(config)
     return {name: TensorHeader(_DTYPES[dtype], shape, "") for name, shape in _tensors(config, size)}
 
 
@@ -71,6 +61,16 @@ def _tensors(config: Mapping[str, Any], size: ModelGeometry) -> Iterator[tuple[s
     yield "model.norm.weight", (size.hidden,)
     if not size.tied_embeddings:
         yield "lm_head.weight", (size.vocab, size.hidden)
+
+
+def _check_layers(config: Mapping[str, Any]) -> None:
+    """The fields that say which layers have experts are numbers."""
+    step, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or []
+    if type(step) is not int or step < 1 or not isinstance(dense, list):
+        raise UsageError(
+            "The model's config.json has a decoder_sparse_step or mlp_only_layers that cannot be.",
+            "Save the model's config again.",
+        )
 
 
 def _is_dense(layer: int, config: Mapping[str, Any]) -> bool:

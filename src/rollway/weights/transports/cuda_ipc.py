@@ -32,7 +32,14 @@ from rollway.weights import owner
 from rollway.weights.bits import digests, started_digests
 from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.copies import SummedCopies
-from rollway.weights.offer import Count, Entry, Manifest, Offer, read_manifest
+from rollway.weights.offer import (
+    MOST_MANIFEST_BYTES,
+    Count,
+    Entry,
+    Manifest,
+    Offer,
+    read_manifest,
+)
 from rollway.weights.transports.buckets import by_bucket, in_place, laid_out, unless_empty, views
 from rollway.weights.transports.device_memory import (
     Handle,
@@ -43,11 +50,11 @@ from rollway.weights.transports.device_memory import (
     room,
 )
 from rollway.weights.transports.taking import Taking
+from rollway.weights.untrusted import is_file_name, read_plain, reason
 
 SHM = Path("/dev/shm")
 BUCKET_BYTES = 1 << 30
 _PREFIX = "rollway-ipc-"
-_MOST_MANIFEST_BYTES = 1 << 30
 _COMPARED = 2 << 30
 """Bytes whose digests are compared together; a GPU that is asked more often waits."""
 
@@ -57,7 +64,7 @@ class Where(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     device: Annotated[str, msgspec.Meta(max_length=64)]
     """A GPU's UUID, or `cpu`."""
-    directory: Annotated[str, msgspec.Meta(max_length=128)]
+    directory: Annotated[str, msgspec.Meta(max_length=255)]
     slot: Count
     buckets: Annotated[list[Handle], msgspec.Meta(max_length=1 << 16)]
 
@@ -379,16 +386,13 @@ class CudaIpcReader:
 
     def _look(self, offer: Offer, where: Where) -> bytes:
         name = where.directory
-        if Path(name).name != name or not name.startswith(_PREFIX):
-            raise WeightsError(f"`{name}` is no directory of a publisher.")
+        if not is_file_name(name, _PREFIX):
+            raise WeightsError(f"{name!a} is no directory of a publisher.")
         try:
             if owner.gone(name, 0.0):
                 raise FileNotFoundError(name)  # what it held may be anybody's by now
-            handle = os.open(
-                self._directory / name / f"{where.slot}.json", os.O_RDONLY | os.O_NOFOLLOW
-            )
-            with os.fdopen(handle, "rb") as file:
-                raw = file.read(_MOST_MANIFEST_BYTES + 1)
+            path = self._directory / name / f"{where.slot}.json"
+            return read_plain(path, MOST_MANIFEST_BYTES, follow=False)
         except FileNotFoundError as error:
             self.close()
             raise WeightsError(
@@ -397,12 +401,9 @@ class CudaIpcReader:
             ) from error
         except OSError as error:
             raise WeightsError(
-                f"The list of tensors of version {offer.version} cannot be read: {error.strerror}.",
+                f"The list of tensors of version {offer.version} cannot be read: {reason(error)}.",
                 "Run trainer and workers as one user, and let their containers share /dev/shm.",
             ) from error
-        if len(raw) > _MOST_MANIFEST_BYTES:
-            raise WeightsError(f"The list of tensors of version {offer.version} is too long.")
-        return raw
 
     def _buckets(self, where: Where, nbytes: int | None) -> list[Tensor]:
         """The publisher's memory, and that it is as long as it should be, where that is known."""

@@ -30,12 +30,12 @@ from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.copies import copy_all
 from rollway.weights.delta import Buffer, Count, Digest, Encoded
 from rollway.weights.layout import ELEMENT_BYTES
-from rollway.weights.offer import Offer
+from rollway.weights.offer import MOST_MANIFEST_BYTES, Offer, Text
 from rollway.weights.store import Carrier, Store
 from rollway.weights.transports.versions import Versions, check_next, check_retention
+from rollway.weights.untrusted import check_shape
 
 _MANIFESTS, _OBJECTS = "manifests/", "objects/"
-_MOST_MANIFEST_BYTES = 1 << 29
 _FEW = 0.02
 _TOGETHER = 1 << 30
 """Bytes that a GPU is asked for at once."""
@@ -50,7 +50,7 @@ State = dict[str, Tensor]
 class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One tensor of a version; it is unchanged when it is not in the delta."""
 
-    dtype: str
+    dtype: Annotated[str, msgspec.Meta(max_length=32)]
     shape: Annotated[tuple[Count, ...], msgspec.Meta(max_length=16)]
     digest: Digest
     delta: Extent | None = None
@@ -60,7 +60,7 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Object(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where the bytes are, and how many."""
 
-    key: str
+    key: Annotated[str, msgspec.Meta(max_length=512)]
     size: Count
 
 
@@ -71,7 +71,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     version: Count
     base: Count | None
     """The version that the delta starts from."""
-    tensors: dict[str, Entry]
+    tensors: dict[Text, Entry]
     delta: Object | None = None
     snapshot: Object | None = None
     digest: str = ""
@@ -103,6 +103,13 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """See that it is what was written under that number."""
         if self.digest != self._digest() or self.version != version:
             raise WeightsError(f"The manifest of version {version} is damaged.", _AGAIN)
+        if self.base is not None and self.base >= version:
+            raise WeightsError(
+                f"Version {version} is said to follow version {self.base}, which is no older.",
+                _AGAIN,
+            )
+        for name, one in self.tensors.items():
+            _check_entry(name, one)
 
     def _digest(self) -> str:
         rest = msgspec.json.encode(msgspec.structs.replace(self, digest=""))
@@ -139,8 +146,8 @@ class DeltaReader(Versions):
 
     def manifest(self, version: int) -> Manifest:
         with self._carrier.open(_manifest_key(version)) as blob:
-            if blob.size > _MOST_MANIFEST_BYTES:
-                raise WeightsError(f"The manifest of version {version} is too large.")
+            if blob.size > MOST_MANIFEST_BYTES:
+                raise WeightsError(f"The manifest of version {version} is too large.", _AGAIN)
             data = blob.read(0, blob.size)
         try:
             found = msgspec.json.decode(data, type=Manifest)
@@ -197,6 +204,8 @@ class DeltaReader(Versions):
         staged = Staged(state)
         for step in steps:
             _check_names(state, step.manifest)
+            if step.manifest.headers() != steps[-1].manifest.headers():
+                raise WeightsError(f"The {step} is of another model than what follows.", _AGAIN)
             with self._carrier.open(step.object.key) as blob:
                 if blob.size != step.object.size:
                     raise WeightsError(
@@ -248,6 +257,10 @@ class Staged:
     def finish(self, manifest: Manifest) -> None:
         """See that what no step changed is of this version too, and prepare `install`."""
         for name, entry in manifest.tensors.items():
+            if name not in self.tensors and name not in self.state:
+                raise WeightsError(
+                    f"{name} of version {manifest.version} is in none of its objects.", _AGAIN
+                )
             if name not in self.tensors and digest(self.state[name]) != entry.digest:
                 raise WeightsError(
                     f"{name} does not match its checksum in version {manifest.version}: "
@@ -436,6 +449,20 @@ def _object_key(version: int, kind: str) -> str:
     return f"{_OBJECTS}{version:015d}.{kind}.{owner.mark()}"
 
 
+def _check_entry(name: str, one: Entry) -> None:
+    """Refuse a tensor of an unknown kind, and one whose change would be longer than it is."""
+    try:
+        nbytes = math.prod(check_shape(one.shape)) * ELEMENT_BYTES[one.dtype]
+    except (ValueError, KeyError) as error:
+        raise WeightsError(f"{name} is said to be {one.dtype}{list(one.shape)}.", _AGAIN) from error
+    for extent in (one.delta, one.snapshot):
+        if extent is not None and extent[1] > delta.MOST_OVERHEAD + nbytes:
+            raise WeightsError(
+                f"A change of {name} is said to have {extent[1]} bytes, the tensor {nbytes}.",
+                _AGAIN,
+            )
+
+
 def _check_names(state: State, manifest: Manifest) -> None:
     odd = sorted(state.keys() ^ manifest.tensors.keys()) if state else []
     if odd:
@@ -479,8 +506,14 @@ class DeltaReceiver:
         self._state, self._held = staged.state, (root, offer.version)
 
     def _manifest(self, offer: Offer) -> tuple[DeltaReader, Manifest]:
-        root = Path(str(offer.where["root"]))
-        if not root.is_dir():
+        try:
+            root = Path(str(offer.where["root"]))
+            is_there = root.is_dir()
+        except (KeyError, OSError) as error:
+            raise WeightsError(
+                "An offer of deltas does not say where they are.", "Publish the version again."
+            ) from error
+        if not is_there:
             raise WeightsError(f"There are no published versions at {root}.", "Is it mounted here?")
         reader = DeltaReader(Store(root))
         manifest = reader.manifest(offer.version)

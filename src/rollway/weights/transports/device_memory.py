@@ -8,7 +8,6 @@ go, and an event that its first use waits for.
 from __future__ import annotations
 
 import base64
-import binascii
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,6 +18,7 @@ from torch import Tensor
 from rollway.errors import WeightsError
 from rollway.weights.offer import Count
 from rollway.weights.transports.shm import mapped, mapped_for_writing, plain_file
+from rollway.weights.untrusted import is_file_name
 
 CPU = "cpu"
 Text = Annotated[str, msgspec.Meta(max_length=1 << 16)]
@@ -118,9 +118,9 @@ def local_device(name: str) -> torch.device:
 
 
 def _opened_file(handle: Handle, directory: Path) -> Tensor:
+    if not is_file_name(handle.file):
+        raise WeightsError(f"{handle.file[:255]!a} is no file of a publisher.")
     path = directory / handle.file
-    if not handle.file or path.name != handle.file:
-        raise WeightsError(f"`{handle.file}` is no file of a publisher.")
     with plain_file(path) as (number, found):
         if found.st_size != handle.nbytes:
             raise WeightsError(f"{path} does not hold {handle.nbytes} bytes.")
@@ -134,5 +134,5 @@ def _text(raw: bytes) -> str:
 def _bytes(text: str) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
-    except binascii.Error as error:
+    except ValueError as error:  # not base64, or not even ASCII
         raise WeightsError("An offer has a handle that is none.") from error

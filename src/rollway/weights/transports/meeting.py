@@ -19,13 +19,14 @@ import msgspec
 import torch.distributed as dist
 
 from rollway.errors import UsageError, WeightsError
-from rollway.weights.offer import Manifest, Offer, read_manifest
+from rollway.weights.offer import MOST_MANIFEST_BYTES, Manifest, Offer, read_manifest
 from rollway.weights.transports.group import Backend, BrokenOff
 
 _CONNECT_SECONDS = 3.0
 _PART = 4 << 20
 """Bytes of a list of tensors per key; the store takes up to 8 MiB."""
 _MOST_WORDS = 500
+_MOST_PARTS = MOST_MANIFEST_BYTES // _PART
 _GRACE_SECONDS = 5.0
 """How long a receiver may take to say how it ended, once it was told to."""
 T = TypeVar("T")
@@ -35,7 +36,7 @@ Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 class Where(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Of an offer: where the store is, and what all ranks must agree on."""
 
-    host: str
+    host: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._:%-]{1,255}\Z")]
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     receivers: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
     backend: Backend
@@ -44,14 +45,14 @@ class Where(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Within which all have joined, and once more for the group to form."""
     step_seconds: Seconds
     """Within which each message has reached everyone."""
-    manifest_parts: Annotated[int, msgspec.Meta(ge=1, le=1 << 10)]
+    manifest_parts: Annotated[int, msgspec.Meta(ge=1, le=_MOST_PARTS)]
     room: Annotated[str, msgspec.Meta(min_length=8, max_length=64)]
 
 
 class Who(msgspec.Struct, frozen=True):
     """A receiver, in words for whoever has to find it."""
 
-    host: str
+    host: Annotated[str, msgspec.Meta(max_length=255)]
     pid: int
 
     def __str__(self) -> str:
@@ -72,8 +73,10 @@ class Stopped(WeightsError):
 def read_where(offer: Offer) -> Where:
     try:
         return msgspec.convert(offer.where, Where)
-    except msgspec.ValidationError as error:
-        raise WeightsError(f"This offer names no place to meet: {error}.") from error
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise WeightsError(
+            f"This offer names no place to meet: {error}.", "Publish the version again."
+        ) from error
 
 
 def serve(host: str, port: int, seconds: float) -> tuple[Any, int]:
@@ -103,7 +106,7 @@ def connect(where: Where, offer: Offer) -> Any:
         limit = timedelta(seconds=_CONNECT_SECONDS)
         store = dist.TCPStore(where.host, where.port, None, False, limit, wait_for_workers=False)
         store.set_timeout(timedelta(seconds=where.step_seconds))
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, ValueError) as error:  # ValueError: a name that is none
         raise WeightsError(
             f"Nobody offers version {offer.version} at {where.host}:{where.port} any more.",
             "It is sent once, to as many receivers as were announced: publish it again.",
@@ -117,12 +120,16 @@ def parts_of(raw: bytes) -> list[bytes]:
 
 def get_manifest(store: Any, where: Where, offer: Offer) -> Manifest:
     keys = [f"manifest/{number}" for number in range(where.manifest_parts)]
+    raw = bytearray()
     try:
         store.wait(keys, timedelta(seconds=_CONNECT_SECONDS))
-        raw = b"".join(store.get(key) for key in keys)
+        for key in keys:
+            raw += store.get(key)
+            if len(raw) > MOST_MANIFEST_BYTES:
+                raise WeightsError(f"The list of tensors of version {offer.version} is too long.")
     except RuntimeError as error:
         raise WeightsError(f"The list of tensors of version {offer.version} is gone.") from error
-    return read_manifest(raw, offer)
+    return read_manifest(bytes(raw), offer)
 
 
 class Seat:
@@ -141,7 +148,8 @@ class Seat:
         """Raise if the publisher has given up, or is gone."""
         with self._publisher_there():
             if self._store.check(["stop"]):
-                raise Stopped(self._store.get("stop").decode(errors="replace"))
+                words = self._store.get("stop")[: 4 * _MOST_WORDS].decode(errors="replace")
+                raise Stopped(words[:_MOST_WORDS])
 
     def taken(self) -> None:
         """Say that all is here and right; returns when everyone has said so. Until then the group
@@ -278,5 +286,5 @@ class Host:
     def _read(self, key: str, kind: type[T]) -> T | None:
         try:
             return msgspec.json.decode(self._store.get(key), type=kind)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return None

@@ -22,10 +22,11 @@ from rollway.weights.catalog import Listing
 from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.coverage import check_covered
 from rollway.weights.layout import ELEMENT_BYTES, Box, Piece, Shape
-from rollway.weights.offer import Count
+from rollway.weights.offer import Count, Text
 from rollway.weights.planning.holdings import Place, Source, source_of_pieces
 from rollway.weights.planning.wants import LocalTensor
 from rollway.weights.transports.nixl_agent import ErrorHandling, Memory
+from rollway.weights.untrusted import check_shape
 
 DIGEST_BYTES = 16
 _Shape = Annotated[tuple[Count, ...], msgspec.Meta(max_length=8)]
@@ -33,13 +34,13 @@ _Address = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 
 
 class _Tensor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    name: str
-    dtype: str
+    name: Text
+    dtype: Annotated[str, msgspec.Meta(max_length=32)]
     shape: _Shape
 
 
 class _Piece(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    name: str
+    name: Text
     start: _Shape
     stop: _Shape
     tensor: Count
@@ -55,12 +56,12 @@ class _Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One source, for one version."""
 
-    agent: bytes
+    agent: Annotated[bytes, msgspec.Meta(max_length=16 << 20)]
     """NIXL's description of the agent and of its registered memory."""
     memory: Memory
     device: Count
     error_handling: ErrorHandling
-    node: str
+    node: Annotated[str, msgspec.Meta(max_length=1024)]
     layout: bytes
     addresses: list[_Address]
     """By tensor of the layout."""
@@ -100,7 +101,7 @@ class Held:
 def read_layout(raw: bytes) -> Held:
     try:
         layout = msgspec.msgpack.decode(raw, type=_Layout)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise WeightsError(f"The layout of a source is damaged: {error}.") from error
     tensors = {one.name: LocalTensor(one.dtype, one.shape) for one in layout.tensors}
     if len(tensors) != len(layout.tensors):
@@ -108,6 +109,10 @@ def read_layout(raw: bytes) -> Held:
     for name, one in tensors.items():
         if one.dtype not in ELEMENT_BYTES:
             raise WeightsError(f"{name} has the dtype {one.dtype}, which is not known.")
+        try:
+            check_shape(one.shape)
+        except ValueError as error:
+            raise WeightsError(f"{name}: {error}.") from error
     names = list(tensors)
     pieces = []
     for piece in layout.pieces:
@@ -115,9 +120,22 @@ def read_layout(raw: bytes) -> Held:
             raise WeightsError(f"A piece of {piece.name} lies nowhere.")
         if any(a > b for a, b in zip(piece.start, piece.stop, strict=True)):
             raise WeightsError(f"A piece of {piece.name} ends before it begins.")
+        _check_inside(piece, tensors[names[piece.tensor]].shape)
         box = Box(piece.start, piece.stop)
         pieces.append(Piece(piece.name, box, names[piece.tensor], piece.at, piece.transposed))
     return Held(tensors, pieces)
+
+
+def _check_inside(piece: _Piece, shape: Shape) -> None:
+    """A piece lies in its tensor: a reader takes its place in memory from there."""
+    extents = tuple(b - a for a, b in zip(piece.start, piece.stop, strict=True))
+    extents = extents[::-1] if piece.transposed else extents
+    if (
+        not len(piece.at) == len(extents) == len(shape)
+        or (piece.transposed and len(shape) != 2)
+        or any(a + n > size for a, n, size in zip(piece.at, extents, shape, strict=True))
+    ):
+        raise WeightsError(f"A piece of {piece.name} lies outside of its tensor.")
 
 
 @dataclass(frozen=True)
@@ -195,7 +213,7 @@ class Layouts:
         for listing in listings:
             try:
                 card = msgspec.msgpack.decode(listing.body, type=Card)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 raise WeightsError(
                     f"{listing.source} announced no NIXL source: {error}."
                 ) from error

@@ -12,9 +12,10 @@ a receiver needs no trainer installed and copies every element once.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import msgspec
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor
 from rollway.errors import UsageError, WeightsError
 from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.coverage import check_covered
-from rollway.weights.layout import Box
+from rollway.weights.layout import ELEMENT_BYTES, Box
 from rollway.weights.offer import Count, Entry, Lies, Manifest, Offer
 from rollway.weights.transports.shm import ShmPublisher, ShmReader, check_unchanged
 
@@ -34,8 +35,8 @@ if TYPE_CHECKING:
 class RankSlot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What one rank published."""
 
-    slot: str
-    identity: str
+    slot: Annotated[str, msgspec.Meta(max_length=255)]
+    identity: Annotated[str, msgspec.Meta(min_length=8, max_length=128)]
     nbytes: Count
 
 
@@ -63,6 +64,9 @@ def joined(offers: Sequence[Offer]) -> Offer:
     return Offer("shm", versions.pop(), identity, sum(o.nbytes for o in offers), where)
 
 
+_Slots = Annotated[list[RankSlot], msgspec.Meta(min_length=1, max_length=1 << 16)]
+
+
 class _Part(NamedTuple):
     rank: int
     entry: Entry
@@ -73,7 +77,12 @@ class ShardReader:
     """Reads a joined offer as Hugging Face tensors."""
 
     def __init__(self, reader: ShmReader, offer: Offer) -> None:
-        ranks = msgspec.convert(offer.where["ranks"], list[RankSlot])
+        try:
+            ranks = msgspec.convert(offer.where.get("ranks"), _Slots)
+        except msgspec.ValidationError as error:
+            raise WeightsError(
+                f"This is no offer of a trainer's ranks: {error}.", "Publish the version again."
+            ) from error
         self._reader = reader
         self._offers = [
             Offer("shm", offer.version, one.identity, one.nbytes, {"slot": one.slot})
@@ -110,6 +119,7 @@ def _by_tensor(manifests: Sequence[Manifest]) -> dict[str, list[_Part]]:
         for entry in manifest.entries:
             for lies in entry.lies:
                 found.setdefault(lies.name, []).append(_Part(rank, entry, lies))
+    published = sum(entry.nbytes for manifest in manifests for entry in manifest.entries)
     for name, parts in found.items():
         kinds = {(len(part.lies.stop), part.entry.dtype) for part in parts}
         if len(kinds) > 1:
@@ -120,6 +130,13 @@ def _by_tensor(manifests: Sequence[Manifest]) -> dict[str, list[_Part]]:
             check_covered(name, _shape(parts), (Box(p.lies.start, p.lies.stop) for p in parts))
         except UsageError as error:
             raise WeightsError(error.message, error.hint) from error
+        # Boxes that all lie in one place would make up a tensor of any size.
+        nbytes = math.prod(_shape(parts)) * ELEMENT_BYTES[parts[0].entry.dtype]
+        if nbytes > published:
+            raise WeightsError(
+                f"{name} would have {nbytes} bytes, and all ranks published {published}.",
+                "Publish the version again.",
+            )
     return found
 
 

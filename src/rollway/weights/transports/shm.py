@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import mmap
 import os
-import stat
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import torch
@@ -29,13 +28,20 @@ from torch import Tensor
 from rollway.errors import UsageError, WeightsError
 from rollway.weights import owner
 from rollway.weights.bits import DTYPES, dtype_name, raw_bytes, spread, word_sum
-from rollway.weights.offer import Entry, Lies, Manifest, Offer, read_manifest
+from rollway.weights.offer import (
+    MOST_MANIFEST_BYTES,
+    Entry,
+    Lies,
+    Manifest,
+    Offer,
+    read_manifest,
+)
 from rollway.weights.transports.buckets import unless_empty
+from rollway.weights.untrusted import is_file_name, open_plain, read_plain, reason
 
 SHM = Path("/dev/shm")
 _PREFIX = "rollway-weights-"
 _ALIGNED = 256
-_MOST_MANIFEST_BYTES = 1 << 30
 _THREADS = 4
 """That sum up what was copied: they are faster than one that copies."""
 
@@ -43,7 +49,7 @@ _THREADS = 4
 class Where(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Of an offer: the slot's file name, below /dev/shm."""
 
-    slot: str
+    slot: Annotated[str, msgspec.Meta(max_length=255)]
 
 
 @dataclass(slots=True)
@@ -230,25 +236,33 @@ class ShmReader:
     def _look(self, offer: Offer) -> bytes:
         path = self._path(offer).with_name(f"{self._path(offer).name}.json")
         try:
-            if path.stat().st_size > _MOST_MANIFEST_BYTES:
-                raise WeightsError(f"The list of tensors of version {offer.version} is too long.")
-            return path.read_bytes()
+            return read_plain(path, MOST_MANIFEST_BYTES, follow=False)
         except FileNotFoundError as error:
             raise WeightsError(
                 f"Version {offer.version} is not in shared memory any more.",
                 "Its publisher has ended, or has published others since.",
             ) from error
+        except OSError as error:
+            raise WeightsError(
+                f"The list of tensors of version {offer.version} cannot be read: {reason(error)}.",
+                "Run trainer and workers as one user, and let their containers share /dev/shm.",
+            ) from error
 
     def _path(self, offer: Offer) -> Path:
-        slot = msgspec.convert(offer.where, Where).slot
-        if Path(slot).name != slot or not slot.startswith(_PREFIX):
-            raise WeightsError(f"`{slot}` is no slot of shared memory.")
+        try:
+            slot = msgspec.convert(offer.where, Where).slot
+        except msgspec.ValidationError as error:
+            raise WeightsError(
+                f"This offer names no slot of shared memory: {error}.", "Publish the version again."
+            ) from error
+        if not is_file_name(slot, _PREFIX):
+            raise WeightsError(f"{slot!a} is no slot of shared memory.")
         return self._directory / slot
 
     def _memory(self, offer: Offer, nbytes: int) -> Tensor:
         path = self._path(offer)
         with plain_file(path) as (handle, found):
-            if found.st_size < nbytes:
+            if found.st_size < max(nbytes, 1):
                 raise WeightsError(f"{path} does not hold {nbytes} bytes.")
             known = self._maps.get(path.name)
             if known is None or known[0] != found.st_ino or known[1].numel() < nbytes:
@@ -262,17 +276,12 @@ class ShmReader:
 @contextmanager
 def plain_file(path: Path) -> Iterator[tuple[int, os.stat_result]]:
     """A plain file of shared memory: its descriptor, and what it is."""
-    try:
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-    except OSError as error:
-        raise WeightsError(f"{path} cannot be read: {error.strerror}.") from error
-    try:
-        found = os.fstat(handle)
-        if not stat.S_ISREG(found.st_mode):
-            raise WeightsError(f"{path} is no plain file.")
-        yield handle, found
-    finally:
-        os.close(handle)
+    with ExitStack() as stack:
+        try:
+            handle = stack.enter_context(open_plain(path, follow=False))
+        except OSError as error:
+            raise WeightsError(f"{path} cannot be read: {reason(error)}.") from error
+        yield handle, os.fstat(handle)
 
 
 def check_unchanged(view: Tensor, one: Entry, offer: Offer) -> None:
@@ -343,6 +352,8 @@ def _after(one: Entry) -> int:
 
 
 def _view(memory: Tensor, one: Entry) -> Tensor:
+    if one.offset % DTYPES[one.dtype].itemsize:
+        raise WeightsError(f"{one.name} does not begin where an element can.")
     part = memory[one.offset : one.offset + one.nbytes]
     return part.view(DTYPES[one.dtype]).view(one.shape)
 

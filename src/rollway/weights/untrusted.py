@@ -1,0 +1,119 @@
+"""Read files that somebody else wrote: plain files only, never more than a bound, JSON in one way.
+
+A checkpoint, a sidecar or a list of tensors may come from anybody. A FIFO in its place would hang
+the reader, a device would fill the memory, and deep JSON would raise what no caller expects. All
+functions here raise `OSError` or `ValueError`, which the callers turn into errors for a user.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+MOST_NAME = 4096
+"""Characters in the name of a tensor."""
+MOST_DIMS = 16
+MOST_ELEMENTS = 1 << 53
+_MOST_FILE_NAME = 255
+
+
+@contextmanager
+def open_plain(path: Path, *, follow: bool = True) -> Iterator[int]:
+    """Open a plain file for reading; refuse anything else without waiting for it."""
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
+    handle = os.open(path, flags)
+    try:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise OSError(errno.EINVAL, "It is not a plain file", str(path))
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def read_plain(path: Path, most: int, *, follow: bool = True) -> bytes:
+    """Read a plain file of at most `most` bytes."""
+    with (
+        open_plain(path, follow=follow) as handle,
+        os.fdopen(handle, "rb", closefd=False) as file,
+    ):
+        size = os.fstat(handle).st_size
+        if size > most:
+            raise OSError(errno.EFBIG, f"It has {size} bytes, more than {most}", str(path))
+        return file.read(size)
+
+
+def parse_json(raw: str | bytes, *, unique: bool = True) -> Any:
+    """Parse JSON text. With `unique`, refuse an object that has a key twice."""
+    try:
+        return json.loads(raw, object_pairs_hook=_unique if unique else None)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def check_file_name(name: object) -> str:
+    """Return `name` if it is the name of a file in a directory, and no path."""
+    if not isinstance(name, str) or not is_file_name(name):
+        raise ValueError(f"{_shown(name)} is not a plain file name")
+    return name
+
+
+def is_file_name(name: str, prefix: str = "") -> bool:
+    """Whether `name` is the name of a file in a directory, begins so, and is no path."""
+    return (
+        name not in ("", ".", "..")
+        and "/" not in name
+        and name.isprintable()  # no NUL, no line end, no half of a surrogate pair
+        and len(name.encode()) <= _MOST_FILE_NAME
+        and name.startswith(prefix)
+    )
+
+
+def check_tensor_name(name: object) -> str:
+    """Return `name` if it can be the name of a tensor."""
+    if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= MOST_NAME:
+        raise ValueError(f"{_shown(name)} cannot be the name of a tensor")
+    return name
+
+
+def check_shape(shape: object) -> tuple[int, ...]:
+    """Return `shape` as a tuple if a tensor can have it, whatever a product of it would be."""
+    if not isinstance(shape, list | tuple) or len(shape) > MOST_DIMS:
+        raise ValueError(f"{_shown(shape)} is not a shape of at most {MOST_DIMS} dimensions")
+    spread = 1  # of the dimensions that are not zero: strides are made of these
+    for size in shape:
+        if type(size) is not int or not 0 <= size <= MOST_ELEMENTS:
+            raise ValueError(f"{_shown(size)} is not a size of a dimension")
+        spread *= max(size, 1)
+    if spread > MOST_ELEMENTS:
+        raise ValueError(f"a tensor cannot have the shape {_shown(shape)}")
+    return tuple(shape)
+
+
+def reason(error: OSError | ValueError) -> str:
+    """Why something could not be read, for a message."""
+    return (getattr(error, "strerror", None) or str(error))[:300]
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        counts = Counter(key for key, _ in pairs)
+        twice = next(key for key, count in counts.items() if count > 1)
+        raise ValueError(f"it has {_shown(twice)} twice")
+    return fields
+
+
+def _shown(value: object) -> str:
+    """`value` as part of a message: short, and in printable characters."""
+    try:
+        text = ascii(value)
+    except (RecursionError, ValueError):  # an integer of more than 4,300 digits has no text
+        text = type(value).__name__
+    return text if len(text) <= 120 else f"{text[:117]}..."

@@ -1,0 +1,418 @@
+"""An attacker writes what publishers tell receivers: offers, lists, changes, catalogs."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from rollway.errors import RollwayError, WeightsError
+from rollway.weights import delta
+from rollway.weights.catalog import Listing
+from rollway.weights.catalog_http import CatalogServer, HttpCatalog, Seal
+from rollway.weights.offer import Entry, Lies, Manifest, Offer, read_manifest, read_offer
+from rollway.weights.store import Store
+from rollway.weights.transports import meeting
+from rollway.weights.transports.delta import DeltaPublisher, DeltaReader, DeltaReceiver, Object
+from rollway.weights.transports.delta import Manifest as DeltaManifest
+from rollway.weights.transports.nixl_cards import _Layout, _Piece, _Tensor, read_layout
+from rollway.weights.transports.shards import ShardReader
+from rollway.weights.transports.shm import ShmPublisher, ShmReader
+
+DIGEST = "0" * 16
+
+
+def listed(*entries: Entry, nbytes: int = 64) -> tuple[bytes, Offer]:
+    """A list of tensors, and the offer that it belongs to."""
+    manifest = Manifest(1, nbytes, list(entries))
+    return manifest.encode(), Offer("shm", 1, manifest.identity, nbytes, {})
+
+
+def deep(levels: int) -> dict[str, Any]:
+    inner: dict[str, Any] = {}
+    for _ in range(levels):
+        inner = {"x": inner}
+    return inner
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"mac": "é" * 32}, {"mac": 7}, {"where": deep(100_000)}, {"where": {"x": "\ud800"}},
+     {"where": {"x": object()}}, {"where": 7}, {"version": 2**64}, {"identity": "x"},
+     {"where": {"x": "y" * (65 << 20)}}, {1: 2}],
+    ids=range(10),
+)  # fmt: skip
+@pytest.mark.parametrize("secret", ["", "s"])
+def test_an_offer_of_wrong_types(change: dict[Any, Any], secret: str) -> None:
+    plain = Offer("shm", 1, "12345678", 0, {"slot": "x"}).signed(secret).as_json()
+    read_offer(plain, secret)
+    with pytest.raises(WeightsError):
+        read_offer(plain | change, secret)
+
+
+@pytest.mark.parametrize("raw", [[1], ["ab"], 7, None, "offer"])
+def test_an_offer_that_is_no_mapping(raw: Any) -> None:
+    with pytest.raises(WeightsError, match="no offer of weights"):
+        read_offer(raw, "")
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        Entry("a", "F32", (0, 1 << 53, 1 << 53), 0, 0, DIGEST),
+        Entry("a", "F99", (1,), 0, 4, DIGEST),
+        Entry("a", "F32", (1,), 0, 8, DIGEST),
+        Entry("a", "F32", (1,), 64, 4, DIGEST),
+        Entry("a", "F32", (1,), 0, 4, "0x" + "_" * 14),
+        Entry("a", "F32", (1,) * 17, 0, 4, DIGEST),
+        Entry("a", "F32", (1,), 0, 4, DIGEST, (Lies("x", (0, 0), (1,), (0,)),)),
+        Entry("a", "F32", (1,), 0, 4, DIGEST, (Lies("x", (1,), (0,), (0,)),)),
+        Entry("a", "F32", (1,), 0, 4, DIGEST, (Lies("x", (0,), (1,), (0, 0)),)),
+        Entry("a", "F32", (1,), 0, 4, DIGEST, (Lies("x", (0,), (1,), (0,), True),)),
+        Entry("a", "F32", (1,), 0, 4, DIGEST, (Lies("", (0,), (1,), (0,)),)),
+    ],
+    ids=range(11),
+)
+def test_a_list_of_tensors_that_cannot_be(entry: Entry) -> None:
+    read_manifest(*listed(Entry("a", "F32", (1,), 0, 4, DIGEST)))
+    with pytest.raises(WeightsError):
+        read_manifest(*listed(entry))
+
+
+@pytest.fixture
+def published(tmp_path: Path) -> Iterator[tuple[Offer, Path]]:
+    with ShmPublisher(directory=tmp_path) as publisher:
+        offer = publisher.publish(1, [("a", torch.ones(3)), ("b", torch.ones(3))])
+        yield offer, tmp_path / str(offer.where["slot"])
+
+
+@pytest.mark.timeout(60)
+def test_a_list_in_shared_memory_that_is_a_fifo(published: tuple[Offer, Path]) -> None:
+    offer, slot = published
+    reader = ShmReader(slot.parent)
+    assert len(reader.manifest(offer).entries) == 2
+    file = slot.with_name(f"{slot.name}.json")
+    secret = slot.parent / "secret"
+    secret.write_bytes(file.read_bytes())
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(WeightsError, match="cannot be read"):
+        reader.manifest(offer)
+    file.unlink()
+    file.symlink_to(secret)
+    with pytest.raises(WeightsError, match="cannot be read"):
+        reader.manifest(offer)
+
+
+@pytest.mark.timeout(60)
+def test_a_slot_that_is_a_fifo_or_no_name(published: tuple[Offer, Path]) -> None:
+    offer, slot = published
+    slot.unlink()
+    os.mkfifo(slot)
+    with pytest.raises(WeightsError):
+        list(ShmReader(slot.parent).tensors(offer))
+    for name in ("../x", "rollway-weights-\0", "rollway-weights-/x", "", 7, None, "x" * 5000):
+        odd = Offer("shm", 1, offer.identity, 0, {"slot": name})
+        with pytest.raises(WeightsError):
+            ShmReader(slot.parent).manifest(odd)
+
+
+def test_a_tensor_that_begins_between_two_elements(published: tuple[Offer, Path]) -> None:
+    offer, slot = published
+    file = slot.with_name(f"{slot.name}.json")
+    manifest = msgspec.json.decode(file.read_bytes(), type=Manifest)
+    entries = [msgspec.structs.replace(one, offset=one.offset + 1) for one in manifest.entries]
+    file.write_bytes(msgspec.structs.replace(manifest, entries=entries).encode())
+    with pytest.raises(WeightsError, match="does not begin where an element can"):
+        list(ShmReader(slot.parent).tensors(offer))
+
+
+def test_boxes_that_all_lie_in_one_place_make_up_no_huge_tensor(tmp_path: Path) -> None:
+    boxes = [Lies("w", (n,), (n + 64,), (0,)) for n in range(0, 64 << 10, 64)]
+    with ShmPublisher(directory=tmp_path) as publisher:
+        offer = publisher.publish(1, [("shard", torch.ones(64))], {"shard": boxes})
+        slots = [{"slot": offer.where["slot"], "identity": offer.identity, "nbytes": 256}]
+        joined = Offer("shm", 1, "12345678", 256, {"ranks": slots})
+        with pytest.raises(WeightsError, match="all ranks published 256"):
+            ShardReader(ShmReader(tmp_path), joined)
+
+
+@pytest.mark.parametrize("ranks", [None, [], 7, [{}], [{"slot": "../x"}], [[]]])
+def test_an_offer_of_ranks_that_are_none(ranks: Any) -> None:
+    with pytest.raises(WeightsError, match="no offer of a trainer's ranks"):
+        ShardReader(ShmReader(), Offer("shm", 1, "12345678", 0, {"ranks": ranks}))
+
+
+def rewrite(store: Store, manifest: DeltaManifest) -> None:
+    store.put(f"manifests/{manifest.version:015d}.json", manifest.to_bytes())
+
+
+@pytest.fixture
+def deltas(tmp_path: Path) -> tuple[Store, list[DeltaManifest]]:
+    """Three versions: a snapshot and two deltas."""
+    store = Store(tmp_path)
+    publisher = DeltaPublisher(store)
+    for version in (1, 2, 3):
+        publisher.publish(version, [("a", torch.full((64,), float(version)))])
+    return store, [publisher.manifest(version) for version in (1, 2, 3)]
+
+
+@pytest.mark.timeout(60)
+def test_versions_that_follow_each_other_in_a_circle(
+    deltas: tuple[Store, list[DeltaManifest]],
+) -> None:
+    store, (_, second, third) = deltas
+    rewrite(store, msgspec.structs.replace(second, base=3))
+    rewrite(store, msgspec.structs.replace(third, base=2))
+    with pytest.raises(WeightsError, match="which is no older"):
+        DeltaReader(store).chain(None, 3)
+
+
+@pytest.mark.timeout(60)
+def test_a_change_that_is_longer_than_its_tensor(
+    deltas: tuple[Store, list[DeltaManifest]], tmp_path: Path
+) -> None:
+    """A sparse file takes no disk, and would be read as a terabyte."""
+    store, (first, _, _) = deltas
+    assert first.snapshot is not None
+    os.truncate(tmp_path / first.snapshot.key, 1 << 40)
+    entry = msgspec.structs.replace(first.tensors["a"], snapshot=(0, 1 << 40))
+    snapshot = Object(first.snapshot.key, 1 << 40)
+    rewrite(store, msgspec.structs.replace(first, tensors={"a": entry}, snapshot=snapshot))
+    with pytest.raises(WeightsError, match="is said to have"):
+        DeltaReader(store).fetch({}, None, 1)
+
+
+def test_a_snapshot_of_another_model_before_the_deltas(
+    deltas: tuple[Store, list[DeltaManifest]],
+) -> None:
+    store, (first, _, _) = deltas
+    entry = msgspec.structs.replace(first.tensors["a"], shape=(1 << 20,))
+    rewrite(store, msgspec.structs.replace(first, tensors={"a": entry}))
+    with pytest.raises(WeightsError, match="of another model"):
+        DeltaReader(store).fetch({}, None, 3)
+
+
+@pytest.mark.timeout(60)
+def test_an_object_of_a_store_that_is_a_fifo(tmp_path: Path) -> None:
+    (tmp_path / "manifests").mkdir()
+    os.mkfifo(tmp_path / "manifests" / f"{1:015d}.json")
+    with pytest.raises(WeightsError, match="no plain file"):
+        DeltaReader(Store(tmp_path)).manifest(1)
+
+
+@pytest.mark.parametrize("where", [{}, {"root": "\0"}, {"root": 7}, {"root": "x" * 10_000}])
+def test_an_offer_of_deltas_that_are_nowhere(where: dict[str, Any]) -> None:
+    with pytest.raises(WeightsError):
+        DeltaReceiver().headers(Offer("delta", 1, "12345678", 0, where))
+
+
+@pytest.mark.timeout(60)
+def test_a_change_that_unpacks_to_more_than_its_tensor() -> None:
+    """100 kilobytes that say, and are, a gigabyte: refused by what they say."""
+    zstandard = pytest.importorskip("zstandard")
+    old = torch.zeros(1000, dtype=torch.int32)
+    encoded = delta.encode("a", old, old + 1)
+    bomb = zstandard.ZstdCompressor(level=1).compress(bytes(1 << 28))
+    header = msgspec.structs.replace(encoded.header, values_bytes=len(bomb))
+    hostile = delta.decode(delta.Encoded(header, encoded.places, bomb).to_bytes())
+    with pytest.raises(WeightsError, match="wrong size inside"):
+        delta.apply(hostile, old.clone())
+
+
+def test_a_change_of_an_empty_tensor_whose_strides_overflow() -> None:
+    empty = delta.encode("a", None, torch.zeros(0))
+    header = msgspec.structs.replace(empty.header, shape=(0, 1 << 53, 1 << 53))
+    with pytest.raises(WeightsError, match="contradicts itself"):
+        delta.decode(delta.Encoded(header).to_bytes())
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [("x", (0,), (4,), 0, (0,), False), ("x", (0,), (2,), 0, (1,), False),
+     ("x", (0,), (2,), 0, (0, 0), False), ("x", (0,), (2,), 0, (0,), True),
+     ("x", (0, 0), (2, 1), 0, (0, 0), False)],
+    ids=range(5),
+)  # fmt: skip
+def test_a_piece_outside_of_its_tensor(piece: Any) -> None:
+    raw = msgspec.msgpack.encode(_Layout([_Tensor("a", "F32", (2,))], [_Piece(*piece)]))
+    with pytest.raises(WeightsError, match="lies outside of its tensor"):
+        read_layout(raw)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "change",
+    [{"host": "a\0b"}, {"host": "x" * 300}, {"host": ""}, {"port": 0}, {"manifest_parts": 1000},
+     {"receivers": 10**9}, {"bucket_bytes": 2**60}, {"step_seconds": 1e12}, {"room": "x" * 99}],
+    ids=range(9),
+)  # fmt: skip
+def test_a_meeting_that_cannot_be(change: dict[str, Any]) -> None:
+    where = {
+        "host": "127.0.0.1", "port": 9, "receivers": 1, "backend": "gloo", "bucket_bytes": 1,
+        "init_seconds": 1.0, "step_seconds": 1.0, "manifest_parts": 1, "room": "12345678",
+    }  # fmt: skip
+    meeting.read_where(Offer("collective", 1, "12345678", 0, where))
+    with pytest.raises(WeightsError, match="no place to meet"):
+        meeting.read_where(Offer("collective", 1, "12345678", 0, where | change))
+
+
+class HostileStore:
+    """A store in which a stranger wrote."""
+
+    def __init__(self, part: bytes) -> None:
+        self.part, self.reads = part, 0
+
+    def wait(self, *_: Any) -> None: ...
+
+    def check(self, _: list[str]) -> bool:
+        return True
+
+    def get(self, _: str) -> bytes:
+        self.reads += 1
+        return self.part
+
+
+def test_a_list_in_the_store_that_never_ends() -> None:
+    """Parts of 8 MiB where 4 are expected: no more is read than a list may have."""
+    store = HostileStore(bytes(8 << 20))
+    where = meeting.Where("h", 1, 1, "gloo", 1, 1.0, 1.0, 64, "12345678")
+    with pytest.raises(WeightsError, match="too long"):
+        meeting.get_manifest(store, where, Offer("collective", 1, "12345678", 0, {}))
+    assert store.reads <= 33
+
+
+def test_a_reason_to_stop_of_megabytes() -> None:
+    seat = meeting.Seat.__new__(meeting.Seat)
+    seat._store, seat._offer = HostileStore(b"x" * (8 << 20)), Offer("shm", 1, "1" * 8, 0, {})
+    with pytest.raises(WeightsError) as caught:
+        seat.look()
+    assert len(str(caught.value)) <= 500
+
+
+def test_a_catalog_request_whose_headers_are_no_text() -> None:
+    """One byte above 0x7f in a header was a bare 500, before any secret was asked for."""
+    with CatalogServer(secret="s") as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        for name in ("mac", "time", "number", "body"):
+            with socket.create_connection((host, int(port)), 10) as line:
+                headers = f"x-rollway-{name}: ".encode() + b"\xff\xfe\r\n"
+                line.sendall(b"POST /v1/leave HTTP/1.1\r\nHost: x\r\n" + headers)
+                line.sendall(b"Content-Length: 0\r\n\r\n")
+                answer = http.client.HTTPResponse(line)
+                answer.begin()
+                assert answer.status in (400, 401)
+
+
+def test_a_catalog_call_that_is_none() -> None:
+    with CatalogServer(secret="s") as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        for body in (b"", b"\x91" * 100_000, b"\xc1", b"\x80" * 3, b"\x86\xa4\xff"):
+            line = http.client.HTTPConnection(host, int(port), timeout=10)
+            line.request(
+                "POST", "/v1/look_up", body, Seal("s").request_headers("/v1/look_up", body)
+            )
+            assert line.getresponse().status == 400
+            line.close()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("body", [b"\xc1", b"\x91" * 100_000, b"", b"\x81\xa1x\x01"], ids=range(4))
+def test_a_catalog_that_answers_nonsense(body: bytes) -> None:
+    sealed = Answering(lambda number: (body, Seal("s").answer_mac(number, 200, body)))
+    with sealed as url, pytest.raises(WeightsError, match="cannot be read"):
+        HttpCatalog(url, secret="s").acknowledged(1)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("part", ["head", "body"])
+def test_a_catalog_that_answers_byte_by_byte(part: str) -> None:
+    """The deadline counts for the whole answer, and not for each byte: all of this one would
+    take minutes."""
+    slow = Answering(lambda _: (b"x" * 4000, "0" * 64), slow=part)
+    with slow as url, pytest.raises(WeightsError, match="no whole answer"):
+        HttpCatalog(url, secret="s", timeout=0.5).acknowledged(1)
+
+
+class Answering:
+    """A server that answers one request; of its answer, one part may be slow."""
+
+    def __init__(self, answer: Any, slow: str = "") -> None:
+        self._answer, self._slow = answer, slow
+        self._ended = threading.Event()
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+
+    def __enter__(self) -> str:
+        self._thread.start()
+        return f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._socket.close()
+        self._thread.join(10)
+
+    def _serve(self) -> None:
+        line, _ = self._socket.accept()
+        with line:
+            request = line.recv(1 << 16).decode("latin-1")
+            number = request.split("x-rollway-number: ")[1].split("\r\n")[0]
+            body, mac = self._answer(number)
+            head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\nx-rollway-mac: {mac}\r\n"
+            head += f"x-padding: {'x' * 2000}\r\n\r\n"
+            for part, data in (("head", head.encode()), ("body", body)):
+                pieces = [bytes([byte]) for byte in data] if part == self._slow else [data]
+                for piece in pieces:
+                    if self._slow == part and self._ended.wait(0.05):
+                        return
+                    try:
+                        line.sendall(piece)
+                    except OSError:
+                        return
+
+
+@pytest.mark.parametrize("url", ["http://[", "http://h:99999", "ftp://h", "http://", "x" * 5000])
+def test_an_offer_of_a_catalog_that_is_nowhere(url: str) -> None:
+    from rollway.weights.catalog_http import open_catalog
+
+    with pytest.raises(RollwayError):
+        open_catalog({"catalog": url}, secret="s")
+
+
+def test_a_listing_of_a_rank_beyond_all_bounds() -> None:
+    for change in ({"rank": 1 << 16}, {"world": 10**9}, {"version": 2**60}, {"source": "x" * 300}):
+        plain: dict[str, Any] = {
+            "version": 1, "source": "s", "rank": 0, "world": 1, "role": "trainer", "body": b"",
+        }  # fmt: skip
+        with pytest.raises(msgspec.ValidationError):
+            msgspec.convert(plain | change, Listing)
+
+
+def test_deltas_and_json_bombs(tmp_path: Path) -> None:
+    (tmp_path / "manifests").mkdir()
+    file = tmp_path / "manifests" / f"{1:015d}.json"
+    plain = json.dumps({"format": 1, "version": 1, "base": None, "tensors": {}})
+    for text in ("[" * 100_000, plain[:-2] + "{" * 100_000, "", "\0", plain):
+        file.write_text(text)
+        with pytest.raises(WeightsError, match="damaged"):
+            DeltaReader(Store(tmp_path)).manifest(1)
+
+
+def test_a_snapshot_that_lacks_a_tensor(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    publisher = DeltaPublisher(store)
+    publisher.publish(1, [("a", torch.ones(3)), ("b", torch.ones(3))])
+    manifest = publisher.manifest(1)
+    entry = msgspec.structs.replace(manifest.tensors["a"], snapshot=None)
+    rewrite(store, msgspec.structs.replace(manifest, tensors={**manifest.tensors, "a": entry}))
+    with pytest.raises(WeightsError, match="in none of its objects"):
+        DeltaReader(store).fetch({}, None, 1)
