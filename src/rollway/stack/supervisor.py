@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shutil
 import signal
 import sys
 import time
@@ -27,7 +26,7 @@ from typing import Any
 
 from rollway.config import StackSpec
 from rollway.errors import RollwayError, StartError
-from rollway.stack import logs, processes
+from rollway.stack import logs, private, processes
 from rollway.stack.children import exit_words
 from rollway.stack.heal import WATCH_SECONDS, Healer
 from rollway.stack.locks import NamedLock
@@ -40,6 +39,7 @@ from rollway.stack.state import (
     new_secret,
     patience,
     prepare_logs,
+    remove_run_dir,
 )
 from rollway.weights.adapter import remove_abandoned
 from rollway.weights.offer import SECRET
@@ -104,9 +104,9 @@ class Supervisor(Healer):
     def _prepare(self) -> StackPlan:
         run_dir, log_dir = Path(self.state.run_dir), Path(self.state.log_dir)
         prepare_logs(log_dir)
-        run_dir.mkdir(mode=0o700, parents=True)
+        private.make_scratch(run_dir)
         for part in ("tmp", "discovery"):
-            (run_dir / part).mkdir()
+            private.make_scratch(run_dir / part)
         self.secret = new_secret(run_dir, self._joined_secret())
         plan = plan_stack(
             self.spec, run_id=self.state.run_id, run_dir=run_dir, log_dir=log_dir, ports=self.ports
@@ -194,7 +194,7 @@ class Supervisor(Healer):
         memory = await asyncio.to_thread(self._wait_for_all, seconds)
         processes.remove_shared_memory({*memory, *self.state.shared_memory})
         remove_abandoned()
-        shutil.rmtree(self.state.run_dir, ignore_errors=True)
+        remove_run_dir(Path(self.state.run_dir))
         self.ports.release()
         await self.http.close()
 
