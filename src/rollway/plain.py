@@ -68,7 +68,7 @@ class _Counter:
                     self._sizes[event.anchor] = 1
             elif isinstance(event, yaml.AliasEvent):
                 self._key(None)
-                self._alias(event.anchor)
+                self._alias(event.anchor or "")
 
     def _enter(self, event: yaml.CollectionStartEvent) -> None:
         self._key(None)

@@ -29,7 +29,7 @@ from rollway.errors import (
 )
 from rollway.fleet.discovery import Worker
 from rollway.stack import private, processes
-from rollway.stack.locks import NamedLock, describe
+from rollway.stack.locks import NamedLock, describe, sweep_abandoned
 from rollway.stack.processes import ProcessId
 from rollway.stack.ready import is_at
 from rollway.stack.state import (
@@ -224,6 +224,7 @@ def clear_leftovers(directory: StackDir) -> bool:
             _end_members(state)
         remove_run_dir(Path(state.run_dir))
         directory.forget()
+        sweep_abandoned()
     finally:
         lock.release()
     return True

@@ -6,8 +6,8 @@ anybody may bind its name, and everybody reads in /proc/net/unix which names are
 also those that were derived from a secret.
 
 The directory belongs to the user and not to ROLLWAY_HOME: stacks of two homes must not choose the
-same port. It holds one directory per boot and network namespace, which is the scope of a TCP port;
-a home directory that several machines mount therefore has separate locks for each of them.
+same port. A lock counts for one boot of one machine and one network namespace, which is the scope
+of a TCP port: a home directory may be mounted by several machines.
 
 Between users there is no lock that one of them could not keep from the other. There is a `Claim`,
 which a polite neighbour respects, and the final arbiter: whoever binds the port has it.
@@ -37,6 +37,7 @@ from rollway.stack.state import home
 
 _POLL_SECONDS = 0.05
 _SILENT_SECONDS = 10.0
+_ABANDONED_SECONDS = 86400.0
 _locks: weakref.WeakSet[NamedLock | Claim] = weakref.WeakSet()
 
 
@@ -44,8 +45,9 @@ class NamedLock:
     """Held from a successful `acquire` until `release` or the end of the process."""
 
     def __init__(self, name: str) -> None:
+        scoped = f"{boot_id()} {Path('/proc/self/ns/net').stat().st_ino} {name}"
         kind = name.partition("/")[0]
-        self._file_name = f"{kind}-{hashlib.sha256(name.encode()).hexdigest()[:32]}"
+        self._file_name = f"{kind}-{hashlib.sha256(scoped.encode()).hexdigest()[:32]}"
         self._path: Path | None = None
         self._handle: int | None = None
         _locks.add(self)
@@ -124,11 +126,23 @@ def lock_directory() -> Path:
     """The directory of this user's locks, the same for every ROLLWAY_HOME and every environment.
 
     An account without a directory that it can write locks within ROLLWAY_HOME."""
-    scope = f"{boot_id()}-{os.stat('/proc/self/ns/net').st_ino}"  # noqa: PTH116
     with contextlib.suppress(KeyError, StartError):
         account = Path(pwd.getpwuid(os.getuid()).pw_dir, ".local", "state", "rollway").resolve()
-        return _below(account, "locks", scope)
-    return _below(home(), "locks", scope)
+        return _make_below(account)
+    return _make_below(home())
+
+
+def sweep_abandoned() -> None:
+    """Remove old files of holders that were killed; they lock nothing, but they pile up."""
+    for path in lock_directory().iterdir():
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime < _ABANDONED_SECONDS:
+                continue
+            handle = _try_lock(path)
+            if handle is not None:
+                if _is_file_at(path, handle):
+                    path.unlink()
+                os.close(handle)
 
 
 def describe(process: ProcessId | None) -> str:
@@ -156,12 +170,8 @@ async def machine_lock(name: str, silent_seconds: float = _SILENT_SECONDS) -> As
         lock.release()
 
 
-def _below(base: Path, *names: str) -> Path:
-    """Create private directories, each below the other."""
-    path = private.make_directory(base)
-    for name in names:
-        path = private.make_directory(path / name)
-    return path
+def _make_below(base: Path) -> Path:
+    return private.make_directory(private.make_directory(base) / "locks")
 
 
 def _try_lock(path: Path) -> int | None:

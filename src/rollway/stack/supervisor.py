@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import resource
 import signal
 import sys
 import time
@@ -43,6 +44,8 @@ from rollway.stack.state import (
 )
 from rollway.weights.adapter import remove_abandoned
 from rollway.weights.offer import SECRET
+
+_OPEN_FILES = 65536
 
 
 class Supervisor(Healer):
@@ -247,7 +250,16 @@ def main() -> int:
     if not lock.acquire():
         print(f"a stack named {spec.name} is already running", file=sys.stderr)
         return 3
+    _raise_file_limit()
     return asyncio.run(Supervisor(spec, lifeline).run())
+
+
+def _raise_file_limit() -> None:
+    """Every reserved port takes two descriptors, and the usual soft limit is 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 if __name__ == "__main__":
