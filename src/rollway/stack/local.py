@@ -85,6 +85,7 @@ def start(spec: StackSpec, progress: Progress | None = None) -> RunningStack:
     On failure, and on KeyboardInterrupt, everything that had started is stopped first."""
     directory = StackDir(spec.name)
     directory.create()
+    directory.stop_request(_this_process()).unlink(missing_ok=True)
     # Held until the stack is ready: by this lock `rollway down` finds a start that has no state.
     starting = NamedLock(directory.start_lock_name)
     if not starting.acquire():
@@ -97,7 +98,6 @@ def start(spec: StackSpec, progress: Progress | None = None) -> RunningStack:
 
 
 def _start(spec: StackSpec, directory: StackDir, progress: Progress | None) -> RunningStack:
-    directory.stop_request(_this_process()).unlink(missing_ok=True)
     clear_leftovers(directory)
     state = directory.read()
     if state is not None and state.supervised:
@@ -188,8 +188,8 @@ def _clear_unreadable(directory: StackDir) -> None:
     if directory.path.lstat().st_uid != os.getuid():
         raise not_running(directory.name)
     remains = directory.remains()
-    candidates = {NamedLock(directory.lock_name).holder(), remains.supervisor} - {None}
-    supervisors = {p for p in candidates if p is not None and _is_supervisor(p)}
+    candidates = (NamedLock(directory.lock_name).holder(), remains.supervisor)
+    supervisors = {process for process in candidates if process and _is_supervisor(process)}
     _end_supervisors(supervisors, directory, 20.0, None)
     if remains.run_id is not None:
         run_id = remains.run_id

@@ -19,6 +19,7 @@ import asyncio
 import contextlib
 import errno
 import fcntl
+import functools
 import hashlib
 import os
 import pwd
@@ -125,10 +126,12 @@ class Claim:
 def lock_directory() -> Path:
     """The directory of this user's locks, the same for every ROLLWAY_HOME and every environment.
 
-    An account without a directory that it can write locks within ROLLWAY_HOME."""
+    It is in ROLLWAY_HOME for an account whose own directory cannot be written or has no locks."""
     with contextlib.suppress(KeyError, StartError):
         account = Path(pwd.getpwuid(os.getuid()).pw_dir, ".local", "state", "rollway").resolve()
-        return _make_below(account)
+        directory = _make_below(account)
+        if _has_locks(directory):
+            return directory
     return _make_below(home())
 
 
@@ -174,6 +177,19 @@ def _make_below(base: Path) -> Path:
     return private.make_directory(private.make_directory(base) / "locks")
 
 
+@functools.cache
+def _has_locks(directory: Path) -> bool:
+    """Whether the filesystem supports `flock`; some network filesystems do not."""
+    handle = private.open_file(directory / ".probe", os.O_RDWR)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    finally:
+        os.close(handle)
+    return True
+
+
 def _try_lock(path: Path) -> int | None:
     handle = private.open_file(path, os.O_RDWR)
     try:
@@ -185,7 +201,7 @@ def _try_lock(path: Path) -> int | None:
         os.close(handle)
         raise StartError(
             f"Files in {path.parent} cannot be locked: {error.strerror}.",
-            "Mount that filesystem with support for flock.",
+            "Set ROLLWAY_HOME to a directory on a local disk.",
         ) from error
     return handle
 
