@@ -436,6 +436,19 @@ def test_down_in_the_first_moments_of_up_stops_it(
 
 
 @pytest.mark.stack
+def test_down_ends_a_running_stack_whose_state_was_overwritten(
+    base_model: Path, footprint: Footprint
+) -> None:
+    model = {"path": str(base_model), "name": "tiny", "engine": "mocker"}
+    running = local.start(load_spec({"name": "t", "models": [model]}))
+    StackDir("t").state_file.write_bytes(b"\0" * 100)
+    local.stop("t")
+    assert footprint.settle() == {}
+    assert StackDir("t").read() is None
+    running.stop()
+
+
+@pytest.mark.stack
 def test_nothing_that_a_stack_writes_is_for_other_users(base_model: Path, own_home: Path) -> None:
     own_home.mkdir()
     own_home.chmod(0o755)
