@@ -14,6 +14,7 @@ from hypothesis import settings
 
 from rollway.stack import local, processes
 from rollway.stack.lease import FIRST, LAST
+from rollway.stack.locks import lock_directory
 from rollway.stack.preset import cache_dir
 from rollway.stack.state import known_stacks
 
@@ -115,7 +116,16 @@ def _listening_ports() -> set[str]:
 
 def _reservations() -> set[str]:
     lines = Path("/proc/net/unix").read_text(errors="replace").splitlines()
-    return {line.split()[-1] for line in lines if "@rollway/" in line}
+    claims = {line.split()[-1] for line in lines if "@rollway/" in line}
+    return claims | {path.name for path in lock_directory().iterdir() if _is_held(path)}
+
+
+def _is_held(lock: Path) -> bool:
+    try:
+        pid, start = map(int, lock.read_text().split())
+    except (OSError, ValueError):
+        return False
+    return processes.ProcessId(pid, start).alive
 
 
 def _marked_processes() -> set[str]:

@@ -30,7 +30,8 @@ from rollway.observe.progress import StackProgress, process_table
 from rollway.stack import doctor, local, logs
 from rollway.stack.lease import Lease
 from rollway.stack.plan import plan_stack
-from rollway.stack.state import StackDir, StackState, known_stacks
+from rollway.stack.private import is_plain_name
+from rollway.stack.state import StackDir, StackState, known_stacks, unreadable_stacks
 from rollway.sync import SyncFleet
 
 Command = Callable[[argparse.Namespace], int]
@@ -84,14 +85,11 @@ def up(options: argparse.Namespace) -> int:
 
 
 def down(options: argparse.Namespace) -> int:
-    if options.all:
-        names = [state.name for state in known_stacks()]
-    else:
-        names = [local.resolve_name(options.name, dead_too=True)]
+    everything = options.all
+    names = local.all_names() if everything else [local.resolve_name(options.name, dead_too=True)]
     began = time.monotonic()
     with StackProgress(quiet=options.quiet) as progress:
-        for name in names:
-            local.stop(name, progress)
+        local.stop_all(names, progress)
     if options.json:
         print(json.dumps({"stopped": names, "seconds": round(time.monotonic() - began, 3)}))
     else:
@@ -102,25 +100,33 @@ def down(options: argparse.Namespace) -> int:
 def status(options: argparse.Namespace) -> int:
     if options.name is not None and "://" in options.name:
         return _status_elsewhere(options)
-    states = known_stacks()
+    states, unreadable = known_stacks(), unreadable_stacks()
     if options.name is not None:
         states = [state for state in states if state.name == options.name]
-        if not states:
+        unreadable = {name: why for name, why in unreadable.items() if name == options.name}
+        if not states and not unreadable:
             raise local.not_running(options.name)
     reports = [_status_of(state) for state in states]
     if options.json:
-        print(json.dumps({"stacks": reports}))
+        damaged = [
+            {"name": name, "phase": "unreadable", "error": f"state unreadable: {why}"}
+            for name, why in unreadable.items()
+        ]
+        print(json.dumps({"stacks": reports + damaged}))
         return 0
-    if not states:
+    if not states and not unreadable:
         print("no stack is running")
     for state, report in zip(states, reports, strict=True):
         _print_status(state, report)
+    for name, why in unreadable.items():
+        print(f"{name}: state unreadable: {why}; `rollway down {name}` clears it")
     return 0
 
 
 def show_logs(options: argparse.Namespace) -> int:
     directory, name = _log_directory(options)
-    path = directory / f"{options.process}.log" if options.process else None
+    plain = is_plain_name(options.process or "")
+    path = directory / f"{options.process}.log" if plain else None
     if path is None or not path.is_file():
         return _list_logs(directory, options)
     directory_of = StackDir(name)

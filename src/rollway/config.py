@@ -20,13 +20,22 @@ import re
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 from urllib.parse import urlsplit
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticSerializationError
 
 from rollway.errors import SpecError, UsageError
+from rollway.plain import check_plain, read_yaml
 
 RawArgs: TypeAlias = dict[str, Any]
 """Options of another program under its own names, without the dashes.
@@ -34,12 +43,26 @@ RawArgs: TypeAlias = dict[str, Any]
 `true` gives `--name`, `false` gives `--no-name`, `null` removes a preset's value, a mapping is
 passed as JSON, a list as several values."""
 
-_NAME = re.compile(r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")
+_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")
 _PORT = Field(default=0, ge=0, le=65535)
+LONGEST_STOP_SECONDS = 86400.0
+_LARGEST_FILE = 256 << 10  # bytes
+
+
+def _check_variables(value: dict[str, str]) -> dict[str, str]:
+    for name in value:
+        if not name or "=" in name:
+            raise ValueError(f"{name[:60]!r} cannot be the name of an environment variable")
+    return value
+
+
+Environment: TypeAlias = Annotated[dict[str, str], AfterValidator(_check_variables)]
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", validate_default=True, coerce_numbers_to_str=True)
+    model_config = ConfigDict(
+        extra="forbid", validate_default=True, coerce_numbers_to_str=True, allow_inf_nan=False
+    )
 
 
 class ModelSpec(_Part):
@@ -58,7 +81,7 @@ class ModelSpec(_Part):
     seed: int = Field(default=0, ge=0)
     """Replica i samples with seed + i: equal seeds would make two workers sample equal tokens."""
     args: RawArgs = Field(default_factory=dict)
-    env: dict[str, str] = Field(default_factory=dict)
+    env: Environment = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _consistent(self) -> ModelSpec:
@@ -82,7 +105,7 @@ class FrontendSpec(_Part):
     rl_port: int = _PORT
     """Port of the RL worker listing; every stack has its own."""
     args: RawArgs = Field(default_factory=dict)
-    env: dict[str, str] = Field(default_factory=dict)
+    env: Environment = Field(default_factory=dict)
 
 
 class RouterSpec(_Part):
@@ -159,9 +182,9 @@ class StackSpec(_Part):
     checkpoint_roots: list[Path] = Field(default_factory=list)
     """Refits take checkpoints only from below these directories; from anywhere when empty."""
     log_dir: Path | None = None
-    env: dict[str, str] = Field(default_factory=dict)
-    start_seconds: float = Field(default=900, gt=0)
-    stop_seconds: float = Field(default=20, gt=0)
+    env: Environment = Field(default_factory=dict)
+    start_seconds: float = Field(default=900, gt=0, le=7 * 86400)
+    stop_seconds: float = Field(default=20, gt=0, le=LONGEST_STOP_SECONDS)
     restart: RestartSpec = Field(default_factory=RestartSpec)
     timeouts: AdminTimeouts = Field(default_factory=AdminTimeouts)
     warmup: bool = True
@@ -170,19 +193,17 @@ class StackSpec(_Part):
     @classmethod
     def _absolute(cls, value: Path | None) -> Path | None:
         """The supervisor and later commands run elsewhere."""
-        return None if value is None else value.expanduser().absolute()
+        return None if value is None else _expand(value)
 
     @field_validator("checkpoint_roots")
     @classmethod
     def _absolute_roots(cls, value: list[Path]) -> list[Path]:
-        return [root.expanduser().absolute() for root in value]
+        return [_expand(root) for root in value]
 
     @field_validator("name")
     @classmethod
     def _usable_name(cls, value: str) -> str:
-        if not _NAME.match(value):
-            raise ValueError("use lower-case letters, digits and inner dashes, at most 40")
-        return value
+        return check_stack_name(value)
 
     @model_validator(mode="after")
     def _consistent(self) -> StackSpec:
@@ -232,6 +253,20 @@ def _check_join(spec: StackSpec, join: JoinSpec) -> None:
         )
 
 
+def _expand(path: Path) -> Path:
+    try:
+        return path.expanduser().absolute()
+    except RuntimeError as error:  # `~nobody-of-this-name`
+        raise ValueError(f"{error}") from None
+
+
+def check_stack_name(name: str) -> str:
+    """Refuse with ValueError what cannot name a stack: the name becomes a directory."""
+    if not _NAME.fullmatch(name):
+        raise ValueError("use lower-case letters, digits and inner dashes, at most 40")
+    return name
+
+
 def is_loopback(host: str) -> bool:
     return host in ("localhost", "::1") or host.startswith("127.")
 
@@ -250,9 +285,10 @@ def load_spec(
     if isinstance(source, StackSpec):
         data: dict[str, Any] = source.model_dump(mode="json", exclude_unset=True)
     elif isinstance(source, Mapping):
+        check_plain(source, "The stack")
         data = copy.deepcopy(dict(source))
     elif source is not None:
-        data = _read_yaml(Path(source))
+        data = _read_file(Path(source))
     else:
         data = {}
     data.update(fields)
@@ -263,6 +299,7 @@ def load_spec(
 
 def parse_spec(data: Mapping[str, Any]) -> StackSpec:
     """Validate plain data; every complaint names the field by its path."""
+    check_plain(data, "The stack", free_text=("args", "env"))
     if not isinstance(data.get("models"), list) or not any(
         isinstance(model, dict) and model.get("path") for model in data["models"]
     ):
@@ -272,27 +309,35 @@ def parse_spec(data: Mapping[str, Any]) -> StackSpec:
         )
     try:
         spec = StackSpec.model_validate(data)
+        spec.model_dump_json()  # as the supervisor will get it
     except ValidationError as error:
         raise SpecError(_explain(error)) from error
+    except PydanticSerializationError as error:
+        raise SpecError(
+            f"The stack holds a value that is not plain: {error}.",
+            "Use text, numbers, true, false, null, lists and mappings.",
+        ) from error
     for index, model in enumerate(spec.models):
         _check_model_path(model.path, f"models.{index}.path")
     return spec
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def _read_file(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text()
+        with path.open("rb") as file:
+            content = file.read(_LARGEST_FILE + 1)
+        text = content.decode()
     except FileNotFoundError:
         raise UsageError(f"There is no file {path}.", "Check the path of the stack file.") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise UsageError(f"{path} cannot be read: {reason}.", "Check the file.") from error
-    try:
-        data = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    if len(content) > _LARGEST_FILE:
         raise SpecError(
-            f"{path} is not valid YAML: {' '.join(str(error).split())}.", "Mend the line it names."
-        ) from error
+            f"{path} has more than {_LARGEST_FILE >> 10} KiB, which no stack file needs.",
+            "Is it the right file?",
+        )
+    data = read_yaml(text, str(path))
     if not isinstance(data, dict):
         kind = "is empty" if data is None else f"holds a {type(data).__name__}"
         raise SpecError(
@@ -305,46 +350,51 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 def _apply(data: dict[str, Any], override: str) -> None:
     """`models.0.replicas=4`: a path through mappings and lists, and a YAML value."""
     path, separator, text = override.partition("=")
+    shown = f"`--set {override if override.isprintable() else ascii(override)}`"[:200]
     if not separator or not path:
         raise UsageError(
-            f"`--set {override}` is not of the form a.b=value.", "For example: --set router.mode=kv"
+            f"{shown} is not of the form a.b=value.", "For example: --set router.mode=kv"
         )
-    try:
-        value = yaml.safe_load(text) if text else None
-    except yaml.YAMLError as error:
-        raise UsageError(f"`--set {override}`: the value is not YAML ({error}).") from error
+    if len(override) > _LARGEST_FILE:
+        raise UsageError(f"{shown} has more than {_LARGEST_FILE >> 10} KiB.", "Use a stack file.")
+    value = read_yaml(text, shown) if text else None
     keys = path.split(".")
     target: Any = data
     for key in keys[:-1]:
-        target = _descend(target, key, override)
+        target = _descend(target, key, shown)
     if isinstance(target, list):
-        target[_index(target, keys[-1], override)] = value
+        target[_index(target, keys[-1], shown)] = value
     else:
         target[keys[-1]] = value
 
 
-def _descend(target: Any, key: str, override: str) -> Any:
+def _descend(target: Any, key: str, shown: str) -> Any:
     if isinstance(target, list):
-        return target[_index(target, key, override)]
-    child = target.setdefault(key, {})
-    if child is None:
-        child = target[key] = {}
+        child = target[_index(target, key, shown)]
+    else:
+        child = target.setdefault(key, {})
+        if child is None:
+            child = target[key] = {}
     if not isinstance(child, (dict, list)):
-        raise UsageError(f"`--set {override}`: `{key}` holds a value, so it has no fields.")
+        raise UsageError(
+            f"{shown}: `{key[:60]}` holds a value, so it has no fields.", "Set it whole."
+        )
     return child
 
 
-def _index(items: list[Any], key: str, override: str) -> int:
-    if not key.isdigit() or int(key) >= len(items):
+def _index(items: list[Any], key: str, shown: str) -> int:
+    if not (key.isdecimal() and len(key) < 10) or int(key) >= len(items):
         raise UsageError(
-            f"`--set {override}`: `{key}` is no position in a list of {len(items)}.",
+            f"{shown}: `{key[:60]}` is no position in a list of {len(items)}.",
             f"Use 0 to {len(items) - 1}." if items else "The list is empty.",
         )
     return int(key)
 
 
 def _explain(error: ValidationError) -> str:
-    return " ".join(_explain_one(dict(detail)) for detail in error.errors())
+    details = error.errors()
+    more = f" There are {len(details) - 5} more." if len(details) > 5 else ""
+    return " ".join(_explain_one(dict(detail)) for detail in details[:5]) + more
 
 
 def _explain_one(detail: dict[str, Any]) -> str:
@@ -353,7 +403,8 @@ def _explain_one(detail: dict[str, Any]) -> str:
         return f"`{path}`: there is no such field.{_nearest(detail['loc'])}"
     message = str(detail["msg"]).removeprefix("Value error, ")
     given = detail.get("input")
-    shown = f" (got {given!r})" if isinstance(given, (str, int, float, bool, type(None))) else ""
+    plain = isinstance(given, (str, int, float, bool, type(None)))
+    shown = f" (got {repr(given)[:100]})" if plain else ""
     return f"`{path}`: {message}{shown}."
 
 
@@ -377,8 +428,16 @@ def _part_of(part: type[BaseModel], field: str) -> type[BaseModel]:
 
 
 def _check_model_path(path: str, field: str) -> None:
-    directory = Path(path).expanduser()
-    if directory.is_dir():
+    try:
+        directory = Path(path).expanduser()
+        exists = directory.is_dir()
+    except (OSError, RuntimeError) as error:  # too long, or `~nobody-of-this-name`
+        reason = getattr(error, "strerror", None) or str(error)
+        raise SpecError(
+            f"`{field}`: {path[:100]} cannot be looked up: {reason}.",
+            "Give an existing checkpoint directory.",
+        ) from error
+    if exists:
         if not (directory / "config.json").is_file():
             raise SpecError(
                 f"`{field}`: {path} has no config.json, so it is not a checkpoint.",

@@ -55,6 +55,14 @@ class StackNotRunning(RollwayError):
     """There is no such stack to talk to."""
 
 
+class StateUnreadable(RollwayError):
+    """The record of a stack is damaged; other stacks are not concerned."""
+
+    def __init__(self, message: str, hint: str = "", *, reason: str = "") -> None:
+        super().__init__(message, hint)
+        self.reason = reason
+
+
 class Unreachable(RollwayError):
     """Nothing answered at an address, or it did not answer in time."""
 

@@ -87,8 +87,12 @@ def test_a_state_file_of_another_version(cli: Cli, own_home: Path) -> None:
     file = own_home / "stacks" / "old" / "state.json"
     file.parent.mkdir(parents=True)
     file.write_text('{"name": "old"}')
-    expect(cli, ["down", "old"], 1, str(file), "not written by this version", "remove the file")
-    file.unlink()
+    expect(
+        cli, ["up", "--model", "Qwen/x", "--name", "old"], 1, str(file), "unreadable", "down old"
+    )
+    assert "old: state unreadable" in cli("status").stdout
+    assert cli("down", "old").stdout == "stopped old\n"
+    assert not file.exists()
 
 
 def test_nothing_to_stop_or_show(cli: Cli) -> None:

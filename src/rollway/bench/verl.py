@@ -207,7 +207,7 @@ def run_stack(
     router_mode: str, arms: Sequence[Arm], python: Path, model: Path, directory: Path
 ) -> None:
     """All batches, in verl's environment, to its end."""
-    ray_directory = Path(tempfile.gettempdir(), f"rollway-ray-{os.getpid()}")  # short: sockets
+    ray_directory = Path(tempfile.mkdtemp(prefix="rollway-ray-"))  # short: sockets
     said = overrides(router_mode, model, directory)
     job = {
         "overrides": [f"{name}={value}" for name, value in said],

@@ -16,7 +16,7 @@ from rollway.gateway.recorder import Recorder
 from rollway.gateway.server import Gateway, made_gateway
 from rollway.gateway.template import Template
 from rollway.stack import local
-from rollway.stack.state import StackDir, home
+from rollway.stack.state import StackDir, make_home
 
 
 async def serve(options: argparse.Namespace, tokens: frozenset[str]) -> None:
@@ -25,7 +25,7 @@ async def serve(options: argparse.Namespace, tokens: frozenset[str]) -> None:
     async with rollway.attach(target, rl_url=options.rl_url) as stack:
         model = options.model or (stack.models[0] if len(stack.models) == 1 else None)
         tokenizer = options.tokenizer or _model_path(stack.name, model)
-        journal = options.journal or home() / "gateway" / f"{stack.name or 'attached'}.jsonl"
+        journal = options.journal or make_home() / "gateway" / f"{stack.name or 'attached'}.jsonl"
         recorder = Recorder(journal)
         try:
             made = await made_gateway(

@@ -12,6 +12,7 @@ from typing import Self
 
 from rich.console import Console
 from rich.live import Live
+from rich.markup import escape
 from rich.table import Table
 
 from rollway.stack.state import ProcessState, StackState
@@ -81,12 +82,13 @@ def process_table(state: StackState) -> Table:
 
 def _row(process: ProcessState) -> tuple[str, str, str, str, str]:
     style = _STYLES.get(process.state, "cyan")
+    # What a state file says is text, not markup.
     return (
-        process.name,
-        f"[{style}]{process.state}[/{style}]",
+        escape(process.name),
+        f"[{style}]{escape(process.state)}[/{style}]",
         str(process.pid or ""),
         str(process.restarts or ""),
-        process.detail,
+        escape(process.detail),
     )
 
 

@@ -15,11 +15,11 @@ from pathlib import Path
 from rollway.config import StackSpec
 from rollway.http import Http
 from rollway.orders import SECRET, SECRET_FILE
-from rollway.stack import processes
+from rollway.stack import private, processes
 from rollway.stack.lease import Lease
 from rollway.stack.plan import ProcessPlan, StackPlan
 from rollway.stack.processes import ProcessId
-from rollway.stack.state import ProcessState, StackDir, StackState, secret_file
+from rollway.stack.state import ProcessState, StackDir, StackState, run_dir_name, secret_file
 from rollway.weights.adapter import remove_abandoned
 
 
@@ -59,7 +59,7 @@ class Children:
         )
 
     def _spawn(self, process: ProcessPlan) -> None:
-        with process.log.open("ab") as log:
+        with os.fdopen(private.open_file(process.log, os.O_WRONLY | os.O_APPEND), "ab") as log:
             child = subprocess.Popen(
                 process.argv,
                 env=self._environment(process),
@@ -130,11 +130,10 @@ class Children:
 
 
 def _run_dir(run_id: str) -> Path:
-    """Short, because vLLM puts Unix sockets below it and their paths end at 107 characters."""
-    base = tempfile.gettempdir()
+    base = os.path.normpath(tempfile.gettempdir())
     if len(base) > 40:
         base = "/tmp"
-    return Path(base) / f"rollway-{os.getuid()}-{run_id[:8]}"
+    return Path(base) / run_dir_name(run_id, os.getuid())
 
 
 def _session(pid: int) -> int | None:

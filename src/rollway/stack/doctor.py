@@ -15,7 +15,7 @@ from rollway.stack import machine
 from rollway.stack.lease import FIRST, LAST, Lease
 from rollway.stack.plan import SERVICE_PACKAGES
 from rollway.stack.preset import cache_dir
-from rollway.stack.state import home, known_stacks
+from rollway.stack.state import home, known_stacks, unreadable_stacks
 
 Level = Literal["ok", "note", "warning", "error"]
 
@@ -175,6 +175,13 @@ def _stacks() -> Iterator[Finding]:
                 f"{state.name} was left behind by a supervisor that is gone",
                 f"Clear it: rollway down {state.name}",
             )
+    for name, reason in unreadable_stacks().items():
+        yield Finding(
+            "stack",
+            "warning",
+            f"the state of {name} is unreadable: {reason}",
+            f"Clear it: rollway down {name}",
+        )
 
 
 def _directories() -> Iterator[Finding]:

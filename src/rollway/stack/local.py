@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,17 +19,35 @@ from pathlib import Path
 from typing import Any
 
 from rollway.config import StackSpec
-from rollway.errors import RollwayError, SpecError, StackNotRunning, StartError, UsageError
+from rollway.errors import (
+    RollwayError,
+    SpecError,
+    StackNotRunning,
+    StartError,
+    StateUnreadable,
+    UsageError,
+)
 from rollway.fleet.discovery import Worker
-from rollway.stack import processes
-from rollway.stack.locks import NamedLock
+from rollway.stack import private, processes
+from rollway.stack.locks import NamedLock, describe, sweep_abandoned
 from rollway.stack.processes import ProcessId
 from rollway.stack.ready import is_at
-from rollway.stack.state import DETACH, StackDir, StackState, known_stacks, patience
+from rollway.stack.state import (
+    DETACH,
+    StackDir,
+    StackState,
+    known_stacks,
+    patience,
+    remove_run_dir,
+    run_dir_name,
+    stack_names,
+    unreadable_stacks,
+)
 from rollway.weights.adapter import remove_abandoned
 
 Progress = Callable[[StackState], None]
 _POLL_SECONDS = 0.1
+_LONGEST_INTERRUPT_SECONDS = 120.0
 
 
 @dataclass(slots=True)
@@ -66,6 +84,20 @@ def start(spec: StackSpec, progress: Progress | None = None) -> RunningStack:
 
     On failure, and on KeyboardInterrupt, everything that had started is stopped first."""
     directory = StackDir(spec.name)
+    directory.create()
+    directory.stop_request(_this_process()).unlink(missing_ok=True)
+    # Held until the stack is ready: by this lock `rollway down` finds a start that has no state.
+    starting = NamedLock(directory.start_lock_name)
+    if not starting.acquire():
+        raise _started_elsewhere(directory, starting.holder())
+    try:
+        return _start(spec, directory, progress)
+    finally:
+        directory.stop_request(_this_process()).unlink(missing_ok=True)
+        starting.release()
+
+
+def _start(spec: StackSpec, directory: StackDir, progress: Progress | None) -> RunningStack:
     clear_leftovers(directory)
     state = directory.read()
     if state is not None and state.supervised:
@@ -73,7 +105,6 @@ def start(spec: StackSpec, progress: Progress | None = None) -> RunningStack:
             f"A stack named `{spec.name}` is already running (supervisor {state.supervisor_pid}).",
             f"Stop it with `rollway down {spec.name}`, or choose another name with --name.",
         )
-    _writable_home(directory)
     supervisor, lifeline = _spawn_supervisor(spec, directory)
     try:
         state = _until_ready(directory, supervisor, progress)
@@ -85,20 +116,99 @@ def start(spec: StackSpec, progress: Progress | None = None) -> RunningStack:
 
 
 def stop(name: str, progress: Progress | None = None) -> None:
-    """End a stack of this user by name, whoever started it."""
+    """End a stack of this user by name, whoever started it, also one that is just starting."""
     directory = StackDir(name)
-    state = directory.read()
+    interrupted = _interrupt_start(directory, progress)
+    try:
+        state = directory.read()
+    except StateUnreadable:
+        _clear_unreadable(directory)
+        return
     if state is None or state.uid != os.getuid():
+        if interrupted:
+            return
         raise not_running(name)
     if state.supervised:
-        state.supervisor.send(signal.SIGTERM)
-        deadline = time.monotonic() + state.stop_seconds + 15.0
-        while state.supervisor.alive and time.monotonic() < deadline:
-            _show_stop(directory, progress)
-            time.sleep(_POLL_SECONDS)
-        state.supervisor.send(signal.SIGKILL)
-        processes.wait_gone({state.supervisor}, 5.0)
+        _end_supervisors({state.supervisor}, directory, state.stop_seconds, progress)
     clear_leftovers(directory)
+
+
+def stop_all(names: list[str], progress: Progress | None = None) -> list[str]:
+    """End several stacks; one that cannot be ended does not keep the others from it."""
+    stopped: list[str] = []
+    failures: list[RollwayError] = []
+    for name in names:
+        try:
+            stop(name, progress)
+            stopped.append(name)
+        except RollwayError as error:
+            failures.append(error)
+    if failures:
+        raise failures[0]
+    return stopped
+
+
+def _interrupt_start(directory: StackDir, progress: Progress | None) -> bool:
+    """Have the process that is starting this stack stop it; False when nobody is.
+
+    Not by a signal: that process may be a trainer, and goes on."""
+    lock = NamedLock(directory.start_lock_name)
+    starter = lock.holder()
+    if starter is None:
+        return False
+    request = directory.stop_request(starter)
+    os.close(private.open_file(request, os.O_WRONLY))
+    deadline = time.monotonic() + _LONGEST_INTERRUPT_SECONDS
+    while lock.holder() == starter and time.monotonic() < deadline:
+        _show_stop(directory, progress)
+        time.sleep(_POLL_SECONDS)
+    request.unlink(missing_ok=True)
+    return True
+
+
+def _end_supervisors(
+    supervisors: set[ProcessId], directory: StackDir, seconds: float, progress: Progress | None
+) -> None:
+    for supervisor in supervisors:
+        supervisor.send(signal.SIGTERM)
+    deadline = time.monotonic() + seconds + 15.0
+    while any(s.alive for s in supervisors) and time.monotonic() < deadline:
+        _show_stop(directory, progress)
+        time.sleep(_POLL_SECONDS)
+    for supervisor in supervisors:
+        supervisor.send(signal.SIGKILL)
+    processes.wait_gone(supervisors, 5.0)
+
+
+def _clear_unreadable(directory: StackDir) -> None:
+    """End what runs under a state that cannot be read, as far as it can be told; remove the state.
+
+    The supervisor is known by its lock or by what the record still says of it, its processes by the
+    mark that the history names."""
+    if directory.path.lstat().st_uid != os.getuid():
+        raise not_running(directory.name)
+    remains = directory.remains()
+    candidates = (NamedLock(directory.lock_name).holder(), remains.supervisor)
+    supervisors = {process for process in candidates if process and _is_supervisor(process)}
+    _end_supervisors(supervisors, directory, 20.0, None)
+    if remains.run_id is not None:
+        run_id = remains.run_id
+        memory = processes.end(lambda: processes.members(run_id), 0.5)
+        processes.remove_shared_memory(memory)
+        for base in {tempfile.gettempdir(), "/tmp"}:
+            remove_run_dir(Path(base, run_dir_name(run_id, os.getuid())))
+    remove_abandoned()
+    directory.forget()
+
+
+def _is_supervisor(process: ProcessId) -> bool:
+    return process.alive and "rollway.stack.supervisor" in processes.command_of(process, 2000)
+
+
+def _this_process() -> ProcessId:
+    process = ProcessId.of(os.getpid())
+    assert process is not None
+    return process
 
 
 def clear_leftovers(directory: StackDir) -> bool:
@@ -112,9 +222,9 @@ def clear_leftovers(directory: StackDir) -> bool:
     try:
         if state.boot == processes.boot_id():
             _end_members(state)
-        if Path(state.run_dir).name.startswith(f"rollway-{state.uid}-"):
-            shutil.rmtree(state.run_dir, ignore_errors=True)
+        remove_run_dir(Path(state.run_dir))
         directory.forget()
+        sweep_abandoned()
     finally:
         lock.release()
     return True
@@ -124,7 +234,9 @@ def resolve_name(name: str | None, *, dead_too: bool = False) -> str:
     """The stack meant by a command that names none: the only one there is."""
     if name is not None:
         return name
-    known = [state.name for state in known_stacks() if dead_too or state.supervised]
+    known = (
+        all_names() if dead_too else [state.name for state in known_stacks() if state.supervised]
+    )
     if len(known) == 1:
         return known[0]
     if known:
@@ -132,20 +244,19 @@ def resolve_name(name: str | None, *, dead_too: bool = False) -> str:
     raise not_running(None)
 
 
+def all_names() -> list[str]:
+    """Every stack there is something to stop or to clear of."""
+    starting = {
+        name
+        for name in stack_names()
+        if NamedLock(StackDir(name).start_lock_name).holder() is not None
+    }
+    return sorted({*(state.name for state in known_stacks()), *unreadable_stacks(), *starting})
+
+
 def not_running(name: str | None) -> StackNotRunning:
     what = f"No stack named `{name}` is running" if name else "No stack is running"
     return StackNotRunning(f"{what}.", "Start one with `rollway up`; `rollway status` lists all.")
-
-
-def _writable_home(directory: StackDir) -> None:
-    try:
-        directory.path.mkdir(parents=True, exist_ok=True)
-        (directory.path / "supervisor.log").touch()
-    except OSError as error:
-        raise StartError(
-            f"Rollway's directory {directory.path} cannot be written: {error.strerror}.",
-            "Set ROLLWAY_HOME to a directory you can write.",
-        ) from error
 
 
 def _spawn_supervisor(spec: StackSpec, directory: StackDir) -> tuple[subprocess.Popen[bytes], int]:
@@ -157,7 +268,8 @@ def _spawn_supervisor(spec: StackSpec, directory: StackDir) -> tuple[subprocess.
         f"import sys; sys.path.insert(0, {source!r}); "
         "from rollway.stack.supervisor import main; sys.exit(main())"
     )
-    with (directory.path / "supervisor.log").open("wb") as output:
+    log = private.open_file(directory.path / "supervisor.log", os.O_WRONLY | os.O_TRUNC)
+    with os.fdopen(log, "wb") as output:
         their_end, our_end = os.pipe()
         supervisor = subprocess.Popen(
             [sys.executable, "-c", code, str(their_end)],
@@ -178,7 +290,10 @@ def _spawn_supervisor(spec: StackSpec, directory: StackDir) -> tuple[subprocess.
 def _until_ready(
     directory: StackDir, supervisor: subprocess.Popen[bytes], progress: Progress | None
 ) -> StackState:
+    stop_request = directory.stop_request(_this_process())
     while True:
+        if stop_request.exists():
+            raise _stopped(directory)
         ended = supervisor.poll() is not None
         state = directory.read()
         if state is not None and state.supervisor_pid == supervisor.pid:
@@ -199,14 +314,28 @@ def _start_error(error: dict[str, Any]) -> RollwayError:
     return StartError(error["message"], error["hint"], error.get("log_tail", ""))
 
 
+def _stopped(directory: StackDir) -> StartError:
+    return StartError(
+        f"The stack `{directory.name}` was stopped while it was starting.",
+        "Somebody ran `rollway down`; start it again with `rollway up`.",
+    )
+
+
+def _started_elsewhere(directory: StackDir, holder: ProcessId | None) -> StartError:
+    return StartError(
+        f"A stack named `{directory.name}` is being started by another process: "
+        f"{describe(holder)}.",
+        "Wait for it, or choose another name with --name.",
+    )
+
+
 def _supervisor_died(directory: StackDir, supervisor: subprocess.Popen[bytes]) -> StartError:
     log = directory.path / "supervisor.log"
     said = log.read_text(errors="replace").strip() if log.is_file() else ""
     if supervisor.returncode == 3:
-        return StartError(
-            f"A stack named `{directory.name}` is being started by another process.",
-            "Wait for it, or choose another name with --name.",
-        )
+        return _started_elsewhere(directory, NamedLock(directory.lock_name).holder())
+    if supervisor.returncode in (0, -signal.SIGTERM):  # 0: it was told to stop
+        return _stopped(directory)
     return StartError(
         f"The supervisor of `{directory.name}` ended before the stack was ready "
         f"(status {supervisor.returncode}).",
@@ -235,7 +364,10 @@ def _ended(
 
 
 def _show_stop(directory: StackDir, progress: Progress | None) -> None:
-    state = directory.read()
+    try:
+        state = directory.read()
+    except StateUnreadable:
+        return
     if progress is not None and state is not None and state.phase == "stopping":
         progress(state)
 

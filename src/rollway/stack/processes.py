@@ -12,10 +12,13 @@ import contextlib
 import ctypes
 import os
 import signal
+import stat
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from rollway.stack.private import is_plain_name
 
 MARK = "ROLLWAY_RUN"
 SHM = Path("/dev/shm")
@@ -57,6 +60,16 @@ class _Entry:
 def boot_id() -> str:
     """Start times count from boot, so a record of an earlier boot says nothing."""
     return (_PROC / "sys/kernel/random/boot_id").read_text().strip()
+
+
+def command_of(process: ProcessId, length: int = 120) -> str:
+    """The command line of a process, cut short; empty when it has ended."""
+    try:
+        line = (_PROC / str(process.pid) / "cmdline").read_bytes()
+    except OSError:
+        return ""
+    text = " ".join(part.decode(errors="replace") for part in line.split(b"\0") if part)
+    return "".join(sign if sign.isprintable() else " " for sign in text)[:length]
 
 
 def run_environment(run_id: str) -> dict[str, str]:
@@ -106,14 +119,24 @@ def shared_memory(processes: Iterable[ProcessId]) -> set[str]:
 
 
 def remove_shared_memory(names: Iterable[str]) -> list[str]:
-    """Unlink segments that dead members left, unless a living process holds one."""
-    left = {name for name in names if (SHM / name).exists()}
+    """Unlink segments that dead members left, unless a living process holds one.
+
+    The names come from a file, so a path, a link and a file of another user are left alone."""
+    left = {name for name in names if is_plain_name(name) and _is_own_file(SHM / name)}
     if left:
         left -= shared_memory(ProcessId(pid, 0) for pid in _own_pids())
     for name in left:
         with contextlib.suppress(OSError):
             (SHM / name).unlink()
     return sorted(left)
+
+
+def _is_own_file(path: Path) -> bool:
+    try:
+        status = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid()
 
 
 def end(find: Callable[[], set[ProcessId]], grace_seconds: float) -> set[str]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shutil
+import resource
 import signal
 import sys
 import time
@@ -28,7 +28,7 @@ from typing import Any
 from rollway.config import StackSpec
 from rollway.errors import RollwayError, StartError
 from rollway.orders import stack_secret
-from rollway.stack import logs, processes
+from rollway.stack import logs, private, processes
 from rollway.stack.children import exit_words
 from rollway.stack.heal import WATCH_SECONDS, Healer
 from rollway.stack.locks import NamedLock
@@ -41,8 +41,11 @@ from rollway.stack.state import (
     new_secret,
     patience,
     prepare_logs,
+    remove_run_dir,
 )
 from rollway.weights.adapter import remove_abandoned
+
+_OPEN_FILES = 65536
 
 
 class Supervisor(Healer):
@@ -104,9 +107,9 @@ class Supervisor(Healer):
     def _prepare(self) -> StackPlan:
         run_dir, log_dir = Path(self.state.run_dir), Path(self.state.log_dir)
         prepare_logs(log_dir)
-        run_dir.mkdir(mode=0o700, parents=True)
+        private.make_scratch(run_dir)
         for part in ("tmp", "discovery"):
-            (run_dir / part).mkdir()
+            private.make_scratch(run_dir / part)
         self.secret = new_secret(run_dir, self._joined_secret())
         plan = plan_stack(
             self.spec, run_id=self.state.run_id, run_dir=run_dir, log_dir=log_dir, ports=self.ports
@@ -194,7 +197,7 @@ class Supervisor(Healer):
         memory = await asyncio.to_thread(self._wait_for_all, seconds)
         processes.remove_shared_memory({*memory, *self.state.shared_memory})
         remove_abandoned()
-        shutil.rmtree(self.state.run_dir, ignore_errors=True)
+        remove_run_dir(Path(self.state.run_dir))
         self.ports.release()
         await self.http.close()
 
@@ -247,7 +250,16 @@ def main() -> int:
     if not lock.acquire():
         print(f"a stack named {spec.name} is already running", file=sys.stderr)
         return 3
+    _raise_file_limit()
     return asyncio.run(Supervisor(spec, lifeline).run())
+
+
+def _raise_file_limit() -> None:
+    """Every reserved port takes two descriptors, and the usual soft limit is 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,111 @@
+"""Files and directories that only this user can read.
+
+Modes are set explicitly: a umask may be loose, and a file may exist with a looser mode from an
+earlier version. Nothing here follows a link in the last part of a path.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from pathlib import Path
+
+from rollway.errors import StartError
+
+_HINT = "Set ROLLWAY_HOME to a directory that is yours alone."
+
+
+def make_directory(path: Path) -> Path:
+    """Create a directory with mode 0700, or tighten an existing one; refuse one of another user."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise StartError(
+            f"Rollway's directory {path} cannot be written: {error.strerror}.",
+            "Set ROLLWAY_HOME to a directory you can write.",
+        ) from error
+    try:
+        _tighten(path, handle)
+    finally:
+        os.close(handle)
+    return path
+
+
+def make_scratch(path: Path) -> None:
+    """Create a directory with mode 0700 that must not exist: one that somebody has made before,
+    under a name that can be guessed, is not ours."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=0o700)
+    except FileExistsError as error:
+        raise StartError(
+            f"The directory {path} exists already, and this run has not made it.",
+            "Start again: the name is drawn anew.",
+        ) from error
+    path.chmod(0o700)  # a umask may have taken even our own rights away
+
+
+def _tighten(path: Path, handle: int) -> None:
+    status = os.fstat(handle)
+    if status.st_uid != os.getuid():
+        raise StartError(f"The directory {path} belongs to another user ({status.st_uid}).", _HINT)
+    if status.st_mode & stat.S_ISVTX or path == Path(path.anchor):
+        # Root owns /tmp too; to close it for everybody else would break the machine.
+        raise StartError(f"The directory {path} is one that all users share.", _HINT)
+    if stat.S_IMODE(status.st_mode) != 0o700:
+        with contextlib.suppress(OSError):
+            os.fchmod(handle, 0o700)
+        if os.fstat(handle).st_mode & 0o022:  # some filesystems ignore modes
+            raise StartError(
+                f"The directory {path} can be written by other users, and its mode cannot be "
+                "changed.",
+                _HINT,
+            )
+
+
+def open_file(path: Path, flags: int) -> int:
+    """Open a file with mode 0600, creating it if need be; returns the descriptor."""
+    handle = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    with contextlib.suppress(OSError):  # of another user, who let us write it
+        if stat.S_IMODE(os.fstat(handle).st_mode) != 0o600:
+            os.fchmod(handle, 0o600)
+    return handle
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file that readers, and the next boot, see whole or as it was before."""
+    scratch = path.with_name(f"{path.name}.new")
+    scratch.unlink(missing_ok=True)
+    with os.fdopen(open_file(scratch, os.O_WRONLY | os.O_EXCL), "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    scratch.replace(path)
+    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def read_file(path: Path, limit: int) -> bytes:
+    """Read a plain file of this user of at most `limit` bytes; raises OSError or ValueError."""
+    # Without O_NONBLOCK a named pipe would keep the reader waiting for a writer.
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(handle, "rb") as file:
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError("it is not a plain file")
+        if status.st_uid != os.getuid():
+            raise ValueError(f"it belongs to another user ({status.st_uid})")
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise ValueError(f"it has more than {limit} bytes")
+    return content
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether a name stays in the directory it is looked up in."""
+    return 0 < len(name) < 256 and name not in (".", "..") and not set(name) & {"/", "\0"}
