@@ -3,7 +3,7 @@
     <home>/stacks/<name>/
         state.json     what runs now; written by the supervisor, replaced atomically
         events.jsonl   what happened: starts, deaths, restarts, with times
-        logs/          one file per process, kept until the next start
+        logs/          one file per process; see rollway.stack.retention
 
 `<home>` is $ROLLWAY_HOME, or $XDG_STATE_HOME/rollway, or ~/.local/state/rollway.
 """
@@ -155,10 +155,10 @@ class StackDir:
             file.write(line + "\n")
 
     def events(self) -> list[dict[str, Any]]:
-        try:
-            lines = self.events_file.read_text().splitlines()
-        except OSError:
-            return []
+        lines: list[str] = []
+        for file in (self.events_file.with_name("events.jsonl.1"), self.events_file):
+            with contextlib.suppress(OSError):
+                lines += file.read_text().splitlines()
         return [json.loads(line) for line in lines if line.startswith("{")]
 
     def forget(self) -> None:
@@ -260,11 +260,9 @@ def known_stacks() -> list[StackState]:
 
 
 def prepare_logs(directory: Path) -> Path:
-    """Create the log directory and set the previous run's files aside (one generation)."""
+    """Create the log directory, and check that it can be written."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        for log in directory.glob("*.log"):
-            log.replace(log.with_suffix(".log.1"))
         probe = directory / ".writable"
         probe.touch()
         probe.unlink()
