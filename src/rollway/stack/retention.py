@@ -26,7 +26,7 @@ _NAMES = ".processes"
 _EARLIER = "earlier"
 _PLAIN_NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,200}")
 _RUN_TIME = re.compile(r"\d{8}-\d{6}(\.\d+)?")
-_ONE_RUN_NAME = re.compile(r"(.+)-[0-9a-f]{8}(-\d+)?")
+_ONE_RUN_NAME = re.compile(r"(?=.{1,40}$)([a-z0-9][a-z0-9-]*)-[0-9a-f]{8}(-[0-9]+)?")
 _SETTLING_SECONDS = 60.0
 
 
