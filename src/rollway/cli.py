@@ -364,11 +364,15 @@ def _show_ports(options: argparse.Namespace) -> int:
     table = Table(box=None, pad_edge=False)
     for column in ("stack", "process", "where", "reached by", "for"):
         table.add_column(column, overflow="fold")
+    rows: dict[tuple[str, ...], list[str]] = {}
     for entry in listed:
-        place = entry.address if entry.port is None else f"{entry.address}:{entry.port}"
-        table.add_row(
-            entry.stack, entry.process, f"{entry.protocol} {place}", entry.reach, entry.purpose
-        )
+        directory, slash, name = entry.address.rpartition("/")
+        host, place = (entry.address, str(entry.port)) if entry.port else (directory + slash, name)
+        key = (entry.stack, entry.process, f"{entry.protocol} {host}", entry.reach, entry.purpose)
+        rows.setdefault(key, []).append(place)
+    for (stack, process, host, reach, purpose), places in rows.items():
+        shown = ", ".join(places) if len(places) < 4 else f"{len(places)} of them"
+        table.add_row(stack, process, f"{host} {shown}", reach, purpose)
     out.print(table, markup=False)
     for advice in dict.fromkeys(entry.advice for entry in listed if entry.advice):
         ports = sorted(str(entry.port) for entry in listed if entry.advice == advice)
