@@ -29,6 +29,7 @@ from rollway.http import Http
 from rollway.observe.progress import StackProgress, process_table
 from rollway.stack import doctor, local, logs
 from rollway.stack.lease import Lease
+from rollway.stack.listeners import listeners_of
 from rollway.stack.plan import plan_stack
 from rollway.stack.private import is_plain_name
 from rollway.stack.state import StackDir, StackState, known_stacks, unreadable_stacks
@@ -146,6 +147,8 @@ def show_logs(options: argparse.Namespace) -> int:
 
 
 def examine(options: argparse.Namespace) -> int:
+    if options.ports is not None:
+        return _show_ports(options)
     findings = doctor.examine()
     if options.json:
         print(json.dumps({"findings": [finding.as_json() for finding in findings]}))
@@ -350,6 +353,39 @@ def _print_findings(findings: list[doctor.Finding]) -> None:
     out.print(table)
 
 
+def _show_ports(options: argparse.Namespace) -> int:
+    """List the listeners of running stacks, and warn about those that the network can reach."""
+    states = [state for state in known_stacks() if state.supervised]
+    if options.ports:
+        states = [state for state in states if state.name == options.ports]
+    if not states and options.ports:
+        raise local.not_running(options.ports)
+    listed = [listener for state in states for listener in listeners_of(state)]
+    if options.json:
+        print(json.dumps({"listeners": [listener.as_json() for listener in listed]}))
+        return 0
+    if not states:
+        print("no stack is running")
+        return 0
+    table = Table(box=None, pad_edge=False)
+    for column in ("stack", "process", "where", "reached by", "for"):
+        table.add_column(column, overflow="fold")
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for entry in listed:
+        directory, slash, name = entry.address.rpartition("/")
+        host, place = (entry.address, str(entry.port)) if entry.port else (directory + slash, name)
+        key = (entry.stack, entry.process, f"{entry.protocol} {host}", entry.reach, entry.purpose)
+        rows.setdefault(key, []).append(place)
+    for (stack, process, host, reach, purpose), places in rows.items():
+        shown = ", ".join(places) if len(places) < 4 else f"{len(places)} of them"
+        table.add_row(stack, process, f"{host} {shown}", reach, purpose)
+    out.print(table, markup=False)
+    for advice in dict.fromkeys(entry.advice for entry in listed if entry.advice):
+        ports = sorted(str(entry.port) for entry in listed if entry.advice == advice)
+        print(f"warning: the network can reach {', '.join(ports)}. {advice}")
+    return 0
+
+
 def _print_chaos(report: dict[str, Any]) -> None:
     table = Table(box=None, pad_edge=False)
     for column in ("round", "fault", "step", "mode", "outcome", "seconds", "healed in"):
@@ -407,7 +443,14 @@ def _parser() -> argparse.ArgumentParser:
     child.add_argument("name", nargs="?", help="the stack; none: the only one that runs")
     child.add_argument("--all", action="store_true", help="every stack of this user")
     child.add_argument("--quiet", action="store_true", help="no progress display")
-    add("doctor", examine, "check this machine: versions, programs, ports, memory, GPUs")
+    child = add("doctor", examine, "check this machine: versions, programs, ports, memory, GPUs")
+    child.add_argument(
+        "--ports",
+        nargs="?",
+        const="",
+        metavar="STACK",
+        help="list where running stacks (or one) listen, and who can reach it",
+    )
     cli_fleet.add_grammar(
         commands.add_parser("fleet", help="list, pause, refit, watch the workers of a stack")
     )

@@ -152,6 +152,14 @@ class AdminTimeouts(_Part):
     update: float = Field(default=720.0, gt=0)
 
 
+class LogSpec(_Part):
+    """How much of a process's log stays on disk: `keep` + 1 files of about `max_mb` MB each."""
+
+    max_mb: float = Field(default=16.0, ge=0.001, le=1e6)
+    keep: int = Field(default=3, ge=1, le=1000)
+    """Files of older lines, NAME.log.1 being the newest of them."""
+
+
 class StackSpec(_Part):
     """A whole stack: models, frontend, router, planes, ports, logs."""
 
@@ -182,6 +190,9 @@ class StackSpec(_Part):
     checkpoint_roots: list[Path] = Field(default_factory=list)
     """Refits take checkpoints only from below these directories; from anywhere when empty."""
     log_dir: Path | None = None
+    logs: LogSpec = Field(default_factory=LogSpec)
+    keep_runs: int = Field(default=5, ge=0, le=10_000)
+    """Ended runs of this stack whose logs stay; 0 keeps nothing of a run that ended well."""
     env: Environment = Field(default_factory=dict)
     start_seconds: float = Field(default=900, gt=0, le=7 * 86400)
     stop_seconds: float = Field(default=20, gt=0, le=LONGEST_STOP_SECONDS)

@@ -40,12 +40,11 @@ def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "gpus", list)
 
 
-def test_every_worker_has_its_own_kv_event_and_system_port(lay_out: Any) -> None:
+def test_every_worker_has_its_own_kv_event_socket_and_system_port(lay_out: Any) -> None:
     workers = lay_out().by_role("worker")
     endpoints = [json.loads(option(w.argv, "kv-events-config"))["endpoint"] for w in workers]
     assert len(set(endpoints)) == 2
-    # vLLM binds only where it sees a wildcard; elsewhere it connects, and nobody hears it.
-    assert all(endpoint.startswith("tcp://*:") for endpoint in endpoints)
+    assert all(endpoint.startswith("ipc:///") for endpoint in endpoints)
     systems = [int(w.env["DYN_SYSTEM_PORT"]) for w in workers]
     assert len(set(systems)) == 2 and max(systems) < 32768
     assert all(w.env["DYN_SYSTEM_HOST"] == "127.0.0.1" for w in workers)

@@ -10,6 +10,7 @@ A script, not a module of the package: the engine's Python may lack Rollway.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import logging
 import os
@@ -84,10 +85,9 @@ class Guard:
 
 def install(guard: Guard) -> None:
     """Have every admin route of this process that is registered from now on pass the guard."""
-    from dynamo import _core
-
-    register = _core.DistributedRuntime.register_engine_route
-    serve = _core.Endpoint.serve_endpoint
+    core: Any = importlib.import_module("dynamo._core")
+    register = core.DistributedRuntime.register_engine_route
+    serve = core.Endpoint.serve_endpoint
     doors: set[int] = set()
 
     def register_engine_route(runtime: Any, route: str, handler: Handler) -> None:
@@ -102,8 +102,8 @@ def install(guard: Guard) -> None:
             handler = guard.refuse_endpoint(name)
         return serve(endpoint, handler, *args, **kwargs)
 
-    _core.DistributedRuntime.register_engine_route = register_engine_route
-    _core.Endpoint.serve_endpoint = serve_endpoint
+    core.DistributedRuntime.register_engine_route = register_engine_route
+    core.Endpoint.serve_endpoint = serve_endpoint
 
 
 def main() -> None:

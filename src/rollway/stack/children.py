@@ -15,7 +15,7 @@ from pathlib import Path
 from rollway.config import StackSpec
 from rollway.http import Http
 from rollway.orders import SECRET, SECRET_FILE
-from rollway.stack import private, processes
+from rollway.stack import private, processes, retention
 from rollway.stack.lease import Lease
 from rollway.stack.plan import ProcessPlan, StackPlan
 from rollway.stack.processes import ProcessId
@@ -122,6 +122,25 @@ class Children:
         if not found <= known:
             self.state.shared_memory = sorted(known | found)
             self._write()
+
+    def _rotate_logs(self) -> None:
+        """Keep every process's log, and the history, within its bounds."""
+        limits = self.spec.logs
+        for process in self.plans.values():
+            retention.rotate(process.log, limits.max_mb * 1e6, limits.keep)
+        retention.rotate(self.directory.events_file, retention.EVENTS_BYTES, 1)
+
+    def _set_logs_aside(self, log_dir: Path) -> None:
+        retention.set_aside(log_dir, self.spec.name)
+        retention.prune(self.spec.name, log_dir, self.spec.keep_runs)
+
+    def _prune_after(self) -> None:
+        """This run has ended and counts as one of those that are kept."""
+        log_dir, keep = Path(self.state.log_dir), self.spec.keep_runs
+        with contextlib.suppress(OSError):
+            retention.prune(self.spec.name, log_dir, max(0, keep - 1))
+            if keep == 0:
+                retention.remove_run(self.spec.name, log_dir)
 
     def _write(self) -> None:
         """A full disk must not keep the stack from being watched and ended."""

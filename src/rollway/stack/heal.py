@@ -21,6 +21,7 @@ from rollway.stack.state import ProcessState
 
 WATCH_SECONDS = 0.2
 _SCAN_SECONDS = 5.0
+_ROTATE_SECONDS = 1.0
 _STABLE_SECONDS = 60.0
 _REGISTRATION_SECONDS = 10.0
 
@@ -34,6 +35,12 @@ class Healer(Children):
             await self._watch_children()
         finally:
             registrations.cancel()
+
+    async def _watch_logs(self) -> None:
+        """Rotate the logs from the first start to the last stop."""
+        while True:
+            await asyncio.to_thread(self._rotate_logs)
+            await asyncio.sleep(_ROTATE_SECONDS)
 
     async def _watch_registrations(self) -> None:
         """End workers that run but have dropped out of discovery; they are then healed."""

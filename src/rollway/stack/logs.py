@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from rollway.stack.retention import rotated
 
 # What a line of a worker's or frontend's log means for the user. First match wins.
 _HINTS: list[tuple[str, str]] = [
@@ -34,16 +36,22 @@ _HINTS: list[tuple[str, str]] = [
     (r"(?i)max_model_len.*greater|larger than the maximum number of tokens",
      "Set a smaller `max-model-len` or a larger `kv-cache-memory-bytes`."),
 ]  # fmt: skip
+_LINE_END = re.compile(r"\r\n|\r|\n")
+_BLOCK = 2**16
+_TRUNCATED_POLLS = 50
 _TELLING = re.compile(r"(?i)error\b|exception|traceback|fatal|killed|panic")
 
 
-def tail(path: Path, lines: int = 20) -> list[str]:
-    """The last lines of a log; empty when there is none."""
-    try:
-        with path.open(errors="replace") as file:
-            return [line.rstrip("\n") for line in deque(file, maxlen=lines)]
-    except OSError:
-        return []
+def tail(path: Path, lines: int = 20, *, before: int | None = None) -> list[str]:
+    """Return the last lines of a log, also those that a rotation has moved; none without a log.
+
+    `before` is a position in the log: what comes after it is left out."""
+    shown = _last_lines(path, lines, before)
+    for file in rotated(path):
+        if len(shown) >= lines:
+            break
+        shown = _last_lines(file, lines - len(shown)) + shown
+    return shown
 
 
 def telling_tail(path: Path, lines: int = 15) -> list[str]:
@@ -68,17 +76,119 @@ def follow(
     path: Path, *, lines: int = 20, poll_seconds: float = 0.2, ended: Callable[[], bool]
 ) -> Iterator[str]:
     """Yield the last lines, then new ones as they come, until `ended()` and nothing is left."""
-    yield from tail(path, lines)
-    with path.open(errors="replace") as file:
-        file.seek(0, 2)
-        pending = ""
+    reader = _Reader(path)
+    try:
+        reader.skip_whole_lines()
+        yield from tail(path, lines, before=reader.position)
+        pending, over = b"", False
         while True:
-            chunk = file.read()
-            if chunk:
-                pending += chunk
-                *whole, pending = pending.split("\n")
-                yield from whole
-            elif ended():
+            block = reader.read()
+            if block:
+                pending += block
+                # A carriage return at the very end may be half of a line end.
+                cut = 1 + max(pending.rfind(b"\n"), pending.rfind(b"\r", 0, -1))
+                whole, pending = pending[:cut], pending[cut:]
+                yield from _split(whole)
+            elif over:
+                yield from _split(pending)
                 return
+            elif ended():
+                over = True  # what came since the last look is still to be read
             else:
                 time.sleep(poll_seconds)
+    finally:
+        reader.close()
+
+
+class _Reader:
+    """Reads what is appended to a log, also after rotations and when a new run begins one."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._truncated = 0
+        self._open()
+
+    def _open(self) -> None:
+        self._file = os.open(self._path, os.O_RDONLY)
+        self._newest = _inode(rotated(self._path)[:1])
+        self.position = 0
+
+    def skip_whole_lines(self) -> None:
+        """Go to the end of the last line that is complete."""
+        size = os.fstat(self._file).st_size
+        start = max(0, size - _BLOCK)
+        last = os.pread(self._file, size - start, start).rfind(b"\n")
+        self.position = start + last + 1 if last >= 0 else start
+
+    def close(self) -> None:
+        os.close(self._file)
+
+    def read(self) -> bytes:
+        """Return what has been appended since; empty when there is nothing yet."""
+        if _inode([self._path]) not in (None, os.fstat(self._file).st_ino):
+            return self._next_run()
+        if _inode(rotated(self._path)[:1]) != self._newest:
+            return self._rotated_lines()
+        missing = os.fstat(self._file).st_size - self.position
+        if missing < 0:
+            # The copy of a rotation appears a moment after the truncation. If none does, somebody
+            # else has emptied the log.
+            self._truncated += 1
+            if self._truncated > _TRUNCATED_POLLS:
+                self.position, self._truncated = 0, 0
+            return b""
+        self._truncated = 0
+        block = os.pread(self._file, missing, self.position)
+        self.position += len(block)
+        return block
+
+    def _rotated_lines(self) -> bytes:
+        """Read what was not read yet of the lines that rotations have moved."""
+        files = rotated(self._path)
+        inodes = [_inode([file]) for file in files]
+        count = inodes.index(self._newest) if self._newest in inodes else len(files)
+        blocks: list[bytes] = []
+        for file in reversed(files[:count]):
+            blocks.append(file.read_bytes()[0 if blocks else self.position :])
+        if not files:
+            return b""  # a rotation is under way, and the names are between two places
+        self.position, self._newest = 0, inodes[0]
+        return b"".join(blocks) or self.read()
+
+    def _next_run(self) -> bytes:
+        """Read the end of the old run's log and turn to the new one."""
+        missing = os.fstat(self._file).st_size - self.position
+        rest = os.pread(self._file, max(0, missing), self.position)
+        self.close()
+        self._open()
+        return rest or self.read()
+
+
+def _last_lines(path: Path, lines: int, before: int | None = None) -> list[str]:
+    try:
+        with path.open("rb") as file:
+            start, end = file.seek(0, os.SEEK_END), b""
+            start = start if before is None else min(start, before)
+            while start > 0 and end.count(b"\n") <= lines:
+                size = min(start, max(_BLOCK, len(end)))  # twice as much each time
+                start -= size
+                file.seek(start)
+                end = file.read(size) + end
+    except OSError:
+        return []
+    return _split(end)[-lines:] if lines > 0 else []
+
+
+def _split(data: bytes) -> list[str]:
+    """Split whole lines; carriage returns end a line too, as progress bars use them."""
+    if not data:
+        return []
+    lines = _LINE_END.split(data.decode(errors="replace"))
+    return lines[:-1] if not lines[-1] else lines
+
+
+def _inode(paths: list[Path]) -> int | None:
+    try:
+        return paths[0].stat().st_ino if paths else None
+    except OSError:
+        return None

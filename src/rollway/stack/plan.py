@@ -175,14 +175,13 @@ class _Planner:
     def _worker(self, model: ModelSpec, replica: int, gpus: str | None) -> ProcessPlan:
         host = self.spec.admin_host
         system = self.ports.port(0, host, "a worker's admin port")
-        events = self.ports.port(0, "0.0.0.0", "a worker's KV-event port")
         defaults = worker_defaults(self.spec, model)
         argv = [
             *(self.python, *self._module(model)),
             *(_model_flag(model), _absolute(model.path)),
             *(_name_flag(model), model.name),
             *("--endpoint", f"dyn://{self.namespace}.{slug(model.name)}.generate"),
-            *self._engine_flags(model, replica, events),
+            *self._engine_flags(model, replica),
             *as_flags(merged(defaults.args, model.args)),
         ]
         env = {
@@ -196,7 +195,7 @@ class _Planner:
             "worker",
             argv,
             env,
-            {"system": system, "kv_events": events},
+            {"system": system},
             # The assignment outweighs a stack-wide CUDA_VISIBLE_DEVICES, from which it was made.
             given_env={**({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}), **model.env},
             model=model.name,
@@ -210,13 +209,15 @@ class _Planner:
         guarded = self.spec.admin_orders == "signed" and model.engine != "mocker"
         return [str(GUARD), module] if guarded else ["-m", module]
 
-    def _engine_flags(self, model: ModelSpec, replica: int, kv_event_port: int) -> list[str]:
+    def _engine_flags(self, model: ModelSpec, replica: int) -> list[str]:
         seed = ["--seed", str(model.seed + replica)] if "seed" not in model.args else []
         if model.engine == "vllm":
             # Another interpreter may lack Rollway; its workers are then verified by canaries.
             ours = self.spec.python is None and "worker-extension-cls" not in model.args
             extension = ["--worker-extension-cls", WORKER_EXTENSION] if ours else []
-            return [*_vllm_flags(model, kv_event_port), *extension, *seed]
+            number = self.spec.models.index(model)
+            events = kv_events_endpoint(self.run_dir, number, replica)
+            return [*_vllm_flags(model, events), *extension, *seed]
         return seed if model.engine == "custom" else []
 
     def _dynamo_env(self, host: str) -> dict[str, str]:
@@ -367,15 +368,28 @@ def _name_flag(model: ModelSpec) -> str:
     return "--model-name" if model.engine == "mocker" else "--served-model-name"
 
 
-def _vllm_flags(model: ModelSpec, kv_event_port: int) -> list[str]:
+def kv_events_endpoint(run_dir: Path, model: int, replica: int) -> str:
+    """Name the Unix socket on which a vLLM worker publishes what it has cached.
+
+    A socket in the run directory, which only this user can enter: the events hold token ids, and on
+    TCP vLLM publishes them on all interfaces or not at all. Worker and subscriber are one process
+    tree, so nobody else needs them; the router hears them over the event plane.
+
+    `inproc` must be in the name: with several data-parallel ranks vLLM and Dynamo give each rank an
+    address of its own with `ZmqEventPublisher.offset_endpoint_port`, which appends `_dp<rank>` to
+    an address that has this word, and raises for any other that is not TCP. The numbers keep it
+    short: a socket's path has at most 107 bytes."""
+    return f"ipc://{run_dir}/kv-{model}-{replica}.inproc"
+
+
+def _vllm_flags(model: ModelSpec, kv_events: str) -> list[str]:
     # Without an explicit KV-events configuration the router is blind to what is cached, and two
-    # workers of one machine fight over a default port. vLLM binds this socket only where the
-    # address has a wildcard; to any other it connects, and nobody hears it.
+    # workers of one machine fight over a default port.
     events = {
         "enable_kv_cache_events": True,
         "publisher": "zmq",
         "topic": "kv-events",
-        "endpoint": f"tcp://*:{kv_event_port}",
+        "endpoint": kv_events,
     }
     flags = ["--enable-rl", "--tensor-parallel-size", str(model.tensor_parallel)]
     if "kv-events-config" not in model.args:

@@ -15,6 +15,15 @@ from rollway.config import ModelSpec, RawArgs, StackSpec
 from rollway.stack import machine
 
 LONGEST_ROLLOUT_SECONDS = 24 * 3600
+# What Dynamo 1.6.1 logs for every request at level `info`: four fifths of 2.4 KB, with the first
+# token ids of the prompt. Warnings and errors of these stay, and all that the others say. One line
+# of 0.5 KB remains, of the target `request_span`: Dynamo enables it after it has read the filter.
+_REQUEST_LOGS = (
+    "dynamo_kv_router::scheduling",
+    "dynamo_llm::http::service",
+    "dynamo_llm::preprocessor",
+    "dynamo_runtime::pipeline::network",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,18 +62,21 @@ def frontend_defaults(spec: StackSpec) -> Defaults:
         "DYN_ROUTER_ACTIVE_REQUEST_EXPIRY_SECS": str(LONGEST_ROLLOUT_SECONDS),
         # The RL listing probes every worker: all at once, rather than 32 after 32.
         "DYN_RL_MAX_CONCURRENT_PROBES": "512",
+        **_quiet_requests(),
     }
     return Defaults(args, env)
 
 
 def worker_defaults(spec: StackSpec, model: ModelSpec) -> Defaults:
+    quiet = _quiet_requests() if spec.preset == "rl" else {}
     if model.engine != "vllm":
-        return Defaults()
+        return Defaults(env=quiet)
     args: RawArgs = {}
     env = {
         # Prefix hashes must agree between workers and restarts for KV-aware routing.
         "PYTHONHASHSEED": "0",
         "VLLM_NO_USAGE_STATS": "1",
+        **quiet,
     }
     if spec.preset == "rl":
         # Trainers read whole completions: chunks of 64 tokens instead of 1 cut the frontend's
@@ -78,6 +90,13 @@ def worker_defaults(spec: StackSpec, model: ModelSpec) -> Defaults:
     if not machine.gpus():
         _cpu_profile(spec, args, env)
     return Defaults(args, env)
+
+
+def _quiet_requests() -> dict[str, str]:
+    """Return Dynamo's log filter, unless the user has set one in the environment."""
+    if "DYN_LOG" in os.environ:
+        return {}
+    return {"DYN_LOG": ",".join(["info", *(f"{target}=warn" for target in _REQUEST_LOGS)])}
 
 
 def _cpu_profile(spec: StackSpec, args: RawArgs, env: dict[str, str]) -> None:

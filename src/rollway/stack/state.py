@@ -3,7 +3,7 @@
     <home>/stacks/<name>/
         state.json     what runs now; written by the supervisor, replaced atomically
         events.jsonl   what happened: starts, deaths, restarts, with times
-        logs/          one file per process, kept until the next start
+        logs/          one file per process; see rollway.stack.retention
 
 `<home>` is $ROLLWAY_HOME, or $XDG_STATE_HOME/rollway, or ~/.local/state/rollway.
 
@@ -195,12 +195,11 @@ class StackDir:
 
     def events(self) -> list[dict[str, Any]]:
         """Read the history, its last part when it is long; lines that were cut are left out."""
-        try:
-            with self.events_file.open("rb") as file:
+        lines: list[bytes] = []
+        for path in (self.events_file.with_name("events.jsonl.1"), self.events_file):
+            with contextlib.suppress(OSError), path.open("rb") as file:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - _LARGEST_HISTORY))
-                lines = file.read(_LARGEST_HISTORY).splitlines()
-        except OSError:
-            return []
+                lines += file.read(_LARGEST_HISTORY).splitlines()
         entries = []
         for line in lines:
             with contextlib.suppress(ValueError, RecursionError):
@@ -438,11 +437,9 @@ def unreadable_stacks() -> dict[str, str]:
 
 
 def prepare_logs(directory: Path) -> Path:
-    """Create the log directory and set the previous run's files aside (one generation)."""
+    """Create the log directory, and check that it can be written."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for log in directory.glob("*.log"):
-            log.replace(log.with_suffix(".log.1"))
         probe = directory / ".writable"
         probe.touch()
         probe.unlink()

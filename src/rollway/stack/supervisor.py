@@ -34,6 +34,7 @@ from rollway.stack.heal import WATCH_SECONDS, Healer
 from rollway.stack.locks import NamedLock
 from rollway.stack.plan import ProcessPlan, StackPlan, plan_stack
 from rollway.stack.ready import until_joined, until_open
+from rollway.stack.retention import record_names
 from rollway.stack.state import (
     DETACH,
     ProcessState,
@@ -62,6 +63,7 @@ class Supervisor(Healer):
         self.directory.write(self.state)
         self.directory.record("start", run=self.state.run_id)
         failure: RollwayError | None = None
+        rotation = asyncio.create_task(self._watch_logs())
         try:
             await self._until_stop(self._start())
             if not self.stopping.is_set():
@@ -77,9 +79,11 @@ class Supervisor(Healer):
             )
         finally:
             await self._stop()
+            rotation.cancel()
         if failure is None:
             self.directory.forget()
             self.directory.record("stopped", run=self.state.run_id)
+            self._prune_after()
             return 0
         self.state.phase, self.state.error = "failed", failure.as_json()
         self._write()
@@ -107,6 +111,7 @@ class Supervisor(Healer):
     def _prepare(self) -> StackPlan:
         run_dir, log_dir = Path(self.state.run_dir), Path(self.state.log_dir)
         prepare_logs(log_dir)
+        self._set_logs_aside(log_dir)
         private.make_scratch(run_dir)
         for part in ("tmp", "discovery"):
             private.make_scratch(run_dir / part)
@@ -116,6 +121,7 @@ class Supervisor(Healer):
         )
         self.plan = plan
         self.plans = {process.name: process for process in plan.processes}
+        record_names(log_dir, self.plans)
         self.state.frontend, self.state.rl = plan.frontend_url, plan.rl_url
         self.state.invitation = plan.invitation
         self.state.processes = [

@@ -1,0 +1,338 @@
+"""Logs that grow for ever, and directories that nobody removes."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rollway
+from rollway.config import load_spec
+from rollway.errors import SpecError
+from rollway.stack import logs, private, processes, retention
+from rollway.stack.children import _run_dir
+from rollway.stack.locks import NamedLock
+from rollway.stack.processes import ProcessId
+from rollway.stack.state import StackDir, StackState
+
+WRITER = """
+import sys
+for command in sys.stdin:
+    first, last = map(int, command.split())
+    for number in range(first, last): print("line", number, flush=True)
+    print("done", file=sys.stderr, flush=True)
+"""
+
+
+class Writer:
+    """A process that writes to its log as a worker does, when it is asked to."""
+
+    def __init__(self, log: Path) -> None:
+        with os.fdopen(private.open_file(log, os.O_WRONLY | os.O_APPEND), "ab") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", WRITER], stdin=subprocess.PIPE, stdout=output,
+                stderr=subprocess.PIPE, text=True,
+            )  # fmt: skip
+
+    def write(self, first: int, last: int) -> None:
+        assert self.process.stdin is not None and self.process.stderr is not None
+        self.process.stdin.write(f"{first} {last}\n")
+        self.process.stdin.flush()
+        assert self.process.stderr.readline() == "done\n"
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+def test_a_chatty_process_fills_the_disk(tmp_path: Path) -> None:
+    log = tmp_path / "w.log"
+    writer = Writer(log)
+    try:
+        for start in range(0, 5000, 100):
+            writer.write(start, start + 100)
+            retention.rotate(log, 4000, 3)
+            files = [log, *retention.rotated(log)]
+            assert len(files) <= 4
+            assert sum(file.stat().st_size for file in files) < 4 * 6000
+    finally:
+        writer.close()
+    files = [*reversed(retention.rotated(log)), log]
+    assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
+    lines = b"".join(file.read_bytes() for file in files).decode().splitlines()
+    first = int(lines[0].split()[1])
+    assert lines == [f"line {number}" for number in range(first, 5000)]  # no hole, none lost
+    assert len(lines) > 600
+
+
+def test_the_last_words_of_a_worker_are_rotated_away(tmp_path: Path) -> None:
+    log = tmp_path / "w.log"
+    log.write_text("begin\nRuntimeError: out of memory\n")
+    assert retention.rotate(log, 1, 3)
+    assert log.read_text() == ""
+    assert logs.tail(log) == ["begin", "RuntimeError: out of memory"]
+    assert "Not enough memory" in logs.hint(log)
+    log.write_text("ended\n")
+    assert logs.tail(log, 2) == ["RuntimeError: out of memory", "ended"]
+    assert logs.telling_tail(log)[1] == "RuntimeError: out of memory"
+
+
+def test_a_rotation_takes_lines_from_whoever_follows(tmp_path: Path) -> None:
+    """Also two rotations between two looks, half lines, and a new run's log in its place."""
+    log = tmp_path / "w.log"
+    log.write_text("zero\nhal")
+
+    def append(text: str) -> None:
+        with log.open("a") as file:
+            file.write(text)
+
+    def rotate(text: str) -> None:
+        append(text)
+        assert retention.rotate(log, 1, 5)
+
+    def twice() -> None:
+        rotate("two\n")
+        rotate("three\n")
+        append("four\nfi")
+
+    def next_run() -> None:
+        log.rename(tmp_path / "old.log")
+        append("new\nlast")
+
+    steps = iter([lambda: append("f\n"), lambda: rotate("one\n"), twice,
+                  lambda: append("ve\n"), next_run])  # fmt: skip
+
+    def ended() -> bool:
+        step = next(steps, None)
+        if step is not None:
+            step()
+        return step is None
+
+    shown = list(logs.follow(log, poll_seconds=0.001, ended=ended))
+    assert shown == ["zero", "half", "one", "two", "three", "four", "five", "new", "last"]
+
+
+def test_a_follower_reads_while_the_log_is_rotated(tmp_path: Path) -> None:
+    log = tmp_path / "w.log"
+    log.touch()
+    written = threading.Event()
+    followed: list[str] = []
+
+    def follow() -> None:
+        followed.extend(logs.follow(log, poll_seconds=0.001, ended=written.is_set))
+
+    reader = threading.Thread(target=follow)
+    reader.start()
+    writer = Writer(log)
+    try:
+        for start in range(0, 3000, 50):
+            writer.write(start, start + 50)
+            retention.rotate(log, 2000, 50)
+    finally:
+        writer.close()
+        written.set()
+        reader.join(30)
+    assert followed == [f"line {number}" for number in range(3000)]
+
+
+def test_a_stack_that_fails_all_day_grows_its_history(own_home: Path) -> None:
+    directory = StackDir("t")
+    directory.path.mkdir(parents=True)
+    for number in range(3000):
+        directory.record("exited", process="w-0", pid=number, detail="x" * 1000)
+        retention.rotate(directory.events_file, retention.EVENTS_BYTES, 1)
+    files = list(directory.path.glob("events.jsonl*"))
+    assert sum(file.stat().st_size for file in files) < 2.5 * retention.EVENTS_BYTES
+    assert directory.events()[-1]["pid"] == 2999
+    assert len(directory.events()) > 900  # what has been rotated is still read
+
+
+@pytest.mark.parametrize("fields", [
+    {"logs": {"max_mb": 0}}, {"logs": {"max_mb": float("inf")}}, {"logs": {"keep": 0}},
+    {"keep_runs": -1},
+])  # fmt: skip
+def test_a_spec_asks_for_logs_without_bounds(fields: dict[str, Any]) -> None:
+    with pytest.raises(SpecError):
+        load_spec({"models": [{"path": "org/model"}], **fields})
+
+
+# --- what ended runs leave -----------------------------------------------------------------
+
+
+def run_once(log_dir: Path, text: str, keep: int) -> None:
+    log_dir.mkdir(parents=True, exist_ok=True)
+    retention.set_aside(log_dir, "t")
+    retention.prune("t", log_dir, keep)
+    retention.record_names(log_dir, ["w-0"])
+    (log_dir / "w-0.log").write_text(text)
+    (log_dir / "w-0.log.1").write_text(f"older {text}")
+
+
+def test_every_run_leaves_its_logs_for_ever(tmp_path: Path, own_home: Path) -> None:
+    for number in range(6):
+        run_once(tmp_path, f"run {number}", 2)
+        (tmp_path / "training.log").write_text("the user's own")
+    kept = sorted((tmp_path / "earlier").iterdir())
+    assert [(run / "w-0.log").read_text() for run in kept] == ["run 3", "run 4"]
+    assert (kept[0] / "w-0.log.1").read_text() == "older run 3"
+    assert (tmp_path / "w-0.log").read_text() == "run 5"
+    assert (tmp_path / "training.log").exists()  # not Rollway's to move
+    retention.prune("t", tmp_path, 0)
+    retention.remove_run("t", tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == ["training.log"]
+
+
+def test_a_link_leads_the_pruning_out_of_the_home(tmp_path: Path, own_home: Path) -> None:
+    outside = tmp_path / "outside"
+    victim = outside / "20200101-000000"
+    victim.mkdir(parents=True)
+    (victim / "precious").touch()
+    logs_of_one = tmp_path / "one"
+    logs_of_one.mkdir()
+    (logs_of_one / "earlier").symlink_to(outside)
+    retention.prune("t", logs_of_one, 0)
+    logs_of_two = tmp_path / "two" / "earlier"
+    logs_of_two.mkdir(parents=True)
+    (logs_of_two / "20200101-000000").symlink_to(victim)
+    retention.prune("t", logs_of_two.parent, 0)
+    (tmp_path / "three").symlink_to(logs_of_one)
+    retention.prune("t", tmp_path / "three", 0)
+    stacks = own_home / "stacks"
+    stacks.mkdir(parents=True)
+    (stacks / "verl-x-00000000").symlink_to(victim)
+    retention.prune("verl-x-ffffffff", tmp_path / "none", 0)
+    (stacks / "t").symlink_to(victim)
+    retention.remove_run("t", tmp_path / "none")
+    assert (victim / "precious").exists()
+
+
+def test_the_list_of_names_leads_out_of_the_log_directory(tmp_path: Path, own_home: Path) -> None:
+    log_dir = tmp_path / "logs"
+    log_dir.mkdir()
+    (tmp_path / "other.log").touch()
+    (log_dir / "linked.log").symlink_to(tmp_path / "other.log")
+    (log_dir / ".processes").write_text("../other\n/etc/x\nlinked\n\n")
+    retention.set_aside(log_dir, "t")
+    retention.remove_run("t", log_dir)
+    assert (tmp_path / "other.log").exists()
+    assert (log_dir / "linked.log").is_symlink()
+
+
+def state_of(name: str, supervisor: ProcessId, log_dir: Path) -> StackState:
+    run_id = secrets.token_hex(8)
+    return StackState(
+        name, run_id, supervisor.pid, supervisor.start, str(_run_dir(run_id)), str(log_dir)
+    )
+
+
+def ended_stack(home: Path, name: str, age: float) -> Path:
+    path = home / "stacks" / name
+    path.mkdir(parents=True)
+    (path / "supervisor.log").touch()
+    long_ago = time.time() - age
+    for item in (path / "supervisor.log", path):
+        os.utime(item, (long_ago, long_ago))
+    return path
+
+
+def test_stacks_named_for_one_run_are_never_removed(tmp_path: Path, own_home: Path) -> None:
+    names = [f"verl-pool-0000000{number}" for number in range(6)]
+    paths = [ended_stack(own_home, name, 1000.0 * (1 + n)) for n, name in enumerate(names)]
+    other = [ended_stack(own_home, name, 10**6) for name in ("mine", "verl-else-00000000")]
+    starting = ended_stack(own_home, "verl-pool-0000000a", 1.0)
+    os.utime(starting, (0, 0))
+    held = NamedLock(StackDir(names[4]).lock_name)
+    assert held.acquire()
+    # Left behind by a supervisor that was killed: `rollway down` is to clear it.
+    StackDir(names[5]).write(state_of(names[5], ProcessId(2**22, 1), tmp_path))
+    os.utime(paths[5], (0, 0))
+    try:
+        retention.prune("verl-pool-ffffffff", tmp_path, 2)
+    finally:
+        held.release()
+    assert [path.exists() for path in paths] == [True, True, False, False, True, True]
+    assert starting.exists() and all(path.exists() for path in other)
+
+
+def test_another_stack_moves_the_logs_of_one_that_runs(tmp_path: Path, own_home: Path) -> None:
+    run_once(tmp_path, "running", 5)
+    me = ProcessId.of(os.getpid())
+    assert me is not None
+    StackDir("t").write(state_of("t", me, tmp_path))
+    retention.set_aside(tmp_path, "second")
+    assert (tmp_path / "w-0.log").read_text() == "running"
+    StackDir("t").forget()
+
+
+# --- a real stack --------------------------------------------------------------------------
+
+
+def mocker_spec(base_model: Path, **fields: Any) -> rollway.StackSpec:
+    model = {"path": str(base_model), "name": "tiny", "engine": "mocker", "replicas": 2}
+    return rollway.make_spec({"name": "t", "models": [model], **fields})
+
+
+def ask(url: str, count: int) -> None:
+    def one(number: int) -> None:
+        prompt = [10 + (number * 7 + i) % 180 for i in range(60)]
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 8}
+        request = urllib.request.Request(
+            f"{url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            assert answer.status == 200
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(one, range(count)))
+
+
+def log_bytes() -> int:
+    return sum(file.stat().st_size for file in StackDir("t").logs.glob("*.log*"))
+
+
+@pytest.mark.stack
+def test_every_request_costs_kilobytes_of_log(base_model: Path) -> None:
+    with rollway.up(mocker_spec(base_model)) as stack:
+        before = log_bytes()
+        ask(stack.frontend_url, 200)
+        assert (log_bytes() - before) / 200 < 800
+        text = "".join(file.read_text() for file in StackDir("t").logs.glob("*.log"))
+        assert " INFO " in text  # quieter, not mute
+
+
+@pytest.mark.stack
+def test_a_long_run_fills_the_disk(base_model: Path) -> None:
+    """Five rounds at Dynamo's own level, 2 KB a request: what three rounds wrote stays at most."""
+    fields = {"env": {"DYN_LOG": "info"}, "logs": {"max_mb": 0.02, "keep": 2}, "keep_runs": 0}
+    with rollway.up(mocker_spec(base_model, **fields)) as stack:
+        log_dir = StackDir("t").logs
+        for _ in range(5):
+            ask(stack.frontend_url, 100)
+            deadline = time.monotonic() + 30
+            while max(file.stat().st_size for file in log_dir.glob("*.log")) >= 20_000:
+                assert time.monotonic() < deadline, "the logs were not rotated"
+                time.sleep(0.05)
+        assert len(retention.rotated(log_dir / "frontend.log")) == 2
+        assert log_bytes() < 4 * 100 * 2000
+    assert not StackDir("t").path.exists()  # keep_runs: 0
+
+
+@pytest.mark.stack
+def test_a_stack_that_is_started_every_hour_fills_the_disk(base_model: Path) -> None:
+    spec = mocker_spec(base_model, keep_runs=2)
+    for _ in range(4):
+        with rollway.up(spec):
+            assert processes.members(StackDir("t").read().run_id)  # type: ignore[union-attr]
+    logs_dir = StackDir("t").logs
+    assert len(list((logs_dir / "earlier").iterdir())) == 1  # and the last one in its place
+    assert (logs_dir / "frontend.log").stat().st_size > 0
