@@ -81,9 +81,10 @@ def load(journal: Journal) -> Loaded:
     """Read a journal. What cannot be read is counted, never raised."""
     reader = _Reader()
     for line in journal.lines():
-        readable = reader.read(line)
-        if not line.whole:
-            journal.close_last(line, readable=readable)
+        if line.whole:
+            reader.read(line)
+        else:
+            journal.drop_torn(line)
     return reader.finish()
 
 
@@ -106,26 +107,25 @@ class _Reader:
     _positions: dict[str, _Positions] = field(default_factory=dict)
     _seen: Counter[str] = field(default_factory=Counter)
 
-    def read(self, line: Line) -> bool:
-        """Take in a line; return whether it could be decoded."""
+    def read(self, line: Line) -> None:
+        """Take in a line, or put it aside."""
         try:
             if line.raw is None:
                 raise RolloutError("The line is too long.")
             old = line.raw.startswith(_OLD)
             entry = self._decode_old(line.raw) if old else _decode(line.raw)
         except _REFUSED:
-            if line.whole:  # else it was being written when the gateway ended: nobody was told
-                self._damage += 1
-                self._put_aside(line, named_session(line.raw or b""))
-            return False
+            self._damage += 1
+            self._put_aside(line, named_session(line.raw or b""))
+            return
         if isinstance(entry, Turn):
             self._add(line, entry, old)
         elif isinstance(entry, Forgotten):
             self._forget(entry.session)
         else:
-            self._session(entry.session).lost += entry.turns
+            session = self._session(entry.session)
+            session.lost = min(session.lost + entry.turns, _MANY)
             self.loaded.damaged.add(entry.session)
-        return True
 
     def finish(self) -> Loaded:
         for name, count in self._suspected.items():
@@ -201,6 +201,6 @@ def _decode(raw: bytes) -> Entry:
     if line.sum != f"{zlib.crc32(line.entry):08x}":
         raise RolloutError("The sum is wrong.")
     entry = _entry_decoder.decode(line.entry)
-    if isinstance(entry, Lost) and not 0 <= entry.turns < _MANY:
+    if isinstance(entry, Lost) and not 0 < entry.turns <= _MANY:
         raise RolloutError("The count is wrong.")
     return entry

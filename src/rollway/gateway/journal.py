@@ -60,7 +60,7 @@ class Line:
     raw: bytes | None
     """Without the newline; None for one that is longer than `MAX_LINE`."""
     whole: bool
-    """Whether it ends with a newline. Only the last line of a file may lack it."""
+    """Whether it ends with a newline. One that does not was never acknowledged."""
 
 
 class Journal:
@@ -77,7 +77,6 @@ class Journal:
         self._lock_fd: int | None = None
         self._dirty = False
         self._torn: tuple[int, int] | None = None
-        self._lead = b""
         self._opened = self._writable = self._closed = False
         self._open()
         self._opened = True
@@ -102,11 +101,9 @@ class Journal:
                     yield Line(number, start, end, content, whole)
                 start = end
 
-    def close_last(self, line: Line, *, readable: bool) -> None:
-        """Make sure that nothing is glued to a last line without a newline."""
-        if readable:
-            self._lead = b"\n"
-            return
+    def drop_torn(self, line: Line) -> None:
+        """Put a last line without a newline aside, so that nothing is glued to it."""
+        log.warning("The last line of %s is not whole; it was not acknowledged.", self.path)
         self.size, self._torn, self._dirty = line.start, (line.start, line.end), True
         with contextlib.suppress(OSError):  # else before the next line is written
             self._prepare()
@@ -118,7 +115,7 @@ class Journal:
         try:
             fd = self._prepare()
             self._dirty = True
-            self._write(fd, self._lead + lines)
+            self._write(fd, lines)
             if self.sync:
                 self._disk.sync(fd)
         except OSError as error:
@@ -127,8 +124,8 @@ class Journal:
                     self._disk.truncate(self._fd, self.size)
                     self._dirty = self._torn is not None
             raise self._full(error) from error
-        self.size += len(self._lead) + len(lines)
-        self._lead, self._dirty = b"", False
+        self.size += len(lines)
+        self._dirty = False
 
     def save_aside(self, places: Iterable[tuple[int, int]]) -> None:
         """Keep the raw lines at these places in `path.unreadable`."""
@@ -157,7 +154,7 @@ class Journal:
                 if self.sync:
                     self._disk.sync(new)
                 self._disk.replace(scratch, self.path)
-                self._fd, self.size, self._dirty, self._lead = new, size, False, b""
+                self._fd, self.size, self._dirty = new, size, False
                 if self.sync:
                     _sync_directory(self.path.parent)
         except BaseException:

@@ -309,10 +309,10 @@ def _check(session: Session, turns: Iterable[Turn]) -> None:
 def _report(path: Path, loaded: Loaded) -> None:
     names = ", ".join(sorted(loaded.damaged)[:20]) or "sessions that are not known"
     log.warning(
-        "%d lines of the journal %s could not be used; %s.unreadable keeps them. "
+        "Lines of the journal %s that could not be used: %d. %s.unreadable keeps them. "
         "Turns are missing in %s.",
-        loaded.lost,
         path,
+        loaded.lost,
         path.name,
         names,
     )

@@ -9,6 +9,7 @@ added before its child, so no path has a cycle.
 
 from __future__ import annotations
 
+import math
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -78,6 +79,8 @@ class Turn(msgspec.Struct, tag_field="type", tag="turn"):
         trajectories of its whole session."""
         if len(self.logprobs) != len(self.token_ids):
             raise RolloutError(f"{len(self.token_ids)} tokens have {len(self.logprobs)} log-probs.")
+        if not all(map(math.isfinite, self.logprobs)):
+            raise RolloutError("A log-prob is not a finite number.")
         ids = [*self.new_ids, *self.token_ids]
         if ids and not 0 <= min(ids) <= max(ids) < 2**63:
             raise RolloutError("A token id is negative or too large.")
