@@ -21,6 +21,7 @@ from rollway.gateway.entries import encode
 from rollway.gateway.journal import JournalFull
 from rollway.gateway.recorder import Recorder, Turn
 from tests.security.disks import FaultyDisk, kill, record, turn
+from tests.security.small_disk import fill, mounted
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -231,16 +232,8 @@ def test_compaction_without_room_is_retried(path: Path) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 64 KiB."""
-    mount = tmp_path / "small"
-    mount.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(mount)]
-    try:
-        subprocess.run(command, check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"a file system cannot be mounted here: {error}")
-    yield mount
-    subprocess.run(["umount", "-l", str(mount)], check=True)
+    with mounted(tmp_path) as disk:
+        yield disk
 
 
 def test_a_really_full_disk_loses_no_turn(small_disk: Path) -> None:
@@ -277,15 +270,9 @@ def test_a_really_full_disk_loses_no_turn(small_disk: Path) -> None:
 
 def test_a_full_disk_goes_on_without_a_restart_when_there_is_room(small_disk: Path) -> None:
     path = small_disk / "journal.jsonl"
-    filler = small_disk / "filler"
     recorder = Recorder(path)
     record(recorder, turn("s"))
-    with filler.open("wb", buffering=0) as file:
-        try:
-            while True:
-                file.write(b"x" * 4096)
-        except OSError:
-            pass
+    filler = fill(small_disk)
     accepted = 0
     with pytest.raises(JournalFull):
         for _ in range(100):
