@@ -244,6 +244,8 @@ class Journal:
         if self._fd is not None:
             os.close(self._fd)
         self._fd, self._writable = fd, True
+        if self.sync:
+            _sync_directory(self.path.parent)  # the file may be new
 
     def _open_to_read(self, cause: OSError) -> None:
         """Open the file of a disk that is full or read-only."""

@@ -62,10 +62,11 @@ class Turn(msgspec.Struct, tag_field="type", tag="turn"):
 
         return decode(self.routed_experts)
 
-    def rollout(self, before: list[int]) -> Rollout:
+    def rollout(self, prompt: list[int]) -> Rollout:
+        """Return what was sampled after a whole prompt."""
         spans = (Span(0, len(self.token_ids), self.version, self.worker_id),)
         return Rollout(
-            before + self.new_ids,
+            prompt,
             self.token_ids,
             self.logprobs,
             self.finish_reason,  # type: ignore[arg-type]
@@ -79,11 +80,11 @@ class Turn(msgspec.Struct, tag_field="type", tag="turn"):
         trajectories of its whole session."""
         if len(self.logprobs) != len(self.token_ids):
             raise RolloutError(f"{len(self.token_ids)} tokens have {len(self.logprobs)} log-probs.")
-        if not all(map(math.isfinite, self.logprobs)):
+        if not math.isfinite(sum(self.logprobs)):  # as fast as it gets: each turn comes by here
             raise RolloutError("A log-prob is not a finite number.")
-        ids = [*self.new_ids, *self.token_ids]
-        if ids and not 0 <= min(ids) <= max(ids) < 2**63:
-            raise RolloutError("A token id is negative or too large.")
+        for ids in (self.new_ids, self.token_ids):
+            if ids and not 0 <= min(ids) <= max(ids) < 2**63:
+                raise RolloutError("A token id is negative or too large.")
         if not self.id:
             raise RolloutError("The id is empty.")
         self.experts()
@@ -201,7 +202,9 @@ class Session:
         if shared:
             builder.begin(before, self._experts(shared))
         for position in path[len(shared) :]:
-            builder.add(self.turns[position].rollout(builder.token_ids))
+            turn = self.turns[position]
+            builder.begin(turn.new_ids)
+            builder.add(turn.rollout(builder.token_ids))
         return builder.sequence()
 
     def _experts(self, path: list[int]) -> list[RoutedExperts]:
