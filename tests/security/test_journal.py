@@ -199,6 +199,30 @@ def test_a_disk_that_does_not_sync_is_refused(path: Path) -> None:
     recorder.close()
 
 
+def test_a_torn_line_that_cannot_be_put_aside_waits_for_room(path: Path) -> None:
+    path.write_bytes(encode(turn("s")) + b'{"torn')
+    faults = FaultyDisk(room=0)
+    recorder = Recorder(path, disk=faults.as_disk())
+    for _ in range(2):
+        with pytest.raises(JournalFull, match="No space left"):
+            record(recorder, turn("s"))
+        assert path.read_bytes().endswith(b'{"torn')
+    faults.room = None
+    assert record(recorder, turn("s"))
+    assert path.with_name("journal.jsonl.unreadable").read_bytes() == b'{"torn\n'
+    kill(recorder)
+    assert len(reopened(path).sessions["s"].turns) == 2
+
+
+def test_removing_the_file_is_noticed_before_a_turn_is_acknowledged(path: Path) -> None:
+    recorder = Recorder(path)
+    record(recorder, turn("s"))
+    path.unlink()
+    with pytest.raises(JournalFull, match="removed it"):
+        record(recorder, turn("s"))
+    recorder.close()
+
+
 def test_a_delete_on_a_full_disk_is_refused_not_forgotten(path: Path) -> None:
     faults = FaultyDisk()
     recorder = Recorder(path, disk=faults.as_disk())
