@@ -72,10 +72,10 @@ def test_deleting_a_session_with_a_turn_in_flight_records_nothing(path: Path) ->
 def test_deleting_a_session_before_its_first_turn_ends_it(path: Path) -> None:
     recorder = Recorder(path)
     session = recorder.open("s")
-    assert recorder.open("s") is session and recorder.sessions == {}
+    assert recorder.open("s") is session and recorder.sessions == {} and "s" in recorder
     assert recorder.forget("s") and session.gone
     assert not recorder.add(session, turn("s")) and recorder.sessions == {}
-    assert not recorder.forget("s")
+    assert not recorder.forget("s") and "s" not in recorder
     recorder.close()
 
 
