@@ -37,7 +37,7 @@ class Engine:
     requests: int = 0
 
     def completion(self) -> Completion:
-        ids = [*self.template.encode("yes"), self.template.end_of_turn]
+        ids = [*self.template.tokenizer.encode("yes"), self.template.end_of_turn]
         return Completion(ids, [-0.5] * len(ids), "stop", 7, 0)
 
     async def ask(self, asked: Asked) -> Answered:
