@@ -30,7 +30,7 @@ _PASSED_ON = (
     "logit_bias", "user", "metadata", "response_format", "tools", "tool_choice",
     "parallel_tool_calls", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
     "skip_special_tokens", "include_stop_str_in_output", "return_tokens_as_token_ids",
-    "reasoning_effort", "chat_template_kwargs", "suffix", "best_of",
+    "reasoning_effort", "suffix", "best_of",
 )  # fmt: skip
 # Left out, they would come from the checkpoint's generation_config on some routes.
 _POLICY_ITSELF = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
@@ -184,8 +184,10 @@ def asked(
         # They are not rendered again, but Dynamo wants to see some.
         body["messages"] = [{"role": "user", "content": "-"}]
         body["logprobs"] = True
-        if client_body.get("top_logprobs"):
-            body["top_logprobs"] = client_body["top_logprobs"]
+        # Parsers of reasoning look at the settings of the template, which have been checked.
+        for name in ("top_logprobs", "chat_template_kwargs"):
+            if client_body.get(name):
+                body[name] = client_body[name]
     else:
         body["prompt"] = "-"
         body["logprobs"] = client_body.get("logprobs") or 0
