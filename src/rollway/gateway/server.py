@@ -38,7 +38,8 @@ from rollway.rollout.splice import SpliceError
 from rollway.rollout.wire import COMPLETIONS, Wire
 
 _UNBOUNDED = 1_000_000  # the clients bound it
-_CALLER = "rollway.caller"
+# aiohttp before 3.14 has plain names only, and later ones warn of them.
+_CALLER: Any = web.RequestKey("caller", Caller) if hasattr(web, "RequestKey") else "caller"
 _LONG_BODY = 200_000
 """Bytes above which even hashing the messages is done in a thread."""
 _WRITE_SECONDS = 60.0
