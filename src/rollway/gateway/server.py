@@ -89,7 +89,7 @@ class Gateway:
         body = requests.parse(await request.read())
         messages = requests.messages_of(body)
         count, name = requests.choices_of(body), self._session_name(request)
-        session = self.recorder.session(name) if name else Session()
+        session = self.recorder.sessions.get(name) or Session()
         digests = await self._chain(messages, request)
         prompt, parent, forked = await self._prompt(body, messages, session, digests)
         made = self._asked(CHAT, body, prompt, name)
