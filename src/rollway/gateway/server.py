@@ -25,7 +25,7 @@ from aiohttp import web
 from rollway.api import Stack
 from rollway.errors import UsageError
 from rollway.gateway import pages, replies, requests
-from rollway.gateway.access import SESSION, Access
+from rollway.gateway.access import SESSION, Access, Caller
 from rollway.gateway.connections import Connections
 from rollway.gateway.messages import Message, Prefix, chain, link, sent_prefix
 from rollway.gateway.recorder import Recorder, Session, Turn
