@@ -142,20 +142,19 @@ def refusal(failure: Exception) -> web.Response:
 
 def explain(failure: Exception) -> tuple[int, str, str]:
     """Return status, kind and message of a failure as a client may see them."""
-    answer = _upstream_answer(failure)
     if isinstance(failure, Refused):
         return failure.status, failure.kind, str(failure)
     if isinstance(failure, UsageError):
         return 400, "invalid_request_error", str(failure)
-    if answer is not None and 400 <= answer.status < 500:
-        return answer.status, "invalid_request_error", server_message(answer.body)
+    if isinstance(failure, RequestFailed):
+        if 400 <= failure.status < 500:
+            return failure.status, "invalid_request_error", server_message(failure.body)
+        log.warning("the frontend failed: %s", failure)
+        return 502, "upstream", server_message(failure.body)
     if isinstance(failure, web.HTTPException):
         return failure.status, "invalid_request_error", _http_message(failure)
     if isinstance(failure, web.RequestPayloadError):
         return 400, "invalid_request_error", "The body is not what its headers announce."
-    if answer is not None:
-        log.warning("the frontend failed: %s", failure)
-        return 502, "upstream", server_message(answer.body)
     if isinstance(failure, Unreachable):
         log.warning("the frontend did not answer: %s", failure)
         return 503, "upstream", "The model's frontend cannot be reached or took too long."
@@ -165,14 +164,6 @@ def explain(failure: Exception) -> tuple[int, str, str]:
     number = uuid.uuid4().hex[:12]
     log.error("request failed, error %s", number, exc_info=failure)
     return 500, "internal_error", f"The gateway failed. Its log has the cause: error {number}."
-
-
-def _upstream_answer(failure: BaseException) -> RequestFailed | None:
-    """Return what the frontend answered: senders wrap it in an error with a hint."""
-    for candidate in (failure, failure.__cause__, failure.__context__):
-        if isinstance(candidate, RequestFailed):
-            return candidate
-    return None
 
 
 def _http_message(failure: web.HTTPException) -> str:

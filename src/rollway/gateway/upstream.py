@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from rollway.errors import RolloutError
+from rollway.errors import RequestFailed, RolloutError
 from rollway.fleet.versions import Ticket
 from rollway.rollout.client import events
 from rollway.rollout.completion import Assembly, Completion, Nvext, Usage, only_choice, parsed
@@ -112,7 +112,7 @@ class Upstream(Sender):
             while True:
                 ticket = await self._ticket(attempt.trouble)
                 body = _with_ticket(asked.body, ticket, attempt)
-                raw = await self._send(body, ticket, attempt)
+                raw = await self._answer(body, ticket, attempt)
                 if raw is None:
                     continue
                 assembly = self._assembly(asked)
@@ -121,6 +121,16 @@ class Upstream(Sender):
                 if await self._holds(completion, ticket):
                     return Answered(raw, completion, ticket)
                 await attempt.not_attributed(ticket)
+
+    async def _answer(self, body: dict[str, Any], ticket: Ticket, attempt: Attempt) -> Any:
+        """Send, and raise what the frontend refused as it was: the client gets its status."""
+        try:
+            return await self._send(body, ticket, attempt)
+        except RolloutError as error:
+            refusal = error.__cause__ or error.__context__
+            if isinstance(refusal, RequestFailed):
+                raise refusal from None
+            raise
 
     @asynccontextmanager
     async def stream(
