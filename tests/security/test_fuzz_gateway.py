@@ -91,8 +91,9 @@ quick = settings(
 
 _texts = st.one_of(
     st.text(max_size=30),
-    st.sampled_from(["", "user", "assistant", "tool", "system", "text", "{}", "[" * 3000, "a" * 9000,
-                     "<|im_end|>", "<|im_start|>", "{{ 1 }}", "{% for a in b %}", "\x00", "null"]),
+    st.sampled_from(["", "user", "assistant", "tool", "system", "text", "{}", "[" * 3000,
+                     "a" * 9000, "<|im_end|>", "<|im_start|>", "{{ 1 }}", "{% for a in b %}",
+                     "\x00", "null"]),
 )  # fmt: skip
 _numbers = st.one_of(
     st.integers(-(2**70), 2**70),

@@ -162,7 +162,14 @@ async def test_trajectories_come_in_pages(tmp_path: Path) -> None:
             offset = answer["next"]
         assert len(collected) == 600 and collected[:256] == first["trajectories"]
         assert (await gateway.get(f"{base}?offset=600"))[1]["trajectories"] == []
-        for query in ("offset=-1", "limit=0", "limit=x", "offset=1e3", "limit=99999999999", "limit=²"):
+        for query in (
+            "offset=-1",
+            "limit=0",
+            "limit=x",
+            "offset=1e3",
+            "limit=99999999999",
+            "limit=²",
+        ):
             status, answer = await gateway.get(f"{base}?{query}")
             assert status == 400, query
             error_of(answer)

@@ -16,6 +16,7 @@ import hmac
 import ipaddress
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -182,6 +183,7 @@ def scope_of(token: bytes) -> str:
     return hashlib.sha256(b"rollway gateway scope\0" + token).hexdigest()[:12]
 
 
+@lru_cache(maxsize=64)
 def is_loopback_host(header: str) -> bool:
     """Tell whether a Host header names loopback. A name that merely begins with 127. does not."""
     try:

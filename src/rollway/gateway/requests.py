@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from rollway.errors import UsageError
-from rollway.gateway.messages import PREFIX, Message, token_ids, without_bundle
+from rollway.gateway.messages import PREFIX, Message, token_ids
 from rollway.rollout.sender import checked_prompt
 
 MAX_CHOICES = 64
@@ -112,15 +112,15 @@ def measure(root: Any) -> Size:
 
 
 def messages_of(body: Mapping[str, Any]) -> list[Message]:
-    """Return the messages of a chat, each of which has its types right."""
+    """Return the messages of a chat, each of which has its types right. Their depth and their size
+    are looked at when they are rendered."""
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise UsageError("messages must be a list of at least one message.")
     if len(messages) > _MAX_MESSAGES:
         raise UsageError(f"messages has more than {_MAX_MESSAGES} messages.")
     for index, message in enumerate(messages):
-        _check_message(f"messages[{index}]", message)
-    measure(without_bundle(messages))
+        _check_message(index, message)
     return messages
 
 
@@ -221,14 +221,17 @@ def _check_fields(body: Mapping[str, Any]) -> None:
         raise UsageError("logprobs must be true, false or a whole number.")
 
 
-def _check_message(place: str, message: Any) -> None:
+def _check_message(index: int, message: Any) -> None:
     if not isinstance(message, dict) or not message.get("role"):
         raise UsageError("Every message must be an object with a role.")
+    content = message.get("content")
+    if type(content) is str and type(message["role"]) is str and len(message) == 2:
+        return  # as nearly all are
+    place = f"messages[{index}]"
     _check_type(f"{place}.role", message["role"], _TEXT)
     for name, kind in _MESSAGE_FIELDS.items():
         if name in message:
             _check_type(f"{place}.{name}", message[name], kind)
-    content = message.get("content")
     if isinstance(content, list):
         _check_parts(f"{place}.content", content)
     elif not isinstance(content, str | None):
