@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import sys
 from pathlib import Path
 
 from rollway.errors import UsageError
-
-_TOKENS = "ROLLWAY_GATEWAY_TOKENS"
 
 
 def add_grammar(child: argparse.ArgumentParser) -> None:
@@ -40,19 +39,32 @@ def add_grammar(child: argparse.ArgumentParser) -> None:
         action="store_true",
         help="record which experts ran for each token (MoE; workers that return them)",
     )
+    child.add_argument("--tls-cert", metavar="FILE", help="certificate (PEM), to serve https")
+    child.add_argument("--tls-key", metavar="FILE", help="its key (PEM)")
     child.set_defaults(command=gateway)
 
 
 def gateway(options: argparse.Namespace) -> int:
-    """Bearer tokens come from the environment, so that they show in
-    no list of processes."""
-    tokens = frozenset(os.environ.get(_TOKENS, "").replace(",", " ").split())
-    if options.host not in ("127.0.0.1", "localhost", "::1") and not tokens:
-        raise UsageError(
-            f"Listening on {options.host} without a token would let anybody in.",
-            f"Set {_TOKENS} to one or more tokens.",
-        )
-    from rollway.gateway.command import serve
+    """Run the gateway. Tokens come from the environment, so that no list of processes shows
+    them."""
+    from rollway.gateway.access import AGENT_TOKENS, OPERATOR_TOKENS, Access, is_loopback_host
+    from rollway.gateway.command import serve, tls_context
 
-    asyncio.run(serve(options, tokens))
+    access = Access.from_environment(os.environ)
+    tls = tls_context(options.tls_cert, options.tls_key)
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    if not is_loopback_host(host):
+        if not access.needs_token:
+            raise UsageError(
+                f"Listening on {options.host} without a token would let anybody in.",
+                f"Set {AGENT_TOKENS} (agents) or {OPERATOR_TOKENS} (operators) to one or more "
+                "tokens.",
+            )
+        if tls is None:
+            print(
+                f"Tokens and prompts cross the network of {options.host} in the clear. Give "
+                "--tls-cert and --tls-key to serve https.",
+                file=sys.stderr,
+            )
+    asyncio.run(serve(options, access, tls))
     return 0

@@ -231,7 +231,9 @@ def test_ids_that_a_client_sends_are_what_the_engine_sees(served: Served) -> Non
     ]
     body = {"messages": plain, "required_prefix_token_ids": ids}
     request = urllib.request.Request(
-        served.url.removesuffix("/v1") + "/tokenize", json.dumps(body).encode()
+        served.url.removesuffix("/v1") + "/tokenize",
+        json.dumps(body).encode(),
+        {"content-type": "application/json"},
     )
     with urllib.request.urlopen(request) as answer:
         told = json.load(answer)
@@ -261,6 +263,17 @@ def test_what_is_asked_wrongly_is_explained(served: Served) -> None:
     assert len(answer.choices) == 2
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_the_frontend_refuses_is_a_400(served: Served, stream: bool) -> None:
+    client = served.client("agent-7")
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(
+            model="caller", messages=[{"role": "user", "content": "add 1 1"}], max_tokens=5,
+            stream=stream, temperature=-5.0,
+        )  # fmt: skip
+    assert "temperature" in str(refused.value) and "://" not in str(refused.value)
+
+
 def test_text_completions_are_exact_too(served: Served, policy: Policy) -> None:
     client = served.client("agent-6")
     whole = client.completions.create(
@@ -280,7 +293,8 @@ def test_text_completions_are_exact_too(served: Served, policy: Policy) -> None:
 
 
 def test_with_tokens_nobody_else_gets_in(tool_stack: SyncStack, tmp_path: Path) -> None:
-    made = Served(tool_stack, tmp_path / "j.jsonl", {"ROLLWAY_GATEWAY_TOKENS": "secret"})
+    tokens = {"ROLLWAY_GATEWAY_TOKENS": "secret", "ROLLWAY_GATEWAY_OPERATOR_TOKENS": "boss"}
+    made = Served(tool_stack, tmp_path / "j.jsonl", tokens)
     made.start()
     try:
         with pytest.raises(openai.AuthenticationError):
@@ -290,5 +304,8 @@ def test_with_tokens_nobody_else_gets_in(tool_stack: SyncStack, tmp_path: Path) 
             model="caller", messages=[{"role": "user", "content": "add 1 1"}], max_tokens=5
         )
         assert made.get("/rollway/sessions", "secret")["sessions"] == {"mine": 1}
+        (name,) = made.get("/rollway/sessions", "boss")["sessions"]
+        assert name.endswith("/mine") and "secret" not in name
+        assert made.get(f"/rollway/trajectories/{name}", "boss")["turns"] == 1
     finally:
         made.end()

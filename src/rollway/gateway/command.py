@@ -6,21 +6,30 @@ import argparse
 import asyncio
 import contextlib
 import signal
+import ssl
 import sys
 
 from aiohttp import web
 
 import rollway
 from rollway.errors import UsageError
+from rollway.gateway.access import Access
+from rollway.gateway.connections import HEADER_SECONDS, raise_file_limit
 from rollway.gateway.recorder import Recorder
 from rollway.gateway.server import Gateway, made_gateway
 from rollway.gateway.template import Template
 from rollway.stack import local
 from rollway.stack.state import StackDir, make_home
 
+_BACKLOG = 4096
 
-async def serve(options: argparse.Namespace, tokens: frozenset[str]) -> None:
-    """Until it is told to end."""
+
+async def serve(
+    options: argparse.Namespace, access: Access, tls: ssl.SSLContext | None = None
+) -> None:
+    """Serve until a signal ends it."""
+    if warning := raise_file_limit():
+        print(warning, file=sys.stderr)
     target = options.stack or local.resolve_name(None)
     async with rollway.attach(target, rl_url=options.rl_url) as stack:
         model = options.model or (stack.models[0] if len(stack.models) == 1 else None)
@@ -33,11 +42,11 @@ async def serve(options: argparse.Namespace, tokens: frozenset[str]) -> None:
                 Template(tokenizer),
                 recorder,
                 model,
-                tokens=tokens,
+                access=access,
                 bundle=options.bundle,
                 routed_experts=options.routed_experts,
             )
-            await _until_told(made, options)
+            await _until_told(made, options, tls)
         finally:
             recorder.close()
 
@@ -52,17 +61,33 @@ def _model_path(stack: str, model: str | None) -> str:
     return path
 
 
-async def _until_told(made: Gateway, options: argparse.Namespace) -> None:
-    # A client that has gone does not wait for its answer: its request ends on the worker too.
-    runner = web.AppRunner(
-        made.app(), access_log=None, shutdown_timeout=5.0, handler_cancellation=True
-    )
-    await runner.setup()
-    site = web.TCPSite(runner, options.host, options.port, backlog=4096)
+def tls_context(certificate: str | None, key: str | None) -> ssl.SSLContext | None:
+    """Load certificate and key; None without both."""
+    if certificate is None and key is None:
+        return None
+    if certificate is None or key is None:
+        raise UsageError("TLS needs a certificate and a key.", "Give --tls-cert and --tls-key.")
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
-        await site.start()
-        port = runner.addresses[0][1]
-        print(f"http://{options.host}:{port}/v1 serves {made.model}", flush=True)
+        # Without a password function, OpenSSL would wait for one at the terminal.
+        context.load_cert_chain(certificate, key, password=lambda: b"")
+    except (OSError, ssl.SSLError, ValueError) as error:
+        raise UsageError(
+            f"TLS cannot be used with {certificate} and {key}: {error}.",
+            "Give PEM files of a certificate and of its key, which has no password.",
+        ) from error
+    return context
+
+
+async def _until_told(
+    made: Gateway, options: argparse.Namespace, tls: ssl.SSLContext | None
+) -> None:
+    server = await listen(made, options.host, options.port, tls)
+    try:
+        port = server.port
+        host = f"[{options.host}]" if ":" in options.host else options.host
+        scheme = "https" if tls else "http"
+        print(f"{scheme}://{host}:{port}/v1 serves {made.model}", flush=True)
         ended = asyncio.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             with contextlib.suppress(NotImplementedError):
@@ -70,4 +95,57 @@ async def _until_told(made: Gateway, options: argparse.Namespace) -> None:
         await ended.wait()
         print("ending", file=sys.stderr)
     finally:
+        await server.close()
+
+
+class Listener:
+    """A gateway that listens on a port."""
+
+    def __init__(
+        self, runner: web.AppRunner, server: asyncio.Server, watch: asyncio.Task[None]
+    ) -> None:
+        self._runner, self._server, self._watch = runner, server, watch
+        self.port = int(server.sockets[0].getsockname()[1])
+
+    async def close(self) -> None:
+        """Stop accepting, and give requests a moment to end."""
+        self._server.close()
+        self._watch.cancel()
+        await self._runner.cleanup()
+
+
+async def listen(
+    made: Gateway, host: str, port: int, tls: ssl.SSLContext | None = None
+) -> Listener:
+    """Begin to serve a gateway, with bounds on its connections."""
+    # A client that has gone does not wait for its answer: its request ends on the worker too.
+    runner = web.AppRunner(
+        made.app(),
+        access_log=None,
+        shutdown_timeout=5.0,
+        handler_cancellation=True,
+        # A compressed body is refused; aiohttp would unpack it all the same.
+        auto_decompress=False,
+        lingering_time=2.0,
+    )
+    await runner.setup()
+    assert runner.server is not None
+    connections = made.connections
+    connections.attach(runner.server)
+    try:
+        server = await asyncio.get_running_loop().create_server(
+            connections.accept,
+            host,
+            port,
+            ssl=tls,
+            ssl_handshake_timeout=HEADER_SECONDS if tls else None,
+            # The loop accepts so many at once; more would be over the limit before any is closed.
+            backlog=min(_BACKLOG, max(1, connections.limit // 4)),
+        )
+    except OSError as error:
         await runner.cleanup()
+        raise UsageError(
+            f"The gateway cannot listen on {host}, port {port}: {error.strerror}.",
+            "Choose another with --host and --port.",
+        ) from error
+    return Listener(runner, server, asyncio.create_task(connections.watch()))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from rollway.errors import UsageError
 Message = Mapping[str, Any]
 
 PROMPT, GENERATION, LOGPROBS = "prompt_token_ids", "generation_token_ids", "generation_log_probs"
+PREFIX = "required_prefix_token_ids"
 EXPERTS = "routed_experts"
 BUNDLE = (PROMPT, GENERATION, LOGPROBS, EXPERTS)
 """What trainers put on an assistant message to say which tokens it was."""
@@ -43,7 +45,10 @@ def chain(messages: Sequence[Message]) -> list[str]:
 
 def link(so_far: str, message: Message) -> str:
     """The digest of a history with one more message."""
-    said = json.dumps(_says(message), sort_keys=True, separators=(",", ":"))
+    try:
+        said = json.dumps(_says(message), sort_keys=True, separators=(",", ":"))
+    except RecursionError:  # arguments of a tool call are JSON of their own in a text
+        raise UsageError("A message is nested too deeply.") from None
     return hashlib.sha256(f"{so_far}\n{said}".encode()).hexdigest()
 
 
@@ -51,18 +56,18 @@ def sent_prefix(body: Mapping[str, Any], messages: Sequence[Message]) -> Prefix 
     """The prefix that the client itself demands: on the last assistant message that carries its
     ids, or as `required_prefix_token_ids`, which ends with the last assistant message."""
     spoken = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
-    required = body.get("required_prefix_token_ids")
+    required = body.get(PREFIX)
     if required is not None:
         if not spoken:
-            raise UsageError("required_prefix_token_ids came without an assistant message.")
-        return Prefix(_ids(required, "required_prefix_token_ids"), spoken[-1] + 1)
+            raise UsageError(f"{PREFIX} came without an assistant message.")
+        return Prefix(token_ids(required, PREFIX), spoken[-1] + 1)
     for index in reversed(spoken):
         message = messages[index]
         has = [name for name in (PROMPT, GENERATION) if message.get(name) is not None]
         if len(has) == 1:
             raise UsageError(f"messages[{index}] has {has[0]} alone.", "Send both, or none.")
         if has:
-            ids = _ids(message[PROMPT], PROMPT) + _ids(message[GENERATION], GENERATION)
+            ids = token_ids(message[PROMPT], PROMPT) + token_ids(message[GENERATION], GENERATION)
             return Prefix(ids, index + 1)
     return None
 
@@ -93,14 +98,15 @@ def _arguments(call: Mapping[str, Any]) -> Any:
     said = (call.get("function") or {}).get("arguments")
     try:
         return json.loads(said) if isinstance(said, str) else said
-    except ValueError:
+    except (ValueError, RecursionError):
         return said
 
 
-def _ids(value: Any, name: str) -> list[int]:
-    good = isinstance(value, list) and all(
-        isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in value
-    )
-    if not good:
-        raise UsageError(f"{name} must be a list of token ids.")
-    return list(value)
+def token_ids(value: Any, name: str) -> list[int]:
+    """Return a list of token ids; each fits the 32 bits that the engine has for one."""
+    if isinstance(value, list) and set(map(type, value)) <= {int}:
+        try:
+            return array("I", value).tolist()
+        except OverflowError:
+            pass
+    raise UsageError(f"{name} must be a list of token ids.")

@@ -2,15 +2,40 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import time
 import uuid
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+from aiohttp import web
+
+from rollway.errors import RequestFailed, RollwayError, Unreachable, UsageError
+from rollway.gateway.journal import JournalFull
 from rollway.gateway.messages import EXPERTS, GENERATION, LOGPROBS, PROMPT
 from rollway.gateway.upstream import Answered
+from rollway.http import server_message
 from rollway.rollout.completion import Completion
+
+log = logging.getLogger(__name__)
+
+_ADDRESS = re.compile(
+    r"\w+://[^\s'\"`<>]+|\[[0-9a-fA-F:.]+\]:\d+|\b(?:\d{1,3}\.){3}\d{1,3}(?::\d+)?|\blocalhost:\d+"
+)
+
+
+class Refused(RollwayError):
+    """A request that is answered with an error of its own status."""
+
+    def __init__(
+        self, status: int, message: str, hint: str = "", *, kind: str = "invalid_request_error"
+    ) -> None:
+        super().__init__(message, hint)
+        self.status = status
+        self.kind = kind
 
 
 def choice(raw: Mapping[str, Any], index: int, asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,5 +130,53 @@ class Spoken:
 
 
 def error(message: str, kind: str, status: int = 500) -> dict[str, Any]:
+    """Return an error in OpenAI's form, without addresses inside the stack."""
     code = "context_length_exceeded" if "context length" in message else status
-    return {"message": message, "type": kind, "code": code, "param": None}
+    shown = _ADDRESS.sub("(an address)", message)
+    return {"message": shown, "type": kind, "code": code, "param": None}
+
+
+def refusal(failure: Exception) -> web.Response:
+    """Return the answer to a request that failed, whatever the failure was."""
+    status, kind, message = explain(failure)
+    body = msgspec.json.encode({"error": error(message, kind, status)})
+    headers = None
+    if isinstance(failure, web.HTTPMethodNotAllowed):
+        headers = {"allow": failure.headers["allow"]}
+    return web.Response(body=body, status=status, content_type="application/json", headers=headers)
+
+
+def explain(failure: Exception) -> tuple[int, str, str]:
+    """Return status, kind and message of a failure as a client may see them."""
+    if isinstance(failure, Refused):
+        return failure.status, failure.kind, str(failure)
+    if isinstance(failure, UsageError):
+        return 400, "invalid_request_error", str(failure)
+    if isinstance(failure, RequestFailed):
+        if 400 <= failure.status < 500:
+            return failure.status, "invalid_request_error", server_message(failure.body)
+        log.warning("the frontend failed: %s", failure)
+        return 502, "upstream", server_message(failure.body)
+    if isinstance(failure, web.HTTPException):
+        return failure.status, "invalid_request_error", _http_message(failure)
+    if isinstance(failure, web.RequestPayloadError):
+        return 400, "invalid_request_error", "The body is not what its headers announce."
+    if isinstance(failure, Unreachable):
+        log.warning("the frontend did not answer: %s", failure)
+        return 503, "upstream", "The model's frontend cannot be reached or took too long."
+    if isinstance(failure, JournalFull):
+        return failure.http_status, "journal_full", str(failure)
+    if isinstance(failure, RollwayError):
+        log.warning("a request failed: %s", failure)
+        return 502, "rollout_error", failure.message
+    number = uuid.uuid4().hex[:12]
+    log.error("request failed, error %s", number, exc_info=failure)
+    return 500, "internal_error", f"The gateway failed. Its log has the cause: error {number}."
+
+
+def _http_message(failure: web.HTTPException) -> str:
+    if isinstance(failure, web.HTTPRequestEntityTooLarge):
+        return "The body is too large."
+    if failure.status == 404:
+        return "There is no such route."
+    return f"{failure.reason}."

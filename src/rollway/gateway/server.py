@@ -4,17 +4,18 @@
                                │  template, splice, record
     trainer ◄─ GET /v1/rollway/trajectories/{session}
 
-A session is the header `x-rollway-session`, or else the API key. What a client sent before and got
-back is found again by what it says, and goes to the engine as the very ids that were sampled.
+A session is the header `x-rollway-session`, or else the API key (see `access`). What a client sent
+before and got back is found again by what it says, and goes to the engine as the very ids that were
+sampled. Nothing that takes long runs in the event loop (see `threads`).
 """
 
 from __future__ import annotations
 
-import hmac
-import logging
+import asyncio
+import hashlib
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,26 +23,28 @@ import msgspec
 from aiohttp import web
 
 from rollway.api import Stack
-from rollway.errors import RequestFailed, RollwayError, Unreachable, UsageError
-from rollway.gateway import replies
+from rollway.errors import UsageError
+from rollway.gateway import pages, replies, requests
+from rollway.gateway.access import SESSION, Access, Caller
+from rollway.gateway.connections import Connections
 from rollway.gateway.messages import Message, Prefix, chain, link, sent_prefix
-from rollway.gateway.recorder import JournalFull, Recorder, Session, Turn
+from rollway.gateway.recorder import Recorder, Session, Turn
 from rollway.gateway.template import Template
+from rollway.gateway.threads import Threads
 from rollway.gateway.upstream import CHAT, Asked, Upstream, asked
 from rollway.rollout.completion import Completion
-from rollway.rollout.sender import all_or_none, checked_prompt
+from rollway.rollout.sender import all_or_none
 from rollway.rollout.splice import SpliceError
 from rollway.rollout.wire import COMPLETIONS, Wire
 
-log = logging.getLogger(__name__)
-
-SESSION = "x-rollway-session"
 RECORDED = "x-rollway-recorded"
-_NO_SESSION = ("", "EMPTY", "none", "null", "dummy")
-"""API keys that clients send when they have none."""
-_MAX_BODY = 256 * 2**20
-_MAX_CHOICES = 64
 _UNBOUNDED = 1_000_000  # the clients bound it
+# aiohttp before 3.14 has plain names only, and later ones warn of them.
+_CALLER: Any = web.RequestKey("caller", Caller) if hasattr(web, "RequestKey") else "caller"
+_LONG_BODY = 200_000
+"""Bytes above which even hashing the messages is done in a thread."""
+_WRITE_SECONDS = 60.0
+"""For one event of a stream; a client that does not read would hold a worker."""
 
 
 @dataclass(slots=True)
@@ -54,16 +57,21 @@ class Gateway:
     chat: Upstream
     text: Upstream
     context_length: int
-    tokens: frozenset[str] = frozenset()
-    """Bearer tokens that are accepted; any when empty."""
+    access: Access = field(default_factory=Access)
     bundle: str = "asked"
     """Whether answers carry their token ids: `asked` for, `always` or `never`."""
     routed_experts: bool = False
     """Whether to record which experts ran; an engine that does not say it is then an error."""
+    connections: Connections = field(default_factory=Connections)
     started: float = field(default_factory=time.time)
+    _page_threads: Threads = field(default_factory=lambda: Threads(2, seconds=300.0))
+
+    def __post_init__(self) -> None:
+        self.template.limit(self.context_length)
 
     def app(self) -> web.Application:
-        app = web.Application(client_max_size=_MAX_BODY, middlewares=[self._guard])
+        limit = requests.body_limit(self.context_length)
+        app = web.Application(client_max_size=limit, middlewares=[self._guard])
         app.router.add_post("/v1/chat/completions", self.chat_completions)
         app.router.add_post("/v1/completions", self.completions)
         app.router.add_get("/v1/models", self.models)
@@ -72,25 +80,24 @@ class Gateway:
             app.router.add_post(f"{base}/detokenize", self.detokenize)
         app.router.add_get("/health", self.health)
         app.router.add_get("/v1/rollway/sessions", self.sessions)
-        app.router.add_get("/v1/rollway/trajectories/{session}", self.trajectories)
-        app.router.add_delete("/v1/rollway/trajectories/{session}", self.forget)
+        app.router.add_get("/v1/rollway/trajectories/{session:.+}", self.trajectories)
+        app.router.add_delete("/v1/rollway/trajectories/{session:.+}", self.forget)
         return app
 
     # --- OpenAI ----------------------------------------------------------------------------------
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
-        body = await _read(request)
-        messages = _messages(body)
-        name = self._session_name(request)
+        body = requests.parse(await request.read())
+        messages = requests.messages_of(body)
+        count, name = requests.choices_of(body), self._session_name(request)
         session = self._session(name)
-        digests = chain(messages)
+        digests = await self._chain(messages, request)
         prompt, parent, forked = await self._prompt(body, messages, session, digests)
         made = self._asked(CHAT, body, prompt, name)
         known = 0 if parent is None else len(session.ids(parent))
         note = _Note(self, session, digests, prompt[known:], parent, forked)
         if body.get("stream"):
-            return await self._streamed(request, body, self.chat, made, note)
-        count = _choices(body)
+            return await self._streamed(request, body, self.chat, made, note, count)
         answers = await all_or_none(self.chat.ask(made) for _ in range(count))
         bundled = self._bundled(body)
         choices, turns = [], []
@@ -101,16 +108,18 @@ class Gateway:
                 replies.add_bundle(choice["message"], prompt, answer.completion)
             choices.append(choice)
         recorded = await self._record(session, turns)
-        return _json(replies.whole(answers, choices, self.model, name, recorded))
+        shown = self._shown(request, name)
+        return _json(replies.whole(answers, choices, self.model, shown, recorded))
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        body = await _read(request)
+        body = requests.parse(await request.read())
         name = self._session_name(request)
-        prompts = self._prompts(body.get("prompt"))
+        prompts = requests.prompts_of(body)
+        count = requests.choices_of(body, len(prompts))
         sent = [
             self._asked(COMPLETIONS, body, prompt, name)
-            for prompt in prompts
-            for _ in range(_choices(body))
+            for prompt in [await self._ids(prompt) for prompt in prompts]
+            for _ in range(count)
         ]
         session = self._session(name)
         # No history leads to them: each is a trajectory of its own.
@@ -118,7 +127,7 @@ class Gateway:
         if body.get("stream"):
             if len(sent) > 1:
                 raise UsageError("Only one completion at a time can be streamed.")
-            return await self._streamed(request, body, self.text, sent[0], notes[0])
+            return await self._streamed(request, body, self.text, sent[0], notes[0], 1)
         answers = await all_or_none(self.text.ask(made) for made in sent)
         choices, turns = [], []
         for index, answer in enumerate(answers):
@@ -128,7 +137,8 @@ class Gateway:
                 replies.add_bundle(choice, sent[index].prompt_ids, answer.completion)
             choices.append(choice)
         recorded = await self._record(session, turns)
-        return _json(replies.whole(answers, choices, self.model, name, recorded))
+        shown = self._shown(request, name)
+        return _json(replies.whole(answers, choices, self.model, shown, recorded))
 
     async def models(self, request: web.Request) -> web.Response:
         entry = {
@@ -141,46 +151,56 @@ class Gateway:
         return _json({"object": "list", "data": [entry]})
 
     async def tokenize(self, request: web.Request) -> web.Response:
-        body = await _read(request)
+        body = requests.parse(await request.read())
         if "messages" in body:
-            messages = _messages(body)
+            messages = requests.messages_of(body)
             ids = await self.template.prompt(body, messages, sent_prefix(body, messages))
         else:
-            ids = self.template.encode(str(body.get("prompt", "")))
+            ids = await self.template.encode(requests.text_of(body, "prompt"))
         return _json({"tokens": ids, "count": len(ids), "max_model_len": self.context_length})
 
     async def detokenize(self, request: web.Request) -> web.Response:
-        body = await _read(request)
-        return _json({"prompt": self.template.decode(checked_prompt(body.get("tokens") or []))})
+        body = requests.parse(await request.read())
+        ids = requests.ids_of(body, "tokens", self.context_length)
+        return _json({"prompt": await self.template.decode(ids)})
 
     # --- for the trainer -------------------------------------------------------------------------
 
     async def health(self, request: web.Request) -> web.Response:
-        return _json({"status": "ok", "model": self.model, "sessions": len(self.recorder.sessions)})
+        state: dict[str, Any] = {"status": "ok", "model": self.model}
+        if request[_CALLER].operator:
+            state["sessions"] = len(self.recorder.sessions)
+        return _json(state)
 
     async def sessions(self, request: web.Request) -> web.Response:
-        sessions = list(self.recorder.sessions.items())  # a thread may add to them
-        body: dict[str, Any] = {"sessions": {name: len(each.turns) for name, each in sessions}}
-        if lost := {name: each.lost for name, each in sessions if each.lost}:
+        sessions = self.recorder.sessions
+        # A copy of the names: a thread may add to them.
+        visible = self.access.visible(request[_CALLER], list(sessions))
+        known = {shown: sessions[name] for shown, name in visible.items() if name in sessions}
+        body: dict[str, Any] = {"sessions": {name: len(each.turns) for name, each in known.items()}}
+        if lost := {name: each.lost for name, each in known.items() if each.lost}:
             body["lost"] = lost
-        if self.recorder.lost:
+        if self.recorder.lost and request[_CALLER].operator:
             body["unreadable_lines"] = self.recorder.lost
         return _json(body)
 
     async def trajectories(self, request: web.Request) -> web.Response:
-        name = request.match_info["session"]
-        session = self.recorder.sessions.get(name)
-        if session is None:
-            return _error(404, f"There is no session `{name}`.", "not_found")
-        found = [sequence.as_json() for sequence in session.trajectories()]
-        counts = {"turns": len(session.turns), "lost": session.lost}
-        return _json({"session": name, **counts, "trajectories": found})
+        name = self._found(request, self.recorder.sessions)
+        body = await self._page(request, name, self.recorder.sessions[name])
+        return web.Response(body=body, content_type="application/json")
 
     async def forget(self, request: web.Request) -> web.Response:
-        name = request.match_info["session"]
-        if not await self.recorder.forget_async(name):
-            return _error(404, f"There is no session `{name}`.", "not_found")
-        return _json({"session": name, "forgotten": True})
+        name = self._found(request, self.recorder)
+        await self.recorder.forget_async(name)
+        return _json({"session": self._shown(request, name), "forgotten": True})
+
+    async def _page(self, request: web.Request, name: str, session: Session) -> bytes:
+        """Return a page of trajectories, computed in a thread while the session may grow."""
+        offset, limit = pages.bounds(request.query)
+        shown = self._shown(request, name)
+        return await self._page_threads.run(
+            lambda: pages.page(session, shown, offset, limit), "Putting the trajectories together"
+        )
 
     # --- how -------------------------------------------------------------------------------------
 
@@ -205,7 +225,10 @@ class Gateway:
         return prompt, parent, forked
 
     def _asked(self, wire: Wire, body: Mapping[str, Any], prompt: list[int], name: str) -> Asked:
-        room, session = self._room(body, prompt), name or _new_id()
+        # Headers hold ASCII.
+        room = requests.room(body, len(prompt), self.context_length)
+        session = name if name.isascii() else hashlib.sha256(name.encode()).hexdigest()
+        session = session or _new_id()
         return asked(wire, body, self.model, prompt, room, session, self.routed_experts)
 
     async def _streamed(
@@ -215,9 +238,11 @@ class Gateway:
         upstream: Upstream,
         made: Asked,
         note: _Note,
+        choices: int,
     ) -> web.StreamResponse:
-        if _choices(body) > 1:
+        if choices > 1:
             raise UsageError("Only one choice can be streamed.", "Ask for n=1, or do not stream.")
+        # Nothing is sent before the frontend has begun to answer: what it refuses has a status.
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         spoken = replies.Spoken()
         async with upstream.stream(made) as (chunks, assembly, ticket):
@@ -237,12 +262,13 @@ class Gateway:
                 message = spoken.message() if upstream is self.chat else None
                 turn = note.turn(completion, ticket.version, message)
                 recorded = await self._record(note.session, [turn])
-            except RollwayError as error:
+            except ConnectionError:
+                raise  # the client has gone
+            except Exception as failure:
                 if not response.prepared:
                     raise
-                status = getattr(error, "http_status", 500)
-                shown = replies.error(error.message, "server_error", status)
-                await _send(response, {"error": shown})
+                status, kind, message_shown = replies.explain(failure)
+                await _send(response, {"error": replies.error(message_shown, kind, status)})
                 return response
         if held and self._bundled(body):
             choice = held[0]["choices"][0]
@@ -262,42 +288,27 @@ class Gateway:
         """Record the turns of an answer; return False when their session was deleted."""
         return not session.name or await self.recorder.add_async(session, turns)
 
+    async def _chain(self, messages: list[Message], request: web.Request) -> list[str]:
+        if (request.content_length or _LONG_BODY) < _LONG_BODY:
+            return chain(messages)
+        return await self.template.threads.run(lambda: chain(messages), "Reading the messages")
+
+    async def _ids(self, prompt: str | list[int]) -> list[int]:
+        ids = await self.template.encode(prompt) if isinstance(prompt, str) else prompt
+        if not ids:
+            raise UsageError("The prompt has no token.", "Give at least one character.")
+        return ids
+
     def _session_name(self, request: web.Request) -> str:
         """The session of a request; empty for one that is not recorded."""
-        named = request.headers.get(SESSION)
-        if named:
-            return named
-        key = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
-        if self.tokens:  # then the key is a secret, and may name a session after a slash
-            key = key.partition("/")[2]
-        return "" if key in _NO_SESSION else key
+        return self.access.session_name(request[_CALLER], request)
 
-    def _knows(self, token: str) -> bool:
-        """In constant time, so that a token cannot be found letter by letter."""
-        equal = [hmac.compare_digest(token.encode(), one.encode()) for one in self.tokens]
-        return any(equal)
+    def _shown(self, request: web.Request, name: str) -> str:
+        return self.access.shown(request[_CALLER], name)
 
-    def _room(self, body: Mapping[str, Any], prompt: list[int]) -> int:
-        """How many tokens may be sampled: what was asked for, or what the context still holds."""
-        left = self.context_length - len(prompt)
-        if left < 1:
-            raise UsageError(
-                f"This model's maximum context length is {self.context_length} tokens, and the "
-                f"prompt has {len(prompt)}."
-            )
-        wanted = body.get("max_completion_tokens", body.get("max_tokens"))
-        if wanted is not None and (not isinstance(wanted, int) or wanted < 1):
-            raise UsageError("max_tokens must be a whole number above 0.")
-        return left if wanted is None else min(wanted, left)
-
-    def _prompts(self, prompt: Any) -> list[list[int]]:
-        if isinstance(prompt, str):
-            return [self.template.encode(prompt)]
-        if isinstance(prompt, list) and prompt and all(isinstance(p, int) for p in prompt):
-            return [checked_prompt(prompt)]
-        if isinstance(prompt, list) and prompt:
-            return [one for part in prompt for one in self._prompts(part)]
-        raise UsageError("prompt must be a text, a list of token ids, or a list of these.")
+    def _found(self, request: web.Request, sessions: Container[str]) -> str:
+        """The session that the path names, if the caller may see it."""
+        return self.access.find(request[_CALLER], sessions, request.match_info["session"])
 
     def _bundled(self, body: Mapping[str, Any]) -> bool:
         if self.bundle != "asked":
@@ -309,22 +320,21 @@ class Gateway:
     async def _guard(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Bearer tokens, and errors in OpenAI's form."""
-        key = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
-        if self.tokens and request.path != "/health" and not self._knows(key.partition("/")[0]):
-            return _error(401, "The bearer token is missing or wrong.", "authentication_error")
+        """Let in who may, wait for the body, and give every failure OpenAI's form."""
+        connection = request.protocol
         try:
+            request[_CALLER] = self.access.admit(request)
+            if request.method == "POST":
+                self.connections.receive(connection)
+                await request.read()
+            self.connections.answer(connection)
             return await handler(request)
-        except UsageError as error:
-            return _error(400, str(error), "invalid_request_error")
-        except RequestFailed as error:
-            return _error(error.status if error.status >= 400 else 502, error.message, "upstream")
-        except Unreachable as error:
-            return _error(503, error.message, "upstream")
-        except JournalFull as error:
-            return _error(error.http_status, str(error), "journal_full")
-        except RollwayError as error:
-            return _error(500, error.message, "rollout_error")
+        except ConnectionError:
+            raise  # the client has gone; aiohttp ends the request
+        except Exception as failure:  # noqa: BLE001 - the last guard: it is answered and logged
+            return replies.refusal(failure)
+        finally:
+            self.connections.rest(connection)
 
 
 @dataclass(slots=True)
@@ -386,34 +396,12 @@ def _new_id() -> str:
     return uuid.uuid4().hex
 
 
-async def _read(request: web.Request) -> dict[str, Any]:
-    try:
-        body = msgspec.json.decode(await request.read())
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"The body is not JSON: {error}.") from error
-    if not isinstance(body, dict):
-        raise UsageError("The body must be a JSON object.")
-    return body
-
-
-def _messages(body: Mapping[str, Any]) -> list[Message]:
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise UsageError("messages must be a list of at least one message.")
-    if not all(isinstance(message, dict) and message.get("role") for message in messages):
-        raise UsageError("Every message must be an object with a role.")
-    return messages
-
-
-def _choices(body: Mapping[str, Any]) -> int:
-    count = body.get("n") or 1
-    if not isinstance(count, int) or not 1 <= count <= _MAX_CHOICES:
-        raise UsageError(f"n must be a number from 1 to {_MAX_CHOICES}.")
-    return count
-
-
 async def _send(response: web.StreamResponse, event: Mapping[str, Any]) -> None:
-    await response.write(b"data: " + msgspec.json.encode(event) + b"\n\n")
+    try:
+        async with asyncio.timeout(_WRITE_SECONDS):
+            await response.write(b"data: " + msgspec.json.encode(event) + b"\n\n")
+    except TimeoutError:
+        raise ConnectionResetError("the client does not read its answer") from None
 
 
 def _json(body: Mapping[str, Any], status: int = 200) -> web.Response:
@@ -426,7 +414,3 @@ def _json(body: Mapping[str, Any], status: int = 200) -> web.Response:
         content_type="application/json",
         headers=headers,
     )
-
-
-def _error(status: int, message: str, kind: str) -> web.Response:
-    return _json({"error": replies.error(message, kind, status)}, status)

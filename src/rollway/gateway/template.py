@@ -1,19 +1,36 @@
-"""Messages to token ids, with the ids that were sampled left as they are."""
+"""Messages to token ids, with the ids that were sampled left as they are.
+
+What is short is rendered at once, the rest in a thread with a deadline (see `threads`).
+"""
 
 from __future__ import annotations
 
-import asyncio
+import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rollway.errors import RolloutError, RollwayError, UsageError
 from rollway.gateway.messages import Message, Prefix, without_bundle
+from rollway.gateway.requests import measure
+from rollway.gateway.threads import Threads
+from rollway.gateway.tokenizing import BoundedTokenizer, longest_token
 from rollway.rollout.history import History
 from rollway.rollout.template import ChatTemplate
 
-_LONG_TEXT = 20_000
-"""Characters above which a prompt is rendered outside the event loop."""
+_LONG = 20_000
+"""Characters, or ids, above which a text is tokenized outside the event loop."""
+_MAX_SETTINGS = 64
+_MAX_NUMBER = 1_000_000
+# What the tokenizer's own method takes is refused as well; these hold for every version of it.
+_OURS = frozenset({
+    "chat_template", "conversation", "conversations", "messages", "tools", "documents", "padding",
+    "truncation", "max_length", "tokenize", "tokenizer", "tokenizer_kwargs", "return_dict",
+    "return_tensors", "return_assistant_tokens_mask", "add_generation_prompt",
+    "continue_final_message", "add_special_tokens", "processor_kwargs", "self", "kwargs",
+    "bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token",
+    "additional_special_tokens", "raise_exception", "strftime_now", "range", "namespace",
+})  # fmt: skip
 
 
 class Template:
@@ -29,46 +46,79 @@ class Template:
                 f"No tokenizer can be loaded from {path}: {error}", "Give one with --tokenizer."
             ) from error
         self.end_of_turn = _end_of_turn(self.tokenizer)
+        self.threads = Threads()
+        longest = longest_token(self.tokenizer)
+        self._bounded = BoundedTokenizer(self.tokenizer, longest)
+        # What was sampled may spell the text of its history with fewer tokens.
+        self._for_history = BoundedTokenizer(self.tokenizer, longest, slack=4)
+        parameters = inspect.signature(self.tokenizer.apply_chat_template).parameters
+        self._refused = _OURS | set(parameters)
+
+    def limit(self, tokens: int) -> None:
+        """Refuse texts that have more tokens from now on."""
+        self._bounded.limit = self._for_history.limit = tokens
 
     async def prompt(
         self, body: Mapping[str, Any], messages: Sequence[Message], prefix: Prefix | None
     ) -> list[int]:
         """The ids to send; `SpliceError` when the prefix and the template do not fit together."""
-        plain = without_bundle(messages)
+        plain, settings = without_bundle(messages), self.settings(body)
 
         def make() -> list[int]:
             try:
-                return self._made(body, plain, prefix)
+                return self._made(body, plain, prefix, settings)
             except RollwayError:
                 raise
             except Exception as error:  # the template is code of the model's author
+                reason = (str(error) or type(error).__name__)[:500]
                 raise UsageError(
-                    f"The chat template does not take these messages: {error}"
+                    f"The chat template does not take these messages: {reason}"
                 ) from error
 
-        if sum(len(str(message.get("content") or "")) for message in plain) > _LONG_TEXT:
-            return await asyncio.to_thread(make)
-        return make()
+        if measure([plain, body.get("tools"), settings]).short:
+            return make()
+        return await self.threads.run(make, "Rendering the chat template")
 
-    def encode(self, text: str) -> list[int]:
-        return [int(token) for token in self.tokenizer.encode(text)]
+    def settings(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what the client sets in the template. The parameters of the tokenizer's method are
+        none of its business: a template of its own could loop for ever."""
+        given = body.get("chat_template_kwargs") or {}
+        if not isinstance(given, Mapping) or len(given) > _MAX_SETTINGS:
+            raise UsageError(
+                f"chat_template_kwargs must be an object of at most {_MAX_SETTINGS} settings."
+            )
+        if refused := sorted(self._refused & given.keys()):
+            raise UsageError(f"chat_template_kwargs cannot set {', '.join(refused)}.")
+        if given and measure(given).largest > _MAX_NUMBER:
+            raise UsageError(f"chat_template_kwargs has a number above {_MAX_NUMBER}.")
+        if body.get("reasoning_effort") is None:
+            return dict(given)
+        return {**given, "reasoning_effort": body["reasoning_effort"]}
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(list(ids)))
+    async def encode(self, text: str) -> list[int]:
+        if len(text) <= _LONG:
+            return self._bounded.encode(text)
+        return await self.threads.run(lambda: self._bounded.encode(text), "Tokenizing the text")
+
+    async def decode(self, ids: Sequence[int]) -> str:
+        if len(ids) <= _LONG:
+            return self._bounded.decode(ids)
+        return await self.threads.run(lambda: self._bounded.decode(ids), "Decoding the tokens")
 
     def _made(
-        self, body: Mapping[str, Any], plain: list[dict[str, Any]], prefix: Prefix | None
+        self,
+        body: Mapping[str, Any],
+        plain: list[dict[str, Any]],
+        prefix: Prefix | None,
+        settings: dict[str, Any],
     ) -> list[int]:
-        settings = dict(body.get("chat_template_kwargs") or {})
-        if body.get("reasoning_effort") is not None:
-            settings["reasoning_effort"] = body["reasoning_effort"]
         tools = None if body.get("tool_choice") == "none" else body.get("tools")
         goes_on = bool(body.get("continue_final_message", False))
         generate = bool(body.get("add_generation_prompt", not goes_on))
         if prefix is None:
             last = {**settings, "continue_final_message": True} if goes_on else settings
-            return ChatTemplate(self.tokenizer, tools, last).render(plain, generate=generate)
-        template = ChatTemplate(self.tokenizer, tools, settings)
+            return ChatTemplate(self._bounded, tools, last).render(plain, generate=generate)
+        template = ChatTemplate(self._for_history, tools, settings)
         asked = template.render(plain[: prefix.messages - 1], generate=True)
         history = History(template, self.end_of_turn, plain, prefix.messages, generate)
         made = history.extend(prefix.token_ids, asked.count(self.end_of_turn))

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from rollway.errors import RolloutError
+from rollway.errors import RequestFailed, RolloutError
 from rollway.fleet.versions import Ticket
 from rollway.rollout.client import events
 from rollway.rollout.completion import Assembly, Completion, Nvext, Usage, only_choice, parsed
@@ -30,7 +30,7 @@ _PASSED_ON = (
     "logit_bias", "user", "metadata", "response_format", "tools", "tool_choice",
     "parallel_tool_calls", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
     "skip_special_tokens", "include_stop_str_in_output", "return_tokens_as_token_ids",
-    "reasoning_effort", "chat_template_kwargs", "suffix", "best_of",
+    "reasoning_effort", "suffix", "best_of",
 )  # fmt: skip
 # Left out, they would come from the checkpoint's generation_config on some routes.
 _POLICY_ITSELF = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
@@ -112,7 +112,7 @@ class Upstream(Sender):
             while True:
                 ticket = await self._ticket(attempt.trouble)
                 body = _with_ticket(asked.body, ticket, attempt)
-                raw = await self._send(body, ticket, attempt)
+                raw = await self._answer(body, ticket, attempt)
                 if raw is None:
                     continue
                 assembly = self._assembly(asked)
@@ -121,6 +121,16 @@ class Upstream(Sender):
                 if await self._holds(completion, ticket):
                     return Answered(raw, completion, ticket)
                 await attempt.not_attributed(ticket)
+
+    async def _answer(self, body: dict[str, Any], ticket: Ticket, attempt: Attempt) -> Any:
+        """Send, and raise what the frontend refused as it was: the client gets its status."""
+        try:
+            return await self._send(body, ticket, attempt)
+        except RolloutError as error:
+            refusal = error.__cause__ or error.__context__
+            if isinstance(refusal, RequestFailed):
+                raise refusal from None
+            raise
 
     @asynccontextmanager
     async def stream(
@@ -184,8 +194,10 @@ def asked(
         # They are not rendered again, but Dynamo wants to see some.
         body["messages"] = [{"role": "user", "content": "-"}]
         body["logprobs"] = True
-        if client_body.get("top_logprobs"):
-            body["top_logprobs"] = client_body["top_logprobs"]
+        # Parsers of reasoning look at the settings of the template, which have been checked.
+        for name in ("top_logprobs", "chat_template_kwargs"):
+            if client_body.get(name):
+                body[name] = client_body[name]
     else:
         body["prompt"] = "-"
         body["logprobs"] = client_body.get("logprobs") or 0

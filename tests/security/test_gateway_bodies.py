@@ -1,0 +1,220 @@
+"""Bodies that an attacker sends: each is a 400 in OpenAI's form, and costs little."""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollway.gateway import requests
+from rollway.gateway.tokenizing import longest_token
+from tests.awkward_tokenizer import PLAIN, make
+from tests.security.gateway_service import CHAT_BODY, USER, error_of, service
+
+_DEEP = b"[" * 100_000 + b"]" * 100_000
+_MEDIUM: Any = "x"
+for _ in range(200):
+    _MEDIUM = [_MEDIUM]
+
+
+def _message(**fields: Any) -> dict[str, Any]:
+    return {**CHAT_BODY, "messages": [USER, {"role": "assistant", "content": "", **fields}, USER]}
+
+
+def _call(**function: Any) -> dict[str, Any]:
+    return _message(tool_calls=[{"id": "1", "type": "function", "function": function}])
+
+
+BAD_CHATS: dict[str, Any] = {
+    "no JSON": b"{",
+    "no object": b"[]",
+    "deep nesting": b'{"messages": ' + _DEEP + b"}",
+    "nesting that JSON parsers still take": {**CHAT_BODY, "metadata": {"a": _MEDIUM}},
+    "nested arguments": _call(name="f", arguments={"a": _MEDIUM}),
+    "not UTF-8": b'{"messages": [{"role": "user", "content": "\xff"}]}',
+    "a lone surrogate": b'{"messages": [{"role": "user", "content": "a\\ud800b"}]}',
+    "NaN": b'{"messages": [{"role": "user", "content": "a"}], "temperature": NaN}',
+    "Infinity": b'{"messages": [{"role": "user", "content": "a"}], "temperature": Infinity}',
+    "1e400": b'{"messages": [{"role": "user", "content": "a"}], "temperature": 1e400}',
+    "a number beyond 64 bits": {**CHAT_BODY, "seed": 2**70},
+    "messages that are a text": {**CHAT_BODY, "messages": "hello"},
+    "no messages": {**CHAT_BODY, "messages": []},
+    "a message that is a text": {**CHAT_BODY, "messages": ["hello"]},
+    "a role that is a list": {**CHAT_BODY, "messages": [{"role": ["user"], "content": "a"}]},
+    "content that is a number": {**CHAT_BODY, "messages": [{"role": "user", "content": 5}]},
+    "content that is an object": {**CHAT_BODY, "messages": [{"role": "user", "content": {}}]},
+    "parts that are numbers": {**CHAT_BODY, "messages": [{"role": "user", "content": [1]}]},
+    "a part without text": {
+        **CHAT_BODY, "messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]
+    },
+    "tool_calls that are a text": _message(tool_calls="call"),
+    "tool_calls that are a number": _message(tool_calls=5),
+    "tool_calls of numbers": _message(tool_calls=[5]),
+    "a function that is a text": _message(tool_calls=[{"function": "f"}]),
+    "a function that is a list": _message(tool_calls=[{"function": ["f"]}]),
+    "arguments that are a number": _call(name="f", arguments=5),
+    "a name that is a number": _call(name=5, arguments="{}"),
+    "ids beyond 2^63": _message(prompt_token_ids=[2**63], generation_token_ids=[1]),
+    "ids that are flags": _message(prompt_token_ids=[True], generation_token_ids=[1]),
+    "ids that are one number": _message(prompt_token_ids=5, generation_token_ids=[1]),
+    "required ids beyond 2^63": {**_message(), "required_prefix_token_ids": [2**64]},
+    "stream_options that are a text": {**CHAT_BODY, "stream": True, "stream_options": "usage"},
+    "stream_options that are a list": {**CHAT_BODY, "stream": True, "stream_options": [1]},
+    "stream that is a text": {**CHAT_BODY, "stream": "yes"},
+    "max_tokens that is a flag": {**CHAT_BODY, "max_tokens": True},
+    "max_tokens that is a float": {**CHAT_BODY, "max_tokens": 1.5},
+    "max_tokens that is 0": {**CHAT_BODY, "max_tokens": 0},
+    "n that is a text": {**CHAT_BODY, "n": "2"},
+    "n that is a float": {**CHAT_BODY, "n": 1.0},
+    "n that is a flag": {**CHAT_BODY, "n": True},
+    "n that is 0": {**CHAT_BODY, "n": 0},
+    "n below 0": {**CHAT_BODY, "n": -1},
+    "n above the limit": {**CHAT_BODY, "n": 65},
+    "tools that are an object": {**CHAT_BODY, "tools": {"a": 1}},
+    "tools of numbers": {**CHAT_BODY, "tools": [1]},
+    "a tool_choice that is a number": {**CHAT_BODY, "tool_choice": 1},
+    "template settings that are a list": {**CHAT_BODY, "chat_template_kwargs": ["a"]},
+    "template settings that are a text": {**CHAT_BODY, "chat_template_kwargs": "a"},
+    "too many messages": {**CHAT_BODY, "messages": [USER] * 5000},
+    "too many tools": {**CHAT_BODY, "tools": [{}] * 1025},
+    "too many values": {**CHAT_BODY, "stop_token_ids": [1] * 300_000},
+}  # fmt: skip
+BAD_TEXTS: dict[str, Any] = {
+    "no prompt": {},
+    "a number": {"prompt": 5},
+    "an empty text": {"prompt": ""},
+    "an empty list": {"prompt": []},
+    "flags": {"prompt": [True, False]},
+    "ids below 0": {"prompt": [-1]},
+    "ids beyond 2^63": {"prompt": [2**63]},
+    "lists in lists in lists": {"prompt": [[[1]]]},
+    "mixed": {"prompt": [1, "a"]},
+    "too many prompts": {"prompt": ["a"] * 1000},
+    "64 prompts times 64": {"prompt": ["a"] * 64, "n": 64},
+}
+TAKEN_SETTINGS = [
+    "chat_template", "conversation", "padding", "truncation", "max_length", "documents",
+    "tokenizer_kwargs", "tools", "tokenize", "return_dict", "return_tensors",
+    "return_assistant_tokens_mask", "add_generation_prompt", "continue_final_message",
+    "eos_token",
+]  # fmt: skip
+
+
+async def test_a_bad_chat_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    async with service(tmp_path) as gateway:
+        for what, body in BAD_CHATS.items():
+            headers = {"x-rollway-session": "bad"}
+            status, answer = await gateway.post("/v1/chat/completions", body, headers=headers)
+            assert status == 400, (what, status, answer)
+            assert error_of(answer)["type"] == "invalid_request_error", what
+            if "messages" in str(body)[:200]:
+                status, answer = await gateway.post("/tokenize", body)
+                assert status in (200, 400), (what, status, answer)
+        assert gateway.frontend.bodies == []
+        assert (await gateway.get("/v1/rollway/sessions"))[1] == {"sessions": {}}
+        assert (await gateway.chat())[0] == 200
+
+
+async def test_a_bad_completion_is_refused(tmp_path: Path) -> None:
+    async with service(tmp_path) as gateway:
+        for what, body in BAD_TEXTS.items():
+            status, answer = await gateway.post("/v1/completions", body)
+            assert status == 400, (what, status, answer)
+            error_of(answer)
+        for tokens in (5, [2**70], [-1], ["a"], [True], [[1]], "12", [1] * 3000):
+            status, answer = await gateway.post("/detokenize", {"tokens": tokens})
+            assert status == 400, (tokens, answer)
+            error_of(answer)
+        for prompt in (5, ["a"], {"a": 1}, None):
+            status, answer = await gateway.post("/tokenize", {"prompt": prompt})
+            assert status == 400, (prompt, answer)
+        assert gateway.frontend.bodies == []
+        good = {"prompt": [[1, 2.0], "ab"], "n": 2, "max_tokens": 4}
+        status, answer = await gateway.post("/v1/completions", good)
+        assert status == 200 and len(answer["choices"]) == 4
+
+
+@pytest.mark.parametrize("name", TAKEN_SETTINGS)
+async def test_a_client_sets_a_parameter_of_the_tokenizer(tmp_path: Path, name: str) -> None:
+    async with service(tmp_path) as gateway:
+        status, answer = await gateway.chat(chat_template_kwargs={name: "x"})
+        assert status == 400 and name in error_of(answer)["message"]
+
+
+async def test_a_client_brings_a_template_that_never_ends(tmp_path: Path) -> None:
+    """It hung the event loop for good."""
+    loops = "{% for a in range(99999) %}" * 4 + "x" + "{% endfor %}" * 4
+    async with service(tmp_path) as gateway:
+        for fields in (
+            {"chat_template_kwargs": {"chat_template": loops}},
+            {"chat_template": loops},
+        ):
+            status, answer = await gateway.chat(**fields)
+            assert status == 400 and "chat_template" in error_of(answer)["message"]
+        assert gateway.frontend.bodies == []
+
+
+async def test_settings_of_the_model_still_pass(tmp_path: Path) -> None:
+    template = "{% if thinking %}<|im_start|>{% endif %}" + PLAIN
+    async with service(tmp_path, template=template) as gateway:
+        assert (await gateway.chat(chat_template_kwargs={"thinking": True}))[0] == 200
+        first, sent = gateway.frontend.bodies[0]["nvext"]["token_data"][:2]
+        assert first == sent, "the setting did not reach the template"
+        assert gateway.frontend.bodies[0]["chat_template_kwargs"] == {"thinking": True}
+        assert (await gateway.chat(chat_template_kwargs={"n": 10**7}))[0] == 400
+        assert (await gateway.chat(chat_template_kwargs={str(i): i for i in range(65)}))[0] == 400
+
+
+async def test_packed_bodies_are_refused_before_they_are_unpacked(tmp_path: Path) -> None:
+    """200 KiB of gzip were 200 MiB of JSON."""
+    text = b'{"prompt": "' + b"a" * (200 * 2**20) + b'"}'
+    packed = {"gzip": gzip.compress(text, 1), "deflate": zlib.compress(text, 1)}
+    del text
+    async with service(tmp_path) as gateway:
+        before = _peak_kib()
+        for coding, body in packed.items():
+            headers = {"content-encoding": coding}
+            status, answer = await gateway.post("/tokenize", body, headers=headers)
+            assert status == 415 and "ompressed" in error_of(answer)["message"]
+        assert _peak_kib() - before < 50 * 1024
+
+
+async def test_a_body_beyond_the_limit_is_refused(tmp_path: Path) -> None:
+    limit = requests.body_limit(2048)
+    assert limit == 32 * 2**20 and requests.body_limit(10**9) == 128 * 2**20
+    async with service(tmp_path) as gateway:
+        body = b'{"prompt": "' + b"a" * limit + b'"}'
+        status, answer = await gateway.post("/tokenize", body)
+        assert status == 413, answer
+        error_of(answer)
+        lists = b'{"a": [' + b"[]," * 1_100_000 + b"1]}"
+        status, answer = await gateway.post("/tokenize", lists)
+        assert status == 400 and "lists" in error_of(answer)["message"]
+
+
+def test_the_longest_token_bounds_a_text_only_where_it_can() -> None:
+    from tokenizers import normalizers, pre_tokenizers
+
+    tokenizer = make()
+    assert longest_token(tokenizer) == len("<|endoftext|>")
+    backend = tokenizer.backend_tokenizer
+    backend.normalizer = normalizers.NFC()
+    assert longest_token(tokenizer) == 4 * len("<|endoftext|>")
+    for normalizer in (normalizers.Strip(), normalizers.Replace("  ", "")):
+        backend.normalizer = normalizer
+        assert longest_token(tokenizer) is None
+    backend.normalizer = None
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()  # drops spaces
+    assert longest_token(tokenizer) is None
+    backend.pre_tokenizer = pre_tokenizers.Split(" ", "isolated")
+    assert longest_token(tokenizer) == len("<|endoftext|>")
+
+
+def _peak_kib() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1])
+    raise AssertionError("the kernel does not tell")

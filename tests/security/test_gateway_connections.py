@@ -1,0 +1,148 @@
+"""Connections that send nothing, or little: they keep nobody out."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+from rollway.gateway.connections import Connections, raise_file_limit
+from tests.security.gateway_service import Service, service
+
+_HEAD = b"POST /tokenize HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+async def _open(gateway: Service, data: bytes = b"") -> Streams:
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+    if data:
+        writer.write(data)
+    return reader, writer
+
+
+async def _ends(streams: Streams) -> bool:
+    """Wait until the gateway closes the connection."""
+    reader, writer = streams
+    try:
+        while await reader.read(2**16):
+            pass
+    except ConnectionError:
+        pass
+    writer.close()
+    return True
+
+
+async def test_headers_that_never_end_are_cut_off(tmp_path: Path) -> None:
+    connections = Connections(100, header_seconds=0.5, body_seconds=0.5, idle_seconds=60)
+    async with service(tmp_path, connections=connections) as gateway:
+        silent = await _open(gateway)
+        slow = await _open(gateway, b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nX-A: ")
+
+        async def drip() -> None:
+            while not slow[1].is_closing():
+                slow[1].write(b"a")
+                await asyncio.sleep(0.1)
+
+        dripping = asyncio.create_task(drip())
+        body = await _open(gateway, _HEAD + b"Content-Length: 500\r\n\r\n{")
+        async with asyncio.timeout(60):
+            assert all(await asyncio.gather(*(_ends(one) for one in (silent, slow, body))))
+        dripping.cancel()
+        assert (await gateway.get("/health"))[0] == 200
+
+
+async def test_idle_connections_are_closed_and_busy_ones_are_not(tmp_path: Path) -> None:
+    connections = Connections(100, header_seconds=0.5, body_seconds=0.5, idle_seconds=0.5)
+    async with service(tmp_path, connections=connections) as gateway:
+        gateway.frontend.go.clear()
+        busy = asyncio.create_task(gateway.chat())
+        while not gateway.frontend.bodies:
+            await asyncio.sleep(0.01)
+        idle = await _open(gateway, b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        async with asyncio.timeout(60):
+            await _ends(idle)  # it waited longer than the busy one may idle
+        gateway.frontend.go.set()
+        assert (await busy)[0] == 200
+
+
+async def test_idle_connections_keep_nobody_out(tmp_path: Path) -> None:
+    """More than the limit, none of which has to wait for a timeout."""
+    async with service(tmp_path, connections=Connections(40)) as gateway:
+        gateway.frontend.go.clear()
+        busy = asyncio.create_task(gateway.chat())
+        while not gateway.frontend.bodies:
+            await asyncio.sleep(0.01)
+        half = _HEAD + b"Content-Length: 500\r\n\r\n{"
+        held = [await _open(gateway, half if number % 2 else b"") for number in range(400)]
+        assert (await gateway.get("/health"))[0] == 200
+        assert gateway.gateway.connections._open <= 60
+        gateway.frontend.go.set()
+        assert (await busy)[0] == 200, "a request that is being answered is not cut"
+        for _, writer in held:
+            writer.close()
+
+
+async def test_the_limit_of_the_process_keeps_nobody_out(tmp_path: Path) -> None:
+    """A gateway with 256 files, 1,000 idle connections, and a client that wants in."""
+    script = textwrap.dedent(
+        """
+        import asyncio, resource, sys
+        from pathlib import Path
+        resource.setrlimit(resource.RLIMIT_NOFILE, (128, 256))
+        from rollway.gateway.connections import raise_file_limit
+        from tests.security.gateway_service import service
+
+        async def main():
+            print(raise_file_limit(), file=sys.stderr)
+            async with service(Path(sys.argv[1])) as gateway:
+                print(gateway.port, flush=True)
+                await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+
+        asyncio.run(main())
+        """
+    )
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", script, str(tmp_path),
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env=dict(os.environ), cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    assert process.stdout and process.stderr and process.stdin
+    port = int(await process.stdout.readline())
+    held: list[Streams] = []
+    try:
+        for number in range(1_000):
+            held.append(await asyncio.open_connection("127.0.0.1", port))
+            if number % 250 == 249:
+                assert await _status(port) == b"200"
+    finally:
+        for _, writer in held:
+            writer.close()
+        process.stdin.close()
+        told = (await process.stderr.read()).decode()
+        await process.wait()
+    assert "may open 256 files" in told and "ulimit" in told
+    assert process.returncode == 0, told
+
+
+async def _status(port: int) -> bytes:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
+    async with asyncio.timeout(60):
+        answer = await reader.read()
+    writer.close()
+    return answer.split(b" ")[1] if answer else b""
+
+
+def test_the_soft_limit_is_raised_to_the_hard_one() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(512, before[1]), before[1]))
+        raise_file_limit()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
