@@ -122,15 +122,15 @@ async def test_long_text_is_tokenized_beside_other_requests(tmp_path: Path) -> N
 def _forked_session(turns: int, forks: int, tokens: int) -> Session:
     session = Session()
 
-    def add(parent: int | None, new: int) -> int:
+    def add(parent: str | None, new: int) -> str:
         session.add(
             Turn("s", "m", str(len(session.turns)), [1] * new, [2] * tokens, [-0.5] * tokens,
                  "stop", 0, 7, parent)
         )  # fmt: skip
-        return len(session.turns) - 1
+        return session.turns[-1].id
 
     for _ in range(forks):
-        last: int | None = None
+        last: str | None = None
         for _ in range(turns):
             last = add(last, tokens)
     return session

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -33,7 +34,7 @@ def page(session: Session, name: str, offset: int, limit: int) -> bytes:
     """Return one page as JSON. Runs in a thread, while the session may grow."""
     shown: list[dict[str, Any]] = []
     tokens, total = 0, session.count_trajectories()
-    for sequence in session.trajectories(offset, limit):
+    for sequence in islice(session.each_trajectory(offset), limit):
         tokens += len(sequence.token_ids)
         if shown and tokens > _PAGE_TOKENS:
             break

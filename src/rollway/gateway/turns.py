@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -145,24 +144,25 @@ class Session:
         experts = self._last_experts(turn)
         return 0 if experts is None else experts.end
 
-    def trajectories(self, start: int = 0, limit: int | None = None) -> list[TokenSequence]:
-        """Build one sequence for each turn that no other goes on from, from the sequence `start`
-        on and at most `limit` of them."""
+    def trajectories(self) -> list[TokenSequence]:
+        """Build one sequence for each turn that no other goes on from."""
+        return list(self.each_trajectory())
+
+    def each_trajectory(self, start: int = 0) -> Iterator[TokenSequence]:
+        """Build the same sequences one at a time, from the sequence `start` on: a caller that has
+        enough need not build the rest."""
         turns = list(self.turns)
         parents = {turn.parent for turn in turns}
         leaves = [position for position, turn in enumerate(turns) if turn.id not in parents]
         taken: dict[int, int] = {}
-        sequences: list[TokenSequence] = []
-        stop = len(leaves) if limit is None else start + limit
-        for number, leaf in enumerate(islice(leaves, stop)):
+        for number, leaf in enumerate(leaves):
             path = self._path(leaf)
             if number >= start:
-                sequences.append(self._sequence(path, taken))
+                yield self._sequence(path, taken)
             for position in reversed(path):
                 if position in taken:
                     break  # and all before it as well
                 taken[position] = number
-        return sequences
 
     def count_trajectories(self) -> int:
         turns = list(self.turns)
