@@ -131,9 +131,9 @@ def test_a_follower_reads_while_the_log_is_rotated(tmp_path: Path) -> None:
     def follow() -> None:
         followed.extend(logs.follow(log, poll_seconds=0.001, ended=written.is_set))
 
-    reader = threading.Thread(target=follow)
-    reader.start()
     writer = Writer(log)
+    reader = threading.Thread(target=follow, daemon=True)
+    reader.start()
     try:
         for start in range(0, 3000, 50):
             writer.write(start, start + 50)
