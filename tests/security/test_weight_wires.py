@@ -51,18 +51,17 @@ def deep(levels: int) -> dict[str, Any]:
      {"where": {"x": "y" * (65 << 20)}}, {1: 2}],
     ids=range(10),
 )  # fmt: skip
-@pytest.mark.parametrize("secret", ["", "s"])
-def test_an_offer_of_wrong_types(change: dict[Any, Any], secret: str) -> None:
-    plain = Offer("shm", 1, "12345678", 0, {"slot": "x"}).signed(secret).as_json()
-    read_offer(plain, secret)
+def test_an_offer_of_wrong_types(change: dict[Any, Any]) -> None:
+    plain = Offer("shm", 1, "12345678", 0, {"slot": "x"}).signed("s").as_json()
+    read_offer(plain, "s")
     with pytest.raises(WeightsError):
-        read_offer(plain | change, secret)
+        read_offer(plain | change, "s")
 
 
 @pytest.mark.parametrize("raw", [[1], ["ab"], 7, None, "offer"])
 def test_an_offer_that_is_no_mapping(raw: Any) -> None:
     with pytest.raises(WeightsError, match="no offer of weights"):
-        read_offer(raw, "")
+        read_offer(raw, "s")
 
 
 @pytest.mark.parametrize(
