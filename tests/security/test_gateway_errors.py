@@ -29,7 +29,7 @@ async def test_what_the_frontend_refuses_is_refused(
             error = error_of(answer)
             assert "Invalid request" in error["message"]
             assert error["type"] == "invalid_request_error"
-        assert (await gateway.get("/v1/rollway/sessions"))[1] == {"sessions": {}}
+        assert (await gateway.get("/v1/rollway/sessions"))[1]["sessions"] == {}
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -52,7 +52,7 @@ async def test_a_frontend_that_is_gone_is_a_503(tmp_path: Path) -> None:
         for stream in (False, True):
             status, answer = await gateway.chat({"x-rollway-session": "s"}, stream=stream)
             assert status == 503 and ":9" not in error_of(answer)["message"]
-        assert (await gateway.get("/v1/rollway/sessions"))[1] == {"sessions": {}}
+        assert (await gateway.get("/v1/rollway/sessions"))[1]["sessions"] == {}
 
 
 async def test_a_client_that_leaves_leaves_no_session(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ async def test_a_client_that_leaves_leaves_no_session(tmp_path: Path) -> None:
                 await asyncio.sleep(0.01)
             request.cancel()
             await asyncio.wait([request])
-        assert (await gateway.get("/v1/rollway/sessions"))[1] == {"sessions": {}}
+        assert (await gateway.get("/v1/rollway/sessions"))[1]["sessions"] == {}
 
 
 async def test_a_fault_of_the_gateway_is_a_logged_500_in_the_same_form(
@@ -115,7 +115,7 @@ async def test_an_error_in_a_stream_is_an_event(tmp_path: Path) -> None:
         status, raw = await _streamed(gateway)
         assert status == 200 and b"internal_error" in raw and b"10.0.0.1" not in raw
         assert b"[DONE]" not in raw
-        assert (await gateway.get("/v1/rollway/sessions"))[1] == {"sessions": {}}
+        assert (await gateway.get("/v1/rollway/sessions"))[1]["sessions"] == {}
 
 
 async def _streamed(gateway: Service) -> tuple[int, bytes]:

@@ -79,7 +79,7 @@ async def test_a_client_that_leaves_ends_its_work(tmp_path: Path) -> None:
         slow.cancel()
         while _workers():
             await asyncio.sleep(0.05)
-        assert (await gateway.get("/v1/rollway/sessions"))[1] == {"sessions": {}}
+        assert (await gateway.get("/v1/rollway/sessions"))[1]["sessions"] == {}
 
 
 @pytest.mark.parametrize("route", ["/tokenize", "/v1/completions"])

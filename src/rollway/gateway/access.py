@@ -132,23 +132,29 @@ class Access:
 
     def find(self, caller: Caller, sessions: Container[str], given: str) -> str:
         """Return the full name of the session that the caller means by `given`."""
-        checked_name(given)
-        if not self.needs_token:
-            candidates = [given, key_name(given)]
-        elif caller.operator:
-            candidates = [given, _scoped(caller, given)]
-        else:
-            candidates = [_scoped(caller, given)]
-        for name in candidates:
+        for name in self.candidates(caller, given):
             if name in sessions:
                 return name
+        raise self.missing(caller, given)
+
+    def candidates(self, caller: Caller, given: str) -> list[str]:
+        """Return the full names that a caller may mean, the likeliest first."""
+        checked_name(given)
+        if not self.needs_token:
+            return [given, key_name(given)]
+        if caller.operator:
+            return [given, _scoped(caller, given)]
+        return [_scoped(caller, given)]
+
+    def missing(self, caller: Caller, given: str) -> Refused:
+        """Return the error for a session that is not there, or is another token's."""
         hint = ""
         if not caller.operator and not self.operators:
             hint = (
                 f"A token sees its own sessions; set {OPERATOR_TOKENS} for one that sees all of "
                 "them."
             )
-        raise Refused(404, f"There is no session `{given}`.", hint, kind="not_found")
+        return Refused(404, f"There is no session `{given}`.", hint, kind="not_found")
 
     def visible(self, caller: Caller, names: Iterable[str]) -> dict[str, str]:
         """Return the sessions that a caller may see: shown name to full name."""

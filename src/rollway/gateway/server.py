@@ -15,7 +15,7 @@ import asyncio
 import hashlib
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Container, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -185,14 +185,17 @@ class Gateway:
         return _json(body)
 
     async def trajectories(self, request: web.Request) -> web.Response:
-        name = self._found(request, self.recorder.sessions)
-        body = await self._page(request, name, self.recorder.sessions[name])
+        given, sessions = request.match_info["session"], self.recorder.sessions
+        name = self.access.find(request[_CALLER], sessions, given)
+        body = await self._page(request, name, sessions[name])
         return web.Response(body=body, content_type="application/json")
 
     async def forget(self, request: web.Request) -> web.Response:
-        name = self._found(request, self.recorder)
-        await self.recorder.forget_async(name)
-        return _json({"session": self._shown(request, name), "forgotten": True})
+        caller, given = request[_CALLER], request.match_info["session"]
+        for name in self.access.candidates(caller, given):
+            if await self.recorder.forget_async(name):
+                return _json({"session": self._shown(request, name), "forgotten": True})
+        raise self.access.missing(caller, given)
 
     async def _page(self, request: web.Request, name: str, session: Session) -> bytes:
         """Return a page of trajectories, computed in a thread while the session may grow."""
@@ -305,10 +308,6 @@ class Gateway:
 
     def _shown(self, request: web.Request, name: str) -> str:
         return self.access.shown(request[_CALLER], name)
-
-    def _found(self, request: web.Request, sessions: Container[str]) -> str:
-        """The session that the path names, if the caller may see it."""
-        return self.access.find(request[_CALLER], sessions, request.match_info["session"])
 
     def _bundled(self, body: Mapping[str, Any]) -> bool:
         if self.bundle != "asked":
