@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -148,21 +148,23 @@ class Session:
     def trajectories(self, start: int = 0, limit: int | None = None) -> list[TokenSequence]:
         """Build one sequence for each turn that no other goes on from, from the sequence `start`
         on and at most `limit` of them."""
+        return list(self.each_trajectory(start, limit))
+
+    def each_trajectory(self, start: int = 0, limit: int | None = None) -> Iterator[TokenSequence]:
+        """Build the same one by one, for whoever may stop early."""
         turns = list(self.turns)
         parents = {turn.parent for turn in turns}
         leaves = [position for position, turn in enumerate(turns) if turn.id not in parents]
         taken: dict[int, int] = {}
-        sequences: list[TokenSequence] = []
         stop = len(leaves) if limit is None else start + limit
         for number, leaf in enumerate(islice(leaves, stop)):
             path = self._path(leaf)
             if number >= start:
-                sequences.append(self._sequence(path, taken))
+                yield self._sequence(path, taken)
             for position in reversed(path):
                 if position in taken:
                     break  # and all before it as well
                 taken[position] = number
-        return sequences
 
     def count_trajectories(self) -> int:
         turns = list(self.turns)
