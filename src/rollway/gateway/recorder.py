@@ -78,7 +78,7 @@ class Recorder:
                 session = self._opened[name] = Session(name)
             return session
 
-    def __contains__(self, name: str) -> bool:
+    def __contains__(self, name: object) -> bool:
         """Whether there is something to forget: a recorded session, or a request in flight."""
         return name in self._opened
 
