@@ -1,0 +1,6 @@
+import sys
+
+from rollway import cli
+
+if __name__ == "__main__":
+    sys.exit(cli.main())
