@@ -39,6 +39,7 @@ _SAMPLES = 200
 _BOUND = 120.0
 MEMORY_RATIO = 1.15
 MORE_DESCRIPTORS = 16
+MORE_JOURNAL_MIB = 4  # what was forgotten waits in the file until it is worth a compaction
 LOG_BYTES_PER_REQUEST = 256
 Say = Callable[[str], None]
 
@@ -92,7 +93,7 @@ class GatewayLoad:
         return (
             self.memory_ratio <= MEMORY_RATIO
             and self.last.descriptors <= self.first.descriptors + MORE_DESCRIPTORS
-            and self.last.journal_mib <= 2 * self.first.journal_mib + 1
+            and self.last.journal_mib <= 2 * self.first.journal_mib + MORE_JOURNAL_MIB
             and self.last.log_per_request <= LOG_BYTES_PER_REQUEST
             and not self.failed_requests
             and not self.wrong_trajectories

@@ -104,7 +104,7 @@ class GatewayProcess:
             sequences += [TokenSequence.from_json(raw) for raw in page["trajectories"]]
             if page.get("next") is None:
                 return sequences
-            query = f"?start={page['next']}"
+            query = f"?offset={page['next']}"
 
     async def _get(self, path: str) -> Any:
         try:
