@@ -166,17 +166,15 @@ class GatewayChaos:
         began = time.monotonic()
         async with AsyncExitStack() as exits:
             await self._open(exits)
-            for number, fault in enumerate(self._faults(), start=1):
-                entry = GatewayRound(number, fault)
-                self.report.detail.append(entry)
-                try:
-                    await self._round(entry)
-                except RollwayError as error:  # what is known until then is worth a report
-                    entry.error = error.message
-                    self.report.hangs += 1
-                    break
-                finally:
-                    self.agents.raise_failures()
+            try:
+                for number, fault in enumerate(self._faults(), start=1):
+                    self.report.detail.append(GatewayRound(number, fault))
+                    await self._round(self.report.detail[-1])
+                await self._calm_round()
+            except RollwayError as error:  # what is known until then is worth a report
+                self.report.detail[-1].error = error.message
+                self.report.hangs += 1
+            self.agents.raise_failures()
             self._sum_up()
         self._look_for_leftovers()
         self.report.seconds = round(time.monotonic() - began, 1)
@@ -238,6 +236,21 @@ class GatewayChaos:
             self.random.shuffle(cycle)
             faults += cycle
         return faults[: self.options.rounds]
+
+    async def _calm_round(self) -> None:
+        """Judge a gateway that nobody has killed since: what it keeps in memory."""
+        entry = GatewayRound(len(self.report.detail) + 1, CALM, struck=True)
+        self.report.detail.append(entry)
+        began, before = time.monotonic(), self.ledger.acknowledged
+        self.agents.emphasis = CALM
+        self.agents.release()
+        await self._until_acknowledged(2 * self.options.agents)
+        self.agents.hold()
+        await self.agents.wait_idle()
+        self._measure()
+        await self._judge(entry)
+        entry.turns = self.ledger.acknowledged - before
+        entry.seconds = round(time.monotonic() - began, 1)
 
     async def _round(self, entry: GatewayRound) -> None:
         self.progress(f"round {entry.number}: {entry.fault}")
@@ -333,8 +346,9 @@ class GatewayChaos:
 
     def _sum_up(self) -> None:
         report, ledger = self.report, self.ledger
-        report.rounds = len(report.detail)
-        report.faults = dict(Counter(entry.fault for entry in report.detail if entry.struck))
+        rounds = [entry for entry in report.detail if entry.fault != CALM]
+        report.rounds = len(rounds)
+        report.faults = dict(Counter(entry.fault for entry in rounds if entry.struck))
         report.requests = ledger.requests
         report.acknowledged_turns = ledger.acknowledged
         report.streamed_turns = ledger.streamed
