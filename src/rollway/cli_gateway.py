@@ -25,6 +25,11 @@ def add_grammar(child: argparse.ArgumentParser) -> None:
         "--journal", type=Path, help="file that sessions are kept in (default: Rollway's home)"
     )
     child.add_argument(
+        "--journal-sync",
+        action="store_true",
+        help="wait for the disk before each answer, so that a power cut loses no turn",
+    )
+    child.add_argument(
         "--bundle",
         choices=["asked", "always", "never"],
         default="asked",

@@ -76,16 +76,18 @@ def test_ids_that_a_client_sends_come_first() -> None:
 
 def test_what_two_trajectories_share_is_trained_on_once() -> None:
     session = Session()
-    session.add(turn("s", "a", [1, 2], [3, 4]))
-    session.add(turn("s", "b", [5], [6], parent=0))
-    session.add(turn("s", "c", [5], [7, 8], parent=0, version=1))
+    session.add(turn("s", "a", [1, 2], [3, 4], id="1"))
+    session.add(turn("s", "b", [5], [6], parent="1"))
+    session.add(turn("s", "c", [5], [7, 8], parent="1", version=1))
     first, second = session.trajectories()
     assert first.token_ids == [1, 2, 3, 4, 5, 6] and first.loss_mask == [0, 0, 1, 1, 0, 1]
     assert second.token_ids == [1, 2, 3, 4, 5, 7, 8]
     assert second.loss_mask == [0, 0, 0, 0, 0, 1, 1]
     assert second.forked_from is not None and second.forked_from.sequence == 0
     assert [span.version for span in second.spans] == [1]
-    assert session.latest(["x", "a", "y"]) == (0, 2) and session.latest(["x"]) is None
+    assert session.trajectories(1) == [second] and session.trajectories(0, 1) == [first]
+    assert session.count_trajectories() == 2
+    assert session.latest(["x", "a", "y"]) == ("1", 2) and session.latest(["x"]) is None
 
 
 def test_each_turn_keeps_the_experts_it_adds(tmp_path: Path) -> None:
@@ -96,23 +98,27 @@ def test_each_turn_keeps_the_experts_it_adds(tmp_path: Path) -> None:
         return RoutedExperts(np.array(rows, dtype=np.uint8), start).as_json()
 
     recorder = Recorder(tmp_path / "journal.jsonl")
-    recorder.add(turn("s", "a", [1, 2], [3, 4], routed_experts=experts(0, 3)))
-    recorder.add(turn("s", "b", [5], [6], parent=0, routed_experts=experts(3, 5)))
-    recorder.add(turn("s", "c", [5], [7, 8], parent=0, routed_experts=experts(3, 6)))
+    session = recorder.open("s")
+    recorder.add(session, turn("s", "a", [1, 2], [3, 4], id="1", routed_experts=experts(0, 3)))
+    recorder.add(session, turn("s", "b", [5], [6], parent="1", routed_experts=experts(3, 5)))
+    recorder.add(session, turn("s", "c", [5], [7, 8], parent="1", routed_experts=experts(3, 6)))
     recorder.close()
-    session = Recorder(tmp_path / "journal.jsonl").sessions["s"]
+    again = Recorder(tmp_path / "journal.jsonl")
+    session = again.sessions["s"]
+    again.close()
     for sequence in session.trajectories():
         assert sequence.routed_experts is not None
         assert sequence.routed_experts.as_json() == experts(0, len(sequence.token_ids) - 1)
-    assert session.experts_end(1) == 5 and session.experts_end(None) == 0
+    assert session.experts_end(session.turns[1].id) == 5 and session.experts_end(None) == 0
 
 
 def test_the_journal_survives_being_cut(tmp_path: Path) -> None:
     path = tmp_path / "sub" / "journal.jsonl"
     recorder = Recorder(path)
-    recorder.add(turn("one", "a", [1], [2]))
-    recorder.add(turn("two", "a", [1], [2]))
-    recorder.add(turn("one", "b", [3], [4], parent=0))
+    first = recorder.open("one")
+    recorder.add(first, turn("one", "a", [1], [2], id="1"))
+    recorder.add(recorder.open("two"), turn("two", "a", [1], [2]))
+    recorder.add(first, turn("one", "b", [3], [4], id="2", parent="1"))
     assert recorder.forget("two") and not recorder.forget("two")
     before = recorder.sessions["one"].trajectories()
     recorder.close()
@@ -121,7 +127,7 @@ def test_the_journal_survives_being_cut(tmp_path: Path) -> None:
     again = Recorder(path)
     assert list(again.sessions) == ["one"]
     assert again.sessions["one"].trajectories() == before
-    again.add(turn("one", "c", [5], [6], parent=1))
+    again.add(again.open("one"), turn("one", "c", [5], [6], parent="2"))
     again.close()
     assert all(json.loads(line) for line in path.read_text().splitlines())
     last = Recorder(path)

@@ -26,7 +26,7 @@ async def serve(options: argparse.Namespace, tokens: frozenset[str]) -> None:
         model = options.model or (stack.models[0] if len(stack.models) == 1 else None)
         tokenizer = options.tokenizer or _model_path(stack.name, model)
         journal = options.journal or home() / "gateway" / f"{stack.name or 'attached'}.jsonl"
-        recorder = Recorder(journal)
+        recorder = Recorder(journal, sync=options.journal_sync)
         try:
             made = await made_gateway(
                 stack,

@@ -1,226 +1,318 @@
 """What was sampled in each session, kept in memory and in a journal.
 
-    session ─► turns: prompt ids, sampled ids, log-probs, spans, and where in the history each is
+    request ─► open(name) ─► … sampled … ─► add(session, turn): journal, then memory ─► answer
 
-A turn whose prompt goes on from another turn is its child. Each path from a first turn to a last
-one is a trajectory; what several paths share is trained on in one of them only. The journal is one
-file of JSON lines, written before the client has its answer: a gateway that is killed and started
-again knows all that a client was told.
+The journal is written before the client has its answer: a gateway that is killed and started again
+knows all that a client was told. A session that is deleted meanwhile is gone: its turns in flight
+are answered and not recorded.
 """
 
 from __future__ import annotations
 
-import fcntl
-import json
+import asyncio
+import contextlib
 import logging
-import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
-import msgspec
+from rollway.errors import RollwayError, UsageError
+from rollway.gateway.entries import Loaded, encode, load, named_session
+from rollway.gateway.journal import Disk, Journal, JournalFull
+from rollway.gateway.turns import PARENT_MISSING, Forgotten, Lost, Session, Turn
 
-from rollway.errors import UsageError
-from rollway.rollout.sequence import Fork, SequenceBuilder, TokenSequence
-from rollway.rollout.trajectory import Rollout, Span
-
-if TYPE_CHECKING:
-    from rollway.rollout.experts import RoutedExperts
+__all__ = ["JournalFull", "Recorder", "Session", "Turn"]
 
 log = logging.getLogger(__name__)
 
+_ERASE_WITHIN = 60.0
+_WORTH_IT = 2**20  # fewer forgotten bytes wait for the compaction that erases deleted sessions
 
-class Turn(msgspec.Struct):
-    """One assistant turn."""
-
-    session: str
-    model: str
-    history: str
-    """Digest of the messages up to and with this turn, as `messages.chain` makes it."""
-    new_ids: list[int]
-    """What its prompt has beyond prompt and completion of its parent: all of it without one. Kept
-    whole, a long session would grow with the square of its turns."""
-    token_ids: list[int]
-    logprobs: list[float]
-    finish_reason: str
-    version: int | None
-    worker_id: int | None
-    parent: int | None = None
-    """Which turn of the session it goes on from."""
-    forked: str = ""
-    """Why it does not go on from the turn before it in the history, if there was one."""
-    routed_experts: dict[str, Any] | None = None
-    """From where the record of its parent ends."""
-
-    def experts(self) -> RoutedExperts | None:
-        if self.routed_experts is None:
-            return None
-        from rollway.rollout.experts import decode
-
-        return decode(self.routed_experts)
-
-    def rollout(self, before: list[int]) -> Rollout:
-        spans = (Span(0, len(self.token_ids), self.version, self.worker_id),)
-        return Rollout(
-            before + self.new_ids,
-            self.token_ids,
-            self.logprobs,
-            self.finish_reason,  # type: ignore[arg-type]
-            spans if self.token_ids else (),
-            0,
-            self.experts(),
-        )
-
-
-@dataclass(slots=True)
-class Session:
-    """The turns of one session, in the order in which they ended."""
-
-    turns: list[Turn] = field(default_factory=list)
-    _by_history: dict[str, int] = field(default_factory=dict)
-
-    def add(self, turn: Turn) -> None:
-        # The newest turn with the same words: that is the one the client has just read.
-        self._by_history[turn.history] = len(self.turns)
-        self.turns.append(turn)
-
-    def latest(self, digests: list[str]) -> tuple[int, int] | None:
-        """The turn that the longest beginning of a history ends with, and how many messages that
-        beginning has."""
-        for count in range(len(digests), 0, -1):
-            turn = self._by_history.get(digests[count - 1])
-            if turn is not None:
-                return turn, count
-        return None
-
-    def ids(self, index: int) -> list[int]:
-        """Prompt and completion of a turn."""
-        found: list[int] = []
-        for one in reversed(list(self._path(index))):
-            found += self.turns[one].new_ids
-            found += self.turns[one].token_ids
-        return found
-
-    def experts_end(self, index: int | None) -> int:
-        """Up to which position the record of a turn goes, its parents' included."""
-        experts = None if index is None else self.turns[index].experts()
-        return 0 if experts is None else experts.end
-
-    def trajectories(self) -> list[TokenSequence]:
-        """One sequence for each turn that no other goes on from."""
-        parents = {turn.parent for turn in self.turns}
-        leaves = [index for index in range(len(self.turns)) if index not in parents]
-        taken: dict[int, int] = {}
-        found: list[TokenSequence] = []
-        for leaf in leaves:
-            path = list(reversed(list(self._path(leaf))))
-            sequence = self._sequence(path, taken)
-            found.append(sequence)
-            taken |= {index: len(found) - 1 for index in path if index not in taken}
-        return found
-
-    def _path(self, index: int | None) -> Iterator[int]:
-        while index is not None:
-            yield index
-            index = self.turns[index].parent
-
-    def _sequence(self, path: list[int], taken: Mapping[int, int]) -> TokenSequence:
-        shared = [index for index in path if index in taken]
-        fork = None
-        if shared:
-            fork = Fork(
-                taken[shared[-1]],
-                len(self.ids(shared[-1])),
-                "another trajectory of this session goes on from the same turn",
-            )
-        elif self.turns[path[0]].forked:
-            fork = Fork(0, 0, self.turns[path[0]].forked)
-        builder = SequenceBuilder(forked_from=fork)
-        if shared:
-            known = [self.turns[index].experts() for index in shared]
-            builder.begin(self.ids(shared[-1]), [part for part in known if part is not None])
-        for index in path[len(shared) :]:
-            builder.add(self.turns[index].rollout(builder.token_ids))
-        return builder.sequence()
+_Batch = list[tuple[Session, Sequence[Turn]]]
 
 
 class Recorder:
-    """All sessions, and their journal."""
+    """All sessions, and their journal. Any thread may call it."""
 
-    def __init__(self, journal: Path | None) -> None:
+    def __init__(
+        self,
+        journal: Path | None,
+        *,
+        sync: bool = False,
+        erase_within: float = _ERASE_WITHIN,
+        disk: Disk | None = None,
+    ) -> None:
+        """Read what an earlier gateway wrote. With `sync` a turn is on the disk, not only with the
+        kernel, before it counts. `erase_within` bounds in seconds how long the text of a deleted
+        session stays in the journal."""
         self.sessions: dict[str, Session] = {}
-        self._journal = journal
-        self._file: Any = None
-        self._lock: Any = None
+        self.lost = 0
+        """How many lines of the journal could not be used."""
+        self._opened: WeakValueDictionary[str, Session] = WeakValueDictionary()
+        self._lock = threading.Lock()  # of the journal and the order of turns; held while writing
+        self._names = threading.Lock()  # of the tables of sessions; held for a moment only
+        self._compacting = threading.Lock()
+        self._journal: Journal | None = None
+        self._live = 0
+        self._unreadable: list[tuple[int, int]] = []
+        self._erased: set[str] = set()
+        self._erase_within = erase_within
+        self._background = _Background(self.compact, retry=erase_within / 2)
+        self._pending: deque[tuple[Session, Sequence[Turn], Future[bool]]] = deque()
+        self._writer = ThreadPoolExecutor(1, "journal-sync") if sync else None
         if journal is not None:
-            self._load(journal)
+            self._journal = Journal(journal, self._lock, sync=sync, disk=disk or Disk())
+            self._load(self._journal)
 
-    def session(self, name: str) -> Session:
-        return self.sessions.setdefault(name, Session())
+    def open(self, name: str) -> Session:
+        """Return the session to record into. It is listed once it has a turn."""
+        if not name.isascii() and name.encode(errors="ignore").decode() != name:
+            raise UsageError("The name of a session must be text.")
+        with self._names:
+            session = self._opened.get(name)
+            if session is None:
+                session = self._opened[name] = Session(name)
+            return session
 
-    def add(self, turn: Turn) -> None:
-        """Into the journal first."""
-        self._write(msgspec.json.encode(turn))
-        self.session(turn.session).add(turn)
+    def add(self, session: Session, turn: Turn) -> bool:
+        """Record a turn; return False, and record nothing, when the session is gone."""
+        return self.add_all(session, [turn])
+
+    def add_all(self, session: Session, turns: Sequence[Turn]) -> bool:
+        """Record turns of one session: all of them, or none."""
+        _check(session, turns)
+        return self._commit([(session, turns)])[0]
+
+    async def add_async(self, session: Session, turns: Sequence[Turn]) -> bool:
+        """Record turns. Where that waits for the disk, a thread does it, and turns that arrive
+        meanwhile share the next wait."""
+        if self._writer is None:
+            return self.add_all(session, turns)
+        _check(session, turns)
+        future: Future[bool] = Future()
+        self._pending.append((session, turns, future))
+        self._writer.submit(self._drain)
+        return await asyncio.wrap_future(future)
 
     def forget(self, name: str) -> bool:
-        if self.sessions.pop(name, None) is None:
-            return False
-        self._write(msgspec.json.encode({"forgotten": name}))
+        """Delete a session; return False when there is none. Its text leaves the journal soon."""
+        with self._lock:
+            with self._names:
+                session, listed = self._opened.get(name), name in self.sessions
+            if session is None:
+                return False
+            if listed and self._journal is not None:
+                self._journal.append(encode(Forgotten(name)))
+            with self._names:
+                session.gone = True
+                self.sessions.pop(name, None)
+                self._opened.pop(name, None)
+            if listed:
+                self._live -= session.size
+                self._erased.add(name)
+                self._schedule()
         return True
 
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-            self._lock.close()
+    async def forget_async(self, name: str) -> bool:
+        """Delete a session, in the order in which `add_async` was called."""
+        if self._writer is None:
+            return self.forget(name)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._writer, self.forget, name)
 
-    def _load(self, journal: Path) -> None:
-        """Read what an earlier gateway wrote, and leave out what was forgotten."""
+    def compact(self) -> None:
+        """Rewrite the journal without what was forgotten or cannot be read.
+
+        A crash at any moment leaves the old file or the new one, whole.
+        """
+        if self._journal is None:
+            return
+        with self._compacting:
+            with self._lock:
+                erased, unreadable = set(self._erased), list(self._unreadable)
+            self._journal.save_aside(unreadable)
+            self._unreadable.clear()
+            if erased:
+                self._journal.erase_unreadable(lambda line: named_session(line) not in erased)
+            self._journal.compact(self._snapshot)
+            with self._lock:
+                self._erased -= erased
+
+    def close(self) -> None:
+        """End the threads, erase what was deleted, release the journal."""
+        if self._writer is not None:
+            self._writer.shutdown()
+        self._background.close()
+        if self._journal is not None:
+            if self._erased:
+                with contextlib.suppress(OSError):  # the next start does it
+                    self.compact()
+            self._journal.close()
+
+    # --- how -------------------------------------------------------------------------------------
+
+    def _load(self, journal: Journal) -> None:
         try:
-            journal.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._lock = journal.with_suffix(".lock").open("ab")
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if journal.exists():
-                self._read(journal)
-                self._compact(journal)
-            self._file = journal.open("ab", buffering=0)
-        except BlockingIOError as error:
-            raise UsageError(
-                f"Another gateway uses the journal {journal}.",
-                "Two would overwrite each other's: give one of them another file with --journal.",
-            ) from error
+            loaded = load(journal)
         except OSError as error:
+            journal.close()
             raise UsageError(
-                f"The journal {journal} cannot be used: {error.strerror}.",
+                f"The journal {journal.path} cannot be read: {error.strerror}.",
                 "Give another file with --journal.",
             ) from error
+        self.sessions = loaded.sessions
+        self._opened.update(loaded.sessions)
+        self.lost = loaded.lost
+        self._live = sum(session.size for session in self.sessions.values())
+        self._unreadable = loaded.places
+        self._erased = loaded.forgotten
+        if loaded.lost:
+            _report(journal.path, loaded)
+        if loaded.forgotten or loaded.places or loaded.old:
+            self._background.schedule(0)
 
-    def _read(self, journal: Path) -> None:
-        for number, line in enumerate(journal.read_bytes().splitlines(), start=1):
+    def _commit(self, batch: _Batch) -> list[bool]:
+        """Write turns to the journal, then to memory. One write, so all count or none does."""
+        with self._lock:
+            wanted = [(session, turns) for session, turns in batch if not session.gone]
+            lines = _lines(wanted)
+            if self._journal is not None and wanted:
+                self._journal.append(b"".join(line for part in lines for line in part))
+            with self._names:
+                for (session, turns), part in zip(wanted, lines, strict=True):
+                    for turn in turns:
+                        session.add(turn)
+                    self.sessions[session.name] = session
+                    size = sum(map(len, part))
+                    session.size += size
+                    self._live += size
+            return [not session.gone for session, _ in batch]
+
+    def _drain(self) -> None:
+        """Record all turns that wait, with one wait for the disk."""
+        batch = []
+        while self._pending:
+            session, turns, future = self._pending.popleft()
+            if future.set_running_or_notify_cancel():  # else its client has gone
+                batch.append((session, turns, future))
+        try:
+            recorded = self._commit([(session, turns) for session, turns, _ in batch])
+        except (RollwayError, ValueError) as error:
+            for _, _, future in batch:
+                future.set_exception(error)
+            return
+        for (_, _, future), answer in zip(batch, recorded, strict=True):
+            future.set_result(answer)
+
+    def _schedule(self) -> None:
+        if self._journal is None:
+            return
+        size = self._journal.size
+        forgotten = size - self._live
+        urgent = forgotten > size / 2 and forgotten >= _WORTH_IT
+        self._background.schedule(0 if urgent else self._erase_within / 2)
+
+    def _snapshot(self) -> Iterator[bytes]:
+        """Return the lines of all sessions as they are now; they are encoded as they are read."""
+        parts = [(each, each.lost, len(each.turns)) for each in self.sessions.values()]
+        return _encode_all(parts)
+
+
+class _Background:
+    """A thread that runs a function when it is due, and again later when it fails."""
+
+    def __init__(self, work: Callable[[], None], retry: float) -> None:
+        self._work = work
+        self._retry = retry
+        self._wake = threading.Condition()
+        self._due: float | None = None
+        self._ended = False
+        self._thread: threading.Thread | None = None
+
+    def schedule(self, delay: float) -> None:
+        """Run the function in so many seconds, or sooner if it is due before that."""
+        with self._wake:
+            due = time.monotonic() + delay
+            if self._due is None or due < self._due:
+                self._due = due
+            if self._thread is None and not self._ended:
+                self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
+                self._thread.start()
+            self._wake.notify()
+
+    def close(self) -> bool:
+        """End the thread; return whether a run was still due."""
+        with self._wake:
+            self._ended = True
+            self._wake.notify()
+        if self._thread is not None:
+            self._thread.join()
+        return self._due is not None
+
+    def _run(self) -> None:
+        while self._wait():
             try:
-                entry = json.loads(line)
-                if "forgotten" in entry:
-                    self.sessions.pop(entry["forgotten"], None)
-                else:
-                    turn = msgspec.convert(entry, Turn)
-                    self.session(turn.session).add(turn)
-            except (ValueError, TypeError, msgspec.ValidationError) as error:
-                # A line that was being written when the machine went down: its client never had
-                # an answer.
-                log.warning("line %d of %s is not a turn: %s", number, journal, error)
+                self._work()
+            except (OSError, RollwayError) as error:
+                log.warning("The journal was not compacted yet: %s", error)
+                self.schedule(self._retry)
 
-    def _compact(self, journal: Path) -> None:
-        scratch = journal.with_suffix(".new")
-        with scratch.open("wb") as file:
-            for session in self.sessions.values():
-                for turn in session.turns:
-                    file.write(msgspec.json.encode(turn) + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-        scratch.replace(journal)
+    def _wait(self) -> bool:
+        with self._wake:
+            while not self._ended:
+                left = None if self._due is None else self._due - time.monotonic()
+                if left is not None and left <= 0:
+                    self._due = None
+                    return True
+                self._wake.wait(left)
+        return False
 
-    def _write(self, line: bytes) -> None:
-        if self._file is not None:
-            self._file.write(line + b"\n")
+
+def _encode_all(parts: Iterable[tuple[Session, int, int]]) -> Iterator[bytes]:
+    for session, lost, count in parts:
+        if lost:
+            yield encode(Lost(session.name, lost))
+        for position in range(count):
+            yield encode(session.turns[position])
+
+
+def _lines(batch: _Batch) -> list[list[bytes]]:
+    """Encode turns as they will be added: a turn whose parent is not there is a root."""
+    coming: dict[str, set[str]] = {}
+    lines = []
+    for session, turns in batch:
+        ids = coming.setdefault(session.name, set())
+        part = []
+        for turn in turns:
+            if turn.id in session or turn.id in ids:
+                raise ValueError(f"The turn {turn.id} is recorded already.")
+            if turn.parent is not None and turn.parent not in session and turn.parent not in ids:
+                turn.parent, turn.forked = None, PARENT_MISSING
+            ids.add(turn.id)
+            part.append(encode(turn))
+        lines.append(part)
+    return lines
+
+
+def _check(session: Session, turns: Iterable[Turn]) -> None:
+    """Refuse what could be written and not be read again."""
+    for turn in turns:
+        turn.check()
+        if turn.session != session.name:
+            raise ValueError(f"The turn is of session `{turn.session}`, not `{session.name}`.")
+
+
+def _report(path: Path, loaded: Loaded) -> None:
+    names = ", ".join(sorted(loaded.damaged)[:20]) or "sessions that are not known"
+    log.warning(
+        "Lines of the journal %s that could not be used: %d. %s.unreadable keeps them. "
+        "Turns are missing in %s.",
+        path,
+        loaded.lost,
+        path.name,
+        names,
+    )

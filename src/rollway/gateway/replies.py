@@ -35,9 +35,13 @@ def add_bundle(
 
 
 def whole(
-    answers: Sequence[Answered], choices: Sequence[Mapping[str, Any]], model: str, session: str
+    answers: Sequence[Answered],
+    choices: Sequence[Mapping[str, Any]],
+    model: str,
+    session: str,
+    recorded: bool = True,
 ) -> dict[str, Any]:
-    """One answer with the choices of several."""
+    """One answer with the choices of several. It says so when it was not recorded."""
     first = answers[0].raw
     used = [answer.raw.get("usage") or {} for answer in answers]
     prompt = int(used[0].get("prompt_tokens", 0))
@@ -56,6 +60,7 @@ def whole(
         },
         "session": session,
         "weight_version": answers[0].ticket.version,
+        **({} if recorded else {"recorded": False}),
     }
 
 

@@ -25,7 +25,7 @@ from rollway.api import Stack
 from rollway.errors import RequestFailed, RollwayError, Unreachable, UsageError
 from rollway.gateway import replies
 from rollway.gateway.messages import Message, Prefix, chain, link, sent_prefix
-from rollway.gateway.recorder import Recorder, Session, Turn
+from rollway.gateway.recorder import JournalFull, Recorder, Session, Turn
 from rollway.gateway.template import Template
 from rollway.gateway.upstream import CHAT, Asked, Upstream, asked
 from rollway.rollout.completion import Completion
@@ -36,6 +36,7 @@ from rollway.rollout.wire import COMPLETIONS, Wire
 log = logging.getLogger(__name__)
 
 SESSION = "x-rollway-session"
+RECORDED = "x-rollway-recorded"
 _NO_SESSION = ("", "EMPTY", "none", "null", "dummy")
 """API keys that clients send when they have none."""
 _MAX_BODY = 256 * 2**20
@@ -81,25 +82,26 @@ class Gateway:
         body = await _read(request)
         messages = _messages(body)
         name = self._session_name(request)
-        session = self.recorder.session(name) if name else Session()
+        session = self._session(name)
         digests = chain(messages)
         prompt, parent, forked = await self._prompt(body, messages, session, digests)
         made = self._asked(CHAT, body, prompt, name)
         known = 0 if parent is None else len(session.ids(parent))
-        note = _Note(self, name, digests, prompt[known:], parent, forked)
+        note = _Note(self, session, digests, prompt[known:], parent, forked)
         if body.get("stream"):
             return await self._streamed(request, body, self.chat, made, note)
         count = _choices(body)
         answers = await all_or_none(self.chat.ask(made) for _ in range(count))
         bundled = self._bundled(body)
-        choices = []
+        choices, turns = [], []
         for index, answer in enumerate(answers):
             choice = replies.choice(answer.raw, index, body)
-            note.record(answer.completion, answer.ticket.version, choice["message"])
+            turns.append(note.turn(answer.completion, answer.ticket.version, choice["message"]))
             if bundled:
                 replies.add_bundle(choice["message"], prompt, answer.completion)
             choices.append(choice)
-        return _json(replies.whole(answers, choices, self.model, name))
+        recorded = await self._record(session, turns)
+        return _json(replies.whole(answers, choices, self.model, name, recorded))
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         body = await _read(request)
@@ -110,21 +112,23 @@ class Gateway:
             for prompt in prompts
             for _ in range(_choices(body))
         ]
+        session = self._session(name)
         # No history leads to them: each is a trajectory of its own.
-        notes = [_Note(self, name, [_new_id()], made.prompt_ids, None, "") for made in sent]
+        notes = [_Note(self, session, [_new_id()], made.prompt_ids, None, "") for made in sent]
         if body.get("stream"):
             if len(sent) > 1:
                 raise UsageError("Only one completion at a time can be streamed.")
             return await self._streamed(request, body, self.text, sent[0], notes[0])
         answers = await all_or_none(self.text.ask(made) for made in sent)
-        choices = []
+        choices, turns = [], []
         for index, answer in enumerate(answers):
             choice = replies.choice(answer.raw, index, body)
-            notes[index].record(answer.completion, answer.ticket.version, None)
+            turns.append(notes[index].turn(answer.completion, answer.ticket.version, None))
             if self._bundled(body):
                 replies.add_bundle(choice, sent[index].prompt_ids, answer.completion)
             choices.append(choice)
-        return _json(replies.whole(answers, choices, self.model, name))
+        recorded = await self._record(session, turns)
+        return _json(replies.whole(answers, choices, self.model, name, recorded))
 
     async def models(self, request: web.Request) -> web.Response:
         entry = {
@@ -155,20 +159,23 @@ class Gateway:
         return _json({"status": "ok", "model": self.model, "sessions": len(self.recorder.sessions)})
 
     async def sessions(self, request: web.Request) -> web.Response:
-        turns = {name: len(one.turns) for name, one in self.recorder.sessions.items()}
-        return _json({"sessions": turns})
+        sessions = list(self.recorder.sessions.items())  # a thread may add to them
+        turns = {name: len(session.turns) for name, session in sessions}
+        lost = {name: session.lost for name, session in sessions if session.lost}
+        return _json({"sessions": turns, "lost": lost, "unreadable_lines": self.recorder.lost})
 
     async def trajectories(self, request: web.Request) -> web.Response:
         name = request.match_info["session"]
-        if name not in self.recorder.sessions:
+        session = self.recorder.sessions.get(name)
+        if session is None:
             return _error(404, f"There is no session `{name}`.", "not_found")
-        session = self.recorder.sessions[name]
         found = [sequence.as_json() for sequence in session.trajectories()]
-        return _json({"session": name, "turns": len(session.turns), "trajectories": found})
+        counts = {"turns": len(session.turns), "lost": session.lost}
+        return _json({"session": name, **counts, "trajectories": found})
 
     async def forget(self, request: web.Request) -> web.Response:
         name = request.match_info["session"]
-        if not self.recorder.forget(name):
+        if not await self.recorder.forget_async(name):
             return _error(404, f"There is no session `{name}`.", "not_found")
         return _json({"session": name, "forgotten": True})
 
@@ -176,7 +183,7 @@ class Gateway:
 
     async def _prompt(
         self, body: Mapping[str, Any], messages: list[Message], session: Session, digests: list[str]
-    ) -> tuple[list[int], int | None, str]:
+    ) -> tuple[list[int], str | None, str]:
         """The ids of a prompt, the turn it goes on from, and why it does not if there was one."""
         prefix, parent = sent_prefix(body, messages), None
         if prefix is None:
@@ -225,19 +232,32 @@ class Gateway:
                         await _send(response, shown)
                 completion = await upstream.settle(assembly, ticket)
                 message = spoken.message() if upstream is self.chat else None
-                note.record(completion, ticket.version, message)
+                turn = note.turn(completion, ticket.version, message)
+                recorded = await self._record(note.session, [turn])
             except RollwayError as error:
                 if not response.prepared:
                     raise
-                await _send(response, {"error": replies.error(error.message, "server_error")})
+                status = getattr(error, "http_status", 500)
+                shown = replies.error(error.message, "server_error", status)
+                await _send(response, {"error": shown})
                 return response
         if held and self._bundled(body):
             choice = held[0]["choices"][0]
             replies.add_bundle(choice.get("delta", choice), made.prompt_ids, completion)
+        if held and not recorded:
+            held[-1]["recorded"] = False
         for shown in held:
             await _send(response, shown)
         await response.write(b"data: [DONE]\n\n")
         return response
+
+    def _session(self, name: str) -> Session:
+        """Return the session to record into; one without a name is not recorded."""
+        return self.recorder.open(name) if name else Session()
+
+    async def _record(self, session: Session, turns: list[Turn]) -> bool:
+        """Record the turns of an answer; return False when their session was deleted."""
+        return not session.name or await self.recorder.add_async(session, turns)
 
     def _session_name(self, request: web.Request) -> str:
         """The session of a request; empty for one that is not recorded."""
@@ -298,6 +318,8 @@ class Gateway:
             return _error(error.status if error.status >= 400 else 502, error.message, "upstream")
         except Unreachable as error:
             return _error(503, error.message, "upstream")
+        except JournalFull as error:
+            return _error(error.http_status, str(error), "journal_full")
         except RollwayError as error:
             return _error(500, error.message, "rollout_error")
 
@@ -307,36 +329,31 @@ class _Note:
     """What is to be recorded of a request once its answer is there."""
 
     gateway: Gateway
-    session: str
+    session: Session
     digests: list[str]
     new_ids: list[int]
-    parent: int | None
+    parent: str | None
     forked: str
 
-    def record(
+    def turn(
         self, completion: Completion, version: int | None, message: Mapping[str, Any] | None
-    ) -> None:
-        experts = self._experts(completion)
-        if not self.session:
-            return
+    ) -> Turn:
         history = self.digests[-1]
         if message is not None:
             history = link(history, message)
-        self.gateway.recorder.add(
-            Turn(
-                session=self.session,
-                model=self.gateway.model,
-                history=history,
-                new_ids=self.new_ids,
-                token_ids=completion.token_ids,
-                logprobs=completion.logprobs or [],
-                finish_reason=completion.finish_reason,
-                version=version,
-                worker_id=completion.worker_id,
-                parent=self.parent,
-                forked=self.forked,
-                routed_experts=experts,
-            )
+        return Turn(
+            session=self.session.name,
+            model=self.gateway.model,
+            history=history,
+            new_ids=self.new_ids,
+            token_ids=completion.token_ids,
+            logprobs=completion.logprobs or [],
+            finish_reason=completion.finish_reason,
+            version=version,
+            worker_id=completion.worker_id,
+            parent=self.parent,
+            forked=self.forked,
+            routed_experts=self._experts(completion),
         )
 
     def _experts(self, completion: Completion) -> dict[str, Any] | None:
@@ -346,11 +363,10 @@ class _Note:
             return None
         from rollway.rollout.experts import captured, whole
 
-        session = self.gateway.recorder.sessions.get(self.session, Session())
-        before = 0 if self.parent is None else len(session.ids(self.parent))
+        before = 0 if self.parent is None else len(self.session.ids(self.parent))
         tokens = before + len(self.new_ids) + len(completion.token_ids)
         routed = whole([captured(completion.routed_experts)], tokens)
-        return routed.since(session.experts_end(self.parent)).as_json()
+        return routed.since(self.session.experts_end(self.parent)).as_json()
 
 
 async def made_gateway(
@@ -398,7 +414,9 @@ async def _send(response: web.StreamResponse, event: Mapping[str, Any]) -> None:
 
 
 def _json(body: Mapping[str, Any], status: int = 200) -> web.Response:
-    headers = {SESSION: body["session"]} if body.get("session") else None
+    headers = {SESSION: body["session"]} if body.get("session") else {}
+    if body.get("recorded") is False:
+        headers[RECORDED] = "false"
     return web.Response(
         body=msgspec.json.encode(body),
         status=status,
