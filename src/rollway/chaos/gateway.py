@@ -34,6 +34,8 @@ FAULTS = (KILL, FULL_DISK, *BEHAVIOURS)
 
 _OLD_JOURNAL = "rollway.chaos.old_journal"
 _DISK_MEBIBYTES = 32
+_FILLS = 3
+"""How often the disk fills up in one round: each time one write is cut short."""
 _MEMORY_GROWTH = 256 * 2**20
 """How much a gateway may take beyond what it has when it starts; it keeps a few MiB of turns."""
 _PERIOD = 0.05
@@ -281,13 +283,15 @@ class GatewayChaos:
         return dict(zip(BEHAVIOURS, counts, strict=True)).get(fault, 0)
 
     async def _fill_disk(self, entry: GatewayRound) -> None:
-        """Fill the disk until agents are told, start a gateway on the full disk, make room."""
-        refused = self.ledger.statuses[507]
-        self.disk.fill(self.gateway.pid)
+        """Fill the disk and make room, some times; at last start a gateway on the full disk."""
+        told = self.ledger.statuses[507]
+        for _ in range(_FILLS):
+            await self._full_until_refused()
+            self.disk.free(self.gateway.pid)
+            await self._until_acknowledged(self.options.agents)
+        await self._full_until_refused()
+        entry.struck = self.ledger.statuses[507] > told
         try:
-            # The control never says it; then a while of traffic is enough.
-            await self._until(lambda: self.ledger.statuses[507] > refused + 3, seconds=10.0)
-            entry.struck = self.ledger.statuses[507] > refused
             if self.disk.mounted:
                 await self._restart()
         except StartError:
@@ -297,6 +301,16 @@ class GatewayChaos:
             await self.gateway.start()
         finally:
             self.disk.free(self.gateway.pid)
+
+    async def _full_until_refused(self) -> None:
+        """Fill the disk and wait until some turns were refused, in whatever way."""
+        before = self._refusals()
+        self.disk.fill(self.gateway.pid)
+        if not await self._until(lambda: self._refusals() > before + 3):
+            self.ledger.note("no turn was refused while the disk was full")
+
+    def _refusals(self) -> int:
+        return self.ledger.statuses[507] + self.ledger.statuses[500]
 
     async def _until_acknowledged(self, count: int) -> None:
         """Wait for that many more acknowledged turns; raise when they do not come."""
