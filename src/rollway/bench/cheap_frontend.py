@@ -8,6 +8,7 @@ It takes the requests that the gateway sends and answers with token ids and log-
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import sys
 from collections.abc import Iterator
@@ -43,10 +44,11 @@ def _app() -> web.Application:
         if not body.get("stream"):
             return _json(_answer("message", ids, "length") | {"usage": usage})
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
-        await response.prepare(request)
-        for event in _events(ids, usage):
-            await response.write(b"data: " + msgspec.json.encode(event) + b"\n\n")
-        await response.write(b"data: [DONE]\n\n")
+        with contextlib.suppress(ConnectionError):  # the gateway's own client has vanished
+            await response.prepare(request)
+            for event in _events(ids, usage):
+                await response.write(b"data: " + msgspec.json.encode(event) + b"\n\n")
+            await response.write(b"data: [DONE]\n\n")
         return response
 
     app.router.add_get("/v1/models", models)
