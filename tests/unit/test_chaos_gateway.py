@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,9 @@ from rollway.chaos.agents import Acknowledged, Agents, Answer, Episode
 from rollway.chaos.clients import Address, Manner, Reply, Vanished, call
 from rollway.chaos.gateway import FAULTS, GatewayReport, GatewayRound
 from rollway.chaos.judge import Verdict, judge
+from rollway.chaos.old_journal import OldRecorder
 from rollway.chaos.small_disk import SmallDisk
+from rollway.gateway.recorder import Turn
 from rollway.rollout.sequence import TokenSequence
 
 PROMPT, REPLY = "user <c1#1> go", "ab"
@@ -203,8 +206,6 @@ async def test_a_gateway_that_does_not_answer_is_a_hang() -> None:
 
 
 def test_a_small_disk_is_filled_freed_and_gone(tmp_path: Path) -> None:
-    import os
-
     disk = SmallDisk(tmp_path / "disk", mebibytes=1)
     if not disk.mounted:
         disk.close()
@@ -219,6 +220,33 @@ def test_a_small_disk_is_filled_freed_and_gone(tmp_path: Path) -> None:
         assert file.write(b"x" * 8192) == 8192
     disk.close()
     assert not disk.left_behind
+
+
+def test_the_old_recorder_makes_the_old_mistakes(tmp_path: Path) -> None:
+    """A line that is cut short takes the next one with it, and parents go wrong behind them."""
+
+    def turn(parent: str | None, token: int) -> Turn:
+        return Turn("s", "m", f"h{token}", [], [token], [-1.0], "stop", None, None, parent=parent)
+
+    path = tmp_path / "journal.jsonl"
+    recorder = OldRecorder(path)
+    session = recorder.open("s")
+    other = recorder.open("other")
+    first, second, third, fourth = (turn(None, number) for number in range(1, 5))
+    for cut in (first, second):  # of another conversation
+        assert recorder.add(session, cut)
+    os.truncate(path, path.stat().st_size - 40)  # as a full disk does, and then there is room
+    assert recorder.add(session, third) and recorder.add(session, fourth)
+    assert recorder.add(session, turn(fourth.id, 5))
+    recorder.forget("other")
+    assert recorder.add(other, Turn("other", "m", "h", [], [9], [-1.0], "stop", None, None))
+    recorder.close()
+    again = OldRecorder(path)
+    kept = [sequence.token_ids for sequence in again.sessions["s"].trajectories()]
+    # Two turns are gone, and the last does not go on from the fourth any more.
+    assert kept == [[1], [4], [5]]
+    assert "other" in again.sessions
+    again.close()
 
 
 def test_a_round_that_did_not_strike_proves_nothing() -> None:
