@@ -46,6 +46,15 @@ def test_with_the_old_journal_promises_are_broken(cli: Cli, footprint: Footprint
     assert footprint.settle() == {} and mounts() == []
 
 
+def test_a_small_load_leaves_the_gateway_as_it_was(cli: Cli) -> None:
+    done = cli("bench", "gateway", "--requests", "2000", "--agents", "16", "--json")
+    figures = json.loads(done.stdout)
+    assert figures["flat"] and done.returncode == 0, figures
+    assert figures["requests"] >= 2000 and figures["sessions"] > 300
+    assert figures["vanished_clients"] > 0
+    assert cli("bench", "gateway", "--requests", "5").returncode == 2
+
+
 def test_what_does_not_go_together_is_explained(cli: Cli) -> None:
     for arguments, text in (
         (("--old-journal",), "control of --gateway"),
