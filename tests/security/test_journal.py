@@ -72,10 +72,10 @@ def test_deleting_a_session_with_a_turn_in_flight_records_nothing(path: Path) ->
 def test_deleting_a_session_before_its_first_turn_ends_it(path: Path) -> None:
     recorder = Recorder(path)
     session = recorder.open("s")
-    assert recorder.open("s") is session and recorder.sessions == {}
+    assert recorder.open("s") is session and recorder.sessions == {} and "s" in recorder
     assert recorder.forget("s") and session.gone
     assert not recorder.add(session, turn("s")) and recorder.sessions == {}
-    assert not recorder.forget("s")
+    assert not recorder.forget("s") and "s" not in recorder
     recorder.close()
 
 
@@ -196,6 +196,30 @@ def test_a_disk_that_does_not_sync_is_refused(path: Path) -> None:
     with pytest.raises(JournalFull, match="Input/output error"):
         record(recorder, turn("s"))
     assert recorder.sessions == {} and path.stat().st_size == 0
+    recorder.close()
+
+
+def test_a_torn_line_that_cannot_be_put_aside_waits_for_room(path: Path) -> None:
+    path.write_bytes(encode(turn("s")) + b'{"torn')
+    faults = FaultyDisk(room=0)
+    recorder = Recorder(path, disk=faults.as_disk())
+    for _ in range(2):
+        with pytest.raises(JournalFull, match="No space left"):
+            record(recorder, turn("s"))
+        assert path.read_bytes().endswith(b'{"torn')
+    faults.room = None
+    assert record(recorder, turn("s"))
+    assert path.with_name("journal.jsonl.unreadable").read_bytes() == b'{"torn\n'
+    kill(recorder)
+    assert len(reopened(path).sessions["s"].turns) == 2
+
+
+def test_removing_the_file_is_noticed_before_a_turn_is_acknowledged(path: Path) -> None:
+    recorder = Recorder(path)
+    record(recorder, turn("s"))
+    path.unlink()
+    with pytest.raises(JournalFull, match="removed it"):
+        record(recorder, turn("s"))
     recorder.close()
 
 

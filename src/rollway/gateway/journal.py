@@ -114,15 +114,15 @@ class Journal:
         """Write whole lines at the end, or leave the file as it was and raise JournalFull."""
         try:
             fd = self._prepare()
+            if not os.fstat(fd).st_nlink:
+                raise OSError(errno.ESTALE, "Another program removed it; start the gateway again")
             self._dirty = True
             self._write(fd, lines)
             if self.sync:
                 self._disk.sync(fd)
         except OSError as error:
-            if self._dirty and self._fd is not None:
-                with contextlib.suppress(OSError):
-                    self._disk.truncate(self._fd, self.size)
-                    self._dirty = self._torn is not None
+            with contextlib.suppress(OSError):  # else before the next line is written
+                self._prepare()
             raise self._full(error) from error
         self.size += len(lines)
         self._dirty = False
@@ -155,6 +155,7 @@ class Journal:
                     self._disk.sync(new)
                 self._disk.replace(scratch, self.path)
                 self._fd, self.size, self._dirty = new, size, False
+                os.close(old)
                 if self.sync:
                     _sync_directory(self.path.parent)
         except BaseException:
@@ -162,7 +163,6 @@ class Journal:
                 os.close(new)
                 scratch.unlink(missing_ok=True)
             raise
-        os.close(old)
         _sync_directory(self.path.parent)
 
     def erase_unreadable(self, keep: Callable[[bytes], bool]) -> None:
@@ -244,6 +244,8 @@ class Journal:
         if self._fd is not None:
             os.close(self._fd)
         self._fd, self._writable = fd, True
+        if self.sync:
+            _sync_directory(self.path.parent)  # the file may be new
 
     def _open_to_read(self, cause: OSError) -> None:
         """Open the file of a disk that is full or read-only."""

@@ -78,6 +78,10 @@ class Recorder:
                 session = self._opened[name] = Session(name)
             return session
 
+    def __contains__(self, name: object) -> bool:
+        """Whether there is something to forget: a recorded session, or a request in flight."""
+        return name in self._opened
+
     def add(self, session: Session, turn: Turn) -> bool:
         """Record a turn; return False, and record nothing, when the session is gone."""
         return self.add_all(session, [turn])

@@ -160,9 +160,12 @@ class Gateway:
 
     async def sessions(self, request: web.Request) -> web.Response:
         sessions = list(self.recorder.sessions.items())  # a thread may add to them
-        turns = {name: len(session.turns) for name, session in sessions}
-        lost = {name: session.lost for name, session in sessions if session.lost}
-        return _json({"sessions": turns, "lost": lost, "unreadable_lines": self.recorder.lost})
+        body: dict[str, Any] = {"sessions": {name: len(each.turns) for name, each in sessions}}
+        if lost := {name: each.lost for name, each in sessions if each.lost}:
+            body["lost"] = lost
+        if self.recorder.lost:
+            body["unreadable_lines"] = self.recorder.lost
+        return _json(body)
 
     async def trajectories(self, request: web.Request) -> web.Response:
         name = request.match_info["session"]

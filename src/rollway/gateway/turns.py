@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -62,10 +62,11 @@ class Turn(msgspec.Struct, tag_field="type", tag="turn"):
 
         return decode(self.routed_experts)
 
-    def rollout(self, before: list[int]) -> Rollout:
+    def rollout(self, prompt: list[int]) -> Rollout:
+        """Return what was sampled after a whole prompt."""
         spans = (Span(0, len(self.token_ids), self.version, self.worker_id),)
         return Rollout(
-            before + self.new_ids,
+            prompt,
             self.token_ids,
             self.logprobs,
             self.finish_reason,  # type: ignore[arg-type]
@@ -79,11 +80,11 @@ class Turn(msgspec.Struct, tag_field="type", tag="turn"):
         trajectories of its whole session."""
         if len(self.logprobs) != len(self.token_ids):
             raise RolloutError(f"{len(self.token_ids)} tokens have {len(self.logprobs)} log-probs.")
-        if not all(map(math.isfinite, self.logprobs)):
+        if not math.isfinite(sum(self.logprobs)):  # as fast as it gets: each turn comes by here
             raise RolloutError("A log-prob is not a finite number.")
-        ids = [*self.new_ids, *self.token_ids]
-        if ids and not 0 <= min(ids) <= max(ids) < 2**63:
-            raise RolloutError("A token id is negative or too large.")
+        for ids in (self.new_ids, self.token_ids):
+            if ids and not 0 <= min(ids) <= max(ids) < 2**63:
+                raise RolloutError("A token id is negative or too large.")
         if not self.id:
             raise RolloutError("The id is empty.")
         self.experts()
@@ -147,21 +148,23 @@ class Session:
     def trajectories(self, start: int = 0, limit: int | None = None) -> list[TokenSequence]:
         """Build one sequence for each turn that no other goes on from, from the sequence `start`
         on and at most `limit` of them."""
+        return list(self.each_trajectory(start, limit))
+
+    def each_trajectory(self, start: int = 0, limit: int | None = None) -> Iterator[TokenSequence]:
+        """Build the same one by one, for whoever may stop early."""
         turns = list(self.turns)
         parents = {turn.parent for turn in turns}
         leaves = [position for position, turn in enumerate(turns) if turn.id not in parents]
         taken: dict[int, int] = {}
-        sequences: list[TokenSequence] = []
         stop = len(leaves) if limit is None else start + limit
         for number, leaf in enumerate(islice(leaves, stop)):
             path = self._path(leaf)
             if number >= start:
-                sequences.append(self._sequence(path, taken))
+                yield self._sequence(path, taken)
             for position in reversed(path):
                 if position in taken:
                     break  # and all before it as well
                 taken[position] = number
-        return sequences
 
     def count_trajectories(self) -> int:
         turns = list(self.turns)
@@ -201,7 +204,9 @@ class Session:
         if shared:
             builder.begin(before, self._experts(shared))
         for position in path[len(shared) :]:
-            builder.add(self.turns[position].rollout(builder.token_ids))
+            turn = self.turns[position]
+            builder.begin(turn.new_ids)
+            builder.add(turn.rollout(builder.token_ids))
         return builder.sequence()
 
     def _experts(self, path: list[int]) -> list[RoutedExperts]:
