@@ -28,13 +28,14 @@ def mounts() -> list[str]:
 def test_a_gateway_that_is_broken_in_every_way_loses_and_mixes_nothing(
     cli: Cli, footprint: Footprint
 ) -> None:
-    code, report = chaos(cli, "--rounds", "5")
+    # Every round ends with a kill: a round for it alone is left to the long run.
+    faults = ("deleted_sessions", "full_disk", "slow_clients", "vanished_clients")
+    only = [word for fault in faults for word in ("--fault", fault)]
+    code, report = chaos(cli, "--rounds", "4", *only)
     assert report["broken"] == [] and report["clean"] and code == 0, report
-    assert sorted(report["faults"]) == [
-        "deleted_sessions", "full_disk", "kill", "slow_clients", "vanished_clients",
-    ]  # fmt: skip
+    assert tuple(sorted(report["faults"])) == faults
     assert report["acknowledged_turns"] > 100 and report["turns_checked"] > 50
-    assert report["answers_on_full_disk"] > 0 and report["gateway_kills"] >= 6
+    assert report["answers_on_full_disk"] > 0 and report["gateway_kills"] >= 4
     assert footprint.settle() == {} and mounts() == []
 
 
