@@ -179,6 +179,10 @@ def demo(options: argparse.Namespace) -> int:
 
 def chaos(options: argparse.Namespace) -> int:
     require("torch", "transformers")
+    if options.gateway:
+        return _chaos_of_gateway(options)
+    if options.old_journal:
+        raise UsageError("--old-journal is a control of --gateway.", "Give both.")
     from rollway.chaos.command import run_command
 
     report = run_command(
@@ -197,6 +201,28 @@ def chaos(options: argparse.Namespace) -> int:
     # A control that finds nothing has shown that the check cannot fail.
     good = report.stale_tokens > 0 if options.unprotected else report.clean
     return 0 if good else 1
+
+
+def _chaos_of_gateway(options: argparse.Namespace) -> int:
+    if options.unprotected:
+        raise UsageError("--unprotected is a control of refits.", "Use --old-journal here.")
+    from rollway.chaos.command import run_gateway_command
+
+    report = run_gateway_command(
+        options.stack,
+        rounds=options.rounds,
+        agents=options.agents,
+        seed=options.seed,
+        faults=options.fault,
+        old_journal=options.old_journal,
+        overrides=options.set,
+        quiet=options.quiet,
+    )
+    if options.json:
+        print(json.dumps(report.as_json()))
+    else:
+        _print_gateway_chaos(report.as_json())
+    return 0 if report.clean else 1
 
 
 # --- what the commands print ---------------------------------------------------------------
@@ -401,6 +427,20 @@ def _print_chaos(report: dict[str, Any]) -> None:
         out.print(f"  {line}", markup=False)
 
 
+def _print_gateway_chaos(report: dict[str, Any]) -> None:
+    keys = ("number", "fault", "struck", "turns", "sessions", "lost_turns", "seconds")
+    table = Table(*(key.replace("_", " ") for key in keys), box=None, pad_edge=False)
+    for entry in report["detail"]:
+        table.add_row(*(str(entry[key]) for key in keys))
+    out.print(table)
+    for name, value in report.items():
+        if name not in ("detail", "examples"):
+            out.print(f"{name.replace('_', ' ')}: {value}", markup=False)
+    for line in [*(entry["error"] for entry in report["detail"]), *report["examples"]]:
+        if line:
+            out.print(f"  {line}", markup=False)
+
+
 def _fail(error: RollwayError, *, as_json: bool) -> int:
     if as_json:
         print(json.dumps(error.as_json()))
@@ -485,6 +525,13 @@ def _chaos_grammar(child: argparse.ArgumentParser) -> None:
     child.add_argument("stack", nargs="?", type=Path, help="a stack file; none: 2 vLLM workers")
     child.add_argument("--rounds", type=int, default=20, help="how many refits (default 20)")
     child.add_argument("--seed", type=int, default=0, help="of faults, steps, modes and prompts")
+    child.add_argument(
+        "--gateway", action="store_true", help="break the gateway instead, and check every turn"
+    )
+    child.add_argument("--agents", type=int, default=64, help="with --gateway: how many at once")
+    child.add_argument(
+        "--old-journal", action="store_true", help="the control of --gateway: it must lose turns"
+    )
     child.add_argument("--fault", action="append", default=[], help="only this one; repeatable")
     child.add_argument(
         "--unprotected", action="store_true", help="the control: it must find stale tokens"

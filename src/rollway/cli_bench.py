@@ -12,6 +12,7 @@ from typing import Any
 
 from rollway.api import make_spec
 from rollway.bench import router_command, verl_command
+from rollway.errors import UsageError
 from rollway.extras import require
 
 
@@ -34,6 +35,13 @@ def add_grammar(bench: argparse.ArgumentParser) -> None:
     child.add_argument("--json", action="store_true", help="one JSON object on stdout")
     child.add_argument("--no-real", action="store_true", help="mockers only, no real engine")
     child.set_defaults(command=rollout)
+    child = benches.add_parser("gateway", help="many requests; memory and files must not grow")
+    child.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    child.add_argument("stack", nargs="?", type=Path, help="a stack file; none: a stand-in")
+    child.add_argument("--requests", type=int, default=100_000, help="how many (default 100000)")
+    child.add_argument("--agents", type=int, default=64, help="how many at once (default 64)")
+    child.add_argument("--set", action="append", default=[], metavar="A.B=C", help="override")
+    child.set_defaults(command=gateway)
     child = benches.add_parser("verl", help="prefix hits of verl's agent loops, by affinity")
     verl_command.add_grammar(child)
     child.set_defaults(command=verl)
@@ -120,6 +128,34 @@ def rollout(options: argparse.Namespace) -> int:
             found.gateway = asyncio.run(bench_gateway(spec("vllm", real), Path(scratch), say))
     print(json.dumps(found.as_json()) if options.json else _shown(found.as_json()))
     return 0
+
+
+def gateway(options: argparse.Namespace) -> int:
+    if options.requests < 1000 or options.agents < 1:
+        raise UsageError("Too few to tell.", "Give at least 1000 requests and one agent.")
+    require("torch", "transformers")
+    from rollway.bench.gateway import bench_gateway_load, shown
+    from rollway.demo.model import build_base, demo_path
+    from rollway.stack.preset import cache_dir
+
+    spec = None
+    if options.stack is not None:
+        spec = make_spec(options.stack, overrides=[*demo_path(options.stack), *options.set])
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    load = asyncio.run(
+        bench_gateway_load(
+            spec,
+            requests=options.requests,
+            agents=options.agents,
+            tokenizer=str(build_base(cache_dir() / "demo")),
+            say=say,
+        )
+    )
+    print(json.dumps(load.as_json()) if options.json else shown(load.as_json()))
+    return 0 if load.flat else 1
 
 
 def verl(options: argparse.Namespace) -> int:

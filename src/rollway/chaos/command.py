@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rollway.api import make_spec
 from rollway.chaos.faults import WHERE
+from rollway.chaos.gateway import FAULTS, GatewayChaosOptions, GatewayReport, run_gateway_chaos
 from rollway.chaos.run import ChaosOptions, Report, run_chaos
 from rollway.demo.model import DEMO_PATH, demo_path
 from rollway.errors import UsageError
@@ -56,3 +57,33 @@ def run_command(
             print(words, file=sys.stderr, flush=True)
 
     return asyncio.run(run_chaos(spec, options, progress))
+
+
+def run_gateway_command(
+    stack: Path | None,
+    *,
+    rounds: int,
+    agents: int,
+    seed: int,
+    faults: Sequence[str],
+    old_journal: bool,
+    overrides: Sequence[str],
+    quiet: bool,
+) -> GatewayReport:
+    """Run `rollway chaos --gateway`."""
+    unknown = [fault for fault in faults if fault not in FAULTS]
+    if unknown:
+        raise UsageError(
+            f"There is no fault `{unknown[0]}` of the gateway.", f"There are: {', '.join(FAULTS)}."
+        )
+    if rounds < 1 or agents < 1:
+        raise UsageError(f"{rounds} rounds with {agents} agents.", "Give at least one of each.")
+    options = GatewayChaosOptions(rounds, agents, seed, tuple(faults) or FAULTS, old_journal)
+    workers = {**_REAL_WORKERS, "name": "chaos-gateway"}
+    spec = make_spec(stack or workers, overrides=[*demo_path(stack), *overrides])
+
+    def progress(text: str) -> None:
+        if not quiet:
+            print(text, file=sys.stderr, flush=True)
+
+    return asyncio.run(run_gateway_chaos(spec, options, progress))

@@ -1,0 +1,162 @@
+"""HTTP clients that behave badly on purpose: slow senders, slow readers, and clients that vanish.
+
+One request per connection, over plain sockets: a well-behaved HTTP library could do none of this.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+_SEND_PIECES = 12
+_SMALL_BUFFER = 1024
+"""Bytes that the kernel and the reader may hold for a slow reader: the server soon feels it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Manner:
+    """How a client treats its connection."""
+
+    send_pause: float = 0.0
+    """Seconds between pieces of the body."""
+    read_pause: float = 0.0
+    """Seconds between single bytes of the answer; 0 to read as fast as it comes."""
+    vanish: Literal["", "request", "answer"] = ""
+    """Reset the connection in the middle of the request, or once the answer has begun."""
+
+
+POLITE = Manner()
+
+
+class Vanished(Exception):
+    """The client has reset its connection, as its manner says."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A whole answer."""
+
+    status: int
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where the gateway listens."""
+
+    host: str
+    port: int
+
+
+async def call(
+    address: Address,
+    method: str,
+    path: str,
+    body: bytes = b"",
+    headers: Mapping[str, str] | None = None,
+    manner: Manner = POLITE,
+    begun: asyncio.Event | None = None,
+) -> Reply:
+    """Send one request and read its whole answer; set `begun` when the answer begins.
+
+    Raises OSError or EOFError when the connection ends before the answer is whole."""
+    limit = _SMALL_BUFFER if manner.read_pause else 2**20
+    raw = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    raw.setblocking(False)
+    try:
+        if manner.read_pause:
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SMALL_BUFFER)
+        await asyncio.get_running_loop().sock_connect(raw, (address.host, address.port))
+        reader, writer = await asyncio.open_connection(sock=raw, limit=limit)
+    except BaseException:
+        raw.close()
+        raise
+    try:
+        await _send(writer, _head(address, method, path, len(body), headers or {}), body, manner)
+        status, fields = await _read_head(reader)
+        first = await reader.read(1)
+        if begun is not None:
+            begun.set()
+        if manner.vanish == "answer":
+            _reset(writer)
+        return Reply(status, _unpack(fields, first + await _read_rest(reader, manner.read_pause)))
+    finally:
+        writer.transport.abort()
+
+
+def _head(
+    address: Address, method: str, path: str, length: int, headers: Mapping[str, str]
+) -> bytes:
+    lines = [
+        f"{method} {path} HTTP/1.1",
+        f"host: {address.host}:{address.port}",
+        "connection: close",
+        "content-type: application/json",
+        f"content-length: {length}",
+        *(f"{name}: {value}" for name, value in headers.items()),
+    ]
+    return "\r\n".join([*lines, "", ""]).encode()
+
+
+async def _send(writer: asyncio.StreamWriter, head: bytes, body: bytes, manner: Manner) -> None:
+    writer.write(head)
+    pieces = 2 if manner.vanish == "request" else _SEND_PIECES if manner.send_pause else 1
+    step = max(1, -(-len(body) // pieces))
+    for start in range(0, len(body), step):
+        writer.write(body[start : start + step])
+        await writer.drain()
+        if manner.vanish == "request":
+            _reset(writer)
+        await asyncio.sleep(manner.send_pause)
+
+
+def _reset(writer: asyncio.StreamWriter) -> None:
+    """Close with a reset instead of a goodbye, as a killed machine's router would."""
+    raw: socket.socket = writer.get_extra_info("socket")
+    raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    writer.transport.abort()
+    raise Vanished
+
+
+async def _read_head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
+    try:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+    except asyncio.LimitOverrunError as error:
+        raise OSError("the head of the answer is too long") from error
+    first, *lines = head.strip().split("\r\n")
+    fields = {}
+    for line in lines:
+        name, _, value = line.partition(":")
+        fields[name.strip().lower()] = value.strip()
+    return int(first.split(" ")[1]), fields
+
+
+async def _read_rest(reader: asyncio.StreamReader, pause: float) -> bytes:
+    if not pause:
+        return await reader.read(-1)
+    parts = []
+    while byte := await reader.read(1):
+        parts.append(byte)
+        await asyncio.sleep(pause)
+    return b"".join(parts)
+
+
+def _unpack(fields: Mapping[str, str], raw: bytes) -> bytes:
+    """Return the body without its framing; raise EOFError when a part of it is missing."""
+    if fields.get("transfer-encoding", "").lower() != "chunked":
+        if len(raw) != int(fields.get("content-length", len(raw))):
+            raise EOFError("the answer was cut")
+        return raw
+    body = b""
+    while True:
+        size, mark, raw = raw.partition(b"\r\n")
+        count = int(size, 16) if mark else -1
+        if count < 0 or len(raw) < count + 2:
+            raise EOFError("the answer was cut")
+        if count == 0:
+            return body
+        body, raw = body + raw[:count], raw[count + 2 :]

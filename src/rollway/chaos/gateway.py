@@ -1,0 +1,397 @@
+"""`rollway chaos --gateway`: break the gateway under many agents, and judge every turn.
+
+A round lets agents talk while one thing goes wrong, kills the gateway in the middle of it, starts
+it on the same journal, and compares all that agents were told with what a trainer can fetch. The
+stack and the gateway are chaos' own; the journal lies on a small disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rollway.api import up
+from rollway.chaos.agents import BEHAVIOURS, CALM, Agents, Ledger
+from rollway.chaos.gateway_process import GatewayProcess, size_of
+from rollway.chaos.judge import Decode, Verdict, judge
+from rollway.chaos.small_disk import SmallDisk
+from rollway.config import StackSpec
+from rollway.errors import RollwayError, StartError
+from rollway.rollout.sequence import TokenSequence
+from rollway.stack import processes
+from rollway.stack.state import StackDir
+
+KILL, FULL_DISK = "kill", "full_disk"
+FAULTS = (KILL, FULL_DISK, *BEHAVIOURS)
+
+_OLD_JOURNAL = "rollway.chaos.old_journal"
+_DISK_MEBIBYTES = 32
+_FILLS = 3
+"""How often the disk fills up in one round: each time one write is cut short."""
+_MEMORY_GROWTH = 256 * 2**20
+"""How much a gateway may take beyond what it has when it starts; it keeps a few MiB of turns."""
+_PERIOD = 0.05
+Progress = Callable[[str], None]
+
+
+@dataclass(slots=True)
+class GatewayChaosOptions:
+    """What a run does."""
+
+    rounds: int = 20
+    agents: int = 64
+    seed: int = 0
+    faults: tuple[str, ...] = FAULTS
+    old_journal: bool = False
+    bound: float = 60.0
+    """Seconds within which every request ends."""
+
+
+@dataclass(slots=True)
+class GatewayRound:
+    """What one round did, and what was judged after it."""
+
+    number: int
+    fault: str
+    struck: bool = False
+    turns: int = 0
+    """Acknowledged in this round."""
+    sessions: int = 0
+    seconds: float = 0.0
+    lost_turns: int = 0
+    mixed_trajectories: int = 0
+    returned_sessions: int = 0
+    error: str = ""
+
+
+@dataclass(slots=True)
+class GatewayReport:
+    """The one JSON object."""
+
+    rounds: int = 0
+    agents: int = 0
+    seed: int = 0
+    old_journal: bool = False
+    disk: str = ""
+    faults: dict[str, int] = field(default_factory=dict)
+    requests: int = 0
+    acknowledged_turns: int = 0
+    streamed_turns: int = 0
+    turns_checked: int = 0
+    """A turn is checked after every round until its session is deleted."""
+    trajectories_checked: int = 0
+    lost_turns: int = 0
+    doubled_turns: int = 0
+    mixed_trajectories: int = 0
+    returned_sessions: int = 0
+    hangs: int = 0
+    unexpected_answers: int = 0
+    failed_starts: int = 0
+    leftovers: list[str] = field(default_factory=list)
+    gateway_kills: int = 0
+    answers_on_full_disk: int = 0
+    not_recorded: int = 0
+    deleted_sessions: int = 0
+    slow_clients: int = 0
+    vanished_clients: int = 0
+    cut_requests: int = 0
+    statuses: dict[str, int] = field(default_factory=dict)
+    memory_at_start_mib: float = 0.0
+    memory_peak_mib: float = 0.0
+    memory_bounded: bool = True
+    journal_peak_bytes: int = 0
+    log_bytes: int = 0
+    seconds: float = 0.0
+    detail: list[GatewayRound] = field(default_factory=list)
+    examples: list[str] = field(default_factory=list)
+
+    @property
+    def broken(self) -> list[str]:
+        """The names of promises that did not hold."""
+        names = (
+            "lost_turns", "doubled_turns", "mixed_trajectories", "returned_sessions", "hangs",
+            "unexpected_answers", "failed_starts", "leftovers",
+        )  # fmt: skip
+        broken = [name for name in names if getattr(self, name)]
+        return broken if self.memory_bounded else [*broken, "memory_bounded"]
+
+    @property
+    def clean(self) -> bool:
+        """Whether every promise held and every round did what it was for."""
+        return not self.broken and self.turns_checked > 0 and all(r.struck for r in self.detail)
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "broken": self.broken, "clean": self.clean}
+
+
+async def run_gateway_chaos(
+    spec: StackSpec, options: GatewayChaosOptions, progress: Progress
+) -> GatewayReport:
+    """Run the rounds; the report says which promises held."""
+    with tempfile.TemporaryDirectory(prefix="rollway-chaos-gateway-") as scratch:
+        return await GatewayChaos(spec, options, Path(scratch), progress).run()
+
+
+class GatewayChaos:
+    """One run."""
+
+    def __init__(
+        self, spec: StackSpec, options: GatewayChaosOptions, scratch: Path, progress: Progress
+    ) -> None:
+        self.spec = spec
+        self.options = options
+        self.scratch = scratch
+        self.progress = progress
+        self.random = random.Random(options.seed)
+        self.report = GatewayReport(
+            agents=options.agents, seed=options.seed, old_journal=options.old_journal
+        )
+        self.decode = _decoder(Path(spec.models[0].path))
+        self.disk: SmallDisk
+        self.gateway: GatewayProcess
+        self.agents: Agents
+        self.run_id = ""
+
+    @property
+    def ledger(self) -> Ledger:
+        return self.agents.ledger
+
+    async def run(self) -> GatewayReport:
+        began = time.monotonic()
+        async with AsyncExitStack() as exits:
+            await self._open(exits)
+            try:
+                for number, fault in enumerate(self._faults(), start=1):
+                    self.report.detail.append(GatewayRound(number, fault))
+                    await self._round(self.report.detail[-1])
+                await self._calm_round()
+            except RollwayError as error:  # what is known until then is worth a report
+                self.report.detail[-1].error = error.message
+                self.report.hangs += 1
+            self.agents.raise_failures()
+            self._sum_up()
+        self._look_for_leftovers()
+        self.report.seconds = round(time.monotonic() - began, 1)
+        return self.report
+
+    # --- the stack and the gateway ---------------------------------------------------------------
+
+    async def _open(self, exits: AsyncExitStack) -> None:
+        self.progress("starting the stack")
+        stack = await exits.enter_async_context(up(self.spec))
+        state = StackDir(stack.name).read()
+        assert state is not None
+        self.run_id = state.run_id
+        self.disk = SmallDisk(self.scratch / "disk", mebibytes=_DISK_MEBIBYTES)
+        exits.callback(self.disk.close)
+        self.report.disk = self.disk.kind
+        self.gateway = GatewayProcess(
+            [stack.name, "--journal", str(self.disk.journal)],
+            self.scratch / "gateway.log",
+            bound=self.options.bound,
+            **({"module": _OLD_JOURNAL} if self.options.old_journal else {}),
+        )
+        exits.push_async_callback(self.gateway.stop)
+        await self.gateway.start()
+        self.report.memory_at_start_mib = _mebibytes(self.gateway.memory()[0])
+        self.agents = Agents(
+            lambda: self.gateway.address,
+            stack.models[0],
+            count=self.options.agents,
+            seed=self.options.seed,
+            bound=self.options.bound,
+        )
+        self.agents.start()
+        exits.push_async_callback(self.agents.stop)
+
+    async def _restart(self) -> None:
+        """Kill the gateway under whatever it does, and start it on the same journal."""
+        self._measure()
+        await self.gateway.kill()
+        self.report.gateway_kills += 1
+        await self.gateway.start()
+
+    def _measure(self) -> None:
+        peak = self.gateway.memory()[1]
+        report = self.report
+        report.memory_peak_mib = max(report.memory_peak_mib, _mebibytes(peak))
+        growth = report.memory_peak_mib - report.memory_at_start_mib
+        report.memory_bounded = growth < _mebibytes(_MEMORY_GROWTH)
+        report.journal_peak_bytes = max(report.journal_peak_bytes, size_of(self.disk.journal))
+        report.log_bytes = size_of(self.gateway.log)
+
+    # --- rounds ----------------------------------------------------------------------------------
+
+    def _faults(self) -> list[str]:
+        """Every fault, shuffled, over and over."""
+        faults: list[str] = []
+        while len(faults) < self.options.rounds:
+            cycle = list(self.options.faults)
+            self.random.shuffle(cycle)
+            faults += cycle
+        return faults[: self.options.rounds]
+
+    async def _calm_round(self) -> None:
+        """Judge a gateway that nobody has killed since: what it keeps in memory."""
+        entry = GatewayRound(len(self.report.detail) + 1, CALM, struck=True)
+        self.report.detail.append(entry)
+        began, before = time.monotonic(), self.ledger.acknowledged
+        self.agents.emphasis = CALM
+        self.agents.release()
+        await self._until_acknowledged(2 * self.options.agents)
+        self.agents.hold()
+        await self.agents.wait_idle()
+        self._measure()
+        await self._judge(entry)
+        entry.turns = self.ledger.acknowledged - before
+        entry.seconds = round(time.monotonic() - began, 1)
+
+    async def _round(self, entry: GatewayRound) -> None:
+        self.progress(f"round {entry.number}: {entry.fault}")
+        began, before = time.monotonic(), self.ledger.acknowledged
+        self.agents.emphasis = entry.fault if entry.fault in BEHAVIOURS else CALM
+        marker = self._behaviour_count(entry.fault)
+        self.agents.release()
+        await self._until_acknowledged(2 * self.options.agents)
+        if entry.fault == FULL_DISK:
+            await self._fill_disk(entry)
+        elif entry.fault == KILL:
+            await self._restart()
+            entry.struck = True
+        else:
+            await self._until(lambda: self._behaviour_count(entry.fault) >= marker + 3)
+            entry.struck = True
+        await self._until_acknowledged(2 * self.options.agents)
+        self.agents.hold()
+        await self._restart()
+        await self.agents.wait_idle()
+        await self._judge(entry)
+        entry.turns = self.ledger.acknowledged - before
+        entry.seconds = round(time.monotonic() - began, 1)
+
+    def _behaviour_count(self, fault: str) -> int:
+        ledger = self.ledger
+        counts = (len(ledger.deleted), ledger.slow, ledger.vanished)
+        return dict(zip(BEHAVIOURS, counts, strict=True)).get(fault, 0)
+
+    async def _fill_disk(self, entry: GatewayRound) -> None:
+        """Fill the disk and make room, some times; at last start a gateway on the full disk."""
+        told = self.ledger.statuses[507]
+        for _ in range(_FILLS):
+            await self._full_until_refused()
+            self.disk.free(self.gateway.pid)
+            await self._until_acknowledged(self.options.agents)
+        await self._full_until_refused()
+        entry.struck = self.ledger.statuses[507] > told
+        try:
+            if self.disk.mounted:
+                await self._restart()
+        except StartError:
+            self.report.failed_starts += 1
+            self.ledger.note("the gateway does not start while its disk is full")
+            self.disk.free(self.gateway.pid)
+            await self.gateway.start()
+        finally:
+            self.disk.free(self.gateway.pid)
+
+    async def _full_until_refused(self) -> None:
+        """Fill the disk and wait until some turns were refused, in whatever way."""
+        before = self._refusals()
+        self.disk.fill(self.gateway.pid)
+        if not await self._until(lambda: self._refusals() > before + 3):
+            self.ledger.note("no turn was refused while the disk was full")
+
+    def _refusals(self) -> int:
+        return self.ledger.statuses[507] + self.ledger.statuses[500]
+
+    async def _until_acknowledged(self, count: int) -> None:
+        """Wait for that many more acknowledged turns; raise when they do not come."""
+        target = self.ledger.acknowledged + count
+        if not await self._until(lambda: self.ledger.acknowledged >= target):
+            raise RollwayError(
+                f"The agents got fewer than {count} turns within {self.options.bound:g} s."
+            )
+
+    async def _until(self, condition: Callable[[], bool], seconds: float | None = None) -> bool:
+        deadline = time.monotonic() + (seconds or self.options.bound)
+        while not condition():
+            self.agents.raise_failures()
+            if time.monotonic() > deadline:
+                return False
+            await asyncio.sleep(_PERIOD)
+        return True
+
+    # --- judging ---------------------------------------------------------------------------------
+
+    async def _judge(self, entry: GatewayRound) -> None:
+        """Judge what the gateway has read from its journal; then delete what is over and done."""
+        listed = await self.gateway.sessions()
+        kept = [e for e in self.ledger.episodes.values() if e.fate == "kept"]
+        fetched: dict[str, list[TokenSequence]] = {}
+        for episode in kept:
+            fetched[episode.name] = await self.gateway.trajectories(episode.name)
+        verdict = judge(kept, self.ledger.deleted, listed, fetched, self.decode)
+        self._add(entry, verdict)
+        entry.sessions = len(listed)
+        self.ledger.deleted -= verdict.spoiled
+        for name in verdict.spoiled:
+            self.ledger.episodes.pop(name, None)
+        for episode in kept:
+            if episode.finished:
+                await self.agents.delete(episode)
+
+    def _add(self, entry: GatewayRound, verdict: Verdict) -> None:
+        report = self.report
+        report.turns_checked += verdict.turns_checked
+        report.trajectories_checked += verdict.trajectories
+        for name in ("lost_turns", "mixed_trajectories", "returned_sessions"):
+            setattr(entry, name, getattr(verdict, name))
+        for name in ("lost_turns", "doubled_turns", "mixed_trajectories", "returned_sessions"):
+            setattr(report, name, getattr(report, name) + getattr(verdict, name))
+        report.examples += [f"round {entry.number}: {text}" for text in verdict.examples]
+
+    def _sum_up(self) -> None:
+        report, ledger = self.report, self.ledger
+        rounds = [entry for entry in report.detail if entry.fault != CALM]
+        report.rounds = len(rounds)
+        report.faults = dict(Counter(entry.fault for entry in rounds if entry.struck))
+        report.requests = ledger.requests
+        report.acknowledged_turns = ledger.acknowledged
+        report.streamed_turns = ledger.streamed
+        report.hangs += ledger.hangs
+        report.unexpected_answers = ledger.unexpected
+        report.answers_on_full_disk = ledger.statuses[507]
+        report.not_recorded = ledger.not_recorded
+        report.deleted_sessions = len(ledger.deleted)
+        report.slow_clients = ledger.slow
+        report.vanished_clients = ledger.vanished
+        report.cut_requests = ledger.cut
+        report.statuses = {str(status): n for status, n in sorted(ledger.statuses.items())}
+        report.examples = [*ledger.examples, *report.examples][:20]
+
+    def _look_for_leftovers(self) -> None:
+        left = [f"process {process.pid}" for process in processes.members(self.run_id)]
+        if processes.ProcessId.of(self.gateway.pid) is not None:
+            left.append(f"process {self.gateway.pid} (gateway)")
+        if self.disk.left_behind:
+            left.append(f"directory or mount {self.disk.path}")
+        self.report.leftovers = left
+
+
+def _decoder(model: Path) -> Decode:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(str(model))
+    return lambda ids: str(tokenizer.decode(list(ids)))
+
+
+def _mebibytes(count: int) -> float:
+    return round(count / 2**20, 1)

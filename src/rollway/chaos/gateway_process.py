@@ -1,0 +1,141 @@
+"""A gateway as a process of its own, to be killed, started again, and watched."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+from rollway.chaos.clients import Address, call
+from rollway.errors import RequestFailed, StartError, Unreachable
+from rollway.rollout.sequence import TokenSequence
+from rollway.stack import processes
+
+_START_SECONDS = 120.0
+_GATEWAY = "rollway.cli"
+
+
+class GatewayProcess:
+    """`rollway gateway`, with what a trainer asks it."""
+
+    def __init__(
+        self, arguments: Sequence[str], log: Path, *, bound: float, module: str = _GATEWAY
+    ) -> None:
+        self.address = Address("127.0.0.1", 0)
+        self.log = log
+        self._command = [sys.executable, "-m", module, "gateway", *arguments, "--port", "0"]
+        self._bound = bound
+        self._process: asyncio.subprocess.Process | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    async def start(self) -> None:
+        """Start it and wait until it listens."""
+        # Owned by this process: it ends even when this one is killed.
+        with self.log.open("ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._command,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log,
+                preexec_fn=processes.die_with_parent,
+            )
+        assert self._process.stdout is not None
+        try:
+            async with asyncio.timeout(_START_SECONDS):
+                line = (await self._process.stdout.readline()).decode()
+        except TimeoutError:
+            line = ""
+        url = urlsplit(line.split(" ")[0])
+        if url.port is None:
+            await self.kill()
+            raise StartError(
+                "The gateway did not start.",
+                log_tail=self.log.read_text(errors="replace")[-2000:],
+            )
+        self.address = Address("127.0.0.1", url.port)
+
+    async def kill(self) -> None:
+        """End it with SIGKILL."""
+        await self._end(signal.SIGKILL)
+
+    async def stop(self) -> None:
+        """End it as a user does, and with SIGKILL if that takes too long."""
+        try:
+            async with asyncio.timeout(20.0):
+                await self._end(signal.SIGTERM)
+        except TimeoutError:
+            await self.kill()
+
+    async def _end(self, number: signal.Signals) -> None:
+        if self._process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(number)
+        await self._process.wait()
+
+    # --- what a trainer asks ---------------------------------------------------------------------
+
+    async def sessions(self) -> list[str]:
+        """The names of all sessions."""
+        return list((await self._get("/v1/rollway/sessions"))["sessions"])
+
+    async def trajectories(self, session: str) -> list[TokenSequence]:
+        """All trajectories of a session, page by page; none when there is no such session."""
+        path = f"/v1/rollway/trajectories/{quote(session, safe='')}"
+        sequences: list[TokenSequence] = []
+        query = ""
+        while True:
+            try:
+                page = await self._get(path + query)
+            except RequestFailed as error:
+                if error.status == 404:
+                    return sequences
+                raise
+            sequences += [TokenSequence.from_json(raw) for raw in page["trajectories"]]
+            if page.get("next") is None:
+                return sequences
+            query = f"?offset={page['next']}"
+
+    async def _get(self, path: str) -> Any:
+        try:
+            async with asyncio.timeout(self._bound):
+                reply = await call(self.address, "GET", path)
+        except (TimeoutError, OSError, EOFError) as error:
+            raise Unreachable(f"GET {path}: no answer ({error!r}).") from error
+        if reply.status != 200:
+            text = reply.body[:200].decode(errors="replace")
+            raise RequestFailed(f"GET {path}: {reply.status}, {text}", status=reply.status)
+        return json.loads(reply.body)
+
+    # --- what it uses ----------------------------------------------------------------------------
+
+    def memory(self) -> tuple[int, int]:
+        """Resident bytes, now and at most."""
+        fields = {}
+        for line in Path("/proc", str(self.pid), "status").read_text().splitlines():
+            name, _, value = line.partition(":")
+            fields[name] = value
+        return tuple(int(fields[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM"))  # type: ignore[return-value]
+
+    def descriptors(self) -> int:
+        return len(os.listdir(f"/proc/{self.pid}/fd"))  # noqa: PTH208 - no entry is looked at
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a file, or of all files below a directory; 0 where nothing is."""
+    files = [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file()]
+    total = 0
+    for file in files:
+        with contextlib.suppress(OSError):
+            total += file.stat().st_size
+    return total

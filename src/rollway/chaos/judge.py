@@ -1,0 +1,95 @@
+"""Whether the gateway kept what it promised, by what agents know and what a trainer fetches.
+
+Every acknowledged turn is in exactly one trajectory as trainable tokens, byte for byte. No
+trajectory has messages that no agent sent in this order. No deleted session is there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rollway.chaos.agents import Acknowledged, Episode
+from rollway.rollout.sequence import TokenSequence
+
+Decode = Callable[[Sequence[int]], str]
+_MARK = re.compile(r"<c\d+#\d+>")
+
+
+@dataclass(slots=True)
+class Verdict:
+    """How many promises were kept and broken."""
+
+    turns_checked: int = 0
+    trajectories: int = 0
+    lost_turns: int = 0
+    """Acknowledged, and in no trajectory as it was told, or not to be trained on."""
+    doubled_turns: int = 0
+    """To be trained on in two trajectories."""
+    mixed_trajectories: int = 0
+    """With messages that nobody sent in this order: of two conversations, or of two branches."""
+    returned_sessions: int = 0
+    """Deleted, and back."""
+    spoiled: set[str] = field(default_factory=set)
+    """Sessions of broken promises; whoever judges again leaves them out, to count each once."""
+    examples: list[str] = field(default_factory=list)
+
+    def note(self, session: str, text: str) -> None:
+        self.spoiled.add(session)
+        if len(self.examples) < 20:
+            self.examples.append(f"{session}: {text}"[:300])
+
+
+def judge(
+    episodes: Iterable[Episode],
+    deleted: Collection[str],
+    listed: Collection[str],
+    fetched: Mapping[str, Sequence[TokenSequence]],
+    decode: Decode,
+) -> Verdict:
+    """Compare what agents know with what the gateway has."""
+    verdict = Verdict()
+    for name in sorted(set(deleted) & set(listed)):
+        verdict.returned_sessions += 1
+        verdict.note(name, "it was deleted and is back")
+    for episode in episodes:
+        if episode.fate == "kept":  # of one that is being deleted nothing is certain
+            sequences = fetched.get(episode.name, [])
+            _judge_turns(verdict, episode, sequences)
+            _judge_trajectories(verdict, episode, sequences, decode)
+    return verdict
+
+
+def _judge_turns(verdict: Verdict, episode: Episode, sequences: Sequence[TokenSequence]) -> None:
+    for turn in episode.acknowledged:
+        verdict.turns_checked += 1
+        places = sum(_trains(sequence, turn) for sequence in sequences)
+        if places == 0:
+            verdict.lost_turns += 1
+            verdict.note(episode.name, f"a turn of {len(turn.token_ids)} tokens is lost")
+        elif places > 1:
+            verdict.doubled_turns += 1
+            verdict.note(episode.name, f"a turn is in {places} trajectories")
+
+
+def _trains(sequence: TokenSequence, turn: Acknowledged) -> bool:
+    """Whether a trajectory has this turn, after the very prompt it was sampled for, in its loss."""
+    start, end = len(turn.prompt_ids), len(turn.prompt_ids) + len(turn.token_ids)
+    return (
+        sequence.token_ids[start:end] == turn.token_ids
+        and sequence.logprobs[start:end] == turn.logprobs
+        and sequence.loss_mask[start:end] == [1] * (end - start)
+        and sequence.token_ids[:start] == turn.prompt_ids
+    )
+
+
+def _judge_trajectories(
+    verdict: Verdict, episode: Episode, sequences: Sequence[TokenSequence], decode: Decode
+) -> None:
+    for sequence in sequences:
+        verdict.trajectories += 1
+        marks = tuple(_MARK.findall(decode(sequence.token_ids)))
+        if marks not in episode.sent:
+            verdict.mixed_trajectories += 1
+            verdict.note(episode.name, f"nobody sent {' '.join(marks)}")

@@ -1,0 +1,103 @@
+"""The control of `rollway chaos --gateway`: a gateway whose recorder makes the old mistakes.
+
+    python -m rollway.chaos.old_journal gateway …        # as `rollway gateway …`
+
+A write that is cut short counts as whole, and the next line is glued to it. A parent is a position
+among the turns of a session, so that every turn behind a lost line goes on from the wrong one. A
+turn that was in flight when its session was deleted brings the session back. The file is written
+anew at each start, so that there is no start on a full disk.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rollway import cli
+from rollway.errors import UsageError
+from rollway.gateway import command
+from rollway.gateway.recorder import Session, Turn
+
+
+class OldRecorder:
+    """What the gateway needs of a recorder, with the journal as it was."""
+
+    def __init__(self, journal: Path, **options: Any) -> None:
+        self.sessions: dict[str, Session] = {}
+        self.lost = 0
+        try:
+            if journal.exists():
+                self._read(journal)
+                self._rewrite(journal)
+            self._file = journal.open("ab", buffering=0)
+        except OSError as error:
+            raise UsageError(f"The journal {journal} cannot be used: {error.strerror}.") from error
+
+    def open(self, name: str) -> Session:
+        return self.sessions.setdefault(name, Session(name))
+
+    def add(self, session: Session, turn: Turn) -> bool:
+        self._file.write(_line(session, turn))  # how much of it was written nobody looks at
+        self.open(turn.session).add(turn)  # also when it was deleted meanwhile
+        return True
+
+    def add_all(self, session: Session, turns: Sequence[Turn]) -> bool:
+        for turn in turns:
+            self.add(session, turn)
+        return True
+
+    async def add_async(self, session: Session, turns: Sequence[Turn]) -> bool:
+        return self.add_all(session, turns)
+
+    def forget(self, name: str) -> bool:
+        if self.sessions.pop(name, None) is None:
+            return False
+        self._file.write(json.dumps({"forgotten": name}).encode() + b"\n")
+        return True
+
+    async def forget_async(self, name: str) -> bool:
+        return self.forget(name)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _read(self, journal: Path) -> None:
+        for line in journal.read_bytes().splitlines():
+            try:
+                entry = json.loads(line)
+                if "forgotten" in entry:
+                    self.sessions.pop(entry["forgotten"], None)
+                    continue
+                session = self.open(entry["session"])
+                parent = entry.pop("parent")
+                entry |= {"id": str(len(session.turns)), "type": "turn"}
+                turn = msgspec.convert(entry, Turn)
+                turn.parent = None if parent is None else str(parent)
+                session.add(turn)
+            except (ValueError, KeyError, TypeError):
+                continue  # the positions of all that follow are wrong now
+
+    def _rewrite(self, journal: Path) -> None:
+        scratch = journal.with_suffix(".new")
+        with scratch.open("wb") as file:
+            for session in self.sessions.values():
+                file.writelines(_line(session, turn) for turn in session.turns)
+        scratch.replace(journal)
+
+
+def _line(session: Session, turn: Turn) -> bytes:
+    """Encode a turn with the position of its parent in the session that it was sampled for."""
+    positions = {known.id: position for position, known in enumerate(session.turns)}
+    entry = msgspec.to_builtins(turn)
+    entry["parent"] = positions.get(turn.parent or "")
+    return json.dumps(entry).encode() + b"\n"
+
+
+if __name__ == "__main__":
+    vars(command)["Recorder"] = OldRecorder
+    sys.exit(cli.main())
