@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from rollway.errors import UsageError
-from rollway.gateway.pages import page
+from rollway.gateway import pages
 from rollway.gateway.recorder import Session, Turn
 from rollway.gateway.replies import Refused
 from rollway.gateway.threads import Threads
@@ -110,9 +111,9 @@ async def test_text_that_cannot_fit_is_not_tokenized(
 async def test_long_text_is_tokenized_beside_other_requests(tmp_path: Path) -> None:
     async with service(tmp_path, context=4_000_000) as gateway:
         for route, body in (
-            ("/tokenize", {"prompt": "there is no end to it, " * 60_000}),
-            ("/tokenize", {"messages": [USER, {"role": "user", "content": "ab " * 500_000}]}),
-            ("/detokenize", {"tokens": [5] * 3_000_000}),
+            ("/tokenize", {"prompt": "there is no end to it, " * 20_000}),
+            ("/tokenize", {"messages": [USER, {"role": "user", "content": "ab " * 150_000}]}),
+            ("/detokenize", {"tokens": [5] * 1_000_000}),
         ):
             slow = asyncio.create_task(gateway.post(route, body))
             assert await _answers_meanwhile(gateway, slow) > 3, route
@@ -175,11 +176,10 @@ async def test_trajectories_come_in_pages(tmp_path: Path) -> None:
             error_of(answer)
 
 
-def test_a_page_has_a_bounded_number_of_tokens() -> None:
-    session = _forked_session(10, 5, 50_000)
-    import json
-
-    answer = json.loads(page(session, "s", 0, 256))
+def test_a_page_has_a_bounded_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "_PAGE_TOKENS", 20_000)
+    session = _forked_session(10, 5, 500)
+    answer = json.loads(pages.page(session, "s", 0, 256))
     assert len(answer["trajectories"]) == 2 and answer["next"] == 2
 
 

@@ -140,7 +140,8 @@ async def test_health_and_static_lists_find_the_same_workers(
             assert [w.instance_id for w in seen] == [w.instance_id for w in listed]
             mine = next(w for w in seen if w.instance_id == worker.instance_id)
             assert mine.admin_url == worker.admin_url and mine.error is None
-        fleet = Fleet(http, StaticList(tuple(worker.admin_url for worker in listed)))
+        workers = StaticList(tuple(worker.admin_url for worker in listed))
+        fleet = Fleet(http, workers, secret=stack.weights_secret)
         report = await fleet.refit(5, policies[1].path)
         assert [w.state for w in report.workers] == ["serving", "serving"]
         assert set((await fleet.read_versions()).values()) == {5}
@@ -211,7 +212,7 @@ async def test_128_workers_are_moved_at_once(
     spec = light(base_model, "many", replicas=4)
     spec["models"][0]["args"] = {"count": 32}
     async with rollway.up({**spec, "warmup": False}) as stack, Http() as http:
-        fleet = Fleet(http, stack.rl_url)
+        fleet = Fleet(http, stack.rl_url, secret=stack.weights_secret)
         for _ in range(50):
             if len(await fleet.workers()) == 128:
                 break

@@ -174,6 +174,8 @@ def checked_name(name: str) -> str:
         raise UsageError(
             f"A session's name has at most {_MAX_NAME} characters, and all are printable."
         )
+    if name in (".", ".."):  # clients take these out of a path, so nobody could fetch it
+        raise UsageError(f"A session cannot be named `{name}`.")
     return name
 
 
