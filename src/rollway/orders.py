@@ -39,12 +39,13 @@ READ_ONLY = frozenset({"liveness_probe", "get_weight_version", DOOR})
 UNSIGNED = "this worker takes signed orders only"
 OTHER_PROCESS = "the order is for another process"
 FRESH_SECONDS = 120.0
+"""How far apart clocks may be, and how long a number is remembered."""
 _MOST_NUMBERS = 1 << 20
 
 _kept_secret: str | None = None
 
 
-class OrderRefused(Exception):
+class OrderRefused(PermissionError):
     """An order that is not signed, not for this process, too old, or sent before."""
 
 
@@ -77,6 +78,9 @@ class UsedNumbers:
         self._numbers: dict[str, float] = {}
         """In the order of arrival, with the time at which each may be forgotten."""
 
+    def __len__(self) -> int:
+        return len(self._numbers)
+
     def use(self, number: str, sent: str) -> None:
         """Raise `OrderRefused` for a number that was used, or one that was sent at another time."""
         now = time.time()
@@ -86,15 +90,15 @@ class UsedNumbers:
             fresh = False
         if not fresh:
             raise OrderRefused(
-                f"the order is older than {FRESH_SECONDS:g} s, or the clocks of the two machines "
-                "differ by more than that"
+                f"too old: sent more than {FRESH_SECONDS:g} s ago, or the clocks of the two "
+                "machines differ by that much"
             )
         while self._numbers and next(iter(self._numbers.values())) < now:
             del self._numbers[next(iter(self._numbers))]
         if number in self._numbers:
-            raise OrderRefused("the order was sent before")
+            raise OrderRefused("sent before")
         if len(self._numbers) >= self._most:
-            raise OrderRefused("too many orders at once")
+            raise OrderRefused("too many requests at once")
         self._numbers[number] = now + 2 * FRESH_SECONDS
 
 

@@ -274,7 +274,7 @@ def test_numbers_are_forgotten_when_they_are_too_old_to_matter(
     for _ in range(50):
         seal.check_request("/p", seal.request_headers("/p", b""))
         clock[0] += 60
-    assert len(seal._numbers) <= 5
+    assert len(seal.used) <= 5
 
 
 def test_an_answer_belongs_to_one_request(server: CatalogServer) -> None:

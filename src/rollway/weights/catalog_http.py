@@ -24,16 +24,13 @@ import msgspec
 from aiohttp import web
 
 from rollway.errors import RollwayError, UsageError, WeightsError
-from rollway.orders import SECRET, stack_secret
+from rollway.orders import FRESH_SECONDS, SECRET, UsedNumbers, stack_secret
 from rollway.weights.catalog import Catalog, Listing, MemoryCatalog, Name, NotYet
 from rollway.weights.offer import Count
 
 LOOPBACK = "127.0.0.1"
 MOST_REQUEST = 64 << 20
 MOST_ANSWER = 1 << 30
-_FRESH_SECONDS = 120.0
-"""How far apart clocks may be, and how long a number is remembered."""
-_MOST_NUMBERS = 1 << 20
 _MOST_URL = 2048
 _MOST_WITHOUT = 1 << 16
 _READ = 1 << 20
@@ -72,8 +69,7 @@ class Seal:
 
     def __init__(self, secret: str) -> None:
         self._key = secret.encode()
-        self._numbers: dict[str, float] = {}
-        """In the order in which they came, with the time at which each may be forgotten."""
+        self.used = UsedNumbers()
 
     def mac(self, *parts: str) -> str:
         return hmac.new(self._key, msgspec.json.encode(parts), hashlib.sha256).hexdigest()
@@ -97,20 +93,7 @@ class Seal:
             raise PermissionError("not signed with this catalog's secret")
         if not _same(mac, self.mac("request", path, sent, number, said)):
             raise PermissionError("not signed with this catalog's secret")
-        now = time.time()
-        try:
-            fresh = abs(now - float(sent)) <= _FRESH_SECONDS
-        except ValueError:
-            fresh = False
-        if not fresh:
-            raise PermissionError("too old, or the clocks differ")
-        while self._numbers and next(iter(self._numbers.values())) < now:
-            del self._numbers[next(iter(self._numbers))]
-        if number in self._numbers:
-            raise PermissionError("sent before")
-        if len(self._numbers) >= _MOST_NUMBERS:
-            raise PermissionError("one of too many")
-        self._numbers[number] = now + 2 * _FRESH_SECONDS
+        self.used.use(number, sent)
         return str(said)
 
     def answer_mac(self, number: str, status: int, body: bytes) -> str:
@@ -273,7 +256,7 @@ class HttpCatalog:
             raise WeightsError(
                 f"The catalog at {self.url} does not have this stack's secret ({status}).",
                 f"Set {SECRET} to the same at both ends; their clocks may differ by at most "
-                f"{_FRESH_SECONDS:g} s.",
+                f"{FRESH_SECONDS:g} s.",
             )
         try:
             answer = msgspec.msgpack.decode(raw, type=Answer)
