@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import zlib
 from pathlib import Path
 from typing import Any
@@ -170,16 +169,24 @@ async def test_settings_of_the_model_still_pass(tmp_path: Path) -> None:
 
 async def test_packed_bodies_are_refused_before_they_are_unpacked(tmp_path: Path) -> None:
     """200 KiB of gzip were 200 MiB of JSON."""
-    text = b'{"prompt": "' + b"a" * (200 * 2**20) + b'"}'
-    packed = {"gzip": gzip.compress(text, 1), "deflate": zlib.compress(text, 1)}
-    del text
+    packed = {"gzip": _packed(31), "deflate": _packed(15)}
     async with service(tmp_path) as gateway:
-        before = _peak_kib()
+        assert (await gateway.get("/health"))[0] == 200
         for coding, body in packed.items():
+            # The peak of this process begins anew: an earlier test may have had a higher one.
+            Path("/proc/self/clear_refs").write_text("5")
+            before = _peak_kib()
             headers = {"content-encoding": coding}
             status, answer = await gateway.post("/tokenize", body, headers=headers)
+            assert _peak_kib() - before < 50 * 1024, coding
             assert status == 415 and "ompressed" in error_of(answer)["message"]
-        assert _peak_kib() - before < 50 * 1024
+
+
+def _packed(format_bits: int) -> bytes:
+    """Pack a long text piece by piece: it must not be in memory here either."""
+    packer = zlib.compressobj(1, zlib.DEFLATED, format_bits)
+    pieces = [b'{"prompt": "', *[b"a" * 2**20] * 200, b'"}']
+    return b"".join([*(packer.compress(piece) for piece in pieces), packer.flush()])
 
 
 async def test_a_body_beyond_the_limit_is_refused(tmp_path: Path) -> None:
