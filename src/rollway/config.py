@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import ipaddress
 import re
 import typing
 from collections.abc import Mapping, Sequence
@@ -279,7 +280,13 @@ def check_stack_name(name: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    return host in ("localhost", "::1") or host.startswith("127.")
+    """Whether only this machine reaches a host; a name that merely begins with 127. is elsewhere."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
 
 
 def slug(name: str) -> str:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollway.config import StackSpec, load_spec, slug
+from rollway.config import StackSpec, is_loopback, load_spec, slug
 from rollway.errors import RollwayError, SpecError, UsageError
 
 
@@ -134,3 +134,10 @@ def test_a_spec_survives_the_trip_to_the_supervisor(model: str) -> None:
         {"models": [{"path": model, "args": {"a": None, "b": [1, "x"], "c": {"d": True}}}]}
     )
     assert StackSpec.model_validate_json(spec.model_dump_json()) == spec
+
+
+def test_only_loopback_counts_as_loopback() -> None:
+    for host in ("localhost", "127.0.0.1", "127.8.8.8", "::1", "[::1]"):
+        assert is_loopback(host)
+    for host in ("127.0.0.1.elsewhere.example", "127.x", "0.0.0.0", "::", "10.0.0.1", ""):
+        assert not is_loopback(host)

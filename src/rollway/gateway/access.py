@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import ipaddress
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,6 +20,7 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
+from rollway.config import is_loopback
 from rollway.errors import UsageError
 from rollway.gateway.replies import Refused
 
@@ -197,12 +197,7 @@ def is_loopback_host(header: str) -> bool:
         host = urlsplit(f"//{header}").hostname or ""
     except ValueError:
         return False
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    return is_loopback(host)
 
 
 def _bearer(request: web.Request) -> str:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from rollway.stack import private
 from rollway.stack.locks import NamedLock
 from rollway.stack.state import StackDir, StackState, home, known_stacks
 
@@ -71,7 +72,7 @@ def rotated(path: Path) -> list[Path]:
 
 def record_names(log_dir: Path, names: Iterable[str]) -> None:
     """Write down whose logs this directory gets: a user's own directory may hold other files."""
-    (log_dir / _NAMES).write_text("".join(f"{name}\n" for name in names))
+    private.replace_file(log_dir / _NAMES, "".join(f"{name}\n" for name in names).encode())
 
 
 def set_aside(log_dir: Path, stack: str) -> None:
