@@ -280,7 +280,7 @@ def check_stack_name(name: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a host; a name that merely begins with 127. is elsewhere."""
+    """Whether only this machine reaches a host; a name that begins with 127. is elsewhere."""
     if host == "localhost":
         return True
     try:
