@@ -421,7 +421,7 @@ def _explain_one(detail: dict[str, Any]) -> str:
         return f"`{path}`: there is no such field.{_nearest(detail['loc'])}"
     message = str(detail["msg"]).removeprefix("Value error, ")
     given = detail.get("input")
-    plain = isinstance(given, (str, int, float, bool, type(None)))
+    plain = isinstance(given, (str, int, float, bool, type(None))) and "join" not in detail["loc"]
     shown = f" (got {repr(given)[:100]})" if plain else ""
     return f"`{path}`: {message}{shown}."
 

@@ -73,7 +73,8 @@ def keep_secret() -> str:
 class UsedNumbers:
     """Accepts each number once, and remembers it for as long as its order counts as fresh."""
 
-    def __init__(self, most: int = _MOST_NUMBERS) -> None:
+    def __init__(self, fresh_seconds: float = FRESH_SECONDS, most: int = _MOST_NUMBERS) -> None:
+        self._fresh_seconds = fresh_seconds
         self._most = most
         self._numbers: dict[str, float] = {}
         """In the order of arrival, with the time at which each may be forgotten."""
@@ -85,12 +86,12 @@ class UsedNumbers:
         """Raise `OrderRefused` for a number that was used, or one that was sent at another time."""
         now = time.time()
         try:
-            fresh = abs(now - float(sent)) <= FRESH_SECONDS
+            fresh = abs(now - float(sent)) <= self._fresh_seconds
         except ValueError:
             fresh = False
         if not fresh:
             raise OrderRefused(
-                f"too old: sent more than {FRESH_SECONDS:g} s ago, or the clocks of the two "
+                f"too old: sent more than {self._fresh_seconds:g} s ago, or the clocks of the two "
                 "machines differ by that much"
             )
         while self._numbers and next(iter(self._numbers.values())) < now:
@@ -99,7 +100,7 @@ class UsedNumbers:
             raise OrderRefused("sent before")
         if len(self._numbers) >= self._most:
             raise OrderRefused("too many requests at once")
-        self._numbers[number] = now + 2 * FRESH_SECONDS
+        self._numbers[number] = now + 2 * self._fresh_seconds
 
 
 def sign(secret: str, purpose: str, process: str, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -116,10 +117,12 @@ def sign(secret: str, purpose: str, process: str, body: Mapping[str, Any]) -> di
 class Verifier:
     """Checks orders against one secret, for one process."""
 
-    def __init__(self, secret: str, process: str = "") -> None:
+    def __init__(
+        self, secret: str, process: str = "", *, fresh_seconds: float = FRESH_SECONDS
+    ) -> None:
         self.process = process
         self._secret = secret
-        self._used = UsedNumbers()
+        self._used = UsedNumbers(fresh_seconds)
 
     def open(self, purpose: str, order: Any) -> dict[str, Any]:
         """Return the arguments of an order, or raise `OrderRefused`."""

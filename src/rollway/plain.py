@@ -21,6 +21,7 @@ DEEPEST = 64
 MOST_VALUES = 100_000
 _FLATTEN = "Write it flatter."
 _INTEGER_BITS = 64
+_KEY = 1000
 # Line ends, other controls, and what turns the direction of a line on a terminal.
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 _NO_TEXT = re.compile("[\x00\ud800-\udfff]")
@@ -138,8 +139,8 @@ def check_plain(data: Any, what: str, free_text: tuple[str, ...] = ("",)) -> Non
 
 
 def _check_key(key: Any, where: str) -> str:
-    text = str(key)[:100]
-    if _CONTROL.search(text) or _NO_TEXT.search(text) or (isinstance(key, str) and len(key) > 100):
+    text = str(key)[:_KEY]
+    if _CONTROL.search(text) or _NO_TEXT.search(text) or (isinstance(key, str) and len(key) > _KEY):
         raise SpecError(f"`{where}`: {text!r} cannot be the name of a field.", "Correct the name.")
     return text
 
@@ -151,7 +152,8 @@ def _check_text(text: str, path: str, free: bool) -> None:
         problem = "holds a line end or another control character"
     else:
         return
-    raise SpecError(f"`{path}` {problem}: {text[:60]!r}.", "Remove it.")
+    shown = "" if path.rpartition(".")[2] == "secret" else f": {text[:60]!r}"
+    raise SpecError(f"`{path}` {problem}{shown}.", "Remove it.")
 
 
 def _check_number(number: float, path: str) -> None:

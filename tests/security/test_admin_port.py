@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
+import sys
 import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -164,6 +168,35 @@ def test_the_engine_runs_no_method_outside_the_list() -> None:
             rpc.check_method(Wrapper(), method, Extension)
 
 
+def test_the_list_holds_also_where_vllm_extends_its_own_class(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On GPUs vLLM adds the extension to the bases of the class that has its own methods."""
+
+    class Base:
+        """vLLM's WorkerBase."""
+
+    class Engine(Base):
+        def save_sharded_state(self) -> None: ...
+
+    class Extension:
+        def rollway_stage(self) -> None: ...
+
+    class Mixin:
+        def receive(self) -> None: ...
+
+    class Users(Mixin, Extension):
+        def rendezvous(self) -> None: ...
+
+    worker_base = SimpleNamespace(WorkerBase=Base)
+    monkeypatch.setitem(sys.modules, "vllm.v1.worker.worker_base", worker_base)
+    Engine.__bases__ = (*Engine.__bases__, Users)
+    for method in ("rollway_stage", "receive", "rendezvous"):
+        rpc.check_method(Engine(), method, Extension)
+    with pytest.raises(rpc.MethodRefused):
+        rpc.check_method(Engine(), "save_sharded_state", Extension)
+
+
 # --- A stack of light workers: real Dynamo, real ports -------------------------------------------
 
 
@@ -213,6 +246,27 @@ def test_the_secret_is_in_no_environment_and_no_command_line(stack: SyncStack) -
             assert secret not in Path(f"/proc/{process.pid}/{name}").read_bytes()
     for log in Path(state.log_dir).iterdir():
         assert secret not in log.read_bytes()
+
+
+@pytest.mark.stack
+def test_a_worker_starts_again_after_somebody_cleared_the_secret(stack: SyncStack) -> None:
+    """What removes old files from /tmp takes it after some days."""
+    state = StackDir("attacked").read()
+    assert state is not None
+    secret = stack.weights_secret
+    secret_file(state).unlink()
+    (worker,) = (process for process in state.processes if process.role == "worker")
+    assert worker.pid is not None
+    os.kill(worker.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        state = StackDir("attacked").read()
+        (again,) = (process for process in state.processes if process.role == "worker")
+        if again.pid != worker.pid and again.state == "ready":
+            break
+        time.sleep(0.1)
+    assert again.state == "ready"
+    assert stack.weights_secret == secret
 
 
 @pytest.mark.stack

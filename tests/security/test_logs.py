@@ -245,10 +245,13 @@ def ended_stack(home: Path, name: str, age: float) -> Path:
     return path
 
 
+OTHERS = ("mine", "mine-20250101", "verl-else-00000000", "verl-pool-else-0000000b")
+
+
 def test_stacks_named_for_one_run_are_never_removed(tmp_path: Path, own_home: Path) -> None:
     names = [f"verl-pool-0000000{number}" for number in range(6)]
     paths = [ended_stack(own_home, name, 1000.0 * (1 + n)) for n, name in enumerate(names)]
-    other = [ended_stack(own_home, name, 10**6) for name in ("mine", "verl-else-00000000")]
+    other = [ended_stack(own_home, name, 10**6) for name in OTHERS]
     starting = ended_stack(own_home, "verl-pool-0000000a", 1.0)
     os.utime(starting, (0, 0))
     held = NamedLock(StackDir(names[4]).lock_name)

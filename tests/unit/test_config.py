@@ -141,3 +141,12 @@ def test_only_loopback_counts_as_loopback() -> None:
         assert is_loopback(host)
     for host in ("127.0.0.1.elsewhere.example", "127.x", "0.0.0.0", "::", "10.0.0.1", ""):
         assert not is_loopback(host)
+
+
+def test_an_error_never_shows_the_secret() -> None:
+    secret = "0123456789abcdef" * 4
+    model = {"path": "/m", "name": "m"}
+    for join in (secret, {"secret": secret + "\n"}, {"secret": [secret]}):
+        with pytest.raises(SpecError) as failure:
+            load_spec({"models": [model], "join": join})
+        assert secret[:16] not in str(failure.value)

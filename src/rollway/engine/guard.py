@@ -88,11 +88,11 @@ def install(guard: Guard) -> None:
     core: Any = importlib.import_module("dynamo._core")
     register = core.DistributedRuntime.register_engine_route
     serve = core.Endpoint.serve_endpoint
-    doors: set[int] = set()
+    doors: list[Any] = []
 
     def register_engine_route(runtime: Any, route: str, handler: Handler) -> None:
-        if id(runtime) not in doors:  # a process may hold several workers
-            doors.add(id(runtime))
+        if not any(runtime is known for known in doors):  # a process may hold several workers
+            doors.append(runtime)
             register(runtime, orders.DOOR, guard.answer_door)
         register(runtime, route, guard.protect(route, handler))
 

@@ -36,6 +36,7 @@ ENGINE_METHODS = frozenset(
 """Of vLLM 0.31 and Dynamo 1.6. Left out on purpose: `update_environment_variables`,
 `save_sharded_state`, `apply_model`, and vLLM's own weight transfer, which checks no signature."""
 
+_WORKER_BASE = "vllm.v1.worker.worker_base"
 _MULTIPROCESS = "vllm.v1.executor.multiproc_executor"
 _UNIPROCESS = "vllm.v1.executor.uniproc_executor"
 
@@ -46,7 +47,7 @@ class MethodRefused(RuntimeError):
 
 def in_worker_process() -> bool:
     """Whether vLLM is making a worker here: else the module is only imported, by a test say."""
-    return "vllm.v1.worker.worker_base" in sys.modules
+    return _WORKER_BASE in sys.modules
 
 
 def check_method(worker: Any, method: Any, extension: type) -> None:
@@ -66,10 +67,18 @@ def check_method(worker: Any, method: Any, extension: type) -> None:
 
 def _is_extension_method(worker: Any, method: str, extension: type) -> bool:
     """Whether the method is the extension's, or of a user's class that derives from it."""
-    wrapped = getattr(worker, "worker", worker)
-    for cls in type(wrapped).__mro__:
+    classes = type(getattr(worker, "worker", worker)).__mro__
+    # vLLM adds the extension to the bases of its own worker class, which so derives from it too.
+    engine = getattr(sys.modules.get(_WORKER_BASE), "WorkerBase", object)
+    ours = {
+        part
+        for cls in classes
+        if issubclass(cls, extension) and not issubclass(cls, engine)
+        for part in cls.__mro__
+    } | {extension}
+    for cls in classes:
         if method in vars(cls):
-            return issubclass(cls, extension) and not method.startswith("_")
+            return cls in ours and not method.startswith("_")
     # The wrapper around the worker has methods too. Of a name that nobody has, the engine's own
     # error says so, and callers know it.
     return not hasattr(worker, method)
@@ -77,6 +86,8 @@ def _is_extension_method(worker: Any, method: str, extension: type) -> bool:
 
 def guard_rpc(extension: type) -> None:
     """Check every RPC of this process from now on."""
+    if not {_MULTIPROCESS, _UNIPROCESS} & sys.modules.keys():
+        log.warning("this executor of vLLM is not known: its RPC methods are not restricted")
     if _MULTIPROCESS in sys.modules:
         _guard_multiprocess(sys.modules[_MULTIPROCESS], extension)
     if _UNIPROCESS in sys.modules:

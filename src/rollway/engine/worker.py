@@ -38,8 +38,12 @@ from rollway.weights.checkpoint import (
 )
 from rollway.weights.offer import read_offer
 
+ORDER_SECONDS = 1800.0
+"""An engine may be busy for a while before it comes to an order."""
 # vLLM imports this module in a worker's process before the worker takes its first call.
-_verifier = Verifier(keep_secret()) if rpc.in_worker_process() else None
+_verifier = None
+if rpc.in_worker_process():
+    _verifier = Verifier(keep_secret(), fresh_seconds=ORDER_SECONDS)
 
 
 class WorkerExtension:
@@ -146,6 +150,8 @@ def load_checkpoint(worker: Any, path: str, *, identity: str = "") -> None:
     """Load a checkpoint into the model that serves, and prove it; the worker must be paused. With
     an `identity`, raise unless the files are still those that have it."""
     check_servable(worker, path, allow_cast=True)  # the files may have changed since
+    if identity and check_checkpoint(Path(path), whole=False).identity != identity:
+        raise RuntimeError(f"{path} holds other weights than those that were ordered")
     proof = Proof(_model(worker))
     with ThreadPoolExecutor(1) as pool:
         # While loading, since hashing takes about as long as reading.
@@ -153,7 +159,7 @@ def load_checkpoint(worker: Any, path: str, *, identity: str = "") -> None:
         worker.reload_weights(weights_iterator=proof.watching(checkpoint_tensors(Path(path))))
         checkpoint = intact.result()
     if identity and checkpoint.identity != identity:
-        raise RuntimeError(f"{path} holds other weights than those that were ordered")
+        raise RuntimeError(f"{path} was changed while it was loaded")
     proof.check(_model(worker), _ranks()[1])
 
 

@@ -19,7 +19,14 @@ from rollway.stack import private, processes, retention
 from rollway.stack.lease import Lease
 from rollway.stack.plan import ProcessPlan, StackPlan
 from rollway.stack.processes import ProcessId
-from rollway.stack.state import ProcessState, StackDir, StackState, run_dir_name, secret_file
+from rollway.stack.state import (
+    ProcessState,
+    StackDir,
+    StackState,
+    new_secret,
+    run_dir_name,
+    secret_file,
+)
 from rollway.weights.adapter import remove_abandoned
 
 
@@ -78,8 +85,13 @@ class Children:
 
     def _environment(self, process: ProcessPlan) -> dict[str, str]:
         """Name the file of the secret; the secret itself is in no process's environment."""
+        with contextlib.suppress(FileExistsError):  # what clears old files may have taken it
+            new_secret(Path(self.state.run_dir), self.secret)
         inherited = {name: value for name, value in os.environ.items() if name != SECRET}
-        return {**inherited, **process.env, SECRET_FILE: str(secret_file(self.state))}
+        secret = {SECRET_FILE: str(secret_file(self.state))}
+        # vLLM gives Ray's actors only the variables that it knows, and those that this one names.
+        copied = {"VLLM_RAY_EXTRA_ENV_VARS_TO_COPY": SECRET_FILE}
+        return {**inherited, **copied, **process.env, **secret}
 
     def _respawn(self, process: ProcessPlan) -> None:
         """Start a worker again that runs but never became known."""

@@ -109,7 +109,7 @@ class Healer(Children):
     def _was_replaced(self, state: ProcessState) -> bool:
         """Whether a refit has ended it so that it starts anew: no failure of its own."""
         return any(
-            event["event"] == "replaced" and event.get("pid") == state.pid
+            event.get("event") == "replaced" and event.get("pid") == state.pid
             for event in self.directory.events()
         )
 

@@ -19,12 +19,14 @@ from __future__ import annotations
 
 import errno
 import random
+import resource
 import socket
 
 from rollway.errors import PortInUse, StartError
 from rollway.stack.locks import Claim, NamedLock
 
 FIRST, LAST = 20000, 32000
+_OPEN_FILES = 65536
 _FOREIGN_CLAIMS = 64  # that a choice respects before it ignores them
 
 
@@ -32,6 +34,7 @@ class Lease:
     """Hands out ports and GPUs and keeps them reserved until `release`."""
 
     def __init__(self) -> None:
+        _raise_file_limit()
         self._locks: list[NamedLock | Claim] = []
         self._candidates = random.SystemRandom().sample(range(FIRST, LAST), LAST - FIRST)
         self._foreign_claims = 0
@@ -119,3 +122,11 @@ def can_bind(port: int, host: str) -> bool:
                 "1023.",
             ) from error
     return True
+
+
+def _raise_file_limit() -> None:
+    """Make room for the locks: a port takes two descriptors, and the usual limit is 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

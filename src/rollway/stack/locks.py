@@ -180,7 +180,10 @@ def _make_below(base: Path) -> Path:
 @functools.cache
 def _has_locks(directory: Path) -> bool:
     """Whether the filesystem supports `flock`; some network filesystems do not."""
-    handle = private.open_file(directory / ".probe", os.O_RDWR)
+    try:
+        handle = private.open_file(directory / ".probe", os.O_RDWR)
+    except OSError:  # read only, or over its quota
+        return False
     try:
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import stat
 from pathlib import Path
 
@@ -76,13 +77,17 @@ def open_file(path: Path, flags: int) -> int:
 
 def replace_file(path: Path, content: bytes) -> None:
     """Write a file that readers, and the next boot, see whole or as it was before."""
-    scratch = path.with_name(f"{path.name}.new")
-    scratch.unlink(missing_ok=True)
-    with os.fdopen(open_file(scratch, os.O_WRONLY | os.O_EXCL), "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    scratch.replace(path)
+    # Each writer has a scratch file of its own: two at once must not tear each other's.
+    scratch = path.with_name(f"{path.name}.{secrets.token_hex(4)}.new")
+    try:
+        with os.fdopen(open_file(scratch, os.O_WRONLY | os.O_EXCL), "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        scratch.replace(path)
+    except BaseException:
+        scratch.unlink(missing_ok=True)
+        raise
     directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(directory)

@@ -27,7 +27,8 @@ _NAMES = ".processes"
 _EARLIER = "earlier"
 _PLAIN_NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,200}")
 _RUN_TIME = re.compile(r"\d{8}-\d{6}(\.\d+)?")
-_ONE_RUN_NAME = re.compile(r"(?=.{1,40}$)([a-z0-9][a-z0-9-]*)-[0-9a-f]{8}(-[0-9]+)?")
+_ONE_RUN_NAME = re.compile(r"(?=.{1,40}$)(verl-[a-z0-9-]+)-[0-9a-f]{8}(-[0-9]+)?")
+"""Names that Rollway itself made for one run; a user's name may end in a date."""
 _SETTLING_SECONDS = 60.0
 
 
@@ -49,16 +50,18 @@ def rotate(path: Path, max_bytes: float, keep: int) -> bool:
             return False
         _numbered(path, keep).unlink(missing_ok=True)  # first: the disk may be full
         _move_lines(source, scratch)
-        for number in range(keep - 1, 0, -1):
-            with contextlib.suppress(FileNotFoundError):
-                _numbered(path, number).replace(_numbered(path, number + 1))
-        # Last: whoever follows the log takes a new `NAME.1` for a sign that the log is empty.
-        scratch.replace(_numbered(path, 1))
     except OSError:
         scratch.unlink(missing_ok=True)
         return False
     finally:
         os.close(source)
+    # From here on the scratch file has the only copy of the lines: whatever fails, it stays.
+    with contextlib.suppress(OSError):
+        for number in range(keep - 1, 0, -1):
+            with contextlib.suppress(FileNotFoundError):
+                _numbered(path, number).replace(_numbered(path, number + 1))
+        # Last: whoever follows the log takes a new `NAME.1` for a sign that the log is empty.
+        scratch.replace(_numbered(path, 1))
     return True
 
 
@@ -97,24 +100,28 @@ def set_aside(log_dir: Path, stack: str) -> None:
 def prune(stack: str, log_dir: Path, keep: int) -> None:
     """Remove all but the newest `keep` of a stack's earlier runs.
 
-    Those are the directories below `earlier`. A name made for one run (it ends in eight hexadecimal
-    digits, as verl's do) counts as a run of the name without them: the directories of such stacks
-    are removed whole. Links are not followed, and nothing that may run is removed."""
+    Those are the directories below `earlier`. A name that Rollway made for one run, as it does for
+    verl's pools, counts as a run of the name without its random digits: the directories of such
+    stacks are removed whole. Links are not followed, and nothing that may run is removed."""
     earlier = log_dir / _EARLIER
     if not log_dir.is_symlink() and not earlier.is_symlink():
         for run in _directories(earlier, _RUN_TIME)[keep:]:
             shutil.rmtree(run, ignore_errors=True)
-    named_for_one_run = _ONE_RUN_NAME.fullmatch(stack)
-    if named_for_one_run is None:
+    family = _family(stack)
+    if family is None:
         return
-    family = named_for_one_run[1]
     kin = [
         path
         for path in _directories(home() / "stacks", _ONE_RUN_NAME)
-        if path.name != stack and path.name.startswith(f"{family}-") and _ended(path)
+        if path.name != stack and _family(path.name) == family and _ended(path)
     ]
     for path in kin[keep:]:
         _remove_stack(path)
+
+
+def _family(stack: str) -> str | None:
+    name = _ONE_RUN_NAME.fullmatch(stack)
+    return None if name is None else name[1]
 
 
 def remove_run(stack: str, log_dir: Path) -> None:

@@ -234,7 +234,8 @@ class StackDir:
         if self.path.is_symlink():
             self.path.unlink()
             return
-        for path in (self.state_file, self.state_file.with_name("state.json.new")):
+        scratch = self.path.glob(f"{self.state_file.name}.*.new")  # of a writer that was killed
+        for path in (self.state_file, *scratch):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)
             else:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import resource
 import signal
 import sys
 import time
@@ -45,8 +44,6 @@ from rollway.stack.state import (
     remove_run_dir,
 )
 from rollway.weights.adapter import remove_abandoned
-
-_OPEN_FILES = 65536
 
 
 class Supervisor(Healer):
@@ -256,16 +253,7 @@ def main() -> int:
     if not lock.acquire():
         print(f"a stack named {spec.name} is already running", file=sys.stderr)
         return 3
-    _raise_file_limit()
     return asyncio.run(Supervisor(spec, lifeline).run())
-
-
-def _raise_file_limit() -> None:
-    """Every reserved port takes two descriptors, and the usual soft limit is 1,024."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 if __name__ == "__main__":

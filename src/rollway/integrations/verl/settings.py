@@ -60,7 +60,7 @@ def stack_spec(
     if options.served_model_name:
         served["name"] = options.served_model_name
     fields: dict[str, Any] = {
-        "name": f"verl-{slug(pool)[:24].rstrip('-')}-{secrets.token_hex(4)}",
+        "name": f"verl-{slug(pool)[:20].rstrip('-')}-{secrets.token_hex(4)}",
         "models": [served],
         "router": {"mode": options.router_mode, "args": options.router_args},
         "frontend": {

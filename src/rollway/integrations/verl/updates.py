@@ -10,7 +10,7 @@ import asyncio
 import os
 import sys
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -33,7 +33,7 @@ class About:
     """What whoever publishes must know of a pool."""
 
     stack: str
-    secret: str
+    secret: str = field(repr=False)
     model: str
     """The directory that its engines started from."""
     addresses: frozenset[str]
