@@ -62,12 +62,12 @@ def test_a_chatty_process_fills_the_disk(tmp_path: Path) -> None:
         for start in range(0, 5000, 100):
             writer.write(start, start + 100)
             retention.rotate(log, 4000, 3)
-            files = [log, *retention.rotated(log)]
+            files = [log, *retention.list_rotated(log)]
             assert len(files) <= 4
             assert sum(file.stat().st_size for file in files) < 4 * 6000
     finally:
         writer.close()
-    files = [*reversed(retention.rotated(log)), log]
+    files = [*reversed(retention.list_rotated(log)), log]
     assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
     lines = b"".join(file.read_bytes() for file in files).decode().splitlines()
     first = int(lines[0].split()[1])
@@ -325,7 +325,7 @@ def test_a_long_run_fills_the_disk(base_model: Path) -> None:
             while max(file.stat().st_size for file in log_dir.glob("*.log")) >= 20_000:
                 assert time.monotonic() < deadline, "the logs were not rotated"
                 time.sleep(0.05)
-        assert len(retention.rotated(log_dir / "frontend.log")) == 2
+        assert len(retention.list_rotated(log_dir / "frontend.log")) == 2
         assert log_bytes() < 4 * 100 * 2000
     assert not StackDir("t").path.exists()  # keep_runs: 0
 

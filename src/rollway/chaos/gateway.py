@@ -246,7 +246,7 @@ class GatewayChaos:
         began, before = time.monotonic(), self.ledger.acknowledged
         self.agents.emphasis = CALM
         self.agents.release()
-        await self._until_acknowledged(2 * self.options.agents)
+        await self._wait_for_turns(2 * self.options.agents)
         self.agents.hold()
         await self.agents.wait_idle()
         self._measure()
@@ -260,7 +260,7 @@ class GatewayChaos:
         self.agents.emphasis = entry.fault if entry.fault in BEHAVIOURS else CALM
         marker = self._behaviour_count(entry.fault)
         self.agents.release()
-        await self._until_acknowledged(2 * self.options.agents)
+        await self._wait_for_turns(2 * self.options.agents)
         if entry.fault == FULL_DISK:
             await self._fill_disk(entry)
         elif entry.fault == KILL:
@@ -269,7 +269,7 @@ class GatewayChaos:
         else:
             await self._until(lambda: self._behaviour_count(entry.fault) >= marker + 3)
             entry.struck = True
-        await self._until_acknowledged(2 * self.options.agents)
+        await self._wait_for_turns(2 * self.options.agents)
         self.agents.hold()
         await self._restart()
         await self.agents.wait_idle()
@@ -286,10 +286,10 @@ class GatewayChaos:
         """Fill the disk and make room, some times; at last start a gateway on the full disk."""
         told = self.ledger.statuses[507]
         for _ in range(_FILLS):
-            await self._full_until_refused()
+            await self._fill_until_refused()
             self.disk.free(self.gateway.pid)
-            await self._until_acknowledged(self.options.agents)
-        await self._full_until_refused()
+            await self._wait_for_turns(self.options.agents)
+        await self._fill_until_refused()
         entry.struck = self.ledger.statuses[507] > told
         try:
             if self.disk.mounted:
@@ -302,7 +302,7 @@ class GatewayChaos:
         finally:
             self.disk.free(self.gateway.pid)
 
-    async def _full_until_refused(self) -> None:
+    async def _fill_until_refused(self) -> None:
         """Fill the disk and wait until some turns were refused, in whatever way."""
         before = self._refusals()
         self.disk.fill(self.gateway.pid)
@@ -312,7 +312,7 @@ class GatewayChaos:
     def _refusals(self) -> int:
         return self.ledger.statuses[507] + self.ledger.statuses[500]
 
-    async def _until_acknowledged(self, count: int) -> None:
+    async def _wait_for_turns(self, count: int) -> None:
         """Wait for that many more acknowledged turns; raise when they do not come."""
         target = self.ledger.acknowledged + count
         if not await self._until(lambda: self.ledger.acknowledged >= target):

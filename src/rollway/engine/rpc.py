@@ -100,7 +100,7 @@ def _guard_multiprocess(module: Any, extension: type) -> None:
         log.warning("this vLLM runs RPCs in another way: its methods are not restricted")
         return
 
-    def execute_checked(proc: Any, request: tuple[Any, ...]) -> None:
+    def check_and_execute(proc: Any, request: tuple[Any, ...]) -> None:
         method, *rest = request
         try:
             check_method(proc.worker, method, extension)
@@ -110,7 +110,7 @@ def _guard_multiprocess(module: Any, extension: type) -> None:
             request = ("rollway_refuse", (), {}, rest[-1])
         execute(proc, request)
 
-    module.WorkerProc._execute_worker_rpc = execute_checked
+    module.WorkerProc._execute_worker_rpc = check_and_execute
 
 
 def _guard_uniprocess(module: Any, extension: type) -> None:
@@ -119,8 +119,8 @@ def _guard_uniprocess(module: Any, extension: type) -> None:
         log.warning("this vLLM runs RPCs in another way: its methods are not restricted")
         return
 
-    def run_checked(worker: Any, method: Any, args: Any, kwargs: Any) -> Any:
+    def check_and_run(worker: Any, method: Any, args: Any, kwargs: Any) -> Any:
         check_method(worker, method, extension)
         return run(worker, method, args, kwargs)
 
-    module.run_method = run_checked
+    module.run_method = check_and_run

@@ -317,10 +317,10 @@ class DynamoAdmin:
         if not process:
             return await self._http.post(url, body, timeout=timeout, retry=retry)
 
-        def signed() -> dict[str, Any]:
+        def sign_body() -> dict[str, Any]:
             return {ORDER: sign(self._secret, route, process, body)}
 
-        return await self._http.post(url, signed, timeout=timeout, retry=retry)
+        return await self._http.post(url, sign_body, timeout=timeout, retry=retry)
 
     async def _process_of(self, worker: Worker) -> str:
         """Ask a worker once which process it is; empty for one that has no guard."""

@@ -121,11 +121,11 @@ class Access:
         """Return the name that a request is recorded under; empty for one that is not recorded."""
         given = request.headers.get(SESSION)
         if given:
-            return _scoped(caller, checked_name(given))
+            return _scope(caller, checked_name(given))
         if caller.key in _NO_SESSION:
             return ""
         if self.needs_token:
-            return _scoped(caller, checked_name(caller.key))
+            return _scope(caller, checked_name(caller.key))
         if len(caller.key) > _MAX_NAME:
             raise UsageError(f"An API key has at most {_MAX_NAME} characters.")
         return key_name(caller.key)
@@ -143,8 +143,8 @@ class Access:
         if not self.needs_token:
             return [given, key_name(given)]
         if caller.operator:
-            return [given, _scoped(caller, given)]
-        return [_scoped(caller, given)]
+            return [given, _scope(caller, given)]
+        return [_scope(caller, given)]
 
     def missing(self, caller: Caller, given: str) -> Refused:
         """Return the error for a session that is not there, or is another token's."""
@@ -204,7 +204,7 @@ def _bearer(request: web.Request) -> str:
     return request.headers.get("authorization", "").removeprefix("Bearer ").strip()
 
 
-def _scoped(caller: Caller, name: str) -> str:
+def _scope(caller: Caller, name: str) -> str:
     return f"{caller.scope}/{name}" if caller.scope else name
 
 

@@ -229,7 +229,7 @@ class Journal:
             # The name that earlier versions used: one of them may run on this file.
             name = self.path.with_suffix(".lock")
             name = self._beside(".lock") if name == self.path else name
-            self._lock_fd = _locked(name, os.O_RDWR | os.O_CREAT)
+            self._lock_fd = _open_locked(name, os.O_RDWR | os.O_CREAT)
         fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
         try:
             if self._opened:
@@ -341,7 +341,7 @@ class Journal:
         )
 
 
-def _locked(path: Path, flags: int) -> int:
+def _open_locked(path: Path, flags: int) -> int:
     fd = os.open(path, flags, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

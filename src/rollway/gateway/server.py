@@ -108,7 +108,7 @@ class Gateway:
                 replies.add_bundle(choice["message"], prompt, answer.completion)
             choices.append(choice)
         recorded = await self._record(session, turns)
-        shown = self._shown(request, name)
+        shown = self._show(request, name)
         return _json(replies.whole(answers, choices, self.model, shown, recorded))
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
@@ -137,7 +137,7 @@ class Gateway:
                 replies.add_bundle(choice, sent[index].prompt_ids, answer.completion)
             choices.append(choice)
         recorded = await self._record(session, turns)
-        shown = self._shown(request, name)
+        shown = self._show(request, name)
         return _json(replies.whole(answers, choices, self.model, shown, recorded))
 
     async def models(self, request: web.Request) -> web.Response:
@@ -194,13 +194,13 @@ class Gateway:
         caller, given = request[_CALLER], request.match_info["session"]
         for name in self.access.candidates(caller, given):
             if await self.recorder.forget_async(name):
-                return _json({"session": self._shown(request, name), "forgotten": True})
+                return _json({"session": self._show(request, name), "forgotten": True})
         raise self.access.missing(caller, given)
 
     async def _page(self, request: web.Request, name: str, session: Session) -> bytes:
         """Return a page of trajectories, computed in a thread while the session may grow."""
         offset, limit = pages.bounds(request.query)
-        shown = self._shown(request, name)
+        shown = self._show(request, name)
         return await self._page_threads.run(
             lambda: pages.page(session, shown, offset, limit), "Putting the trajectories together"
         )
@@ -306,7 +306,7 @@ class Gateway:
         """The session of a request; empty for one that is not recorded."""
         return self.access.session_name(request[_CALLER], request)
 
-    def _shown(self, request: web.Request, name: str) -> str:
+    def _show(self, request: web.Request, name: str) -> str:
         return self.access.shown(request[_CALLER], name)
 
     def _bundled(self, body: Mapping[str, Any]) -> bool:

@@ -89,7 +89,7 @@ def start(spec: StackSpec, progress: Progress | None = None) -> RunningStack:
     # Held until the stack is ready: by this lock `rollway down` finds a start that has no state.
     starting = NamedLock(directory.start_lock_name)
     if not starting.acquire():
-        raise _started_elsewhere(directory, starting.holder())
+        raise _explain_other_start(directory, starting.holder())
     try:
         return _start(spec, directory, progress)
     finally:
@@ -293,7 +293,7 @@ def _until_ready(
     stop_request = directory.stop_request(_this_process())
     while True:
         if stop_request.exists():
-            raise _stopped(directory)
+            raise _explain_stop(directory)
         ended = supervisor.poll() is not None
         state = directory.read()
         if state is not None and state.supervisor_pid == supervisor.pid:
@@ -314,14 +314,14 @@ def _start_error(error: dict[str, Any]) -> RollwayError:
     return StartError(error["message"], error["hint"], error.get("log_tail", ""))
 
 
-def _stopped(directory: StackDir) -> StartError:
+def _explain_stop(directory: StackDir) -> StartError:
     return StartError(
         f"The stack `{directory.name}` was stopped while it was starting.",
         "Somebody ran `rollway down`; start it again with `rollway up`.",
     )
 
 
-def _started_elsewhere(directory: StackDir, holder: ProcessId | None) -> StartError:
+def _explain_other_start(directory: StackDir, holder: ProcessId | None) -> StartError:
     return StartError(
         f"A stack named `{directory.name}` is being started by another process: "
         f"{describe(holder)}.",
@@ -333,9 +333,9 @@ def _supervisor_died(directory: StackDir, supervisor: subprocess.Popen[bytes]) -
     log = directory.path / "supervisor.log"
     said = log.read_text(errors="replace").strip() if log.is_file() else ""
     if supervisor.returncode == 3:
-        return _started_elsewhere(directory, NamedLock(directory.lock_name).holder())
+        return _explain_other_start(directory, NamedLock(directory.lock_name).holder())
     if supervisor.returncode in (0, -signal.SIGTERM):  # 0: it was told to stop
-        return _stopped(directory)
+        return _explain_stop(directory)
     return StartError(
         f"The supervisor of `{directory.name}` ended before the stack was ready "
         f"(status {supervisor.returncode}).",

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from rollway.stack.retention import rotated
+from rollway.stack.retention import list_rotated
 
 # What a line of a worker's or frontend's log means for the user. First match wins.
 _HINTS: list[tuple[str, str]] = [
@@ -47,7 +47,7 @@ def tail(path: Path, lines: int = 20, *, before: int | None = None) -> list[str]
 
     `before` is a position in the log: what comes after it is left out."""
     shown = _last_lines(path, lines, before)
-    for file in rotated(path):
+    for file in list_rotated(path):
         if len(shown) >= lines:
             break
         shown = _last_lines(file, lines - len(shown)) + shown
@@ -110,7 +110,7 @@ class _Reader:
 
     def _open(self) -> None:
         self._file = os.open(self._path, os.O_RDONLY)
-        self._newest = _inode(rotated(self._path)[:1])
+        self._newest = _inode(list_rotated(self._path)[:1])
         self.position = 0
 
     def skip_whole_lines(self) -> None:
@@ -127,7 +127,7 @@ class _Reader:
         """Return what has been appended since; empty when there is nothing yet."""
         if _inode([self._path]) not in (None, os.fstat(self._file).st_ino):
             return self._next_run()
-        if _inode(rotated(self._path)[:1]) != self._newest:
+        if _inode(list_rotated(self._path)[:1]) != self._newest:
             return self._rotated_lines()
         missing = os.fstat(self._file).st_size - self.position
         if missing < 0:
@@ -144,7 +144,7 @@ class _Reader:
 
     def _rotated_lines(self) -> bytes:
         """Read what was not read yet of the lines that rotations have moved."""
-        files = rotated(self._path)
+        files = list_rotated(self._path)
         inodes = [_inode([file]) for file in files]
         count = inodes.index(self._newest) if self._newest in inodes else len(files)
         blocks: list[bytes] = []

@@ -44,11 +44,11 @@ def rotate(path: Path, max_bytes: float, keep: int) -> bool:
         source = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
     except OSError:
         return False
-    scratch = _numbered(path, "new")
+    scratch = _number(path, "new")
     try:
         if os.fstat(source).st_size < max_bytes:
             return False
-        _numbered(path, keep).unlink(missing_ok=True)  # first: the disk may be full
+        _number(path, keep).unlink(missing_ok=True)  # first: the disk may be full
         _move_lines(source, scratch)
     except OSError:
         scratch.unlink(missing_ok=True)
@@ -59,16 +59,16 @@ def rotate(path: Path, max_bytes: float, keep: int) -> bool:
     with contextlib.suppress(OSError):
         for number in range(keep - 1, 0, -1):
             with contextlib.suppress(FileNotFoundError):
-                _numbered(path, number).replace(_numbered(path, number + 1))
+                _number(path, number).replace(_number(path, number + 1))
         # Last: whoever follows the log takes a new `NAME.1` for a sign that the log is empty.
-        scratch.replace(_numbered(path, 1))
+        scratch.replace(_number(path, 1))
     return True
 
 
-def rotated(path: Path) -> list[Path]:
+def list_rotated(path: Path) -> list[Path]:
     """List the files that hold a log's older lines, newest first."""
     files: list[Path] = []
-    while (file := _numbered(path, len(files) + 1)).is_file():
+    while (file := _number(path, len(files) + 1)).is_file():
         files.append(file)
     return files
 
@@ -113,7 +113,7 @@ def prune(stack: str, log_dir: Path, keep: int) -> None:
     kin = [
         path
         for path in _directories(home() / "stacks", _ONE_RUN_NAME)
-        if path.name != stack and _family(path.name) == family and _ended(path)
+        if path.name != stack and _family(path.name) == family and _has_ended(path)
     ]
     for path in kin[keep:]:
         _remove_stack(path)
@@ -137,7 +137,7 @@ def _writes_to(log_dir: Path, state: StackState) -> bool:
     return state.supervised and Path(state.log_dir) == log_dir
 
 
-def _ended(path: Path) -> bool:
+def _has_ended(path: Path) -> bool:
     """Tell whether a stack's directory is of one that has ended and was cleared."""
     try:
         started = (path / "supervisor.log").stat().st_mtime
@@ -152,7 +152,7 @@ def _remove_stack(path: Path) -> None:
     if not lock.acquire():
         return
     try:
-        if _ended(path):
+        if _has_ended(path):
             shutil.rmtree(path, ignore_errors=True)
     finally:
         lock.release()
@@ -199,5 +199,5 @@ def _directories(parent: Path, names: re.Pattern[str]) -> list[Path]:
     return [path for _, path in sorted(found, reverse=True)]
 
 
-def _numbered(path: Path, suffix: int | str) -> Path:
+def _number(path: Path, suffix: int | str) -> Path:
     return path.with_name(f"{path.name}.{suffix}")

@@ -182,7 +182,7 @@ def _check_root(path: Path, roots: Sequence[Path]) -> None:
 def _check_links(directory: Path, roots: Sequence[Path]) -> None:
     """Refuse files that are links to places that the directory itself could not be in."""
     allowed = [root.expanduser().resolve() for root in roots]
-    for file in _listed(directory) if allowed else ():
+    for file in _list_files(directory) if allowed else ():
         if file.is_symlink() and not any(_real(file).is_relative_to(root) for root in allowed):
             raise UsageError(
                 f"{file} is a link to a file outside the allowed checkpoint roots.",
@@ -190,7 +190,7 @@ def _check_links(directory: Path, roots: Sequence[Path]) -> None:
             )
 
 
-def _listed(directory: Path) -> list[Path]:
+def _list_files(directory: Path) -> list[Path]:
     try:
         return sorted(directory.iterdir())
     except OSError as error:

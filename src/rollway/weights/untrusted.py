@@ -60,7 +60,7 @@ def parse_json(raw: str | bytes, *, unique: bool = True) -> Any:
 def check_file_name(name: object) -> str:
     """Return `name` if it is the name of a file in a directory, and no path."""
     if not isinstance(name, str) or not is_file_name(name):
-        raise ValueError(f"{_shown(name)} is not a plain file name")
+        raise ValueError(f"{_show(name)} is not a plain file name")
     return name
 
 
@@ -78,21 +78,21 @@ def is_file_name(name: str, prefix: str = "") -> bool:
 def check_tensor_name(name: object) -> str:
     """Return `name` if it can be the name of a tensor."""
     if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= MOST_NAME:
-        raise ValueError(f"{_shown(name)} cannot be the name of a tensor")
+        raise ValueError(f"{_show(name)} cannot be the name of a tensor")
     return name
 
 
 def check_shape(shape: object) -> tuple[int, ...]:
     """Return `shape` as a tuple if a tensor can have it, whatever a product of it would be."""
     if not isinstance(shape, list | tuple) or len(shape) > MOST_DIMS:
-        raise ValueError(f"{_shown(shape)} is not a shape of at most {MOST_DIMS} dimensions")
+        raise ValueError(f"{_show(shape)} is not a shape of at most {MOST_DIMS} dimensions")
     spread = 1  # of the dimensions that are not zero: strides are made of these
     for size in shape:
         if type(size) is not int or not 0 <= size <= MOST_ELEMENTS:
-            raise ValueError(f"{_shown(size)} is not a size of a dimension")
+            raise ValueError(f"{_show(size)} is not a size of a dimension")
         spread *= max(size, 1)
     if spread > MOST_ELEMENTS:
-        raise ValueError(f"a tensor cannot have the shape {_shown(shape)}")
+        raise ValueError(f"a tensor cannot have the shape {_show(shape)}")
     return tuple(shape)
 
 
@@ -106,11 +106,11 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(fields) != len(pairs):
         counts = Counter(key for key, _ in pairs)
         twice = next(key for key, count in counts.items() if count > 1)
-        raise ValueError(f"it has {_shown(twice)} twice")
+        raise ValueError(f"it has {_show(twice)} twice")
     return fields
 
 
-def _shown(value: object) -> str:
+def _show(value: object) -> str:
     """`value` as part of a message: short, and in printable characters."""
     try:
         text = ascii(value)

@@ -97,12 +97,12 @@ def _read_tensors(file: Path, header: bytes, size: int) -> dict[str, Stored]:
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise ValueError("its __metadata__ is not a mapping of strings")
     return {
-        check_tensor_name(name): _stored(file, 8 + len(header), size, name, field)
+        check_tensor_name(name): _read_entry(file, 8 + len(header), size, name, field)
         for name, field in fields.items()
     }
 
 
-def _stored(file: Path, data: int, file_size: int, name: str, field: Any) -> Stored:
+def _read_entry(file: Path, data: int, file_size: int, name: str, field: Any) -> Stored:
     """One field of a header, if its offsets, dtype and shape fit each other and the file."""
     if not isinstance(field, dict) or not {"dtype", "shape", "data_offsets"} <= field.keys():
         raise ValueError(f"{name} has no dtype, shape or data_offsets")
