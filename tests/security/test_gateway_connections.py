@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
+import socket
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
+
+import pytest
+from aiohttp import web
 
 from rollway.gateway.connections import Connections, raise_file_limit
 from tests.security.gateway_service import Service, service
@@ -146,3 +150,57 @@ def test_the_soft_limit_is_raised_to_the_hard_one() -> None:
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+async def test_a_client_that_does_not_read_its_answer_is_let_go(tmp_path: Path) -> None:
+    """A plain close waits until the client has read all: its socket and answer stayed for ever."""
+    connections = Connections(100, header_seconds=0.5, body_seconds=60, idle_seconds=0.5)
+    async with service(tmp_path, connections=connections, context=4_000_000) as gateway:
+        body = b'{"tokens": [' + b"5," * 3_000_000 + b"5]}"
+        head = _HEAD.replace(b"/tokenize", b"/detokenize")
+        request = head + b"Content-Length: %d\r\n\r\n" % len(body) + body
+        client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        loop = asyncio.get_running_loop()
+        client.setblocking(False)
+        await loop.sock_connect(client, ("127.0.0.1", gateway.port))
+        await loop.sock_sendall(client, request)
+        own = f"{client.getsockname()[1]:04X}"
+        async with asyncio.timeout(60):
+            while _is_held(gateway.port, own):
+                await asyncio.sleep(0.1)
+        client.close()
+
+
+def _is_held(port: int, peer: str) -> bool:
+    """Whether the gateway still holds its end of a connection."""
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        _, local, remote, *_, inode = line.split()[:10]
+        if local.endswith(f":{port:04X}") and remote.endswith(f":{peer}"):
+            return inode != "0"  # else only the kernel still knows it
+    return False
+
+
+async def test_what_is_no_http_leaves_no_key_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with service(tmp_path) as gateway:
+        for _ in range(20):
+            streams = await _open(
+                gateway, b"GET / HTTP/1.1\r\nAuthorization: Bearer sk-KEY\x01\r\n\r\n"
+            )
+            async with asyncio.timeout(60):
+                await _ends(streams)
+        assert (await gateway.get("/health"))[0] == 200
+    assert "sk-KEY" not in caplog.text and len(caplog.text) < 1000
+
+
+async def test_connections_that_shake_no_hands_are_counted() -> None:
+    connections = Connections(10)
+    connections.attach(web.Server(lambda request: None), handshake_seconds=5.0)  # type: ignore[arg-type]
+    for _ in range(30):
+        connections.accept()
+    assert connections._open == 30 and len(connections._handshakes) == 30
+    connections._handshake_seconds = -1.0  # all of them are too late
+    connections._look()
+    assert connections._open == 0

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -663,4 +664,35 @@ def test_a_turn_that_could_not_be_read_back_is_not_acknowledged(path: Path) -> N
     assert recorder.sessions == {} and path.stat().st_size == 0
     with pytest.raises(UsageError):
         recorder.open("\udcff")
+    recorder.close()
+
+
+async def test_a_failure_that_nobody_foresaw_hangs_no_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `sync` a thread records: whatever it raises must reach the requests that wait."""
+    recorder = Recorder(tmp_path / "journal.jsonl", sync=True)
+
+    def fail(*_: object) -> bytes:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr("rollway.gateway.recorder.encode", fail)
+        with pytest.raises(MemoryError):
+            async with asyncio.timeout(30):
+                await recorder.add_async(recorder.open("s"), [turn("s")])
+    assert await recorder.add_async(recorder.open("s"), [turn("s")])
+    recorder.close()
+
+
+def test_compaction_takes_no_room_that_turns_need(small_disk: Path) -> None:
+    """It used to fill the disk before it failed, and turns in between were refused."""
+    path = small_disk / "journal.jsonl"
+    recorder = Recorder(path)
+    while shutil.disk_usage(small_disk).free > 24_000:
+        record(recorder, turn("s"))
+    with pytest.raises(OSError, match="No space"):
+        recorder.compact()
+    assert not path.with_name("journal.jsonl.new").exists()
+    assert record(recorder, turn("s"))
     recorder.close()

@@ -191,7 +191,7 @@ class _Load:
             number = next(self._numbers)
             try:
                 await self._episode(f"episode-{number}", vanishes=number % _VANISH_EVERY == 0)
-            except (RollwayError, OSError, TimeoutError, aiohttp.ClientError, ValueError) as error:
+            except (RollwayError, OSError, EOFError, aiohttp.ClientError, ValueError) as error:
                 self.figures.failed_requests += 1
                 if len(self.figures.examples) < 10:
                     self.figures.examples.append(repr(error)[:300])

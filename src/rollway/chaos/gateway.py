@@ -333,12 +333,13 @@ class GatewayChaos:
 
     async def _judge(self, entry: GatewayRound) -> None:
         """Judge what the gateway has read from its journal; then delete what is over and done."""
+        deleted = set(self.ledger.deleted)  # now: agents may delete more while this looks
         listed = await self.gateway.sessions()
         kept = [e for e in self.ledger.episodes.values() if e.fate == "kept"]
         fetched: dict[str, list[TokenSequence]] = {}
         for episode in kept:
             fetched[episode.name] = await self.gateway.trajectories(episode.name)
-        verdict = judge(kept, self.ledger.deleted, listed, fetched, self.decode)
+        verdict = judge(kept, deleted, listed, fetched, self.decode)
         self._add(entry, verdict)
         entry.sessions = len(listed)
         self.ledger.deleted -= verdict.spoiled

@@ -61,6 +61,11 @@ class Access:
             )
             for name in (AGENT_TOKENS, OPERATOR_TOKENS)
         )
+        for name, tokens in ((AGENT_TOKENS, agents), (OPERATOR_TOKENS, operators)):
+            if name in environment and not tokens:
+                raise UsageError(
+                    f"{name} is set and holds no token.", "Set one, or unset the variable."
+                )
         if any(b"/" in token for token in agents + operators):
             raise UsageError(
                 "A token of the gateway holds a slash, which separates tokens from sessions.",
@@ -98,10 +103,12 @@ class Access:
 
     def _local(self, request: web.Request) -> Caller:
         """Refuse what a browser sends for a web page, which could reach any port of loopback."""
-        if "origin" in request.headers:
+        # A page's picture or script has no Origin, but browsers say where it comes from.
+        site = request.headers.get("sec-fetch-site", "none")
+        if "origin" in request.headers or site not in ("none", "same-origin"):
             raise Refused(
                 403,
-                "Web pages cannot use this gateway: the request has an Origin header.",
+                "Web pages cannot use this gateway: a browser sent the request for one.",
                 f"Set {AGENT_TOKENS} and send a token.",
                 kind="permission_error",
             )
@@ -174,8 +181,9 @@ def checked_name(name: str) -> str:
         raise UsageError(
             f"A session's name has at most {_MAX_NAME} characters, and all are printable."
         )
-    if name in (".", ".."):  # clients take these out of a path, so nobody could fetch it
-        raise UsageError(f"A session cannot be named `{name}`.")
+    # Clients take these parts out of a path, and so would fetch or delete another session.
+    if not {".", ".."}.isdisjoint(name.split("/")):
+        raise UsageError(f"No part of a session's name can be `.` or `..`: `{name}`.")
     return name
 
 
@@ -193,6 +201,8 @@ def scope_of(token: bytes) -> str:
 @lru_cache(maxsize=64)
 def is_loopback_host(header: str) -> bool:
     """Tell whether a Host header names loopback. A name that merely begins with 127. does not."""
+    if not {"/", "#", "?", "@"}.isdisjoint(header):
+        return False
     try:
         host = urlsplit(f"//{header}").hostname or ""
     except ValueError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import logging
 import signal
 import ssl
 import sys
@@ -14,7 +15,7 @@ from aiohttp import web
 import rollway
 from rollway.errors import UsageError
 from rollway.gateway.access import Access
-from rollway.gateway.connections import HEADER_SECONDS, raise_file_limit
+from rollway.gateway.connections import raise_file_limit
 from rollway.gateway.recorder import Recorder
 from rollway.gateway.server import Gateway, made_gateway
 from rollway.gateway.template import Template
@@ -22,6 +23,11 @@ from rollway.stack import local
 from rollway.stack.state import StackDir, make_home
 
 _BACKLOG = 4096
+_HANDSHAKE_SECONDS = 5.0
+# aiohttp logs a request that is not HTTP with its raw text, whoever sent it: keys would be in the
+# log, and strangers could fill it. What fails in a handler, the gateway logs itself.
+_NO_LOG = logging.getLogger("rollway.gateway.http")
+_NO_LOG.setLevel(logging.CRITICAL + 1)
 
 
 async def serve(
@@ -122,6 +128,7 @@ async def listen(
     runner = web.AppRunner(
         made.app(),
         access_log=None,
+        logger=_NO_LOG,
         shutdown_timeout=5.0,
         handler_cancellation=True,
         # A compressed body is refused; aiohttp would unpack it all the same.
@@ -131,14 +138,14 @@ async def listen(
     await runner.setup()
     assert runner.server is not None
     connections = made.connections
-    connections.attach(runner.server)
+    connections.attach(runner.server, handshake_seconds=_HANDSHAKE_SECONDS if tls else 0.0)
     try:
         server = await asyncio.get_running_loop().create_server(
             connections.accept,
             host,
             port,
             ssl=tls,
-            ssl_handshake_timeout=HEADER_SECONDS if tls else None,
+            ssl_handshake_timeout=_HANDSHAKE_SECONDS if tls else None,
             # The loop accepts so many at once; more would be over the limit before any is closed.
             backlog=min(_BACKLOG, max(1, connections.limit // 4)),
         )

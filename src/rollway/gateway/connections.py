@@ -43,12 +43,16 @@ class Connections:
         self._waiting: dict[Any, _Wait] = {}
         """Connections that wait for their client, the one that waits longest first."""
         self._busy: set[Any] = set()
+        self._handshakes: dict[Any, float] = {}
+        """Connections that the server does not know before their TLS handshake, with their time."""
+        self._handshake_seconds = 0.0
         self._open = 0
         """At most so many are open: those of the last look, and those accepted since."""
 
-    def attach(self, server: web.Server) -> None:
-        """Begin to watch the connections of a server."""
+    def attach(self, server: web.Server, *, handshake_seconds: float = 0.0) -> None:
+        """Begin to watch the connections of a server; with TLS, those that shake hands too."""
         self._server = server
+        self._handshake_seconds = handshake_seconds
 
     def accept(self) -> asyncio.BaseProtocol:
         """Return the protocol of a new connection; for `loop.create_server`."""
@@ -56,7 +60,10 @@ class Connections:
         self._open += 1
         if self._open > self.limit:
             self._make_room()
-        return self._server()
+        connection = self._server()
+        if self._handshake_seconds:
+            self._handshakes[connection] = time.monotonic()
+        return connection
 
     def receive(self, connection: Any) -> None:
         """Note that the headers of a request have come, and its body is to come."""
@@ -94,8 +101,14 @@ class Connections:
         assert self._server is not None
         # What is being closed stays listed for a moment, without a transport.
         current = [c for c in self._server.connections if c.transport is not None]
-        self._open = len(current)
         known = set(current)
+        oldest = time.monotonic() - self._handshake_seconds
+        self._handshakes = {
+            connection: since
+            for connection, since in self._handshakes.items()
+            if connection not in known and since > oldest
+        }
+        self._open = len(current) + len(self._handshakes)
         self._busy &= known
         for connection in [gone for gone in self._waiting if gone not in known]:
             del self._waiting[connection]
@@ -116,7 +129,10 @@ class Connections:
 
     def _close(self, connection: Any) -> None:
         self._waiting.pop(connection, None)
+        transport = connection.transport
         connection.force_close()
+        if transport is not None:
+            transport.abort()  # a plain close waits until the client has read all
 
 
 class _Wait:

@@ -1,7 +1,7 @@
 """The journal: a file of lines that are written whole or not at all.
 
     path               one line per entry, appended before the client has its answer
-    path.lock          held by the gateway that writes
+    name.lock          held by the gateway that writes (the path with this suffix)
     path.new           the next journal while it is being compacted; replaces the old one at once
     path.unreadable    lines that could not be read, kept when compaction drops them
 
@@ -26,6 +26,7 @@ from rollway.errors import RollwayError, UsageError
 
 log = logging.getLogger(__name__)
 
+_SPARE_ROOM = 2**20  # for turns that come while the journal is compacted
 _CHUNK = 256 * 2**10  # small enough that a thread that copies it keeps nobody waiting
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 MAX_LINE = 2**30
@@ -133,22 +134,26 @@ class Journal:
             fd = self._prepare()
         self._save(fd, places)
 
-    def compact(self, snapshot: Callable[[], Iterable[bytes]]) -> None:
+    def compact(self, snapshot: Callable[[], tuple[int, Iterable[bytes]]]) -> None:
         """Replace the file by the lines of a snapshot and whatever is appended meanwhile.
 
-        `snapshot` is called with the lock held. Other threads may append at any time but the last
-        moment, when what they wrote is copied and the new file takes the old one's name.
+        `snapshot` is called with the lock held, and says about how many bytes it has. Other threads
+        may append at any time but the last moment, when what they wrote is copied and the new file
+        takes the old one's name.
         """
         with self._lock:
             old = self._prepare()
-            start, lines = self.size, snapshot()
+            start, (size_hint, lines) = self.size, snapshot()
         scratch = self._beside(".new")
+        self._check_room(size_hint)
         new = os.open(scratch, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
         try:
             size = self._write_lines(new, lines)
             while (end := self.size) - start > _CHUNK:
                 size, start = size + self._copy(old, new, start, end), end
             os.fsync(new)
+            while (end := self.size) - start > _CHUNK:  # what came during the wait for the disk
+                size, start = size + self._copy(old, new, start, end), end
             with self._lock:
                 size += self._copy(old, new, start, self.size)
                 if self.sync:
@@ -329,6 +334,13 @@ class Journal:
                 raise
         finally:
             os.close(fd)
+
+    def _check_room(self, size: int) -> None:
+        """Refuse to begin a file that cannot be ended: it would take the room of new turns."""
+        disk = os.statvfs(self.path.parent)
+        spare = min(_SPARE_ROOM, disk.f_blocks * disk.f_frsize // 16)
+        if disk.f_bavail * disk.f_frsize < size + spare:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
     def _beside(self, suffix: str) -> Path:
         return self.path.with_name(self.path.name + suffix)

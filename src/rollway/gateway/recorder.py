@@ -153,7 +153,7 @@ class Recorder:
         self._background.close()
         if self._journal is not None:
             if self._erased:
-                with contextlib.suppress(OSError):  # the next start does it
+                with contextlib.suppress(OSError, RollwayError):  # the next start does it
                     self.compact()
             self._journal.close()
 
@@ -205,7 +205,7 @@ class Recorder:
                 batch.append((session, turns, future))
         try:
             recorded = self._commit([(session, turns) for session, turns, _ in batch])
-        except (RollwayError, ValueError) as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, the requests must not wait
             for _, _, future in batch:
                 future.set_exception(error)
             return
@@ -220,10 +220,11 @@ class Recorder:
         urgent = forgotten > size / 2 and forgotten >= _WORTH_IT
         self._background.schedule(0 if urgent else self._erase_within / 2)
 
-    def _snapshot(self) -> Iterator[bytes]:
-        """Return the lines of all sessions as they are now; they are encoded as they are read."""
+    def _snapshot(self) -> tuple[int, Iterator[bytes]]:
+        """Return the size and the lines of all sessions as they are now; they are encoded as they
+        are read."""
         parts = [(each, each.lost, len(each.turns)) for each in self.sessions.values()]
-        return _encode_all(parts)
+        return self._live, _encode_all(parts)
 
 
 class _Background:
@@ -244,8 +245,9 @@ class _Background:
             if self._due is None or due < self._due:
                 self._due = due
             if self._thread is None and not self._ended:
-                self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="journal", daemon=True)
+                thread.start()
+                self._thread = thread
             self._wake.notify()
 
     def close(self) -> bool:
@@ -261,7 +263,7 @@ class _Background:
         while self._wait():
             try:
                 self._work()
-            except (OSError, RollwayError) as error:
+            except Exception as error:  # noqa: BLE001 - the thread must live to try again
                 log.warning("The journal was not compacted yet: %s", error)
                 self.schedule(self._retry)
 

@@ -163,7 +163,9 @@ def room(body: Mapping[str, Any], prompt_tokens: int, context_length: int) -> in
             f"This model's maximum context length is {context_length} tokens, and the prompt has "
             f"{prompt_tokens}."
         )
-    wanted = body.get("max_completion_tokens", body.get("max_tokens"))
+    wanted = body.get("max_completion_tokens")
+    if wanted is None:
+        wanted = body.get("max_tokens")
     if wanted is None:
         return left
     if type(wanted) is not int or wanted < 1:

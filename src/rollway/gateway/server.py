@@ -154,7 +154,10 @@ class Gateway:
         body = requests.parse(await request.read())
         if "messages" in body:
             messages = requests.messages_of(body)
-            ids = await self.template.prompt(body, messages, sent_prefix(body, messages))
+            try:
+                ids = await self.template.prompt(body, messages, sent_prefix(body, messages))
+            except SpliceError as error:  # of a prefix that the client itself sent
+                raise UsageError(error.message) from error
         else:
             ids = await self.template.encode(requests.text_of(body, "prompt"))
         return _json({"tokens": ids, "count": len(ids), "max_model_len": self.context_length})
@@ -176,7 +179,8 @@ class Gateway:
         sessions = self.recorder.sessions
         # A copy of the names: a thread may add to them.
         visible = self.access.visible(request[_CALLER], list(sessions))
-        known = {shown: sessions[name] for shown, name in visible.items() if name in sessions}
+        pairs = [(shown, sessions.get(name)) for shown, name in visible.items()]
+        known = {shown: session for shown, session in pairs if session is not None}
         body: dict[str, Any] = {"sessions": {name: len(each.turns) for name, each in known.items()}}
         if lost := {name: each.lost for name, each in known.items() if each.lost}:
             body["lost"] = lost
@@ -185,10 +189,13 @@ class Gateway:
         return _json(body)
 
     async def trajectories(self, request: web.Request) -> web.Response:
-        given, sessions = request.match_info["session"], self.recorder.sessions
-        name = self.access.find(request[_CALLER], sessions, given)
-        body = await self._page(request, name, sessions[name])
-        return web.Response(body=body, content_type="application/json")
+        caller, given = request[_CALLER], request.match_info["session"]
+        for name in self.access.candidates(caller, given):
+            session = self.recorder.sessions.get(name)
+            if session is not None:
+                body = await self._page(request, name, session)
+                return web.Response(body=body, content_type="application/json")
+        raise self.access.missing(caller, given)
 
     async def forget(self, request: web.Request) -> web.Response:
         caller, given = request[_CALLER], request.match_info["session"]
@@ -280,7 +287,7 @@ class Gateway:
             held[-1]["recorded"] = False
         for shown in held:
             await _send(response, shown)
-        await response.write(b"data: [DONE]\n\n")
+        await _write(response, b"[DONE]")
         return response
 
     def _session(self, name: str) -> Session:
@@ -329,7 +336,10 @@ class Gateway:
             self.connections.answer(connection)
             return await handler(request)
         except ConnectionError:
-            raise  # the client has gone; aiohttp ends the request
+            # The client has gone, or does not read: a plain close would wait until it does.
+            if request.transport is not None:
+                request.transport.abort()
+            return web.Response(status=499)  # which nobody gets
         except Exception as failure:  # noqa: BLE001 - the last guard: it is answered and logged
             return replies.refusal(failure)
         finally:
@@ -396,9 +406,13 @@ def _new_id() -> str:
 
 
 async def _send(response: web.StreamResponse, event: Mapping[str, Any]) -> None:
+    await _write(response, msgspec.json.encode(event))
+
+
+async def _write(response: web.StreamResponse, data: bytes) -> None:
     try:
         async with asyncio.timeout(_WRITE_SECONDS):
-            await response.write(b"data: " + msgspec.json.encode(event) + b"\n\n")
+            await response.write(b"data: " + data + b"\n\n")
     except TimeoutError:
         raise ConnectionResetError("the client does not read its answer") from None
 

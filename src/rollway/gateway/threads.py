@@ -54,7 +54,11 @@ class Threads:
             raise Refused(
                 503, "All threads for long prompts are busy.", "Try again later.", kind="overloaded"
             ) from None
-        job = _Job(work, self._slots)
+        try:
+            job = _Job(work, self._slots)
+        except BaseException:  # no thread could be started
+            self._slots.release()
+            raise
         try:
             async with asyncio.timeout(self.seconds):
                 return await job.outcome

@@ -7,8 +7,8 @@ cuts is sampled anew from the new weights: each turn is of one policy.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -145,7 +145,7 @@ class Upstream(Sender):
             body |= {"stream": True, "stream_options": {"include_usage": True}}
             assembly = self._assembly(asked)
 
-            async def chunks() -> AsyncIterator[dict[str, Any]]:
+            async def chunks() -> AsyncGenerator[dict[str, Any]]:
                 async with self._http.stream_lines(
                     self._url, body, timeout=self._timeout, headers={SESSION_HEADER: asked.session}
                 ) as lines:
@@ -153,7 +153,9 @@ class Upstream(Sender):
                         assembly.add(event)
                         yield event  # type: ignore[misc]
 
-            yield chunks(), assembly, ticket
+            # Closed at once: a client that has gone must not keep the worker sampling.
+            async with aclosing(chunks()) as parts:
+                yield parts, assembly, ticket
 
     async def settle(self, assembly: Assembly, ticket: Ticket) -> Completion:
         """A stream that has ended, if it is whole and of one version."""
