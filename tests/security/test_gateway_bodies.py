@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import zlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rollway.errors import UsageError
 from rollway.gateway import requests
 from rollway.gateway.tokenizing import longest_token
 from tests.awkward_tokenizer import PLAIN, make
@@ -200,6 +202,66 @@ async def test_a_body_beyond_the_limit_is_refused(tmp_path: Path) -> None:
         lists = b'{"a": [' + b"[]," * 1_100_000 + b"1]}"
         status, answer = await gateway.post("/tokenize", lists)
         assert status == 400 and "lists" in error_of(answer)["message"]
+
+
+@pytest.mark.parametrize("item", [b'"a"', b"500"])
+async def test_a_body_of_too_many_values_is_refused_before_it_is_decoded(
+    tmp_path: Path, item: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """32 MiB of short texts took 500 MiB of memory; 57 MiB of ids held up everybody for 4.6 s."""
+    count = 1_100_000 if item == b'"a"' else 8_100_000
+    async with service(tmp_path) as gateway:
+        body = b'{"prompt": [' + (item + b",") * count + item + b"]}"
+        monkeypatch.setattr(requests.msgspec.json, "decode", None)
+        status, answer = await gateway.post("/v1/completions", body)
+        assert status == 400 and "The body has more than" in error_of(answer)["message"]
+
+
+def test_ids_beyond_the_context_are_not_looked_at() -> None:
+    class Unread(list[Any]):
+        def __iter__(self) -> Any:
+            raise AssertionError("the ids were looked at")
+
+    ids = Unread([5] * 10)
+    for read in (
+        lambda: requests.prompts_of({"prompt": ids}, 9),
+        lambda: requests.prompts_of({"prompt": [[1], [5] * 10]}, 9),
+        lambda: requests.ids_of({"tokens": ids}, "tokens", 9),
+    ):
+        with pytest.raises(UsageError, match="maximum context length is 9"):
+            read()
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_many_long_bodies_do_not_fill_the_memory(tmp_path: Path, chunked: bool) -> None:
+    """The sum of all bodies had no bound. The largest single one always fits."""
+    limit = requests.body_limit(2048)
+    async with service(tmp_path, body_bytes=1) as gateway:
+        whole = b'{"prompt": "' + b"a" * (limit - 14) + b'"}'
+        assert len(whole) == limit
+        status, answer = await gateway.post("/tokenize", whole)
+        assert status == 400, answer
+        _, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+        size = limit * 3 // 4
+        framing = b"transfer-encoding: chunked" if chunked else b"content-length: %d" % limit
+        writer.write(
+            b"POST /tokenize HTTP/1.1\r\nhost: 127.0.0.1\r\n"
+            b"content-type: application/json\r\n" + framing + b"\r\n\r\n"
+        )
+        part = b" " * size
+        writer.write(b"%x\r\n" % size + part + b"\r\n" if chunked else part)
+        await writer.drain()
+        status = 0
+        async with asyncio.timeout(30):
+            while status != 503:  # until the unfinished body has arrived
+                status, answer = await gateway.post("/tokenize", whole)
+        assert error_of(answer)["type"] == "overloaded"
+        assert (await gateway.chat())[0] == 200, "a short request needs no budget"
+        writer.close()
+        async with asyncio.timeout(30):
+            while status == 503:
+                status, answer = await gateway.post("/tokenize", whole)
+        assert status == 400
 
 
 def test_the_longest_token_bounds_a_text_only_where_it_can() -> None:

@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 
 from rollway.errors import UsageError
-from rollway.gateway import pages
-from rollway.gateway.recorder import Session, Turn
+from rollway.gateway import pages, requests
+from rollway.gateway.access import Access, scope_of
+from rollway.gateway.recorder import Recorder, Session, Turn
 from rollway.gateway.replies import Refused
+from rollway.gateway.template import Template
 from rollway.gateway.threads import Threads
+from rollway.gateway.tokenizing import BoundedTokenizer
 from tests.awkward_tokenizer import PLAIN
 from tests.security.gateway_service import USER, Service, error_of, service
 
@@ -191,6 +194,153 @@ def test_short_prompts_need_no_thread() -> None:
     assert measure(usual).short
     for unusual in ([["a" * 30_000]], [[USER] * 3_000], [[], None, {"n": 5_000}]):
         assert not measure(unusual).short
+
+
+async def test_many_prompts_are_tokenized_beside_other_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of 256 prompts was short, and all of them took 2 s in the event loop."""
+    threads = _watch(monkeypatch, BoundedTokenizer, "encode")
+    async with service(tmp_path, context=131_072) as gateway:
+        body = {"prompt": ["lorem ipsum " * 100] * 64, "max_tokens": 1}
+        status, answer = await gateway.post("/v1/completions", body)
+        assert status == 200 and len(answer["choices"]) == 64
+        assert len(threads) == 64 and threading.main_thread() not in threads
+        assert len(set(threads)) == 1
+        assert (await gateway.post("/v1/completions", {"prompt": "a"}))[0] == 200
+        assert threads[-1] is threading.main_thread()
+
+
+async def test_a_long_body_is_decoded_beside_other_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("parse", "messages_of", "prompts_of")
+    calls = {name: _watch(monkeypatch, requests, name) for name in names}
+    async with service(tmp_path) as gateway:
+        body = {"prompt": [5] * 100_000}
+        status, answer = await gateway.post("/v1/completions", body)
+        assert status == 400 and error_of(answer)["code"] == "context_length_exceeded"
+        assert (await gateway.chat(metadata={"a": "a" * 300_000}))[0] == 200
+        for name, threads in calls.items():
+            assert threads and threading.main_thread() not in threads, name
+        assert (await gateway.chat())[0] == 200
+        assert calls["parse"][-1] is calls["messages_of"][-1] is threading.main_thread()
+
+
+_SPOKEN = [USER, {"role": "assistant", "content": "ok"}, USER]
+
+
+async def test_a_prefix_beyond_the_context_is_refused(tmp_path: Path) -> None:
+    ids = {"prompt_token_ids": [5] * 1_500, "generation_token_ids": [5] * 1_500}
+    async with service(tmp_path) as gateway:
+        for body in (
+            {"messages": _SPOKEN, "required_prefix_token_ids": [5] * 3_000},
+            {"messages": [USER, {**_SPOKEN[1], **ids}, USER]},
+        ):
+            for route in ("/tokenize", "/v1/chat/completions"):
+                status, answer = await gateway.post(route, body)
+                assert status == 400, (route, answer)
+                assert error_of(answer)["code"] == "context_length_exceeded"
+
+
+async def test_a_long_prefix_is_joined_beside_other_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = _watch(monkeypatch, Template, "_made")
+    async with service(tmp_path, context=131_072) as gateway:
+        ids = [*[5] * 30_000, gateway.gateway.template.end_of_turn]
+        await gateway.chat(messages=_SPOKEN, required_prefix_token_ids=ids)
+        assert threads[0] is not threading.main_thread()
+
+
+@pytest.mark.parametrize("sync", [False, True])
+async def test_turns_of_many_ids_are_recorded_beside_other_requests(
+    tmp_path: Path, sync: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """256 answers to a prompt of 130,000 tokens took 2.5 s in the event loop."""
+    recorder = Recorder(tmp_path / "journal.jsonl", sync=sync)
+    checks = _watch(monkeypatch, Turn, "check")
+
+    def turn(history: str, count: int) -> Turn:
+        return Turn("s", "m", history, [1] * count, [2], [-0.5], "stop", None, None)
+
+    try:
+        session = recorder.open("s")
+        assert await recorder.add_async(session, [turn("0", 10)])
+        assert checks == [threading.main_thread()]
+        added = await asyncio.gather(
+            recorder.add_async(session, [turn("1", 10)]),
+            recorder.add_async(session, [turn("2", 30_000), turn("3", 30_000)]),
+            recorder.add_async(session, [turn("4", 10)]),
+            recorder.add_async(session, [turn("5", 60_000)]),
+            recorder.forget_async("s"),
+            recorder.add_async(session, [turn("6", 10)]),
+        )
+        assert added == [True, True, True, True, True, False]
+        assert [each.history for each in session.turns] == list("012345")
+        assert threading.main_thread() not in checks[2:]
+        assert "s" not in recorder.sessions
+        again = recorder.open("s")
+        assert await recorder.add_async(again, [turn("7", 10)])
+    finally:
+        recorder.close()
+
+
+async def test_an_agent_takes_all_the_threads_of_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One agent kept the trainer from its trajectories."""
+    go, begun = threading.Event(), threading.Semaphore(0)
+    page = pages.page
+
+    def wait(session: Session, name: str, offset: int, limit: int) -> bytes:
+        if name == "v":  # as an agent sees it
+            begun.release()
+            go.wait(60)
+        return page(session, name, offset, limit)
+
+    monkeypatch.setattr(pages, "page", wait)
+    agents = [b"agent-a", b"agent-b", b"agent-c"]
+    async with service(tmp_path, access=Access(tuple(agents), (b"operator",))) as gateway:
+        for token in agents:
+            gateway.gateway.recorder.sessions[f"{scope_of(token)}/v"] = _forked_session(1, 1, 1)
+        base = "/v1/rollway/trajectories"
+
+        def fetch(token: str, name: str) -> asyncio.Task[tuple[int, Any]]:
+            return asyncio.create_task(
+                gateway.get(f"{base}/{name}", authorization=f"Bearer {token}")
+            )
+
+        flood = [fetch("agent-a", "v") for _ in range(5)]
+        try:
+            while not begun.acquire(blocking=False):
+                await asyncio.sleep(0.01)
+            # A second agent begins too, so the first one has one thread and no more.
+            flood.append(fetch("agent-b", "v"))
+            async with asyncio.timeout(20):
+                while not begun.acquire(blocking=False):
+                    await asyncio.sleep(0.01)
+                flood.append(fetch("agent-c", "v"))
+                name = f"{scope_of(agents[0])}/v"
+                assert (await fetch("operator", name))[0] == 200
+            assert not begun.acquire(blocking=False)
+        finally:
+            go.set()
+            answers = await asyncio.gather(*flood)
+        assert [status for status, _ in answers] == [200] * 7
+
+
+def _watch(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[threading.Thread]:
+    """Note the thread of each call of a function."""
+    threads: list[threading.Thread] = []
+    function = getattr(owner, name)
+
+    def noted(*args: Any, **options: Any) -> Any:
+        threads.append(threading.current_thread())
+        return function(*args, **options)
+
+    monkeypatch.setattr(owner, name, noted)
+    return threads
 
 
 def _workers() -> list[threading.Thread]:

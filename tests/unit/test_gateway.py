@@ -61,17 +61,17 @@ def test_a_history_is_known_by_what_it_says() -> None:
 
 def test_ids_that_a_client_sends_come_first() -> None:
     spoken = {**HISTORY[1], "prompt_token_ids": [1, 2], "generation_token_ids": [3]}
-    found = sent_prefix({}, [HISTORY[0], spoken, HISTORY[2]])
+    found = sent_prefix({}, [HISTORY[0], spoken, HISTORY[2]], 100)
     assert found is not None and (found.token_ids, found.messages) == ([1, 2, 3], 2)
-    found = sent_prefix({"required_prefix_token_ids": [7]}, HISTORY)
+    found = sent_prefix({"required_prefix_token_ids": [7]}, HISTORY, 100)
     assert found is not None and (found.token_ids, found.messages) == ([7], 2)
-    assert sent_prefix({}, HISTORY) is None
+    assert sent_prefix({}, HISTORY, 100) is None
     assert "prompt_token_ids" not in without_bundle([spoken])[0]
     for wrong in ([1.5], "12", [True], [-1]):
         with pytest.raises(UsageError, match="list of token ids"):
-            sent_prefix({"required_prefix_token_ids": wrong}, HISTORY)
+            sent_prefix({"required_prefix_token_ids": wrong}, HISTORY, 100)
     with pytest.raises(UsageError, match="without an assistant"):
-        sent_prefix({"required_prefix_token_ids": [1]}, HISTORY[:1])
+        sent_prefix({"required_prefix_token_ids": [1]}, HISTORY[:1], 100)
 
 
 def test_what_two_trajectories_share_is_trained_on_once() -> None:

@@ -132,6 +132,8 @@ class _Reader:
             if name in self.loaded.sessions:
                 self.loaded.sessions[name].lost += count
                 self.loaded.damaged.add(name)
+        for session in self.loaded.sessions.values():
+            session.lost = min(session.lost, _MANY)  # more could not be written down again
         places = [place for part in self._unusable.values() for place in part]
         self.loaded.places = sorted(places)
         return self.loaded

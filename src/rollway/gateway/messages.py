@@ -52,23 +52,24 @@ def link(so_far: str, message: Message) -> str:
     return hashlib.sha256(f"{so_far}\n{said}".encode()).hexdigest()
 
 
-def sent_prefix(body: Mapping[str, Any], messages: Sequence[Message]) -> Prefix | None:
+def sent_prefix(body: Mapping[str, Any], messages: Sequence[Message], most: int) -> Prefix | None:
     """The prefix that the client itself demands: on the last assistant message that carries its
-    ids, or as `required_prefix_token_ids`, which ends with the last assistant message."""
+    ids, or as `required_prefix_token_ids`, which ends with the last assistant message.
+    `most` is the context length."""
     spoken = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
     required = body.get(PREFIX)
     if required is not None:
         if not spoken:
             raise UsageError(f"{PREFIX} came without an assistant message.")
-        return Prefix(token_ids(required, PREFIX), spoken[-1] + 1)
+        return Prefix(token_ids(required, PREFIX, most), spoken[-1] + 1)
     for index in reversed(spoken):
         message = messages[index]
         has = [name for name in (PROMPT, GENERATION) if message.get(name) is not None]
         if len(has) == 1:
             raise UsageError(f"messages[{index}] has {has[0]} alone.", "Send both, or none.")
         if has:
-            ids = token_ids(message[PROMPT], PROMPT) + token_ids(message[GENERATION], GENERATION)
-            return Prefix(ids, index + 1)
+            asked, sampled = (token_ids(message[name], name, most) for name in has)
+            return Prefix(asked + sampled, index + 1)
     return None
 
 
@@ -102,8 +103,19 @@ def _arguments(call: Mapping[str, Any]) -> Any:
         return said
 
 
-def token_ids(value: Any, name: str) -> list[int]:
-    """Return a list of token ids; each fits the 32 bits that the engine has for one."""
+def context_exceeded(tokens: int, context_length: int) -> UsageError:
+    """Return the error for a prompt that is too long."""
+    return UsageError(
+        f"This model's maximum context length is {context_length} tokens, and the prompt has "
+        f"{tokens}."
+    )
+
+
+def token_ids(value: Any, name: str, most: int) -> list[int]:
+    """Return a list of token ids; each fits the 32 bits that the engine has for one. The length
+    comes first: to look at millions of ids takes long."""
+    if isinstance(value, list) and len(value) > most:
+        raise context_exceeded(len(value), most)
     if isinstance(value, list) and set(map(type, value)) <= {int}:
         try:
             return array("I", value).tolist()

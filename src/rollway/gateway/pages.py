@@ -2,19 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from itertools import islice
 from typing import Any
 
 import msgspec
 
 from rollway.errors import UsageError
+from rollway.gateway.access import Caller
 from rollway.gateway.recorder import Session
+from rollway.gateway.replies import Refused
+from rollway.gateway.threads import Threads
 
 LIMIT = 256
 _MOST = 4096
+_SECONDS = 300.0
+_WHAT = "Putting the trajectories together"
 _PAGE_TOKENS = 2_000_000
 """A page ends before it has more, unless a single trajectory does."""
+
+
+class Workers:
+    """Threads that build pages. Operators have their own, and an agent has one at a time, so that
+    nobody keeps the trainer from its pages."""
+
+    def __init__(self) -> None:
+        self._operators = Threads(2, seconds=_SECONDS)
+        self._agents = Threads(2, seconds=_SECONDS)
+        # There are as many as tokens.
+        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    async def run(self, caller: Caller, work: Callable[[], bytes]) -> bytes:
+        """Return the page that `work` builds."""
+        if caller.operator:
+            return await self._operators.run(work, _WHAT)
+        lock = self._locks[caller.scope]
+        try:
+            async with asyncio.timeout(self._agents.wait_seconds):
+                await lock.acquire()
+        except TimeoutError:
+            raise Refused(
+                503, "This token has too many requests for trajectories.", "Try again later.",
+                kind="overloaded",
+            ) from None  # fmt: skip
+        try:
+            return await self._agents.run(work, _WHAT)
+        finally:
+            lock.release()
 
 
 def bounds(query: Mapping[str, str]) -> tuple[int, int]:

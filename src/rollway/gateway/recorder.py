@@ -30,6 +30,8 @@ __all__ = ["JournalFull", "Recorder", "Session", "Turn"]
 log = logging.getLogger(__name__)
 
 _ERASE_WITHIN = 60.0
+_LONG = 50_000
+"""Token ids above which turns are not recorded in the event loop: that takes some 10 ms."""
 _WORTH_IT = 2**20  # fewer forgotten bytes wait for the compaction that erases deleted sessions
 
 _Batch = list[tuple[Session, Sequence[Turn]]]
@@ -63,7 +65,10 @@ class Recorder:
         self._erase_within = erase_within
         self._background = _Background(self.compact, retry=erase_within / 2)
         self._pending: deque[tuple[Session, Sequence[Turn], Future[bool]]] = deque()
-        self._writer = ThreadPoolExecutor(1, "journal-sync") if sync else None
+        self._sync = sync
+        self._writer = ThreadPoolExecutor(1, "journal-writer")
+        self._in_writer: set[Future[bool]] = set()
+        """Work of the writer that must end before anything else is recorded."""
         if journal is not None:
             self._journal = Journal(journal, self._lock, sync=sync, disk=disk or Disk())
             self._load(self._journal)
@@ -93,8 +98,12 @@ class Recorder:
 
     async def add_async(self, session: Session, turns: Sequence[Turn]) -> bool:
         """Record turns. Where that waits for the disk, a thread does it, and turns that arrive
-        meanwhile share the next wait."""
-        if self._writer is None:
+        meanwhile share the next wait. Turns of many ids are recorded in that thread as well, and
+        whatever arrives before they are recorded comes after them."""
+        long = sum(len(turn.new_ids) + len(turn.token_ids) for turn in turns) > _LONG
+        if long or self._in_writer:
+            return await self._in_order(self.add_all, session, turns)
+        if not self._sync:
             return self.add_all(session, turns)
         _check(session, turns)
         future: Future[bool] = Future()
@@ -123,10 +132,9 @@ class Recorder:
 
     async def forget_async(self, name: str) -> bool:
         """Delete a session, in the order in which `add_async` was called."""
-        if self._writer is None:
+        if not self._sync and not self._in_writer:
             return self.forget(name)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._writer, self.forget, name)
+        return await self._in_order(self.forget, name)
 
     def compact(self) -> None:
         """Rewrite the journal without what was forgotten or cannot be read.
@@ -158,6 +166,13 @@ class Recorder:
             self._journal.close()
 
     # --- how -------------------------------------------------------------------------------------
+
+    async def _in_order(self, work: Callable[..., bool], *arguments: object) -> bool:
+        """Run `work` in the writer, before whatever is recorded from now on."""
+        future = self._writer.submit(work, *arguments)
+        self._in_writer.add(future)
+        future.add_done_callback(self._in_writer.discard)
+        return await asyncio.wrap_future(future)
 
     def _load(self, journal: Journal) -> None:
         try:

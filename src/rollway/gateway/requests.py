@@ -14,7 +14,8 @@ from typing import Any
 import msgspec
 
 from rollway.errors import UsageError
-from rollway.gateway.messages import PREFIX, Message, token_ids
+from rollway.gateway.messages import PREFIX, Message, context_exceeded, token_ids
+from rollway.gateway.replies import Refused
 from rollway.rollout.sender import checked_prompt
 
 MAX_CHOICES = 64
@@ -28,6 +29,10 @@ _MAX_VALUES = 200_000
 """In one body, token ids aside: looking at them takes some 20 ms."""
 _MAX_BRACKETS = 1_000_000
 """Each may become an object of Python, which is 20 times as large as its text."""
+_MAX_QUOTES = 2_000_000
+"""Two for each text. The text "a" takes 60 bytes of memory and 4 in a body."""
+_MAX_COMMAS = 8_000_000
+"""One for each value. Decoding holds up all threads, some 20 ns for each token id."""
 _BODY = (32 * 2**20, 128 * 2**20)
 _BODY_PER_TOKEN = 1024
 
@@ -63,10 +68,29 @@ class Size:
         )
 
 
-def parse(raw: bytes) -> dict[str, Any]:
+class Budget:
+    """Bounds the bytes of all bodies that are being read or answered."""
+
+    def __init__(self, limit: int) -> None:
+        self._left = limit
+
+    def take(self, size: int) -> None:
+        """Count bytes that came; `Refused` when there are too many."""
+        if size > self._left:
+            raise Refused(
+                503, "The gateway has too many long requests.", "Try again later.",
+                kind="overloaded",
+            )  # fmt: skip
+        self._left -= size
+
+    def give_back(self, size: int) -> None:
+        """Count bytes that are no longer needed."""
+        self._left += size
+
+
+def parse(raw: bytes | bytearray) -> dict[str, Any]:
     """Decode a body and check the fields that all routes have in common."""
-    if len(raw) > _MAX_BRACKETS and raw.count(b"[") + raw.count(b"{") > _MAX_BRACKETS:
-        raise UsageError(f"The body has more than {_MAX_BRACKETS} lists and objects.")
+    _check_counts(raw)
     try:
         body = msgspec.json.decode(raw)
     except RecursionError:
@@ -124,19 +148,18 @@ def messages_of(body: Mapping[str, Any]) -> list[Message]:
     return messages
 
 
-def prompts_of(body: Mapping[str, Any]) -> list[str | list[int]]:
-    """Return the prompts of a text completion: texts, or token ids."""
+def prompts_of(body: Mapping[str, Any], most: int) -> list[str | list[int]]:
+    """Return the prompts of a text completion: texts, or at most so many token ids."""
     prompt = body.get("prompt")
     if isinstance(prompt, str):
         return [prompt]
     if isinstance(prompt, list) and prompt:
-        kinds = set(map(type, prompt))
-        if kinds <= {int, float}:
-            return [_prompt_ids(prompt)]
+        if isinstance(prompt[0], int | float):
+            return [_prompt_ids(prompt, most)]
         if len(prompt) > MAX_GENERATIONS:
             raise UsageError(f"prompt has more than {MAX_GENERATIONS} prompts.")
-        if kinds <= {str, list} and all(prompt):
-            return [part if isinstance(part, str) else _prompt_ids(part) for part in prompt]
+        if set(map(type, prompt)) <= {str, list} and all(prompt):
+            return [part if isinstance(part, str) else _prompt_ids(part, most) for part in prompt]
     raise UsageError("prompt must be a text, a list of token ids, or a list of these.")
 
 
@@ -159,10 +182,7 @@ def room(body: Mapping[str, Any], prompt_tokens: int, context_length: int) -> in
     """Return how many tokens may be sampled: what was asked for, or what the context holds."""
     left = context_length - prompt_tokens
     if left < 1:
-        raise UsageError(
-            f"This model's maximum context length is {context_length} tokens, and the prompt has "
-            f"{prompt_tokens}."
-        )
+        raise context_exceeded(prompt_tokens, context_length)
     wanted = body.get("max_completion_tokens")
     if wanted is None:
         wanted = body.get("max_tokens")
@@ -174,11 +194,8 @@ def room(body: Mapping[str, Any], prompt_tokens: int, context_length: int) -> in
 
 
 def ids_of(body: Mapping[str, Any], name: str, most: int) -> list[int]:
-    """Return a field that is a list of token ids."""
-    ids = _prompt_ids(body.get(name) or [])
-    if len(ids) > most:
-        raise UsageError(f"{name} has {len(ids)} ids, and the context length is {most} tokens.")
-    return ids
+    """Return a field that is a list of at most so many token ids."""
+    return _prompt_ids(body.get(name) or [], most)
 
 
 def text_of(body: Mapping[str, Any], name: str) -> str:
@@ -202,6 +219,18 @@ _FIELDS = {
     "return_tokens_as_token_ids": _FLAG,
 }  # fmt: skip
 _MESSAGE_FIELDS = {"tool_call_id": _TEXT, "reasoning_content": _TEXT, "name": _TEXT}
+
+
+def _check_counts(raw: bytes | bytearray) -> None:
+    """Refuse a body of too many values before they are decoded; those in a text count as well."""
+    if len(raw) <= _MAX_BRACKETS:
+        return
+    if raw.count(b"[") + raw.count(b"{") > _MAX_BRACKETS:
+        raise UsageError(f"The body has more than {_MAX_BRACKETS} lists and objects.")
+    if raw.count(b'"') > _MAX_QUOTES:
+        raise UsageError(f"The body has more than {_MAX_QUOTES} quotation marks.", "Send less.")
+    if raw.count(b",") > _MAX_COMMAS:
+        raise UsageError(f"The body has more than {_MAX_COMMAS} values.", "Send several requests.")
 
 
 def _check_fields(body: Mapping[str, Any]) -> None:
@@ -273,12 +302,14 @@ def _check_type(place: str, value: Any, kind: str, *, needed: bool = False) -> N
     raise UsageError(f"{place} must be {kind}.")
 
 
-def _prompt_ids(value: Any) -> list[int]:
+def _prompt_ids(value: Any, most: int) -> list[int]:
     """Token ids, also as whole floats."""
+    if isinstance(value, list) and len(value) > most:
+        raise context_exceeded(len(value), most)
     kinds = set(map(type, value)) if isinstance(value, list) else set()
     if float in kinds and kinds <= {int, float}:
         value = checked_prompt(value)
-    ids = token_ids(value, "A prompt")
+    ids = token_ids(value, "A prompt", most)
     if not ids:
         raise UsageError("The prompt has no token.", "Give at least one token id.")
     return ids

@@ -17,7 +17,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -30,19 +30,23 @@ from rollway.gateway.connections import Connections
 from rollway.gateway.messages import Message, Prefix, chain, link, sent_prefix
 from rollway.gateway.recorder import Recorder, Session, Turn
 from rollway.gateway.template import Template
-from rollway.gateway.threads import Threads
 from rollway.gateway.upstream import CHAT, Asked, Upstream, asked
 from rollway.rollout.completion import Completion
 from rollway.rollout.sender import all_or_none
 from rollway.rollout.splice import SpliceError
 from rollway.rollout.wire import COMPLETIONS, Wire
 
+T = TypeVar("T")
+
 RECORDED = "x-rollway-recorded"
 _UNBOUNDED = 1_000_000  # the clients bound it
 # aiohttp before 3.14 has plain names only, and later ones warn of them.
 _CALLER: Any = web.RequestKey("caller", Caller) if hasattr(web, "RequestKey") else "caller"
+_BODY: Any = web.RequestKey("body", bytearray) if hasattr(web, "RequestKey") else "body"
 _LONG_BODY = 200_000
-"""Bytes above which even hashing the messages is done in a thread."""
+"""Bytes above which even decoding a body and hashing its messages is done in a thread."""
+_SMALL_BODY = 2**16
+"""Bytes up to which a body is always accepted: the number of connections bounds their sum."""
 _WRITE_SECONDS = 60.0
 """For one event of a stream; a client that does not read would hold a worker."""
 
@@ -64,10 +68,15 @@ class Gateway:
     """Whether to record which experts ran; an engine that does not say it is then an error."""
     connections: Connections = field(default_factory=Connections)
     started: float = field(default_factory=time.time)
-    _page_threads: Threads = field(default_factory=lambda: Threads(2, seconds=300.0))
+    body_bytes: int = 2**30
+    """Of all bodies that are being read or answered; one of the largest size always fits."""
+    _pages: pages.Workers = field(default_factory=pages.Workers)
+    _budget: requests.Budget = field(init=False)
 
     def __post_init__(self) -> None:
         self.template.limit(self.context_length)
+        largest = requests.body_limit(self.context_length)
+        self._budget = requests.Budget(max(self.body_bytes, largest))
 
     def app(self) -> web.Application:
         limit = requests.body_limit(self.context_length)
@@ -87,11 +96,12 @@ class Gateway:
     # --- OpenAI ----------------------------------------------------------------------------------
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
-        body = requests.parse(await request.read())
-        messages = requests.messages_of(body)
+        body = await self._parse(request)
+        messages, digests = await self._beside(
+            request, lambda: _read_messages(body), "Reading the messages"
+        )
         count, name = requests.choices_of(body), self._session_name(request)
         session = self._session(name)
-        digests = await self._chain(messages, request)
         prompt, parent, forked = await self._prompt(body, messages, session, digests)
         made = self._asked(CHAT, body, prompt, name)
         known = 0 if parent is None else len(session.ids(parent))
@@ -112,13 +122,15 @@ class Gateway:
         return _json(replies.whole(answers, choices, self.model, shown, recorded))
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        body = requests.parse(await request.read())
+        body = await self._parse(request)
         name = self._session_name(request)
-        prompts = requests.prompts_of(body)
+        prompts = await self._beside(
+            request, lambda: requests.prompts_of(body, self.context_length), "Reading the prompts"
+        )
         count = requests.choices_of(body, len(prompts))
         sent = [
             self._asked(COMPLETIONS, body, prompt, name)
-            for prompt in [await self._ids(prompt) for prompt in prompts]
+            for prompt in await self._all_ids(prompts)
             for _ in range(count)
         ]
         session = self._session(name)
@@ -151,11 +163,14 @@ class Gateway:
         return _json({"object": "list", "data": [entry]})
 
     async def tokenize(self, request: web.Request) -> web.Response:
-        body = requests.parse(await request.read())
+        body = await self._parse(request)
         if "messages" in body:
-            messages = requests.messages_of(body)
+            messages, _ = await self._beside(
+                request, lambda: _read_messages(body), "Reading the messages"
+            )
+            prefix = sent_prefix(body, messages, self.context_length)
             try:
-                ids = await self.template.prompt(body, messages, sent_prefix(body, messages))
+                ids = await self.template.prompt(body, messages, prefix)
             except SpliceError as error:  # of a prefix that the client itself sent
                 raise UsageError(error.message) from error
         else:
@@ -163,7 +178,7 @@ class Gateway:
         return _json({"tokens": ids, "count": len(ids), "max_model_len": self.context_length})
 
     async def detokenize(self, request: web.Request) -> web.Response:
-        body = requests.parse(await request.read())
+        body = await self._parse(request)
         ids = requests.ids_of(body, "tokens", self.context_length)
         return _json({"prompt": await self.template.decode(ids)})
 
@@ -208,8 +223,8 @@ class Gateway:
         """Return a page of trajectories, computed in a thread while the session may grow."""
         offset, limit = pages.bounds(request.query)
         shown = self._show(request, name)
-        return await self._page_threads.run(
-            lambda: pages.page(session, shown, offset, limit), "Putting the trajectories together"
+        return await self._pages.run(
+            request[_CALLER], lambda: pages.page(session, shown, offset, limit)
         )
 
     # --- how -------------------------------------------------------------------------------------
@@ -218,7 +233,7 @@ class Gateway:
         self, body: Mapping[str, Any], messages: list[Message], session: Session, digests: list[str]
     ) -> tuple[list[int], str | None, str]:
         """The ids of a prompt, the turn it goes on from, and why it does not if there was one."""
-        prefix, parent = sent_prefix(body, messages), None
+        prefix, parent = sent_prefix(body, messages, self.context_length), None
         if prefix is None:
             known = session.latest(digests)
             if known is not None:
@@ -298,16 +313,35 @@ class Gateway:
         """Record the turns of an answer; return False when their session was deleted."""
         return not session.name or await self.recorder.add_async(session, turns)
 
-    async def _chain(self, messages: list[Message], request: web.Request) -> list[str]:
-        if (request.content_length or _LONG_BODY) < _LONG_BODY:
-            return chain(messages)
-        return await self.template.threads.run(lambda: chain(messages), "Reading the messages")
+    async def _parse(self, request: web.Request) -> dict[str, Any]:
+        return await self._beside(
+            request, lambda: requests.parse(request[_BODY]), "Decoding the body"
+        )
 
-    async def _ids(self, prompt: str | list[int]) -> list[int]:
-        ids = await self.template.encode(prompt) if isinstance(prompt, str) else prompt
-        if not ids:
+    async def _beside(self, request: web.Request, work: Callable[[], T], what: str) -> T:
+        """Return the result of `work`, done in a thread for a request with a long body."""
+        if len(request[_BODY]) < _LONG_BODY:
+            return work()
+        return await self.template.threads.run(work, what)
+
+    async def _all_ids(self, prompts: list[str | list[int]]) -> list[list[int]]:
+        """Return the token ids of all prompts, tokenized at once."""
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        tokenized = iter(await self.template.encode_all(texts))
+        all_ids = [next(tokenized) if isinstance(prompt, str) else prompt for prompt in prompts]
+        if not all(all_ids):
             raise UsageError("The prompt has no token.", "Give at least one character.")
-        return ids
+        return all_ids
+
+    async def _receive(self, request: web.Request, body: bytearray) -> None:
+        """Read the body of a request, and count it as it comes."""
+        most = requests.body_limit(self.context_length)
+        async for chunk in request.content.iter_any():
+            size = len(body) + len(chunk)
+            if size > most:
+                raise web.HTTPRequestEntityTooLarge(most, size)
+            self._budget.take(_counted(size) - _counted(len(body)))
+            body += chunk
 
     def _session_name(self, request: web.Request) -> str:
         """The session of a request; empty for one that is not recorded."""
@@ -327,12 +361,13 @@ class Gateway:
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         """Let in who may, wait for the body, and give every failure OpenAI's form."""
-        connection = request.protocol
+        connection, body = request.protocol, bytearray()
+        request[_BODY] = body
         try:
             request[_CALLER] = self.access.admit(request)
             if request.method == "POST":
                 self.connections.receive(connection)
-                await request.read()
+                await self._receive(request, body)
             self.connections.answer(connection)
             return await handler(request)
         except ConnectionError:
@@ -343,6 +378,7 @@ class Gateway:
         except Exception as failure:  # noqa: BLE001 - the last guard: it is answered and logged
             return replies.refusal(failure)
         finally:
+            self._budget.give_back(_counted(len(body)))
             self.connections.rest(connection)
 
 
@@ -399,6 +435,17 @@ async def made_gateway(
     text = stack.sender(Upstream, model, wire=COMPLETIONS, concurrency=_UNBOUNDED)
     length = await stack.context_length(chat.model)
     return Gateway(chat.model, template, recorder, chat, text, length, **options)
+
+
+def _read_messages(body: Mapping[str, Any]) -> tuple[list[Message], list[str]]:
+    """Return the messages of a chat and the digests of their history."""
+    messages = requests.messages_of(body)
+    return messages, chain(messages)
+
+
+def _counted(size: int) -> int:
+    """Return how many bytes of a body count against the budget."""
+    return max(0, size - _SMALL_BODY)
 
 
 def _new_id() -> str:

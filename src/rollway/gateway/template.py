@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rollway.errors import RolloutError, RollwayError, UsageError
-from rollway.gateway.messages import Message, Prefix, without_bundle
+from rollway.gateway.messages import Message, Prefix, context_exceeded, without_bundle
 from rollway.gateway.requests import measure
 from rollway.gateway.threads import Threads
 from rollway.gateway.tokenizing import BoundedTokenizer, longest_token
@@ -62,6 +62,9 @@ class Template:
         self, body: Mapping[str, Any], messages: Sequence[Message], prefix: Prefix | None
     ) -> list[int]:
         """The ids to send; `SpliceError` when the prefix and the template do not fit together."""
+        known, limit = 0 if prefix is None else len(prefix.token_ids), self._bounded.limit
+        if limit is not None and known > limit:
+            raise context_exceeded(known, limit)
         plain, settings = without_bundle(messages), self.settings(body)
 
         def make() -> list[int]:
@@ -75,7 +78,7 @@ class Template:
                     f"The chat template does not take these messages: {reason}"
                 ) from error
 
-        if measure([plain, body.get("tools"), settings]).short:
+        if measure([plain, body.get("tools"), settings]).short and known <= _LONG:
             return make()
         return await self.threads.run(make, "Rendering the chat template")
 
@@ -96,9 +99,17 @@ class Template:
         return {**given, "reasoning_effort": body["reasoning_effort"]}
 
     async def encode(self, text: str) -> list[int]:
-        if len(text) <= _LONG:
-            return self._bounded.encode(text)
-        return await self.threads.run(lambda: self._bounded.encode(text), "Tokenizing the text")
+        return (await self.encode_all([text]))[0]
+
+    async def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """Tokenize texts, in a thread when they are long together."""
+
+        def work() -> list[list[int]]:
+            return [self._bounded.encode(text) for text in texts]
+
+        if sum(map(len, texts)) <= _LONG:
+            return work()
+        return await self.threads.run(work, "Tokenizing the text")
 
     async def decode(self, ids: Sequence[int]) -> str:
         if len(ids) <= _LONG:
