@@ -271,7 +271,7 @@ def test_what_the_frontend_refuses_is_a_400(served: Served, stream: bool) -> Non
             model="caller", messages=[{"role": "user", "content": "add 1 1"}], max_tokens=5,
             stream=stream, temperature=-5.0,
         )  # fmt: skip
-    assert "temperature" in str(refused.value) and "://" not in str(refused.value)
+    assert "temperature" in str(refused.value).lower() and "://" not in str(refused.value)
 
 
 def test_text_completions_are_exact_too(served: Served, policy: Policy) -> None:
