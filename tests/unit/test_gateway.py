@@ -13,7 +13,7 @@ from rollway.errors import UsageError
 from rollway.gateway.messages import chain, link, sent_prefix, without_bundle
 from rollway.gateway.recorder import Recorder, Session, Turn
 from rollway.gateway.replies import Spoken, chunk
-from rollway.gateway.template import _end_of_turn
+from rollway.gateway.template import TurnCounts, _end_of_turn
 from rollway.rollout.experts import RoutedExperts
 from tests.awkward_tokenizer import TURN_END, make
 
@@ -172,3 +172,14 @@ def test_the_token_that_ends_a_turn_is_found() -> None:
     tokenizer.chat_template = "{{ raise_exception('no') }}"
     with pytest.raises(UsageError, match="cannot be used"):
         _end_of_turn(tokenizer)
+
+
+def test_the_count_of_turns_is_remembered_and_bounded() -> None:
+    counts = TurnCounts(most=3)
+    prompts = [([{"role": "user", "content": str(number)}], None, {}) for number in range(4)]
+    for number, prompt in enumerate(prompts):
+        assert counts.get(prompt) is None
+        counts.put(prompt, number)
+        assert counts.get(prompt) == number
+    assert counts.get(prompts[0]) is None and counts.get(prompts[3]) == 3
+    assert counts.get((prompts[3][0], [], {})) is None

@@ -5,10 +5,14 @@ What is short is rendered at once, the rest in a thread with a deadline (see `th
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from rollway.errors import RolloutError, RollwayError, UsageError
 from rollway.gateway.messages import Message, Prefix, context_exceeded, without_bundle
@@ -47,6 +51,7 @@ class Template:
             ) from error
         self.end_of_turn = _end_of_turn(self.tokenizer)
         self.threads = Threads()
+        self._turns = TurnCounts()
         longest = longest_token(self.tokenizer)
         self._bounded = BoundedTokenizer(self.tokenizer, longest)
         # What was sampled may spell the text of its history with fewer tokens.
@@ -128,14 +133,45 @@ class Template:
         generate = bool(body.get("add_generation_prompt", not goes_on))
         if prefix is None:
             last = {**settings, "continue_final_message": True} if goes_on else settings
-            return ChatTemplate(self._bounded, tools, last).render(plain, generate=generate)
+            ids = ChatTemplate(self._bounded, tools, last).render(plain, generate=generate)
+            if generate and not goes_on:
+                self._turns.put((plain, tools, settings), ids.count(self.end_of_turn))
+            return ids
         template = ChatTemplate(self._for_history, tools, settings)
-        asked = template.render(plain[: prefix.messages - 1], generate=True)
         history = History(template, self.end_of_turn, plain, prefix.messages, generate)
-        made = history.extend(prefix.token_ids, asked.count(self.end_of_turn))
+        before = plain[: prefix.messages - 1]
+        turns = self._turns.get((before, tools, settings))
+        if turns is None:
+            turns = template.render(before, generate=True).count(self.end_of_turn)
+        if generate and history.plain:
+            self._turns.put((plain, tools, settings), history.turns)
+        made = history.extend(prefix.token_ids, turns)
         if made[: len(prefix.token_ids)] != prefix.token_ids:
             raise RolloutError("A prompt does not begin with the ids that were sampled.")
         return made
+
+
+class TurnCounts:
+    """Remembers how many end-of-turn tokens prompts have. The next request of a conversation asks
+    for the count of the one before it, and would have to render that prompt again."""
+
+    def __init__(self, most: int = 65536) -> None:
+        self._most = most
+        self._counts: dict[bytes, int] = {}
+        self._lock = threading.Lock()
+
+    def get(self, prompt: Any) -> int | None:
+        return self._counts.get(_digest(prompt))
+
+    def put(self, prompt: Any, count: int) -> None:
+        with self._lock:  # long prompts are rendered in threads
+            self._counts[_digest(prompt)] = count
+            if len(self._counts) > self._most:
+                del self._counts[next(iter(self._counts))]
+
+
+def _digest(prompt: Any) -> bytes:
+    return hashlib.blake2b(msgspec.json.encode(prompt), digest_size=16).digest()
 
 
 def _end_of_turn(tokenizer: Any) -> int:

@@ -26,11 +26,15 @@ class History:
     generate: bool = True
     turns: int = field(init=False)
     """End-of-turn tokens in the rendering of all messages."""
+    plain: bool = field(init=False)
+    """Whether no message has an end-of-turn token of its own."""
     _prefix: list[int] = field(init=False)
     _full: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        messages = [self._countable(message) for message in self.messages]
+        text = self.template.tokenizer.decode([self.end_of_turn])
+        messages = [_countable(message, text) for message in self.messages]
+        self.plain = messages == list(self.messages)
         self._prefix = self.template.render(messages[: self.taken], generate=False)
         self._full = self.template.render(messages, generate=self.generate)
         self.turns = self._full.count(self.end_of_turn)
@@ -41,14 +45,6 @@ class History:
         ids = splice(so_far, self._prefix, self._full, self.end_of_turn)
         self._check_cut(turns_before)
         return ids
-
-    def _countable(self, message: Message) -> Message:
-        """The message without end-of-turn tokens of its own. One in a part that the template drops
-        later would spoil the count; the ids of assistant turns are known anyway."""
-        text = self.template.tokenizer.decode([self.end_of_turn])
-        if message["role"] != "assistant" or not text:
-            return message
-        return {key: _without(value, text) for key, value in message.items()}
 
     def _check_cut(self, turns_before: int) -> None:
         """Counting finds the end of the last turn if the template ends it with the end-of-turn
@@ -74,6 +70,14 @@ class History:
         added = self.messages[self.taken :]
         texts = [text.strip() for message in added for text in _texts(message.get("content"))]
         return [text for text in texts if text]
+
+
+def _countable(message: Message, text: str) -> Message:
+    """Return the message without end-of-turn tokens of its own. One in a part that the template
+    drops later would spoil the count; the ids of assistant turns are known anyway."""
+    if message["role"] != "assistant" or not text:
+        return message
+    return {key: _without(value, text) for key, value in message.items()}
 
 
 def _without(value: Any, text: str) -> Any:
