@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import ssl
@@ -52,9 +53,20 @@ async def serve(
                 bundle=options.bundle,
                 routed_experts=options.routed_experts,
             )
+            _tune_collector()
             await _until_told(made, options, tls)
         finally:
             recorder.close()
+
+
+def _tune_collector() -> None:
+    """Leave what is loaded by now out of garbage collections, and collect less often.
+
+    A request makes thousands of objects and hardly a cycle; recorded turns stay. Collections that
+    find nothing took a tenth of the time of a request."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 def _model_path(stack: str, model: str | None) -> str:
