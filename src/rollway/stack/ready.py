@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from urllib.parse import urlsplit
 
 from rollway.config import is_loopback
-from rollway.errors import RequestFailed, RollwayError, StartError, Unreachable
+from rollway.errors import RequestFailed, RolloutError, RollwayError, StartError, Unreachable
 from rollway.fleet.admin import DynamoAdmin
 from rollway.fleet.discovery import RlListing, discover
 from rollway.fleet.versions import BASE_VERSION, taint_of
@@ -34,6 +34,7 @@ JOIN_SECONDS = 60.0
 UNSERVED_SECONDS = 60.0
 _POLL_SECONDS = 0.5
 _PROMPT = [1, 2, 3, 4, 5, 6, 7, 8]
+_UNTRUSTED_ANSWERS = 3
 _WARM_UPS = (Sampling(max_tokens=2, temperature=0.0), Sampling(max_tokens=2, temperature=1.0))
 
 
@@ -276,23 +277,32 @@ async def _declare_base(http: Http, plan: StackPlan, instance: int, secret: str)
 async def _answer(
     http: Http, plan: StackPlan, worker: ProcessPlan, instance: int, report: Report
 ) -> None:
-    """One request of each kind, answered by this very worker."""
+    """Send one request of each kind, answered by this very worker; raise `RolloutError` if its
+    answers cannot be trusted."""
     for sampling in _WARM_UPS:
         body = completion_request(worker.model or "", _PROMPT, sampling, pin=instance)
         if worker.engine == "mocker":
             body.pop("logprobs")
+        untrusted = 0
         while True:
             try:
                 answer = await http.post(
                     f"{plan.frontend_url}/v1/completions", body, timeout=WARM_UP_SECONDS
                 )
+                if worker.engine != "mocker":
+                    assembly = DynamoAssembly(sampling, len(_PROMPT))
+                    assembly.add(answer)
+                    assembly.finish()
                 break
             except (RequestFailed, Unreachable) as error:
                 # The frontend answers 404 or 400 for a moment after it has listed a model, and
                 # not at all while it restarts. The caller bounds how long this goes on.
                 report(worker, "warming up", error.message)
-                await asyncio.sleep(_POLL_SECONDS)
-        if worker.engine != "mocker":
-            assembly = DynamoAssembly(sampling, len(_PROMPT))
-            assembly.add(answer)
-            assembly.finish()
+            except RolloutError as error:
+                # vLLM with a draft model on CPU has once answered its very first request with a
+                # log-prob that is none, and never again. What stays wrong ends the start.
+                untrusted += 1
+                if untrusted == _UNTRUSTED_ANSWERS:
+                    raise
+                report(worker, "warming up", error.message)
+            await asyncio.sleep(_POLL_SECONDS)

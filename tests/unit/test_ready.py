@@ -1,0 +1,62 @@
+"""When a worker counts as ready: the warm-up requests."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rollway.errors import RolloutError
+from rollway.stack import ready
+
+
+class Frontend:
+    """Answers warm-ups; the first `wrong` of them with a log-prob that is none. A stand-in: a real
+    engine does this too seldom to wait for."""
+
+    def __init__(self, wrong: int) -> None:
+        self.wrong = wrong
+        self.requests = 0
+
+    async def post(self, url: str, body: Any, **_: Any) -> dict[str, Any]:
+        self.requests += 1
+        good = self.requests > self.wrong
+        return {
+            "choices": [
+                {
+                    "finish_reason": "length",
+                    "logprobs": {"token_logprobs": [-1.0, -1.0 if good else None]},
+                }
+            ],
+            "nvext": {"completion_token_ids": [1, 2], "worker_id": {"decode_worker_id": 7}},
+            "usage": {"prompt_tokens": 8, "completion_tokens": 2},
+        }
+
+
+async def warm_up(frontend: Frontend, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setattr(ready, "_POLL_SECONDS", 0.0)
+    plan = SimpleNamespace(frontend_url="http://127.0.0.1:1")
+    worker = SimpleNamespace(model="m", engine="vllm")
+    details: list[str] = []
+
+    def report(worker: Any, state: str, detail: str) -> None:
+        details.append(detail)
+
+    await ready._answer(frontend, plan, worker, 7, report)  # type: ignore[arg-type]
+    return details
+
+
+async def test_a_first_answer_that_cannot_be_trusted_is_asked_for_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    frontend = Frontend(wrong=2)
+    details = await warm_up(frontend, monkeypatch)
+    assert frontend.requests == 4 and len(details) == 2 and "log-prob" in details[0]
+
+
+async def test_a_worker_whose_answers_stay_wrong_does_not_get_ready(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(RolloutError, match="log-prob"):
+        await warm_up(Frontend(wrong=100), monkeypatch)
