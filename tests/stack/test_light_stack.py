@@ -221,3 +221,12 @@ async def test_128_workers_are_moved_at_once(
         assert len(report.workers) == 128 and report.serving == 128
         assert {w.proof for w in report.workers} == {"parameters"}
     assert footprint.settle() == {}
+
+
+def test_the_bench_of_a_fleet(base_model: Path, tmp_path: Path, cli: Cli) -> None:
+    """It has a fleet of its own, which must sign what it orders."""
+    (tmp_path / "stack.yaml").write_text(json.dumps(light(base_model, "benched")))
+    report = cli("bench", "fleet", str(tmp_path / "stack.yaml"), "--json")
+    figures = json.loads(report.stdout)
+    assert report.returncode == 0 and figures["workers"] == 2, report
+    assert figures["refit_seconds"] > 0 and "order_seconds" in figures

@@ -51,14 +51,17 @@ async def bench_fleet(spec: StackSpec) -> FleetFigures:
         await stack.unwatch()  # nobody else lists meanwhile
         # Not the stack's own fleet: a process may hold many workers, of which its supervisor
         # knows one.
-        fleet = Fleet(http, stack.rl_url, secret=stack.weights_secret)
+        secret = stack.weights_secret
+        fleet = Fleet(http, stack.rl_url, secret=secret)
         workers = await fleet.workers()
         if not workers:
             raise NoWorkers("No RL worker is listed.", "The engine must have admin routes.")
         probe = max([await _probe(fleet, worker) for worker in workers[:_REPEATS]])
-        order = await _order_cost(http, workers[0], stack.weights_secret)
+        order = await _order_cost(http, workers[0], secret)
         listing = statistics.median([await _listing(fleet) for _ in range(_REPEATS)])
-        alone = max([await _alone(http, fleet, worker, path) for worker in workers[:_REPEATS]])
+        alone = max(
+            [await _alone(http, fleet, worker, path, secret) for worker in workers[:_REPEATS]]
+        )
         began = time.monotonic()
         report = await fleet.refit(2, path)
         seconds = time.monotonic() - began
@@ -101,9 +104,9 @@ async def _listing(fleet: Fleet) -> float:
     return time.monotonic() - began
 
 
-async def _alone(http: Http, fleet: Fleet, worker: Worker, path: Path) -> float:
+async def _alone(http: Http, fleet: Fleet, worker: Worker, path: Path, secret: str) -> float:
     """The same procedure, by a fleet that consists of one worker."""
-    small = Fleet(http, fleet.membership.source, admin=fleet.admin)
+    small = Fleet(http, fleet.membership.source, admin=fleet.admin, secret=secret)
     small.membership = _Only(http, fleet.membership.source, worker)
     began = time.monotonic()
     await small.refit(1, path)
