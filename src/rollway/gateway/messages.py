@@ -103,11 +103,12 @@ def _arguments(call: Mapping[str, Any]) -> Any:
         return said
 
 
-def context_exceeded(tokens: int, context_length: int) -> UsageError:
-    """Return the error for a prompt that is too long."""
+def context_exceeded(tokens: int, context_length: int, at_least: bool = False) -> UsageError:
+    """Return the error of a prompt that the model cannot take, in words that clients look for."""
+    counted = f"at least {tokens}" if at_least else f"{tokens}"
     return UsageError(
         f"This model's maximum context length is {context_length} tokens, and the prompt has "
-        f"{tokens}."
+        f"{counted}."
     )
 
 

@@ -340,7 +340,7 @@ class Gateway:
             size = len(body) + len(chunk)
             if size > most:
                 raise web.HTTPRequestEntityTooLarge(most, size)
-            self._budget.take(_counted(size) - _counted(len(body)))
+            self._budget.take(_count_bytes(size) - _count_bytes(len(body)))
             body += chunk
 
     def _session_name(self, request: web.Request) -> str:
@@ -378,7 +378,7 @@ class Gateway:
         except Exception as failure:  # noqa: BLE001 - the last guard: it is answered and logged
             return replies.refusal(failure)
         finally:
-            self._budget.give_back(_counted(len(body)))
+            self._budget.give_back(_count_bytes(len(body)))
             self.connections.rest(connection)
 
 
@@ -443,7 +443,7 @@ def _read_messages(body: Mapping[str, Any]) -> tuple[list[Message], list[str]]:
     return messages, chain(messages)
 
 
-def _counted(size: int) -> int:
+def _count_bytes(size: int) -> int:
     """Return how many bytes of a body count against the budget."""
     return max(0, size - _SMALL_BODY)
 

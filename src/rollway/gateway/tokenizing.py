@@ -11,7 +11,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from rollway.errors import UsageError
+from rollway.gateway.messages import context_exceeded
 
 _CHARACTERS_PER_TOKEN = 8
 """Few texts have more. A text with more for each token of the context is tried with its beginning
@@ -65,10 +65,10 @@ class BoundedTokenizer:
             return
         most = self.limit * self._slack
         if self._longest is not None and len(text) > most * self._longest:
-            raise _too_long(self.limit, -(-len(text) // self._longest))
+            raise context_exceeded(-(-len(text) // self._longest), self.limit, at_least=True)
         size = most * _CHARACTERS_PER_TOKEN
         if len(text) > 2 * size and (count := self._settled_tokens(text[:size])) > most:
-            raise _too_long(self.limit, count)
+            raise context_exceeded(count, self.limit, at_least=True)
 
     def _settled_tokens(self, beginning: str) -> int:
         """Return how many tokens of a beginning are the same in any text that goes on from it.
@@ -162,10 +162,3 @@ def _renders_text(tokenizer: Any) -> bool:
 
     method = getattr(type(tokenizer), "apply_chat_template", None)
     return method is PreTrainedTokenizerBase.apply_chat_template
-
-
-def _too_long(limit: int, count: int) -> UsageError:
-    return UsageError(
-        f"This model's maximum context length is {limit} tokens, and the prompt has at least "
-        f"{count}."
-    )
