@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from rollway.stack import local, processes
+from rollway import processes
+from rollway.stack import local
 from rollway.stack.lease import FIRST, LAST
 from rollway.stack.locks import lock_directory
 from rollway.stack.preset import cache_dir

@@ -31,13 +31,13 @@ from rollway.errors import (
     Unreachable,
     UsageError,
 )
+from rollway.fleet.canary import canary
 from rollway.fleet.discovery import StaticList
 from rollway.fleet.fleet import Fleet, RefitReport
 from rollway.fleet.updates import Weights
 from rollway.fleet.vllm_admin import VllmAdmin
 from rollway.http import ONCE, Http
 from rollway.orders import stack_secret
-from rollway.rollout.canary import canary
 from rollway.rollout.client import Rollouts
 from rollway.rollout.sender import Sender
 from rollway.rollout.teacher import Teacher

@@ -12,7 +12,6 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from rollway.fleet.versions import VersionBook
 from rollway.gateway.command import listen
 from rollway.gateway.recorder import Recorder
 from rollway.gateway.server import Gateway
@@ -20,6 +19,7 @@ from rollway.gateway.template import Template
 from rollway.gateway.upstream import CHAT, Upstream
 from rollway.http import Http
 from rollway.rollout.wire import COMPLETIONS
+from rollway.versions import VersionBook
 from tests.awkward_tokenizer import PLAIN, build, make
 
 CONTEXT = 2048

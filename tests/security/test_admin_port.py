@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 import rollway
+from rollway import processes
 from rollway.engine import guard, rpc
 from rollway.errors import AdminError
 from rollway.fleet.admin import DynamoAdmin
@@ -24,7 +25,6 @@ from rollway.fleet.discovery import Worker
 from rollway.fleet.fleet import Fleet
 from rollway.http import Http
 from rollway.orders import ORDER, SECRET, OrderRefused, UsedNumbers, Verifier, sign
-from rollway.stack import processes
 from rollway.stack.state import StackDir, secret_file
 from rollway.sync import SyncStack
 from tests.stack.policies import Policy

@@ -20,8 +20,8 @@ from pathlib import Path
 import pytest
 
 from rollway import cli as rollway_cli
+from rollway import private
 from rollway.errors import PortInUse, StartError
-from rollway.stack import private
 from rollway.stack.lease import FIRST, LAST, Lease
 from rollway.stack.locks import NamedLock, lock_directory, machine_lock
 from rollway.stack.state import StackDir, StackState, WeightsFile, make_home, new_secret

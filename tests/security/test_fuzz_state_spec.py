@@ -14,10 +14,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rollway import processes
 from rollway.config import StackSpec, load_spec
 from rollway.errors import RollwayError, StateUnreadable
 from rollway.observe.progress import process_table
-from rollway.stack import processes
 from rollway.stack.state import ProcessState, StackDir, StackState
 
 RUN = "0123456789abcdef"

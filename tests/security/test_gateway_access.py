@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from rollway.cli_gateway import gateway as run_gateway
+from rollway.cli.gateway import gateway as run_gateway
 from rollway.errors import UsageError
 from rollway.gateway.access import Access, is_loopback_host, key_name, scope_of
 from rollway.gateway.command import listen, tls_context

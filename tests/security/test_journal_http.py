@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
-from rollway.fleet.versions import Ticket
 from rollway.gateway.recorder import Recorder
 from rollway.gateway.server import Gateway
 from rollway.gateway.template import Template
 from rollway.gateway.upstream import Answered, Asked
 from rollway.rollout.completion import Completion
+from rollway.versions import Ticket
 from tests.awkward_tokenizer import make
 from tests.security.small_disk import fill, mounted
 

@@ -17,12 +17,13 @@ from typing import Any
 import pytest
 
 import rollway
+from rollway import private, processes
 from rollway.config import load_spec
 from rollway.errors import SpecError
-from rollway.stack import logs, private, processes, retention
+from rollway.processes import ProcessId
+from rollway.stack import logs, retention
 from rollway.stack.children import _run_dir
 from rollway.stack.locks import NamedLock
-from rollway.stack.processes import ProcessId
 from rollway.stack.state import StackDir, StackState
 
 WRITER = """

@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 
 import rollway
+from rollway import processes
 from rollway.config import load_spec
-from rollway.stack import machine, processes
+from rollway.processes import ProcessId
+from rollway.stack import machine
 from rollway.stack.children import _run_dir
 from rollway.stack.lease import Lease
 from rollway.stack.listeners import Listener, listeners_of
 from rollway.stack.plan import kv_events_endpoint, plan_stack
-from rollway.stack.processes import ProcessId
 from rollway.stack.state import ProcessState, StackDir, StackState
 from tests.conftest import Cli
 

@@ -14,11 +14,12 @@ import pytest
 
 import rollway
 from rollway import cli as rollway_cli
+from rollway import processes
 from rollway.config import load_spec
 from rollway.errors import SpecError, StackNotRunning, StateUnreadable, UsageError
-from rollway.stack import local, processes
+from rollway.processes import ProcessId
+from rollway.stack import local
 from rollway.stack.locks import NamedLock
-from rollway.stack.processes import ProcessId
 from rollway.stack.state import StackDir, StackState, WeightsFile, known_stacks
 from tests.conftest import Footprint
 

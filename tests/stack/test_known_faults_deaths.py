@@ -15,15 +15,15 @@ import pytest
 from safetensors.torch import load_file
 
 import rollway
+from rollway import processes
 from rollway.api import Stack
 from rollway.errors import AdminError, NoWorkers, RefitError, UsageError
 from rollway.fleet.discovery import Worker
 from rollway.fleet.fleet import Fleet
 from rollway.http import Http
+from rollway.processes import ProcessId
 from rollway.rollout.client import Rollout
 from rollway.rollout.sender import all_or_none
-from rollway.stack import processes
-from rollway.stack.processes import ProcessId
 from rollway.stack.state import StackDir
 from rollway.sync import SyncStack
 from rollway.weights.transports.shm import ShmPublisher

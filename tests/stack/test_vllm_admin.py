@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 
 import rollway
+from rollway import processes
 from rollway.config import AdminTimeouts
 from rollway.errors import AdminError
 from rollway.fleet import vllm_admin
@@ -32,7 +33,6 @@ from rollway.http import Http
 from rollway.orders import SECRET, sign
 from rollway.rollout.client import Rollout
 from rollway.rollout.sampling import Sampling
-from rollway.stack import processes
 from rollway.stack.preset import cache_dir
 from rollway.weights.checkpoint import check_checkpoint
 from tests.stack import brake

@@ -21,10 +21,10 @@ from typing import Any
 import pytest
 
 import rollway
+from rollway import processes
 from rollway.errors import RolloutError, UsageError
 from rollway.rollout.client import Rollout
 from rollway.rollout.sampling import Sampling
-from rollway.stack import processes
 from rollway.stack.state import ProcessState, StackDir, StackState
 from rollway.sync import SyncStack
 from tests.conftest import Footprint

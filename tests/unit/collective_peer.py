@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from rollway.engine.receivers import Receiver, receiver_for
 from rollway.errors import RollwayError
-from rollway.weights.bits import raw_bytes
+from rollway.weights.digest.bits import raw_bytes
 from rollway.weights.offer import parse_offer
 from rollway.weights.transports.collective import CollectivePublisher
 

@@ -28,8 +28,8 @@ from rollway.fleet import fleet, membership, moves, refit
 from rollway.fleet.admin import NoSuchMethod
 from rollway.fleet.discovery import Worker
 from rollway.fleet.updates import FromDisk
-from rollway.fleet.versions import taint_of
 from rollway.rollout import sender
+from rollway.versions import taint_of
 from rollway.weights.checkpoint import Checkpoint
 
 OP: ContextVar[int] = ContextVar("OP", default=0)

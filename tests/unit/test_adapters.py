@@ -19,7 +19,7 @@ from rollway.fleet import adapters as fleet_adapters
 from rollway.fleet.adapters import Adapters
 from rollway.fleet.discovery import Worker
 from rollway.weights import adapter as adapter_module
-from rollway.weights import owner
+from rollway.weights import leftovers
 from rollway.weights.adapter import (
     Adapter,
     attached,
@@ -93,7 +93,7 @@ def test_what_dead_workers_left_is_removed(home: Path) -> None:
     mine = adapter_module.take_home("mine")
     dead = adapter_module.home_of("dead")
     dead.mkdir()
-    place = owner.mark().split("-")[0]
+    place = leftovers.mark().split("-")[0]
     (dead / f"{place}-4194304-1.owner").touch()
     adapter_module.remove_abandoned()
     assert mine.is_dir() and not dead.exists()

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rollway.engine.receivers import receiver_for
 from rollway.errors import UsageError, WeightsError
-from rollway.weights.bits import by_triton, digest
+from rollway.weights.digest.bits import by_triton, digest
 from rollway.weights.offer import Offer, parse_offer, read_offer
 from rollway.weights.transports import device_memory
 from rollway.weights.transports.cuda_ipc import CudaIpcPublisher, CudaIpcReader
@@ -31,7 +31,7 @@ import json, sys
 from pathlib import Path
 import torch
 from rollway.errors import RollwayError
-from rollway.weights.bits import digest
+from rollway.weights.digest.bits import digest
 from rollway.weights.offer import parse_offer
 from rollway.weights.transports import cuda_ipc
 
@@ -55,7 +55,7 @@ import json, sys
 from pathlib import Path
 import torch
 from rollway.errors import RollwayError
-from rollway.weights.bits import DTYPES, digest
+from rollway.weights.digest.bits import DTYPES, digest
 from rollway.weights.offer import parse_offer
 from rollway.weights.transports.cuda_ipc import CudaIpcReader
 
@@ -259,7 +259,7 @@ def test_nothing_is_left_when_a_publisher_dies(tmp_path: Path) -> None:
 
 
 def test_what_a_publisher_and_its_guard_left_is_removed_by_the_next(tmp_path: Path) -> None:
-    code = "from rollway.weights import owner; print(owner.mark())"
+    code = "from rollway.weights import leftovers; print(leftovers.mark())"
     run = [sys.executable, "-c", code]
     dead = subprocess.run(run, capture_output=True, text=True, check=True).stdout.strip()
     left = tmp_path / f"rollway-ipc-{dead}-0123"

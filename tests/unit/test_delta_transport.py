@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from rollway.bench.delta import bench_delta
 from rollway.errors import RollwayError, UsageError, WeightsError
-from rollway.weights.bits import digest, raw_bytes
+from rollway.weights.digest.bits import digest, raw_bytes
 from rollway.weights.store import SharedMemory, Store
 from rollway.weights.transports.delta import DeltaPublisher, DeltaReader
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from rollway.errors import UsageError, WeightsError
-from rollway.weights import owner
+from rollway.weights import leftovers
 from rollway.weights.checkpoint import check_checkpoint
 from rollway.weights.transports.files import FilesPublisher, FilesReader
 from tests.checkpoints import write_checkpoint
@@ -177,7 +177,7 @@ def test_leftovers_of_other_machines_go_when_they_are_old(tmp_path: Path, model:
     for path in (fresh, old, legacy, trash):
         path.mkdir(parents=True)
         (path / "0.safetensors").write_bytes(b"half")
-    long_ago = time.time() - owner.ABANDONED_SECONDS - 60
+    long_ago = time.time() - leftovers.ABANDONED_SECONDS - 60
     for path in (old, legacy):
         os.utime(path / "0.safetensors", (long_ago, long_ago))
     os.utime(old, (long_ago, long_ago))

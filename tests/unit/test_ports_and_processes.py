@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from rollway import processes
 from rollway.errors import PortInUse, StartError
-from rollway.stack import processes
+from rollway.processes import ProcessId
 from rollway.stack.lease import FIRST, LAST, Lease
 from rollway.stack.locks import NamedLock
-from rollway.stack.processes import ProcessId
 
 
 def test_a_lock_is_held_once_and_freed_by_death() -> None:

@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from rollway.errors import RollwayError, UsageError
+from rollway.fleet.canary import canary
 from rollway.fleet.fleet import Fleet
 from rollway.fleet.refit import Refit
 from rollway.fleet.report import RefitMode
-from rollway.fleet.versions import VersionBook, taint_of
-from rollway.rollout.canary import canary
 from rollway.rollout.client import Rollout, Rollouts
 from rollway.rollout.sampling import Sampling
+from rollway.versions import VersionBook, taint_of
 from tests.unit import sim_fleet
 from tests.unit.sim_fleet import OP, Call, SimAdmin, SimLoop, SimUpdate, SimWorker, World
 

@@ -174,7 +174,7 @@ def test_a_killed_publisher_leaves_nothing(tmp_path: Path) -> None:
 
 def test_what_a_publisher_and_its_guard_left_is_removed_by_the_next(tmp_path: Path) -> None:
     dead = subprocess.run(
-        [sys.executable, "-c", "from rollway.weights import owner; print(owner.mark())"],
+        [sys.executable, "-c", "from rollway.weights import leftovers; print(leftovers.mark())"],
         capture_output=True,
         text=True,
         check=True,

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rollway.errors import UsageError, WeightsError
-from rollway.weights import owner
+from rollway.weights import leftovers
 from rollway.weights.store import SharedMemory, Store, sweep_shared_memory
 
 
@@ -74,13 +74,13 @@ def test_a_full_disk_says_so() -> None:
 
 def test_only_what_dead_writers_left_is_swept(tmp_path: Path) -> None:
     store = Store(tmp_path)
-    mine = tmp_path / owner.scratch_name("x")
+    mine = tmp_path / leftovers.scratch_name("x")
     dead = tmp_path / f".y.{_mark_of_a_dead_process()}.partial"
     elsewhere = tmp_path / ".z.0123456789ab-1-1.partial"
     forgotten = tmp_path / ".w.0123456789ab-1-2.partial"
     for path in (mine, dead, elsewhere, forgotten):
         path.write_bytes(b"half")
-    long_ago = time.time() - owner.ABANDONED_SECONDS - 60
+    long_ago = time.time() - leftovers.ABANDONED_SECONDS - 60
     os.utime(forgotten, (long_ago, long_ago))
     store.sweep()
     assert set(tmp_path.iterdir()) == {mine, elsewhere}
@@ -114,7 +114,7 @@ def test_the_next_publisher_sweeps_when_the_guard_died_too() -> None:
 
 
 def _mark_of_a_dead_process() -> str:
-    code = "from rollway.weights.owner import mark; print(mark())"
+    code = "from rollway.weights.leftovers import mark; print(mark())"
     return subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout.strip()

@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollway.errors import RequestFailed, RolloutError
-from rollway.fleet.versions import VersionBook
 from rollway.http import Http
 from rollway.rollout.client import Rollouts
 from rollway.rollout.sampling import Sampling
 from rollway.rollout.trajectory import Rollout, Trajectory
 from rollway.rollout.wire import Completion
+from rollway.versions import VersionBook
 
 
 def leg(count: int, reason: Any = "aborted", start: int = 0, worker: int = 1) -> Completion:

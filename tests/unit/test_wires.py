@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollway.errors import RequestFailed, RolloutError, UsageError
-from rollway.fleet.versions import VersionBook
 from rollway.gateway.upstream import CHAT
 from rollway.http import Http
 from rollway.rollout.client import Rollouts, events
 from rollway.rollout.sampling import Sampling
 from rollway.rollout.teacher import _read, flatten
 from rollway.rollout.wire import COMPLETIONS, GENERATE, VLLM, Wire, wire_named
+from rollway.versions import VersionBook
 from tests.unit.test_wire import JSON
 
 SAMPLING = Sampling(max_tokens=4)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from rollway.weights import delta
-from rollway.weights.bits import DTYPES, digest, integers, raw_bytes
+from rollway.weights.digest.bits import DTYPES, digest, integers, raw_bytes
 from rollway.weights.store import SharedMemory, Store
 from rollway.weights.transports.delta import DeltaPublisher, DeltaReader
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import aiohttp
 
+from rollway import processes
 from rollway.api import up
 from rollway.bench.cheap_frontend import MODEL
 from rollway.chaos.clients import Manner, Vanished, call
@@ -29,7 +30,6 @@ from rollway.chaos.gateway_process import GatewayProcess, size_of
 from rollway.config import StackSpec
 from rollway.errors import RollwayError, StartError
 from rollway.rollout.sequence import TokenSequence
-from rollway.stack import processes
 from rollway.stack.state import StackDir
 
 _TURNS = 4

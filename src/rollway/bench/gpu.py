@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from rollway.errors import UsageError
-from rollway.weights import bits
-from rollway.weights.bits import digest, digests, integers
 from rollway.weights.changes import Compared, changed, compared, gaps, planes, zigzag
+from rollway.weights.digest import bits
+from rollway.weights.digest.bits import digest, digests, integers
 from rollway.weights.megatron.describe import describe
 from rollway.weights.megatron.geometry import ModelGeometry, Topology
 from rollway.weights.megatron.names import NameMap
@@ -154,7 +154,7 @@ def _prepared_digests(model: list[Tensor]) -> Callable[[], object]:
     """As for tensors that stay where they are: without the time it takes to say where that is."""
     if not bits.by_triton(model[0].device):
         return lambda: digests(model)
-    from rollway.weights.gpu_digest import Summing
+    from rollway.weights.digest.gpu import Summing
 
     summing = Summing(model)
     return lambda: summing.start()()

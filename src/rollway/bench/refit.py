@@ -27,10 +27,10 @@ from torch import Tensor
 
 from rollway.api import Stack, make_spec, up
 from rollway.errors import RolloutError
-from rollway.fleet.versions import taint_of
 from rollway.rollout.sampling import Sampling
 from rollway.stack.state import StackDir
-from rollway.weights.bits import raw_bytes
+from rollway.versions import taint_of
+from rollway.weights.digest.bits import raw_bytes
 from rollway.weights.offer import Offer
 from rollway.weights.store import Store
 from rollway.weights.transports.collective import CollectivePublisher

@@ -21,11 +21,11 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from rollway import processes
 from rollway.errors import Unreachable
 from rollway.fleet.discovery import Worker
 from rollway.http import Http
-from rollway.stack import processes
-from rollway.stack.processes import ProcessId
+from rollway.processes import ProcessId
 from rollway.stack.state import StackDir
 from rollway.weights.checkpoint import STABLE
 

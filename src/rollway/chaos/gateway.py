@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rollway import processes
 from rollway.api import up
 from rollway.chaos.agents import BEHAVIOURS, CALM, Agents, Ledger
 from rollway.chaos.gateway_process import GatewayProcess, size_of
@@ -26,7 +27,6 @@ from rollway.chaos.small_disk import SmallDisk
 from rollway.config import StackSpec
 from rollway.errors import RollwayError, StartError
 from rollway.rollout.sequence import TokenSequence
-from rollway.stack import processes
 from rollway.stack.state import StackDir
 
 KILL, FULL_DISK = "kill", "full_disk"

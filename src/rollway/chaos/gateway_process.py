@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
 
+from rollway import processes
 from rollway.chaos.clients import Address, call
 from rollway.errors import RequestFailed, StartError, Unreachable
 from rollway.rollout.sequence import TokenSequence
-from rollway.stack import processes
 
 _START_SECONDS = 120.0
 _GATEWAY = "rollway.cli"

@@ -13,9 +13,9 @@ from pathlib import Path
 from rollway.chaos.faults import Injector, session
 from rollway.fleet.discovery import RlListing, discover
 from rollway.http import Http
+from rollway.processes import ProcessId, end
 from rollway.stack.lease import Lease
 from rollway.stack.plan import LOOPBACK
-from rollway.stack.processes import ProcessId, end
 from rollway.stack.state import StackDir
 
 

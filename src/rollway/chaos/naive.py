@@ -10,7 +10,7 @@ from pathlib import Path
 from rollway.fleet.admin import AdminAPI, on_all
 from rollway.fleet.discovery import Worker
 from rollway.fleet.fleet import Fleet
-from rollway.fleet.versions import Ticket, VersionBook
+from rollway.versions import Ticket, VersionBook
 
 
 class NaiveBook(VersionBook):

@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rollway import processes
 from rollway.api import Stack, up
 from rollway.chaos.faults import WHERE, Injector, ResettingHttp, Strike
 from rollway.chaos.joiner import Joiner
@@ -32,7 +33,6 @@ from rollway.errors import RefitError, RollwayError, UsageError
 from rollway.fleet.admin import DynamoAdmin
 from rollway.fleet.fleet import Fleet
 from rollway.fleet.report import RefitMode
-from rollway.stack import processes
 from rollway.stack.state import StackDir
 
 MODES: tuple[RefitMode, ...] = ("pause-all", "in-flight", "rolling")

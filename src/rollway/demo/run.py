@@ -32,13 +32,13 @@ from rollway.demo.report import DemoDisplay, save_plot, write_json
 from rollway.demo.task import CountingTask, Prompt
 from rollway.errors import RolloutError, UsageError
 from rollway.fleet.fleet import RefitReport
-from rollway.fleet.versions import BASE_VERSION
 from rollway.rollout.client import Rollout
 from rollway.rollout.sampling import Sampling
 from rollway.stack import machine
 from rollway.stack.doctor import installed_versions
 from rollway.stack.preset import cache_dir
 from rollway.sync import SyncRollouts, SyncStack
+from rollway.versions import BASE_VERSION
 from rollway.weights.checkpoint import publish_checkpoint
 
 KEEP_CHECKPOINTS = 2

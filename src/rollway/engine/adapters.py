@@ -28,10 +28,10 @@ from safetensors.torch import load_file, save_file
 from rollway.engine.errand import Errand
 from rollway.engine.receivers import Receiver, receiver_for
 from rollway.weights.adapter import Adapter, detached, directory_of, take_home
-from rollway.weights.bits import digest
 from rollway.weights.checkpoint import TensorHeader
+from rollway.weights.digest.bits import digest
+from rollway.weights.leftovers import Guard
 from rollway.weights.offer import Offer
-from rollway.weights.owner import Guard
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _PREFIX = "base_model.model."

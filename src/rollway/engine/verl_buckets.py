@@ -27,13 +27,13 @@ import torch
 from torch import Tensor
 
 from rollway.errors import WeightsError
-from rollway.weights.bits import DTYPES, dtype_name
 from rollway.weights.checkpoint import (
     TensorHeader,
     differences,
     read_headers,
     refuse_differences,
 )
+from rollway.weights.digest.bits import DTYPES, dtype_name
 from rollway.weights.offer import Count, Offer
 from rollway.weights.transports.shm import SHM, mapped, plain_file
 

@@ -27,6 +27,7 @@ from rollway.fleet.admin import (
     on_all,
     unproven,
 )
+from rollway.fleet.canary import Agreement, Answer, Ask
 from rollway.fleet.discovery import RlListing, Source, Worker
 from rollway.fleet.membership import POLL_SECONDS, Membership
 from rollway.fleet.moves import (
@@ -41,10 +42,9 @@ from rollway.fleet.moves import (
 from rollway.fleet.refit import Refit
 from rollway.fleet.report import RefitMode, RefitReport, WorkerRefit
 from rollway.fleet.updates import FromDisk, Offered, Update, Weights
-from rollway.fleet.verify import Agreement, Answer, Ask
-from rollway.fleet.versions import Ticket, VersionBook, taint_of
 from rollway.http import Http
 from rollway.orders import stack_secret
+from rollway.versions import Ticket, VersionBook, taint_of
 from rollway.weights.checkpoint import TensorHeader, check_checkpoint, read_headers
 from rollway.weights.offer import Offer
 

@@ -16,12 +16,12 @@ from typing import Any
 
 from rollway.errors import AdminError, RequestFailed, RollwayError
 from rollway.fleet.admin import IN_DOUBT, AdminAPI, PauseMode, leaving, on_all, unproven
+from rollway.fleet.canary import Agreement
 from rollway.fleet.discovery import Worker
 from rollway.fleet.membership import Membership
 from rollway.fleet.report import RefitMode, WorkerRefit
 from rollway.fleet.updates import Update
-from rollway.fleet.verify import Agreement
-from rollway.fleet.versions import VersionBook, taint_of
+from rollway.versions import VersionBook, taint_of
 
 Observer = Callable[[str, Worker], Awaitable[None]]
 """Told of each step before it is taken."""

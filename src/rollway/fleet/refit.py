@@ -27,7 +27,7 @@ from rollway.fleet.admin import not_answering, on_all
 from rollway.fleet.discovery import Worker
 from rollway.fleet.moves import Mover, is_dead
 from rollway.fleet.report import RefitReport, refit_error
-from rollway.fleet.versions import taint_of
+from rollway.versions import taint_of
 
 MAX_PASSES = 3
 _DYING_SECONDS = (0.0, 0.3, 0.7, 1.5)

@@ -15,12 +15,12 @@ from typing import Any
 import msgspec
 
 from rollway.errors import RequestFailed, RolloutError
-from rollway.fleet.versions import Ticket
 from rollway.rollout.client import events
 from rollway.rollout.completion import Assembly, Completion, Nvext, Usage, only_choice, parsed
 from rollway.rollout.sampling import Sampling
 from rollway.rollout.sender import SESSION_HEADER, Attempt, Sender
 from rollway.rollout.wire import Wire, addressed, completion_request
+from rollway.versions import Ticket
 
 _EXTRA_FIELDS = ("completion_token_ids", "worker_id", "detailed_finish_reason")
 # What both routes take, beyond messages and prompt; the rest is ours, or is dropped.

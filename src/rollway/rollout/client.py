@@ -18,7 +18,6 @@ from typing import Any
 import msgspec
 
 from rollway.errors import RequestFailed, RolloutError, UsageError
-from rollway.fleet.versions import Ticket
 from rollway.http import server_message
 from rollway.rollout.completion import Assembly, Completion
 from rollway.rollout.sampling import Sampling
@@ -32,6 +31,7 @@ from rollway.rollout.sender import (
     temporary,
 )
 from rollway.rollout.trajectory import Rollout, Span, Trajectory
+from rollway.versions import Ticket
 
 __all__ = ["Rollout", "Rollouts", "Span"]
 

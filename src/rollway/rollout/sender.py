@@ -26,9 +26,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from rollway.errors import RequestFailed, RolloutError, Unreachable, UsageError
-from rollway.fleet.versions import Ticket, VersionBook
 from rollway.http import Http, Retry
 from rollway.rollout.wire import COMPLETIONS, GENERATE, Wire, offers
+from rollway.versions import Ticket, VersionBook
 
 T = TypeVar("T")
 

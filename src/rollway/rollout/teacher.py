@@ -20,11 +20,11 @@ from typing import Any
 import msgspec
 
 from rollway.errors import RolloutError
-from rollway.fleet.versions import Ticket
 from rollway.rollout.completion import Nvext, only_choice, parsed
 from rollway.rollout.sampling import Sampling
 from rollway.rollout.sender import Sender, all_or_none, checked_prompt
 from rollway.rollout.wire import GENERATE
+from rollway.versions import Ticket
 
 # One token must be sampled for the prompt to be looked at; it is thrown away.
 _ONE_TOKEN = Sampling(max_tokens=1, temperature=0.0, logprobs=False)

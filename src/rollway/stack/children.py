@@ -12,13 +12,14 @@ import tempfile
 import time
 from pathlib import Path
 
+from rollway import private, processes
 from rollway.config import StackSpec
 from rollway.http import Http
 from rollway.orders import SECRET, SECRET_FILE
-from rollway.stack import private, processes, retention
+from rollway.processes import ProcessId
+from rollway.stack import retention
 from rollway.stack.lease import Lease
 from rollway.stack.plan import ProcessPlan, StackPlan
-from rollway.stack.processes import ProcessId
 from rollway.stack.state import (
     ProcessState,
     StackDir,

@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import time
 
+from rollway import processes
 from rollway.errors import RollwayError
-from rollway.stack import processes
 from rollway.stack.children import Children, exit_words
 from rollway.stack.plan import ProcessPlan, StackPlan, reachable
 from rollway.stack.ready import (

@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rollway.stack import processes
-from rollway.stack.processes import ProcessId
+from rollway import processes
+from rollway.processes import ProcessId
 from rollway.stack.state import ProcessState, StackState
 
 Reach = Literal["only this user", "users of this machine", "the network"]

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rollway import private, processes
 from rollway.config import StackSpec
 from rollway.errors import (
     RollwayError,
@@ -28,9 +29,8 @@ from rollway.errors import (
     UsageError,
 )
 from rollway.fleet.discovery import Worker
-from rollway.stack import private, processes
+from rollway.processes import ProcessId
 from rollway.stack.locks import NamedLock, describe, sweep_abandoned
-from rollway.stack.processes import ProcessId
 from rollway.stack.ready import is_at
 from rollway.stack.state import (
     DETACH,

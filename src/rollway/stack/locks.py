@@ -31,9 +31,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from rollway import private
 from rollway.errors import StartError
-from rollway.stack import private
-from rollway.stack.processes import ProcessId, boot_id, command_of
+from rollway.processes import ProcessId, boot_id, command_of
 from rollway.stack.state import home
 
 _POLL_SECONDS = 0.05

@@ -13,10 +13,10 @@ from typing import Any, Literal
 
 from rollway.config import ModelSpec, RawArgs, StackSpec, is_loopback, slug
 from rollway.errors import SpecError, StartError
+from rollway.processes import run_environment
 from rollway.stack import machine
 from rollway.stack.lease import Lease
 from rollway.stack.preset import frontend_defaults, merged, worker_defaults
-from rollway.stack.processes import run_environment
 
 Role = Literal["service", "worker", "frontend"]
 

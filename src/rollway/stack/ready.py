@@ -17,13 +17,13 @@ from rollway.config import is_loopback
 from rollway.errors import RequestFailed, RolloutError, RollwayError, StartError, Unreachable
 from rollway.fleet.admin import DynamoAdmin
 from rollway.fleet.discovery import RlListing, discover
-from rollway.fleet.versions import BASE_VERSION, taint_of
 from rollway.http import ONCE, Http
 from rollway.rollout.sampling import Sampling
 from rollway.rollout.wire import DynamoAssembly, completion_request
 from rollway.stack import logs
 from rollway.stack.plan import ProcessPlan, StackPlan
 from rollway.stack.state import ProcessState
+from rollway.versions import BASE_VERSION, taint_of
 
 Report = Callable[[ProcessPlan, str, str], None]
 """Called with a process, its new state, and a detail for the user."""

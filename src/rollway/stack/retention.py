@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from rollway.stack import private
+from rollway import private
 from rollway.stack.locks import NamedLock
 from rollway.stack.state import StackDir, StackState, home, known_stacks
 

@@ -28,10 +28,10 @@ from urllib.parse import urlsplit
 import msgspec
 from pydantic import ValidationError
 
+from rollway import private
 from rollway.config import LONGEST_STOP_SECONDS, AdminTimeouts, check_stack_name, slug
 from rollway.errors import RollwayError, StartError, StateUnreadable, UsageError
-from rollway.stack import private
-from rollway.stack.processes import ProcessId, boot_id
+from rollway.processes import ProcessId, boot_id
 
 SECRET_NAME = "secret"
 """The file in a run's private directory that holds the stack's secret."""

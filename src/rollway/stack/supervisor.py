@@ -24,10 +24,11 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
+from rollway import private, processes
 from rollway.config import StackSpec
 from rollway.errors import RollwayError, StartError
 from rollway.orders import stack_secret
-from rollway.stack import logs, private, processes
+from rollway.stack import logs
 from rollway.stack.children import exit_words
 from rollway.stack.heal import WATCH_SECONDS, Healer
 from rollway.stack.locks import NamedLock

@@ -22,7 +22,7 @@ from typing import Annotated, Any
 import msgspec
 
 from rollway.errors import UsageError, WeightsError
-from rollway.weights import owner
+from rollway.weights import leftovers
 from rollway.weights.offer import Offer
 
 HOME = Path("/dev/shm")
@@ -142,7 +142,7 @@ def remove_abandoned() -> None:
     """Remove the adapters of workers that have ended without doing so."""
     for home in HOME.glob(f"{_PREFIX}*"):
         owners = list(home.glob(f"*{_OWNER}"))
-        if owners and all(owner.gone(path.name, 0.0) for path in owners):
+        if owners and all(leftovers.gone(path.name, 0.0) for path in owners):
             shutil.rmtree(home, ignore_errors=True)
 
 
@@ -154,7 +154,7 @@ def take_home(place: str) -> Path:
     found = home.lstat()
     if home.is_symlink() or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise WeightsError(f"{home} is there already and is not this worker's.")
-    (home / f"{owner.mark()}{_OWNER}").touch()
+    (home / f"{leftovers.mark()}{_OWNER}").touch()
     return home
 
 

@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from rollway.weights.bits import (
+from rollway.weights.digest.bits import (
     BLOCK,
     blocks_at_once,
     by_triton,

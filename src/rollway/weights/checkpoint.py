@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from rollway.errors import UsageError
-from rollway.weights import owner
+from rollway.weights import leftovers
 from rollway.weights.layout import ELEMENT_BYTES
 from rollway.weights.untrusted import (
     check_file_name,
@@ -71,7 +71,7 @@ class Checkpoint:
 
 def publish_checkpoint(directory: Path, write: Callable[[Path], object]) -> Path:
     """Let `write(dir)` fill a scratch directory, then make it appear as `directory` at once."""
-    scratch = directory.with_name(owner.scratch_name(directory.name))
+    scratch = directory.with_name(leftovers.scratch_name(directory.name))
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
     try:

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rollway.weights.bits import by_triton, started_digests
+from rollway.weights.digest.bits import by_triton, started_digests
 
 if TYPE_CHECKING:
-    from rollway.weights.gpu_digest import Summing
+    from rollway.weights.digest.gpu import Summing
 
 _LARGE = 16 << 20
 """From this many bytes on, a copy of its own costs nothing."""
@@ -71,7 +71,7 @@ class SummedCopies:
         self._runs: Summing | None = None
         together: list[int] = []
         if pairs and by_triton(pairs[0][0].device):
-            from rollway.weights.gpu_digest import Summing
+            from rollway.weights.digest.gpu import Summing
 
             together = [i for i, pair in enumerate(pairs) if all(map(_is_run, pair))]
             if together:

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from rollway.errors import UsageError, WeightsError
-from rollway.weights.bits import (
+from rollway.weights.changes import ESCAPE, pick
+from rollway.weights.digest.bits import (
     DTYPES,
     describe,
     digest,
@@ -30,7 +31,6 @@ from rollway.weights.bits import (
     integers,
     raw_bytes,
 )
-from rollway.weights.changes import ESCAPE, pick
 from rollway.weights.layout import ELEMENT_BYTES
 from rollway.weights.packing import Packed, Places, pack, pack_all
 from rollway.weights.untrusted import check_shape

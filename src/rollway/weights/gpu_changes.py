@@ -19,9 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rollway.weights import bits
-from rollway.weights.gpu_digest import WARPS, digests_of, on, on_its_way
-from rollway.weights.gpu_runs import COLUMNS, PART, STEP, STEPS, run_of, table
+from rollway.weights.digest import bits
+from rollway.weights.digest.gpu import WARPS, digests_of, on, on_its_way
+from rollway.weights.digest.gpu_runs import COLUMNS, PART, STEP, STEPS, run_of, table
 
 Pair = tuple[Tensor, Tensor]
 _WORDS = 512

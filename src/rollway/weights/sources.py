@@ -15,8 +15,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from rollway.errors import UsageError
-from rollway.weights.bits import dtype_name
 from rollway.weights.coverage import owner
+from rollway.weights.digest.bits import dtype_name
 from rollway.weights.layout import Box, Piece, Role, Shape, Shard
 
 _WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Protocol
 
 from rollway.errors import UsageError, WeightsError
-from rollway.stack.processes import SHM
-from rollway.weights import owner
+from rollway.processes import SHM
+from rollway.weights import leftovers
 from rollway.weights.checkpoint import sync
 
 Buffer = bytes | bytearray | memoryview
@@ -61,7 +61,7 @@ class Store:
         """Write an object; readers see all of it or what was there before. Returns its size."""
         path = self._path(key)
         chunks = [data] if isinstance(data, Buffer) else data
-        scratch = path.with_name(owner.scratch_name(f"{path.name}.{secrets.token_hex(4)}"))
+        scratch = path.with_name(leftovers.scratch_name(f"{path.name}.{secrets.token_hex(4)}"))
         try:
             self._make(path.parent)
             with scratch.open("xb") as file:
@@ -113,8 +113,8 @@ class Store:
 
     def sweep(self) -> None:
         """Remove what dead writers left half-written."""
-        for path in self.root.rglob(f".*.{owner.PARTIAL}"):
-            if owner.gone(path.name, _idle(path)):
+        for path in self.root.rglob(f".*.{leftovers.PARTIAL}"):
+            if leftovers.gone(path.name, _idle(path)):
                 path.unlink(missing_ok=True)
 
     def _path(self, key: str) -> Path:
@@ -138,13 +138,13 @@ class SharedMemory(Store):
     def __init__(self, label: str = "delta") -> None:
         sweep_shared_memory()
         super().__init__(
-            SHM / f"{_SHARED}{label}.{owner.mark()}.{secrets.token_hex(4)}",
+            SHM / f"{_SHARED}{label}.{leftovers.mark()}.{secrets.token_hex(4)}",
             private=True,
             mapped=True,
         )
         self._path(label)  # refuse what is no plain name
         self._make(self.root)
-        self._guard = owner.Guard(self.root)
+        self._guard = leftovers.Guard(self.root)
 
     def close(self) -> None:
         """Give the memory back."""
@@ -219,7 +219,7 @@ class Blob:
 def sweep_shared_memory() -> None:
     """Remove the stores of publishers that died together with their guards."""
     for path in SHM.glob(f"{_SHARED}*"):
-        if owner.gone(path.name, _idle(path)):
+        if leftovers.gone(path.name, _idle(path)):
             shutil.rmtree(path, ignore_errors=True)
 
 

@@ -16,9 +16,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollway.weights import bits, changes, copies, delta, packing
-from rollway.weights.bits import DTYPES, digest, digests, integers, raw_bytes
+from rollway.weights import changes, copies, delta, packing
 from rollway.weights.copies import SummedCopies
+from rollway.weights.digest import bits
+from rollway.weights.digest.bits import DTYPES, digest, digests, integers, raw_bytes
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"

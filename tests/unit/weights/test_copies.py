@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from rollway.weights import delta
-from rollway.weights.bits import DTYPES, digest, digests, raw_bytes
 from rollway.weights.copies import _wider, copy_all
+from rollway.weights.digest.bits import DTYPES, digest, digests, raw_bytes
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 SLICES = [

@@ -20,7 +20,7 @@ from rollway.errors import UsageError
 from rollway.integrations.verl.options import WeightOptions
 from rollway.integrations.verl.stream import Named, Stream, each
 from rollway.stack.plan import LOOPBACK
-from rollway.weights import owner
+from rollway.weights import leftovers
 from rollway.weights.offer import Offer
 from rollway.weights.transports.nixl_agent import import_nixl
 
@@ -58,7 +58,7 @@ class Publishing:
             check_nixl()  # now, and not after the first step
         self._options, self._bucket_bytes, self._address = options, bucket_bytes, address
         self._publisher: Publisher | None = None
-        self._guard: owner.Guard | None = None
+        self._guard: leftovers.Guard | None = None
 
     async def send(self, weights: Any, pool: Any, step: int | None) -> dict[str, float]:
         """Publish what the iterator has, and have every worker of the pool serve it."""
@@ -130,7 +130,7 @@ class Publishing:
         """In one of this run's own, since versions count from 1 in each; it goes with the run."""
         assert self._options.weights_dir is not None  # the options were checked
         directory = self._options.weights_dir / about.stack
-        self._guard = owner.Guard(directory)
+        self._guard = leftovers.Guard(directory)
         if name == "files":
             from rollway.weights.transports.files import FilesPublisher
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from rollway.errors import UsageError
-from rollway.weights.bits import dtype_name
+from rollway.weights.digest.bits import dtype_name
 from rollway.weights.layout import Role, Shape
 from rollway.weights.megatron.geometry import ModelGeometry, Position
 from rollway.weights.megatron.model import RankLayout

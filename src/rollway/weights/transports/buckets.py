@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rollway.errors import UsageError, WeightsError
-from rollway.weights.bits import DTYPES, dtype_name
+from rollway.weights.digest.bits import DTYPES, dtype_name
 from rollway.weights.offer import Entry
 
 _ALIGNED = 512

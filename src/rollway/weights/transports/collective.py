@@ -28,8 +28,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rollway.errors import UsageError, WeightsError
-from rollway.weights.bits import DTYPES, digest, dtype_name, raw_bytes
 from rollway.weights.checkpoint import TensorHeader
+from rollway.weights.digest.bits import DTYPES, digest, dtype_name, raw_bytes
 from rollway.weights.offer import Entry, Manifest, Offer
 from rollway.weights.transports import meeting
 from rollway.weights.transports.group import Backend, Group, address_towards

@@ -28,10 +28,10 @@ import torch
 from torch import Tensor
 
 from rollway.errors import UsageError, WeightsError
-from rollway.weights import owner
-from rollway.weights.bits import digests, started_digests
+from rollway.weights import leftovers
 from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.copies import SummedCopies
+from rollway.weights.digest.bits import digests, started_digests
 from rollway.weights.offer import (
     MOST_MANIFEST_BYTES,
     Count,
@@ -122,9 +122,9 @@ class CudaIpcPublisher:
         if not directory.is_dir():
             raise UsageError(f"There is no shared memory at {directory}.", "Publish to files.")
         remove_abandoned(directory)
-        self._directory = directory / f"{_PREFIX}{owner.mark()}-{os.urandom(4).hex()}"
+        self._directory = directory / f"{_PREFIX}{leftovers.mark()}-{os.urandom(4).hex()}"
         self._directory.mkdir(mode=0o700)
-        self._guard = owner.Guard(self._directory)
+        self._guard = leftovers.Guard(self._directory)
         self._bucket_bytes = bucket_bytes
         self._slots = [_Slot(number) for number in range(keep)]
         self._adopted: _Adopted | None = None
@@ -389,7 +389,7 @@ class CudaIpcReader:
         if not is_file_name(name, _PREFIX):
             raise WeightsError(f"{name!a} is no directory of a publisher.")
         try:
-            if owner.gone(name, 0.0):
+            if leftovers.gone(name, 0.0):
                 raise FileNotFoundError(name)  # what it held may be anybody's by now
             path = self._directory / name / f"{where.slot}.json"
             return read_plain(path, MOST_MANIFEST_BYTES, follow=False)
@@ -429,7 +429,7 @@ class CudaIpcReader:
 def remove_abandoned(directory: Path = SHM) -> None:
     """Remove what publishers that died have left."""
     for path in directory.glob(f"{_PREFIX}*"):
-        if owner.gone(path.name, 0.0):
+        if leftovers.gone(path.name, 0.0):
             shutil.rmtree(path, ignore_errors=True)
 
 

@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 from rollway.errors import UsageError, WeightsError
-from rollway.weights import delta, owner
-from rollway.weights.bits import digest
+from rollway.weights import delta, leftovers
 from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.copies import copy_all
 from rollway.weights.delta import Buffer, Count, Digest, Encoded
+from rollway.weights.digest.bits import digest
 from rollway.weights.layout import ELEMENT_BYTES
 from rollway.weights.offer import MOST_MANIFEST_BYTES, Offer, Text
 from rollway.weights.store import Carrier, Store
@@ -422,7 +422,7 @@ class DeltaPublisher(DeltaReader):
     def _remove_orphans(self) -> None:
         known = {each.key for manifest in self._published.values() for each in manifest.objects}
         for key in self._carrier.keys(_OBJECTS):
-            if key not in known and owner.gone(key, self._carrier.idle_seconds(key)):
+            if key not in known and leftovers.gone(key, self._carrier.idle_seconds(key)):
                 self._carrier.delete(key)
 
 
@@ -446,7 +446,7 @@ def _manifest_key(version: int) -> str:
 
 def _object_key(version: int, kind: str) -> str:
     """With the publisher's mark, so that its orphans can be told from a living one's."""
-    return f"{_OBJECTS}{version:015d}.{kind}.{owner.mark()}"
+    return f"{_OBJECTS}{version:015d}.{kind}.{leftovers.mark()}"
 
 
 def _check_entry(name: str, one: Entry) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rollway.errors import UsageError, WeightsError
-from rollway.weights import owner
+from rollway.weights import leftovers
 from rollway.weights.checkpoint import STABLE, check_checkpoint, publish_checkpoint
 from rollway.weights.offer import Offer
 from rollway.weights.transports.versions import Versions, check_next, check_retention
@@ -95,14 +95,16 @@ class FilesPublisher(FilesReader):
 
     def _clean(self) -> None:
         for version in self.versions()[: -self._keep_recent]:
-            trash = self.root / owner.scratch_name(f"v{version}", owner.TRASH)
+            trash = self.root / leftovers.scratch_name(f"v{version}", leftovers.TRASH)
             try:
                 self.path(version).rename(trash)
             except OSError:
                 continue  # somebody else was faster
         for path in self.root.glob(".v*"):
-            half = path.name.endswith(f".{owner.PARTIAL}") and owner.gone(path.name, _idle(path))
-            if half or path.name.endswith(f".{owner.TRASH}"):
+            half = path.name.endswith(f".{leftovers.PARTIAL}") and leftovers.gone(
+                path.name, _idle(path)
+            )
+            if half or path.name.endswith(f".{leftovers.TRASH}"):
                 shutil.rmtree(path, ignore_errors=True)
 
 

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from rollway.errors import UsageError
-from rollway.weights.bits import digest, dtype_name
 from rollway.weights.catalog import Catalog, Listing, wait_for
 from rollway.weights.catalog_http import LOOPBACK, CatalogServer, HttpCatalog
+from rollway.weights.digest.bits import digest, dtype_name
 from rollway.weights.layout import Box, Piece
 from rollway.weights.offer import Offer
 from rollway.weights.planning.wants import Described, LocalTensor

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rollway.errors import UsageError, WeightsError
-from rollway.weights.bits import DTYPES, digest
+from rollway.weights.digest.bits import DTYPES, digest
 from rollway.weights.layout import Box
 from rollway.weights.transports.nixl_agent import Agent, Memory, Region
 from rollway.weights.transports.nixl_cards import Group

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from rollway.errors import UsageError, WeightsError
-from rollway.weights import owner
-from rollway.weights.bits import DTYPES, dtype_name, raw_bytes, spread, word_sum
+from rollway.weights import leftovers
+from rollway.weights.digest.bits import DTYPES, dtype_name, raw_bytes, spread, word_sum
 from rollway.weights.offer import (
     MOST_MANIFEST_BYTES,
     Entry,
@@ -97,7 +97,7 @@ class ShmPublisher:
         if not directory.is_dir():
             raise UsageError(f"There is no shared memory at {directory}.", "Publish to files.")
         remove_abandoned(directory)
-        mark = owner.mark()
+        mark = leftovers.mark()
         unique = os.urandom(4).hex()
         slots = [
             _Slot(directory / f"{_PREFIX}{mark}-{unique}-{number}") for number in range(keep + 1)
@@ -107,7 +107,7 @@ class ShmPublisher:
         self._adopted: dict[str, Tensor] | None = None
         self._nbytes = 0
         """Of the last version; the next is mostly as large."""
-        self._guard = owner.Guard(*(path for slot in slots for path in slot.paths))
+        self._guard = leftovers.Guard(*(path for slot in slots for path in slot.paths))
 
     def publish(
         self,
@@ -305,7 +305,7 @@ def mapped(handle: int, size: int, *, whole: bool = True) -> Tensor:
 def remove_abandoned(directory: Path = SHM) -> None:
     """Remove what publishers that died have left."""
     for path in directory.glob(f"{_PREFIX}*"):
-        if owner.gone(path.name, 0.0):
+        if leftovers.gone(path.name, 0.0):
             path.unlink(missing_ok=True)
 
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from torch import Tensor
 
 from rollway.errors import WeightsError
-from rollway.weights.bits import describe
 from rollway.weights.copies import SummedCopies
+from rollway.weights.digest.bits import describe
 from rollway.weights.offer import Entry
 from rollway.weights.transports.buckets import views
 from rollway.weights.transports.device_memory import Handle

@@ -15,7 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from rollway.stack.processes import ProcessId, boot_id
+from rollway.processes import ProcessId, boot_id
 
 ABANDONED_SECONDS = 3600.0
 PARTIAL, TRASH = "partial", "trash"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rollway.weights.bits import BLOCK
+from rollway.weights.digest.bits import BLOCK
 
 STEP = 2048
 """Words that a program reads at once."""

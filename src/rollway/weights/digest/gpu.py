@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rollway.weights import bits
-from rollway.weights.gpu_runs import COLUMNS, STEP, STEPS, Table, run_of, table
+from rollway.weights.digest import bits
+from rollway.weights.digest.gpu_runs import COLUMNS, STEP, STEPS, Table, run_of, table
 
 WARPS = 8
 

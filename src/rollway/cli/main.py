@@ -20,18 +20,21 @@ from rich.console import Console
 from rich.table import Table
 
 import rollway
-from rollway import cli_bench, cli_fleet, cli_gateway, cli_weights
 from rollway.api import make_spec
+from rollway.cli import bench as bench_command
+from rollway.cli import fleet as fleet_command
+from rollway.cli import gateway as gateway_command
+from rollway.cli import weights as weights_command
 from rollway.errors import NoWorkers, RollwayError, StartError, Unreachable, UsageError
 from rollway.extras import require
 from rollway.fleet.fleet import Fleet
 from rollway.http import Http
 from rollway.observe.progress import StackProgress, process_table
+from rollway.private import is_plain_name
 from rollway.stack import doctor, local, logs
 from rollway.stack.lease import Lease
 from rollway.stack.listeners import listeners_of
 from rollway.stack.plan import plan_stack
-from rollway.stack.private import is_plain_name
 from rollway.stack.state import StackDir, StackState, known_stacks, unreadable_stacks
 from rollway.sync import SyncFleet
 
@@ -491,19 +494,19 @@ def _parser() -> argparse.ArgumentParser:
         metavar="STACK",
         help="list where running stacks (or one) listen, and who can reach it",
     )
-    cli_fleet.add_grammar(
+    fleet_command.add_grammar(
         commands.add_parser("fleet", help="list, pause, refit, watch the workers of a stack")
     )
-    cli_gateway.add_grammar(
+    gateway_command.add_grammar(
         commands.add_parser("gateway", help="an OpenAI endpoint that records sessions as tokens")
     )
-    cli_weights.add_grammar(
+    weights_command.add_grammar(
         commands.add_parser("weights", help="look into weights, compare them, plan their moves")
     )
     child = add("chaos", chaos, "refit while things break, and check every token")
     _chaos_grammar(child)
     bench = commands.add_parser("bench", help="measure, as ratios within one run")
-    cli_bench.add_grammar(bench)
+    bench_command.add_grammar(bench)
     _demo_grammar(add("demo", demo, "train a tiny policy with GRPO on a real stack"))
     return parser
 

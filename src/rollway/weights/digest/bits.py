@@ -60,7 +60,7 @@ def digests(tensors: Sequence[Tensor]) -> list[str]:
 def started_digests(tensors: Sequence[Tensor]) -> Callable[[], list[str]]:
     """The same, begun in the order of the device's current stream; the answer waits for it."""
     if by_triton(tensors[0].device):
-        from rollway.weights.gpu_digest import Summing
+        from rollway.weights.digest.gpu import Summing
 
         return Summing(tensors).start()
     found = _digests_by_torch(tensors)
@@ -107,9 +107,10 @@ def by_triton(device: torch.device) -> bool:
 @functools.cache
 def _triton_works() -> bool:
     try:
-        from rollway.weights import gpu_changes, gpu_digest
+        from rollway.weights import gpu_changes
+        from rollway.weights.digest import gpu
 
-        gpu_digest.check()
+        gpu.check()
         gpu_changes.check()
     except Exception as error:  # noqa: BLE001 (whatever it is, torch does it too)
         log.info("torch looks at each tensor, since Triton does not work here: %s", error)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollway.stack.private import is_plain_name
+from rollway.private import is_plain_name
 
 MARK = "ROLLWAY_RUN"
 SHM = Path("/dev/shm")

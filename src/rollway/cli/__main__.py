@@ -1,0 +1,7 @@
+"""Run `rollway` as `python -m rollway.cli`."""
+
+import sys
+
+from rollway.cli.main import main
+
+sys.exit(main())
