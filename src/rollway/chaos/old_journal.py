@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from rollway.cli import main as cli
+from rollway import cli
 from rollway.errors import UsageError
 from rollway.gateway import command
 from rollway.gateway.recorder import Session, Turn

@@ -2,6 +2,6 @@
 
 import sys
 
-from rollway.cli.main import main
+from rollway.cli import main
 
 sys.exit(main())
