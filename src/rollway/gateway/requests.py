@@ -16,7 +16,7 @@ import msgspec
 from rollway.errors import UsageError
 from rollway.gateway.messages import PREFIX, Message, context_exceeded, token_ids
 from rollway.gateway.replies import Refused
-from rollway.rollout.sender import checked_prompt
+from rollway.rollout.sender import check_prompt
 
 MAX_CHOICES = 64
 MAX_GENERATIONS = 256
@@ -308,7 +308,7 @@ def _prompt_ids(value: Any, most: int) -> list[int]:
         raise context_exceeded(len(value), most)
     kinds = set(map(type, value)) if isinstance(value, list) else set()
     if float in kinds and kinds <= {int, float}:
-        value = checked_prompt(value)
+        value = check_prompt(value)
     ids = token_ids(value, "A prompt", most)
     if not ids:
         raise UsageError("The prompt has no token.", "Give at least one token id.")

@@ -419,11 +419,11 @@ class _Note:
         each time; what was sampled earlier keeps its own."""
         if not self.gateway.routed_experts or not completion.token_ids:
             return None
-        from rollway.rollout.experts import captured, whole
+        from rollway.rollout.experts import join_whole, read_capture
 
         before = 0 if self.parent is None else len(self.session.ids(self.parent))
         tokens = before + len(self.new_ids) + len(completion.token_ids)
-        routed = whole([captured(completion.routed_experts)], tokens)
+        routed = join_whole([read_capture(completion.routed_experts)], tokens)
         return routed.since(self.session.experts_end(self.parent)).as_json()
 
 

@@ -226,9 +226,9 @@ class Session:
         experts = turn.experts()
         before = self._last_experts(turn.parent)
         if experts is not None and before is not None:
-            from rollway.rollout.experts import joined  # numpy, which only users of this have
+            from rollway.rollout.experts import join  # needs numpy
 
-            joined(before, experts.since(before.end))
+            join(before, experts.since(before.end))
 
 
 class Forgotten(msgspec.Struct, tag_field="type", tag="forgotten"):

@@ -16,10 +16,10 @@ import msgspec
 
 from rollway.errors import RequestFailed, RolloutError
 from rollway.rollout.client import events
-from rollway.rollout.completion import Assembly, Completion, Nvext, Usage, only_choice, parsed
+from rollway.rollout.completion import Assembly, Completion, Nvext, Usage, only_choice, parse
 from rollway.rollout.sampling import Sampling
 from rollway.rollout.sender import SESSION_HEADER, Attempt, Sender
-from rollway.rollout.wire import Wire, addressed, completion_request
+from rollway.rollout.wire import Wire, completion_request, routing_fields
 from rollway.versions import Ticket
 
 _EXTRA_FIELDS = ("completion_token_ids", "worker_id", "detailed_finish_reason")
@@ -63,15 +63,15 @@ class ChatAssembly(Assembly):
     _named: list[int | None] = field(default_factory=list)
 
     def add(self, raw: Any) -> list[int]:
-        answer = parsed(raw, _Answer)
+        answer = parse(raw, _Answer)
         choice = only_choice(answer.choices)
         if choice is not None:
             self._finish = self._finish or choice.finish_reason
             content = (choice.logprobs and choice.logprobs.content) or []
             self._logprobs += [entry.logprob for entry in content]
             self._named += [entry.token_id for entry in content]
-        self._counted(answer.usage)
-        return self._extended(answer.nvext or Nvext())
+        self._add_usage(answer.usage)
+        return self._add_nvext(answer.nvext or Nvext())
 
     def finish(self) -> Completion:
         pairs = zip(self._named, self.token_ids, strict=False)  # counts are checked after this
@@ -120,7 +120,7 @@ class Upstream(Sender):
                 completion = assembly.finish()
                 if await self._holds(completion, ticket):
                     return Answered(raw, completion, ticket)
-                await attempt.not_attributed(ticket)
+                await attempt.retry_elsewhere(ticket)
 
     async def _answer(self, body: dict[str, Any], ticket: Ticket, attempt: Attempt) -> Any:
         """Send, and raise what the frontend refused as it was: the client gets its status."""
@@ -167,7 +167,7 @@ class Upstream(Sender):
     async def _holds(self, completion: Completion, ticket: Ticket) -> bool:
         if completion.finish_reason == "aborted":
             return False
-        return await self._vouched(ticket, completion.worker_id)
+        return await self._is_attributed(ticket, completion.worker_id)
 
     def _assembly(self, asked: Asked) -> Assembly:
         return self.wire.assembly(Sampling(max_tokens=asked.max_tokens), len(asked.prompt_ids))
@@ -207,5 +207,5 @@ def asked(
 
 
 def _with_ticket(body: dict[str, Any], ticket: Ticket, attempt: Attempt) -> dict[str, Any]:
-    route = addressed(ticket.salt, ticket.taint, attempt.pins.now)
+    route = routing_fields(ticket.salt, ticket.taint, attempt.pins.now)
     return {**body, "nvext": {**body["nvext"], **route}}
