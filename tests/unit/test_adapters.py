@@ -179,7 +179,7 @@ def test_what_the_layers_hold_is_compared_bit_by_bit() -> None:
         arrival = adapters._arrivals["style@1"]
         assert arrival.task is not None and arrival.task.wait(30)
     adapters.check_ready("style@1")
-    with pytest.raises(RuntimeError, match="does not hold the published"):
+    with pytest.raises(RuntimeError, match="does not hold the weights published"):
         adapters.check_loaded("style@1", 5)
     worker.load(arrival.directory, 5, slot=1)
     adapters.check_loaded("style@1", 5)
