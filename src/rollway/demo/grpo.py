@@ -8,8 +8,8 @@ One step of training, in the order of this file:
 3. The gap between those and the log-probs that the engine reported says how far the policy
    that sampled is from the policy being trained: ``mismatch_kl``. With the same weights on
    both sides only floating-point noise is left.
-4. ``compute_clipped_loss`` raises the probability of good completions and lowers that of bad ones, and
-   ``GrpoTrainer.train_step`` takes the optimizer step.
+4. ``compute_clipped_loss`` raises the probability of good completions and lowers that of bad
+   ones, and ``GrpoTrainer.train_step`` takes the optimizer step.
 """
 
 from __future__ import annotations
