@@ -42,8 +42,7 @@ _MOST_CONFIG = 16 << 20
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _WRITE_AGAIN = "Write the checkpoint again."
 
-FileDigests = dict[str, dict[str, Any]]
-"""Size and SHA-256 by file name, as `STABLE` has them."""
+FileDigests = dict[str, dict[str, Any]]  # Size and SHA-256 by file name, as `STABLE` has them
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,7 @@ from rollway.weights.digest.checksums import by_triton, started_digests
 if TYPE_CHECKING:
     from rollway.weights.digest.gpu import Summing
 
-_LARGE = 16 << 20
-"""From this many bytes on, the cost of one more request does not matter."""
+_LARGE = 16 << 20  # From this many bytes on, the cost of one more request does not matter
 _WORD = torch.int64
 
 

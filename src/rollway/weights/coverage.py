@@ -42,7 +42,7 @@ def _find_fault(shape: Shape, boxes: tuple[Box, ...]) -> tuple[str, str] | None:
                 f"has the shape {list(shape)}; {_show(box)} is outside of it.",
                 "Check the shapes and positions that the ranks report.",
             )
-    twice = _find_overlap(boxes)
+    twice = find_overlap(boxes)
     if twice:
         return (
             f"is claimed twice: {_show(twice[0])} and {_show(twice[1])}.",
@@ -58,7 +58,7 @@ def _find_fault(shape: Shape, boxes: tuple[Box, ...]) -> tuple[str, str] | None:
     return None
 
 
-def _find_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
+def find_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
     """Return the first two boxes that have an element in common."""
     if len(boxes) < 2:
         return None

@@ -28,8 +28,7 @@ _FLOATS = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 class Group:
     """Tensors that have the same dtype and shape, and the same name except for numbers."""
 
-    name: str
-    """The common name, with `*` for layer and expert numbers."""
+    name: str  # The common name, with `*` for layer and expert numbers
     dtype: str
     shape: tuple[int, ...]
     tensors: int = 0
@@ -74,24 +73,19 @@ class Difference:
     """A tensor whose bytes differ between two checkpoints."""
 
     name: str
-    elements: int
-    """How many elements have different bytes."""
+    elements: int  # How many elements have different bytes
     of: int
-    max_abs: float | None
-    """The largest difference; None if the elements are not floats."""
+    max_abs: float | None  # The largest difference; None if the elements are not floats
 
 
 @dataclass(slots=True)
 class Comparison:
     """The result of `compare`."""
 
-    tensors: int = 0
-    """Tensors with equal dtype and shape in both checkpoints."""
+    tensors: int = 0  # Tensors with equal dtype and shape in both checkpoints
     bytes: int = 0
-    missing: list[str] = field(default_factory=list)
-    """Tensors only in the first checkpoint."""
-    extra: list[str] = field(default_factory=list)
-    """Tensors only in the second checkpoint."""
+    missing: list[str] = field(default_factory=list)  # Tensors only in the first checkpoint
+    extra: list[str] = field(default_factory=list)  # Tensors only in the second checkpoint
     reshaped: dict[str, list[str]] = field(default_factory=dict)
     """Tensors with another dtype or shape."""
     different: list[Difference] = field(default_factory=list)

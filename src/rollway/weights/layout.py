@@ -81,8 +81,7 @@ class Shard:
 
     name: str
     dtype: str
-    shape: Shape
-    """The shape of the whole tensor in the trainer's own layout, all ranks joined."""
+    shape: Shape  # The shape of the whole tensor in the trainer's own layout, all ranks joined
     box: Box
     role: Role = Role.REPLICATED
 

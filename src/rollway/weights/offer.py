@@ -23,14 +23,12 @@ from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.layout import ELEMENT_BYTES
 from rollway.weights.untrusted import MOST_DIMS, MOST_NAME, check_shape
 
-STILL = "still staging"
-"""A worker's answer while it has not received all weights."""
+STILL = "still staging"  # A worker's answer while it has not received all weights
 Transport = Literal["files", "delta", "shm", "cuda_ipc", "collective", "nixl", "verl_buckets"]
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 Text = Annotated[str, msgspec.Meta(min_length=1, max_length=MOST_NAME)]
 Dims = Annotated[tuple[Count, ...], msgspec.Meta(max_length=MOST_DIMS)]
-MOST_MANIFEST_BYTES = 1 << 28
-"""The largest list of tensors that is read, from any place."""
+MOST_MANIFEST_BYTES = 1 << 28  # The largest list of tensors that is read, from any place
 _MOST_OFFER_BYTES = 64 << 20
 _MOST_TENSORS = 1 << 22
 _PUBLISH_AGAIN = "Publish the version again."
@@ -41,13 +39,10 @@ class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     transport: Transport
     version: Count
-    identity: Annotated[str, msgspec.Meta(min_length=8, max_length=128)]
-    """Equal for equal weights."""
+    identity: Annotated[str, msgspec.Meta(min_length=8, max_length=128)]  # Equal for equal weights
     nbytes: Count
-    where: dict[str, Any]
-    """Where the bytes are; only the transport reads it."""
-    repeatable: bool = True
-    """Whether a receiver that comes later can still receive this version."""
+    where: dict[str, Any]  # Where the bytes are; only the transport reads it
+    repeatable: bool = True  # Whether a receiver that comes later can still receive this version
     mac: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{64})?\Z")] = ""
 
     def signed(self, secret: str) -> Offer:

@@ -77,8 +77,7 @@ class _Tensor(_Strict):
     role: Annotated[Role, Field(strict=False)]
     """Not strict: strict accepts only an enum's member, which JSON cannot have."""
     dtype: Annotated[str, Field(max_length=32)]
-    shape: _Shape
-    """The whole shape, all ranks joined."""
+    shape: _Shape  # The whole shape, all ranks joined
     start: _Shape
     local: _Shape
 

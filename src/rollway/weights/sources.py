@@ -31,8 +31,7 @@ class Held:
     tensor: torch.Tensor
     """In the shape that `pieces` refer to; it shares memory with the trainer's parameter."""
     pieces: Sequence[Piece]
-    owned_here: bool
-    """Whether this rank publishes it; exactly one of its replicas does."""
+    owned_here: bool  # Whether this rank publishes it; exactly one of its replicas does
 
 
 def from_module(module: torch.nn.Module, *, replica: tuple[int, int] | None = None) -> list[Held]:

@@ -18,8 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-MOST_NAME = 4096
-"""Characters in the name of a tensor."""
+MOST_NAME = 4096  # Characters in the name of a tensor
 MOST_DIMS = 16
 MOST_ELEMENTS = 1 << 53
 _MOST_FILE_NAME = 255

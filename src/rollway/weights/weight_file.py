@@ -22,8 +22,7 @@ from rollway.weights.untrusted import (
 
 CHUNK = 16 << 20
 HALF_WRITTEN = "Wait until its writer is done; if the writer died, write it again."
-_MOST_HEADER = 100_000_000
-"""Bytes; safetensors has the same limit."""
+_MOST_HEADER = 100_000_000  # Bytes; safetensors has the same limit
 _ELEMENT_BITS = {
     **{name: 8 * size for name, size in ELEMENT_BYTES.items()},
     **{"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "C64": 64},
@@ -38,8 +37,7 @@ class StoredTensor:
     file: Path
     dtype: str
     shape: tuple[int, ...]
-    start: int
-    """Offset of its first byte in the file."""
+    start: int  # Offset of its first byte in the file
     size: int
 
     def __str__(self) -> str:

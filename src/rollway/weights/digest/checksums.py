@@ -33,8 +33,7 @@ DTYPES: dict[str, torch.dtype] = {
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-BLOCK = 1 << 17
-"""Words of eight bytes that make up one block of a digest: 1 MiB."""
+BLOCK = 1 << 17  # Words of eight bytes that make up one block of a digest: 1 MiB
 _WORTH_THREADS = 16 << 20
 _MOST_THREADS = 8
 Result = TypeVar("Result")

@@ -26,8 +26,7 @@ _FUSED_NORM = ".layer_norm_"
 class Norms(StrEnum):
     """Where Megatron keeps the norms before attention and MLP."""
 
-    FUSED = "fused"
-    """In the linear layer that follows, as Transformer Engine does."""
+    FUSED = "fused"  # In the linear layer that follows, as Transformer Engine does
     SEPARATE = "separate"
 
 

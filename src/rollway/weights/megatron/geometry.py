@@ -18,8 +18,7 @@ _MOST = {
     **dict.fromkeys(("hidden", "head_dim", "vocab", "ffn", "moe_ffn", "padded_vocab"), 1 << 32),
 }
 """Far above any model; the first four decide how many tensors and parts are listed in memory."""
-_MOST_EXPERTS = 1 << 20
-"""Experts of all layers together."""
+_MOST_EXPERTS = 1 << 20  # Experts of all layers together
 _CHECK_CONFIG = "Check the model's config or sidecar."
 
 
@@ -32,18 +31,15 @@ class ModelGeometry:
     heads: int
     query_groups: int
     head_dim: int
-    vocab: int
-    """Rows of the Hugging Face embedding; Megatron may add rows as padding."""
+    vocab: int  # Rows of the Hugging Face embedding; Megatron may add rows as padding
     ffn: int = 0
     moe_ffn: int = 0
     experts: int = 0
-    padded_vocab: int = 0
-    """Rows of Megatron's embedding over all ranks; 0 if it is not padded."""
+    padded_vocab: int = 0  # Rows of Megatron's embedding over all ranks; 0 if it is not padded
     tied_embeddings: bool = False
     attention_output_gate: bool = False
     """Qwen3-Next: the fused QKV also has a gate for every query head."""
-    gated: bool = True
-    """Whether `linear_fc1` has gate and up (SwiGLU), not one matrix."""
+    gated: bool = True  # Whether `linear_fc1` has gate and up (SwiGLU), not one matrix
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "query_groups", "head_dim", "vocab"):
@@ -217,8 +213,7 @@ class Topology:
     pp: int = 1
     ep: int = 1
     etp: int = 1
-    world: int = 0
-    """All ranks; 0 means as few as these groups need."""
+    world: int = 0  # All ranks; 0 means as few as these groups need
 
     def positions(self) -> list[Position]:
         """Return the position of every rank: tensor ranks are neighbours, stages are far apart."""

@@ -25,8 +25,7 @@ from rollway.weights.megatron.roles import Overrides, Parameter, classify
 from rollway.weights.sources import Held
 
 _LAYER = re.compile(r"^(decoder\.layers\.)(\d+)(?=\.|$)")
-_WEIGHT_BUFFERS = ("expert_bias",)
-"""Buffers that are weights; all others are counters and states."""
+_WEIGHT_BUFFERS = ("expert_bias",)  # Buffers that are weights; all others are counters and states
 
 
 def from_megatron(

@@ -25,8 +25,7 @@ _REPLICATED = re.compile(r"Norm(Impl)?$|Router$|^(Quant)?(TE|Inference)?Linear$|
 _LEGACY_EXPERTS = re.compile(r"(^|[a-z])GroupedMLP$")
 _EXPERTS = ".experts."
 
-Overrides = Mapping[str, Role]
-"""Roles by glob pattern of the parameter's name."""
+Overrides = Mapping[str, Role]  # Roles by glob pattern of the parameter's name
 
 
 @dataclass(frozen=True, slots=True)

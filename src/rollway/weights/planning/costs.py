@@ -25,14 +25,11 @@ class Method(StrEnum):
 class Costs:
     """Speeds of the machines, which decide between the methods."""
 
-    wire_gb_per_s: float = 50.0
-    """Network of one receiver; the default is a NIC of 400 Gb/s."""
+    wire_gb_per_s: float = 50.0  # Network of one receiver; the default is a NIC of 400 Gb/s
     block_seconds: float = 2.6e-6
     """One operation on the wire, alone or as part of a strided descriptor."""
-    pack_gb_per_s: float = 8.0
-    """Copying at the source; 0 if the source can only be read."""
-    unpack_gb_per_s: float = 8.0
-    """Copying at the receiver, from a staging buffer into place."""
+    pack_gb_per_s: float = 8.0  # Copying at the source; 0 if the source can only be read
+    unpack_gb_per_s: float = 8.0  # Copying at the receiver, from a staging buffer into place
 
     def __post_init__(self) -> None:
         if self.wire_gb_per_s <= 0 or self.unpack_gb_per_s <= 0:
@@ -47,15 +44,11 @@ class Costs:
 class Load:
     """What one receiver needs of one source tensor, in the numbers that decide the method."""
 
-    needed: int
-    """Bytes that the receiver needs."""
-    whole: int
-    """Bytes of the source's whole tensor."""
+    needed: int  # Bytes that the receiver needs
+    whole: int  # Bytes of the source's whole tensor
     cuts: int
-    blocks: int
-    """Runs that are contiguous at both ends."""
-    landings: int
-    """Runs that are contiguous in the target alone."""
+    blocks: int  # Runs that are contiguous at both ends
+    landings: int  # Runs that are contiguous in the target alone
     transposed: bool = False
 
     @property
@@ -75,13 +68,10 @@ class Choice:
     method: Method
     reason: str
     seconds: float
-    moved: int
-    """Bytes on the wire."""
+    moved: int  # Bytes on the wire
     descriptors: int
-    blocks: int
-    """Operations on the wire."""
-    staged: bool
-    """Whether the receiver copies the bytes into place from a staging buffer."""
+    blocks: int  # Operations on the wire
+    staged: bool  # Whether the receiver copies the bytes into place from a staging buffer
 
 
 def choose(load: Load, costs: Costs) -> Choice:

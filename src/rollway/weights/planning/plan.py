@@ -19,13 +19,13 @@ from itertools import accumulate
 from typing import Any
 
 from rollway.errors import UsageError
+from rollway.weights.coverage import find_overlap
 from rollway.weights.layout import Box
 from rollway.weights.planning.costs import Costs
 from rollway.weights.planning.recipe import (
     Missing,
     UnitTarget,
     check_fits,
-    find_overlap,
     landing,
     steps_for,
 )
@@ -123,7 +123,9 @@ def _check_parameter(
                 "Check the shapes of the receiver's parameters.",
             )
         boxes.append(box)
-    if common := find_overlap(boxes):
+    twice = find_overlap(boxes)
+    if twice:
+        common = twice[0].cut(twice[1]) or twice[0]
         raise UsageError(
             f"{parameter} of {receiver} would be written twice at {list(common.start)} to "
             f"{list(common.stop)}.",

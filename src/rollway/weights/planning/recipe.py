@@ -35,8 +35,7 @@ class Step:
     holding: int
     cuts: tuple[Placed, ...]
     """Boxes of the source's tensor, and where they go in the target of number `tensor`."""
-    extents: tuple[Shape, ...]
-    """`Placed.extent` of every cut, computed once for all units."""
+    extents: tuple[Shape, ...]  # `Placed.extent` of every cut, computed once for all units
     needed: int
     choice: Choice
 
@@ -222,15 +221,3 @@ def check_fits(holding: Holding, name: str) -> None:
                 f"{name}, which is {list(holding.shape)}.",
                 fix,
             )
-
-
-def find_overlap(boxes: list[Box]) -> Box | None:
-    """Return elements that two of these boxes share, by a sweep along the first dimension."""
-    active: list[Box] = []
-    for box in sorted(boxes, key=lambda box: box.start):
-        active = [other for other in active if other.stop[:1] > box.start[:1] or not box.start]
-        for other in active:
-            if common := box.cut(other):
-                return common
-        active.append(box)
-    return None

@@ -55,14 +55,11 @@ class Total:
     moved: int = 0
     descriptors: int = 0
     blocks: int = 0
-    seconds: float = 0.0
-    """The estimate of the cost model, one transfer after the other."""
-    methods: Counter[str] = field(default_factory=Counter)
-    """Bytes on the wire, by method."""
+    seconds: float = 0.0  # The estimate of the cost model, one transfer after the other
+    methods: Counter[str] = field(default_factory=Counter)  # Bytes on the wire, by method
     reasons: Counter[str] = field(default_factory=Counter)
     """Bytes that move although they are not needed, by reason."""
-    sources: Counter[str] = field(default_factory=Counter)
-    """Bytes on the wire, by source."""
+    sources: Counter[str] = field(default_factory=Counter)  # Bytes on the wire, by source
 
     @property
     def ratio(self) -> float:
@@ -99,8 +96,7 @@ class Holders:
     """Which of the ranks with the same holding serves which units: each serves those up to its
     `upto`."""
 
-    places: tuple[int, ...]
-    """Positions among the ranks that have the holding."""
+    places: tuple[int, ...]  # Positions among the ranks that have the holding
     upto: tuple[int, ...]
 
     def find(self, unit: int) -> int:
@@ -120,13 +116,10 @@ class Unit:
 class Recipe:
     """What all receivers do for each of these units."""
 
-    steps: list[tuple[Step, ...]]
-    """One entry per receiver."""
-    ranks: tuple[tuple[int, ...], ...]
-    """The ranks that have each holding."""
+    steps: list[tuple[Step, ...]]  # One entry per receiver
+    ranks: tuple[tuple[int, ...], ...]  # The ranks that have each holding
     units: list[Unit] = field(default_factory=list)
-    holders: dict[tuple[int, int], Holders] = field(default_factory=dict)
-    """By receiver and step."""
+    holders: dict[tuple[int, int], Holders] = field(default_factory=dict)  # By receiver and step
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,8 +154,7 @@ class Plan:
     sources: list[str]
     receivers: list[str]
     recipes: list[Recipe]
-    totals: dict[str, Total]
-    """By receiver."""
+    totals: dict[str, Total]  # By receiver
     fanout: FanOut | None = None
     """How further engines of the same layout receive the version, each rank from its like."""
 
@@ -186,7 +178,7 @@ class Plan:
 
     @property
     def total(self) -> Total:
-        """The sum over all receivers, except for `seconds`: the slowest one's, as they run at once."""
+        """The sum over all receivers; `seconds` is the slowest one's, as they run at once."""
         whole = Total()
         for total in self.totals.values():
             whole.needed += total.needed
@@ -194,13 +186,9 @@ class Plan:
             whole.descriptors += total.descriptors
             whole.blocks += total.blocks
             whole.seconds = max(whole.seconds, total.seconds)
-            for mine, theirs in (
-                (whole.methods, total.methods),
-                (whole.reasons, total.reasons),
-                (whole.sources, total.sources),
-            ):
-                for key, count in theirs.items():
-                    mine[key] += count
+            whole.methods.update(total.methods)
+            whole.reasons.update(total.reasons)
+            whole.sources.update(total.sources)
         return whole
 
     def as_json(self) -> dict[str, Any]:

@@ -28,8 +28,7 @@ from rollway.errors import UsageError
 from rollway.weights.layout import Box, Shape
 from rollway.weights.planning.targets import Described, Parts, TargetPart, Want
 
-Headers = Mapping[str, Described]
-"""Hugging Face tensors by name."""
+Headers = Mapping[str, Described]  # Hugging Face tensors by name
 
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.([^.]+)\.weight")
 _REPLICATED = re.compile(r"(.*norm|gate|shared_expert_gate)\.(weight|bias)|e_score_correction_bias")
@@ -82,8 +81,7 @@ class EngineTarget:
     experts: int = 0
     tp_size: int = 1
     tp_rank: int = 0
-    ep_size: int = 1
-    """1: no expert parallelism; experts are sharded over the tensor-parallel ranks."""
+    ep_size: int = 1  # 1: no expert parallelism; experts are sharded over the tensor-parallel ranks
     ep_rank: int = 0
     vocab_multiple: int = 64
     tied: bool = False
