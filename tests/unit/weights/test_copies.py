@@ -1,4 +1,4 @@
-"""Copies as words of eight bytes leave the same bytes; and what a GPU does is what a CPU does."""
+"""Copies as words of eight bytes give the same bytes, and a GPU gives the same as a CPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def noise(dtype: torch.dtype, *shape: int) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
-def test_wider_words_are_the_same_bytes(dtype: str) -> None:
+def test_views_as_words_have_the_same_bytes(dtype: str) -> None:
     whole = noise(DTYPES[dtype], 64, 40)
     for where in SLICES:
         for source in (whole[where], whole[where].t()):
