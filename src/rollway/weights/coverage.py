@@ -34,7 +34,7 @@ def check_covered(name: str, shape: Shape, boxes: Iterable[Box]) -> None:
 # Without the tensor's name: the layers of a model are sharded alike, so most calls are repeats.
 @lru_cache(maxsize=65536)
 def _find_fault(shape: Shape, boxes: tuple[Box, ...]) -> tuple[str, str] | None:
-    """Return what is wrong and how to fix it, or None."""
+    """Return the fault and its fix, or None."""
     whole = Box.whole(shape)
     for box in boxes:
         if len(box.start) != len(shape) or (shape and box.cut(whole) != box):

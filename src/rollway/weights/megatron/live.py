@@ -42,7 +42,7 @@ def from_megatron(
         names: the Hugging Face names of the model's tensors.
         position: this rank's position; by default it is read from Megatron's process groups.
         roles: roles by glob pattern of the parameter's name, where the module's class does not
-            tell how the parameter is sharded.
+            show how the parameter is sharded.
 
     Returns the tensors for `Publisher.publish`.
 

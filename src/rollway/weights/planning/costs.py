@@ -75,7 +75,7 @@ class Choice:
 
 
 def choose(load: Load, costs: Costs) -> Choice:
-    """Return the cheapest method; of equal ones, the one that moves less and copies less."""
+    """Return the cheapest method; of equal ones, the method that moves and copies less."""
     choices = [] if load.transposed else [_cost_direct(load, costs)]
     if costs.pack_gb_per_s:
         choices.append(_cost_packed(load, costs))

@@ -115,7 +115,7 @@ def subtract(box: Box, hole: Box) -> list[Box]:
     """Return `box` without `hole`, which is inside it, as boxes that do not overlap."""
     left = []
     start, stop = list(box.start), list(box.stop)
-    # Slice off what is before and after the hole on one axis, then continue inside the rest.
+    # On each axis, split off the parts before and after the hole, then continue with the rest.
     for axis in range(len(start)):
         for first, last in ((start[axis], hole.start[axis]), (hole.stop[axis], stop[axis])):
             if first < last:
