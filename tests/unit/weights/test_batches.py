@@ -18,8 +18,8 @@ from torch import Tensor
 
 from rollway.weights import changes, copies, delta, packing
 from rollway.weights.copies import SummedCopies
-from rollway.weights.digest import bits
-from rollway.weights.digest.bits import DTYPES, digest, digests, integers, raw_bytes
+from rollway.weights.digest import checksums
+from rollway.weights.digest.checksums import DTYPES, digest, digests, integers, raw_bytes
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -50,8 +50,8 @@ def one_thread() -> Iterator[None]:
 def way(monkeypatch: pytest.MonkeyPatch, triton: bool) -> str:
     """Triton is there, or it is not."""
     if triton and GPU:
-        assert bits.by_triton(torch.device("cuda"))
-    for module in (bits, changes, copies):
+        assert checksums.by_triton(torch.device("cuda"))
+    for module in (checksums, changes, copies):
         monkeypatch.setattr(module, "by_triton", lambda device: triton and device.type == DEVICE)
     return "triton" if triton else "torch"
 
@@ -89,7 +89,7 @@ def shifted(tensor: Tensor, draw: random.Random) -> Tensor:
 def plainly(tensor: Tensor) -> str:
     """Its digest by torch, on a CPU."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bits, "by_triton", lambda device: False)
+        patch.setattr(checksums, "by_triton", lambda device: False)
         return digest(tensor.cpu())
 
 
