@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from rollway.errors import AdminError, Unreachable
-from rollway.fleet.admin import IN_DOUBT, DynamoAdmin, NoSuchMethod, unproven, whole_version
+from rollway.fleet.admin import IN_DOUBT, DynamoAdmin, NoSuchMethod, parse_label, unverified_label
 from rollway.fleet.discovery import Worker
 from rollway.http import Http
 
@@ -185,9 +185,9 @@ async def test_a_closed_client_says_so() -> None:
         (7, 7),
         ("7", 7),
         (-1, IN_DOUBT),
-        (unproven(3), unproven(3)),
+        (unverified_label(3), unverified_label(3)),
         ("step-3", IN_DOUBT),
     ],
 )
 def test_a_label_as_a_version(said: Any, version: int | None) -> None:
-    assert whole_version(said) == version
+    assert parse_label(said) == version

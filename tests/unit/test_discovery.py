@@ -132,7 +132,7 @@ async def test_a_worker_is_found_by_name_or_by_address_and_never_guessed(
     async def everywhere(host: str, port: int | None) -> set[tuple[str, int | None]]:
         return {("10.0.0.7", port)}
 
-    monkeypatch.setattr("rollway.fleet.discovery._addresses", everywhere)
+    monkeypatch.setattr("rollway.fleet.discovery._resolve", everywhere)
     twin = Worker(3, "m", "http://pod-7.workers:9001")
     with pytest.raises(UsageError, match="address of 2 workers"):
         await find([named, twin], "10.0.0.7:9001")

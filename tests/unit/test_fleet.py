@@ -17,7 +17,7 @@ from rollway.errors import (
     Unreachable,
     UsageError,
 )
-from rollway.fleet.admin import leaving
+from rollway.fleet.admin import leaving_label
 from rollway.fleet.discovery import Worker
 from rollway.fleet.fleet import Fleet
 from rollway.http import Http
@@ -136,7 +136,7 @@ async def test_an_update_is_sent_once_and_its_worker_stays_paused(checkpoint: Pa
     assert bad.paused and "resume_generation" not in bad.calls
     assert bad.taints == []  # the router sends it nothing that asks for a version
     assert not good.paused
-    assert bad.version == leaving(0)
+    assert bad.version == leaving_label(0)
     assert [worker.state for worker in failure.value.report.workers] == ["serving", "in doubt"]
 
 
@@ -155,7 +155,7 @@ async def test_a_refit_that_is_cancelled_vouches_only_for_what_it_knows(checkpoi
         assert fleet.versions.by_worker == {1: 7}
         assert fleet.versions.current == 7
         assert not fleet.versions.moving and not fleet.versions.changing
-    assert slow.paused and slow.version == leaving(0) and slow.taints == []
+    assert slow.paused and slow.version == leaving_label(0) and slow.taints == []
 
 
 async def test_a_rollout_is_refused_when_nobody_serves_its_version(checkpoint: Path) -> None:
