@@ -108,12 +108,12 @@ class WorkerExtension:
         _staged(self, identity).swap()
         self._rollway_staging = None
 
-    def rollway_unstage(self) -> None:
-        """Let go of what was staged and will not be served."""
+    def rollway_unstage(self, identity: str = "") -> None:
+        """Discard staged weights that will not be served; with an identity, only those."""
         staging = _staging(self)
-        if staging is not None:
+        if staging is not None and identity in ("", staging.offer.identity):
             staging.drop()
-        self._rollway_staging = None
+            self._rollway_staging = None
 
     def rollway_adapter(self, offer: dict[str, Any], tell: str = "") -> None:
         """Begin to bring an adapter here; `rollway_adapter_ready` says how it went."""

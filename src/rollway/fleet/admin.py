@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
 from rollway.config import AdminTimeouts
-from rollway.errors import AdminError, RequestFailed, RollwayError, Unreachable
+from rollway.errors import AdminError, NoWorkers, RequestFailed, RollwayError, Unreachable
 from rollway.fleet.discovery import Worker
 from rollway.http import IDEMPOTENT, ONCE, Http, Retry
 from rollway.orders import DOOR, ORDER, OTHER_PROCESS, READ_ONLY, SECRET, UNSIGNED, sign
@@ -45,8 +45,7 @@ _NO_METHOD = "has no attribute '{0}'", "Method '{0}' is not implemented"
 
 
 class NoSuchMethod(AdminError):
-    """The worker lacks the route, or its engine lacks the method: it runs without Rollway's
-    worker extension."""
+    """The worker lacks the route, or its engine lacks the method (no worker extension)."""
 
 
 class AdminAPI(Protocol):
@@ -56,8 +55,8 @@ class AdminAPI(Protocol):
     """Whether a router respects `set_taints`."""
 
     def held(self) -> AbstractAsyncContextManager[AdminAPI]:
-        """Return a client that is pinned to one connection, for calls to one worker. Its calls fail
-        once the connection breaks: they never reach another process at the same address."""
+        """Return a client for one worker that is pinned to one connection. Once that breaks, its
+        calls fail: they never reach another process at the same address."""
         ...
 
     async def health(self, worker: Worker) -> bool: ...
@@ -70,15 +69,14 @@ class AdminAPI(Protocol):
         self, worker: Worker, mode: PauseMode = "wait", *, clear_cache: bool = True
     ) -> None:
         """Stop generating. `wait` lets running requests finish, `keep` freezes them, `abort` ends
-        running and queued requests. By default the KV cache is cleared, because blocks of one
-        policy must not serve the next."""
+        running and queued ones. Blocks of one policy must not serve the next, so the KV cache is
+        cleared by default."""
         ...
 
     async def resume(self, worker: Worker) -> None: ...
 
     async def flush_cache(self, worker: Worker) -> None:
-        """Drop cached prefixes. Blocks that a running request holds stay, so this is complete only
-        while nothing runs."""
+        """Drop cached prefixes, except blocks that running requests hold."""
         ...
 
     async def update_from_disk(self, worker: Worker, path: Path, version: int) -> None:
@@ -125,8 +123,7 @@ class AdminAPI(Protocol):
         ...
 
     async def set_taints(self, worker: Worker, taints: Sequence[str]) -> None:
-        """Set which requests the router may send here: those that require one of these taints, and
-        those that require none."""
+        """Set the taints: the router sends requests here that require one of them, or none."""
         ...
 
     async def abort(self, worker: Worker, request_id: str) -> None: ...
@@ -320,20 +317,17 @@ class DynamoAdmin:
         return await self._http.post(url, sign_body, timeout=timeout, retry=retry)
 
     async def _get_process(self, worker: Worker) -> str:
-        """Return the name of the worker's process, which is fetched once; empty for a worker
-        without a guard."""
+        """Fetch the name of the worker's process, once; empty for a worker without a guard."""
         process = self._processes.get(worker.admin_url)
         if process is None:
             url = f"{worker.admin_url}/engine/{DOOR}"
+            limit, process = self._timeouts.probe, ""
             try:
-                reply = await self._http.post(
-                    url, {}, timeout=self._timeouts.probe, retry=IDEMPOTENT
-                )
+                reply = await self._http.post(url, {}, timeout=limit, retry=IDEMPOTENT)
                 process = str(reply.get("process") or "") if isinstance(reply, dict) else ""
             except RequestFailed as error:
                 if error.status != 404:
                     raise
-                process = ""
             self._processes[worker.admin_url] = process
         return process
 
@@ -357,8 +351,8 @@ async def list_models(http: Http, openai_url: str, timeout: float) -> list[str]:
 async def on_all(
     workers: Iterable[W], call: Callable[[W], Awaitable[T]]
 ) -> list[T | BaseException]:
-    """Make one call on every worker, a bounded number at once. Return the results in order, with
-    the exception in place of the result of a call that failed."""
+    """Make one call on every worker, a bounded number at once. Return the results in order; the
+    result of a call that failed is its exception."""
     slots = asyncio.Semaphore(MAX_PARALLEL_CALLS)
 
     async def call_one(worker: W) -> T:
@@ -369,29 +363,32 @@ async def on_all(
 
 
 def silent_workers_error(silent: Sequence[Worker], listed: int) -> AdminError:
+    reasons = "; ".join(f"{worker}: {worker.error}" for worker in silent)
     return AdminError(
-        f"{len(silent)} of {listed} workers do not answer: "
-        + "; ".join(f"{worker}: {worker.error}" for worker in silent)
-        + ".",
+        f"{len(silent)} of {listed} workers do not answer: {reasons}.",
         "Wait until they recover or leave (a dead worker is listed for about 10 s).",
     )
 
 
+def no_workers_error(source: object) -> NoWorkers:
+    return NoWorkers(
+        f"No RL worker is listed at {source}.",
+        "Start workers with --enable-rl; the mocker engine has no admin routes.",
+    )
+
+
 def unverified_label(version: int) -> int:
-    """Return the label of a worker that has loaded a version and is not in service with it yet. If
-    the refitting process dies now, the worker is in doubt."""
+    """Return the label of a worker that has loaded a version and has not entered service yet."""
     return IN_DOUBT - 1 - 2 * version
 
 
 def leaving_label(version: int) -> int:
-    """Return the label of a worker that left service to be changed, and has served nothing since
-    `version`."""
+    """Return the label of a worker that left service and has generated nothing since `version`."""
     return IN_DOUBT - 2 - 2 * version
 
 
 def parse_label(label: Any) -> int | None:
-    """Return a label as a version. A label that is no number was set by another tool: the worker's
-    weights are unknown to us."""
+    """Return a label as a version; a label that is no number was set by another tool."""
     if label is None:
         return None
     is_int = isinstance(label, int) and not isinstance(label, bool)

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlsplit
 
-from rollway.errors import RequestFailed, Unreachable, UsageError
+from rollway.errors import RequestFailed, Unreachable
 from rollway.http import IDEMPOTENT, Http, Retry
 
 # The frontend gives a hung worker 5 s before it lists it with an error.
@@ -83,23 +82,6 @@ async def discover(http: Http, source: Source, *, retry: Retry = IDEMPOTENT) -> 
         workers = [Worker(_make_stand_in_id(url), source.model, url) for url in urls]
         workers = await asyncio.gather(*(_probe(http, worker) for worker in workers))
     return sorted(workers, key=lambda worker: worker.instance_id)
-
-
-async def find(workers: Iterable[Worker], address: str) -> Worker | None:
-    """Return the worker at an admin address or host:port, by name or by resolved address; None if
-    no worker has it. Raise if several do."""
-    wanted = _split_address(address)
-    candidates = list(workers)
-    for worker in candidates:
-        if _split_address(worker.admin_url) == wanted:
-            return worker
-    resolved = await _resolve(*wanted)
-    matches = [w for w in candidates if resolved & await _resolve(*_split_address(w.admin_url))]
-    if len(matches) > 1:
-        raise UsageError(
-            f"{address} is the address of {len(matches)} workers.", "Add the port of the worker."
-        )
-    return matches[0] if matches else None
 
 
 async def is_dead(worker: Worker, listed: Sequence[Worker] = ()) -> bool:
@@ -221,12 +203,3 @@ def _split_address(address: str) -> tuple[str, int | None]:
         return (parts.hostname or ""), parts.port
     except ValueError:
         return "", None
-
-
-async def _resolve(host: str, port: int | None) -> set[tuple[str, int | None]]:
-    """Return every (address, port) of a name; empty if it does not resolve."""
-    try:
-        entries = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError:
-        return set()
-    return {(str(entry[4][0]), port) for entry in entries}

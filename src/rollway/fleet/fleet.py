@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any, Protocol, get_args
 
 from rollway.config import AdminTimeouts
-from rollway.errors import AdminError, NoWorkers, RollwayError, UsageError
+from rollway.errors import AdminError, RollwayError, UsageError
 from rollway.fleet.adapters import Adapters
 from rollway.fleet.admin import (
     AdminAPI,
     DynamoAdmin,
     PauseMode,
     leaving_label,
+    no_workers_error,
     on_all,
     silent_workers_error,
     unverified_label,
@@ -190,7 +191,7 @@ class Fleet:
         epoch = self.versions.epoch
         workers = await self.workers()
         if not workers:
-            raise self._no_workers_error()
+            raise no_workers_error(self.membership.source)
         labels = await self._read_labels(workers)
         # A refit of this process knows better than labels that were read while it ran.
         if self.versions.epoch == epoch and not self.versions.changing:
@@ -219,11 +220,10 @@ class Fleet:
         accepted = {ticket.version}
         if ticket.taint is not None:
             if self._record is not None:
-                # The cheap way, without a question to the worker: every process records its claim
-                # before it touches a worker. If the newest claim is not above the ticket's
-                # version, nobody else has begun. A claim by this process must not count, or every
-                # answer during its own refit would cost a question: so while it is changing
-                # weights, the claim from before counts (the guard keeps others out meanwhile).
+                # Every process records its claim before it touches a worker. If the newest claim
+                # is not above the ticket's version, nobody has begun, and no question is needed.
+                # During a refit of this process the newest claim is its own, so the claim from
+                # before counts (the guard keeps other processes out meanwhile).
                 is_ours = self.versions.changing > 0
                 claimed = self._claimed_before if is_ours else self._record.newest()
                 if claimed is None or claimed <= ticket.version:
@@ -458,14 +458,8 @@ class Fleet:
         if silent:
             raise silent_workers_error(silent, len(workers))
         if not workers:
-            raise self._no_workers_error()
+            raise no_workers_error(self.membership.source)
         return workers
-
-    def _no_workers_error(self) -> NoWorkers:
-        return NoWorkers(
-            f"No RL worker is listed at {self.membership.source}.",
-            "Start workers with --enable-rl; the mocker engine has no admin routes.",
-        )
 
     async def _call_all(self, workers: Sequence[Worker], call: Callable[[Worker], Any]) -> None:
         """Make one call on every worker at once, and raise the first failure at the end."""

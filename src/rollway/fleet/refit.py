@@ -22,12 +22,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
-from rollway.errors import AdminError, NoWorkers, RollwayError, UsageError
-from rollway.fleet.admin import PauseMode, on_all, silent_workers_error
+from rollway.errors import AdminError, RollwayError, UsageError
+from rollway.fleet.admin import PauseMode, no_workers_error, on_all, silent_workers_error
 from rollway.fleet.discovery import Worker, is_dead
 from rollway.fleet.membership import Membership
 from rollway.fleet.report import RefitMode, RefitReport, WorkerReport, refit_error
@@ -134,10 +134,7 @@ class Refit:
                 break
             await asyncio.sleep(0.5)
         if not listed:
-            raise NoWorkers(
-                "No RL worker is listed.",
-                "Start workers with --enable-rl; the mocker engine has no admin routes.",
-            )
+            raise no_workers_error(self.membership.source)
         # They hang. A supervisor can replace them; the successors join during a later pass.
         for worker in silent:
             if not await self._track(worker).replace():
@@ -163,15 +160,12 @@ class Refit:
         return tracked
 
     async def _preflight(self, workers: Sequence[WorkerRefit]) -> list[WorkerRefit]:
-        """Have every worker check and stage the update. Return those that are alive; raise if one
-        refuses."""
-        results = await on_all(workers, WorkerRefit.prepare)
-        for worker, result in zip(workers, results, strict=True):
-            if isinstance(result, BaseException):
-                is_silent = isinstance(result, AdminError)
-                if not (is_silent and await self.membership.has_died(worker.worker)):
-                    raise result
-                worker.report.state = "gone"
+        """Have every worker check and stage the update; raise if one refuses. Return those alive."""
+        for worker, error in await self._call_all(workers, WorkerRefit.prepare):
+            is_silent = isinstance(error, AdminError)
+            if not (is_silent and await self.membership.has_died(worker.worker)):
+                raise error
+            worker.report.state = "gone"
         return [worker for worker in workers if worker.report.state != "gone"]
 
     def _claim(self) -> None:
@@ -185,23 +179,21 @@ class Refit:
     async def _keep_current(self, workers: Sequence[WorkerRefit]) -> list[WorkerRefit]:
         """Put workers that have the version into service, and return the others."""
         current = [worker for worker in workers if worker.note_if_current()]
-        results = await on_all(current, WorkerRefit.stay)
-        for worker, result in zip(current, results, strict=True):
-            if isinstance(result, BaseException):
-                worker.mark_in_doubt(result)
+        for worker, error in await self._call_all(current, WorkerRefit.stay):
+            worker.mark_in_doubt(error)
         return [worker for worker in workers if worker not in current]
 
     async def _ask_for_reference(self, behind: Sequence[WorkerRefit]) -> None:
-        """Take the canary answer of a worker on the version as the right one, if any of the others
-        needs a canary."""
+        """Ask a worker on the version for the right canary answer, if one that is behind needs a
+        canary."""
         canaries = self.plan.canaries
         if canaries is None or all(worker.verifies_itself for worker in behind):
             return
-        serving = self.plan.versions.served_by(self.plan.version)
-        for worker in await self.membership.workers():
-            if worker.instance_id in serving and worker.error is None:
-                await canaries.use_as_reference(worker)
-                return
+        ids = self.plan.versions.served_by(self.plan.version)
+        listed = await self.membership.workers()
+        serving = [w for w in listed if w.instance_id in ids and w.error is None]
+        if serving:
+            await canaries.use_as_reference(serving[0])
 
     # --- groups of workers ---------------------------------------------------------------------
 
@@ -246,7 +238,7 @@ class Refit:
         versions = self.plan.versions
         current = versions.current
         serving = set() if current is None else set(versions.served_by(current))
-        nobody_left = serving <= {worker.worker.instance_id for worker in group}
+        nobody_left = serving <= {worker.instance_id for worker in group}
         if (self.mode != "rolling" and is_first_pass) or nobody_left:
             versions.close()
         began = time.monotonic()
@@ -278,10 +270,9 @@ class Refit:
         failures: list[tuple[WorkerRefit, BaseException]] = []
         is_complete = False
         try:
-            results = await on_all(group, pause)
-            for worker, result in zip(group, results, strict=True):
-                if isinstance(result, BaseException) and not await worker.note_if_lost():
-                    failures.append((worker, result))
+            for worker, error in await self._call_all(group, pause):
+                if not await worker.note_if_lost():
+                    failures.append((worker, error))
             is_complete = not failures
         finally:
             if not is_complete:
@@ -298,11 +289,10 @@ class Refit:
         return [worker for worker in group if worker.report.state == "paused"]
 
     async def _restore(self, group: Sequence[WorkerRefit]) -> None:
-        results = await on_all(group, WorkerRefit.restore)
-        for worker, result in zip(group, results, strict=True):
-            if isinstance(result, BaseException) and not await worker.note_if_lost():
-                worker.mark_in_doubt(result)
-                self.plan.versions.forget(worker.worker.instance_id)
+        for worker, error in await self._call_all(group, WorkerRefit.restore):
+            if not await worker.note_if_lost():
+                worker.mark_in_doubt(error)
+                self.plan.versions.forget(worker.instance_id)
 
     # --- afterwards ----------------------------------------------------------------------------
 
@@ -352,10 +342,14 @@ class Refit:
         holding = [worker for worker in self.workers.values() if worker.may_hold_update]
         try:
             async with asyncio.timeout(DISCARD_SECONDS):
-                results = await on_all(holding, WorkerRefit.discard)
+                for worker, error in await self._call_all(holding, WorkerRefit.discard):
+                    log.warning("%s may keep staged weights: %s", worker.worker, error)
         except TimeoutError:
             log.warning("staged weights could not be discarded within %g s", DISCARD_SECONDS)
-            return
-        for worker, result in zip(holding, results, strict=True):
-            if isinstance(result, BaseException):
-                log.warning("%s may keep staged weights: %s", worker.worker, result)
+
+    async def _call_all(
+        self, workers: Sequence[WorkerRefit], call: Callable[[WorkerRefit], Awaitable[None]]
+    ) -> list[tuple[WorkerRefit, BaseException]]:
+        """Make one call on every worker, and return those that failed with their errors."""
+        results = zip(workers, await on_all(workers, call), strict=True)
+        return [(worker, error) for worker, error in results if error is not None]

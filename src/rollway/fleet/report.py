@@ -13,17 +13,10 @@ running requests are aborted and continued on the new weights. rolling: a share 
 time, so that generation never stops."""
 
 State = Literal[
-    "untouched",
-    "paused",
-    "updating",
-    "in doubt",
-    "serving",
-    "restored",
-    "gone",
-    "replaced",
+    "untouched", "paused", "updating", "in doubt", "serving", "restored", "gone", "replaced",
     "joining",
-]
-"""The states of `rollway.fleet.worker_refit.WorkerRefit`, which has a drawing of them."""
+]  # fmt: skip
+"""See the drawing in rollway.fleet.worker_refit."""
 
 
 @dataclass(slots=True)
@@ -34,8 +27,7 @@ class WorkerReport:
     state: State = "untouched"
     version: int | None = None
     proof: str = ""
-    """How the new weights were verified: `parameters` (the worker compared them), `canary` (its
-    answers changed and agree with the others'), `declared` (only by its label), or
+    """How the weights were verified: `parameters`, `canary`, `declared` (by its label alone) or
     `earlier refit`."""
     pause_seconds: float = 0.0
     update_seconds: float = 0.0

@@ -197,9 +197,7 @@ class VllmAdmin:
     async def _get(self, worker: Worker, route: str) -> dict[str, Any]:
         url = _url(worker, route)
         try:
-            return _check_reply(
-                worker, route, await self._http.get(url, timeout=self._timeouts.probe)
-            )
+            reply = await self._http.get(url, timeout=self._timeouts.probe)
         except (RequestFailed, Unreachable) as error:
             raise _refusal(worker, route, error) from error
         return _check_reply(worker, route, reply)

@@ -81,6 +81,10 @@ class WorkerRefit:
     _untainted_at: float = 0.0
     _lap_began: float = 0.0
 
+    @property
+    def instance_id(self) -> int:
+        return self.worker.instance_id
+
     async def prepare(self) -> None:
         """Have the worker check and stage the update, and read its label. Touches no service."""
         plan = self.plan
@@ -89,9 +93,9 @@ class WorkerRefit:
         self.verifies_itself = await plan.update.preflight(plan.admin, self.worker)
         self.label = await plan.admin.weight_version(self.worker)
         if self.label is not None and self.label >= 0:
-            plan.versions.mark_serving(self.worker.instance_id, self.label)
+            plan.versions.mark_serving(self.instance_id, self.label)
         else:
-            plan.versions.forget(self.worker.instance_id)
+            plan.versions.forget(self.instance_id)
         # A worker in doubt is paused, so it could not answer a canary.
         generates = self.label is None or self.label >= 0
         if plan.canaries is not None and generates and not self.verifies_itself:
@@ -171,7 +175,7 @@ class WorkerRefit:
         self._lap()
         self.report.state = "updating"
         await self._step("update")
-        self.plan.versions.mark_issued(self.worker.instance_id)
+        self.plan.versions.mark_issued(self.instance_id)
         if self.label is None:
             await self._mark_leaving()
         label = unverified_label(self.plan.version)
@@ -191,7 +195,7 @@ class WorkerRefit:
             )
         if self.verifies_itself:
             self.report.proof = "parameters"  # compared while it loaded them
-        elif self.plan.canaries is None or self.worker.instance_id < 0:
+        elif self.plan.canaries is None or self.instance_id < 0:
             self.report.proof = "declared"  # requests cannot be pinned to a negative id
         else:
             await self._verify_by_canary(self.plan.canaries)
@@ -202,7 +206,7 @@ class WorkerRefit:
         # The worker must generate to answer. It is outside the routing, but a stalled router may
         # still deliver a request: the answer to it must not count for the old version.
         await self._abort_late_requests()
-        self.plan.versions.mark_entered(self.worker.instance_id, self.plan.version)
+        self.plan.versions.mark_entered(self.instance_id, self.plan.version)
         await self._pinned.resume(self.worker)
         try:
             await canaries.verify(self.worker)
@@ -217,11 +221,11 @@ class WorkerRefit:
         await self._abort_late_requests()
         await self._set_taints(self._pinned, [taint_of(plan.version)])
         await self._step("resume")
-        versions.mark_entered(self.worker.instance_id, plan.version)
+        versions.mark_entered(self.instance_id, plan.version)
         await self._pinned.resume(self.worker)
         # Last: a worker that is labelled with its version is in service.
         await self._declare(self._pinned, plan.version)
-        versions.mark_serving(self.worker.instance_id, plan.version)
+        versions.mark_serving(self.instance_id, plan.version)
         if versions.current is None or versions.current < plan.version:
             versions.current = plan.version
         versions.open()
@@ -250,7 +254,7 @@ class WorkerRefit:
 
     async def replace(self) -> bool:
         """Stop the worker so that its supervisor restarts it; return False if it has none."""
-        self.plan.versions.forget(self.worker.instance_id)
+        self.plan.versions.forget(self.instance_id)
         is_replaced = self.plan.replace is not None and await self.plan.replace(self.worker)
         if is_replaced:
             self.report.state = "replaced"
@@ -269,7 +273,7 @@ class WorkerRefit:
                 pass  # it is there and does not answer
         if is_lost:
             self.report.state = "gone"
-            self.plan.versions.forget(self.worker.instance_id)
+            self.plan.versions.forget(self.instance_id)
         return is_lost
 
     def mark_in_doubt(self, error: BaseException) -> None:
