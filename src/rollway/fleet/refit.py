@@ -160,7 +160,7 @@ class Refit:
         return tracked
 
     async def _preflight(self, workers: Sequence[WorkerRefit]) -> list[WorkerRefit]:
-        """Have every worker check and stage the update; raise if one refuses. Return those alive."""
+        """Have every worker check and stage the update; raise if one refuses. Return live ones."""
         for worker, error in await self._call_all(workers, WorkerRefit.prepare):
             is_silent = isinstance(error, AdminError)
             if not (is_silent and await self.membership.has_died(worker.worker)):

@@ -79,7 +79,7 @@ class VllmAdmin:
         reply = await self._post(worker, "reset_prefix_cache")
         if reply.get("success") is not True:
             raise AdminError(
-                f"{worker} did not flush its cache, because requests hold blocks.",
+                f"{worker} did not flush its cache: requests hold blocks, and none was dropped.",
                 "Pause it with clear_cache first, or wait until nothing runs.",
             )
 
