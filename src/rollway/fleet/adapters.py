@@ -83,8 +83,7 @@ class Adapters:
         config: Mapping[str, Any],
         keep: int,
     ) -> str:
-        """Load a version on all workers or on none, and unload versions beyond `keep`. Return its
-        full name."""
+        """Load a version on all workers or on none, and return its full name."""
         check_config(config)
         if keep < 1:
             raise UsageError(f"keep is {keep}.", "Keep at least the version that is loaded.")
@@ -120,8 +119,7 @@ class Adapters:
             await self._unload(workers, served)
 
     def missing(self, workers: Sequence[Worker]) -> dict[str, list[Worker]]:
-        """Return, by full name, the workers that were never asked to load a version and can still
-        receive it."""
+        """Return by full name the workers that can still load a version and were never asked."""
         missing = {}
         for version in self._list_versions():
             new = [w for w in workers if w.instance_id not in version.workers and not w.error]
@@ -130,8 +128,7 @@ class Adapters:
         return missing
 
     async def catch_up(self, workers: Sequence[Worker]) -> None:
-        """Load the adapters on workers that joined later. If they refuse a version (its publisher
-        may have ended) they go without it, and receive no requests for it."""
+        """Load the adapters on workers that joined later."""
         missing = self.missing(workers)
         for version in self._list_versions():
             new = missing.get(version.served, [])
@@ -139,6 +136,7 @@ class Adapters:
                 await self._call_all(new, partial(self._send, version))
                 await self._call_all(new, partial(self._serve, version))
             except UsageError as error:
+                # Its publisher may have ended. Workers without the adapter get no requests for it.
                 log.warning("%s is not on every worker: %s", version.served, error.message)
             version.workers |= {worker.instance_id for worker in new}
 

@@ -74,8 +74,7 @@ class VersionRecord(Protocol):
     def claims(self) -> dict[int, str]: ...
 
     def newest(self) -> int | None:
-        """Return the newest version that any process has claimed. Called for every answer, so it
-        must be cheap."""
+        """Return the newest claimed version; cheap, because it is called for every answer."""
         ...
 
 
@@ -185,9 +184,8 @@ class Fleet:
         await self._call_all(await self._list_usable(), self.admin.flush_cache)
 
     async def read_versions(self) -> dict[int, int | None]:
-        """Return the version that each worker declares, by instance id: None if it declares none
-        or does not answer, negative if its weights are changing or in doubt. Also update
-        `versions`, unless this process is changing weights."""
+        """Return the version that each worker declares: None if it declares none or is silent,
+        negative if its weights are changing or in doubt. Also update `versions`."""
         epoch = self.versions.epoch
         workers = await self.workers()
         if not workers:
@@ -199,8 +197,7 @@ class Fleet:
         return labels
 
     async def refresh(self, *, now: bool = False) -> None:
-        """Read the versions again, at most once a second unless `now`; never raise. For a request
-        that no worker can serve: another process may have refitted, or a worker caught up."""
+        """Read the versions again, at most once a second unless `now`; never raise."""
         if not now and time.monotonic() - self._refreshed_at < _REFRESH_SECONDS:
             return
         self._refreshed_at = time.monotonic()
@@ -210,12 +207,11 @@ class Fleet:
             log.debug("versions cannot be read: %s", error.message)
 
     async def confirms(self, ticket: Ticket, instance: int | None) -> bool:
-        """Return whether the worker that has just answered still serves the ticket's version.
-
-        `VersionBook.vouches` covers the refits of this process; this covers the refits of others.
-        Versions only go up, so a worker whose label is still the ticket's version *after* the
-        answer has served nothing else in between. `instance` None means that any worker may have
-        answered."""
+        """Return whether the worker that has just answered still serves the ticket's version; with
+        `instance` None, whether all workers do."""
+        # `VersionBook.vouches` covers refits by this process, this covers refits by others.
+        # Versions only go up, so a worker whose label is still the ticket's version *after* the
+        # answer has served nothing else in between.
         assert ticket.version is not None
         accepted = {ticket.version}
         if ticket.taint is not None:
@@ -247,8 +243,7 @@ class Fleet:
         return bool(labels) and accepted.issuperset(labels)
 
     async def _read_label_from_now(self, worker: Worker) -> int | None:
-        """Return a worker's label, read after this call began. Calls at about the same time share
-        one question: a batch ends with many answers at once."""
+        """Return a worker's label, read after this call began. Calls at the same time share it."""
 
         async def ask() -> int | None:
             await asyncio.sleep(_SHARE_SECONDS)
@@ -304,8 +299,7 @@ class Fleet:
             return await self.adapters.load(workers, name, version, offer, config, keep)
 
     async def unload_adapter(self, name: str) -> None:
-        """Unload all versions of an adapter, or one version (`name@version`), once their requests
-        have ended."""
+        """Unload an adapter, or one version (`name@version`), once its requests have ended."""
         async with self._lock, self._guard():
             await self.adapters.unload(await self._list_usable(), name)
 

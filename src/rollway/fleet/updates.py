@@ -60,8 +60,8 @@ class Update(Protocol):
         ...
 
     async def preflight(self, admin: AdminAPI, worker: Worker) -> bool:
-        """Raise if a worker cannot serve these weights. Return whether the worker itself verifies
-        what it loads. The worker may stage the weights; `apply` or `discard` follows."""
+        """Raise if a worker cannot serve these weights, which it may stage. Return whether the
+        worker itself verifies what it loads."""
         ...
 
     async def apply(self, admin: AdminAPI, worker: Worker, version: int) -> None:
@@ -173,8 +173,7 @@ class FromDisk:
 
 @dataclass(slots=True)
 class Offered:
-    """Weights that a publisher has announced. Every worker receives and verifies them before any
-    worker is paused."""
+    """Weights that a publisher has announced."""
 
     offer: Offer
     secret: str = ""
@@ -219,8 +218,7 @@ async def stage(
     allow_cast: bool = False,
     seconds: float = STAGE_SECONDS,
 ) -> None:
-    """Have a worker receive and verify weights while it generates; raise `NoSuchMethod` if it
-    cannot."""
+    """Have a worker receive and verify weights while it generates, if it has the methods."""
     start = {"offer": offer.signed(secret).as_json(), "allow_cast": allow_cast}
     check = {"identity": offer.identity}
     await start_and_wait(admin, worker, (STAGE_METHOD, start), (STAGED_METHOD, check), seconds)
@@ -243,8 +241,7 @@ Call = tuple[str, Mapping[str, Any]]
 async def start_and_wait(
     admin: AdminAPI, worker: Worker, start: Call, check: Call, seconds: float = STAGE_SECONDS
 ) -> None:
-    """Start a background task in a worker and wait for its end. `check` is a method that raises
-    while the task runs and if it failed."""
+    """Start a background task in a worker and wait until `check` does not raise any more."""
     method, arguments = start
     deadline, wait = time.monotonic() + seconds, ASK_SECONDS
     try:
@@ -271,8 +268,7 @@ async def start_and_wait(
 
 @asynccontextmanager
 async def _notifications(expected: int) -> AsyncIterator[tuple[str, asyncio.Event]]:
-    """Listen at a unix socket. Yield its name and an event that is set after `expected`
-    connections, one for each rank of a worker."""
+    """Yield the name of a unix socket, and an event that is set after `expected` connections."""
     name, notified, count = f"rollway/staged/{secrets.token_hex(8)}", asyncio.Event(), 0
 
     async def accept(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -290,17 +286,14 @@ async def _notifications(expected: int) -> AsyncIterator[tuple[str, asyncio.Even
 
 
 def _as_usage_error(error: AdminError) -> RollwayError:
-    """Return a worker's refusal as a mistake of the caller. An error with a cause is no refusal:
-    the call did not reach the worker, or the answer was lost."""
+    """Return a worker's refusal as a mistake of the caller."""
+    # An error with a cause is no refusal: the call or its answer was lost.
     return error if error.__cause__ is not None else UsageError(error.message, error.hint)
 
 
 @dataclass(slots=True)
 class FromEngineMethod:
-    """Weights that a method of the engine fetches, for example over a collective.
-
-    The method belongs to the user's extension (`--worker-extension-cls`), and the user's trainer
-    is the sending side."""
+    """Weights that a method of the user's engine extension (`--worker-extension-cls`) fetches."""
 
     method: str
     arguments: Mapping[str, Any] = field(default_factory=dict)

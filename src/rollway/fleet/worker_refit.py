@@ -108,17 +108,15 @@ class WorkerRefit:
             self.may_hold_update = False
 
     def note_if_current(self) -> bool:
-        """Return whether the worker already serves the version. Its label and the claim of the
-        version are enough: a version names one set of weights."""
-        is_current = self.label == self.plan.version
+        """Return whether the worker already serves the version."""
+        is_current = self.label == self.plan.version  # which names one set of weights
         if is_current:
             self.report.state, self.report.version = "serving", self.plan.version
             self.report.proof = "earlier refit"
         return is_current
 
     async def stay(self) -> None:
-        """Put a worker that has the weights into service: an interrupted refit may have left it
-        out."""
+        """Put a worker that has the weights into service; an interrupted refit may have not."""
         async with self.plan.admin.held() as connection:
             await self._check_process(connection)
             await self._set_taints(connection, [taint_of(self.plan.version)])
@@ -156,8 +154,8 @@ class WorkerRefit:
         self.report.state = "restored"
 
     async def install(self) -> None:
-        """Apply the update, verify it and enter service. After any failure the worker stays out of
-        service: its weights are unknown, and no sample is better than a wrong one."""
+        """Apply the update, verify it and enter service. After a failure stay out of service: no
+        sample is better than a wrong one."""
         try:
             await self.apply()
             await self.verify()
@@ -304,8 +302,7 @@ class WorkerRefit:
             raise _AnotherProcess(f"{self.worker} is gone: another process has its address.")
 
     async def _abort_late_requests(self) -> None:
-        """Abort requests that a router sent before it received the empty taints: they would be
-        sampled from the new weights."""
+        """Abort requests that a router sent before it knew that the worker left."""
         since = time.monotonic() - self._untainted_at
         if since < ROUTING_SECONDS:
             await asyncio.sleep(ROUTING_SECONDS - since)
@@ -348,8 +345,8 @@ async def set_taints(
 
 
 async def run_to_the_end(work: Coroutine[Any, Any, None]) -> None:
-    """Run to the end even if cancelled, and raise the cancellation afterwards. The caller holds
-    the lock of the fleet: no other refit may begin before this has ended."""
+    """Run to the end even if cancelled, and raise the cancellation afterwards: the caller's lock
+    must not be released before."""
     task = asyncio.create_task(work)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
