@@ -30,7 +30,7 @@ class FakeWorker:
     routes: list[str] = field(default_factory=lambda: list(ROUTES))
     error: str | None = None
     taints: list[str] = field(default_factory=list)
-    lies: bool = False
+    ignores_updates: bool = False
     """Whether it reports success for an update and keeps its version."""
 
     async def handle(self, request: web.Request) -> web.Response:
@@ -49,7 +49,7 @@ class FakeWorker:
         if route == "update_weights_from_disk":
             if not self.paused:
                 return _reply({"status": "error", "message": "must be paused"})
-            if not self.lies:
+            if not self.ignores_updates:
                 self.version = body["weight_version"]
         elif route == "set_weight_version":
             self.version = body["weight_version"]

@@ -199,8 +199,8 @@ async def test_of_two_refits_at_once_the_older_version_does_not_win(checkpoint: 
 
 
 async def test_an_update_that_succeeds_without_an_effect_is_noticed(checkpoint: Path) -> None:
-    async with fake_fleet(FakeWorker(1, lies=True)) as url, Http() as http:
-        with pytest.raises(RefitError, match="has not taken the update"):
+    async with fake_fleet(FakeWorker(1, ignores_updates=True)) as url, Http() as http:
+        with pytest.raises(RefitError, match="has not applied the update"):
             await Fleet(http, url).refit(7, checkpoint)
 
 

@@ -242,7 +242,7 @@ class RefitMachine(RuleBasedStateMachine):
             self.world.join()
         self._pass(0.1)
         # Without the launcher's taints, versions rest on what one process knows: only one refits.
-        self.everyone = [self._coordinator() for _ in range(2 if shape == "stack" else 1)]
+        self.processes = [self._coordinator() for _ in range(2 if shape == "stack" else 1)]
         self._pass(0.1)
 
     def _coordinator(self) -> Coordinator:
@@ -253,19 +253,19 @@ class RefitMachine(RuleBasedStateMachine):
     def _pass(self, seconds: float) -> None:
         self.loop.run_until_complete(asyncio.sleep(seconds))
 
-    def _who(self, index: int) -> Coordinator:
-        return self.everyone[index % len(self.everyone)]
+    def _process(self, index: int) -> Coordinator:
+        return self.processes[index % len(self.processes)]
 
     def _worker(self, index: int) -> SimWorker | None:
         alive = [w for w in self.world.workers.values() if w.alive]
         return alive[index % len(alive)] if alive else None
 
-    def _crash(self, who: Coordinator) -> None:
+    def _crash(self, process: Coordinator) -> None:
         """Kill the process: its calls reach no worker any more, and another process follows."""
-        who.admin.crashed = True
-        for task in who.sampling:
+        process.admin.crashed = True
+        for task in process.sampling:
             task.cancel()
-        self.everyone[self.everyone.index(who)] = self._coordinator()
+        self.processes[self.processes.index(process)] = self._coordinator()
 
     # --- events ------------------------------------------------------------------------------
 
@@ -294,7 +294,7 @@ class RefitMachine(RuleBasedStateMachine):
 
     @rule(i=st.integers(0, 1), times=st.sampled_from([1, 5, 40]), length=st.integers(1, 30))
     def samples(self, i: int, times: int, length: int) -> None:
-        self._who(i).start(self._who(i).traffic(times, length), self._who(i).sampling)
+        self._process(i).start(self._process(i).traffic(times, length), self._process(i).sampling)
 
     @rule(
         i=st.integers(0, 1),
@@ -322,7 +322,7 @@ class RefitMachine(RuleBasedStateMachine):
         half: bool = False,
         busy: bool = False,
     ) -> None:
-        who = self._who(i)
+        process = self._process(i)
         if busy:
             self.samples(i, 40, 8)
             self._pass(0.1)
@@ -335,67 +335,67 @@ class RefitMachine(RuleBasedStateMachine):
                 kind = "half" if kind == "lie" and half and self.world.verifying else kind
                 self.world.faults[route, worker.instance_id] = kind
         self.tried += 1
-        task = who.start(who.refit(self.tried, "", mode), who.under_way)
+        task = process.start(process.refit(self.tried, "", mode), process.under_way)
         if fuse is not None:
             crash = fuse[1] == "crash"
-            who.admin.calls_left = fuse[0]
-            who.admin.then = lambda: self._crash(who) if crash else task.cancel()
+            process.admin.calls_left = fuse[0]
+            process.admin.then = lambda: self._crash(process) if crash else task.cancel()
         self._pass(seconds)
 
     @rule(i=st.integers(0, 1), back=st.integers(0, 2), mode=st.sampled_from(MODES))
     def refits_again(self, i: int, back: int, mode: RefitMode) -> None:
-        who = self._who(i)
+        process = self._process(i)
         if back < self.tried:
-            who.start(who.refit(self.tried - back, "", mode), who.under_way)
+            process.start(process.refit(self.tried - back, "", mode), process.under_way)
 
     @rule(i=st.integers(0, 1), weights=st.sampled_from(["bad", "unfit", "other"]))
     def refits_wrongly(self, i: int, weights: str) -> None:
         """Refit with no checkpoint, with one of other shapes, or with a version that is in use."""
-        who = self._who(i)
+        process = self._process(i)
         self.tried += 1
-        version = (who.versions.current or 0) if weights == "other" else self.tried
+        version = (process.versions.current or 0) if weights == "other" else self.tried
         if version and (weights != "unfit" or self.world.verifying):
-            who.start(who.refit(version, weights), who.under_way)
+            process.start(process.refit(version, weights), process.under_way)
 
     @rule(i=st.integers(0, 1))
     def admits(self, i: int) -> None:
-        self._who(i).start(self._who(i).admit(), self._who(i).under_way)
+        self._process(i).start(self._process(i).admit(), self._process(i).under_way)
 
     @rule(i=st.integers(0, 1), mode=st.sampled_from(["wait", "keep", "abort"]))
     def user_pauses(self, i: int, mode: str) -> None:
-        self._who(i).start(self._who(i).pause(mode), self._who(i).under_way)
+        self._process(i).start(self._process(i).pause(mode), self._process(i).under_way)
 
     @rule(i=st.integers(0, 1))
     def user_resumes(self, i: int) -> None:
-        self._who(i).start(self._who(i).resume(), self._who(i).under_way)
+        self._process(i).start(self._process(i).resume(), self._process(i).under_way)
 
     # --- promises ----------------------------------------------------------------------------
 
     @invariant()
     def holds(self) -> None:
-        for who in getattr(self, "everyone", []):
-            who.check_versions()
+        for process in getattr(self, "processes", []):
+            process.check_versions()
             assert not self.world.violations, self.world.violations
 
     def settles(self) -> None:
         """Check that everything ends by itself, and that one more refit repairs the fleet."""
         self._pass(DRAIN_SECONDS)
-        for who in self.everyone:
-            assert not who.under_way, "an operation never ends"
-            assert not who.sampling, "a rollout is lost"
+        for process in self.processes:
+            assert not process.under_way, "an operation never ends"
+            assert not process.sampling, "a rollout is lost"
         self.holds()
         self.world.faults.clear()
         self.world.listing_fails = 0
         self.world.join()
         self._pass(DRAIN_SECONDS)
         run = self.loop.run_until_complete
-        for who in self.everyone:
-            who.admin.calls_left = 0
-            run(who.resume())
-        who, version = self.everyone[0], self.tried + 1
-        outcome = run(who.refit(version, "", "in-flight"))
-        assert outcome == "done", f"the last refit was {outcome}: {who.trouble}"
-        (rollout,) = run(who.rollouts.generate([1], Sampling(max_tokens=3)))
+        for process in self.processes:
+            process.admin.calls_left = 0
+            run(process.resume())
+        process, version = self.processes[0], self.tried + 1
+        outcome = run(process.refit(version, "", "in-flight"))
+        assert outcome == "done", f"the last refit was {outcome}: {process.trouble}"
+        (rollout,) = run(process.rollouts.generate([1], Sampling(max_tokens=3)))
         assert rollout.weight_version == version
         self.holds()
 
@@ -539,29 +539,29 @@ def test_answers_sampled_beside_a_canary_are_discarded() -> None:
 
 def another_worker_refuses_the_update(m: RefitMachine) -> str:
     m.world.faults["check", 2] = "refuse"
-    return m.loop.run_until_complete(m.everyone[0].refit(2))
+    return m.loop.run_until_complete(m.processes[0].refit(2))
 
 
 def the_version_is_taken(m: RefitMachine) -> str:
-    return m.loop.run_until_complete(m.everyone[0].refit(1, "other"))
+    return m.loop.run_until_complete(m.processes[0].refit(1, "other"))
 
 
 def the_version_is_served_already(m: RefitMachine) -> str:
-    return m.loop.run_until_complete(m.everyone[0].refit(1))
+    return m.loop.run_until_complete(m.processes[0].refit(1))
 
 
 def a_pause_fails(m: RefitMachine) -> str:
     m.world.faults["pause", 2] = "refuse"
-    return m.loop.run_until_complete(m.everyone[0].refit(2))
+    return m.loop.run_until_complete(m.processes[0].refit(2))
 
 
 def the_update_fails(m: RefitMachine) -> str:
     m.world.faults["update", 1] = m.world.faults["update", 2] = "refuse"
-    return m.loop.run_until_complete(m.everyone[0].refit(2))
+    return m.loop.run_until_complete(m.processes[0].refit(2))
 
 
 def the_refit_is_cancelled_while_workers_stage(m: RefitMachine) -> str:
-    task = m.loop.create_task(m.everyone[0].refit(2))
+    task = m.loop.create_task(m.processes[0].refit(2))
     while not all(worker.staged for worker in m.world.workers.values()):
         m.time_passes(0.001)
     task.cancel()
@@ -569,7 +569,7 @@ def the_refit_is_cancelled_while_workers_stage(m: RefitMachine) -> str:
 
 
 def the_refit_is_cancelled_before_the_swap(m: RefitMachine) -> str:
-    task = m.loop.create_task(m.everyone[0].refit(2))
+    task = m.loop.create_task(m.processes[0].refit(2))
     while not any(worker.paused for worker in m.world.workers.values()):
         m.time_passes(0.001)
     task.cancel()
@@ -594,7 +594,7 @@ def test_no_worker_keeps_a_second_model_when(
     with machine(verifying=True, staging=True) as m:
         for worker in m.world.workers.values():
             worker.load_seconds = 0.2
-        assert m.loop.run_until_complete(m.everyone[0].refit(1)) == "done"
+        assert m.loop.run_until_complete(m.processes[0].refit(1)) == "done"
         staged = sum(call.detail == "rollway_stage" for call in m.world.log)
         assert happens(m) == outcome
         assert sum(call.detail == "rollway_stage" for call in m.world.log) > staged
@@ -612,7 +612,7 @@ def run_story(sabotage: Sabotage, shape: str, verifying: bool, staging: bool = F
     """Run traffic through every mode, then an event for each protection. Return how many requests
     arrived late."""
     with machine(shape=shape, verifying=verifying, staging=staging) as m:
-        run, who, world = m.loop.run_until_complete, m.everyone[0], m.world
+        run, process, world = m.loop.run_until_complete, m.processes[0], m.world
         sabotage(m.patch)
         for worker in world.workers.values():
             worker.lag, worker.load_seconds, worker.sticky = 0.05, 0.01, world.supervised
@@ -621,22 +621,22 @@ def run_story(sabotage: Sabotage, shape: str, verifying: bool, staging: bool = F
         def then(work: Coroutine[Any, Any, str], expected: str) -> None:
             outcome = run(work)
             m.holds()
-            assert outcome == expected, who.trouble
+            assert outcome == expected, process.trouble
 
         for version, mode in enumerate(MODES * 2, 1):
-            for process in m.everyone:
-                process.start(process.traffic(80, 4), process.sampling)
+            for sampler in m.processes:
+                sampler.start(sampler.traffic(80, 4), sampler.sampling)
             m._pass(0.2)
-            then(who.refit(version, "", mode), "done")
+            then(process.refit(version, "", mode), "done")
             m._pass(2.0)
-        then(who.refit(5), "refused")
-        then(who.refit(6, "other"), "refused")
+        then(process.refit(5), "refused")
+        then(process.refit(6, "other"), "refused")
         world.faults["pause", 1] = "refuse"
-        then(who.refit(7), "failed")
+        then(process.refit(7), "failed")
         world.faults["update", 1] = "half" if verifying else "refuse"
-        then(who.refit(8, "", "rolling"), "failed")
-        who.start(who.traffic(20), who.sampling)
-        then(who.resume(), "failed")
+        then(process.refit(8, "", "rolling"), "failed")
+        process.start(process.traffic(20), process.sampling)
+        then(process.resume(), "failed")
         m.tried = 8
         m.settles()
         return sum(worker.late for worker in world.workers.values())

@@ -184,8 +184,7 @@ class Refit:
         return [worker for worker in workers if worker not in current]
 
     async def _ask_for_reference(self, behind: Sequence[WorkerRefit]) -> None:
-        """Ask a worker on the version for the right canary answer, if one that is behind needs a
-        canary."""
+        """Ask a worker on the version for the right canary answer, if any worker needs a canary."""
         canaries = self.plan.canaries
         if canaries is None or all(worker.verifies_itself for worker in behind):
             return

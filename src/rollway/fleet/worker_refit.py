@@ -18,7 +18,7 @@
     joining: its supervisor has not labelled it yet, so it serves nothing and waits
 
 All calls between the pause and the resume go over one pinned connection: they reach one process,
-never its successor at the same address. Its label tells other processes the same story: a worker is
+never its successor at the same address. Other processes read its state from its label: a worker is
 labelled with a version only while it serves that version.
 """
 
@@ -188,7 +188,7 @@ class WorkerRefit:
         label = await self._pinned.weight_version(self.worker)
         if label != unverified_label(self.plan.version):
             raise AdminError(
-                f"{self.worker} reported success and has not taken the update (its label is "
+                f"{self.worker} reported success and has not applied the update (its label is "
                 f"{label})."
             )
         if self.verifies_itself:
@@ -296,7 +296,7 @@ class WorkerRefit:
         """Raise unless the connection reaches the process that was asked before."""
         label = await connection.weight_version(self.worker)
         before = self._label_before
-        # The call that set the label may have taken effect although its answer was lost.
+        # The call that set the label may have worked although its answer was lost.
         is_leaving = before is not None and label == leaving_label(before)
         if label != self.label and not is_leaving:
             raise _AnotherProcess(f"{self.worker} is gone: another process has its address.")
