@@ -283,7 +283,9 @@ class Fleet:
                 return await refit.run()
             finally:
                 if refit.is_claimed and self.versions.current == version:
-                    self._keep_recipe(version, chosen)
+                    self._recipe = (version, chosen)
+                    if self._record is not None and isinstance(chosen, FromDisk):
+                        self._record.put(version, chosen.path)
                 self._note_doubts(refit)
 
     async def load_adapter(
@@ -401,11 +403,6 @@ class Fleet:
         if self._record is not None:
             self._claimed_before = self._record.newest()
             self.versions.learn_claims(self._record.claims())
-
-    def _keep_recipe(self, version: int, update: Update) -> None:
-        self._recipe = (version, update)
-        if self._record is not None and isinstance(update, FromDisk):
-            self._record.put(version, update.path)
 
     def _find_recipe(self) -> tuple[int, Update] | None:
         """Return the current version and its update, from this process or from the record."""
