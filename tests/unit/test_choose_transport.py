@@ -13,7 +13,6 @@ from rollway.engine.receivers import reader_for
 from rollway.errors import UsageError
 from rollway.weights.layout import Box, Piece, Shard
 from rollway.weights.sources import Held, from_module
-from rollway.weights.transports import nixl_agent
 from rollway.weights.transports.base import Publisher
 from rollway.weights.transports.choose import (
     AutomaticPublisher,
@@ -23,6 +22,7 @@ from rollway.weights.transports.choose import (
 )
 from tests.checkpoints import write_checkpoint
 
+IMPORT_NIXL = "rollway.weights.transports.nixl_agent.import_nixl"
 HERE = Destination("s", "secret", "/model")
 ELSEWHERE = dataclasses.replace(HERE, addresses=frozenset({"10.0.0.1", "10.0.0.2"}))
 
@@ -46,7 +46,7 @@ def test_between_machines_a_directory_is_used_or_nixl(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert choose_transport("auto", ELSEWHERE, directory=tmp_path).transport == "files"
-    monkeypatch.setattr(nixl_agent, "import_nixl", lambda: None)
+    monkeypatch.setattr(IMPORT_NIXL, lambda: None)
     assert choose_transport("auto", ELSEWHERE).transport == "nixl"
     sharded = choose_transport("auto", ELSEWHERE, directory=tmp_path, is_sharded=True)
     assert sharded.transport == "nixl"  # a directory of checkpoints holds whole tensors
@@ -54,7 +54,7 @@ def test_between_machines_a_directory_is_used_or_nixl(
     def missing() -> None:
         raise UsageError("NIXL is not installed.")
 
-    monkeypatch.setattr(nixl_agent, "import_nixl", missing)
+    monkeypatch.setattr(IMPORT_NIXL, missing)
     with pytest.raises(UsageError, match="no transport that reaches them"):
         choose_transport("auto", ELSEWHERE)
 

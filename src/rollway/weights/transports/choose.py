@@ -127,8 +127,8 @@ def open_publisher(
 
     `directory` is where files and delta store versions. With `temporary` they remove it when the
     publisher closes or its process ends, however it ends. `bucket_bytes` limits the memory that
-    cuda_ipc and files need for tensors on their way. `options` are further ones of the transport's
-    own publisher.
+    cuda_ipc, files and collective need for tensors on their way. `options` are further ones of the
+    transport's own publisher.
 
         destination = Destination(stack="s1", secret=secret, model=path)
         with open_publisher("auto", destination) as publisher:
@@ -173,7 +173,10 @@ def _find_arguments(
         case "cuda_ipc":
             return {"bucket_bytes": bucket_bytes} if bucket_bytes else {}
         case "collective":
-            return {"host": host, "receivers": destination.receivers}
+            from rollway.weights.transports.collective.publisher import BUCKET_BYTES
+
+            size = min(bucket_bytes or BUCKET_BYTES, BUCKET_BYTES)
+            return {"host": host, "receivers": destination.receivers, "bucket_bytes": size}
         case "nixl":
             ranks = destination.engine_ranks
             return {"host": host, "secret": destination.secret, "engine_ranks": ranks}

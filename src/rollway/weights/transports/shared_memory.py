@@ -35,7 +35,7 @@ def prepare_directory(directory: Path, prefix: str) -> None:
 
 
 @contextmanager
-def plain_file(path: Path) -> Iterator[tuple[int, os.stat_result]]:
+def open_shared_file(path: Path) -> Iterator[tuple[int, os.stat_result]]:
     """Open a plain file for reading; yield its descriptor and its status."""
     with ExitStack() as stack:
         try:
@@ -45,7 +45,7 @@ def plain_file(path: Path) -> Iterator[tuple[int, os.stat_result]]:
         yield handle, os.fstat(handle)
 
 
-def mapped(handle: int, size: int, *, whole: bool = True) -> Tensor:
+def map_for_reading(handle: int, size: int, *, whole: bool = True) -> Tensor:
     """Map a file for reading, as a tensor of bytes.
 
     All pages are mapped at once: page faults would take longer than the copy that follows. Pass

@@ -29,6 +29,7 @@ from rollway.weights.transports.entries import make_entry
 
 log = logging.getLogger(__name__)
 
+BUCKET_BYTES = 64 << 20
 _RETRY = "Publish the version again; workers still serve the previous one."
 
 
@@ -48,7 +49,7 @@ class CollectivePublisher(Publisher):
         self,
         host: str = "127.0.0.1",
         port: int = 0,
-        bucket_bytes: int = 64 << 20,
+        bucket_bytes: int = BUCKET_BYTES,
         init_seconds: float = 30.0,
         step_seconds: float = 60.0,
         receivers: int | Callable[[], int] = 1,
