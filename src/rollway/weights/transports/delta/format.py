@@ -42,7 +42,7 @@ _MAGIC = b"RWD1"
 _PREFIX_BYTES = 8
 _MOST_HEADER_BYTES = 1 << 16
 MOST_OVERHEAD = _PREFIX_BYTES + _MOST_HEADER_BYTES + 1
-"""How many bytes a packed change may exceed its tensor by: it is sent whole unless it is shorter."""
+"""How many bytes a packed change may exceed its tensor by; a longer one is sent whole."""
 _DAMAGED = "It was damaged in transit, or is still being written; read it again."
 
 Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]

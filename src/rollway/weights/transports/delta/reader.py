@@ -52,9 +52,7 @@ class DeltaVersions:
     def read_manifest(self, version: int) -> Manifest:
         with self._store.open(manifest_key(version)) as blob:
             if blob.size > MOST_MANIFEST_BYTES:
-                raise WeightsError(
-                    f"The manifest of version {version} is too large.", USE_SNAPSHOT
-                )
+                raise WeightsError(f"The manifest of version {version} is too large.", USE_SNAPSHOT)
             data = blob.read(0, blob.size)
         try:
             manifest = msgspec.json.decode(data, type=Manifest)
@@ -258,6 +256,4 @@ def _check_announced(encoded: Encoded, name: str, entry: Entry, step: Step) -> N
     expected = (name, entry.dtype, entry.shape, entry.digest, step.manifest.version, base)
     actual = (header.name, header.dtype, header.shape, header.digest, header.version, header.base)
     if expected != actual:
-        raise WeightsError(
-            f"The {step} has another tensor where {name} should be.", USE_SNAPSHOT
-        )
+        raise WeightsError(f"The {step} has another tensor where {name} should be.", USE_SNAPSHOT)

@@ -1,14 +1,16 @@
 """A NIXL agent as this package uses it: registered memory, prepared reads, bounded waits.
 
-NIXL is imported when an agent is made, not before. Its progress thread turns a whole core and is
-off: reads over shared memory or RDMA need none, and what little else there is (the first contact,
-notifications) moves on whenever somebody asks for notices. Plain TCP needs it (`progress=True`).
+NIXL is imported when the first agent is made. Its progress thread keeps a whole core busy and is
+off: reads over shared memory or RDMA do not need it, and the little else that must progress (the
+first contact, notifications) does so whenever notifications are polled. Plain TCP needs the thread
+(`progress=True`).
 """
 
 from __future__ import annotations
 
 import importlib
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,15 +25,15 @@ from numpy.typing import NDArray
 from rollway.errors import UsageError, WeightsError
 
 ErrorHandling = Literal["none", "peer"]
-"""`none` lets processes of one machine read each other's memory directly; NIXL notices there when
-one dies. Between machines `peer` makes the network report it."""
+"""With `none`, processes of one machine read each other's memory directly, and NIXL notices when
+one dies. Between machines, `peer` makes the network report a dead peer."""
 Memory = Literal["DRAM", "VRAM"]
 Numbers = NDArray[np.uint64]
 _PACKAGES = ("nixl_cu12", "nixl_cu13")
-_LOOK_SECONDS = 0.0005
-_PULSE_SECONDS = 0.1
-Tell = Callable[[str, bytes], None]
-"""Called with who sent a notice, and the notice."""
+_POLL_SECONDS = 0.0005
+_LISTEN_SECONDS = 0.1
+OnMessage = Callable[[str, bytes], None]
+"""Receives the sender of a notification, and the notification."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +42,13 @@ class Settings:
 
     error_handling: ErrorHandling = "none"
     net_devices: tuple[str, ...] = ()
-    """NICs to use, as UCX calls them (`mlx5_0:1`); all when empty, or `UCX_NET_DEVICES`."""
+    """NICs by their UCX names (`mlx5_0:1`). Empty: those of `UCX_NET_DEVICES`, or all."""
     progress: bool = False
 
 
 def import_nixl() -> Any:
-    """NIXL's Python API. By the name of its CUDA build: `nixl` alone imports torch to choose."""
-    os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")  # what it logs, it also raises
+    """Import NIXL's Python API by the name of its CUDA build: `nixl` would import torch first."""
+    os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")  # it raises everything that it logs
     for package in _PACKAGES:
         try:
             return importlib.import_module(f"{package}._api")
@@ -56,13 +58,19 @@ def import_nixl() -> Any:
 
 
 def check_devices(names: Sequence[str], root: Path = Path("/sys/class")) -> None:
-    """UCX takes any name without a word, and then uses another way."""
-    there = {path.name for kind in ("infiniband", "net") for path in (root / kind).glob("*")}
+    """Raise for an unknown network device: UCX would ignore the name and use another device."""
+    devices = {path.name for kind in ("infiniband", "net") for path in (root / kind).glob("*")}
     for name in names:
-        if there and name.partition(":")[0] not in there:
+        if devices and name.partition(":")[0] not in devices:
             raise UsageError(
-                f"This machine has no network device {name}.", f"It has {', '.join(sorted(there))}."
+                f"This machine has no network device {name}.",
+                f"It has {', '.join(sorted(devices))}.",
             )
+
+
+def unique_name(kind: str) -> str:
+    """Return a name for an agent that no other agent has, on any machine."""
+    return f"{kind}-{socket.gethostname()}-{os.getpid()}-{os.urandom(4).hex()}"
 
 
 @dataclass(slots=True)
@@ -76,21 +84,21 @@ class Region:
 
 @dataclass(slots=True)
 class Prepared:
-    """A read that can be done again and again."""
+    """A read that can be repeated."""
 
     peer: str
     handle: Any
     lists: tuple[Any, Any]
 
     def release(self) -> None:
-        with suppress(Exception):  # it may still be under way: then NIXL keeps it
+        with suppress(Exception):  # it may still be in progress: then NIXL keeps it
             self.handle.release()
-            for one in self.lists:
-                one.release()
+            for descriptors in self.lists:
+                descriptors.release()
 
 
 class Agent:
-    """One NIXL agent; its calls may come from several threads."""
+    """One NIXL agent; several threads may call it."""
 
     def __init__(self, name: str, settings: Settings) -> None:
         api = import_nixl()
@@ -103,17 +111,17 @@ class Agent:
         if settings.net_devices:
             check_devices(settings.net_devices)
             options["ucx_devices"] = ",".join(settings.net_devices)
-        with _told("cannot start"):
+        with _describe_errors("cannot start"):
             self._agent = api.nixl_agent(name, config)
             self._agent.create_backend("UCX", options)
 
     def register(self, address: int, nbytes: int, memory: Memory, device: int = 0) -> Region:
-        with self._lock, _told(f"cannot register {nbytes} bytes"):
+        with self._lock, _describe_errors(f"cannot register {nbytes} bytes"):
             descriptors = self._agent.register_memory([(address, nbytes, device, "")], memory)
         return Region(address, nbytes, descriptors)
 
     def deregister(self, region: Region) -> None:
-        with self._lock, suppress(Exception):  # the agent itself may be broken by now
+        with self._lock, suppress(Exception):  # the agent itself may be broken
             self._agent.deregister_memory(region.descriptors)
 
     def metadata(self) -> bytes:
@@ -121,7 +129,7 @@ class Agent:
             return bytes(self._agent.get_agent_metadata())
 
     def add_peer(self, metadata: bytes) -> str:
-        with self._lock, _told("cannot read the description of a source"):
+        with self._lock, _describe_errors("cannot read the description of a source"):
             return str(self._agent.add_remote_agent(metadata).decode())
 
     def remove_peer(self, peer: str) -> None:
@@ -131,57 +139,56 @@ class Agent:
     def prepare(
         self, peer: str, local: tuple[Memory, Numbers], remote: tuple[Memory, Numbers]
     ) -> Prepared:
-        """A read of rows of (address, bytes, device) from a peer, into the rows of `local`."""
-        with self._lock, _told(f"cannot read the memory that {peer} announced"):
+        """Prepare a read from a peer; rows of (address, bytes, device) at both ends correspond."""
+        with self._lock, _describe_errors(f"cannot read the memory that {peer} announced"):
             here = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", local[1], local[0])
             there = self._agent.prep_xfer_dlist(peer, remote[1], remote[0])
-            all_of_it = np.arange(len(local[1]), dtype=np.int32)
-            handle = self._agent.make_prepped_xfer("READ", here, all_of_it, there, all_of_it, b"")
+            indices = np.arange(len(local[1]), dtype=np.int32)
+            handle = self._agent.make_prepped_xfer("READ", here, indices, there, indices, b"")
         return Prepared(peer, handle, (here, there))
 
     def read(self, reads: Sequence[Prepared], timeout: float) -> None:
-        """Do these reads side by side; raise when one fails, or not all end in time."""
+        """Run these reads side by side; raise if one fails, or if not all end in time."""
         deadline = time.monotonic() + timeout
-        waiting = []
-        for one in reads:
-            if self._state(self._agent.transfer, one) == "PROC":
-                waiting.append(one)
-        while waiting:
-            waiting = [o for o in waiting if self._state(self._agent.check_xfer_state, o) == "PROC"]
-            if waiting and time.monotonic() > deadline:
+        pending = [read for read in reads if self._is_pending(self._agent.transfer, read)]
+        while pending:
+            check = self._agent.check_xfer_state
+            pending = [read for read in pending if self._is_pending(check, read)]
+            if pending and time.monotonic() > deadline:
                 raise TimedOut(
-                    f"{waiting[0].peer} gave nothing within {timeout:g} s.",
-                    "See whether it still runs; over plain TCP both ends need progress=True.",
+                    f"{pending[0].peer} sent nothing within {timeout:g} s.",
+                    "Check that it still runs; over plain TCP both ends need progress=True.",
                 )
-            if waiting:
-                time.sleep(_LOOK_SECONDS)
+            if pending:
+                time.sleep(_POLL_SECONDS)
 
-    def _state(self, call: Any, one: Prepared) -> str:
-        with self._lock, _told(f"cannot read from {one.peer}: it has ended, or is out of reach"):
-            state = str(call(one.handle))
+    def _is_pending(self, call: Any, read: Prepared) -> bool:
+        what = f"cannot read from {read.peer}: it has ended, or is out of reach"
+        with self._lock, _describe_errors(what):
+            state = str(call(read.handle))
             if state == "ERR":
                 raise RuntimeError("the transfer failed")
-        return state
+        return state == "PROC"
 
     def notify(self, peer: str, message: bytes) -> None:
-        with self._lock, _told(f"cannot notify {peer}"):
+        with self._lock, _describe_errors(f"cannot notify {peer}"):
             self._agent.send_notif(peer, message)
 
-    def hear(self, tell: Tell) -> None:
-        """Tell what others sent since the last time; also moves NIXL's own business on."""
-        with self._lock, _told("cannot look for notices"):
-            found: dict[str, list[bytes]] = self._agent.get_new_notifs()
-        for peer, messages in found.items():
+    def poll(self, on_message: OnMessage) -> None:
+        """Deliver the notifications since the last poll; NIXL also sends and connects meanwhile."""
+        with self._lock, _describe_errors("cannot poll notifications"):
+            received: dict[str, list[bytes]] = self._agent.get_new_notifs()
+        for peer, messages in received.items():
             for message in messages:
-                tell(peer, message)
+                on_message(peer, message)
 
-    def listen(self, tell: Tell) -> None:
-        """Hear every now and then, in a thread of its own, which costs next to nothing."""
+    def listen(self, on_message: OnMessage) -> None:
+        """Poll every 0.1 s in a background thread, which costs almost no CPU."""
 
         def run() -> None:
-            while not self._stopped.wait(_PULSE_SECONDS):
-                with suppress(WeightsError):  # one that died must not keep us from the others
-                    self.hear(tell)
+            while not self._stopped.wait(_LISTEN_SECONDS):
+                with suppress(WeightsError):  # a dead peer must not cut off the others
+                    self.poll(on_message)
 
         threading.Thread(target=run, name="rollway-nixl", daemon=True).start()
 
@@ -190,14 +197,14 @@ class Agent:
 
 
 class TimedOut(WeightsError):
-    """A read that was given up may still write: its memory must not be used again."""
+    """A read that was abandoned. It may still write, so its memory must not be used again."""
 
 
 @contextmanager
-def _told(what: str) -> Iterator[None]:
+def _describe_errors(what: str) -> Iterator[None]:
     try:
         yield
     except WeightsError:
         raise
-    except Exception as error:  # NIXL's errors have no base of their own
+    except Exception as error:  # NIXL's errors have no common base class
         raise WeightsError(f"NIXL {what} ({error}).") from error

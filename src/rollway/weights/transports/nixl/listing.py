@@ -1,8 +1,8 @@
-"""What a source says of itself so that others can read its memory: the body of a listing.
+"""Describe a source's memory so that others can read it: the body of a catalog listing.
 
-The layout (tensors, and which boxes of Hugging Face tensors lie in them) stays the same from
-version to version, so it is one blob by which readers know a plan again. Addresses and digests
-are the version's own. A digest belongs to a piece: whoever takes pieces whole can prove them.
+The layout (tensors, and the boxes of Hugging Face tensors in them) is the same for every version,
+so it is one blob by which readers recognise a plan. Addresses and digests differ by version. Every
+piece has a digest, so a reader can verify whatever consists of whole pieces.
 """
 
 from __future__ import annotations
@@ -18,17 +18,20 @@ from typing import Annotated
 import msgspec
 
 from rollway.errors import UsageError, WeightsError
-from rollway.weights.catalog import Listing
 from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.coverage import check_covered
 from rollway.weights.layout import ELEMENT_BYTES, Box, Piece, Shape
 from rollway.weights.offer import Count, Text
 from rollway.weights.planning.holdings import Place, Source, source_of_pieces
 from rollway.weights.planning.wants import LocalTensor
-from rollway.weights.transports.nixl_agent import ErrorHandling, Memory
+from rollway.weights.transports.nixl.agent import ErrorHandling, Memory
+from rollway.weights.transports.nixl.catalog import Listing
 from rollway.weights.untrusted import check_shape
 
+FANOUT = "fanout"
+"""The key of an offer that asks receivers to serve peers."""
 DIGEST_BYTES = 16
+_RECEIPT = b"rollway has "
 _Shape = Annotated[tuple[Count, ...], msgspec.Meta(max_length=8)]
 _Address = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 
@@ -40,6 +43,8 @@ class _Tensor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 class _Piece(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A `Piece` on the wire; `tensor` is the number of the tensor that contains it."""
+
     name: Text
     start: _Shape
     stop: _Shape
@@ -53,8 +58,8 @@ class _Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pieces: list[_Piece]
 
 
-class Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One source, for one version."""
+class SourceMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The memory of one source for one version."""
 
     agent: Annotated[bytes, msgspec.Meta(max_length=16 << 20)]
     """NIXL's description of the agent and of its registered memory."""
@@ -64,19 +69,21 @@ class Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     node: Annotated[str, msgspec.Meta(max_length=1024)]
     layout: bytes
     addresses: list[_Address]
-    """By tensor of the layout."""
+    """One for each tensor of the layout."""
     digests: bytes
-    """By piece of the layout."""
+    """One for each piece of the layout."""
 
 
 def write_layout(tensors: Mapping[str, LocalTensor], pieces: Sequence[Piece]) -> bytes:
     numbers = {name: number for number, name in enumerate(tensors)}
     missing = next((piece for piece in pieces if piece.source not in numbers), None)
     if missing is not None:
-        raise UsageError(f"A piece of {missing.name} lies in {missing.source}, which is not given.")
+        raise UsageError(
+            f"A piece of {missing.name} is in {missing.source}, which is not published."
+        )
     return msgspec.msgpack.encode(
         _Layout(
-            [_Tensor(name, one.dtype, one.shape) for name, one in tensors.items()],
+            [_Tensor(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()],
             [
                 _Piece(p.name, p.box.start, p.box.stop, numbers[p.source], p.at, p.transposed)
                 for p in pieces
@@ -86,48 +93,49 @@ def write_layout(tensors: Mapping[str, LocalTensor], pieces: Sequence[Piece]) ->
 
 
 @dataclass(frozen=True)
-class Held:
-    """A source's layout, read and looked at."""
+class Layout:
+    """A source's layout, decoded and checked."""
 
     tensors: dict[str, LocalTensor]
     pieces: list[Piece]
 
-    def source(self, name: str, node: str) -> Source:
-        """For the planner, to which a tensor without elements is nothing."""
-        full = [piece for piece in self.pieces if piece.box.elements]
-        return source_of_pieces(name, self.tensors, full, Place(node))
+    def as_source(self, name: str, node: str) -> Source:
+        """Return a source for the planner, which does not know tensors without elements."""
+        pieces = [piece for piece in self.pieces if piece.box.elements]
+        return source_of_pieces(name, self.tensors, pieces, Place(node))
 
 
-def read_layout(raw: bytes) -> Held:
+def read_layout(raw: bytes) -> Layout:
+    """Decode a layout; raise unless every piece is inside its tensor."""
     try:
         layout = msgspec.msgpack.decode(raw, type=_Layout)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise WeightsError(f"The layout of a source is damaged: {error}.") from error
-    tensors = {one.name: LocalTensor(one.dtype, one.shape) for one in layout.tensors}
+    tensors = {tensor.name: LocalTensor(tensor.dtype, tensor.shape) for tensor in layout.tensors}
     if len(tensors) != len(layout.tensors):
         raise WeightsError("A source lists a tensor twice.")
-    for name, one in tensors.items():
-        if one.dtype not in ELEMENT_BYTES:
-            raise WeightsError(f"{name} has the dtype {one.dtype}, which is not known.")
+    for name, tensor in tensors.items():
+        if tensor.dtype not in ELEMENT_BYTES:
+            raise WeightsError(f"{name} has the dtype {tensor.dtype}, which is not known.")
         try:
-            check_shape(one.shape)
+            check_shape(tensor.shape)
         except ValueError as error:
             raise WeightsError(f"{name}: {error}.") from error
     names = list(tensors)
     pieces = []
     for piece in layout.pieces:
         if piece.tensor >= len(names) or len(piece.start) != len(piece.stop):
-            raise WeightsError(f"A piece of {piece.name} lies nowhere.")
+            raise WeightsError(f"A piece of {piece.name} is in no tensor.")
         if any(a > b for a, b in zip(piece.start, piece.stop, strict=True)):
             raise WeightsError(f"A piece of {piece.name} ends before it begins.")
         _check_inside(piece, tensors[names[piece.tensor]].shape)
         box = Box(piece.start, piece.stop)
         pieces.append(Piece(piece.name, box, names[piece.tensor], piece.at, piece.transposed))
-    return Held(tensors, pieces)
+    return Layout(tensors, pieces)
 
 
 def _check_inside(piece: _Piece, shape: Shape) -> None:
-    """A piece lies in its tensor: a reader takes its place in memory from there."""
+    """Raise unless a piece is inside its tensor: a reader computes addresses from it."""
     extents = tuple(b - a for a, b in zip(piece.start, piece.stop, strict=True))
     extents = extents[::-1] if piece.transposed else extents
     if (
@@ -135,60 +143,60 @@ def _check_inside(piece: _Piece, shape: Shape) -> None:
         or (piece.transposed and len(shape) != 2)
         or any(a + n > size for a, n, size in zip(piece.at, extents, shape, strict=True))
     ):
-        raise WeightsError(f"A piece of {piece.name} lies outside of its tensor.")
+        raise WeightsError(f"A piece of {piece.name} is outside of its tensor.")
 
 
 @dataclass(frozen=True)
-class Group:
-    """Sources that have all of a version together."""
+class SourceGroup:
+    """Sources that together hold all of a version."""
 
     names: tuple[str, ...]
-    cards: tuple[Card, ...]
-    held: tuple[Held, ...]
+    memories: tuple[SourceMemory, ...]
+    layouts: tuple[Layout, ...]
 
     @cached_property
     def key(self) -> str:
-        """Equal for equal layouts: of the same sources, whatever the version."""
-        told = hashlib.sha256()
-        for name, card in zip(self.names, self.cards, strict=True):
-            told.update(f"{name} {card.node} {len(card.layout)} ".encode() + card.layout)
-        return told.hexdigest()
+        """A key for plans: equal for the same sources with the same layouts in any version."""
+        hasher = hashlib.sha256()
+        for name, memory in zip(self.names, self.memories, strict=True):
+            hasher.update(f"{name} {memory.node} {len(memory.layout)} ".encode() + memory.layout)
+        return hasher.hexdigest()
 
     @cached_property
     def digests(self) -> dict[tuple[str, Box], bytes]:
-        """By piece. Ranks that hold the same must hold the same bytes."""
-        found: dict[tuple[str, Box], bytes] = {}
-        for card, held in zip(self.cards, self.held, strict=True):
-            for number, piece in enumerate(held.pieces):
-                digest = card.digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
-                if found.setdefault((piece.name, piece.box), digest) != digest:
+        """The digest of each piece. Ranks that hold the same piece must hold the same bytes."""
+        digests: dict[tuple[str, Box], bytes] = {}
+        for memory, layout in zip(self.memories, self.layouts, strict=True):
+            for number, piece in enumerate(layout.pieces):
+                digest = memory.digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
+                if digests.setdefault((piece.name, piece.box), digest) != digest:
                     raise WeightsError(
                         f"Two ranks of the trainer hold different values of {piece.name}.",
                         "Their replicas have drifted apart; synchronise them, then publish again.",
                     )
-        return found
+        return digests
 
     @cached_property
     def headers(self) -> dict[str, TensorHeader]:
-        """Of the Hugging Face tensors that the pieces make up, all of them whole."""
+        """The Hugging Face tensors; raise unless the pieces make up each of them exactly."""
         dtypes: dict[str, str] = {}
         boxes: dict[str, set[Box]] = {}
-        for held in self.held:
-            for piece in held.pieces:
-                dtypes[piece.name] = held.tensors[piece.source].dtype
+        for layout in self.layouts:
+            for piece in layout.pieces:
+                dtypes[piece.name] = layout.tensors[piece.source].dtype
                 boxes.setdefault(piece.name, set()).add(piece.box)
         headers = {}
-        for name, some in boxes.items():
-            if len({len(box.stop) for box in some}) != 1:
+        for name, several in boxes.items():
+            if len({len(box.stop) for box in several}) != 1:
                 raise WeightsError(f"The pieces of {name} have different numbers of dimensions.")
-            shape: Shape = tuple(map(max, zip(*(box.stop for box in some), strict=True)))
-            check_covered(name, shape, [box for box in some if box.elements])
+            shape: Shape = tuple(map(max, zip(*(box.stop for box in several), strict=True)))
+            check_covered(name, shape, [box for box in several if box.elements])
             headers[name] = TensorHeader(dtypes[name], shape, "")
         return headers
 
     @cached_property
     def identity(self) -> str:
-        """By the digests of all pieces, whoever holds them."""
+        """The identity of the weights: the digests of all pieces, whichever source holds them."""
         facts = sorted(
             (name, self.headers[name].dtype, box.start, box.stop, digest.hex())
             for (name, box), digest in self.digests.items()
@@ -197,50 +205,65 @@ class Group:
 
     @property
     def nbytes(self) -> int:
-        sizes = self.headers.values()
-        return sum(Box.whole(one.shape).elements * ELEMENT_BYTES[one.dtype] for one in sizes)
+        return sum(
+            Box.whole(header.shape).elements * ELEMENT_BYTES[header.dtype]
+            for header in self.headers.values()
+        )
 
 
-class Layouts:
-    """Layouts that were read before, by their bytes."""
+class LayoutCache:
+    """Decodes listings; a layout that was decoded before is recognised by its bytes."""
 
     def __init__(self, size: int = 1024) -> None:
         self._size = size
-        self._known: dict[bytes, Held] = {}
+        self._layouts: dict[bytes, Layout] = {}
 
-    def group(self, listings: Iterable[Listing]) -> Group:
-        names, cards, held = [], [], []
+    def read_group(self, listings: Iterable[Listing]) -> SourceGroup:
+        names, memories, layouts = [], [], []
         for listing in listings:
             try:
-                card = msgspec.msgpack.decode(listing.body, type=Card)
+                memory = msgspec.msgpack.decode(listing.body, type=SourceMemory)
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 raise WeightsError(
                     f"{listing.source} announced no NIXL source: {error}."
                 ) from error
-            known = self._read(card.layout)
-            if len(card.addresses) != len(known.tensors):
-                raise WeightsError(f"{listing.source} does not say where its tensors lie.")
-            if len(card.digests) != DIGEST_BYTES * len(known.pieces):
+            layout = self._read(memory.layout)
+            if len(memory.addresses) != len(layout.tensors):
+                raise WeightsError(f"{listing.source} does not give all addresses of its tensors.")
+            if len(memory.digests) != DIGEST_BYTES * len(layout.pieces):
                 raise WeightsError(f"{listing.source} does not give all digests.")
             names.append(listing.source)
-            cards.append(card)
-            held.append(known)
-        return Group(tuple(names), tuple(cards), tuple(held))
+            memories.append(memory)
+            layouts.append(layout)
+        return SourceGroup(tuple(names), tuple(memories), tuple(layouts))
 
-    def _read(self, raw: bytes) -> Held:
-        mark = hashlib.sha256(raw).digest()
-        if mark not in self._known:
-            while len(self._known) >= self._size:
-                del self._known[next(iter(self._known))]
-            self._known[mark] = read_layout(raw)
-        return self._known[mark]
+    def _read(self, raw: bytes) -> Layout:
+        key = hashlib.sha256(raw).digest()
+        if key not in self._layouts:
+            while len(self._layouts) >= self._size:
+                del self._layouts[next(iter(self._layouts))]
+            self._layouts[key] = read_layout(raw)
+        return self._layouts[key]
+
+
+def write_receipt(version: int) -> bytes:
+    """Return the notification by which a receiver acknowledges a version to its source."""
+    return _RECEIPT + str(version).encode()
+
+
+def read_receipt(message: bytes) -> int | None:
+    """Return the acknowledged version, or None for any other notification."""
+    version = message.removeprefix(_RECEIPT)
+    if not message.startswith(_RECEIPT) or not version.isdigit() or len(version) > 20:
+        return None
+    return int(version)
 
 
 def this_node() -> str:
-    """Equal for processes that can read each other's memory, as far as one can tell."""
+    """Return a name that is equal for processes that can probably read each other's memory."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        space = Path("/proc/self/ns/pid").readlink()
+        namespace = Path("/proc/self/ns/pid").readlink()
     except OSError:
         return socket.gethostname()
-    return f"{boot} {space}"
+    return f"{boot} {namespace}"

@@ -1,4 +1,4 @@
-"""Registered memory of the `nixl` transport, and the tensors that lie in it."""
+"""Registered memory of the `nixl` transport, and the tensors in it."""
 
 from __future__ import annotations
 
@@ -11,30 +11,31 @@ from torch import Tensor
 from rollway.errors import UsageError, WeightsError
 from rollway.weights.digest.bits import DTYPES, digest
 from rollway.weights.layout import Box
-from rollway.weights.transports.nixl_agent import Agent, Memory, Region
-from rollway.weights.transports.nixl_cards import Group
-from rollway.weights.transports.nixl_windows import Landed, Proof, Window
+from rollway.weights.transports.nixl.agent import Agent, Memory, Region
+from rollway.weights.transports.nixl.listing import SourceGroup
+from rollway.weights.transports.nixl.windows import BufferTensor, PieceCheck, Window
 
 
 @dataclass(slots=True)
 class Pool:
-    """Memory of one device, registered with an agent; larger when need be, never smaller."""
+    """Memory of one device that is registered with an agent. It grows when needed."""
 
     agent: Agent
     memory: Tensor | None = None
     region: Region | None = None
     version: int = -1
 
-    def room_for(self, nbytes: int, device: torch.device) -> Tensor:
+    def allocate(self, nbytes: int, device: torch.device) -> Tensor:
+        """Return memory of at least `nbytes`; registering is slow, so it is reused if it fits."""
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
-        held = self.memory
-        if held is None or held.numel() < nbytes or held.device != device:
+        memory = self.memory
+        if memory is None or memory.numel() < nbytes or memory.device != device:
             self.release()
-            held = self.memory = torch.empty(max(nbytes, 1), dtype=torch.uint8, device=device)
+            memory = self.memory = torch.empty(max(nbytes, 1), dtype=torch.uint8, device=device)
             kind, index = memory_kind(device)
-            self.region = self.agent.register(held.data_ptr(), held.numel(), kind, index)
-        return held
+            self.region = self.agent.register(memory.data_ptr(), memory.numel(), kind, index)
+        return memory
 
     def release(self) -> None:
         if self.region is not None:
@@ -43,6 +44,7 @@ class Pool:
 
 
 def memory_kind(device: torch.device) -> tuple[Memory, int]:
+    """Return NIXL's name for a device's memory, and the device's number."""
     if device.type == "cpu":
         return "DRAM", 0
     if device.type == "cuda":
@@ -50,47 +52,46 @@ def memory_kind(device: torch.device) -> tuple[Memory, int]:
     raise UsageError(f"NIXL cannot read the memory of {device}.", "Publish from CPU or CUDA.")
 
 
-def view_of(memory: Tensor, one: Landed) -> Tensor:
-    part = memory[one.offset : one.offset + one.nbytes]
-    return part.view(DTYPES[one.dtype]).view(one.shape)
+def view_tensor(memory: Tensor, tensor: BufferTensor) -> Tensor:
+    part = memory[tensor.offset : tensor.offset + tensor.nbytes]
+    return part.view(DTYPES[tensor.dtype]).view(tensor.shape)
 
 
-def like(group: Group) -> torch.device:
-    """Where the sources have their tensors, seen from this process."""
-    kinds = {card.memory for card in group.cards if card.addresses}
+def find_device(group: SourceGroup) -> torch.device:
+    """Return the kind of device that holds the sources' tensors, as this process numbers it."""
+    kinds = {memory.memory for memory in group.memories if memory.addresses}
     if kinds == {"VRAM"} and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
-def settle(memory: Tensor) -> None:
-    """Wait for copies out of the buffer that is about to be written again."""
+def wait_for_stream(memory: Tensor) -> None:
+    """Wait for copies out of a buffer that is about to be overwritten: NIXL knows no streams."""
     if memory.is_cuda:
         torch.cuda.current_stream(memory.device).synchronize()
 
 
-def assembled(window: Window, memory: Tensor) -> dict[str, Tensor]:
-    """The window's targets, with what was taken whole cut and put in place."""
-    views = {landed.name: view_of(memory, landed) for landed in window.targets}
-    for landed, copies in window.replays:
-        whole = view_of(memory, landed)
+def assemble(window: Window, memory: Tensor) -> dict[str, Tensor]:
+    """Return the window's targets; cut tensors that were read whole into them first."""
+    views = {target.name: view_tensor(memory, target) for target in window.targets}
+    for whole, copies in window.cuts:
+        source = view_tensor(memory, whole)
         for copy in copies:
-            part = whole[_slices(copy.box)]
+            part = source[_slices(copy.box)]
             part = part.transpose(-1, -2) if copy.transposed else part
             place = Box(copy.at, tuple(a + n for a, n in zip(copy.at, copy.shape, strict=True)))
             views[copy.target][_slices(place)] = part.reshape(copy.shape)
     return views
 
 
-def prove(tensor: Tensor, proofs: Sequence[Proof], group: Group) -> None:
-    """Compare the digests of all pieces of which a tensor is made."""
-    for proof in proofs:
-        box = proof.piece[1]
-        part = tensor[_slices(proof.box)].reshape(box.shape)
-        if bytes.fromhex(digest(part)) != group.digests[proof.piece]:
+def verify(tensor: Tensor, checks: Sequence[PieceCheck], group: SourceGroup) -> None:
+    """Raise unless all pieces of a tensor have the digests that were published."""
+    for check in checks:
+        name, box = check.piece
+        part = tensor[_slices(check.box)].reshape(box.shape)
+        if bytes.fromhex(digest(part)) != group.digests[check.piece]:
             raise WeightsError(
-                f"{proof.piece[0]} is not what was published: it changed while it was read, or "
-                "on its way."
+                f"{name} is not what was published: it changed while it was read, or in transit."
             )
 
 

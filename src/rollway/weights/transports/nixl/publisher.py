@@ -1,58 +1,49 @@
-"""Weights pulled by the receivers over NIXL: RDMA between machines, direct reads on one.
-
-    trainer rank ── publish: copy into a registered pool, digest ──► announce ──► catalog
-                       ▲                                                            │ look up
-    worker ────────────┴── READ of the planned slices into its own pool ◄───────────┘
-           ── digests compared, tensor handed on ── … ── acknowledgement ──► trainer rank, catalog
-
-The trainer takes no part in a transfer. There is one pool for each version that is kept: it is
-registered once and used in turn. Its listing is withdrawn before its bytes are written over, and a
-reader that is in the middle of it then finds digests that do not fit: it never hands on a tensor
-that is not exactly what was published. A reader that `serve`s keeps what it got and becomes a
-source itself.
-"""
+"""Publish the versions of one trainer rank into registered memory that receivers read."""
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
 
 import msgspec
 import torch
 from torch import Tensor
 
 from rollway.errors import UsageError
-from rollway.weights.catalog import Catalog, Listing, wait_for
-from rollway.weights.catalog_http import LOOPBACK, CatalogServer, HttpCatalog
 from rollway.weights.digest.bits import digest, dtype_name
 from rollway.weights.layout import Box, Piece
 from rollway.weights.offer import Offer
 from rollway.weights.planning.wants import Described, LocalTensor
-from rollway.weights.sources import Held
-from rollway.weights.transports.nixl_agent import Agent, ErrorHandling, Region, Settings
-from rollway.weights.transports.nixl_cards import Card, Layouts, this_node, write_layout
-from rollway.weights.transports.nixl_cells import divided, packed, within
-from rollway.weights.transports.nixl_memory import Pool, memory_kind, view_of
-from rollway.weights.transports.nixl_windows import Landed, aligned
+from rollway.weights.transports.base import NamedTensor, Publisher, Source
+from rollway.weights.transports.nixl.agent import (
+    Agent,
+    ErrorHandling,
+    Region,
+    Settings,
+    unique_name,
+)
+from rollway.weights.transports.nixl.catalog import Catalog, Listing, wait_for
+from rollway.weights.transports.nixl.catalog_http import LOOPBACK, CatalogServer, HttpCatalog
+from rollway.weights.transports.nixl.listing import (
+    FANOUT,
+    LayoutCache,
+    SourceMemory,
+    read_receipt,
+    this_node,
+    write_layout,
+)
+from rollway.weights.transports.nixl.memory import Pool, memory_kind, view_tensor
+from rollway.weights.transports.nixl.split import pack_parts, slice_piece, split_for_ranks
+from rollway.weights.transports.nixl.windows import BufferTensor, align
 from rollway.weights.transports.versions import check_next
 
-_PREFIX = b"rollway has "
-FANOUT = "fanout"
-"""In an offer: whoever takes it gives it to others."""
 
-
-def unique_name(kind: str) -> str:
-    return f"{kind}-{socket.gethostname()}-{os.getpid()}-{os.urandom(4).hex()}"
-
-
-class NixlPublisher:
+class NixlPublisher(Publisher):
     """Publishes the versions of one rank of a trainer; the newest `keep` stay readable.
 
-    The first rank runs the catalog, unless one is given; the other ranks are given its address.
-    """
+    Rank 0 runs the catalog unless one is passed. The other ranks need its address."""
+
+    transport = "nixl"
 
     def __init__(
         self,
@@ -71,9 +62,11 @@ class NixlPublisher:
         engine_ranks: int = 1,
         fanout: bool = False,
     ) -> None:
-        """`engine_ranks` is the tensor parallelism of the engines, or a multiple of it: each of
-        their ranks can then take its own part, which is else taken whole. With `fanout` a worker
-        that has a version keeps it, and gives it to others."""
+        """Open the agent, and the catalog unless there is one.
+
+        `engine_ranks` is the tensor parallelism of the engines, or a multiple of it: tensors are
+        split so that each engine rank can receive only its part. With `fanout`, a worker that has
+        received a version keeps it and serves it to others."""
         if keep < 1:
             raise UsageError(f"At least one version must be kept, not {keep}.")
         if not 0 <= rank < world:
@@ -82,13 +75,13 @@ class NixlPublisher:
             raise UsageError(f"An engine has at least one rank, not {engine_ranks}.")
         if catalog is None and rank:
             raise UsageError(
-                f"Rank {rank} needs the catalog of rank 0.", "Give its address: catalog=url."
+                f"Rank {rank} needs the catalog of rank 0.", "Pass its address: catalog=url."
             )
         self.rank, self.world = rank, world
         self._engine_ranks, self._fanout = engine_ranks, fanout
-        # Between machines only the network can tell that the other end died.
-        alone = catalog is None and host == LOOPBACK
-        mode = error_handling or ("none" if alone or _is_here(catalog) else "peer")
+        # Between machines, only the network can report that the other end died.
+        is_local = host == LOOPBACK if catalog is None else _is_local(catalog)
+        mode = error_handling or ("none" if is_local else "peer")
         self.name = unique_name(f"trainer{rank}")
         self._agent = Agent(self.name, Settings(mode, tuple(net_devices), progress))
         self._server: CatalogServer | None = None
@@ -98,93 +91,69 @@ class NixlPublisher:
             catalog = self._server = CatalogServer(host, port, secret=secret, public=public)
         self.catalog: Catalog = catalog
         self._pools = [Pool(self._agent) for _ in range(keep)]
-        self._adopted: _Adopted | None = None
+        self._adopted: _AdoptedTensors | None = None
         self._newest: int | None = None
-        self._layouts = Layouts()
-        self._heard: dict[int, set[str]] = {}
+        self._layouts = LayoutCache()
+        self._receipts: dict[int, set[str]] = {}
         self._closed = False
-        self._agent.listen(self._heard_of)
+        self._agent.listen(self._record_receipt)
 
     def publish(
-        self,
-        version: int,
-        tensors: Iterable[tuple[str, Tensor]] | None = None,
-        pieces: Sequence[Piece] | None = None,
-        *,
-        timeout: float = 300.0,
+        self, version: int, tensors: Source | None = None, *, timeout: float = 300.0
     ) -> Offer:
-        """Announce this rank's part, and wait until all ranks have announced theirs."""
-        self.announce(version, tensors, pieces)
+        """Announce this rank's part, and wait until all ranks have announced theirs.
+
+        HeldTensors are published by the rank that owns them."""
+        self.announce(version, tensors)
         return self.offer(version, timeout)
 
-    def publish_held(self, version: int, held: Iterable[Held], *, timeout: float = 300.0) -> Offer:
-        """What this rank of an FSDP or Megatron trainer holds; replicas by their owner only."""
-        mine = [one for one in held if one.owned_here]
-        pieces = [piece for one in mine for piece in one.pieces]
-        tensors = [(one.shard.name, one.tensor) for one in mine]
-        # Of a trainer with Hugging Face's names, a shard says how large its tensor is.
-        headers = {
-            one.shard.name: LocalTensor(one.shard.dtype, one.shard.shape)
-            for one in mine
-            if all(piece.name == one.shard.name for piece in one.pieces)
-        }
-        self.announce(version, tensors, pieces, headers)
-        return self.offer(version, timeout)
-
-    def announce(
-        self,
-        version: int,
-        tensors: Iterable[tuple[str, Tensor]] | None = None,
-        pieces: Sequence[Piece] | None = None,
-        headers: Mapping[str, Described] | None = None,
-    ) -> None:
-        """Put this rank's part where receivers can read it; without tensors, those adopted.
-
-        Without `pieces`, every tensor is a whole Hugging Face tensor. With them, `headers` say
-        how large the whole ones are, for them to be divided for the ranks of engines."""
+    def announce(self, version: int, tensors: Source | None = None) -> None:
+        """Store this rank's part where receivers can read it; by default the adopted tensors."""
         check_next(version, self._newest)
-        adopted = self._adopted.tensors if self._adopted is not None else None
-        given = adopted if tensors is None else dict(tensors)
-        if given is None:
-            raise UsageError("There are no tensors to publish.", "Give them, or `adopt` them.")
-        if pieces is None:
-            headers = {n: LocalTensor(dtype_name(t), tuple(t.shape)) for n, t in given.items()}
-            pieces = [whole_piece(name, one) for name, one in headers.items()]
-        parts = divided(pieces, headers or {}, self._engine_ranks)
+        source = tensors
+        if source is None and self._adopted is not None:
+            source = self._adopted.tensors.items()
+        if source is None:
+            raise UsageError("There are no tensors to publish.", "Pass them, or `adopt` them.")
+        named, pieces, headers = _read_source(source)
+        parts = split_for_ranks(pieces, headers, self._engine_ranks)
         if tensors is None:
-            card = self._in_place(version, [one for several in parts.values() for one in several])
+            split = [piece for several in parts.values() for piece in several]
+            memory = self._publish_adopted(version, split)
         else:
-            card = self._copied(version, *packed(given, parts))
-        if self.world == 1 and not card.addresses:
+            memory = self._copy_to_pool(version, *pack_parts(named, parts))
+        if self.world == 1 and not memory.addresses:
             raise UsageError("There are no tensors to publish.")
-        body = msgspec.msgpack.encode(card)
+        body = msgspec.msgpack.encode(memory)
         self.catalog.announce(Listing(version, self.name, self.rank, self.world, "trainer", body))
         self._newest = version
 
     def offer(self, version: int, timeout: float = 300.0) -> Offer:
-        """What the fleet is told, when all ranks have announced the version."""
-        group = self._layouts.group(wait_for(self.catalog, version, self.name, timeout))
+        """Return the offer of a version, once all ranks have announced it."""
+        listings = wait_for(self.catalog, version, self.name, timeout)
+        group = self._layouts.read_group(listings)
         where = self.catalog.where()
         if self._fanout:
             where[FANOUT] = True
         return Offer("nixl", version, group.identity, group.nbytes, where)
 
-    def adopt(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Register these tensors where they are: publishing then copies nothing. There is then
-        one version at a time, and none while they change."""
-        made = _Adopted.register(self._agent, dict(tensors))
+    def adopt(self, tensors: Iterable[NamedTensor]) -> None:
+        """Register tensors in place, so that publishing copies nothing.
+
+        Only one version can then be read at a time, and none while the tensors change."""
+        adopted = _AdoptedTensors.register(self._agent, dict(tensors))
         if self._adopted is not None:
             self._withdraw(self._adopted.version)
             self._adopted.release(self._agent)
-        self._adopted = made
+        self._adopted = adopted
 
     def acknowledged(self, version: int) -> set[str]:
-        """Receivers that have told this rank that they have all of the version."""
-        self._agent.hear(self._heard_of)
-        return set(self._heard.get(version, ()))
+        """Return the receivers that have notified this rank that they have all of the version."""
+        self._agent.poll(self._record_receipt)
+        return set(self._receipts.get(version, ()))
 
     def close(self) -> None:
-        """Take everything away, also from those that are reading."""
+        """Withdraw all versions, also from receivers that are reading them."""
         if self._closed:
             return
         self._closed = True
@@ -198,108 +167,130 @@ class NixlPublisher:
         if self._adopted is not None:
             self._adopted.release(self._agent)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.close()
-
-    def _copied(self, version: int, given: dict[str, Tensor], pieces: list[Piece]) -> Card:
-        device = next((one.device for one in given.values()), torch.device("cpu"))
-        landed, nbytes = _laid_out(given)
-        pool = min(self._pools, key=lambda one: one.version)
+    def _copy_to_pool(
+        self, version: int, tensors: dict[str, Tensor], pieces: list[Piece]
+    ) -> SourceMemory:
+        device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
+        placed, nbytes = _lay_out(tensors)
+        pool = min(self._pools, key=lambda pool: pool.version)
+        # Before the bytes are overwritten: no reader may start on the old version any more.
         self._withdraw(pool.version)
         pool.version = -1
-        memory = pool.room_for(nbytes, device)
-        views = {one.name: view_of(memory, one) for one in landed}
-        for name, tensor in given.items():
+        memory = pool.allocate(nbytes, device)
+        views = {target.name: view_tensor(memory, target) for target in placed}
+        for name, tensor in tensors.items():
             if tensor.device != device:
                 raise UsageError(f"{name} is on {tensor.device}, other tensors are on {device}.")
             views[name].copy_(tensor.detach())
-        card = self._card(views, pieces)
+        described = self._describe(views, pieces)
         pool.version = version
-        return card
+        return described
 
-    def _in_place(self, version: int, pieces: list[Piece]) -> Card:
+    def _publish_adopted(self, version: int, pieces: list[Piece]) -> SourceMemory:
         assert self._adopted is not None
         self._withdraw(self._adopted.version)
         self._adopted.version = version
-        return self._card(self._adopted.tensors, pieces)
+        return self._describe(self._adopted.tensors, pieces)
 
-    def _card(self, views: dict[str, Tensor], pieces: list[Piece]) -> Card:
-        tensors = {n: LocalTensor(dtype_name(t), tuple(t.shape)) for n, t in views.items()}
+    def _describe(self, views: dict[str, Tensor], pieces: list[Piece]) -> SourceMemory:
+        tensors = {name: _describe_tensor(view) for name, view in views.items()}
         layout = write_layout(tensors, pieces)
-        where = next((one.device for one in views.values()), torch.device("cpu"))
-        kind, device = memory_kind(where)
+        device = next((view.device for view in views.values()), torch.device("cpu"))
+        kind, index = memory_kind(device)
         if kind == "VRAM":
-            torch.cuda.synchronize(where)  # readers do not wait for this process's streams
-        return Card(
+            torch.cuda.synchronize(device)  # readers do not wait for this process's streams
+        digests = (digest(slice_piece(views[piece.source], piece)) for piece in pieces)
+        return SourceMemory(
             agent=self._agent.metadata(),
             memory=kind,
-            device=device,
+            device=index,
             error_handling=self._agent.settings.error_handling,
             node=this_node(),
             layout=layout,
-            addresses=[tensor.data_ptr() for tensor in views.values()],
-            digests=b"".join(bytes.fromhex(digest(within(views[p.source], p))) for p in pieces),
+            addresses=[view.data_ptr() for view in views.values()],
+            digests=b"".join(map(bytes.fromhex, digests)),
         )
 
     def _withdraw(self, version: int) -> None:
         if version >= 0:
             self.catalog.withdraw(version, self.name)
-            self._heard.pop(version, None)
+            self._receipts.pop(version, None)
 
-    def _heard_of(self, member: str, message: bytes) -> None:
-        version = message.removeprefix(_PREFIX)
-        if not message.startswith(_PREFIX) or not version.isdigit() or len(version) > 20:
-            return
-        kept = {one.version for one in (*self._pools, self._adopted) if one is not None}
-        if int(version) in kept:
-            self._heard.setdefault(int(version), set()).add(member)
+    def _record_receipt(self, member: str, message: bytes) -> None:
+        version = read_receipt(message)
+        kept = {item.version for item in (*self._pools, self._adopted) if item is not None}
+        if version is not None and version in kept:
+            self._receipts.setdefault(version, set()).add(member)
 
 
 @dataclass(slots=True)
-class _Adopted:
-    """A trainer's own tensors, with the memory around them registered."""
+class _AdoptedTensors:
+    """A trainer's own tensors, whose storages are registered."""
 
     tensors: dict[str, Tensor]
     regions: list[Region] = field(default_factory=list)
     version: int = -1
 
     @classmethod
-    def register(cls, agent: Agent, tensors: dict[str, Tensor]) -> _Adopted:
-        made = cls({name: tensor.detach() for name, tensor in tensors.items()})
-        loose = next((name for name, one in made.tensors.items() if not one.is_contiguous()), None)
-        if loose is not None:
-            raise UsageError(f"{loose} does not lie row after row.", "Publish copies instead.")
-        storages = {t.untyped_storage().data_ptr(): t for t in made.tensors.values() if t.numel()}
+    def register(cls, agent: Agent, tensors: Mapping[str, Tensor]) -> _AdoptedTensors:
+        adopted = cls({name: tensor.detach() for name, tensor in tensors.items()})
+        for name, tensor in adopted.tensors.items():
+            if not tensor.is_contiguous():
+                raise UsageError(f"{name} is not contiguous.", "Publish copies instead.")
+        # Tensors may share a storage, and NIXL registers memory once.
+        storages = {
+            tensor.untyped_storage().data_ptr(): tensor
+            for tensor in adopted.tensors.values()
+            if tensor.numel()
+        }
         for address, tensor in storages.items():
             kind, index = memory_kind(tensor.device)
             size = tensor.untyped_storage().nbytes()
-            made.regions.append(agent.register(address, size, kind, index))
-        return made
+            adopted.regions.append(agent.register(address, size, kind, index))
+        return adopted
 
     def release(self, agent: Agent) -> None:
         for region in self.regions:
             agent.deregister(region)
 
 
-def acknowledgement(version: int) -> bytes:
-    return _PREFIX + str(version).encode()
+def _read_source(
+    source: Source,
+) -> tuple[dict[str, Tensor], list[Piece], dict[str, Described]]:
+    """Return tensors, their pieces, and the whole tensors' headers, as far as those are known."""
+    tensors: dict[str, Tensor] = {}
+    pieces: list[Piece] = []
+    headers: dict[str, Described] = {}
+    for item in source:
+        if isinstance(item, tuple):
+            name, tensor = item
+            headers[name] = header = _describe_tensor(tensor)
+            box = Box.whole(header.shape)
+            pieces.append(Piece(name, box, name, (0,) * len(header.shape)))
+        elif item.owned_here:
+            name, tensor = item.shard.name, item.tensor
+            pieces += item.pieces
+            # Only a shard with the name of its Hugging Face tensor knows that tensor's shape.
+            if all(piece.name == name for piece in item.pieces):
+                headers[name] = LocalTensor(item.shard.dtype, item.shard.shape)
+        else:
+            continue
+        tensors[name] = tensor
+    return tensors, pieces, headers
 
 
-def whole_piece(name: str, tensor: Described) -> Piece:
-    return Piece(name, Box.whole(tensor.shape), name, (0,) * len(tensor.shape))
+def _describe_tensor(tensor: Tensor) -> LocalTensor:
+    return LocalTensor(dtype_name(tensor), tuple(tensor.shape))
 
 
-def _laid_out(tensors: dict[str, Tensor]) -> tuple[list[Landed], int]:
-    landed, offset = [], 0
+def _lay_out(tensors: dict[str, Tensor]) -> tuple[list[BufferTensor], int]:
+    placed, offset = [], 0
     for name, tensor in tensors.items():
-        landed.append(Landed(name, dtype_name(tensor), tuple(tensor.shape), offset))
-        offset += aligned(landed[-1].nbytes)
-    return landed, offset
+        placed.append(BufferTensor(name, dtype_name(tensor), tuple(tensor.shape), offset))
+        offset += align(placed[-1].nbytes)
+    return placed, offset
 
 
-def _is_here(catalog: Catalog | str | None) -> bool:
+def _is_local(catalog: Catalog | str) -> bool:
     url = catalog if isinstance(catalog, str) else getattr(catalog, "url", "")
     return f"//{LOOPBACK}:" in url or "//localhost:" in url

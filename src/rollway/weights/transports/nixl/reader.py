@@ -1,154 +1,158 @@
-"""The receiving end of `nixl`: look up, plan, pull window by window, prove, hand on."""
+"""Receive versions over NIXL: look up, plan, then pull window by window.
+
+    look up ──► plan ──► connect ──► read window 0 │ read window 1 │ read window 2 │ …
+    (catalog)  (once per                           │ cut, verify,  │ cut, verify,  │ …
+                layout)                            │ yield 0       │ yield 1       │
+
+    on a failure:  look up again without the failed sources, and pull what is still missing
+    at the end:    announce this receiver as a source (with fanout), then acknowledge
+
+One window is read while the one before it is verified and yielded, so two buffers alternate. A
+receiver that serves peers keeps the whole version in one buffer instead. With fan-out, receivers
+wait for their turn: the catalog lets the trainer serve one of them, and each receiver that has the
+version two others. A receiver whose turn does not come in time reads from any source.
+"""
 
 from __future__ import annotations
 
-import hashlib
+import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, Self
 
 import msgspec
-import numpy as np
-import torch
 from torch import Tensor
 
-from rollway.errors import UsageError, WeightsError
-from rollway.weights.catalog import Catalog, Listing, wait_for
-from rollway.weights.catalog_http import open_catalog
+from rollway.errors import WeightsError
 from rollway.weights.checkpoint import TensorHeader
-from rollway.weights.layout import Box, Piece
+from rollway.weights.layout import Box
 from rollway.weights.offer import Offer
 from rollway.weights.planning.costs import Costs
 from rollway.weights.planning.holdings import Place
 from rollway.weights.planning.plan import Receiver, plan
 from rollway.weights.planning.transfers import Total
-from rollway.weights.planning.wants import LocalTensor, Wants, hf_target
-from rollway.weights.transports.nixl import acknowledgement, unique_name
-from rollway.weights.transports.nixl_agent import Agent, Numbers, Prepared, Settings, TimedOut
-from rollway.weights.transports.nixl_cards import (
-    DIGEST_BYTES,
-    Card,
-    Group,
-    Layouts,
-    this_node,
-    write_layout,
-)
-from rollway.weights.transports.nixl_memory import (
-    Pool,
-    assembled,
-    like,
-    memory_kind,
-    prove,
-    settle,
-)
-from rollway.weights.transports.nixl_windows import Window, Windows, make_windows
+from rollway.weights.planning.wants import hf_slices
+from rollway.weights.slices import Slices
+from rollway.weights.transports.base import Reader, never
+from rollway.weights.transports.nixl.agent import TimedOut, unique_name
+from rollway.weights.transports.nixl.catalog import Catalog, Listing, wait_for
+from rollway.weights.transports.nixl.catalog_http import open_catalog
+from rollway.weights.transports.nixl.connections import Connections
+from rollway.weights.transports.nixl.listing import FANOUT, LayoutCache, SourceGroup, this_node
+from rollway.weights.transports.nixl.memory import assemble, find_device, verify, wait_for_stream
+from rollway.weights.transports.nixl.windows import Windows, make_windows
+
+log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows only the loggers below its own name
 
 WINDOW_BYTES = 32 << 20
-"""Two of them are in memory: one is read while the other is proved and handed on."""
-PASSIVE = Costs(wire_gb_per_s=5.0, pack_gb_per_s=0.0)
-"""Of one machine; sources are read and do nothing, so they pack nothing."""
+_COSTS = Costs(wire_gb_per_s=5.0, pack_gb_per_s=0.0)
+"""Sources are passive, so a plan must not ask them to pack anything."""
 _ATTEMPTS = 3
 _ARITY = 2
-"""How many take a version from one receiver at the same time."""
-_KEPT = 4
-"""Layouts and sets of addresses for which windows and prepared reads are kept."""
-Wanting = Callable[[Mapping[str, TensorHeader]], Wants]
+"""How many peers a receiver serves at the same time."""
+_MOST_PLANS = 4
 
 
-class NixlReader:
-    """Pulls offered versions; pools, plans and prepared reads are kept between them."""
+class NixlReader(Reader):
+    """Pulls offered versions; buffers, plans and prepared reads are kept between them."""
+
+    can_restrict = True
 
     def __init__(
         self,
-        catalog: Catalog | None = None,
         *,
         secret: str | None = None,
-        wants: Wanting | None = None,
         window_bytes: int = WINDOW_BYTES,
-        device: str | None = None,
         timeout: float = 120.0,
-        serve: bool = False,
+        serve: bool | None = None,
         patience: float = 60.0,
         net_devices: tuple[str, ...] = (),
-        costs: Costs = PASSIVE,
     ) -> None:
-        """`wants` says what of the offered tensors goes where, for one receiver; all of them as
-        they are, when it is not given. `device` is where tensors are handed out; where the
-        sources have them, CPU or GPU, when not given. `timeout` bounds every window.
+        """`timeout` limits the read of every window, in seconds.
 
-        One that serves others keeps all of a version in memory, and takes it when it is its
-        turn: the trainer gives it to one, and those who have it to two others at a time. After
-        `patience` seconds it takes it from whoever has it."""
-        if serve and wants is not None:
-            raise UsageError("Only a receiver that takes everything can serve others.")
-        self.name = unique_name("receiver")
-        self._given, self._secret = catalog, secret
-        self._wants, self._window_bytes, self._serve = wants, window_bytes, serve
-        self._device = torch.device(device) if device else None
-        self._patience = patience
-        self._timeout, self._net_devices, self._costs = timeout, net_devices, costs
-        self._layouts = Layouts()
+        With `serve`, the reader keeps each version in memory and serves it to peers; by default,
+        if the offer asks for it. It then waits for its turn to read, but at most `patience`
+        seconds. A reader that is restricted to parts serves nobody."""
+        self._secret, self._window_bytes, self._timeout = secret, window_bytes, timeout
+        self._serve, self._patience, self._net_devices = serve, patience, net_devices
+        self._layouts = LayoutCache()
         self._catalogs: dict[str, Catalog] = {}
-        self._known: OrderedDict[str, Windows] = OrderedDict()
-        self._agent: Agent | None = None
-        self._pools: list[Pool] = []
-        self._peers: dict[str, tuple[bytes, str]] = {}
-        self._prepared: OrderedDict[str, list[list[Prepared]]] = OrderedDict()
-        self._given_up: list[tuple[Agent | None, list[Pool]]] = []
-        """Whose reads may still write; kept so that nobody else gets their memory."""
         self._serving: tuple[Catalog, int] | None = None
+        self._slices = Slices()
         self.plans = 0
-        """How many times there was something to plan."""
+        """How many times a plan was made."""
         self.total = Total()
-        """For the last version: bytes needed, bytes on the wire, and from whom."""
+        """Bytes needed, bytes on the wire, and their sources, for the last version."""
+        self._set_mode(False, self._slices)
 
     def headers(self, offer: Offer) -> dict[str, TensorHeader]:
-        """Of the Hugging Face tensors that are offered."""
-        return dict(self._look_up(offer, [])[1].headers)
+        return dict(self.look_up(offer)[1].headers)
 
-    def pieces(self, offer: Offer) -> dict[str, list[Box]]:
-        """The boxes of each tensor that have a digest: what is made of them can be proved."""
-        found: dict[str, list[Box]] = {}
-        for name, box in self._look_up(offer, [])[1].digests:
-            found.setdefault(name, []).append(box)
-        return found
+    def restrict(self, offer: Offer, slices: Slices) -> Slices:
+        """Receive only these parts from now on, as far as they consist of whole pieces."""
+        pieces: dict[str, list[Box]] = {}
+        if slices.boxes:
+            for name, box in self.look_up(offer)[1].digests:
+                pieces.setdefault(name, []).append(box)
+        self._slices = slices.made_of(pieces)
+        return self._slices
 
-    def tensors(self, offer: Offer) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor that is wanted, proved, and valid until the next is asked for. When a
-        source dies, what is left is taken from another, if there is one."""
-        self.stop_serving()
+    def tensors(
+        self, offer: Offer, summed: Callable[[str], bool] = never
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors, verified; if a source dies, pull the rest from another one."""
+        self.release()  # its buffer is about to be overwritten
         done: set[str] = set()
         failed: list[str] = []
         for attempt in range(_ATTEMPTS):
-            catalog, group = self._look_up(offer, failed, in_turn=self._serve)
+            catalog, group = self.look_up(offer, failed, in_turn=True)
             try:
-                yield from self._pulled(group, done)
+                yield from self.pull(group, done)
                 break
             except WeightsError as error:
-                self._forget(group, given_up=isinstance(error, TimedOut))
+                if isinstance(error, TimedOut):
+                    self.connections.abandon()
+                else:
+                    self.connections.forget(group.names)
                 failed += group.names
-                if attempt + 1 == _ATTEMPTS or not self._others(catalog, offer, failed):
-                    raise _failed(offer, error) from error
-        if self._serve:  # first, so that there is no moment in which only the trainer is free
-            self._announce(catalog, group, offer.version)
-        self._acknowledge(catalog, group, offer.version)
+                if attempt + 1 == _ATTEMPTS or not self._has_source(catalog, offer, failed):
+                    raise WeightsError(
+                        f"Version {offer.version} could not be pulled: {error.message}",
+                        error.hint or "Check that the trainer still runs, and publish it again.",
+                    ) from error
+        # Announce first: after the acknowledgement alone, the catalog would consider the trainer
+        # free and send the next receiver to it.
+        if self._serves_peers:
+            body = msgspec.msgpack.encode(self.connections.describe(self.windows(group), group))
+            catalog.announce(Listing(offer.version, self.name, 0, 1, "receiver", body))
+            self._serving = catalog, offer.version
+        self.connections.acknowledge(group.names, offer.version)
+        catalog.acknowledge(offer.version, self.name)
+        log.info(
+            "version %d over nixl: %d bytes moved, %d needed, %d offered, from %s",
+            offer.version,
+            self.total.moved,
+            self.total.needed,
+            offer.nbytes,
+            ", ".join(self.total.sources),
+        )
 
-    def stop_serving(self) -> None:
-        """Be no source any more; what others are reading stays until the next version comes."""
+    def release(self) -> None:
+        """Stop serving peers; those that are reading can finish until the next version arrives."""
         if self._serving is not None:
             catalog, version = self._serving
             self._serving = None
-            with suppress(WeightsError):  # without its catalog nobody finds us
+            with suppress(WeightsError):  # without the catalog no peer finds this receiver
                 catalog.withdraw(version, self.name)
 
     def close(self) -> None:
-        self.stop_serving()
+        self.release()
         for catalog in self._catalogs.values():
-            with suppress(WeightsError):  # it may be gone before us
+            with suppress(WeightsError):  # the catalog may have closed before
                 catalog.leave(self.name)
-        self._release()
+        self.connections.close()
 
     def __enter__(self) -> Self:
         return self
@@ -156,261 +160,126 @@ class NixlReader:
     def __exit__(self, *_: Any) -> None:
         self.close()
 
-    # --- who has it ------------------------------------------------------------------------------
-
-    def _look_up(
-        self, offer: Offer, without: list[str], *, in_turn: bool = False
-    ) -> tuple[Catalog, Group]:
-        catalog = self._catalog(offer)
+    def look_up(
+        self, offer: Offer, without: list[str] | None = None, *, in_turn: bool = False
+    ) -> tuple[Catalog, SourceGroup]:
+        """Return the catalog of an offer and the sources to read from; with fan-out in turn."""
+        is_partial = bool(self._slices.boxes)
+        requested = bool(offer.where.get(FANOUT)) if self._serve is None else self._serve
+        mode = requested and not is_partial, self._slices
+        if mode != self._mode:
+            self.close()
+            self._set_mode(*mode)
+        catalog = self._open_catalog(offer)
         listings = None
-        if in_turn:
-            with suppress(WeightsError):  # whoever has the turn may be dead: then without turns
+        if in_turn and self._serves_peers:
+            # The receiver whose turn it is may be dead: after `patience`, ignore turns.
+            with suppress(WeightsError):
                 listings = wait_for(
-                    catalog, offer.version, self.name, self._patience, without, fanout=_ARITY
+                    catalog, offer.version, self.name, self._patience, without or (), fanout=_ARITY
                 )
         if listings is None:
-            # An offer is made when all ranks have announced, so there is nothing to wait for.
-            listings = catalog.look_up(offer.version, self.name, without)
-        group = self._layouts.group(listings)
+            # No wait: all ranks announce a version before it is offered.
+            listings = catalog.look_up(offer.version, self.name, without or ())
+        group = self._layouts.read_group(listings)
         if group.identity != offer.identity:
             raise WeightsError(
                 f"What is published as version {offer.version} is not what was offered.",
-                "A trainer that was started anew counts from a new start; offer its version.",
+                "A restarted trainer counts its versions from the start; offer its own version.",
             )
         return catalog, group
 
-    def _catalog(self, offer: Offer) -> Catalog:
+    def pull(self, group: SourceGroup, done: set[str]) -> Iterator[tuple[str, Tensor]]:
+        """Read all windows and yield their targets, verified, without those in `done`."""
+        windows = self.windows(group)
+        agent = self.connections.connect(group)
+        buffers = self.connections.allocate(windows, find_device(group))
+        reads = self.connections.prepare(group, windows, buffers)
+        # After a failure, windows that were yielded are skipped. A receiver that serves peers
+        # reads them again, because its buffer must hold the whole version.
+        turns = [
+            (window, window_reads, buffers[number % 2])
+            for number, (window, window_reads) in enumerate(
+                zip(windows.windows, reads, strict=True)
+            )
+            if self._serves_peers or any(target.name not in done for target in window.targets)
+        ]
+        with ThreadPoolExecutor(1, thread_name_prefix="rollway-nixl-read") as thread:
+
+            def start(number: int) -> Future[None]:
+                # The caller may still copy, on its CUDA stream, from the buffer of this window.
+                wait_for_stream(buffers[0])
+                return thread.submit(agent.read, turns[number][1], self._timeout)
+
+            reading = start(0) if turns else None
+            for number, (window, _, buffer) in enumerate(turns):
+                assert reading is not None
+                reading.result()
+                reading = None
+                # Before the next read: windows that are kept side by side share the space of the
+                # tensors that are read whole and cut here.
+                views = assemble(window, buffer)
+                has_next = number + 1 < len(turns)
+                # Windows were left out if two turns in a row have the same buffer. The next read
+                # must then wait until the caller has used all targets of this window.
+                if has_next and (self._serves_peers or turns[number + 1][2] is not buffer):
+                    reading = start(number + 1)
+                for target in window.targets:
+                    verify(views[target.name], windows.checks.get(target.name, ()), group)
+                    if target.name not in done:
+                        done.add(target.name)
+                        yield target.name, views[target.name]
+                if has_next and reading is None:
+                    reading = start(number + 1)
+        self.total = windows.total
+
+    def windows(self, group: SourceGroup) -> Windows:
+        """Return the windows for these sources; plan them if their layouts are new."""
+        windows = self._windows.get(group.key)
+        if windows is None:
+            wants = hf_slices(group.headers, self._slices.boxes)
+            sources = [
+                layout.as_source(name, memory.node)
+                for name, memory, layout in zip(
+                    group.names, group.memories, group.layouts, strict=True
+                )
+            ]
+            receiver = Receiver(self.name, Place(this_node()))
+            # The planner does not know tensors without elements; windows have them as targets.
+            to_plan = {n: some for n, some in wants.items() if 0 not in group.headers[n].shape}
+            windows = make_windows(
+                plan(sources, [receiver], to_plan, _COSTS),
+                self.name,
+                wants,
+                {n: layout.tensors for n, layout in zip(group.names, group.layouts, strict=True)},
+                group.digests,
+                window_bytes=self._window_bytes,
+                keep=self._serves_peers,
+            )
+            self.plans += 1
+        self._windows[group.key] = windows
+        self._windows.move_to_end(group.key)
+        while len(self._windows) > _MOST_PLANS:
+            self._windows.popitem(last=False)
+        return windows
+
+    def _set_mode(self, serves_peers: bool, slices: Slices) -> None:
+        """Start with new buffers and plans, under a new name: both depend on the mode."""
+        self._mode = serves_peers, slices
+        self._serves_peers = serves_peers
+        self.name = unique_name("receiver")
+        self.connections = Connections(self.name, self._net_devices, serves_peers)
+        self._windows: OrderedDict[str, Windows] = OrderedDict()
+
+    def _open_catalog(self, offer: Offer) -> Catalog:
         key = msgspec.json.encode(offer.where, order="deterministic").decode()
         if key not in self._catalogs:
-            self._catalogs[key] = self._given or open_catalog(offer.where, secret=self._secret)
+            self._catalogs[key] = open_catalog(offer.where, secret=self._secret)
         return self._catalogs[key]
 
-    def _others(self, catalog: Catalog, offer: Offer, failed: list[str]) -> bool:
+    def _has_source(self, catalog: Catalog, offer: Offer, failed: list[str]) -> bool:
         try:
             wait_for(catalog, offer.version, self.name, 0.0, failed)
         except WeightsError:
             return False
         return True
-
-    # --- pulling ---------------------------------------------------------------------------------
-
-    def _pulled(self, group: Group, done: set[str]) -> Iterator[tuple[str, Tensor]]:
-        windows = self._windows(group)
-        agent = self._connected(group)
-        memory = self._staging(agent, windows, self._device or like(group))
-        reads = self._reads(group, windows, memory)
-        turns = [
-            (window, mine, memory[number % 2])
-            for number, (window, mine) in enumerate(zip(windows.windows, reads, strict=True))
-            if self._serve or any(one.name not in done for one in window.targets)
-        ]
-        with ThreadPoolExecutor(1, thread_name_prefix="rollway-nixl-read") as thread:
-
-            def start(number: int) -> Future[None]:
-                settle(memory[0])
-                return thread.submit(agent.read, turns[number][1], self._timeout)
-
-            reading = start(0) if turns else None
-            for number, (window, _, held) in enumerate(turns):
-                assert reading is not None
-                reading.result()
-                reading = None
-                views = assembled(window, held)
-                more = number + 1 < len(turns)
-                if more and (self._serve or turns[number + 1][2] is not held):
-                    reading = start(number + 1)
-                for landed in window.targets:
-                    prove(views[landed.name], windows.proofs.get(landed.name, ()), group)
-                    if landed.name not in done:
-                        done.add(landed.name)
-                        yield landed.name, views[landed.name]
-                if more and reading is None:
-                    reading = start(number + 1)
-        self.total = windows.total
-
-    def _staging(
-        self, agent: Agent, windows: Windows, device: torch.device
-    ) -> tuple[Tensor, Tensor]:
-        """For even windows and odd ones; one buffer holds all when they stay to be served."""
-        if not self._pools:
-            self._pools = [Pool(agent) for _ in range(1 if self._serve else 2)]
-        before = [pool.memory for pool in self._pools]
-        step = len(self._pools)
-        sizes = [_largest(windows.windows[first::step]) for first in range(step)]
-        now = [one.room_for(size, device) for one, size in zip(self._pools, sizes, strict=True)]
-        if any(one is not other for one, other in zip(before, now, strict=True)):
-            self._drop_prepared()
-        return now[0], now[-1]
-
-    def _windows(self, group: Group) -> Windows:
-        found = self._known.get(group.key)
-        if found is None:
-            wanted = (self._wants or hf_target)(group.headers)
-            sources = [
-                held.source(name, card.node)
-                for name, card, held in zip(group.names, group.cards, group.held, strict=True)
-            ]
-            receiver = Receiver(self.name, Place(this_node()))
-            full = {n: some for n, some in wanted.items() if group.headers[n].shape.count(0) == 0}
-            made = plan(sources, [receiver], full, self._costs)
-            self.plans += 1
-            found = make_windows(
-                made,
-                self.name,
-                wanted,
-                {n: held.tensors for n, held in zip(group.names, group.held, strict=True)},
-                group.digests,
-                window_bytes=self._window_bytes,
-                keep=self._serve,
-            )
-        self._known[group.key] = found
-        self._known.move_to_end(group.key)
-        while len(self._known) > _KEPT:
-            self._known.popitem(last=False)
-        return found
-
-    def _connected(self, group: Group) -> Agent:
-        """The agent, knowing these sources as they are now."""
-        modes = {card.error_handling for card in group.cards}
-        if len(modes) != 1:
-            raise WeightsError("The ranks of the trainer have different settings of NIXL.")
-        mode = modes.pop()
-        if self._agent is not None and self._agent.settings.error_handling != mode:
-            self._release()
-        if self._agent is None:
-            self._agent = Agent(self.name, Settings(mode, self._net_devices))
-            if self._serve:  # whoever reads from here gets in touch first
-                self._agent.listen(_ignore)
-        for name, card in zip(group.names, group.cards, strict=True):
-            known = self._peers.get(name)
-            if known is not None and known[0] == card.agent:
-                continue
-            if known is not None:  # its memory is registered anew
-                self._drop_prepared()
-                self._agent.remove_peer(known[1])
-            self._peers[name] = card.agent, self._agent.add_peer(card.agent)
-        return self._agent
-
-    def _reads(
-        self, group: Group, windows: Windows, memory: tuple[Tensor, Tensor]
-    ) -> list[list[Prepared]]:
-        """By window. Kept by layout and addresses: those of a source's pools come in turn."""
-        assert self._agent is not None
-        told = hashlib.sha256(group.key.encode())
-        for card in group.cards:
-            told.update(msgspec.msgpack.encode(card.addresses))
-        key = told.hexdigest()
-        found = self._prepared.get(key)
-        if found is None:
-            cards = dict(zip(group.names, group.cards, strict=True))
-            found = [
-                [
-                    self._prepare(name, cards[name], window, memory[number % 2])
-                    for name in window.reads
-                ]
-                for number, window in enumerate(windows.windows)
-            ]
-        self._prepared[key] = found
-        self._prepared.move_to_end(key)
-        while len(self._prepared) > _KEPT:
-            _release_all(self._prepared.popitem(last=False)[1])
-        return found
-
-    def _prepare(self, name: str, card: Card, window: Window, memory: Tensor) -> Prepared:
-        assert self._agent is not None
-        kind, index = memory_kind(memory.device)
-        remote, local, sizes = window.reads[name].placed(card.addresses, memory.data_ptr())
-        return self._agent.prepare(
-            self._peers[name][1],
-            (kind, _rows(local, sizes, index)),
-            (card.memory, _rows(remote, sizes, card.device)),
-        )
-
-    # --- afterwards ------------------------------------------------------------------------------
-
-    def _acknowledge(self, catalog: Catalog, group: Group, version: int) -> None:
-        assert self._agent is not None
-        for name in group.names:
-            with suppress(WeightsError):  # the version is here, whether it can be told or not
-                self._agent.notify(self._peers[name][1], acknowledgement(version))
-        with suppress(WeightsError):
-            self._agent.hear(_ignore)  # so that what was sent leaves this process
-        catalog.acknowledge(version, self.name)
-
-    def _announce(self, catalog: Catalog, group: Group, version: int) -> None:
-        """Become a source of what is now in the pool."""
-        assert self._agent is not None and self._pools[0].memory is not None
-        windows = self._known[group.key]
-        landed = [one for window in windows.windows for one in window.targets]
-        tensors = {one.name: LocalTensor(one.dtype, one.shape) for one in landed}
-        pieces = [Piece(name, box, name, box.start) for name, box in group.digests]
-        kind, index = memory_kind(self._pools[0].memory.device)
-        base = self._pools[0].memory.data_ptr()
-        digests = b"".join(group.digests.values())
-        assert len(digests) == DIGEST_BYTES * len(pieces)
-        card = Card(
-            agent=self._agent.metadata(),
-            memory=kind,
-            device=index,
-            error_handling=self._agent.settings.error_handling,
-            node=this_node(),
-            layout=write_layout(tensors, pieces),
-            addresses=[base + one.offset for one in landed],
-            digests=digests,
-        )
-        body = msgspec.msgpack.encode(card)
-        catalog.announce(Listing(version, self.name, 0, 1, "receiver", body))
-        self._serving = catalog, version
-
-    def _forget(self, group: Group, *, given_up: bool) -> None:
-        """After a failure: start from nothing with these sources, or altogether."""
-        if given_up:
-            self._given_up.append((self._agent, self._pools))
-            self._prepared.clear()
-            self._agent, self._pools, self._peers = None, [], {}
-            return
-        self._drop_prepared()
-        for name in group.names:
-            known = self._peers.pop(name, None)
-            if known is not None and self._agent is not None:
-                self._agent.remove_peer(known[1])
-
-    def _drop_prepared(self) -> None:
-        for found in self._prepared.values():
-            _release_all(found)
-        self._prepared.clear()
-
-    def _release(self) -> None:
-        self._drop_prepared()
-        for pool in self._pools:
-            pool.release()
-        if self._agent is not None:
-            self._agent.stop_listening()
-        self._agent, self._pools, self._peers = None, [], {}
-
-
-def _largest(windows: list[Window]) -> int:
-    return max((window.offset + window.nbytes for window in windows), default=0)
-
-
-def _ignore(_: str, __: bytes) -> None:
-    """For notices: a receiver that serves is thanked, and that is all."""
-
-
-def _rows(addresses: Any, sizes: Any, device: int) -> Numbers:
-    rows = np.empty((len(addresses), 3), dtype=np.uint64)
-    rows[:, 0], rows[:, 1], rows[:, 2] = addresses, sizes, device
-    return rows
-
-
-def _release_all(found: list[list[Prepared]]) -> None:
-    for window in found:
-        for one in window:
-            one.release()
-
-
-def _failed(offer: Offer, error: WeightsError) -> WeightsError:
-    return WeightsError(
-        f"Version {offer.version} could not be pulled: {error.message}",
-        error.hint or "See whether the trainer still runs, then publish the version again.",
-    )

@@ -1,8 +1,14 @@
-"""A plan as reads into a staging buffer of bounded size, one window after the other.
+"""Turn a plan into reads into a staging buffer of bounded size, one window after the other.
 
-A window is a few targets that are read together and handed out together. What the plan takes
-whole, to cut it here, lies behind the targets of its window. Offsets only, no addresses: windows
-are made once for a plan and serve all versions.
+    buffer   │ target a │ target b │ target c │ fused qkv, read whole │     one window
+                ▲          ▲ ▲ ▲                     │
+     reads ─────┘          └─┴─┘                     └── cut into target c after the read
+             one run     three runs
+
+A window is a few targets that are read together and yielded together. If cutting a source tensor at
+the source would take too many small reads, the plan reads it whole; it is stored behind the
+targets of its window and cut on arrival. Windows contain offsets and no addresses, so they are
+made once per plan and used for all versions.
 """
 
 from __future__ import annotations
@@ -25,8 +31,8 @@ Offsets = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Landed:
-    """A tensor in a buffer."""
+class BufferTensor:
+    """A tensor at an offset of a buffer."""
 
     name: str
     dtype: str
@@ -39,8 +45,8 @@ class Landed:
 
 
 @dataclass(frozen=True, slots=True)
-class Proof:
-    """Where a piece lies whole in a target, for its digest to be compared."""
+class PieceCheck:
+    """The box of a target that contains a whole piece, whose digest is to be verified."""
 
     target: str
     box: Box
@@ -49,13 +55,15 @@ class Proof:
 
 @dataclass(slots=True)
 class Reads:
-    """From one source: rows of (tensor, offset in it, offset in the buffer, bytes)."""
+    """Reads from one source, as rows of (tensor, offset in it, offset in the buffer, bytes)."""
 
     rows: list[Offsets] = field(default_factory=list)
 
-    def placed(self, addresses: list[int], base: int) -> tuple[Offsets, Offsets, Offsets]:
-        """Remote and local addresses and lengths, in the order of the source's memory, with
-        neighbours made one: NIXL moves such lists many times faster."""
+    def resolve(self, addresses: list[int], base: int) -> tuple[Offsets, Offsets, Offsets]:
+        """Return remote addresses, local addresses and lengths.
+
+        They are in the order of the source's memory, and reads that are neighbours at both ends
+        are merged: NIXL moves such lists many times faster."""
         rows = np.concatenate(self.rows)
         remote = np.asarray(addresses, dtype=np.int64)[rows[:, 0]] + rows[:, 1]
         order = np.argsort(remote, kind="stable")
@@ -67,29 +75,36 @@ class Reads:
 
 @dataclass(slots=True)
 class Window:
-    offset: int
-    """Of the window in the buffer; offsets of what is in it count from the buffer's start."""
-    nbytes: int = 0
-    targets: list[Landed] = field(default_factory=list)
-    reads: dict[str, Reads] = field(default_factory=dict)
-    """By source."""
-    replays: list[tuple[Landed, tuple[Copy, ...]]] = field(default_factory=list)
-    """Source tensors that were taken whole, and what to copy out of them."""
+    """Targets that are read and yielded together."""
 
-    def take(self, name: str, dtype: str, shape: Shape) -> Landed:
-        landed = Landed(name, dtype, shape, self.offset + self.nbytes)
-        self.nbytes += aligned(landed.nbytes)
-        return landed
+    offset: int
+    """Where the window starts in the buffer; all offsets in it count from the buffer's start."""
+    nbytes: int = 0
+    targets: list[BufferTensor] = field(default_factory=list)
+    reads: dict[str, Reads] = field(default_factory=dict)
+    """The reads, by source."""
+    cuts: list[tuple[BufferTensor, tuple[Copy, ...]]] = field(default_factory=list)
+    """Source tensors that are read whole, and the copies from them into targets."""
+
+    def add_target(self, name: str, tensor: LocalTensor) -> BufferTensor:
+        target = BufferTensor(name, tensor.dtype, tensor.shape, self.offset + self.nbytes)
+        self.nbytes += align(target.nbytes)
+        self.targets.append(target)
+        return target
+
+    def add_reads(self, source: str, rows: Offsets) -> None:
+        self.reads.setdefault(source, Reads()).rows.append(rows)
 
 
 @dataclass(frozen=True)
 class Windows:
-    """All that one receiver does for a plan."""
+    """Everything that one receiver does for a plan."""
 
     windows: list[Window]
-    proofs: dict[str, list[Proof]]
+    checks: dict[str, list[PieceCheck]]
+    """The pieces to verify, by target."""
     total: Total
-    """Bytes needed, on the wire, and from whom."""
+    """Bytes needed, bytes on the wire, and their sources."""
 
 
 def make_windows(
@@ -102,50 +117,52 @@ def make_windows(
     window_bytes: int,
     keep: bool = False,
 ) -> Windows:
-    """`keep` lays the windows side by side, so that a buffer holds all of them in the end."""
-    targets = _targets(wants)
+    """Lay out the targets of one receiver in windows of about `window_bytes`.
+
+    `keep` places the windows side by side, so that in the end the buffer holds all targets and can
+    be served to others. Otherwise every window starts at 0, and the caller alternates buffers."""
+    targets = _list_targets(wants)
     transfers = list(plan.transfers(receiver))
     numbers = {
         source: {name: number for number, name in enumerate(tensors)}
         for source, tensors in sources.items()
     }
     windows: list[Window] = []
-    where: dict[str, tuple[Window, Landed]] = {}
-    for group in _joined(targets, transfers):
-        size = sum(aligned(_size(targets[name])) for name in group)
+    where: dict[str, tuple[Window, BufferTensor]] = {}
+    for group in _group_targets(targets, transfers):
+        size = sum(align(_nbytes(targets[name])) for name in group)
+        # A group that exceeds the limit by itself gets a window of its own size.
         if not windows or windows[-1].nbytes + size > window_bytes:
             before = windows[-1] if windows else None
-            offset = before.offset + before.nbytes if before and keep else 0
-            windows.append(Window(offset))
+            windows.append(Window(before.offset + before.nbytes if before and keep else 0))
         for name in group:
-            landed = windows[-1].take(name, targets[name].dtype, targets[name].shape)
-            windows[-1].targets.append(landed)
-            where[name] = windows[-1], landed
-    _place_whole(windows, transfers, where, sources, keep)
+            where[name] = windows[-1], windows[-1].add_target(name, targets[name])
+    _place_whole_tensors(windows, transfers, where, sources, keep)
     for transfer in transfers:
         if not transfer.staged:
             tensor = sources[transfer.source][transfer.tensor]
+            number = numbers[transfer.source][transfer.tensor]
             for copy in transfer.copies:
-                window, landed = where[copy.target]
-                number = numbers[transfer.source][transfer.tensor]
-                rows = window.reads.setdefault(transfer.source, Reads()).rows
-                rows.append(_rows(copy, number, tensor, landed))
+                window, target = where[copy.target]
+                window.add_reads(transfer.source, _make_rows(copy, number, tensor, target))
     for window in windows:
-        for landed, copies in window.replays:
-            tensor_number = numbers[copies[0].source][landed.name]
-            row = np.array([[tensor_number, 0, landed.offset, landed.nbytes]], dtype=np.int64)
-            window.reads.setdefault(copies[0].source, Reads()).rows.append(row)
-    return Windows(windows, _proofs(wants, pieces), plan.totals[receiver])
+        for whole, copies in window.cuts:
+            number = numbers[copies[0].source][whole.name]
+            row = np.array([[number, 0, whole.offset, whole.nbytes]], dtype=np.int64)
+            window.add_reads(copies[0].source, row)
+    return Windows(windows, _find_checks(wants, pieces), plan.totals[receiver])
 
 
-def _place_whole(
+def _place_whole_tensors(
     windows: list[Window],
     transfers: list[Transfer],
-    where: dict[str, tuple[Window, Landed]],
+    where: dict[str, tuple[Window, BufferTensor]],
     sources: Mapping[str, Mapping[str, LocalTensor]],
     keep: bool,
 ) -> None:
-    """Room for what is taken whole: behind its window, or behind all of them when those stay."""
+    """Place source tensors that are read whole: behind their window, or behind all kept ones.
+
+    Behind kept windows, all windows share that space: it is scratch, and only the targets stay."""
     end = max((window.offset + window.nbytes for window in windows), default=0)
     used: dict[int, int] = {}
     for transfer in transfers:
@@ -155,67 +172,73 @@ def _place_whole(
         tensor = sources[transfer.source][transfer.tensor]
         start = end if keep else window.offset + window.nbytes
         start += used.get(id(window), 0)
-        landed = Landed(transfer.tensor, tensor.dtype, tensor.shape, start)
-        used[id(window)] = used.get(id(window), 0) + aligned(landed.nbytes)
-        window.replays.append((landed, transfer.copies))
-    for window in windows:
-        if window.replays:
-            last = window.replays[-1][0]
-            window.nbytes = last.offset + aligned(last.nbytes) - window.offset
+        whole = BufferTensor(transfer.tensor, tensor.dtype, tensor.shape, start)
+        used[id(window)] = used.get(id(window), 0) + align(whole.nbytes)
+        window.cuts.append((whole, transfer.copies))
+    for window in windows:  # only now: `nbytes` was the end of the targets until here
+        if window.cuts:
+            last = window.cuts[-1][0]
+            window.nbytes = last.offset + align(last.nbytes) - window.offset
 
 
-def _targets(wants: Wants) -> dict[str, LocalTensor]:
-    found = {}
-    for several in wants.values():
-        for want in several:
-            if (part := want.parts[0]) is not None:
-                found[want.target] = LocalTensor(want.dtype, part.shape)
-    return found
+def _list_targets(wants: Wants) -> dict[str, LocalTensor]:
+    return {
+        want.target: LocalTensor(want.dtype, part.shape)
+        for several in wants.values()
+        for want in several
+        if (part := want.parts[0]) is not None
+    }
 
 
-def _joined(targets: Mapping[str, LocalTensor], transfers: list[Transfer]) -> Iterator[list[str]]:
-    """Targets in their order; those that are cut from one source tensor stay together."""
+def _group_targets(
+    targets: Mapping[str, LocalTensor], transfers: list[Transfer]
+) -> Iterator[list[str]]:
+    """Yield targets in order, with those that are cut from one whole source tensor together.
+
+    They must share a window, or the tensor would be read once for each. A union-find joins them,
+    because a target may be cut from several source tensors."""
     leader = {name: name for name in targets}
 
-    def lead(name: str) -> str:
+    def find(name: str) -> str:
         while leader[name] != name:
             leader[name] = name = leader[leader[name]]
         return name
 
     for transfer in transfers:
         if transfer.staged:
-            for one, other in pairwise(copy.target for copy in transfer.copies):
-                leader[lead(other)] = lead(one)
+            for first, second in pairwise(copy.target for copy in transfer.copies):
+                leader[find(second)] = find(first)
     groups: dict[str, list[str]] = {}
     for name in targets:
-        groups.setdefault(lead(name), []).append(name)
+        groups.setdefault(find(name), []).append(name)
     yield from groups.values()
 
 
-def _rows(copy: Copy, number: int, tensor: LocalTensor, landed: Landed) -> Offsets:
-    """One row for each run that is contiguous at both ends."""
+def _make_rows(copy: Copy, number: int, tensor: LocalTensor, target: BufferTensor) -> Offsets:
+    """Return one row for each run of elements that is contiguous at both ends."""
     size = ELEMENT_BYTES[tensor.dtype]
-    length = min(run(copy.box.shape, tensor.shape), run(copy.shape, landed.shape))
+    length = min(run(copy.box.shape, tensor.shape), run(copy.shape, target.shape))
     blocks = np.arange(0, copy.box.elements, length, dtype=np.int64)
-    there = _flat(blocks, copy.box.shape, copy.box.start, tensor.shape)
-    here = _flat(blocks, copy.shape, copy.at, landed.shape)
+    remote = _flatten(blocks, copy.box.shape, copy.box.start, tensor.shape)
+    local = _flatten(blocks, copy.shape, copy.at, target.shape)
     rows = np.empty((len(blocks), 4), dtype=np.int64)
-    rows[:, 0], rows[:, 1] = number, there * size
-    rows[:, 2], rows[:, 3] = landed.offset + here * size, length * size
+    rows[:, 0], rows[:, 1] = number, remote * size
+    rows[:, 2], rows[:, 3] = target.offset + local * size, length * size
     return rows
 
 
-def _flat(blocks: Offsets, extent: Shape, start: Shape, shape: Shape) -> Offsets:
-    """Elements of a box, by their number in it, as numbers in the tensor around it."""
+def _flatten(blocks: Offsets, extent: Shape, start: Shape, shape: Shape) -> Offsets:
+    """Convert the numbers of elements in a box to their numbers in the tensor around it."""
     if not shape:
         return blocks
     inside = np.unravel_index(blocks, extent)
-    at = tuple(one + first for one, first in zip(inside, start, strict=True))
+    at = tuple(index + first for index, first in zip(inside, start, strict=True))
     return np.asarray(np.ravel_multi_index(at, shape), dtype=np.int64)
 
 
-def _proofs(wants: Wants, pieces: Iterable[tuple[str, Box]]) -> dict[str, list[Proof]]:
-    proofs: dict[str, list[Proof]] = {}
+def _find_checks(wants: Wants, pieces: Iterable[tuple[str, Box]]) -> dict[str, list[PieceCheck]]:
+    """Find where each piece is in the targets; a digest covers a whole piece only."""
+    checks: dict[str, list[PieceCheck]] = {}
     for name, box in pieces:
         for want in wants.get(name, ()):
             part = want.parts[0]
@@ -224,20 +247,20 @@ def _proofs(wants: Wants, pieces: Iterable[tuple[str, Box]]) -> dict[str, list[P
                 continue
             if common != box:
                 raise UsageError(
-                    f"Only a part of a piece of {name} is wanted, and that cannot be proved.",
-                    "Take whole tensors; digests are those of the pieces that ranks hold.",
+                    f"Only a part of a piece of {name} is wanted, which cannot be verified.",
+                    "Receive whole tensors; digests are those of the pieces that ranks hold.",
                 )
             inside = box.seen_from(part.box.start).start
             inside = (0,) * (len(part.at) - len(inside)) + inside
             start = tuple(a + b for a, b in zip(part.at, inside, strict=True))
             place = landing(start, box.shape)
-            proofs.setdefault(want.target, []).append(Proof(want.target, place, (name, box)))
-    return proofs
+            checks.setdefault(want.target, []).append(PieceCheck(want.target, place, (name, box)))
+    return checks
 
 
-def _size(tensor: LocalTensor) -> int:
+def _nbytes(tensor: LocalTensor) -> int:
     return Box.whole(tensor.shape).elements * ELEMENT_BYTES[tensor.dtype]
 
 
-def aligned(nbytes: int) -> int:
+def align(nbytes: int) -> int:
     return -(-nbytes // ALIGNED) * ALIGNED
