@@ -21,12 +21,12 @@ from rollway.weights.catalog import Listing
 from rollway.weights.catalog_http import CatalogServer, HttpCatalog, Seal
 from rollway.weights.offer import Entry, Lies, Manifest, Offer, read_manifest, read_offer
 from rollway.weights.store import Store
-from rollway.weights.transports import meeting
+from rollway.weights.transports.collective import rendezvous
 from rollway.weights.transports.delta import DeltaPublisher, DeltaReader, DeltaReceiver, Object
 from rollway.weights.transports.delta import Manifest as DeltaManifest
 from rollway.weights.transports.nixl_cards import _Layout, _Piece, _Tensor, read_layout
-from rollway.weights.transports.shards import ShardReader
 from rollway.weights.transports.shm import ShmPublisher, ShmReader
+from rollway.weights.transports.shm.shards import group_by_tensor
 
 DIGEST = "0" * 16
 
@@ -135,20 +135,17 @@ def test_a_tensor_that_begins_between_two_elements(published: tuple[Offer, Path]
         list(ShmReader(slot.parent).tensors(offer))
 
 
-def test_boxes_that_all_lie_in_one_place_make_up_no_huge_tensor(tmp_path: Path) -> None:
+def test_boxes_that_all_name_the_same_bytes_make_no_huge_tensor() -> None:
     boxes = [Lies("w", (n,), (n + 64,), (0,)) for n in range(0, 64 << 10, 64)]
-    with ShmPublisher(directory=tmp_path) as publisher:
-        offer = publisher.publish(1, [("shard", torch.ones(64))], {"shard": boxes})
-        slots = [{"slot": offer.where["slot"], "identity": offer.identity, "nbytes": 256}]
-        joined = Offer("shm", 1, "12345678", 256, {"ranks": slots})
-        with pytest.raises(WeightsError, match="all ranks published 256"):
-            ShardReader(ShmReader(tmp_path), joined)
+    entry = Entry("shard", "F32", (64,), 0, 256, DIGEST, tuple(boxes))
+    with pytest.raises(WeightsError, match="all ranks published 256"):
+        group_by_tensor([Manifest(1, 256, [entry])])
 
 
 @pytest.mark.parametrize("ranks", [None, [], 7, [{}], [{"slot": "../x"}], [[]]])
 def test_an_offer_of_ranks_that_are_none(ranks: Any) -> None:
     with pytest.raises(WeightsError, match="no offer of a trainer's ranks"):
-        ShardReader(ShmReader(), Offer("shm", 1, "12345678", 0, {"ranks": ranks}))
+        ShmReader().headers(Offer("shm", 1, "12345678", 0, {"ranks": ranks}))
 
 
 def rewrite(store: Store, manifest: DeltaManifest) -> None:
@@ -255,14 +252,14 @@ def test_a_piece_outside_of_its_tensor(piece: Any) -> None:
      {"receivers": 10**9}, {"bucket_bytes": 2**60}, {"step_seconds": 1e12}, {"room": "x" * 99}],
     ids=range(9),
 )  # fmt: skip
-def test_a_meeting_that_cannot_be(change: dict[str, Any]) -> None:
+def test_a_malformed_rendezvous(change: dict[str, Any]) -> None:
     where = {
         "host": "127.0.0.1", "port": 9, "receivers": 1, "backend": "gloo", "bucket_bytes": 1,
         "init_seconds": 1.0, "step_seconds": 1.0, "manifest_parts": 1, "room": "12345678",
     }  # fmt: skip
-    meeting.read_where(Offer("collective", 1, "12345678", 0, where))
-    with pytest.raises(WeightsError, match="no place to meet"):
-        meeting.read_where(Offer("collective", 1, "12345678", 0, where | change))
+    rendezvous.read_location(Offer("collective", 1, "12345678", 0, where))
+    with pytest.raises(WeightsError, match="names no rendezvous"):
+        rendezvous.read_location(Offer("collective", 1, "12345678", 0, where | change))
 
 
 class HostileStore:
@@ -284,17 +281,17 @@ class HostileStore:
 def test_a_list_in_the_store_that_never_ends() -> None:
     """Parts of 8 MiB where 4 are expected: no more is read than a list may have."""
     store = HostileStore(bytes(8 << 20))
-    where = meeting.Where("h", 1, 1, "gloo", 1, 1.0, 1.0, 64, "12345678")
+    where = rendezvous.Location("h", 1, 1, "gloo", 1, 1.0, 1.0, 64, "12345678")
     with pytest.raises(WeightsError, match="too long"):
-        meeting.get_manifest(store, where, Offer("collective", 1, "12345678", 0, {}))
+        rendezvous.fetch_manifest(store, where, Offer("collective", 1, "12345678", 0, {}))
     assert store.reads <= 33
 
 
 def test_a_reason_to_stop_of_megabytes() -> None:
-    seat = meeting.Seat.__new__(meeting.Seat)
-    seat._store, seat._offer = HostileStore(b"x" * (8 << 20)), Offer("shm", 1, "1" * 8, 0, {})
+    side = rendezvous.ReceiverSide.__new__(rendezvous.ReceiverSide)
+    side._store, side._offer = HostileStore(b"x" * (8 << 20)), Offer("shm", 1, "1" * 8, 0, {})
     with pytest.raises(WeightsError) as caught:
-        seat.look()
+        side.check()
     assert len(str(caught.value)) <= 500
 
 

@@ -13,9 +13,10 @@ reader of an offer. No other module distinguishes transports.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 from rollway.errors import UsageError
 
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 NamedTensor: TypeAlias = "tuple[str, Tensor]"
 Source: TypeAlias = "Iterable[NamedTensor] | Iterable[Held] | Iterable[NamedTensor | Held]"
 """Pairs of name and tensor, or the HeldTensors of `from_module` and `from_megatron`."""
-T = TypeVar("T")
 
 
 def never(_: str) -> bool:
@@ -62,7 +62,7 @@ class Publisher(ABC):
     def adopt(self, tensors: Iterable[NamedTensor]) -> None:
         """Publish these parameters from their own memory from now on, without a copy."""
         raise UsageError(
-            f"The {self.transport} transport copies tensors; it cannot adopt them.",
+            f"The {self.transport} transport cannot adopt tensors.",
             "Pass the tensors to `publish`, or use shm, cuda_ipc or nixl.",
         )
 
@@ -127,26 +127,49 @@ class Reader(ABC):
         """Release mappings and connections."""
 
 
-def peek(items: Iterable[T]) -> tuple[T | None, Iterator[T]]:
-    """Return the first item, or None, and an iterator over all items.
+@dataclass(frozen=True)
+class InspectedSource:
+    """The tensors of a Source, of which only the first has been requested yet."""
 
-    Neither this function nor the iterator holds the first item once it was yielded: a trainer that
-    gathers tensors one by one must never have two of them in memory. The caller drops its own."""
-    iterator = iter(items)
+    tensors: Iterator[NamedTensor]
+    shards: Sequence[Held]
+    """Set instead of `tensors`, where this rank holds parts of tensors or does not own all."""
+    on_gpu: bool
+    """Whether the first tensor is on a GPU."""
+
+    def pairs(self) -> Iterator[NamedTensor]:
+        """Yield (name, tensor) pairs, for a transport that cannot carry shards.
+
+        Such a transport publishes from a single rank, so it does not matter which rank owns a
+        tensor. Raise UsageError for a tensor of which this rank holds only a part."""
+        return named_tensors(self.shards) if self.shards else self.tensors
+
+
+def inspect_source(tensors: Source | None) -> InspectedSource:
+    """Look at the first tensor to tell pairs from HeldTensors, and a GPU from a CPU."""
+    iterator = iter(tensors or ())
     first = list(islice(iterator, 1))
+    if not first:
+        raise UsageError("There are no tensors to publish.", "Pass them, or `adopt` them.")
 
-    def rest() -> Iterator[T]:
+    def all_items() -> Iterator[NamedTensor | Held]:
+        # `pop`: a trainer that gathers tensors one by one must not have two of them in memory.
         yield first.pop()
         yield from iterator
 
-    return (first[0], rest()) if first else (None, iter(()))
+    if isinstance(first[0], tuple):
+        on_gpu = bool(first[0][1].is_cuda)
+        return InspectedSource(named_tensors(all_items()), [], on_gpu)
+    on_gpu = bool(first[0].tensor.is_cuda)
+    # HeldTensors are views of the trainer's own memory: a list of them costs nothing.
+    held = [item for item in all_items() if not isinstance(item, tuple)]
+    if all(item.owned_here and is_whole(item) for item in held):
+        return InspectedSource(named_tensors(held), [], on_gpu)
+    return InspectedSource(iter(()), held, on_gpu)
 
 
 def named_tensors(tensors: Source) -> Iterator[NamedTensor]:
-    """Yield (name, tensor) pairs, from pairs or from HeldTensors that hold whole tensors.
-
-    HeldTensors are yielded whether or not this rank owns them: a transport that cannot carry shards
-    publishes from a single rank."""
+    """Yield (name, tensor) pairs, from pairs or from HeldTensors that hold whole tensors."""
     for item in tensors:
         if isinstance(item, tuple):
             yield item
@@ -168,5 +191,6 @@ def is_whole(held: Held) -> bool:
     return (
         piece.name == held.shard.name
         and not piece.transposed
+        and not any(piece.at)
         and piece.box.shape == held.shard.shape == tuple(held.tensor.shape)
     )

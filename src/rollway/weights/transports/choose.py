@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rollway.errors import UsageError
-from rollway.weights.transports.base import NamedTensor, Publisher, Source, is_whole, peek
+from rollway.weights.transports.base import NamedTensor, Publisher, Source, inspect_source
 
 if TYPE_CHECKING:
     from rollway.weights.offer import Offer
@@ -234,28 +234,15 @@ class AutomaticPublisher(Publisher):
 
     def _open(self, tensors: Source) -> Source:
         """Open the publisher for these tensors, and return them to be published."""
-        on_gpu, is_sharded, tensors = _inspect(tensors)
+        source = inspect_source(tensors)
         self.choice = choose_transport(
             "auto",
             self._destination,
-            on_gpu=on_gpu,
-            is_sharded=is_sharded,
+            on_gpu=source.on_gpu,
+            is_sharded=bool(source.shards),
             directory=self._options.get("directory"),
         )
         log.info("publishing weights by %s: %s", self.choice.transport, self.choice.reason)
         self.transport = self.choice.transport
         self._publisher = open_publisher(self.choice.transport, self._destination, **self._options)
-        return tensors
-
-
-def _inspect(tensors: Source) -> tuple[bool, bool, Source]:
-    """Return whether the first tensor is on a GPU, whether any is a shard, and all tensors."""
-    first, rest = peek(tensors)
-    if first is None:
-        raise UsageError("There are no tensors to publish.", "Pass them, or `adopt` them.")
-    if isinstance(first, tuple):
-        return bool(first[1].is_cuda), False, rest
-    # HeldTensors are views of the trainer's memory: a list of them costs nothing.
-    held = [item for item in rest if not isinstance(item, tuple)]
-    is_sharded = not all(tensor.owned_here and is_whole(tensor) for tensor in held)
-    return bool(first.tensor.is_cuda), is_sharded, held
+        return source.shards or source.tensors
