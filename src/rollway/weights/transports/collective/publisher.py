@@ -21,7 +21,6 @@ from rollway.weights.transports.collective.group import Backend, Group
 from rollway.weights.transports.collective.messages import (
     DoubleBuffer,
     place,
-    split_for_broadcast,
     split_into_messages,
 )
 from rollway.weights.transports.collective.rendezvous import Location, PublisherSide
@@ -190,13 +189,11 @@ class _Transfer(threading.Thread):
         self._group = Group(
             store, 0, location.receivers + 1, location.backend, location.host, location.init_seconds
         )
-        device = next(iter(self._tensors.values())).device
-        buffer = DoubleBuffer(device)
+        buffer = DoubleBuffer(next(iter(self._tensors.values())).device)
         messages = split_into_messages(self._entries, location.bucket_bytes)
         for number, message in enumerate(messages):
             flat = self._pack(message, number, buffer)
-            parts = split_for_broadcast(flat, location.bucket_bytes)
-            self._group.post(parts, location.step_seconds)
+            self._group.post(flat, location.bucket_bytes, location.step_seconds)
             # One message stays under way: its buffer is the one that is not filled next.
             if number:
                 self._group.finish(location.step_seconds, check)
