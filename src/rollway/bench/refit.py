@@ -238,7 +238,7 @@ def _ways(bench: _Bench, cleanup: ExitStack) -> dict[str, _Way]:
             parameter.data.copy_(state[name])
 
     def moved(offer: Offer) -> float:
-        written = deltas.manifest(offer.version).delta
+        written = deltas.versions.read_manifest(offer.version).delta
         return 1.0 if written is None else written.size / offer.nbytes
 
     ways = {
