@@ -32,9 +32,8 @@ from rollway.stack.state import StackDir
 from rollway.versions import taint_of
 from rollway.weights.digest.bits import raw_bytes
 from rollway.weights.offer import Offer
-from rollway.weights.store import Store
 from rollway.weights.transports.collective import CollectivePublisher
-from rollway.weights.transports.delta import DeltaPublisher
+from rollway.weights.transports.delta import DeltaPublisher, Store
 from rollway.weights.transports.files import FilesPublisher
 from rollway.weights.transports.nixl import NixlPublisher
 from rollway.weights.transports.shm import ShmPublisher
