@@ -16,12 +16,9 @@ from rollway.weights.transports.delta.publisher import DeltaPublisher
 from rollway.weights.transports.delta.reader import DeltaReader, DeltaVersions, StagedVersion
 from rollway.weights.transports.delta.store import SharedMemory, Store
 
-DeltaReceiver = DeltaReader  # temporary: its former name
-
 __all__ = [
     "DeltaPublisher",
     "DeltaReader",
-    "DeltaReceiver",
     "DeltaVersions",
     "Entry",
     "Manifest",
