@@ -25,7 +25,7 @@ from rollway.weights.transports.choose import (
 from tests.checkpoints import write_checkpoint
 
 HAS_NIXL = any(importlib.util.find_spec(name) for name in ("nixl_cu12", "nixl_cu13"))
-IMPORT_NIXL = "rollway.weights.transports.nixl_agent.import_nixl"
+IMPORT_NIXL = "rollway.weights.transports.nixl.agent.import_nixl"
 HERE = Destination("s", "secret", "/model")
 ELSEWHERE = dataclasses.replace(HERE, addresses=frozenset({"10.0.0.1", "10.0.0.2"}))
 

@@ -1,4 +1,4 @@
-"""Versions as checkpoint directories: whole when seen, kept as long as promised."""
+"""Versions as checkpoint directories: complete when they appear, kept as long as configured."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_wrong_use_is_refused(tmp_path: Path, model: Path) -> None:
 
 @given(st.integers(1, 5), st.lists(st.integers(1, 4), min_size=1, max_size=10))
 @settings(max_examples=25)
-def test_the_newest_are_kept(
+def test_the_newest_versions_are_kept(
     tmp_path_factory: pytest.TempPathFactory, keep: int, steps: list[int]
 ) -> None:
     base = tmp_path_factory.mktemp("files")
@@ -172,7 +172,7 @@ publisher.publish(2, stream())
     assert publisher.versions() == [1, 2]
 
 
-def test_leftovers_of_other_machines_go_when_they_are_old(tmp_path: Path, model: Path) -> None:
+def test_old_leftovers_of_other_machines_are_removed(tmp_path: Path, model: Path) -> None:
     root = tmp_path / "versions"
     fresh, old, legacy = (
         root / f".v{number}.0123456789ab-7-{number}.partial" for number in (1, 2, 3)

@@ -117,18 +117,16 @@ class CudaIpcPublisher(Publisher):
 
     def publish(self, version: int, tensors: Source | None = None) -> Offer:
         """Publish a version; no more than one bucket's tensors are held at a time."""
-        if tensors is not None:
+        if tensors is None and self._adopted is not None:
+            slot = self._adopted.slot
+            self._withdraw(slot)
+            entries = set_digests(self._adopted.entries, digests(self._adopted.views()))
+        else:
             source = inspect_source(tensors)
             slot = min(self._slots, key=lambda slot: slot.version)
             self._withdraw(slot)  # before its bytes change: a reader of it then notices
             pairs = ((name, tensor.detach()) for name, tensor in source.pairs())
             entries = self._copy(slot, pairs)
-        elif self._adopted is not None:
-            slot = self._adopted.slot
-            self._withdraw(slot)
-            entries = set_digests(self._adopted.entries, digests(self._adopted.views()))
-        else:
-            raise UsageError("There are no tensors to publish.", "Pass them, or `adopt` them.")
         return self._announce(slot, version, entries)
 
     def adopt(self, tensors: Parameters) -> None:

@@ -104,7 +104,7 @@ class ShmPublisher(Publisher):
         self._guard = leftovers.Guard(*(path for slot in slots for path in slot.paths))
 
     def publish(self, version: int, tensors: Source | None = None) -> Offer:
-        if tensors is None:
+        if tensors is None and self._adopted:
             return self._publish_adopted(version)
         source = inspect_source(tensors)
         if source.shards:
@@ -136,8 +136,6 @@ class ShmPublisher(Publisher):
         self._adopted = {}
 
     def _publish_adopted(self, version: int) -> Offer:
-        if not self._adopted:
-            raise UsageError("There are no tensors to publish.", "Pass them, or `adopt` them.")
         slot = self._adopted_slot
         slot.withdraw()
         entries, nbytes = lay_out(self._adopted, _ALIGNMENT)
