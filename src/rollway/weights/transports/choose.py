@@ -130,6 +130,7 @@ def open_publisher(
     cuda_ipc, files and collective need for tensors on their way. `options` are further ones of the
     transport's own publisher.
 
+    Example:
         destination = Destination(stack="s1", secret=secret, model=path)
         with open_publisher("auto", destination) as publisher:
             offer = publisher.publish(1, model.named_parameters())

@@ -44,8 +44,9 @@ _WEIGHT_FILES = (
 class FilesPublisher(Publisher):
     """Writes versions below `root`, with all files but the weights copied from `model`.
 
-    with FilesPublisher(Path("/shared/weights"), model=path) as publisher:
-        stack.refit(1, publisher.publish(1, model.named_parameters()))
+    Example:
+        with FilesPublisher(Path("/shared/weights"), model=path) as publisher:
+            stack.refit(1, publisher.publish(1, model.named_parameters()))
     """
 
     transport = "files"

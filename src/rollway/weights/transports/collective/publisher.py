@@ -35,12 +35,14 @@ _RETRY = "Publish the version again; workers still serve the previous one."
 class CollectivePublisher(Publisher):
     """Broadcasts versions to engines, one after another.
 
+    The tensors must not change before `wait` returns: receivers notice, and reject the version.
+
+    Example:
         publisher.expect(2)
         offer = publisher.publish(7, model.state_dict().items())
-        stack.refit(7, offer)   # every rank of every worker joins and receives the bytes
-        publisher.wait(7)       # raises if one of them failed; before the optimizer steps
-
-    The tensors must not change before `wait` returns: receivers notice, and reject the version."""
+        stack.refit(7, offer)  # every rank of every worker joins and receives the bytes
+        publisher.wait(7)  # raises if one of them failed; before the optimizer steps
+    """
 
     transport = "collective"
 

@@ -82,11 +82,13 @@ class _Slot:
 class ShmPublisher(Publisher):
     """Publishes versions to readers on this machine; the newest `keep` stay readable.
 
+    A rank that holds shards publishes them the same way (`from_module`, `from_megatron`). Collect
+    the offers of all ranks in one process, and refit with `join_offers(offers)`.
+
+    Example:
         with ShmPublisher() as publisher:
             stack.refit(1, publisher.publish(1, model.named_parameters()))
-
-    A rank that holds shards publishes them the same way (`from_module`, `from_megatron`). Collect
-    the offers of all ranks in one process, and refit with `join_offers(offers)`."""
+    """
 
     transport = "shm"
 
