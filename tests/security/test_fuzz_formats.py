@@ -28,10 +28,8 @@ from hypothesis import strategies as st
 from safetensors.numpy import save
 
 from rollway.errors import RollwayError
-from rollway.weights import delta, sidecar, weight_file
+from rollway.weights import sidecar, weight_file
 from rollway.weights.adapter import Adapter, attached, check_config, detached
-from rollway.weights.catalog import Listing
-from rollway.weights.catalog_http import Call, CatalogServer
 from rollway.weights.checkpoint import STABLE, check_checkpoint, publish_checkpoint
 from rollway.weights.inspect import inventories
 from rollway.weights.megatron.describe import describe
@@ -39,10 +37,19 @@ from rollway.weights.megatron.geometry import ModelGeometry, Topology
 from rollway.weights.megatron.names import NameMap
 from rollway.weights.offer import Entry, Lies, Manifest, Offer, read_manifest, read_offer
 from rollway.weights.planning.scenario import read_model
-from rollway.weights.store import Store
 from rollway.weights.transports import meeting
-from rollway.weights.transports.delta import DeltaPublisher, DeltaReader
-from rollway.weights.transports.nixl_cards import Card, Layouts, _Layout, _Piece, _Tensor
+from rollway.weights.transports.delta import DeltaPublisher, DeltaVersions, Store
+from rollway.weights.transports.delta import Manifest as DeltaManifest
+from rollway.weights.transports.delta import format as delta
+from rollway.weights.transports.nixl.catalog import Listing
+from rollway.weights.transports.nixl.catalog_http import Call, CatalogServer
+from rollway.weights.transports.nixl.listing import (
+    LayoutCache,
+    SourceMemory,
+    _Layout,
+    _Piece,
+    _Tensor,
+)
 from rollway.weights.transports.shards import _by_tensor
 from tests.checkpoints import write_checkpoint
 from tests.unit.weights.megatron_models import headers, hf_shapes
@@ -142,15 +149,13 @@ def read_list(raw: bytes) -> None:
 
 def read_deltas(raw: bytes) -> None:
     (DELTAS.root / DELTA_KEY).write_bytes(_with_digest(raw))
-    DeltaReader(DELTAS).fetch({}, None, 1)
+    DeltaVersions(DELTAS).fetch({}, None, 1)
 
 
 def _with_digest(raw: bytes) -> bytes:
     """Recompute the checksum, as an attacker would."""
-    from rollway.weights.transports.delta import Manifest
-
     try:
-        return msgspec.json.decode(raw, type=Manifest).to_bytes()
+        return msgspec.json.decode(raw, type=DeltaManifest).to_bytes()
     except (msgspec.DecodeError, UnicodeDecodeError):
         return raw
 
@@ -171,13 +176,13 @@ def read_call(raw: bytes) -> None:
             server._answer(name, call)
 
 
-def read_card(raw: bytes) -> None:
-    group = Layouts().group([Listing(1, "s", 0, 1, "trainer", raw)])
+def read_source_memory(raw: bytes) -> None:
+    group = LayoutCache().read_group([Listing(1, "s", 0, 1, "trainer", raw)])
     assert group.headers is not None
     assert group.digests is not None
     assert group.nbytes >= 0
-    for held in group.held:
-        held.source("s", "here")
+    for layout in group.layouts:
+        layout.as_source("s", "here")
 
 
 def _sidecar() -> bytes:
@@ -210,12 +215,12 @@ def _change() -> bytes:
     return delta.encode("a", old, new).to_bytes()
 
 
-def _card() -> bytes:
+def _source_memory() -> bytes:
     layout = _Layout([_Tensor("t", "F32", (2, 3))], [_Piece("w", (0, 0), (2, 3), 0, (0, 0), False)])
-    card = Card(
+    memory = SourceMemory(
         b"agent", "DRAM", 0, "none", "node", msgspec.msgpack.encode(layout), [64], bytes(16)
     )
-    return msgspec.msgpack.encode(card)
+    return msgspec.msgpack.encode(memory)
 
 
 def _offer() -> bytes:
@@ -260,7 +265,7 @@ FORMATS = {
         msgspec.msgpack.encode(Call(1, "m", ["x"], Listing(1, "s", 0, 1, "trainer", b"b"), 2)),
         False,
     ),
-    "NIXL card": Format(read_card, _card(), False),
+    "NIXL source": Format(read_source_memory, _source_memory(), False),
 }  # fmt: skip
 
 

@@ -1,12 +1,12 @@
-"""What changed in many tensors on a GPU: one kernel reads all of them, another one gathers.
+"""Find what changed in many tensors on a GPU: one kernel reads them all, two others gather.
 
     old ─┐              ┌─ a byte of marks for each word ─┐
          ├─ _mark ──────┤                                 ├─ _list ─> _gather ─> positions, old, new
     new ─┘  (digests)   └─ counts ─> sums of counts ──────┘
-                                └──> the host, which waits this once
+                                └──> the host, which waits only here
 
-The second kernel lists the words that are marked, and the third reads no others. Import this only
-where Triton is: `changes` takes torch where it is not.
+The second kernel lists the marked words, and the third reads no others. Import this module only
+where Triton is installed; `changes` uses torch elsewhere.
 """
 
 from __future__ import annotations
@@ -25,33 +25,29 @@ from rollway.weights.digest.gpu_runs import COLUMNS, PART, STEP, STEPS, run_of, 
 
 Pair = tuple[Tensor, Tensor]
 _WORDS = 512
-"""Marked words that a program gathers."""
+"""How many marked words one program gathers."""
 
 
-class Marked:
-    """Pairs of tensors, of elements of one size, that were compared."""
+class TritonComparison:
+    """A `changes.Comparison` by kernels; the digests of the new tensors cost no further read."""
 
     def __init__(self, pairs: Sequence[Pair], with_digests: bool = False) -> None:
-        """With digests of the new ones, which are read anyway."""
         old, new = ([run_of(pair[side]) for pair in pairs] for side in (0, 1))
-        self._runs = old, new  # a kernel may yet read what was made here
+        self._runs = old, new  # kept alive: kernels still read copies that `run_of` made
         self._dtype, self._device = new[0].dtype, new[0].device
-        sizes = [each.nbytes for each in new]
-        self._table = table(
-            [each.data_ptr() for each in old],
-            [each.data_ptr() for each in new],
-            sizes,
-            self._device,
-        )
-        found = self._mark(with_digests)
+        sizes = [run.nbytes for run in new]
+        old_addresses, new_addresses = ([run.data_ptr() for run in runs] for runs in (old, new))
+        self._table = table(old_addresses, new_addresses, sizes, self._device)
+        sums = self._mark(with_digests)
         steps = self._table.parts * STEPS
-        # Before each step: how many words were marked, and how many elements.
+        # Row 0: how many words are marked before each step. Row 1: how many elements.
         self._starts = torch.zeros(2, steps + 1, dtype=torch.int64, device=self._device)
         self._starts[:, 1:] = self._counts.cumsum(1)
         firsts = (self._table.first_parts * STEPS).to(self._device)
-        told = torch.cat([self._starts.index_select(1, firsts).view(-1), found])
-        host, ready = on_its_way(told)
-        ready()
+        # One copy brings counts and sums to the host: this is the only wait.
+        results = torch.cat([self._starts.index_select(1, firsts).view(-1), sums])
+        host, wait = on_its_way(results)
+        wait()
         bounds = len(pairs) + 1
         self._word_ends: list[int] = host[:bounds].tolist()
         self._ends: list[int] = host[bounds : 2 * bounds].tolist()
@@ -62,9 +58,10 @@ class Marked:
             self.digests = digests_of(host[2 * bounds :], self._table.blocks, sizes, prefixes)
 
     def _mark(self, with_digests: bool) -> Tensor:
-        blocks, runs = self._table.blocks, len(self._table.blocks)
-        room = sum(blocks) + runs if with_digests else 0
-        found = torch.zeros(room, dtype=torch.int64, device=self._device)
+        """Mark and count what differs; return the sums of blocks, and then each tensor's tail."""
+        blocks = self._table.blocks
+        size = sum(blocks) + len(blocks) if with_digests else 0
+        sums = torch.zeros(size, dtype=torch.int64, device=self._device)
         parts = self._table.parts
         self._marks = torch.empty(parts * PART, dtype=torch.uint8, device=self._device)
         self._counts = torch.empty(2, parts * STEPS, dtype=torch.int32, device=self._device)
@@ -74,7 +71,7 @@ class Marked:
                     self._table.rows,
                     self._table.owners,
                     bits.keys(self._device),
-                    found,
+                    sums,
                     sum(blocks),
                     self._marks,
                     self._counts,
@@ -87,11 +84,10 @@ class Marked:
                     COLUMNS=COLUMNS,
                     num_warps=WARPS,
                 )
-        return found
+        return sums
 
     def gather(self, first: int, end: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Of the pairs from `first` to before `end`: the places of what changed, each counted
-        from the start of its tensor, and the old and the new bits."""
+        """Return positions, old bits and new bits of the pairs from `first` up to `end`."""
         count = self._ends[end] - self._ends[first]
         positions = torch.empty(count, dtype=torch.int64, device=self._device)
         old, new = (torch.empty(count, dtype=self._dtype, device=self._device) for _ in range(2))
@@ -117,11 +113,10 @@ class Marked:
         return positions, old, new
 
     def _list(self, first: int, end: int) -> tuple[Tensor, Tensor]:
-        """The marked words of some pairs, counted through all parts; and how many elements that
-        changed are before each."""
-        room = self._word_ends[end] - self._word_ends[first]
+        """Return the marked words of a range of pairs, and how many changes precede each."""
+        count = self._word_ends[end] - self._word_ends[first]
         words, places = (
-            torch.empty(room, dtype=torch.int64, device=self._device) for _ in range(2)
+            torch.empty(count, dtype=torch.int64, device=self._device) for _ in range(2)
         )
         begin, stop = (int(self._table.first_parts[i]) * STEPS for i in (first, end))
         with on(self._device):
@@ -141,31 +136,31 @@ class Marked:
 
 
 def check() -> None:
-    """Raise unless the kernels run here and find what was changed."""
+    """Raise unless the kernels run on this machine and find the right changes."""
     old = torch.zeros(9 * STEP + 3, dtype=torch.int16, device="cuda")
     new = old.clone()
     places = torch.tensor([0, 7, 4 * STEP, 9 * STEP + 2], device="cuda")
     new[places] = -1
-    marked = Marked([(old, old), (old, new)], with_digests=True)
-    positions, before, after = marked.gather(0, 2)
-    right = (
-        marked.counts == [0, 4]
-        and marked.digests == [bits.digest(old.cpu()), bits.digest(new.cpu())]
+    comparison = TritonComparison([(old, old), (old, new)], with_digests=True)
+    positions, before, after = comparison.gather(0, 2)
+    is_right = (
+        comparison.counts == [0, 4]
+        and comparison.digests == [bits.digest(old.cpu()), bits.digest(new.cpu())]
         and torch.equal(positions, places)
         and torch.equal(before, old[places])
         and torch.equal(after, new[places])
     )
-    if not right:
-        raise RuntimeError("it finds other changes")
+    if not is_right:
+        raise RuntimeError("the kernels find other changes than torch does")
 
 
-# Without types: Triton would take their names for variables of the kernel.
+# No annotations in kernels: Triton reads a type's name as a variable of the kernel.
 @triton.jit(do_not_specialize=["tails", "steps"])  # type: ignore[untyped-decorator]
 def _mark(  # type: ignore[no-untyped-def]
     rows,
     owners,
     keys,
-    found,
+    sums,
     tails,
     marks,
     counts,
@@ -195,19 +190,19 @@ def _mark(  # type: ignore[no-untyped-def]
         before = tl.load(old + at, mask=at < words, other=0)
         after = tl.load(new + at, mask=at < words, other=0)
         differ = before ^ after
-        # What lies after the last byte is another tensor's.
+        # The bytes after the last one belong to another tensor: mask them out.
         differ = tl.where(at < whole, differ, differ & ((tl.full((), 1, tl.int64) << 8 * tail) - 1))
         mark = tl.zeros((STEP,), dtype=tl.int32)
         count = tl.zeros((STEP,), dtype=tl.int32)
         for lane in tl.static_range(8 // SIZE):
-            one = differ
+            element = differ
             if SIZE < 8:
-                one = (differ >> (8 * SIZE * lane)) & ((1 << 8 * SIZE) - 1)
-            changed = (one != 0).to(tl.int32)
+                element = (differ >> (8 * SIZE * lane)) & ((1 << 8 * SIZE) - 1)
+            changed = (element != 0).to(tl.int32)
             mark |= changed << lane
             count += changed
         tl.store(marks + program * (STEP * STEPS) + at, mark.to(tl.uint8))
-        # Both numbers in one sum: a step has fewer than 2**16 elements.
+        # One reduction for both counts: a step has fewer than 2**16 elements.
         both = tl.sum(count + ((mark != 0).to(tl.int32) << 16), axis=0)
         tl.store(counts + program * STEPS + step, both >> 16)
         tl.store(counts + steps + program * STEPS + step, both & 0xFFFF)
@@ -215,9 +210,9 @@ def _mark(  # type: ignore[no-untyped-def]
             total += ((after >> 32) + after) * tl.load(key + at, mask=at < whole, other=0)
     if SUMS:
         if whole > 0:
-            tl.atomic_add(found + tl.load(row + 4) + start // BLOCK, tl.sum(total, axis=0))
+            tl.atomic_add(sums + tl.load(row + 4) + start // BLOCK, tl.sum(total, axis=0))
         if words > whole:
-            tl.store(found + tails + owner, tl.load(new + whole))
+            tl.store(sums + tails + owner, tl.load(new + whole))
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
@@ -231,7 +226,7 @@ def _list(  # type: ignore[no-untyped-def]
     if tl.load(starts + step + 1) > first:
         lanes = tl.arange(0, STEP)
         mark = tl.load(marks + step * STEP + lanes).to(tl.int32)
-        count = (mark & 0x55) + ((mark >> 1) & 0x55)  # the bits of a byte, by pairs, by fours, …
+        count = (mark & 0x55) + ((mark >> 1) & 0x55)  # count the bits of a byte by pairs, fours, …
         count = (count & 0x33) + ((count >> 2) & 0x33)
         count = (count & 0x0F) + (count >> 4)
         marked = mark != 0

@@ -1,8 +1,8 @@
-"""The catalog over HTTP: msgpack both ways, of bounded size, every message signed.
+"""The catalog over HTTP: msgpack both ways, bounded sizes, every message signed.
 
-A request carries its time, a number used once, the hash of its body and a MAC over all of these
-and its path; these are checked before the body is read. An answer's MAC covers the request's
-number, so that no answer can be passed off as one to another request. Both ends need the secret.
+A request carries its time, a number used once, the hash of its body, and a MAC over all of these
+and its path. The server checks them before it reads the body. The MAC of an answer covers the
+request's number, so no answer fits another request. Both ends need the secret.
 """
 
 from __future__ import annotations
@@ -25,8 +25,15 @@ from aiohttp import web
 
 from rollway.errors import RollwayError, UsageError, WeightsError
 from rollway.orders import FRESH_SECONDS, SECRET, UsedNumbers, stack_secret
-from rollway.weights.catalog import Catalog, Listing, MemoryCatalog, Name, NotYet
 from rollway.weights.offer import Count
+from rollway.weights.transports.nixl.catalog import (
+    Catalog,
+    Listing,
+    MemoryCatalog,
+    Name,
+    NotYet,
+)
+from rollway.weights.transports.nixl.catalog_modelexpress import ModelExpressCatalog
 
 LOOPBACK = "127.0.0.1"
 MOST_REQUEST = 64 << 20
@@ -38,7 +45,7 @@ _CALLS = ("announce", "withdraw", "look_up", "acknowledge", "acknowledged", "lea
 
 
 class Call(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The arguments of any of the calls; each reads its own."""
+    """The arguments of all calls; each call reads its own."""
 
     version: Count = 0
     member: Name = "-"
@@ -54,20 +61,17 @@ class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     members: list[Name] = []
 
 
-def given_secret(secret: str | None) -> str:
-    """The one that was given, or that of this stack; a catalog never runs without."""
-    found = stack_secret() if secret is None else secret
-    if not found:
-        raise UsageError(
-            "A catalog of weights needs a secret.", f"Set {SECRET} to the one the workers have."
-        )
-    return found
-
-
 class Seal:
-    """Makes and checks MACs; each number is accepted once."""
+    """Signs and checks messages; accepts each number once.
 
-    def __init__(self, secret: str) -> None:
+    Without `secret` it uses this stack's own; a catalog never runs without one."""
+
+    def __init__(self, secret: str | None) -> None:
+        secret = stack_secret() if secret is None else secret
+        if not secret:
+            raise UsageError(
+                "A catalog of weights needs a secret.", f"Set {SECRET} to the workers' secret."
+            )
         self._key = secret.encode()
         self.used = UsedNumbers()
 
@@ -76,39 +80,42 @@ class Seal:
 
     def request_headers(self, path: str, body: bytes) -> dict[str, str]:
         sent, number = f"{time.time():.3f}", secrets.token_hex(16)
-        said = hashlib.sha256(body).hexdigest()
+        body_hash = hashlib.sha256(body).hexdigest()
         return {
             "x-rollway-time": sent,
             "x-rollway-number": number,
-            "x-rollway-body": said,
-            "x-rollway-mac": self.mac("request", path, sent, number, said),
+            "x-rollway-body": body_hash,
+            "x-rollway-mac": self.mac("request", path, sent, number, body_hash),
         }
 
     def check_request(self, path: str, headers: Any) -> str:
-        """The hash that the body must have; raises for a request that is not ours, or not new."""
-        sent, number, said, mac = (
+        """Return the hash that the body must have; raise for a forged or repeated request."""
+        fields = [
             headers.get(f"x-rollway-{name}", "") for name in ("time", "number", "body", "mac")
+        ]
+        sent, number, body_hash, mac = fields
+        # A header that is not ASCII cannot be encoded for the MAC.
+        is_signed = all(field.isascii() for field in fields) and _is_same(
+            mac, self.mac("request", path, sent, number, body_hash)
         )
-        if not all(part.isascii() for part in (sent, number, said, mac)):
+        if not is_signed:
             raise PermissionError("not signed with this catalog's secret")
-        if not _same(mac, self.mac("request", path, sent, number, said)):
-            raise PermissionError("not signed with this catalog's secret")
-        self.used.use(number, sent)
-        return str(said)
+        self.used.use(number, sent)  # after the MAC: a stranger must not fill the set
+        return str(body_hash)
 
     def answer_mac(self, number: str, status: int, body: bytes) -> str:
         return self.mac("answer", number, str(status), hashlib.sha256(body).hexdigest())
 
 
 class CatalogServer(MemoryCatalog):
-    """A catalog that others can reach; runs in a thread of the process that made it."""
+    """A catalog that others can reach; it runs in a thread of this process."""
 
     def __init__(
         self, host: str = LOOPBACK, port: int = 0, *, secret: str | None = None, public: str = ""
     ) -> None:
-        """`public` is the host name that receivers use, this machine's when `host` is 0.0.0.0."""
+        """`public` is the host name for receivers: by default `host`, or this machine's name."""
         super().__init__()
-        self._seal = Seal(given_secret(secret))
+        self._seal = Seal(secret)
         self._loop = asyncio.new_event_loop()
         self._runner: web.AppRunner | None = None
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -123,9 +130,9 @@ class CatalogServer(MemoryCatalog):
                 f"The catalog cannot listen on {host}:{port}: {error.strerror}.",
                 "Choose another port, or 0 for any.",
             ) from error
-        everywhere = host in ("0.0.0.0", "::")
-        named = public or (socket.gethostname() if everywhere else host)
-        self.url = f"http://[{named}]:{bound}" if ":" in named else f"http://{named}:{bound}"
+        is_any = host in ("0.0.0.0", "::")
+        public = public or (socket.gethostname() if is_any else host)
+        self.url = f"http://[{public}]:{bound}" if ":" in public else f"http://{public}:{bound}"
 
     def where(self) -> dict[str, Any]:
         return {"catalog": self.url}
@@ -156,32 +163,32 @@ class CatalogServer(MemoryCatalog):
 
     async def _handle(self, request: web.Request) -> web.Response:
         try:
-            said = self._seal.check_request(request.path, request.headers)
+            body_hash = self._seal.check_request(request.path, request.headers)
         except PermissionError as error:
             return web.Response(status=401, text=f"This request is {error}.")
         if (request.content_length or 0) > MOST_REQUEST:
-            return self._sealed(request, 413, Answer(f"More than {MOST_REQUEST} bytes."))
+            return self._sign(request, 413, Answer(f"More than {MOST_REQUEST} bytes."))
         body = await request.read()
-        if not _same(hashlib.sha256(body).hexdigest(), said):
+        if not _is_same(hashlib.sha256(body).hexdigest(), body_hash):
             return web.Response(status=401, text="This request is not what was signed.")
         try:
             call = msgspec.msgpack.decode(body, type=Call)
             answer = self._answer(request.path.removeprefix("/v1/"), call)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            return self._sealed(request, 400, Answer(f"This is no call to a catalog: {error}."))
+            return self._sign(request, 400, Answer(f"This is no call to a catalog: {error}."))
         except RollwayError as error:
-            return self._sealed(request, _status(error), Answer(error.message, error.hint))
-        return self._sealed(request, 200, answer)
+            return self._sign(request, _find_status(error), Answer(error.message, error.hint))
+        return self._sign(request, 200, answer)
 
     def _answer(self, name: str, call: Call) -> Answer:
         if name == "look_up":
-            found = self.look_up(call.version, call.member, call.without, fanout=call.fanout)
-            return Answer(listings=found)
+            listings = self.look_up(call.version, call.member, call.without, fanout=call.fanout)
+            return Answer(listings=listings)
         if name == "acknowledged":
             return Answer(members=self.acknowledged(call.version))
         if name == "announce":
             if call.listing is None:
-                raise UsageError("Nothing is announced.")
+                raise UsageError("The call announces nothing.")
             self.announce(call.listing)
         elif name == "withdraw":
             self.withdraw(call.version, call.member)
@@ -191,14 +198,14 @@ class CatalogServer(MemoryCatalog):
             self.leave(call.member)
         return Answer()
 
-    def _sealed(self, request: web.Request, status: int, answer: Answer) -> web.Response:
+    def _sign(self, request: web.Request, status: int, answer: Answer) -> web.Response:
         body = msgspec.msgpack.encode(answer)
         mac = self._seal.answer_mac(request.headers["x-rollway-number"], status, body)
         return web.Response(status=status, body=body, headers={"x-rollway-mac": mac})
 
 
 class HttpCatalog:
-    """A catalog that runs elsewhere."""
+    """A client of a catalog that runs in another process."""
 
     def __init__(self, url: str, *, secret: str | None = None, timeout: float = 30.0) -> None:
         try:
@@ -210,7 +217,7 @@ class HttpCatalog:
             raise UsageError(f"`{url}` is not the address of a catalog.", "Use http://host:port.")
         self.url = url
         self._host, self._port = parts.hostname, port
-        self._seal = Seal(given_secret(secret))
+        self._seal = Seal(secret)
         self._timeout = timeout
 
     def announce(self, listing: Listing) -> None:
@@ -249,20 +256,20 @@ class HttpCatalog:
             status, mac, raw = self._post(path, body, headers)
         except (OSError, http.client.HTTPException) as error:
             raise WeightsError(
-                f"The catalog at {self.url} cannot be asked: {error or type(error).__name__}.",
-                "It runs in the trainer's first rank; see whether that still runs.",
+                f"The catalog at {self.url} does not answer: {error or type(error).__name__}.",
+                "It runs in the trainer's rank 0; check that this rank still runs.",
             ) from error
-        if not _same(mac, self._seal.answer_mac(headers["x-rollway-number"], status, raw)):
+        if not _is_same(mac, self._seal.answer_mac(headers["x-rollway-number"], status, raw)):
             raise WeightsError(
                 f"The catalog at {self.url} does not have this stack's secret ({status}).",
-                f"Set {SECRET} to the same at both ends; their clocks may differ by at most "
+                f"Set {SECRET} to the same value at both ends; clocks may differ by at most "
                 f"{FRESH_SECONDS:g} s.",
             )
         try:
             answer = msgspec.msgpack.decode(raw, type=Answer)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise WeightsError(
-                f"The catalog at {self.url} gave an answer that cannot be read: {error}.",
+                f"The catalog at {self.url} sent an answer that cannot be read: {error}.",
                 "Use the same Rollway at both ends.",
             ) from error
         if status != 200:
@@ -273,22 +280,22 @@ class HttpCatalog:
         deadline = time.monotonic() + self._timeout
         connection = http.client.HTTPConnection(self._host, self._port, timeout=self._timeout)
         connection.connect()
-        # The socket's own timeout begins anew with every byte, also of the answer's headers.
+        # The socket's own timeout restarts with every byte, also with those of the headers.
         limit = threading.Timer(self._timeout, _shut_down, [connection.sock])
         limit.daemon = True
         limit.start()
         try:
             connection.request("POST", path, body, headers)
             answer = connection.getresponse()
-            parts, held = [], 0
-            while part := answer.read1(_READ):  # what is there: the deadline counts meanwhile
+            parts, size = [], 0
+            while part := answer.read1(_READ):  # what has arrived, to check the deadline between
                 parts.append(part)
-                held += len(part)
-                if held > MOST_ANSWER:
+                size += len(part)
+                if size > MOST_ANSWER:
                     raise OSError(f"it answers more than {MOST_ANSWER} bytes")
                 if time.monotonic() > deadline:
                     break
-            if time.monotonic() > deadline:  # also when the timer has ended the connection
+            if time.monotonic() > deadline:  # the timer may have shut the connection down
                 raise TimeoutError
             if answer.length:
                 raise http.client.IncompleteRead(b"", answer.length)
@@ -305,27 +312,25 @@ class HttpCatalog:
 _ERRORS: dict[int, type[RollwayError]] = {400: UsageError, 404: WeightsError, 409: NotYet}
 
 
-def _status(error: RollwayError) -> int:
+def _find_status(error: RollwayError) -> int:
     return next((s for s, kind in reversed(_ERRORS.items()) if isinstance(error, kind)), 500)
 
 
-def _shut_down(line: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # it has ended meanwhile
-        line.shutdown(socket.SHUT_RDWR)
+def _shut_down(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # it is closed already
+        connection.shutdown(socket.SHUT_RDWR)
 
 
-def _same(one: str, other: str) -> bool:
-    return hmac.compare_digest(one.encode(), other.encode())
+def _is_same(left: str, right: str) -> bool:
+    return hmac.compare_digest(left.encode(), right.encode())
 
 
 def open_catalog(where: dict[str, Any], *, secret: str | None = None) -> Catalog:
-    """The catalog that an offer names."""
+    """Return the catalog that an offer names."""
     url = where.get("catalog")
     if not isinstance(url, str) or len(url) > _MOST_URL:
         raise WeightsError("The offer does not say where its catalog is.")
     listings = HttpCatalog(url, secret=secret)
     if "modelexpress" not in where:
         return listings
-    from rollway.weights.catalog_modelexpress import ModelExpressCatalog
-
     return ModelExpressCatalog(listings, str(where["modelexpress"]), str(where.get("model", "")))

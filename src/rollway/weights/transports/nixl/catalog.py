@@ -1,14 +1,17 @@
-"""Who has which version of the weights: trainer ranks announce theirs, receivers look them up.
+"""Record which source has which version: trainer ranks announce theirs, receivers look them up.
 
     trainer ranks ── announce ──►  catalog  ◄── look_up ── receivers     (which come and go)
                   ◄─ acknowledged ─   │     ◄── acknowledge ──
-                                      └─────◄── announce ── a receiver that has it serves others
+                                      └─────◄── announce ── a receiver that serves peers
 
-A version can be found when all ranks of the trainer have announced it, or when a receiver has all
-of it. Whoever looks it up is sent to the least busy: with every receiver that announces itself
-there is one more source. Those who all come at once are sent in turns, when they ask for a
-`fanout`: the trainer gives to one, whoever has it to some others, so that they form a tree. The
-catalog knows nothing of bytes or transports: what a reader must know is the `body` of a listing.
+A version can be found once all ranks of the trainer have announced it, or a receiver has all of it.
+A receiver is sent to the least busy source, and becomes a source if it announces itself. Receivers
+that all arrive at once ask for a `fanout`, and then form a tree:
+
+    trainer ──► r0 ──► r1 ──► r3, r4       the trainer serves one receiver at a time,
+                 └───► r2 ──► r5, r6       a receiver that has the version serves `fanout`
+
+The catalog knows no bytes and no transports: the `body` of a listing is for readers alone.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ _MOST_VERSIONS = 64
 _MOST_BYTES = 2 << 30
 _MOST_MEMBERS = 1 << 16
 _ASSIGNED_SECONDS = 600.0
-"""After this time a receiver that never said it is done counts for nobody's load."""
+"""A receiver that never acknowledged counts as load of its source for this long."""
 
 
 class Listing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -37,7 +40,7 @@ class Listing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     version: Count
     source: Name
-    """Unlike any other's; a receiver that serves has the name that it looks up with."""
+    """A unique name; a receiver that serves peers uses the name that it looks up with."""
     rank: Annotated[int, msgspec.Meta(ge=0, lt=MOST_RANKS)]
     world: Annotated[int, msgspec.Meta(ge=1, le=MOST_RANKS)]
     role: Literal["trainer", "receiver"]
@@ -45,7 +48,7 @@ class Listing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class NotYet(WeightsError):
-    """A version that may still come: not all ranks have announced it."""
+    """The version may still come: not all ranks have announced it, or all sources are busy."""
 
 
 class Catalog(Protocol):
@@ -54,41 +57,44 @@ class Catalog(Protocol):
     def announce(self, listing: Listing) -> None: ...
 
     def withdraw(self, version: int, source: str) -> None:
-        """Before the bytes are written over; what was withdrawn before is no error."""
+        """Remove a listing before its bytes are overwritten; a missing listing is no error."""
         ...
 
     def look_up(
         self, version: int, member: str, without: Sequence[str] = (), *, fanout: int = 0
     ) -> list[Listing]:
-        """Sources that have all of a version together, by rank, and none of `without`. Raises
-        `NotYet` while some are missing, `WeightsError` when it is gone. With a `fanout`, also
-        `NotYet` while it is not `member`'s turn: see `_in_turn`."""
+        """Return sources, by rank, that together have all of a version, and none of `without`.
+
+        Raise `NotYet` while some are missing, and `WeightsError` if the version is gone. With a
+        `fanout`, also raise `NotYet` until a source is free for `member`."""
         ...
 
     def acknowledge(self, version: int, member: str) -> None:
-        """`member` has the version."""
+        """Record that `member` has received the version."""
         ...
 
-    def acknowledged(self, version: int) -> list[str]: ...
+    def acknowledged(self, version: int) -> list[str]:
+        """Return the receivers that have the version."""
+        ...
 
     def leave(self, member: str) -> None:
-        """Forget a source or a receiver, with all that it announced."""
+        """Forget a source or a receiver, with all its listings."""
         ...
 
     def where(self) -> dict[str, Any]:
-        """For an offer: how a receiver gets at this catalog."""
+        """Return what an offer says about reaching this catalog."""
         ...
 
 
 class MemoryCatalog:
-    """The catalog itself, in one process; `catalog_http` lets others reach it."""
+    """The catalog itself, in one process; `catalog_http` makes it reachable."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._versions: dict[int, dict[str, Listing]] = {}
         self._newest = -1
         self._assigned: dict[tuple[int, str], dict[str, float]] = {}
-        """By version and first source of a set: who was sent there, and when."""
+        """By version and first source of a set: the receivers sent there, and when."""
         self._acknowledged: dict[int, set[str]] = {}
         self._members: set[str] = set()
 
@@ -96,12 +102,12 @@ class MemoryCatalog:
         if listing.rank >= listing.world:
             raise UsageError(f"There is no rank {listing.rank} among {listing.world}.")
         if listing.role == "receiver" and listing.world != 1:
-            raise UsageError("A receiver serves only when it has all of a version.")
+            raise UsageError("A receiver serves peers only if it has all of a version.")
         with self._lock:
-            self._check_room(listing)
+            self._check_limits(listing)
             listed = self._versions.setdefault(listing.version, {})
             if listing.role == "trainer":
-                _take_the_place(listed, listing)
+                _remove_replaced(listed, listing)
             listed[listing.source] = listing
             self._newest = max(self._newest, listing.version)
             self._join(listing.source)
@@ -115,17 +121,19 @@ class MemoryCatalog:
     ) -> list[Listing]:
         with self._lock:
             self._join(member)
-            for (of, _), assigned in self._assigned.items():
-                if of == version:
+            # A receiver that asks again no longer reads from its previous source.
+            for (assigned_version, _), assigned in self._assigned.items():
+                if assigned_version == version:
                     assigned.pop(member, None)
-            found = self._sets(version, member, without)
-            if not found:
-                raise self._missing(version, without)
-            if fanout and not (found := self._in_turn(found, fanout)):
-                raise NotYet(f"All who have version {version} are giving it to others.")
-            # A receiver before the trainer, which has other work.
-            chosen = min(found, key=lambda one: (self._load(one), one[0].role == "trainer"))
-            if all(one.source != member for one in chosen):  # else a rank that asks how far we are
+            sets = self._find_sets(version, member, without)
+            if not sets:
+                raise self._describe_missing(version, without)
+            if fanout and not (sets := self._find_free(sets, fanout)):
+                raise NotYet(f"All sources of version {version} are serving others.")
+            # Prefer a receiver to the trainer, which has other work.
+            chosen = min(sets, key=lambda ranks: (self._load(ranks), ranks[0].role == "trainer"))
+            # A rank that looks up its own version only asks whether it is complete.
+            if all(listing.source != member for listing in chosen):
                 assigned = self._assigned.setdefault((version, chosen[0].source), {})
                 assigned[member] = time.monotonic()
             return chosen
@@ -133,11 +141,10 @@ class MemoryCatalog:
     def acknowledge(self, version: int, member: str) -> None:
         with self._lock:
             if version not in self._versions:
-                return  # it has gone meanwhile
+                return  # it was withdrawn meanwhile
             self._join(member)
             self._acknowledged.setdefault(version, set()).add(member)
-            for assigned in self._assigned.values():
-                assigned.pop(member, None)
+            self._unassign(member)
 
     def acknowledged(self, version: int) -> list[str]:
         with self._lock:
@@ -147,8 +154,7 @@ class MemoryCatalog:
         with self._lock:
             for version in list(self._versions):
                 self._remove(version, member)
-            for assigned in self._assigned.values():
-                assigned.pop(member, None)
+            self._unassign(member)
             self._members.discard(member)
 
     def where(self) -> dict[str, Any]:
@@ -169,37 +175,50 @@ class MemoryCatalog:
             raise UsageError(f"The catalog has {_MOST_MEMBERS} members already.")
         self._members.add(member)
 
-    def _check_room(self, listing: Listing) -> None:
+    def _unassign(self, member: str) -> None:
+        for assigned in self._assigned.values():
+            assigned.pop(member, None)
+
+    def _check_limits(self, listing: Listing) -> None:
         if listing.version not in self._versions and len(self._versions) >= _MOST_VERSIONS:
             raise UsageError(
                 f"The catalog holds {_MOST_VERSIONS} versions already.", "Withdraw old ones."
             )
-        held = sum(len(one.body) for some in self._versions.values() for one in some.values())
-        if held + len(listing.body) > _MOST_BYTES:
-            raise UsageError(f"The catalog is full: {held} bytes.", "Keep fewer versions.")
+        nbytes = sum(len(one.body) for some in self._versions.values() for one in some.values())
+        if nbytes + len(listing.body) > _MOST_BYTES:
+            raise UsageError(f"The catalog is full: {nbytes} bytes.", "Keep fewer versions.")
 
-    def _sets(self, version: int, member: str, without: Sequence[str]) -> list[list[Listing]]:
-        """Listings that make up the version, each without help from another set."""
+    def _find_sets(self, version: int, member: str, without: Sequence[str]) -> list[list[Listing]]:
+        """Return sets of listings that each make up the whole version."""
         listed = self._versions.get(version, {}).values()
-        sets = [[one] for one in listed if one.role == "receiver" and one.source != member]
-        ranks = sorted((one for one in listed if one.role == "trainer"), key=lambda o: o.rank)
+        sets = [
+            [listing]
+            for listing in listed
+            if listing.role == "receiver" and listing.source != member
+        ]
+        ranks = sorted(
+            (listing for listing in listed if listing.role == "trainer"),
+            key=lambda listing: listing.rank,
+        )
         if ranks and len(ranks) == ranks[0].world:
             sets.append(ranks)
-        return [some for some in sets if not any(one.source in without for one in some)]
+        return [some for some in sets if not any(item.source in without for item in some)]
 
-    def _in_turn(self, found: list[list[Listing]], fanout: int) -> list[list[Listing]]:
-        """Those who are free: receivers for `fanout` others each, and the trainer for one, as
-        long as it is the only one to have the version."""
-        receivers = [some for some in found if some[0].role == "receiver"]
+    def _find_free(self, sets: list[list[Listing]], fanout: int) -> list[list[Listing]]:
+        """Return the sets that can serve one more: receivers up to `fanout`, the trainer one.
+
+        The trainer serves only while no receiver has the version: its network card is what all
+        would wait for."""
+        receivers = [some for some in sets if some[0].role == "receiver"]
         most = fanout if receivers else 1
-        return [some for some in receivers or found if self._load(some) < most]
+        return [some for some in receivers or sets if self._load(some) < most]
 
-    def _load(self, some: list[Listing]) -> int:
+    def _load(self, listings: list[Listing]) -> int:
         since = time.monotonic() - _ASSIGNED_SECONDS
-        assigned = self._assigned.get((some[0].version, some[0].source), {})
+        assigned = self._assigned.get((listings[0].version, listings[0].source), {})
         return sum(when > since for when in assigned.values())
 
-    def _missing(self, version: int, without: Sequence[str]) -> WeightsError:
+    def _describe_missing(self, version: int, without: Sequence[str]) -> WeightsError:
         listed = self._versions.get(version)
         if listed and without:
             return WeightsError(
@@ -207,7 +226,7 @@ class MemoryCatalog:
                 "Publish it again.",
             )
         if listed:
-            ranks = [one for one in listed.values() if one.role == "trainer"]
+            ranks = [listing for listing in listed.values() if listing.role == "trainer"]
             world = ranks[0].world if ranks else 1
             return NotYet(f"{len(ranks)} of {world} ranks have announced version {version}.")
         if version > self._newest:
@@ -215,7 +234,7 @@ class MemoryCatalog:
         kept = ", ".join(map(str, sorted(self._versions))) or "none"
         return WeightsError(
             f"Version {version} is not kept any more (kept: {kept}).",
-            "Take a newer one, or let the publisher keep more.",
+            "Use a newer one, or let the publisher keep more.",
         )
 
     def _remove(self, version: int, source: str) -> None:
@@ -225,17 +244,19 @@ class MemoryCatalog:
         if version in self._versions and not listed:
             del self._versions[version]
             self._acknowledged.pop(version, None)
-            self._assigned = {key: who for key, who in self._assigned.items() if key[0] != version}
+            self._assigned = {
+                key: members for key, members in self._assigned.items() if key[0] != version
+            }
 
 
-def _take_the_place(listed: dict[str, Listing], listing: Listing) -> None:
-    """A rank that was started anew replaces what it was; another world replaces all of it."""
-    gone = [
-        one.source
-        for one in listed.values()
-        if one.role == "trainer" and (one.rank == listing.rank or one.world != listing.world)
+def _remove_replaced(listed: dict[str, Listing], listing: Listing) -> None:
+    """Remove what a restarted rank announced before; a trainer of another size replaces all."""
+    replaced = [
+        old.source
+        for old in listed.values()
+        if old.role == "trainer" and (old.rank == listing.rank or old.world != listing.world)
     ]
-    for source in gone:
+    for source in replaced:
         del listed[source]
 
 
@@ -248,7 +269,7 @@ def wait_for(
     *,
     fanout: int = 0,
 ) -> list[Listing]:
-    """Look up a version that other ranks may still be announcing, or others taking."""
+    """Look up a version that ranks may still be announcing, or whose sources may be busy."""
     deadline = time.monotonic() + timeout
     pause = 0.005
     while True:
@@ -257,8 +278,8 @@ def wait_for(
         except NotYet as error:
             if time.monotonic() + pause > deadline:
                 raise WeightsError(
-                    f"{error.message} It was waited for {timeout:g} s.",
-                    "See whether all ranks of the trainer still run.",
+                    f"{error.message} Rollway waited for {timeout:g} s.",
+                    "Check that all ranks of the trainer still run.",
                 ) from error
         time.sleep(pause)
         pause = min(2 * pause, 0.5)

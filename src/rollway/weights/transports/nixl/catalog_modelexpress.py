@@ -1,13 +1,13 @@
-"""ModelExpress decides which versions there are; our own catalog says where their bytes lie.
+"""ModelExpress decides which versions exist; Rollway's catalog says where their bytes are.
 
-A ModelExpress server knows versions and their states (STAGING, READY, RELEASING), which other
-systems beside Rollway can follow. It has no place for what a reader of ours must know: its shard
-manifests are served by its own trainer client. So listings go to another `Catalog`, and a version
-is found only while ModelExpress calls it READY.
+A ModelExpress server records versions and their states (STAGING, READY, RELEASING), which systems
+other than Rollway can follow. It cannot store our listings: its shard manifests are served by its
+own trainer client. So listings go to another `Catalog`, and a version can be found only while
+ModelExpress calls it READY.
 
-Its messages changed between 0.5 and 0.7 without staying readable, so client and server must both
-be exactly 0.7.0. The server is a container image and is not on PyPI: these calls are tested against
-a stand-in with the client's own signatures, and have not been run against a server.
+Versions 0.5 and 0.7 cannot read each other's messages, so client and server must both be exactly
+0.7.0. The server is a container image and is not on PyPI: these calls are tested against a stand-in
+with the client's signatures, and have not run against a server.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollway.errors import UsageError, WeightsError
-from rollway.weights.catalog import Catalog, Listing, NotYet
+from rollway.weights.transports.nixl.catalog import Catalog, Listing, NotYet
 
 PINNED = "0.7.0"
 
@@ -30,38 +30,38 @@ class ModelExpressCatalog:
         self, listings: Catalog, server: str, model: str, *, server_version: str = PINNED
     ) -> None:
         if not model:
-            raise UsageError("ModelExpress keeps versions by model.", "Give the model's name.")
-        self._package = _client_package(server_version)
+            raise UsageError("ModelExpress stores versions by model.", "Pass the model's name.")
+        self._package = _import_client(server_version)
         self._listings = listings
         self._server, self._model = server, model
         self._first: set[tuple[int, str]] = set()
-        """Versions and sources for which this process is the trainer's first rank."""
+        """Versions and sources that this process announced as the trainer's rank 0."""
         self._control = self._package.ModelExpressControlClient.connect(server_url=server)
 
     def announce(self, listing: Listing) -> None:
         if listing.role == "trainer":
             self._create(listing)
         self._listings.announce(listing)
-        if listing.role == "trainer" and self._whole(listing):
+        if listing.role == "trainer" and self._is_complete(listing):
             state = self._package.WeightVersionState.READY
-            self._asked("update_weight_version_state", self._uid(listing.version), state)
+            self._call("update_weight_version_state", self._uid(listing.version), state)
 
     def withdraw(self, version: int, source: str) -> None:
         self._listings.withdraw(version, source)
         if (version, source) in self._first:
             self._first.discard((version, source))
-            self._asked("delete_weight_version", self._uid(version))
+            self._call("delete_weight_version", self._uid(version))
 
     def look_up(
         self, version: int, member: str, without: Sequence[str] = (), *, fanout: int = 0
     ) -> list[Listing]:
-        state = self._asked("get_weight_version", self._uid(version)).state
+        state = self._call("get_weight_version", self._uid(version)).state
         states = self._package.WeightVersionState
         if state == states.STAGING:
             raise NotYet(f"ModelExpress has version {version}, but it is not ready.")
         if state != states.READY:
             raise WeightsError(
-                f"ModelExpress is releasing version {version}.", "Take a newer version."
+                f"ModelExpress is releasing version {version}.", "Use a newer version."
             )
         return self._listings.look_up(version, member, without, fanout=fanout)
 
@@ -84,9 +84,9 @@ class ModelExpressCatalog:
         return f"{self._model}-v{version}"
 
     def _create(self, listing: Listing) -> None:
-        """By every rank: the key makes all but the first a repetition."""
+        # Every rank calls it: the key makes all calls but the first repetitions.
         uid = self._uid(listing.version)
-        self._asked(
+        self._call(
             "create_weight_version",
             model_name=self._model,
             idempotency_key=uid,
@@ -96,35 +96,35 @@ class ModelExpressCatalog:
         if listing.rank == 0:
             self._first.add((listing.version, listing.source))
 
-    def _whole(self, listing: Listing) -> bool:
+    def _is_complete(self, listing: Listing) -> bool:
         try:
             return bool(self._listings.look_up(listing.version, listing.source))
         except NotYet:
             return False
 
-    def _asked(self, call: str, *args: Any, **named: Any) -> Any:
+    def _call(self, name: str, *args: Any, **named: Any) -> Any:
         try:
-            return getattr(self._control, call)(*args, **named)
-        except Exception as error:  # its gRPC errors are those of a package that we do not need
+            return getattr(self._control, name)(*args, **named)
+        except Exception as error:  # gRPC's errors, whose package is not a dependency
             raise WeightsError(
-                f"ModelExpress at {self._server} refused {call}: {error}.",
-                f"See whether its server runs, and is version {PINNED}.",
+                f"ModelExpress at {self._server} refused {name}: {error}.",
+                f"Check that its server runs, and is version {PINNED}.",
             ) from error
 
 
-def _client_package(server_version: str) -> Any:
-    """Its RL client, if it can talk to this server."""
+def _import_client(server_version: str) -> Any:
+    """Import ModelExpress's RL client; raise unless it can talk to this server."""
     try:
-        found = importlib.metadata.version("modelexpress")
+        installed = importlib.metadata.version("modelexpress")
         package = importlib.import_module("modelexpress_rl")
     except ImportError as error:
         raise UsageError(
             "ModelExpress's client is not installed.", f"pip install modelexpress=={PINNED}"
         ) from error
-    if not found == server_version == PINNED:
+    if not installed == server_version == PINNED:
         raise UsageError(
-            f"ModelExpress's client is {found} and its server {server_version}; this works with "
-            f"{PINNED} at both ends only.",
-            "Versions of it cannot read each other's messages: install the same.",
+            f"ModelExpress's client is {installed} and its server {server_version}; Rollway "
+            f"needs {PINNED} at both ends.",
+            "Its versions cannot read each other's messages: install the same.",
         )
     return package
