@@ -106,8 +106,7 @@ def by_triton(device: torch.device) -> bool:
 @functools.cache
 def _triton_works() -> bool:
     try:
-        from rollway.weights.digest import gpu_changes
-        from rollway.weights.digest import gpu
+        from rollway.weights.digest import gpu, gpu_changes
 
         gpu.check()
         gpu_changes.check()
