@@ -1,7 +1,7 @@
-"""Assembles the seccomp filter of a program; `jail.py` receives it with the job and installs it.
+"""Assemble the seccomp filter of a program; `jail.py` receives it with the job and installs it.
 
-The filter looks at the number of a call and at the low half of its arguments: the kernel takes
-every argument that it compares as 32 bits.
+The filter compares the number of a call and the low 32 bits of its arguments, since the kernel
+reads each argument that is compared here as 32 bits.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ SYSTEM_CALLS: dict[str, tuple[int, dict[str, int]]] = {
         },
     ),
 }  # fmt: skip
-"""What a program must not call, or not with every argument, by machine. `socket` is the network;
+"""Restricted calls by machine: refused, or refused with some arguments. `socket` opens the network;
 signals, tracing and scheduling reach other processes of the user; `setsid` leaves the process
-group; shared memory and memfds are memory that no limit counts."""
+group; no limit counts shared memory and memfds."""
 NETWORK = ("socket", "socketpair")
 CREATION = ("fork", "vfork")
 METADATA = (
@@ -73,31 +73,31 @@ METADATA = (
     "removexattr", "lremovexattr", "fremovexattr", "removexattrat",
     "utime", "utimes", "futimesat", "utimensat", "file_setattr",
 )  # fmt: skip
-"""Calls on paths and descriptors alike, which Landlock does not restrict."""
+"""Calls that change metadata, by path or descriptor; Landlock does not restrict them."""
 
 DESCRIPTOR_OWNER = (8, 10, 15, 1024)
-"""F_SETOWN, F_SETSIG and F_SETOWN_EX have the kernel send a signal of the program's choice to any
-process of the user; F_SETLEASE stalls whoever opens the file."""
+"""F_SETOWN, F_SETSIG and F_SETOWN_EX make the kernel send any signal to any process of the user;
+F_SETLEASE stalls processes that open the file."""
 SOCKET_OWNER = (0x8901, 0x8902)
-"""FIOSETOWN and SIOCSPGRP are F_SETOWN under other names."""
+"""FIOSETOWN and SIOCSPGRP do the same as F_SETOWN."""
 FILE_FLAGS = (0x40086602, 0x40087602, 0x40086604, 0x401C5820)
-"""FS_IOC_SETFLAGS, FS_IOC_SETVERSION, that of ext4, and FS_IOC_FSSETXATTR."""
+"""FS_IOC_SETFLAGS, FS_IOC_SETVERSION, ext4's own, and FS_IOC_FSSETXATTR."""
 PROCESS_OPTIONS = (1, 62)
-"""PR_SET_PDEATHSIG lets the program outlive its keeper; PR_SCHED_CORE reschedules others."""
+"""With PR_SET_PDEATHSIG a program outlives its keeper; PR_SCHED_CORE reschedules others."""
 CLONE_THREAD, CLONE_NEW_ANY = 0x10000, 0x7E020000
 
 Instruction = tuple[int, int, int, int]
-LOAD, MASK, GIVE = 0x20, 0x54, 0x06
+LOAD, MASK, RETURN = 0x20, 0x54, 0x06
 JUMP_EQUAL, JUMP_ABOVE, JUMP_BITS = 0x15, 0x35, 0x45
 ALLOW, KILL = 0x7FFF0000, 0x80000000
 REFUSE, UNKNOWN = 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS
 
 
 def assemble(machine: str, *, network: bool, processes: bool, metadata: bool) -> bytes | None:
-    """Return the filter: refused calls fail with EPERM, all others go through.
+    """Return the filter: refused calls fail with EPERM, all others are allowed.
 
     Each keyword allows something: sockets, further processes, and changes to the modes, owners,
-    attributes and times of files. None for a machine whose call numbers are not known here.
+    attributes and times of files. Return None for a machine whose call numbers are unknown.
     """
     if machine not in SYSTEM_CALLS:
         return None
@@ -105,28 +105,28 @@ def assemble(machine: str, *, network: bool, processes: bool, metadata: bool) ->
     allowed = (*(NETWORK * network), *(CREATION * processes), *(METADATA * metadata))
     conditions = argument_conditions(processes=processes, metadata=metadata)
     program: list[Instruction] = [
-        (LOAD, 0, 0, 4), (JUMP_EQUAL, 1, 0, architecture), (GIVE, 0, 0, KILL), (LOAD, 0, 0, 0)
+        (LOAD, 0, 0, 4), (JUMP_EQUAL, 1, 0, architecture), (RETURN, 0, 0, KILL), (LOAD, 0, 0, 0)
     ]  # fmt: skip
-    if machine == "x86_64":  # the x32 calls are the same calls under other numbers
-        program += [(JUMP_ABOVE, 0, 1, 0x40000000), (GIVE, 0, 0, REFUSE)]
+    if machine == "x86_64":  # x32 has the same calls under other numbers
+        program += [(JUMP_ABOVE, 0, 1, 0x40000000), (RETURN, 0, 0, REFUSE)]
     for name, number in calls.items():
         if name in allowed:
             continue
         if name in conditions:
-            block = [*conditions[name], (GIVE, 0, 0, REFUSE), (GIVE, 0, 0, ALLOW)]
-        else:  # without clone3 the C library uses clone, whose flags the filter can see
-            block = [(GIVE, 0, 0, UNKNOWN if name == "clone3" else REFUSE)]
+            block = [*conditions[name], (RETURN, 0, 0, REFUSE), (RETURN, 0, 0, ALLOW)]
+        else:  # ENOSYS makes the C library use clone, whose flags a filter can read
+            block = [(RETURN, 0, 0, UNKNOWN if name == "clone3" else REFUSE)]
         program += [(JUMP_EQUAL, 0, len(block), number), *block]
-    program.append((GIVE, 0, 0, ALLOW))
+    program.append((RETURN, 0, 0, ALLOW))
     return b"".join(struct.pack("<HBBI", *instruction) for instruction in program)
 
 
 def argument_conditions(*, processes: bool, metadata: bool) -> dict[str, list[Instruction]]:
-    """Return tests of arguments: each falls through to be refused, or skips that instruction."""
+    """Return tests of arguments; each falls through to the refusal, or skips it."""
     no_namespace = (JUMP_BITS, 0, 1, CLONE_NEW_ANY)
     only_thread = [(JUMP_BITS, 1, 0, CLONE_NEW_ANY), (JUMP_BITS, 1, 0, CLONE_THREAD)]
     return {
-        # A stream pair is a pipe; a datagram pair could send to any local address.
+        # A stream pair is only a pipe; a datagram pair can send to any local address.
         "socketpair": [load_argument(1), (MASK, 0, 0, 0xF), (JUMP_EQUAL, 1, 0, 1)],
         "clone": [load_argument(0), *([no_namespace] if processes else only_thread)],
         "prlimit64": [load_argument(0), (JUMP_EQUAL, 1, 0, 0)],  # itself
