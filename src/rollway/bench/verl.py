@@ -204,9 +204,8 @@ def run_stack(
     router_mode: str, arms: Sequence[Arm], python: Path, model: Path, directory: Path
 ) -> None:
     """Run all batches in verl's environment."""
-    ray_directory = Path(
-        tempfile.mkdtemp(prefix="rollway-ray-")
-    )  # short, since Ray puts sockets there
+    # A short path, since Ray puts sockets there.
+    ray_directory = Path(tempfile.mkdtemp(prefix="rollway-ray-"))
     overrides = list_overrides(router_mode, model, directory)
     job = {
         "overrides": [f"{name}={value}" for name, value in overrides],

@@ -7,7 +7,6 @@ rank publishes the tensors; the others discard them.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
@@ -121,20 +120,18 @@ class WeightSender:
     async def _deliver(
         self, kind: Kind, offer: Offer, call: Callable[[Offer], Awaitable[UpdateReply]]
     ) -> UpdateReply:
-        """Call the pool, and wait until its workers have the version. End the transfer if the pool
-        fails or refuses the offer: nobody receives it then."""
+        """Call the pool, and wait until its workers have the version. Cancel the transfer if the
+        pool fails or refuses the offer: a broadcast would wait for receivers that never join."""
         publisher = self._publishers[kind]
+        accepted = False
         try:
             reply = await call(offer)
-        except BaseException:
-            publisher.cancel()
-            raise
-        if reply.accepted:
+            accepted = reply.accepted
+        finally:
+            if not accepted:
+                publisher.cancel()
+        if accepted:
             await asyncio.to_thread(publisher.wait, offer.version)
-        else:
-            publisher.cancel()
-            with contextlib.suppress(WeightsError):  # of the transfer that was cancelled
-                await asyncio.to_thread(publisher.wait, offer.version)
         return reply
 
 
