@@ -28,8 +28,6 @@ from rollway.errors import RollwayError, UsageError
 from rollway.integrations.verl.options import Affinity
 from rollway.integrations.verl.request_log import RequestRecord, read_log
 
-Say = Callable[[str], None]
-
 
 @dataclass(frozen=True, slots=True)
 class Arm:
@@ -45,6 +43,7 @@ ARMS = (
     Arm("round robin", "round-robin", "off"),
 )
 BASELINE = "off"
+RATES = ("hit_rate", "first_turns", "later_turns", "together")
 WORKERS = 4
 CACHE_BLOCKS = 416
 """Blocks of 32 tokens in each engine: the smaller load always fits, the larger never does."""
@@ -119,10 +118,7 @@ class VerlReport:
                 {
                     "arm": row.arm,
                     "load": row.load,
-                    "hit_rate": round(row.mean("hit_rate"), 4),
-                    "first_turns": round(row.mean("first_turns"), 4),
-                    "later_turns": round(row.mean("later_turns"), 4),
-                    "together": round(row.mean("together"), 4),
+                    **{name: round(row.mean(name), 4) for name in RATES},
                     "ms_per_token": round(row.mean("ms_per_token"), 3),
                     "time_ratio": self.time_ratio(row),
                     "batches": [asdict(batch) for batch in row.batches],
@@ -161,7 +157,7 @@ def measure_togetherness(records: Sequence[RequestRecord]) -> float:
 
 
 def bench_verl(
-    python: Path, model: Path, scratch: Path, arms: Sequence[Arm], say: Say
+    python: Path, model: Path, scratch: Path, arms: Sequence[Arm], report: Callable[[str], None]
 ) -> VerlReport:
     if not python.is_file():
         raise UsageError(
@@ -173,7 +169,7 @@ def bench_verl(
         group = [arm for arm in arms if arm.router_mode == router_mode]
         for figures in measure_arms(router_mode, group, python, model, scratch / router_mode):
             rows.append(figures)
-            say(
+            report(
                 f"{figures.arm}, {figures.load}: {figures.mean('hit_rate'):.3f} hits, "
                 f"{figures.mean('ms_per_token'):.2f} ms per token"
             )
@@ -209,7 +205,15 @@ def run_stack(
     overrides = list_overrides(router_mode, model, directory)
     job = {
         "overrides": [f"{name}={value}" for name, value in overrides],
-        "batches": [_describe_run(arm, batch) for arm, batch in list_runs(arms)],
+        "batches": [
+            {
+                "name": _name(arm, batch),
+                "load": asdict(batch.load),
+                "number": batch.number,
+                "affinity": arm.affinity,
+            }
+            for arm, batch in list_runs(arms)
+        ],
         "request_log": str(directory / "answers.jsonl"),
         "results": str(directory / "results"),
         "ray": {
@@ -236,15 +240,6 @@ def list_runs(arms: Sequence[Arm]) -> list[tuple[Arm, Batch]]:
         for load in LOADS:
             runs += [(arm, Batch(load, number)) for arm in arms[:: 1 if number % 2 == 0 else -1]]
     return runs
-
-
-def _describe_run(arm: Arm, batch: Batch) -> dict[str, Any]:
-    return {
-        "name": _name(arm, batch),
-        "load": asdict(batch.load),
-        "number": batch.number,
-        "affinity": arm.affinity,
-    }
 
 
 def _name(arm: Arm, batch: Batch) -> str:

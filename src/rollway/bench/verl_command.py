@@ -16,14 +16,8 @@ from rollway.bench.verl import ARMS, LOADS, ArmFigures, VerlReport, bench_verl
 from rollway.errors import UsageError
 
 COLUMNS = (
-    "load",
-    "affinity",
-    "prefix hits",
-    "first turns",
-    "later turns",
-    "with its group",
-    "ms per token",
-    "against off",
+    *("load", "affinity", "prefix hits", "first turns", "later turns", "with its group"),
+    *("ms per token", "against off"),
 )
 _NAMES = tuple(arm.name for arm in ARMS)
 BEGIN, END = "<!-- rollway bench verl -->", "<!-- end -->"

@@ -3,7 +3,7 @@
 register            loaded by `import verl`; registers the classes below
 options, spec       the user's options; verl's config as the spec of a stack
 replica, pool       verl's replicas; the one actor that runs their common stack
-requests, gate      requests in flight; where they wait while engines cannot serve them
+requests            requests in flight, and those that wait while engines cannot serve them
 generation          a request of verl as a rollout, and back
 weights             the versions of a pool, and updates to new ones
 adapter, publish    new weights from the trainer's ranks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,7 @@ from rollway.errors import UsageError
 from rollway.integrations.verl.checkpoint_engine import WIRE
 from rollway.integrations.verl.fallback import make_verl_adapter
 from rollway.integrations.verl.options import read_options
-from rollway.integrations.verl.publish import (
-    WeightSender,
-    get_rank,
-    get_world_size,
-    strip_base_layer,
-)
+from rollway.integrations.verl.publish import WeightSender, strip_base_layer
 from rollway.integrations.verl.replica import HYBRID, STANDALONE, get_pool_name
 from rollway.integrations.verl.spec import find_tied_names
 from rollway.integrations.verl.verl_buckets import BucketSender
@@ -37,20 +33,22 @@ class ServerAdapter(BaseRollout):  # type: ignore[misc]
     ) -> None:
         super().__init__(config, model_config, device_mesh)
         self._options = read_options(self.config.engine_kwargs)
-        world = int(self.config.tensor_model_parallel_size)
+        rank = int(os.environ.get("RANK", "0"))
+        engine_ranks = int(self.config.tensor_model_parallel_size)
         # verl passes a replica's rank only to workers beside separate engines.
         self._is_hybrid = replica_rank == -1
-        self.replica_rank = get_rank() // world if self._is_hybrid else replica_rank
-        self.is_leader_rank = get_rank() % world == 0
+        self.replica_rank = rank // engine_ranks if self._is_hybrid else replica_rank
+        self.is_leader_rank = rank % engine_ranks == 0
         self.sleep_level = 1
-        self._is_first = get_rank() == 0 and self._is_hybrid
+        self._is_first = rank == 0 and self._is_hybrid
         self._sender: WeightSender | None = None
         self._bucket_sender: BucketSender | None = None
         megabytes = int(self.config.checkpoint_engine.update_weights_bucket_megabytes)
         if self._options.weights == "verl_buckets":
             job = ray.get_runtime_context().get_job_id()
             tied = find_tied_names(Path(self.model_config.local_path))
-            self._bucket_sender = BucketSender(job, get_rank(), get_world_size(), megabytes, tied)
+            world = int(os.environ.get("WORLD_SIZE", "1"))
+            self._bucket_sender = BucketSender(job, rank, world, megabytes, tied)
         elif self._is_first:
             address = ray.util.get_node_ip_address()
             self._sender = WeightSender(self._options, megabytes << 20, address)

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from rollway.api import Stack, up
@@ -48,6 +48,14 @@ log = logging.getLogger(__name__)
 JOIN_SECONDS = 300.0
 
 
+class Serving(NamedTuple):
+    """What exists once the stack runs."""
+
+    stack: Stack
+    requests: Requests
+    weights: PoolWeights
+
+
 class Pool:
     """The methods that verl and the trainer's ranks call, on behalf of every replica."""
 
@@ -61,9 +69,7 @@ class Pool:
         self._start_failure = self._node_failure = ""
         self._cleanup = AsyncExitStack()
         self._versions = Versions()
-        self._stack: Stack | None = None
-        self._requests: Requests | None = None
-        self._weights: PoolWeights | None = None
+        self._serving: Serving | None = None
 
     # --- start and end ---------------------------------------------------------------------------
 
@@ -75,7 +81,7 @@ class Pool:
         if self._start_task is None:
             self._start_task = asyncio.create_task(self._start())
         await asyncio.shield(self._start_task)
-        frontend = urlsplit(self.stack.frontend_url)
+        frontend = urlsplit(self._get_serving().stack.frontend_url)
         assert frontend.hostname is not None and frontend.port is not None
         return await self._cleanup.enter_async_context(
             open_proxy(frontend.hostname, frontend.port, bind=frontend.hostname)
@@ -155,11 +161,10 @@ class Pool:
         control = asyncio.Lock()
         model = get_model_path(self._model)
         addresses = frozenset(nodes.get_address(node) for node, _ in self._places.values())
-        self._stack = stack
-        self._requests = Requests(
+        requests = Requests(
             stack, self._rollout, self._options, self._versions, control, frees_memory=frees_memory
         )
-        self._weights = PoolWeights(
+        weights = PoolWeights(
             stack,
             self._versions,
             control,
@@ -167,42 +172,34 @@ class Pool:
             engine_ranks=int(self._rollout.tensor_model_parallel_size),
             tied=find_tied_names(Path(model)),
         )
+        self._serving = Serving(stack, requests, weights)
 
     def _write_targets(self) -> None:
         directory = self._options.metrics_dir
-        if directory is not None and (state := StackDir(self.stack.name).read()):
+        if directory is not None and (state := StackDir(self._get_serving().stack.name).read()):
             write_targets(directory / f"{self._name}.json", state)
 
     def _lose_node(self, cause: str) -> None:
         """Answer every later call with this error: the engines of a node are gone for good."""
         print(f"rollway: {cause}", flush=True)
         self._node_failure = cause
-        if self._requests is not None:
-            self._requests.fail(cause)
-
-    @property
-    def stack(self) -> Stack:
-        self._check()
-        assert self._stack is not None
-        return self._stack
+        if self._serving is not None:
+            self._serving.requests.fail(cause)
 
     @property
     def requests(self) -> Requests:
-        self._check()
-        assert self._requests is not None
-        return self._requests
+        return self._get_serving().requests
 
     @property
     def weights(self) -> PoolWeights:
-        self._check()
-        assert self._weights is not None
-        return self._weights
+        return self._get_serving().weights
 
-    def _check(self) -> None:
+    def _get_serving(self) -> Serving:
         if self._node_failure:
             raise RolloutError(self._node_failure)
-        if self._stack is None:
+        if self._serving is None:
             raise RolloutError("The rollout stack has not started.")
+        return self._serving
 
     async def shutdown(self) -> None:
         await self._cleanup.aclose()
@@ -240,19 +237,19 @@ class Pool:
     # The trainer's ranks may make the next four calls before the stack has started.
 
     async def resume_generation(self) -> None:
-        if self._stack is not None:
+        if self._serving is not None:
             await self.requests.resume()
 
     async def sleep(self) -> None:
-        if self._stack is not None:
+        if self._serving is not None:
             await self.requests.sleep()
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        if self._stack is not None:
+        if self._serving is not None:
             await self.requests.wake_up(tags)
 
     async def clear_kv_cache(self) -> None:
-        if self._stack is not None:
+        if self._serving is not None:
             await self.requests.clear_cache()
 
     async def release_kv_cache(self) -> None:

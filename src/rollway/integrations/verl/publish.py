@@ -7,7 +7,6 @@ rank publishes the tensors; the others discard them.
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import replace
@@ -163,11 +162,3 @@ def check_nixl() -> None:
             f"weights=nixl: the trainer's environment ({sys.executable}) has no NIXL.",
             "pip install rollway[nixl] there, and in the engine's environment.",
         ) from error
-
-
-def get_rank() -> int:
-    return int(os.environ.get("RANK", "0"))
-
-
-def get_world_size() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))
