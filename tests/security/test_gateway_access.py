@@ -266,7 +266,7 @@ def test_tokens_that_are_set_and_empty_are_an_error() -> None:
     """`TOKENS="$(a command that is not there)"` must not open the gateway."""
     for name in ("ROLLWAY_GATEWAY_TOKENS", "ROLLWAY_GATEWAY_OPERATOR_TOKENS"):
         for value in ("", " , "):
-            with pytest.raises(UsageError, match="holds no token"):
+            with pytest.raises(UsageError, match="contains no token"):
                 Access.from_environment({name: value})
 
 

@@ -202,5 +202,5 @@ async def test_connections_that_shake_no_hands_are_counted() -> None:
         connections.accept()
     assert connections._open == 30 and len(connections._handshakes) == 30
     connections._handshake_seconds = -1.0  # all of them are too late
-    connections._look()
+    connections._update()
     assert connections._open == 0

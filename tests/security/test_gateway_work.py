@@ -191,9 +191,9 @@ def test_short_prompts_need_no_thread() -> None:
     from rollway.gateway.requests import measure
 
     usual = [[USER] * 20, [{"type": "function", "function": {"name": "f"}}], {"thinking": True}]
-    assert measure(usual).short
+    assert measure(usual).is_short
     for unusual in ([["a" * 30_000]], [[USER] * 3_000], [[], None, {"n": 5_000}]):
-        assert not measure(unusual).short
+        assert not measure(unusual).is_short
 
 
 async def test_many_prompts_are_tokenized_beside_other_requests(
@@ -246,7 +246,7 @@ async def test_a_prefix_beyond_the_context_is_refused(tmp_path: Path) -> None:
 async def test_a_long_prefix_is_joined_beside_other_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    threads = _watch(monkeypatch, Template, "_made")
+    threads = _watch(monkeypatch, Template, "_render")
     async with service(tmp_path, context=131_072) as gateway:
         ids = [*[5] * 30_000, gateway.gateway.template.end_of_turn]
         await gateway.chat(messages=_SPOKEN, required_prefix_token_ids=ids)

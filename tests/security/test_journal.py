@@ -376,7 +376,7 @@ def test_a_damaged_line_costs_its_turn_and_descendants_only(
     assert ids(again, "s") == ["a", "x", "y"] and ids(again, "t") == ["z"]
     assert again.sessions["s"].trajectories()[1] == whole[1]
     assert again.sessions["s"].lost == 2 and again.sessions["t"].lost == 0 and again.lost == 2
-    assert "could not be used: 2." in caplog.text and "missing in s" in caplog.text
+    assert "has 2 unusable lines" in caplog.text and "missing in s" in caplog.text
     kept = path.with_name("journal.jsonl.unreadable")
     wait_for(lambda: path.stat().st_size < sum(map(len, lines)) - len(lines[2]))
     again.close()
@@ -555,7 +555,7 @@ def test_nobody_else_can_read_the_journal(tmp_path: Path) -> None:
 
 def test_a_journal_that_is_a_pipe_hangs_nobody(path: Path) -> None:
     os.mkfifo(path)
-    with pytest.raises(UsageError, match="not a plain file"):
+    with pytest.raises(UsageError, match="not a regular file"):
         Recorder(path)
 
 

@@ -16,7 +16,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from rollway.gateway.recorder import Recorder
 from rollway.gateway.server import Gateway
 from rollway.gateway.template import Template
-from rollway.gateway.upstream import Answered, Asked
+from rollway.gateway.upstream import ChatReply, ChatRequest
 from rollway.rollout.completion import Completion
 from rollway.versions import Ticket
 from tests.awkward_tokenizer import make
@@ -40,15 +40,15 @@ class Engine:
         ids = [*self.template.tokenizer.encode("yes"), self.template.end_of_turn]
         return Completion(ids, [-0.5] * len(ids), "stop", 7, 0)
 
-    async def ask(self, asked: Asked) -> Answered:
+    async def ask(self, request: ChatRequest) -> ChatReply:
         self.requests += 1
         await self.may_answer.wait()
         message = {"role": "assistant", "content": "yes"}
         choice = {"index": 0, "message": message, "text": "yes", "finish_reason": "stop"}
-        return Answered({"choices": [choice]}, self.completion(), TICKET)
+        return ChatReply(request, {"choices": [choice]}, self.completion(), TICKET)
 
     @asynccontextmanager
-    async def stream(self, asked: Asked) -> AsyncIterator[Any]:
+    async def stream(self, request: ChatRequest) -> AsyncIterator[Any]:
         async def chunks() -> AsyncIterator[dict[str, Any]]:
             self.requests += 1
             yield {"choices": [{"index": 0, "delta": {"content": "yes"}}]}

@@ -51,7 +51,7 @@ def test_no_turn_of_500_conversations_loses_a_token(
             assert prompt[: len(ids)] == ids
         answers = [group[0] for group in rollouts.generate_batch(prompts, sampling)]
         for index, (talk, rollout) in enumerate(zip(talks, answers, strict=True)):
-            talk.took(rollout)
+            talk.add_rollout(rollout)
             before[index] = rollout.prompt_ids + rollout.token_ids
             again = tokenizer.encode(tokenizer.decode(before[index]))
             broken += again != before[index]

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 import rollway
 from rollway.demo.grpo import token_logprobs
 from rollway.http import Http
-from rollway.rollout.experts import RoutedExperts, decode, joined
+from rollway.rollout.experts import RoutedExperts, decode, join
 from rollway.rollout.mismatch import mismatch
 from rollway.rollout.replay import replay, router_choices
 from rollway.sync import SyncStack
@@ -138,7 +138,7 @@ def test_a_start_is_honoured_and_parts_join(stack: SyncStack) -> None:
         part = decode(_generate(stack, PROMPT, 4, start)["routed_experts"], experts=EXPERTS)
         assert (part.start, part.end) == (start, whole.end)
         head = RoutedExperts(whole.ids[:start])
-        assert np.array_equal(joined(head, part).ids, whole.ids)
+        assert np.array_equal(join(head, part).ids, whole.ids)
 
 
 def test_replayed_routing_keeps_a_trainer_with_the_engine(

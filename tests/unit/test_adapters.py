@@ -1,4 +1,4 @@
-"""LoRA adapters: what is signed, where it is written, what fits, and who loads it when."""
+"""LoRA adapters: signatures, directories, shapes, and the order in which workers load them."""
 
 from __future__ import annotations
 
@@ -175,25 +175,25 @@ def test_what_the_layers_hold_is_compared_bit_by_bit() -> None:
     adapters = engine.Adapters(worker, None)
     with ShmPublisher() as publisher:
         offer = publisher.publish(1, q_proj().items())
-        adapters.bring(attached(offer, Adapter("style@1", CONFIG, "w")), "")
+        adapters.receive(attached(offer, Adapter("style@1", CONFIG, "w")), "")
         arrival = adapters._arrivals["style@1"]
-        assert arrival.errand is not None and arrival.errand.wait(30)
-    adapters.ready("style@1")
-    with pytest.raises(RuntimeError, match="does not hold what was published"):
-        adapters.loaded("style@1", 5)
+        assert arrival.task is not None and arrival.task.wait(30)
+    adapters.check_ready("style@1")
+    with pytest.raises(RuntimeError, match="does not hold the weights published"):
+        adapters.check_loaded("style@1", 5)
     worker.load(arrival.directory, 5, slot=1)
-    adapters.loaded("style@1", 5)
-    adapters.loaded("style@1", None)
+    adapters.check_loaded("style@1", 5)
+    adapters.check_loaded("style@1", None)
     with pytest.raises(RuntimeError, match="does not hold"):
-        adapters.loaded("style@1", 6)
+        adapters.check_loaded("style@1", 6)
     o_proj = worker.manager.modules["model.layers.0.self_attn.o_proj"]
     o_proj.lora_a_stacked[0][1, 0, 0, 0] = 1.0  # left over from another adapter
     with pytest.raises(RuntimeError, match="does not hold"):
-        adapters.loaded("style@1", 5)
-    adapters.drop("style@1")
+        adapters.check_loaded("style@1", 5)
+    adapters.discard("style@1")
     assert not arrival.directory.exists()
-    with pytest.raises(RuntimeError, match="was not brought here"):
-        adapters.ready("style@1")
+    with pytest.raises(RuntimeError, match="did not receive"):
+        adapters.check_ready("style@1")
 
 
 def test_one_that_is_dropped_on_its_way_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,21 +208,21 @@ def test_one_that_is_dropped_on_its_way_leaves_nothing(monkeypatch: pytest.Monke
             assert go_on.wait(30)
             yield from q_proj().items()
 
-    monkeypatch.setattr(engine, "receiver_for", lambda offer, kept: Slow())
+    monkeypatch.setattr(engine, "reader_for", lambda offer, kept: Slow())
     adapters = engine.Adapters(Engine(), None)
     offer = attached(OFFER, Adapter("style@1", CONFIG, "w"))
-    adapters.bring(offer, "")
+    adapters.receive(offer, "")
     arrival = adapters._arrivals["style@1"]
-    adapters.drop("style@1")
+    adapters.discard("style@1")
     with pytest.raises(RuntimeError, match="has not ended yet"):
-        adapters.bring(offer, "")
+        adapters.receive(offer, "")
     go_on.set()
-    assert arrival.errand is not None and arrival.errand.wait(30)
+    assert arrival.task is not None and arrival.task.wait(30)
     assert not arrival.directory.exists()
-    adapters.bring(offer, "")
-    again = adapters._arrivals["style@1"].errand
+    adapters.receive(offer, "")
+    again = adapters._arrivals["style@1"].task
     assert again is not None and again.wait(30)
-    adapters.ready("style@1")
+    adapters.check_ready("style@1")
     assert arrival.directory.is_dir()
 
 
@@ -231,30 +231,30 @@ def test_a_version_names_one_set_of_weights() -> None:
     adapters = engine.Adapters(Engine(), None)
     with ShmPublisher() as publisher:
         first = attached(publisher.publish(1, q_proj().items()), Adapter("style@1", CONFIG, "w"))
-        adapters.bring(first, "")
-        adapters.bring(first, "")  # asked again: the same
+        adapters.receive(first, "")
+        adapters.receive(first, "")  # asked again: the same
         other = attached(publisher.publish(2, q_proj(1).items()), Adapter("style@1", CONFIG, "w"))
         with pytest.raises(RuntimeError, match="already names other weights"):
-            adapters.bring(other, "")
-        adapters.drop("style@1")
+            adapters.receive(other, "")
+        adapters.discard("style@1")
 
 
 def test_misfits_are_refused_before_anything_is_read() -> None:
     pytest.importorskip("vllm")
     layers = engine.Layers(Engine(), None)
-    layers.refuse_misfits(headers(q_proj()), 2)
+    layers.check_headers(headers(q_proj()), 2)
     fused = {name.replace("q_proj", "k_proj"): tensor for name, tensor in q_proj().items()}
     gone = {name.replace("layers.0", "layers.9"): tensor for name, tensor in q_proj().items()}
     for tensors, words in (
-        (fused, r"has shape \(6, 2\), and the served model takes \(3, 2\)"),
-        (gone, "for no layer that the served model can adapt"),
+        (fused, r"has shape \(6, 2\), but the served model needs \(3, 2\)"),
+        (gone, "has no layer for"),
         (dict(list(q_proj().items())[:1]), "only one of lora_A and lora_B"),
         ({}, "no tensors"),
     ):
         with pytest.raises(RuntimeError, match=words):
-            layers.refuse_misfits(headers(tensors), 2)
+            layers.check_headers(headers(tensors), 2)
     with pytest.raises(ValueError, match="max_lora_rank"):
-        layers.refuse_config({**CONFIG, "r": MOST + 1})
+        layers.check_config({**CONFIG, "r": MOST + 1})
 
 
 def test_a_worker_without_adapters_says_how_to_have_them() -> None:
@@ -267,7 +267,7 @@ def test_a_worker_without_adapters_says_how_to_have_them() -> None:
 
 
 class Admin:
-    """Workers that do as they are told, but for what is scripted to fail."""
+    """Two workers; worker 8 fails in the methods that a test scripts."""
 
     def __init__(self, **fails: str) -> None:
         self.fails = fails
@@ -305,7 +305,7 @@ async def load(adapters: Adapters, version: int, keep: int = 2, **fields: Any) -
     return await adapters.load(WORKERS, "style", version, OFFER, {**CONFIG, **fields}, keep)
 
 
-async def test_older_versions_stay_as_long_as_they_are_kept() -> None:
+async def test_versions_beyond_keep_are_unloaded() -> None:
     admin = Admin()
     adapters = Adapters(admin, "secret")  # type: ignore[arg-type]
     assert [await load(adapters, version) for version in (1, 2, 3)][-1] == "style@3"
@@ -319,7 +319,7 @@ async def test_older_versions_stay_as_long_as_they_are_kept() -> None:
         adapters.newest("style")
 
 
-async def test_nobody_loads_what_one_worker_refuses() -> None:
+async def test_no_worker_loads_an_adapter_that_another_refuses() -> None:
     admin = Admin(rollway_adapter_ready="the shape is wrong")
     adapters = Adapters(admin, "secret")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="the shape is wrong"):
@@ -330,7 +330,7 @@ async def test_nobody_loads_what_one_worker_refuses() -> None:
     }  # fmt: skip
 
 
-async def test_one_that_cannot_be_proved_is_unloaded_everywhere() -> None:
+async def test_an_adapter_that_cannot_be_verified_is_unloaded_everywhere() -> None:
     admin = Admin()
     adapters = Adapters(admin, "secret")  # type: ignore[arg-type]
     await load(adapters, 1)
@@ -341,7 +341,7 @@ async def test_one_that_cannot_be_proved_is_unloaded_everywhere() -> None:
     assert adapters.newest("style") == "style@1"
 
 
-async def test_who_joins_is_given_what_is_loaded() -> None:
+async def test_a_joining_worker_loads_the_adapters() -> None:
     admin = Admin()
     adapters = Adapters(admin, "secret")  # type: ignore[arg-type]
     await adapters.load(WORKERS[:1], "style", 1, OFFER, CONFIG, 2)

@@ -103,7 +103,7 @@ def test_messages_that_are_refused() -> None:
     conversation = Conversation(TOKENIZER)
     with pytest.raises(UsageError, match="empty"):
         conversation.prompt()
-    with pytest.raises(UsageError, match=r"took\(\)"):
+    with pytest.raises(UsageError, match=r"add_rollout\(\)"):
         conversation.add(user("hi"), {"role": "assistant", "content": "x"})
     with pytest.raises(UsageError, match="role"):
         conversation.add({"content": "x"})
@@ -121,21 +121,21 @@ def test_rollouts_that_are_refused() -> None:
     conversation.add(user("hi"))
     prompt = conversation.prompt()
     with pytest.raises(RolloutError, match="aborted"):
-        conversation.took(turn(prompt, [5], "aborted"))
+        conversation.add_rollout(turn(prompt, [5], "aborted"))
     other = [*prompt[:3], END, *prompt[4:]]
     with pytest.raises(RolloutError, match=r"Position 3: expected .* got 258 \('<\|im_end\|>'\)"):
-        conversation.took(turn(other, [5]))
+        conversation.add_rollout(turn(other, [5]))
     with pytest.raises(RolloutError, match=f"Position {len(prompt) - 1}: .*no more tokens"):
-        conversation.took(turn(prompt[:-1], [5]))
-    with pytest.raises(RolloutError, match="2 token ids came with 1 log-probs"):
-        conversation.took(replace(turn(prompt, [5, 6]), logprobs=[-1.0]))
+        conversation.add_rollout(turn(prompt[:-1], [5]))
+    with pytest.raises(RolloutError, match="has 2 ids and 1 log-probs"):
+        conversation.add_rollout(replace(turn(prompt, [5, 6]), logprobs=[-1.0]))
     assert conversation.sequences() == [] and conversation.prompt() == prompt
 
 
 def test_turns_without_logprobs_can_be_taken_but_not_trained_on() -> None:
     conversation = Conversation(TOKENIZER)
     conversation.add(user("hi"))
-    conversation.took(replace(turn(conversation.prompt(), [5, END]), logprobs=None))
+    conversation.add_rollout(replace(turn(conversation.prompt(), [5, END]), logprobs=None))
     conversation.add(user("more"))
     assert conversation.prompt()
     with pytest.raises(RolloutError, match="logprobs=True"):

@@ -53,7 +53,7 @@ def play(conversation: Conversation, turns: list[Turn]) -> list[list[int]]:
     for version, one in enumerate(turns):
         conversation.add(*one.added)
         prompts.append(conversation.prompt())
-        conversation.took(turn(prompts[-1], one.sampled, one.reason, version))
+        conversation.add_rollout(turn(prompts[-1], one.sampled, one.reason, version))
     return prompts
 
 

@@ -19,8 +19,8 @@ from rollway.demo.grpo import (  # noqa: E402
     GrpoConfig,
     GrpoTrainer,
     RolloutBatch,
-    clipped_loss,
     completion_mask,
+    compute_clipped_loss,
     group_advantages,
     mismatch_kl,
     token_logprobs,
@@ -140,13 +140,13 @@ class TestLoss:
     def test_on_policy_it_is_minus_the_mean_advantage(self) -> None:
         lp = torch.tensor([[-1.0, -2.0], [-0.5, 0.0]])
         mask = torch.tensor([[1.0, 1.0], [1.0, 0.0]])
-        loss = clipped_loss(lp, lp, torch.tensor([1.0, -0.5]), mask)
+        loss = compute_clipped_loss(lp, lp, torch.tensor([1.0, -0.5]), mask)
         assert loss.item() == pytest.approx(-(1.0 + 1.0 - 0.5) / 3)
 
     def test_the_gradient_is_the_policy_gradient(self) -> None:
         lp = torch.tensor([[-1.0, -2.0], [-0.5, 0.0]], requires_grad=True)
         mask = torch.tensor([[1.0, 1.0], [1.0, 0.0]])
-        clipped_loss(lp, lp.detach(), torch.tensor([1.0, -0.5]), mask).backward()
+        compute_clipped_loss(lp, lp.detach(), torch.tensor([1.0, -0.5]), mask).backward()
         assert torch.allclose(lp.grad, torch.tensor([[-1.0, -1.0], [0.5, 0.0]]) / 3)
 
     @pytest.mark.parametrize(
@@ -162,7 +162,9 @@ class TestLoss:
         self, ratio: float, advantage: float, expected: float
     ) -> None:
         new = torch.tensor([[math.log(ratio)]])
-        loss = clipped_loss(new, torch.zeros(1, 1), torch.tensor([advantage]), torch.ones(1, 1))
+        loss = compute_clipped_loss(
+            new, torch.zeros(1, 1), torch.tensor([advantage]), torch.ones(1, 1)
+        )
         assert loss.item() == pytest.approx(-expected)
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rollway.engine.drafts import Draft, parted
-from rollway.engine.shadow import exchange, paired
+from rollway.engine.drafts import Draft, split_draft
+from rollway.engine.shadow import exchange, pair_modules
 from rollway.errors import UsageError
 from rollway.weights.checkpoint import TensorHeader
 
@@ -53,7 +53,7 @@ FC = {"fc.weight": header(WIDTH, 2 * WIDTH)}
 
 
 def test_tensors_of_both_are_told_apart_by_their_names() -> None:
-    policy, draft = parted({"model.w": header(1), "draft.fc.weight": header(2)})
+    policy, draft = split_draft({"model.w": header(1), "draft.fc.weight": header(2)})
     assert list(policy) == ["model.w"] and list(draft) == ["fc.weight"]
 
 
@@ -81,7 +81,7 @@ def test_draft_tensors_are_kept_while_the_policy_s_go_by(tmp_path: Path) -> None
     draft = Draft(worker(tmp_path), FC)
     buffer = torch.ones(2)
     came = [("a", torch.zeros(1)), ("draft.fc.weight", buffer), ("b", torch.zeros(1))]
-    assert [name for name, _ in draft.beside(iter(came))] == ["a", "b"]
+    assert [name for name, _ in draft.keep_draft(iter(came))] == ["a", "b"]
     buffer.zero_()  # the transport's memory holds another tensor by now
     assert draft._tensors["fc.weight"].tolist() == [1.0, 1.0]
 
@@ -92,10 +92,10 @@ def test_a_shared_layer_has_the_policy_s_new_parameters(tmp_path: Path) -> None:
     policy, live = served.model_runner.get_model(), served.model_runner.drafter.model
     fresh_policy, fresh = Policy(), Head()
     shared = frozenset(id(module) for module in policy.modules())
-    pairs = paired(fresh, live, shared)
+    pairs = pair_modules(fresh, live, shared)
     assert all(one is not live.embed_tokens for one, _ in pairs)
     expected, own = fresh_policy.embed_tokens.weight, fresh.fc.weight
-    for one, other in [*paired(fresh_policy, policy), *pairs]:
+    for one, other in [*pair_modules(fresh_policy, policy), *pairs]:
         exchange(one, other)
     assert live.embed_tokens.weight is policy.embed_tokens.weight is expected
     assert live.fc.weight is own
@@ -108,7 +108,7 @@ def test_a_draft_model_that_holds_something_else_is_refused(tmp_path: Path) -> N
     draft._check(fresh, 1)
     with torch.no_grad():
         fresh.fc.weight[0, 0] += 1
-        with pytest.raises(RuntimeError, match="does not hold what was published"):
+        with pytest.raises(RuntimeError, match="does not hold the published"):
             draft._check(fresh, 1)
         fresh.fc.weight[0, 0] = torch.nan
         with pytest.raises(RuntimeError, match="left a part of the draft model empty"):

@@ -19,7 +19,7 @@ from rollway.rollout.experts import (  # noqa: E402
     decode,
     dtype_for,
     encode,
-    joined,
+    join,
 )
 
 
@@ -97,14 +97,14 @@ def _npy_claiming(shape: str) -> str:
 @pytest.mark.parametrize(
     ("raw", "words"),
     [
-        (None, "none of their known forms"),
-        (7, "none of their known forms"),
+        (None, "not a known form"),
+        (7, "not a known form"),
         ({}, "wrong shape"),
         (wire(routing(), shape=[4, 2]), "wrong shape"),
         (wire(routing(), shape=[4, 2, True]), "wrong shape"),
         (wire(routing(), shape=[-4, -2, 2]), r"\[-4, -2, 2\]"),
         (wire(routing(), shape=[4, 0, 2]), r"\[4, 0, 2\]"),
-        (wire(routing(), shape=[4, 2, 3]), "16 bytes of routed experts came; 24"),
+        (wire(routing(), shape=[4, 2, 3]), "have 16 bytes.*needs 24"),
         (wire(routing(), shape=[2**62, 2**62, 2**62]), "16 bytes"),
         (wire(routing(), dtype="float32"), "16 bytes|float32"),
         (wire(routing(), start=-1), "position -1"),
@@ -177,7 +177,7 @@ def test_parts_join_to_the_whole(rows: int, cuts: list[int]) -> None:
     whole = RoutedExperts(routing(rows), start=5)
     ends = sorted({min(cut, rows) for cut in cuts} | {0, rows})
     parts = [RoutedExperts(whole.ids[begin:end], 5 + begin) for begin, end in pairwise(ends)]
-    again = joined(*parts)
+    again = join(*parts)
     assert again.start == 5
     assert np.array_equal(again.ids, whole.ids)
 
@@ -185,33 +185,33 @@ def test_parts_join_to_the_whole(rows: int, cuts: list[int]) -> None:
 def test_a_later_leg_adds_what_is_new() -> None:
     whole = RoutedExperts(routing(8))
     first = RoutedExperts(whole.ids[:5])
-    assert np.array_equal(joined(first, whole.since(first.end)).ids, whole.ids)
+    assert np.array_equal(join(first, whole.since(first.end)).ids, whole.ids)
     with pytest.raises(UsageError, match="do not reach 9"):
         whole.since(9)
 
 
 def test_parts_of_two_dtypes_join_in_the_wider() -> None:
     parts = RoutedExperts(routing().astype("uint8")), RoutedExperts(routing().astype("uint16"), 4)
-    assert joined(*parts).ids.dtype == np.uint16
+    assert join(*parts).ids.dtype == np.uint16
 
 
 @pytest.mark.parametrize(
     ("other", "words"),
     [
-        (RoutedExperts(routing(), 5), "end at position 4 and go on at 5"),
-        (RoutedExperts(routing(), 3), "end at position 4 and go on at 3"),
+        (RoutedExperts(routing(), 5), "end at position 4 and continue at 5"),
+        (RoutedExperts(routing(), 3), "end at position 4 and continue at 3"),
         (RoutedExperts(routing(layers=3), 4), "2 layers and top-2 .* 3 layers and top-2"),
         (RoutedExperts(routing(top_k=3), 4), "top-3"),
     ],
 )
 def test_parts_that_do_not_follow_are_refused(other: RoutedExperts, words: str) -> None:
     with pytest.raises(RolloutError, match=words):
-        joined(RoutedExperts(routing()), other)
+        join(RoutedExperts(routing()), other)
 
 
 def test_nothing_cannot_be_joined() -> None:
     with pytest.raises(UsageError):
-        joined()
+        join()
 
 
 def test_the_last_token_needs_no_row() -> None:
@@ -230,7 +230,7 @@ def test_ids_must_be_of_the_model() -> None:
         with pytest.raises(RolloutError, match="the model has 7 experts"):
             wrong.check(1, 7)
         with pytest.raises(RolloutError, match="the model has 7 experts"):
-            wrong.typed(7)
+            wrong.cast(7)
 
 
 def test_a_capture_that_was_bypassed_is_refused() -> None:

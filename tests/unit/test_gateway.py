@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from rollway.errors import UsageError
-from rollway.gateway.messages import chain, link, sent_prefix, without_bundle
+from rollway.gateway.messages import chain, find_sent_prefix, link, without_bundle
 from rollway.gateway.recorder import Recorder, Session, Turn
-from rollway.gateway.replies import Spoken, chunk
+from rollway.gateway.replies import StreamedMessage, chunk
 from rollway.gateway.template import TurnCounts, _end_of_turn
 from rollway.rollout.experts import RoutedExperts
 from tests.awkward_tokenizer import TURN_END, make
@@ -61,17 +61,17 @@ def test_a_history_is_known_by_what_it_says() -> None:
 
 def test_ids_that_a_client_sends_come_first() -> None:
     spoken = {**HISTORY[1], "prompt_token_ids": [1, 2], "generation_token_ids": [3]}
-    found = sent_prefix({}, [HISTORY[0], spoken, HISTORY[2]], 100)
+    found = find_sent_prefix({}, [HISTORY[0], spoken, HISTORY[2]], 100)
     assert found is not None and (found.token_ids, found.messages) == ([1, 2, 3], 2)
-    found = sent_prefix({"required_prefix_token_ids": [7]}, HISTORY, 100)
+    found = find_sent_prefix({"required_prefix_token_ids": [7]}, HISTORY, 100)
     assert found is not None and (found.token_ids, found.messages) == ([7], 2)
-    assert sent_prefix({}, HISTORY, 100) is None
+    assert find_sent_prefix({}, HISTORY, 100) is None
     assert "prompt_token_ids" not in without_bundle([spoken])[0]
     for wrong in ([1.5], "12", [True], [-1]):
         with pytest.raises(UsageError, match="list of token ids"):
-            sent_prefix({"required_prefix_token_ids": wrong}, HISTORY, 100)
-    with pytest.raises(UsageError, match="without an assistant"):
-        sent_prefix({"required_prefix_token_ids": [1]}, HISTORY[:1], 100)
+            find_sent_prefix({"required_prefix_token_ids": wrong}, HISTORY, 100)
+    with pytest.raises(UsageError, match="needs an assistant"):
+        find_sent_prefix({"required_prefix_token_ids": [1]}, HISTORY[:1], 100)
 
 
 def test_what_two_trajectories_share_is_trained_on_once() -> None:
@@ -144,7 +144,7 @@ def test_a_journal_that_cannot_be_used_is_named(tmp_path: Path) -> None:
 
 
 def test_a_stream_adds_up_to_the_message_that_comes_back() -> None:
-    spoken = Spoken()
+    spoken = StreamedMessage()
     for delta in (
         {"role": "assistant", "content": None},
         {

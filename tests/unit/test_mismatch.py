@@ -142,16 +142,16 @@ def test_frameworks_find_their_names() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (([-1.0], [-1.0, -2.0]), "1 log-probs of the trainer came with 2 engine's log-probs"),
+        (([-1.0], [-1.0, -2.0]), "1 log-probs of the trainer and 2 engine's log-probs"),
         (([-1.0], [-1.0], [1, 0]), "2 values of the mask"),
         (([-1.0], [-1.0], None, [1, 2]), "2 versions"),
         (([-1.0], [-1.0], None, [0.5]), "whole number"),
         (([-1.0], [-1.0], None, [math.nan]), "whole number"),
         (([], []), "no token to compare"),
         (([-1.0], [-1.0], [0]), "mask leaves no token"),
-        ((["x"], [-1.0]), "no numbers"),
-        (([None], [-1.0]), "not finite|no numbers"),
-        ((object(), [-1.0]), "no numbers"),
+        ((["x"], [-1.0]), "not numbers"),
+        (([None], [-1.0]), "not finite|not numbers"),
+        ((object(), [-1.0]), "not numbers"),
     ],
 )
 def test_what_does_not_fit_is_refused(arguments: Any, words: str) -> None:

@@ -30,8 +30,8 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_offer_is_refused_with_the_reason_and_the_way_out() -> None:
     with pytest.raises(RuntimeError, match=r"quantised \(fp8\).*refit from a checkpoint directory"):
-        engine._refuse_what_cannot_be_proved(served("fp8"), NEW, "rollway_stage", from_files=False)
-    engine._refuse_what_cannot_be_proved(served(None), NEW, "rollway_stage", from_files=False)
+        engine._refuse_unverifiable(served("fp8"), NEW, "rollway_stage", from_files=False)
+    engine._refuse_unverifiable(served(None), NEW, "rollway_stage", from_files=False)
 
 
 def test_a_checkpoint_is_left_to_the_engine_and_a_canary() -> None:
@@ -39,10 +39,10 @@ def test_a_checkpoint_is_left_to_the_engine_and_a_canary() -> None:
     for method in ("rollway_stage", "rollway_check"):
         words = f"Method '{method}' is not implemented for quantised models"
         with pytest.raises(NotImplementedError, match=words):
-            engine._refuse_what_cannot_be_proved(served("fp8"), NEW, method)
+            engine._refuse_unverifiable(served("fp8"), NEW, method)
 
 
 def test_an_offer_with_tensors_of_nobody_is_refused() -> None:
     other = {**NEW, "other.weight": NEW["fc.weight"]}
     with pytest.raises(RuntimeError, match="tensors like other"):
-        engine._refuse_what_cannot_be_proved(served(None), other, "x", from_files=False)
+        engine._refuse_unverifiable(served(None), other, "x", from_files=False)

@@ -12,7 +12,7 @@ transformers = pytest.importorskip("transformers", minversion="5.0")
 np = pytest.importorskip("numpy")
 
 from rollway.errors import UsageError  # noqa: E402
-from rollway.rollout.experts import RoutedExperts, joined  # noqa: E402
+from rollway.rollout.experts import RoutedExperts, join  # noqa: E402
 from rollway.rollout.mismatch import Mismatch, mismatch  # noqa: E402
 from rollway.rollout.replay import replay, router_choices  # noqa: E402
 
@@ -155,7 +155,7 @@ def test_the_last_token_is_routed_by_the_model(model: Any) -> None:
     own = router_choices(model, ids)
     with replay(model, tail):
         chosen = router_choices(model, ids)
-    assert np.array_equal(chosen.ids, joined(RoutedExperts(own.ids[:10]), tail).ids)
+    assert np.array_equal(chosen.ids, join(RoutedExperts(own.ids[:10]), tail).ids)
 
 
 def test_a_padded_batch(model: Any) -> None:

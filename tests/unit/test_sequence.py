@@ -41,7 +41,7 @@ def test_a_sequence_survives_json() -> None:
     raw = json.loads(json.dumps(sequence.as_json()))
     assert raw["spans"][0]["worker_id"] == str(2**63 + 1)
     assert TokenSequence.from_json(raw) == sequence and sequence.weight_version == 4
-    with pytest.raises(RolloutError, match="no token sequence"):
+    with pytest.raises(RolloutError, match="not a token sequence"):
         TokenSequence.from_json({"token_ids": [1]})
 
 
@@ -49,10 +49,10 @@ def test_a_sequence_survives_json() -> None:
     ("change", "match"),
     [
         ({"loss_mask": [0, 1]}, "2 mask values"),
-        ({"token_ids": [5, 6.0, 7]}, r"6.0 \(position 1\) is no token id"),
-        ({"token_ids": [5, True, 7]}, "no token id"),
-        ({"loss_mask": [0, 2, 1]}, "no value of a loss mask"),
-        ({"logprobs": [0.0, float("nan"), -1.0]}, "no log-prob"),
+        ({"token_ids": [5, 6.0, 7]}, r"6.0 \(position 1\) is not a token id"),
+        ({"token_ids": [5, True, 7]}, "not a token id"),
+        ({"loss_mask": [0, 2, 1]}, "not a value of a loss mask"),
+        ({"logprobs": [0.0, float("nan"), -1.0]}, "not a log-prob"),
         ({"logprobs": [-1.0, -1.0, -1.0]}, "not sampled has a log-prob"),
         ({"spans": (Span(0, 2, 1, 1),)}, "tokens that were not sampled"),
         ({"spans": (Span(1, 4, 1, 1),)}, "outside"),

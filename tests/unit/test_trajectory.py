@@ -194,7 +194,7 @@ async def test_a_migrated_answer_names_no_worker() -> None:
 
 async def test_an_answer_to_another_prompt_is_refused() -> None:
     http = Scripted(answer([5], 3, extra=2))
-    with pytest.raises(RolloutError, match="saw 5 prompt tokens of 3"):
+    with pytest.raises(RolloutError, match="counted 5 prompt tokens, not 3"):
         await Rollouts(http, "http://f", "m", book()).generate([1, 2, 3])
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollway.errors import RolloutError, UsageError
-from rollway.rollout.client import checked_prompt
+from rollway.rollout.client import check_prompt
 from rollway.rollout.sampling import Sampling
 from rollway.rollout.wire import DynamoAssembly, completion_request
 
@@ -91,8 +91,14 @@ def _without(path: str) -> dict[str, Any]:
         (_without("choices.0.logprobs"), "0 log-probs"),
         (answer(nvext={"completion_token_ids": [7, 8, 9]}), "counted 2 tokens and sent 3"),
         # Up to 2 more could be what a dead worker had sampled; 3 could not, and fewer never.
-        (answer(usage={"prompt_tokens": 6, "completion_tokens": 2}), "saw 6 prompt tokens of 3"),
-        (answer(usage={"prompt_tokens": 2, "completion_tokens": 2}), "saw 2 prompt tokens of 3"),
+        (
+            answer(usage={"prompt_tokens": 6, "completion_tokens": 2}),
+            "counted 6 prompt tokens, not 3",
+        ),
+        (
+            answer(usage={"prompt_tokens": 2, "completion_tokens": 2}),
+            "counted 2 prompt tokens, not 3",
+        ),
         (answer(choices=[{}, {}]), "2 choices"),
         (answer(choices="x"), "wrong shape"),
         (answer(nvext={"completion_token_ids": [7.5, 8]}), "wrong shape"),
@@ -151,7 +157,7 @@ def test_any_field_may_be_anything(data: st.DataObject) -> None:
 
 
 def test_every_sampling_parameter_is_said() -> None:
-    body = completion_request("m", [1, 2], Sampling(max_tokens=5, seed=9).shifted(2))
+    body = completion_request("m", [1, 2], Sampling(max_tokens=5, seed=9).offset_seed(2))
     assert body["nvext"]["token_data"] == [1, 2]
     assert (body["temperature"], body["top_p"], body["top_k"], body["min_p"]) == (1.0, 1.0, -1, 0.0)
     assert body["repetition_penalty"] == 1.0
@@ -177,8 +183,8 @@ def test_impossible_sampling_is_refused(wrong: dict[str, Any]) -> None:
 
 def test_prompts_become_plain_ints() -> None:
     numpy = pytest.importorskip("numpy")
-    assert checked_prompt(numpy.array([1, 2])) == [1, 2]
-    assert [type(token) for token in checked_prompt(numpy.array([1, 2]))] == [int, int]
+    assert check_prompt(numpy.array([1, 2])) == [1, 2]
+    assert [type(token) for token in check_prompt(numpy.array([1, 2]))] == [int, int]
     for wrong in ([], [-1], [1.5]):
         with pytest.raises(UsageError):
-            checked_prompt(wrong)
+            check_prompt(wrong)

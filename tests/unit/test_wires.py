@@ -210,6 +210,6 @@ async def test_a_route_that_is_not_there_is_said_at_once() -> None:
             raise RequestFailed("no such route", status=404)
 
     rollouts = Rollouts(Missing(), "http://f", "m", VersionBook(), wire=GENERATE)
-    with pytest.raises(RolloutError, match="is not there") as refused:
+    with pytest.raises(RolloutError, match="has no route") as refused:
         await rollouts.generate([1])
     assert "DYN_VLLM_ENABLE_INFERENCE_V1_GENERATE" in refused.value.hint

@@ -39,4 +39,4 @@ def spelled(text: str) -> list[int]:
 
 
 def reply(conversation: Conversation, ids: list[int], *rest: Any, **more: Any) -> None:
-    conversation.took(turn(conversation.prompt(), ids, *rest), **more)
+    conversation.add_rollout(turn(conversation.prompt(), ids, *rest), **more)

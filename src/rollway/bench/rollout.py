@@ -23,7 +23,7 @@ import aiohttp
 from rollway.api import Stack, up
 from rollway.config import StackSpec
 from rollway.gateway.recorder import Recorder
-from rollway.gateway.server import Gateway, made_gateway
+from rollway.gateway.server import Gateway, create_gateway
 from rollway.gateway.template import Template
 from rollway.rollout.sampling import Sampling
 from rollway.rollout.wire import completion_request
@@ -254,7 +254,7 @@ async def bench_gateway(
     async with up(spec) as stack:
         template = Template(spec.models[0].path)
         recorder = Recorder(scratch / "journal.jsonl")
-        gateway = await made_gateway(stack, template, recorder)
+        gateway = await create_gateway(stack, template, recorder)
         runner = web.AppRunner(gateway.app(), access_log=None)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0, backlog=4096)

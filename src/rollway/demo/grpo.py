@@ -8,8 +8,8 @@ One step of training, in the order of this file:
 3. The gap between those and the log-probs that the engine reported says how far the policy
    that sampled is from the policy being trained: ``mismatch_kl``. With the same weights on
    both sides only floating-point noise is left.
-4. ``clipped_loss`` raises the probability of good completions and lowers that of bad ones, and
-   ``GrpoTrainer.train_step`` takes the optimizer step.
+4. ``compute_clipped_loss`` raises the probability of good completions and lowers that of bad
+   ones, and ``GrpoTrainer.train_step`` takes the optimizer step.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class StepStats:
 
 
 def group_advantages(rewards: Tensor, eps: float = 1e-4) -> Tensor:
-    """Rewards ``[groups, group_size]`` to advantages of the same shape.
+    """Turn rewards ``[groups, group_size]`` into advantages of the same shape.
 
     The mean of the group takes the place of a value function. A group whose rewards are all
     equal says nothing about which completion was better, so its advantages are exactly zero
@@ -105,12 +105,12 @@ def group_advantages(rewards: Tensor, eps: float = 1e-4) -> Tensor:
 
 
 def completion_mask(completion_ids: TokenIds) -> Tensor:
-    """1.0 where ``[completions, longest]`` holds a sampled token, 0.0 where it is padding."""
+    """Return ``[completions, longest]``: 1.0 for sampled tokens, 0.0 for padding."""
     return pad_rows([[1.0] * len(ids) for ids in completion_ids])
 
 
 def pad_rows(rows: Sequence[Sequence[float]]) -> Tensor:
-    """Rows of unequal length as one float tensor, zeros on the right."""
+    """Stack rows of unequal length into one float tensor, with zeros on the right."""
     return torch.nn.utils.rnn.pad_sequence(
         [torch.tensor(row, dtype=torch.float32) for row in rows], batch_first=True
     )
@@ -119,9 +119,9 @@ def pad_rows(rows: Sequence[Sequence[float]]) -> Tensor:
 def token_logprobs(
     model: PreTrainedModel, prompt_ids: TokenIds, completion_ids: TokenIds
 ) -> Tensor:
-    """Log-probs of the sampled tokens, ``[completions, longest]``, zero where padded.
+    """Return the log-probs of the sampled tokens, ``[completions, longest]``, zero for padding.
 
-    They are those of the unmodified policy: temperature 1, the whole vocabulary, float32.
+    They are computed with the unmodified policy: temperature 1, the whole vocabulary, float32.
     """
     completions = pad_rows(completion_ids).long()
     mask = completion_mask(completion_ids)
@@ -140,26 +140,26 @@ def token_logprobs(
     return logprobs * mask
 
 
-def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean over the sampled tokens of the whole batch, so that each token weighs the same."""
+def mean_over_mask(values: Tensor, mask: Tensor) -> Tensor:
+    """Return the mean over all sampled tokens of the batch, so that each token weighs the same."""
     return (values * mask).sum() / mask.sum().clamp(min=1.0)
 
 
 def mismatch_kl(trainer_lp: Tensor, engine_lp: Tensor, mask: Tensor) -> Tensor:
-    """Estimate of KL(engine || trainer) from the sampled tokens, never negative.
+    """Estimate KL(engine || trainer) from the sampled tokens; never negative.
 
     The mean of ``exp(d) - d - 1`` with ``d = trainer - engine``: unbiased for tokens that the
     engine sampled, and without the sign changes of the plain mean of ``-d``. It is computed in
     float64, since the values of interest (about d * d / 2) would drown in float32 rounding.
     """
     d = (trainer_lp - engine_lp).double() * mask
-    return masked_mean(torch.expm1(d) - d, mask.double())
+    return mean_over_mask(torch.expm1(d) - d, mask.double())
 
 
-def clipped_loss(
+def compute_clipped_loss(
     new_lp: Tensor, old_lp: Tensor, advantages: Tensor, mask: Tensor, clip: float = 0.2
 ) -> Tensor:
-    """PPO's clipped surrogate over sampled tokens.
+    """Return PPO's clipped surrogate loss over the sampled tokens.
 
     ``advantages`` has one value per completion: all of its tokens share the credit. The clip
     takes away the incentive to move a token's probability further than ``1 +- clip`` from
@@ -168,7 +168,7 @@ def clipped_loss(
     ratio = torch.exp(new_lp - old_lp)
     credit = advantages[:, None]
     surrogate = torch.minimum(ratio * credit, ratio.clamp(1 - clip, 1 + clip) * credit)
-    return -masked_mean(surrogate, mask)
+    return -mean_over_mask(surrogate, mask)
 
 
 class GrpoTrainer:
@@ -187,7 +187,7 @@ class GrpoTrainer:
 
     @classmethod
     def from_checkpoint(cls, directory: Path, config: GrpoConfig | None = None) -> GrpoTrainer:
-        """A trainer for the policy in ``directory``, in float32."""
+        """Return a trainer for the policy in ``directory``, in float32."""
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
         return cls(model, config)
 
@@ -206,20 +206,20 @@ class GrpoTrainer:
         if batch.engine_logprobs is not None:
             old_lp = pad_rows(batch.engine_logprobs)
             mismatch = mismatch_kl(new_lp.detach(), old_lp, mask).item()
-        loss = clipped_loss(new_lp, old_lp, advantages, mask, self.config.clip)
+        loss = compute_clipped_loss(new_lp, old_lp, advantages, mask, self.config.clip)
         outside = (torch.exp(new_lp.detach() - old_lp) - 1).abs() > self.config.clip
         return StepStats(
             loss=loss.item(),
             grad_norm=self._optimize(loss),
             mismatch_kl=mismatch,
             mean_reward=sum(batch.rewards) / len(batch.rewards),
-            clip_fraction=masked_mean(outside.float(), mask).item(),
+            clip_fraction=mean_over_mask(outside.float(), mask).item(),
             tokens=int(mask.sum()),
             seconds=time.perf_counter() - started,
         )
 
     def _optimize(self, loss: Tensor) -> float:
-        """One optimizer step; returns the gradient norm before clipping."""
+        """Take one optimizer step; return the gradient norm before clipping."""
         self.optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)

@@ -87,8 +87,8 @@ def build_base(directory: Path, *, seed: int = 0) -> Path:
 
 
 def copy_bare(base: Path, directory: Path) -> Path:
-    """The checkpoint with a chat template that adds nothing, for trainers that apply one: the base
-    policy has learnt to answer the bare question."""
+    """Copy the checkpoint with a chat template that adds nothing, for trainers that apply one: the
+    base policy has learnt to answer the bare question."""
     shutil.copytree(base, directory)
     (directory / "chat_template.jinja").write_text(BARE_TEMPLATE)
     path = directory / "tokenizer_config.json"
@@ -98,7 +98,7 @@ def copy_bare(base: Path, directory: Path) -> Path:
 
 
 def _clear_dead_builds(parent: Path, prefix: str) -> None:
-    """Remove what a killed build left; one that is still running is let be."""
+    """Remove the leftovers of killed builds, but not of running ones."""
     for path in parent.glob(f"{prefix}*"):
         pid = path.name.removeprefix(prefix).partition("-")[0]
         if not Path("/proc", pid).exists():
@@ -106,7 +106,7 @@ def _clear_dead_builds(parent: Path, prefix: str) -> None:
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte, so that any text can be encoded and no vocabulary has to be learnt."""
+    """Return a tokenizer with one token per byte: it encodes any text and needs no training."""
     # Sorted, because the alphabet comes in no fixed order and ids must not depend on the run.
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {symbol: index for index, symbol in enumerate(alphabet)}
@@ -186,7 +186,7 @@ def _save_tokenizer(tokenizer: PreTrainedTokenizerFast, directory: Path) -> None
 
 
 def _warm_up(model: Qwen3ForCausalLM, task: CountingTask, rng: Random) -> None:
-    """Supervised steps on prompts with clumsy answers; only the answers count in the loss."""
+    """Train on prompts with clumsy answers; only the answers count in the loss."""
     optimizer = torch.optim.Adam(model.parameters(), lr=WARMUP_LR)
     model.train()
     for prompt_length, rows in _warm_up_batches(task, rng):
@@ -224,7 +224,7 @@ def _is_complete(directory: Path, seed: int) -> bool:
 
 
 def _refuse_foreign(directory: Path) -> None:
-    """Only a checkpoint of ours may be replaced, never something else in that place."""
+    """Raise if the directory holds anything but a demo checkpoint: it must not be replaced."""
     if not directory.exists() or (directory / MARKER).is_file():
         return
     if not directory.is_dir() or any(directory.iterdir()):
@@ -244,8 +244,8 @@ def _move_into_place(workspace: Path, directory: Path, seed: int) -> None:
 
 
 def demo_path(stack: Path | None) -> list[str]:
-    """The override that puts the demo's checkpoint, built if need be, in place of `path: demo` in
-    a stack file; for commands that need a small model and do not care which."""
+    """Return the override that replaces `path: demo` in a stack file by the demo's checkpoint, and
+    build that if necessary. Commands use it that need any small model."""
     if stack is not None and f"path: {DEMO_PATH}\n" not in stack.read_text():
         return []
     return [f"models.0.path={build_base(cache_dir() / 'demo')}"]

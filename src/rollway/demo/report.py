@@ -1,4 +1,4 @@
-"""What the demo shows and leaves behind: a live table, a summary, report.json, reward.png."""
+"""The demo's output: a live table, a summary, report.json and reward.png."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _VISIBLE_ROWS = 15
 
 
 class DemoDisplay:
-    """Prints to stderr, so that `--json` has stdout for itself; `quiet` prints nothing."""
+    """Prints to stderr, because `--json` uses stdout; with `quiet` it prints nothing."""
 
     def __init__(self, *, quiet: bool) -> None:
         self._quiet = quiet
@@ -36,7 +36,7 @@ class DemoDisplay:
     def note(self, text: str) -> None:
         self._console.print(text, markup=False)
 
-    def bring_up(self) -> StackProgress:
+    def show_start(self) -> StackProgress:
         return StackProgress(quiet=self._quiet)
 
     @contextmanager
@@ -71,7 +71,7 @@ class DemoDisplay:
                 f"{report['pause_seconds_median']:.3f} s"
             )
         elif not report["refit"]:
-            lines.append("control run: the workers never got the new weights")
+            lines.append("control run: the workers never received the new weights")
         lines.append(f"report, plot and logs: {directory}")
         for line in lines:
             self.note(line)
@@ -108,7 +108,7 @@ def write_json(path: Path, report: dict[str, Any]) -> None:
 
 
 def save_plot(path: Path, report: dict[str, Any]) -> None:
-    """Reward above, mismatch below, over the steps."""
+    """Plot reward (above) and mismatch (below) over the steps."""
     import matplotlib
 
     matplotlib.use("Agg")

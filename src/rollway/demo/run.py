@@ -46,7 +46,7 @@ KEEP_CHECKPOINTS = 2
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """What the command line can say."""
+    """The options of the command line."""
 
     steps: int | None = None
     seed: int = 0
@@ -69,9 +69,9 @@ class DemoStep:
     tokens_per_second: float
     train_seconds: float
     refit_seconds: float | None
-    """Saving the checkpoint included."""
+    """The time of the refit, including saving the checkpoint."""
     pause_seconds: float | None
-    """How long generation stood still."""
+    """How long generation paused."""
     prefix_hit_rate: float
     mismatch_kl: float | None
     weight_version: int | None
@@ -81,7 +81,7 @@ class DemoStep:
 
 @dataclass(slots=True)
 class _Run:
-    """The moving parts of one demo."""
+    """The state of a demo run."""
 
     options: DemoOptions
     config: GrpoConfig
@@ -101,7 +101,7 @@ def run_demo(options: DemoOptions) -> dict[str, Any]:
     display.note(f"base checkpoint {run.base}")
     with ExitStack() as cleanup:
         began = time.monotonic()
-        with display.bring_up() as progress:
+        with display.show_start() as progress:
             stack = cleanup.enter_context(up(_stack_fields(run), progress=progress))
         stack_seconds = time.monotonic() - began
         with display.table():
@@ -109,7 +109,7 @@ def run_demo(options: DemoOptions) -> dict[str, Any]:
                 step = _step(run, stack, stack.rollouts(), number)
                 run.steps.append(step)
                 display.row(step)
-        versions = _served_versions(run, stack)
+        versions = _read_versions(run, stack)
     report = _report(run, stack_seconds, time.monotonic() - started, versions)
     write_json(run.directory / "report.json", report)
     save_plot(run.directory / "reward.png", report)
@@ -129,9 +129,9 @@ def _prepare(options: DemoOptions) -> _Run:
             f"The directory {directory} cannot be created: {error.strerror}.",
             "Choose another with --out.",
         ) from error
-    disable_progress_bar()  # of transformers, which would draw over the table
+    disable_progress_bar()  # transformers would draw over the table
     torch.manual_seed(options.seed)
-    # With the workers on the same cores a second thread waits more than it works (0.6 s -> 3 s).
+    # The workers use the same cores, so a second thread mostly waits (0.6 s -> 3 s per step).
     torch.set_num_threads(1)
     base = build_base(cache_dir() / "demo")
     trainer = GrpoTrainer.from_checkpoint(base, config)
@@ -155,7 +155,7 @@ def _stack_fields(run: _Run) -> dict[str, Any]:
         "seed": run.options.seed,
     }
     if run.options.engine == "vllm":
-        # float32 on both sides, so that the mismatch shows the wiring and not the rounding.
+        # Use float32 on both sides, so that the mismatch shows bugs and not rounding.
         model["args"] = {
             "dtype": "float32",
             "max-model-len": 512,
@@ -176,7 +176,7 @@ def _step(run: _Run, stack: SyncStack, rollouts: SyncRollouts, number: int) -> D
         [prompt.token_ids for prompt in prompts], _sampling(run, number), run.config.group_size
     )
     rollout_seconds = time.monotonic() - began
-    version = _one_version(groups)
+    version = _check_one_version(groups)
     rewards = _rewards(run.task, prompts, groups)
     stats = _train(run, groups, rewards)
     refit_seconds, refit = _refit(run, stack, number)
@@ -210,7 +210,7 @@ def _sampling(run: _Run, number: int) -> Sampling:
     )
 
 
-def _one_version(groups: list[list[Rollout]]) -> int | None:
+def _check_one_version(groups: list[list[Rollout]]) -> int | None:
     versions = {rollout.weight_version for group in groups for rollout in group}
     if len(versions) != 1:
         raise RolloutError(f"One step was sampled from several weight versions: {versions}.")
@@ -228,7 +228,7 @@ def _rewards(
 
 def _train(run: _Run, groups: list[list[Rollout]], rewards: list[list[float]]) -> StepStats | None:
     if run.options.engine == "mocker":
-        return None  # its tokens are random numbers: good for transport, not for learning
+        return None  # its tokens are random: it tests the transport, not learning
     flat = [rollout for group in groups for rollout in group]
     batch = RolloutBatch(
         prompt_ids=[rollout.prompt_ids for rollout in flat],
@@ -241,13 +241,13 @@ def _train(run: _Run, groups: list[list[Rollout]], rewards: list[list[float]]) -
 
 
 def _refit(run: _Run, stack: SyncStack, number: int) -> tuple[float | None, RefitReport | None]:
-    """Bring the trainer's new weights to all workers."""
+    """Refit all workers to the trainer's new weights."""
     if not run.options.refit or run.options.engine == "mocker":
         return None, None
     began = time.monotonic()
     version = BASE_VERSION + number + 1
     assert stack.run_dir is not None
-    weights = stack.run_dir / "weights"  # ends with the stack, also when the demo is killed
+    weights = stack.run_dir / "weights"  # removed with the stack, also if the demo is killed
     path = publish_checkpoint(weights / f"v{version}", run.trainer.model.save_pretrained)
     report = stack.refit(version, path)
     seconds = time.monotonic() - began
@@ -255,7 +255,7 @@ def _refit(run: _Run, stack: SyncStack, number: int) -> tuple[float | None, Refi
     return seconds, report
 
 
-def _served_versions(run: _Run, stack: SyncStack) -> dict[str, int | None]:
+def _read_versions(run: _Run, stack: SyncStack) -> dict[str, int | None]:
     if run.options.engine == "mocker":
         return {}
     return {str(instance): version for instance, version in stack.fleet.read_versions().items()}
@@ -269,9 +269,9 @@ def _report(
         "steps": [asdict(step) for step in steps],
         "reward_first": statistics.fmean(step.reward for step in steps[:3]),
         "reward_last": statistics.fmean(step.reward for step in steps[-5:]),
-        "mismatch_kl_max": _over(max, [step.mismatch_kl for step in steps]),
-        "refit_seconds_median": _over(statistics.median, [s.refit_seconds for s in steps]),
-        "pause_seconds_median": _over(statistics.median, [s.pause_seconds for s in steps]),
+        "mismatch_kl_max": _summarise(max, [step.mismatch_kl for step in steps]),
+        "refit_seconds_median": _summarise(statistics.median, [s.refit_seconds for s in steps]),
+        "pause_seconds_median": _summarise(statistics.median, [s.pause_seconds for s in steps]),
         "tokens_per_second_median": statistics.median(s.tokens_per_second for s in steps),
         "workers": run.options.workers,
         "weight_versions": weight_versions,
@@ -287,6 +287,6 @@ def _report(
     }
 
 
-def _over(function: Any, values: list[float | None]) -> float | None:
+def _summarise(function: Any, values: list[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return float(function(known)) if known else None

@@ -57,7 +57,7 @@ class CountingTask:
         self._prompts = [self._build_prompt(tokenizer, start) for start in range(10)]
 
     def prompts(self, step: int, n: int, rng: Random) -> list[Prompt]:
-        """``n`` prompts for one training step, in random order.
+        """Return ``n`` prompts for one training step, in random order.
 
         Starts are dealt like cards, each digit once before any digit again, so that no step
         neglects part of the task by chance. The cards left over go to a random choice of
@@ -73,7 +73,7 @@ class CountingTask:
         return [self._prompts[start] for start in starts]
 
     def reward(self, prompt: Prompt, token_ids: Sequence[int]) -> float:
-        """Fraction of positions that are right, in [0, 1].
+        """Return the fraction of positions that are right, in [0, 1].
 
         Positions that are missing count as wrong, and so do surplus ones: neither a short nor
         a long completion can score better than it counts.

@@ -1,15 +1,15 @@
-"""LoRA adapters that came by a transport, on their way into vLLM's adapter manager.
+"""Receives LoRA adapters and verifies that vLLM uses them.
 
-    rollway_adapter ─► names, shapes, config fit ─► a thread: read ─► prove ─► write a directory
-    rollway_adapter_ready ─► still at it, or wrong, or ready
-    (the caller has the engine load that directory, under the version's own name)
-    rollway_adapter_loaded ─► what the layers compute with is what was published
-    rollway_adapter_drop ─► unloaded: the directory goes
+    rollway_adapter ─► check names, shapes, config ─► background: read ─► verify ─► write files
+    rollway_adapter_ready ─► running, failed or ready
+    (the caller makes the engine load that directory, under the version's own name)
+    rollway_adapter_loaded ─► compare the layers' slots with what was published
+    rollway_adapter_drop ─► remove the directory of an unloaded adapter
 
-vLLM drops the adapter that was used least recently when it has no room, and reads it from its path
-again within a step of the engine, where a missing file would end the engine. So a directory stays
-until its adapter is unloaded. When the worker ends, however it ends, a guard removes them all; what
-a supervisor kills, guard included, it removes itself.
+When vLLM runs out of slots it evicts the least recently used adapter, and later reads it from its
+path again during an engine step, where a missing file would kill the engine. So a directory stays
+until its adapter is unloaded. A guard process removes all of them when the worker ends, however it
+ends. If a supervisor kills both, it removes them itself.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from rollway.engine.errand import Errand
-from rollway.engine.receivers import Receiver, receiver_for
+from rollway.engine.background import BackgroundTask
+from rollway.engine.receivers import reader_for
 from rollway.weights.adapter import Adapter, detached, directory_of, take_home
 from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.digest.bits import digest
 from rollway.weights.leftovers import Guard
 from rollway.weights.offer import Offer
+from rollway.weights.transports.base import Reader
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _PREFIX = "base_model.model."
@@ -40,108 +41,110 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(slots=True)
 class Arrival:
-    """One version of an adapter in one worker."""
+    """A version of an adapter in this worker."""
 
     offer: Offer
     adapter: Adapter
     directory: Path
-    errand: Errand | None = None
+    task: BackgroundTask | None = None
     digests: dict[str, str] = field(default_factory=dict)
-    """Of the tensors as they came; what the engine loads from must still have them."""
-    dropped: bool = False
+    """The digests of the received tensors; the files that the engine loads must have them."""
+    discarded: bool = False
 
     @property
-    def is_same(self) -> tuple[str, Path]:
+    def identity(self) -> tuple[str, Path]:
+        """Equal for equal weights in the same directory."""
         return self.offer.identity, self.directory
 
 
 class Adapters:
-    """All adapters that came to a worker this way."""
+    """All adapters that this worker received."""
 
     def __init__(self, worker: Any, served: Mapping[str, TensorHeader] | None) -> None:
         self._worker = worker
         self._served = served
         self._arrivals: dict[str, Arrival] = {}
-        self._receivers: dict[str, dict[str, Receiver]] = {}
-        self._leaving: dict[Path, Errand] = {}
+        self._readers: dict[str, dict[str, Reader]] = {}
+        self._ending: dict[Path, BackgroundTask] = {}
         self._guard: Guard | None = None
 
-    def bring(self, signed: Offer, tell: str) -> None:
-        """Begin to bring one; refuses what does not fit the served model."""
+    def receive(self, signed: Offer, tell: str) -> None:
+        """Start receiving an adapter; raise if it does not fit the served model."""
         offer, adapter = detached(signed)
         arrival = Arrival(offer, adapter, directory_of(offer, adapter))
-        before = self._arrivals.get(adapter.served)
-        if before is not None and before.errand is not None and not before.errand.failed:
-            if before.is_same != arrival.is_same:
+        earlier = self._arrivals.get(adapter.served)
+        if earlier is not None and earlier.task is not None and not earlier.task.has_failed:
+            if earlier.identity != arrival.identity:
                 raise RuntimeError(
-                    f"{adapter.served} already names other weights; give these the next version"
+                    f"{adapter.served} already names other weights; use the next version"
                 )
-            before.errand.when_done(tell)
+            earlier.task.notify_when_done(tell)
             return
-        leaving = self._leaving.pop(arrival.directory, None)
-        if leaving is not None and not leaving.done:
-            self._leaving[arrival.directory] = leaving
+        ending = self._ending.pop(arrival.directory, None)
+        if ending is not None and not ending.is_done:
+            self._ending[arrival.directory] = ending
             raise RuntimeError(f"an earlier {adapter.served} has not ended yet; try again later")
-        # A delta is applied to what came before by that name.
-        receivers = self._receivers.setdefault(adapter.served.rpartition("@")[0], {})
-        receiver = receiver_for(offer, receivers)
+        # A delta is applied to the last version of that name, which its reader keeps.
+        readers = self._readers.setdefault(adapter.served.rpartition("@")[0], {})
+        reader = reader_for(offer, readers)
         layers = Layers(self._worker, self._served)
-        layers.refuse_config(adapter.config)
-        layers.refuse_misfits(receiver.headers(offer), int(adapter.config["r"]))
+        layers.check_config(adapter.config)
+        layers.check_headers(reader.headers(offer), int(adapter.config["r"]))
         if self._guard is None:
             self._guard = Guard(take_home(adapter.place))
 
-        def take() -> None:
-            tensors = {name: tensor.clone() for name, tensor in receiver.tensors(offer)}
+        def receive() -> None:
+            tensors = {name: tensor.clone() for name, tensor in reader.tensors(offer)}
             arrival.digests = {name: digest(tensor) for name, tensor in tensors.items()}
             _write(arrival.directory, tensors, adapter.config)
-            if arrival.dropped:
+            if arrival.discarded:
                 shutil.rmtree(arrival.directory, ignore_errors=True)
 
-        arrival.errand = Errand(adapter.served, take)
-        arrival.errand.when_done(tell)
+        arrival.task = BackgroundTask(adapter.served, receive)
+        arrival.task.notify_when_done(tell)
         self._arrivals[adapter.served] = arrival
 
-    def ready(self, served: str) -> None:
-        errand = self._arrival(served).errand
-        assert errand is not None
-        errand.check()
+    def check_ready(self, served: str) -> None:
+        """Raise while an adapter is being received, and its error if that failed."""
+        task = self._arrival(served).task
+        assert task is not None
+        task.check()
 
-    def loaded(self, served: str, number: int | None) -> None:
-        """Raise unless the engine computes with it; `number` is what the engine calls it."""
-        self.ready(served)
+    def check_loaded(self, served: str, number: int | None) -> None:
+        """Raise unless the engine uses the adapter; `number` is the engine's id of it."""
+        self.check_ready(served)
         arrival = self._arrival(served)
         tensors = load_file(arrival.directory / WEIGHTS)
         if {name: digest(tensor) for name, tensor in tensors.items()} != arrival.digests:
-            raise RuntimeError(f"{arrival.directory} was changed by somebody else")
+            raise RuntimeError(f"another program changed {arrival.directory}")
         layers = Layers(self._worker, self._served)
         if number is not None:
             layers.activate(served, number, arrival.directory)
         if not layers.hold(layers.pairs(tensors, arrival.adapter.config), number):
-            raise RuntimeError(f"the engine does not hold what was published as {served}")
+            raise RuntimeError(f"the engine does not hold the weights published as {served}")
 
-    def drop(self, served: str) -> None:
-        """One that is still on its way removes what it writes by itself: nobody waits for it."""
+    def discard(self, served: str) -> None:
+        """Remove an adapter. If it is still being received, its task removes what it writes."""
         arrival = self._arrivals.pop(served, None)
-        if arrival is None or arrival.errand is None:
+        if arrival is None or arrival.task is None:
             return
-        arrival.dropped = True
-        self._leaving[arrival.directory] = arrival.errand
+        arrival.discarded = True
+        self._ending[arrival.directory] = arrival.task
         shutil.rmtree(arrival.directory, ignore_errors=True)
 
     def _arrival(self, served: str) -> Arrival:
         if served not in self._arrivals:
-            raise RuntimeError(f"adapter {served} was not brought here")
+            raise RuntimeError(f"this worker did not receive adapter {served}")
         return self._arrivals[served]
 
 
 class Layers:
-    """The served model's layers that adapters can be put on."""
+    """The served model's layers that can have adapters."""
 
     def __init__(self, worker: Any, served: Mapping[str, TensorHeader] | None) -> None:
         if worker.vllm_config.lora_config is None:
             raise RuntimeError(
-                "this worker takes no adapters; start it with enable-lora, and with "
+                "this worker accepts no adapters; start it with enable-lora and with "
                 "DYN_LORA_ENABLED=true"
             )
         self._config = worker.vllm_config.lora_config
@@ -156,54 +159,55 @@ class Layers:
             for index, part in enumerate(parts)
         }
 
-    def refuse_config(self, config: Mapping[str, Any]) -> None:
-        """What vLLM itself would say when it loads it."""
+    def check_config(self, config: Mapping[str, Any]) -> None:
+        """Raise what vLLM itself would raise when it loads the adapter."""
         from vllm.lora.peft_helper import PEFTHelper
 
         PEFTHelper.from_dict(dict(config)).validate_legal(self._config)
 
-    def refuse_misfits(self, new: Mapping[str, TensorHeader], rank: int) -> None:
-        """Names that no layer has, shapes that are not its own, an A without its B."""
+    def check_headers(self, new: Mapping[str, TensorHeader], rank: int) -> None:
+        """Raise for unknown names, wrong shapes, and an A without its B."""
         halves: dict[str, set[bool]] = {}
         for name, header in new.items():
-            module, first = self._parsed(name)
+            module, first = self._parse(name)
             layer, index = self._layer(name, module)
             out, into = self._shape(name, layer, index)
             wanted = (rank, into) if first else (out, rank)
             if tuple(header.shape) != wanted:
                 raise RuntimeError(
-                    f"{name} has shape {tuple(header.shape)}, and the served model takes {wanted}"
+                    f"{name} has shape {tuple(header.shape)}, but the served model needs {wanted}"
                 )
             halves.setdefault(module, set()).add(first)
-        lone = [module for module, found in halves.items() if len(found) < 2]
-        if lone:
-            raise RuntimeError(f"{lone[0]} has only one of lora_A and lora_B")
+        incomplete = [module for module, kinds in halves.items() if len(kinds) < 2]
+        if incomplete:
+            raise RuntimeError(f"{incomplete[0]} has only one of lora_A and lora_B")
         if not halves:
             raise RuntimeError("the adapter has no tensors")
 
     def pairs(
         self, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]
     ) -> dict[str, Pair]:
-        """A, and B times the scale, rounded as vLLM rounds it."""
+        """Return A, and B times the scale, rounded as vLLM does."""
         from vllm.lora.peft_helper import PEFTHelper
 
         scale = PEFTHelper.from_dict(dict(config)).vllm_lora_scaling_factor
         halves: dict[str, dict[bool, torch.Tensor]] = {}
         for name, tensor in tensors.items():
-            module, first = self._parsed(name)
+            module, first = self._parse(name)
             half = tensor.to(self._config.lora_dtype)
-            # In place in vLLM, and not at all for 1.
+            # vLLM scales B in place, and skips a scale of 1.
             halves.setdefault(module, {})[first] = half if first or scale == 1 else half * scale
         return {module: (half[True], half[False]) for module, half in halves.items()}
 
     def activate(self, served: str, number: int, directory: Path) -> None:
-        """Into a slot of the layers, as a request for it would; another may have taken its slot."""
+        """Load the adapter into a slot of the layers, like a request does: it may have been
+        evicted."""
         from vllm.lora.request import LoRARequest
 
         self._workers_manager.add_adapter(LoRARequest(served, number, str(directory)))
 
     def hold(self, pairs: Mapping[str, Pair], number: int | None) -> bool:
-        """Whether a slot of the layers has exactly these, and nothing where there is none."""
+        """Return whether a slot of the layers has exactly these tensors, and zeros elsewhere."""
         slots = [
             slot
             for slot, held in enumerate(self._manager.lora_index_to_id)
@@ -220,7 +224,7 @@ class Layers:
             _holds(self._manager.modules[name], slot, parts) for name, parts in expected.items()
         )
 
-    def _parsed(self, name: str) -> tuple[str, bool]:
+    def _parse(self, name: str) -> tuple[str, bool]:
         from vllm.lora.utils import parse_fine_tuned_lora_name
 
         module, first = parse_fine_tuned_lora_name(name, self._mapper)
@@ -230,24 +234,24 @@ class Layers:
         whole, index = self._places.get(module, (module, 0))
         layer = self._manager.modules.get(whole)
         if layer is None or ".lora_" not in name:
-            raise RuntimeError(f"{name} is for no layer that the served model can adapt")
+            raise RuntimeError(f"the served model has no layer for the adapter tensor {name}")
         slices = len(self._manager.packed_modules.get(whole, [whole]))
         if not _is_linear(layer) or len(layer.lora_a_stacked) != slices:
             raise RuntimeError(
-                f"{name} is for a {type(layer).__name__}, whose adapters cannot be proved; load "
-                "it from files (AdminAPI.load_lora)"
+                f"{name} belongs to a {type(layer).__name__}, whose adapters cannot be verified; "
+                "load it from files (AdminAPI.load_lora)"
             )
         return layer, index
 
     def _shape(self, name: str, layer: Any, index: int) -> tuple[int, int]:
-        """Of the weight that is adapted: outputs, inputs."""
+        """Return the shape of the adapted weight: outputs, inputs."""
         if layer.tp_size == 1:
             out, into = layer.lora_b_stacked[index].shape[-2], layer.lora_a_stacked[index].shape[-1]
             return int(out), int(into)
         weight = f"{name.removeprefix(_PREFIX).rpartition('.lora_')[0]}.weight"
         if self._served is None or weight not in self._served:
             raise RuntimeError(
-                f"{weight} is not in the served checkpoint, so that the shape of {name} cannot be "
+                f"{weight} is not in the served checkpoint, so the shape of {name} cannot be "
                 "checked on several ranks; serve the model from a directory"
             )
         out, into = self._served[weight].shape
@@ -255,14 +259,15 @@ class Layers:
 
 
 def _is_linear(layer: Any) -> bool:
-    """Experts, embeddings and heads keep their adapters in ways of their own."""
+    """Return whether a layer is linear. Experts, embeddings and heads store adapters
+    differently."""
     stacked = getattr(layer, "lora_a_stacked", None)
     plain = isinstance(stacked, tuple) and all(a.dim() == 4 and a.shape[1] == 1 for a in stacked)
     return plain and hasattr(layer, "tp_size")
 
 
 def _holds(layer: Any, slot: int, parts: Mapping[int, Pair]) -> bool:
-    """Whether a layer's slot has these parts and zeros elsewhere, as this rank has them cut."""
+    """Return whether a slot has this rank's cuts of these parts, and zeros elsewhere."""
     if not _is_linear(layer):
         return not parts
     count = len(layer.lora_a_stacked)
@@ -291,22 +296,22 @@ def _same(held: torch.Tensor, tensor: torch.Tensor | None) -> bool:
 
 
 def _write(directory: Path, tensors: dict[str, torch.Tensor], config: Mapping[str, Any]) -> None:
-    """Appears whole. Ranks of one worker may all write it: the same bytes."""
-    made = Path(tempfile.mkdtemp(dir=directory.parent))
+    """Write the directory atomically. All ranks of a worker may write it, with the same bytes."""
+    scratch = Path(tempfile.mkdtemp(dir=directory.parent))
     try:
-        (made / CONFIG).write_text(json.dumps(config))
-        save_file(tensors, made / WEIGHTS)
-        made.rename(directory)
+        (scratch / CONFIG).write_text(json.dumps(config))
+        save_file(tensors, scratch / WEIGHTS)
+        scratch.rename(directory)
     except OSError:
         if not directory.is_dir():
             raise
     finally:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def adapters_of(worker: Any, served: Mapping[str, TensorHeader] | None) -> Adapters:
-    """The worker's, made when first asked for."""
+    """Return the worker's adapters; create them at the first call."""
     if not hasattr(worker, "_rollway_adapters"):
         worker._rollway_adapters = Adapters(worker, served)
-    found: Adapters = worker._rollway_adapters
-    return found
+    adapters: Adapters = worker._rollway_adapters
+    return adapters

@@ -1,12 +1,12 @@
-"""Weights of a draft model (EAGLE and its like) that come with the policy's, as one version.
+"""Refits a draft model (EAGLE and similar) together with the policy, as one version.
 
-A publisher puts the draft model's tensors beside the policy's, under names that begin with `draft.`
-and go on as in the draft model's own checkpoint. They are staged with the policy and swapped in the
-same pause, so the two are never of two versions. What the draft model shares with the policy, as
-most share embeddings and head, is a module of both: it has the policy's new parameters at once.
+A publisher adds the draft model's tensors to the policy's, with the prefix `draft.` before their
+names in the draft checkpoint. They are staged with the policy and swapped in the same pause, so the
+two never have different versions. Modules that both share, usually embeddings and head, get the
+policy's new parameters at the swap.
 
-A version without such tensors leaves the draft model's own as they are: slower guesses, never other
-samples, since the policy judges every guess.
+A version without such tensors leaves the draft model as it is: its guesses get worse, but samples
+do not change, because the policy judges every guess.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from rollway.engine.fingerprint import fingerprint
-from rollway.engine.shadow import exchange, paired
+from rollway.engine.shadow import exchange, pair_modules
 from rollway.weights.checkpoint import (
     TensorHeader,
     differences,
@@ -28,28 +28,28 @@ from rollway.weights.checkpoint import (
 )
 
 PREFIX = "draft."
-# Of EAGLE-3: the inverse of a table that is loaded, which vLLM passes over; and what is computed.
+# vLLM does not load these of EAGLE-3: the inverse of a loaded table, and a computed table.
 _NOT_LOADED = ("t2d", "rotary_emb.inv_freq")
 Headers = dict[str, TensorHeader]
 
 
-def parted(headers: Mapping[str, TensorHeader]) -> tuple[Headers, Headers]:
-    """The policy's tensors, and the draft model's by their own names."""
-    policy = {name: one for name, one in headers.items() if not name.startswith(PREFIX)}
-    draft = {name.removeprefix(PREFIX): one for name, one in headers.items() if name not in policy}
+def split_draft(headers: Mapping[str, TensorHeader]) -> tuple[Headers, Headers]:
+    """Return the policy's tensors, and the draft model's without their prefix."""
+    policy = {name: header for name, header in headers.items() if not name.startswith(PREFIX)}
+    draft = {n.removeprefix(PREFIX): header for n, header in headers.items() if n not in policy}
     return policy, draft
 
 
 class Draft:
-    """The draft model of one worker, and a version of it that is on its way."""
+    """The draft model of one worker, and a version of it that is being staged."""
 
     def __init__(self, worker: Any, new: Headers, allow_cast: bool = False) -> None:
-        """Refuse what could not be served here."""
+        """Raise if this worker could not serve the version."""
         drafter: Any = getattr(worker.model_runner, "drafter", None)
         live = getattr(drafter, "model", None)
         if not isinstance(live, torch.nn.Module):
             raise RuntimeError(
-                "the version has weights of a draft model, and this worker has none; start it with "
+                "the version has weights of a draft model, but this worker has none; start it with "
                 f"a speculative-config, or publish without names that begin with {PREFIX}"
             )
         self._drafter: Any = drafter
@@ -62,25 +62,26 @@ class Draft:
         self._pairs: list[tuple[Any, Any]] = []
         if self._config.quantization is not None or getattr(drafter, "parallel_drafting", False):
             raise RuntimeError(
-                "the draft model is quantised or drafts in parallel, and keeps more than its "
-                "weights; restart the worker with the new one"
+                "the draft model is quantised or drafts in parallel, so it has more state than its "
+                "weights; restart the worker with the new draft model"
             )
         self._refuse_differences(worker, new, allow_cast)
 
     def start(self, *, in_place: bool) -> None:
-        """On the thread that serves: vLLM sets things for the whole process here."""
+        """Create the second draft model. It runs on the serving thread, because vLLM sets
+        process-wide state here."""
         if not in_place:
-            self._fresh = self._made()
+            self._fresh = self._create_model()
         elif any(parameter.numel() == 0 for parameter in self._own(self._live).values()):
             raise RuntimeError(
-                "a draft model on CPU is only refitted by exchange; start the worker with "
-                "enforce-eager and without adapters, and leave room for the weights twice"
+                "a draft model on CPU can only be swapped; start the worker with enforce-eager and "
+                "without adapters, and leave memory for the weights twice"
             )
 
-    def beside(
+    def keep_draft(
         self, tensors: Iterator[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The policy's tensors as they come; the others are kept, since they are few."""
+        """Yield the policy's tensors; keep the draft model's, which are small."""
         for name, tensor in tensors:
             if name.startswith(PREFIX):
                 self._tensors[name.removeprefix(PREFIX)] = tensor.clone()
@@ -88,23 +89,23 @@ class Draft:
                 yield name, tensor
 
     def load(self, ranks: int) -> None:
-        """Fill a second draft model with vLLM's loader, prove it, make it ready."""
+        """Load the second draft model with vLLM's loader, verify it, and prepare it."""
         from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
         for parameter in self._own(self._fresh).values():
             if parameter.is_floating_point():
-                parameter.fill_(torch.nan)  # what is still there afterwards was not loaded
+                parameter.fill_(torch.nan)  # `_check` finds parameters that were not loaded
         self._fresh.load_weights(iter(self._tensors.items()))
         self._check(self._fresh, ranks)
         process_weights_after_loading(self._fresh, self._config, torch.device("cpu"))
         self._fresh.eval()
-        self._pairs = paired(self._fresh, self._live, self._shared)
+        self._pairs = pair_modules(self._fresh, self._live, self._shared)
 
     def exchange(self) -> None:
-        """Draft with it from now on; the worker must be paused."""
+        """Use the new draft model from now on; the worker must be paused."""
         for live, fresh in self._pairs:
             exchange(live, fresh)
-        self.drop()
+        self.discard()
 
     def load_in_place(self, ranks: int) -> None:
         """Have vLLM reload the draft model; the worker must be paused."""
@@ -117,30 +118,32 @@ class Draft:
         self._live.load_weights(iter(self._tensors.items()))
         finalize_layerwise_reload(self._live, self._config)  # type: ignore[no-untyped-call]
         self._check(self._live, ranks)
-        self.drop()
+        self.discard()
 
-    def drop(self) -> None:
+    def discard(self) -> None:
+        """Release what was staged."""
         self._fresh, self._pairs, self._tensors = None, [], {}
 
     def _refuse_differences(self, worker: Any, new: Headers, allow_cast: bool) -> None:
-        """Names, shapes and dtypes must be those of the draft model's own checkpoint, less what it
-        shares with the policy."""
+        """Raise unless names, shapes and dtypes are those of the draft model's own checkpoint,
+        without the modules that it shares with the policy."""
         shared = {
             name.rpartition(".")[2]
             for name, module in self._live.named_modules()
             if id(module) in self._shared
         }
-        doubled = [name for name in new if name.split(".")[-2:-1] and name.split(".")[-2] in shared]
-        if doubled:
+        duplicates = [
+            name for name in new if name.split(".")[-2:-1] and name.split(".")[-2] in shared
+        ]
+        if duplicates:
             raise RuntimeError(
-                f"the draft model shares {doubled[0]} with the policy, whose own it gets; publish "
-                "without it"
+                f"the draft model shares {duplicates[0]} with the policy; publish without it"
             )
         path = Path(self._config.model)
         if not path.is_dir() or path == Path(worker.model_config.model):
             raise RuntimeError(
-                "the draft model has no checkpoint directory of its own to compare with; start the "
-                "worker with one in its speculative-config"
+                "the draft model has no checkpoint directory to compare with; start the worker "
+                "with one in its speculative-config"
             )
         served = {
             name: header
@@ -149,13 +152,13 @@ class Draft:
         }
         refuse_differences(differences(new, served, allow_cast=allow_cast), "The draft model")
 
-    def _made(self) -> Any:
+    def _create_model(self) -> Any:
         from vllm.compilation.backends import set_model_tag
         from vllm.model_executor.model_loader.utils import initialize_model
         from vllm.utils.torch_utils import set_default_torch_dtype
 
         config = copy.copy(self._drafter._create_draft_vllm_config())
-        # Layers enter themselves here by name; those of the served models stay.
+        # Layers register themselves here by name; the serving models' entries must stay.
         config.compilation_config = copy.copy(config.compilation_config)
         config.compilation_config.static_forward_context = {}
         tag, dtype = set_model_tag("eagle_head"), set_default_torch_dtype(self._config.dtype)
@@ -163,30 +166,31 @@ class Draft:
             return initialize_model(vllm_config=config, model_config=self._config)
 
     def _own(self, model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-        """Parameters that are not the policy's."""
-        theirs = dict(self._live.named_modules())
+        """Return the parameters that do not belong to the policy."""
+        live_modules = dict(self._live.named_modules())
         return {
             f"{name}.{key}": parameter
             for name, module in model.named_modules()
-            if id(theirs.get(name)) not in self._shared
+            if id(live_modules.get(name)) not in self._shared
             for key, parameter in module.named_parameters(recurse=False)
         }
 
     def _check(self, model: torch.nn.Module, ranks: int) -> None:
-        """Raise unless it holds what came. How vLLM's loader renames, fuses and orders tensors is
-        its own affair: sums of bits do not change by it, and zeros of padding do not count."""
+        """Raise unless the model holds the published tensors. vLLM's loader renames, fuses and
+        reorders tensors, but that does not change a sum over their bits, and neither do the
+        zeros of padding."""
         own = self._own(model)
-        floats = [one for one in own.values() if one.is_floating_point()]
+        floats = [parameter for parameter in own.values() if parameter.is_floating_point()]
         if any(bool(parameter.isnan().any()) for parameter in floats):
             raise RuntimeError("vLLM's loader left a part of the draft model empty")
         if ranks > 1:
-            return  # some are cut among ranks and some are whole on each
+            return  # some parameters are divided among ranks, others are whole on each
         dtype = floats[0].dtype
-        came = sum(
+        published = sum(
             fingerprint(tensor.to(dtype) if tensor.is_floating_point() else tensor)
             for name, tensor in self._tensors.items()
             if not name.endswith(_NOT_LOADED)
         )
         held = sum(fingerprint(parameter) for parameter in own.values())
-        if (came - held) % (1 << 64):
-            raise RuntimeError("the draft model does not hold what was published")
+        if (published - held) % (1 << 64):
+            raise RuntimeError("the draft model does not hold the published tensors")

@@ -1,10 +1,10 @@
-"""Proof that a model holds the tensors of a checkpoint.
+"""Verifies that a model holds the tensors of a checkpoint.
 
-An engine fuses tensors (q, k, v into one), cuts them over ranks, pads the vocabulary, and may pack
-them into a form of its own. So a tensor's fingerprint is a sum over its bits, eight bytes at a time
-where rows and cuts allow it: equal for any order and any cut, unchanged by zeros. Where a packed
-layer keeps no weights to look at, it is asked for its product with a known vector instead, and the
-same product is made from the file.
+An engine fuses tensors (q, k, v into one), divides them among ranks, pads the vocabulary, and may
+pack them into its own form. So a tensor's fingerprint is a sum over its bits, eight bytes at a time
+where rows and cuts allow it: it does not depend on order, cuts or zeros. A packed layer keeps no
+readable weights; there the product with a known vector is compared with the same product of the
+file's tensors.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _CHUNK = 1 << 16  # stays in a core's cache
 _WORD = 8
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 _COMPUTED = "rotary_emb.inv_freq"
-# Tied to the embeddings, or computed and not loaded.
+# These are tied to the embeddings, or computed and not loaded.
 _WITHOUT_PARAMETER = ("lm_head.weight", _COMPUTED)
 _EXPERTS = {"gate_proj": "w13_weight", "up_proj": "w13_weight", "down_proj": "w2_weight"}
 
 
 def fingerprint(tensor: torch.Tensor, *, words: bool = False) -> int:
-    """64 bits of a tensor's elements, or of its words of eight bytes, whatever their order; zeros
-    do not count.
+    """Return 64 bits that depend on a tensor's elements, or on its words of eight bytes, but not on
+    their order or on zeros.
 
-    Words are summed, which is as fast as memory. Elements are few bits, and many are alike: their
-    squares count as well."""
+    Words are summed, as fast as memory allows. Elements have few bits and many equal values, so
+    their squares count too."""
     if words:
         return _signed(word_sum(tensor))
     flat = tensor.detach().contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
@@ -46,29 +46,29 @@ def fingerprint(tensor: torch.Tensor, *, words: bool = False) -> int:
     return _signed(int(linear) * _LINEAR + int(square) * _SQUARE)
 
 
-def _by_words(tensor: torch.Tensor) -> bool:
-    """Whether no word of eight bytes crosses a row's end."""
+def _fits_words(tensor: torch.Tensor) -> bool:
+    """Return whether no word of eight bytes crosses the end of a row."""
     width = tensor.shape[-1] if tensor.dim() else 1
     return bool(width * tensor.element_size() % _WORD == 0)
 
 
 @dataclass(slots=True)
 class _Group:
-    """The checkpoint's tensors that make up one parameter of the engine."""
+    """The checkpoint's tensors that form one parameter of the engine."""
 
     products: dict[str, torch.Tensor] = field(default_factory=dict)
-    """With the probe vector, by part; only where the engine keeps no weights to look at."""
+    """Products with the probe vector, by part; only for packed layers."""
     fingerprint: int = 0
-    """Of what all ranks together hold; of what this one does, where parts were brought."""
+    """The sum of all ranks together; with `cut`, the sum of this rank."""
     cut: bool = False
-    """Whether the tensors were brought as this rank's parts of them."""
+    """Whether this rank received only its parts of the tensors."""
     words: bool = False
     held: int | None = None
-    """What the engine's parameter has, once looked at; None when it cannot be."""
+    """The fingerprint of the engine's parameter after `look`; None if it cannot be read."""
 
 
 class Proof:
-    """Watches the tensors of a checkpoint go by, then checks a model against them."""
+    """Collects fingerprints of a checkpoint's tensors, then compares a model with them."""
 
     def __init__(
         self,
@@ -76,9 +76,9 @@ class Proof:
         sums: Mapping[str, int] | None = None,
         cuts: Container[str] = (),
     ) -> None:
-        """`sums` are what `bits.word_sum` gave for tensors where they came from: what the model
-        holds is then compared with that, and not with what arrived. `cuts` names the tensors of
-        which only this rank's part goes by: that and nothing else is what this rank must hold."""
+        """`sums` are the publisher's word sums: the model is then compared with these, and not with
+        the received tensors. `cuts` names the tensors of which this rank receives only its part;
+        it must then hold exactly that part."""
         self._sums = dict(sums or {})
         self._cuts = cuts
         self._replicas = _replicas(model)
@@ -88,40 +88,40 @@ class Proof:
         self._parameters = _parameters(model)
         self._groups: dict[str, _Group] = {}
         self.by_sum: set[str] = set()
-        """Tensors that went by without being read: the model must hold their published sums."""
+        """Tensors that were not read here: the model must have their published sums."""
         self._wrong: list[str] = []
         self._device = torch.device("cpu")
 
     def unknown_among(self, names: Iterable[str]) -> list[str]:
-        """Tensors that could not be vouched for: no parameter is found for them, or a part of
-        them is held more often than the rest."""
+        """Return the tensors that cannot be verified: they have no parameter, or ranks hold a part
+        of them more often than the rest."""
         return [
             name
             for name in names
             if (self._target(name) is None and not name.endswith(_WITHOUT_PARAMETER))
-            or self._copies(name) is None
+            or self._count_copies(name) is None
         ]
 
     @property
     def packed(self) -> bool:
-        """Whether some layers keep no weights to look at, only what they made of them."""
+        """Whether some layers keep their weights only in a packed form."""
         return any(parameter.numel() == 0 for parameter in self._parameters.values())
 
     def watching(
         self, tensors: Iterable[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors, and collect their fingerprints."""
         for name, tensor in tensors:
-            self._note(name, tensor)
+            self._add(name, tensor)
             yield name, tensor
 
     def check(self, model: torch.nn.Module, reduced: Reduce = torch.clone) -> None:
-        """Raise unless every parameter holds what went by; `reduced` sums over the ranks among
-        which parameters are cut."""
+        """Raise unless every parameter holds the collected tensors; `reduced` sums over ranks."""
         self.look(model)
         self.judge(reduced)
 
     def look(self, model: torch.nn.Module) -> None:
-        """Take the fingerprints of what this rank holds."""
+        """Compute the fingerprints of this rank's parameters."""
         parameters = _parameters(model)
         missing = sorted(
             name for name in parameters.keys() - self._groups.keys() if not name.endswith(_COMPUTED)
@@ -143,78 +143,78 @@ class Proof:
         self._device = next(iter(parameters.values())).device
 
     def judge(self, reduced: Reduce = torch.clone) -> None:
-        """Compare them, all ranks at the same time, with what went by."""
-        # By name: ranks need not have seen their tensors in the same order.
-        seen = {n: group for n, group in sorted(self._groups.items()) if group.held is not None}
-        local = [group.held for group in seen.values()]
+        """Compare the fingerprints; all ranks must call this at the same time."""
+        # Sort by name: ranks may have received their tensors in different orders.
+        readable = {n: group for n, group in sorted(self._groups.items()) if group.held is not None}
+        local = [group.held for group in readable.values()]
         total = reduced(torch.tensor(local, dtype=torch.int64, device=self._device)).tolist()
         self._refuse(
             self._wrong
             + [
                 name
-                for (name, group), all_ranks in zip(seen.items(), total, strict=True)
-                # A whole parameter, the same on all ranks, or one that is cut among them.
+                for (name, group), all_ranks in zip(readable.items(), total, strict=True)
+                # A parameter is either whole and equal on all ranks, or divided among them.
                 if not group.cut and _signed(group.fingerprint) not in (group.held, all_ranks)
             ]
         )
 
     def judge_alone(self) -> None:
-        """As far as this rank can without the others."""
+        """Raise for errors that this rank can find without the others."""
         self._refuse(self._wrong)
 
     def _refuse(self, wrong: list[str]) -> None:
         if wrong:
             raise RuntimeError(
-                f"{len(wrong)} of {len(self._groups)} parameters do not hold what the checkpoint "
-                f"has, for example {', '.join(sorted(wrong)[:3])}"
+                f"{len(wrong)} of {len(self._groups)} parameters differ from the checkpoint, for "
+                f"example {', '.join(sorted(wrong)[:3])}"
             )
 
-    def _note(self, name: str, tensor: torch.Tensor) -> None:
+    def _add(self, name: str, tensor: torch.Tensor) -> None:
         target = self._target(name)
         if target is None:
             return
         parameter = self._parameters[target]
         values = tensor.to(parameter.dtype)
-        words = _by_words(values) and _by_words(parameter)
+        words = _fits_words(values) and _fits_words(parameter)
         cut = name in self._cuts
         group = self._groups.setdefault(target, _Group(words=words, cut=cut))
         if (group.words and not words) or group.cut != cut:
-            raise RuntimeError(f"{name} cannot be summed up with the other parts of {target}")
+            raise RuntimeError(f"{name} cannot be summed with the other parts of {target}")
         if parameter.numel():
-            lost = parameter.device.type == "meta"  # an update failed: there is no device to use
+            lost = parameter.device.type == "meta"  # an update failed: there is no device
             values = values if lost or name in self._sums else values.to(parameter.device)
             known = self._sums.get(name) if group.words and values is tensor else None
             if known is None:
-                found = fingerprint(values, words=group.words)
+                total = fingerprint(values, words=group.words)
             else:
-                found = known
+                total = known
                 self.by_sum.add(name)
-            group.fingerprint += found if cut else found * (self._copies(name) or 1)
+            group.fingerprint += total if cut else total * (self._count_copies(name) or 1)
         else:
             group.products[name.split(".")[-2]] = values.float() @ _probe(values.shape[1])
 
-    def _mapped(self, name: str) -> str:
-        """As the engine spells it, before it fuses anything."""
+    def _rename(self, name: str) -> str:
+        """Return the engine's name of a tensor, before fusing."""
         return self._mapper.apply_list([name])[0] if self._mapper is not None else name
 
     def _target(self, name: str) -> str | None:
-        """The engine's parameter that a tensor of the checkpoint goes into."""
-        mapped = self._mapped(name)
-        words = mapped.split(".")
-        if len(words) > 2 and words[-2] in self._fused_into:
-            words[-2] = self._fused_into[words[-2]]
-        if "experts" in words and words[-2] in _EXPERTS:
-            home = words[: words.index("experts") + 1]
-            inner = [[], ["routed_experts"]]  # vLLM has moved them there
-            targets = [".".join([*home, *more, _EXPERTS[words[-2]]]) for more in inner]
+        """Return the engine's parameter into which a tensor is loaded."""
+        mapped = self._rename(name)
+        parts = mapped.split(".")
+        if len(parts) > 2 and parts[-2] in self._fused_into:
+            parts[-2] = self._fused_into[parts[-2]]
+        if "experts" in parts and parts[-2] in _EXPERTS:
+            home = parts[: parts.index("experts") + 1]
+            inner = [[], ["routed_experts"]]  # newer versions of vLLM
+            targets = [".".join([*home, *more, _EXPERTS[parts[-2]]]) for more in inner]
         else:
-            targets = [".".join(words), mapped]
+            targets = [".".join(parts), mapped]
         return next((target for target in targets if target in self._parameters), None)
 
-    def _copies(self, name: str) -> int | None:
-        """How often the ranks of an engine hold a tensor that they cut: keys and values more than
-        once, where there are fewer heads of them than ranks. None for a tensor of which that is
-        true in part: queries, keys and values that are one in the checkpoint."""
+    def _count_copies(self, name: str) -> int | None:
+        """Return how often the ranks together hold a tensor. Keys and values are replicated if
+        there are fewer KV heads than ranks. Return None if only a part of the tensor is
+        replicated: queries, keys and values that are fused in the checkpoint."""
         if not self._replicas:
             return 1
         target = self._target(name) or ""
@@ -222,15 +222,15 @@ class Proof:
         if copies == 1:
             return 1
         order = self._packed.get(target.split(".")[-2], [])
-        # As the checkpoint has it, or renamed; vLLM's mapper may name what it is fused into.
-        parts = [one.split(".")[-2] for one in (name, self._mapped(name))]
+        # Try both names: vLLM's mapper may return the name of the fused parameter.
+        parts = [full_name.split(".")[-2] for full_name in (name, self._rename(name))]
         part = next((part for part in parts if part in order), None)
         if part is None:
             return None
         return 1 if part == order[0] else copies
 
     def _product_agrees(self, model: torch.nn.Module, name: str) -> bool:
-        """Whether a packed layer multiplies as the checkpoint's tensors would."""
+        """Return whether a packed layer multiplies like the checkpoint's tensors."""
         layer: Any = model.get_submodule(name.rpartition(".")[0])
         layer = getattr(layer, "base_layer", layer)
         kernel = getattr(layer, "cpu_linear", None)
@@ -240,24 +240,23 @@ class Proof:
             return False
         expected = torch.cat([group.products[part] for part in order])
         probe = _probe(_width(layer)).to(layer.weight.dtype)
-        made = kernel(probe[None], layer.weight, None)[0].float()
-        if made.numel() != expected.numel():
+        product = kernel(probe[None], layer.weight, None)[0].float()
+        if product.numel() != expected.numel():
             return False
         scale = expected.abs().max().clamp(min=1e-6)
         precise = layer.weight.dtype == torch.float32
-        return bool((made - expected).abs().max() / scale < (1e-4 if precise else 3e-2))
+        return bool((product - expected).abs().max() / scale < (1e-4 if precise else 3e-2))
 
 
 def _parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """By the names that they have without adapters, which wrap a layer as its `base_layer`."""
+    """Return the parameters by their names without adapters, which wrap a layer as `base_layer`."""
     return {name.replace(".base_layer.", "."): value for name, value in model.named_parameters()}
 
 
 def _replicas(model: torch.nn.Module) -> dict[str, int]:
-    """By the name of an attention's layer of queries, keys and values: how often vLLM's ranks
-    hold the latter two, where that is more than once."""
-    found = {name: getattr(one, "num_kv_head_replicas", 1) for name, one in model.named_modules()}
-    return {n.replace(".base_layer", ""): many for n, many in found.items() if many > 1}
+    """Return the number of KV replicas of fused QKV layers by name, where it is more than one."""
+    replicas = {n: getattr(m, "num_kv_head_replicas", 1) for n, m in model.named_modules()}
+    return {n.replace(".base_layer", ""): count for n, count in replicas.items() if count > 1}
 
 
 def _probe(width: int) -> torch.Tensor:

@@ -1,11 +1,12 @@
-"""Starts a Dynamo worker whose admin routes take signed orders only: `guard.py MODULE ARGUMENTS…`.
+"""Starts a Dynamo worker whose admin routes accept only signed orders: `guard.py MODULE
+ARGUMENTS…`.
 
-Dynamo 1.6.1 serves its admin routes on a TCP port, cannot serve them on a Unix socket, and asks for
-no credentials. All of them are registered from Python, though, by one method. The guard wraps that
-method before the worker's own module runs, so no route is ever open, and no proxy stands in the way
-of a call. `rollway/orders.py` draws the exchange.
+Dynamo 1.6.1 serves its admin routes on a TCP port without credentials, and cannot serve them on a
+Unix socket. But Python code registers all of them with one method. The guard wraps that method
+before the worker's own module runs, so no route is ever open, and no proxy is needed.
+`rollway/orders.py` draws the exchange.
 
-A script, not a module of the package: the engine's Python may lack Rollway.
+This is a script, not a module of the package, because the engine's Python may lack Rollway.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ log = logging.getLogger("rollway.guard")
 
 Handler = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 LORA_ENDPOINTS = ("load_lora", "unload_lora")
-"""Dynamo also serves these on the request plane, which has no place for a signature."""
+"""Dynamo also serves these on the request plane, where they cannot be signed."""
 
 
 def _load_orders() -> Any:
@@ -41,14 +42,14 @@ orders = _load_orders()
 
 
 class Guard:
-    """Verifies the orders of one process, and counts what it refuses."""
+    """Verifies the orders of one process, and counts refusals."""
 
     def __init__(self, secret: str) -> None:
         self.verifier = orders.Verifier(secret, secrets.token_hex(16))
         self._refusals = 0
 
     def protect(self, route: str, handler: Handler) -> Handler:
-        """Return a handler that runs the given one for signed orders only."""
+        """Return a handler that runs `handler` only for signed orders."""
 
         async def run_order(body: dict[str, Any]) -> dict[str, Any]:
             order = body.get(orders.ORDER) if isinstance(body, dict) else None
@@ -64,7 +65,7 @@ class Guard:
         return run_order
 
     async def answer_door(self, _: dict[str, Any]) -> dict[str, Any]:
-        """Say which process this is, so that an order for it is of no use anywhere else."""
+        """Return the id of this process; an order for it is useless anywhere else."""
         return {"status": "ok", "process": self.verifier.process}
 
     def refuse_endpoint(self, name: str) -> Callable[..., AsyncIterator[dict[str, Any]]]:
@@ -77,14 +78,14 @@ class Guard:
         return refuse
 
     def _log_refusal(self, route: str, reason: object) -> None:
-        """Log at each power of two: whoever knocks all day must not fill the disk."""
+        """Log at each power of two, so that endless refused calls do not fill the disk."""
         self._refusals += 1
         if self._refusals & (self._refusals - 1) == 0:
             log.warning("refused a call of %s (refusal %d): %s", route, self._refusals, reason)
 
 
 def install(guard: Guard) -> None:
-    """Have every admin route of this process that is registered from now on pass the guard."""
+    """Guard every admin route that this process registers from now on."""
     core: Any = importlib.import_module("dynamo._core")
     register = core.DistributedRuntime.register_engine_route
     serve = core.Endpoint.serve_endpoint
@@ -107,13 +108,13 @@ def install(guard: Guard) -> None:
 
 
 def main() -> None:
-    """Run MODULE as `python -m MODULE` would, guarded."""
+    """Run MODULE like `python -m MODULE`, guarded."""
     if len(sys.argv) < 2:
         sys.exit("usage: guard.py MODULE ARGUMENTS…")
     sys.argv[:] = sys.argv[1:]
-    sys.path[0] = str(Path.cwd())  # as `-m` has it, and not this file's directory
+    sys.path[0] = str(Path.cwd())  # like `-m`, instead of this file's directory
     if os.environ.get(orders.SECRET_FILE) and not orders.stack_secret():
-        sys.exit(f"{os.environ[orders.SECRET_FILE]}, which holds the stack's secret, is gone")
+        sys.exit(f"The file of the stack's secret is gone: {os.environ[orders.SECRET_FILE]}")
     install(Guard(orders.stack_secret()))
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 

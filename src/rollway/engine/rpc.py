@@ -1,9 +1,9 @@
-"""Which methods of a vLLM worker its engine's RPC may run.
+"""An allow-list for the RPC of the engine.
 
-`collective_rpc` runs any method of the worker by its name, or a function that came as a pickle. One
-of them saves the weights to a file, another changes the environment. The worker here runs what the
-engine itself needs, what Dynamo's routes call, and the methods of the extension; it refuses the
-rest, and logs what it refused.
+`collective_rpc` runs any method of the worker by its name, or a pickled function. One method saves
+the weights to a file, another changes the environment. With this list the worker runs only what the
+engine needs, what Dynamo's routes call, and the methods of the extension; it refuses and logs the
+rest.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ENGINE_METHODS = frozenset(
         "fpm_gc_stop", "finish_benchmark_kda_state",
     }
 )  # fmt: skip
-"""Of vLLM 0.31 and Dynamo 1.6. Left out on purpose: `update_environment_variables`,
+"""For vLLM 0.31 and Dynamo 1.6. Left out on purpose: `update_environment_variables`,
 `save_sharded_state`, `apply_model`, and vLLM's own weight transfer, which checks no signature."""
 
 _WORKER_BASE = "vllm.v1.worker.worker_base"
@@ -42,11 +42,11 @@ _UNIPROCESS = "vllm.v1.executor.uniproc_executor"
 
 
 class MethodRefused(RuntimeError):
-    """The engine's RPC named a method that nobody may call."""
+    """The engine's RPC named a method that is not on the list."""
 
 
 def in_worker_process() -> bool:
-    """Whether vLLM is making a worker here: else the module is only imported, by a test say."""
+    """Return whether this process runs a vLLM worker, and not, for example, a test."""
     return _WORKER_BASE in sys.modules
 
 
@@ -60,15 +60,15 @@ def check_method(worker: Any, method: Any, extension: type) -> None:
         name = "a pickled function"
     log.warning("refused the engine RPC %s", name)
     raise MethodRefused(
-        f"{name} is not a method that Rollway lets the engine's RPC run; put it into a class that "
-        "derives from rollway.engine.worker.WorkerExtension, and start the worker with that one"
+        f"Rollway does not let the engine's RPC run {name}; put it into a class that derives from "
+        "rollway.engine.worker.WorkerExtension, and start the worker with that class"
     )
 
 
 def _is_extension_method(worker: Any, method: str, extension: type) -> bool:
-    """Whether the method is the extension's, or of a user's class that derives from it."""
+    """Return whether the method belongs to the extension, or to a user's class derived from it."""
     classes = type(getattr(worker, "worker", worker)).__mro__
-    # vLLM adds the extension to the bases of its own worker class, which so derives from it too.
+    # vLLM adds the extension to the bases of its own worker class, which then derives from it too.
     engine = getattr(sys.modules.get(_WORKER_BASE), "WorkerBase", object)
     ours = {
         part
@@ -79,15 +79,15 @@ def _is_extension_method(worker: Any, method: str, extension: type) -> bool:
     for cls in classes:
         if method in vars(cls):
             return cls in ours and not method.startswith("_")
-    # The wrapper around the worker has methods too. Of a name that nobody has, the engine's own
-    # error says so, and callers know it.
+    # The wrapper around the worker has methods too. For an unknown name, the engine raises its own
+    # error, which callers recognise.
     return not hasattr(worker, method)
 
 
 def guard_rpc(extension: type) -> None:
     """Check every RPC of this process from now on."""
     if not {_MULTIPROCESS, _UNIPROCESS} & sys.modules.keys():
-        log.warning("this executor of vLLM is not known: its RPC methods are not restricted")
+        log.warning("unknown vLLM executor: its RPC methods are not restricted")
     if _MULTIPROCESS in sys.modules:
         _guard_multiprocess(sys.modules[_MULTIPROCESS], extension)
     if _UNIPROCESS in sys.modules:
@@ -97,7 +97,7 @@ def guard_rpc(extension: type) -> None:
 def _guard_multiprocess(module: Any, extension: type) -> None:
     execute = getattr(module.WorkerProc, "_execute_worker_rpc", None)
     if execute is None:
-        log.warning("this vLLM runs RPCs in another way: its methods are not restricted")
+        log.warning("this vLLM runs RPCs differently: its methods are not restricted")
         return
 
     def check_and_execute(proc: Any, request: tuple[Any, ...]) -> None:
@@ -105,7 +105,7 @@ def _guard_multiprocess(module: Any, extension: type) -> None:
         try:
             check_method(proc.worker, method, extension)
         except MethodRefused as refusal:
-            # The engine waits for an answer of every rank; this one raises in the usual place.
+            # The engine waits for an answer of every rank, so raise where it expects errors.
             proc.worker.worker._rollway_refusal = refusal
             request = ("rollway_refuse", (), {}, rest[-1])
         execute(proc, request)
@@ -116,7 +116,7 @@ def _guard_multiprocess(module: Any, extension: type) -> None:
 def _guard_uniprocess(module: Any, extension: type) -> None:
     run = getattr(module, "run_method", None)
     if run is None:
-        log.warning("this vLLM runs RPCs in another way: its methods are not restricted")
+        log.warning("this vLLM runs RPCs differently: its methods are not restricted")
         return
 
     def check_and_run(worker: Any, method: Any, args: Any, kwargs: Any) -> Any:

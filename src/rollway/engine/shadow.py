@@ -1,12 +1,12 @@
-"""A second model beside the one that serves, exchanged with it in milliseconds.
+"""A second model beside the serving one, whose parameters are swapped in within milliseconds.
 
-It is built and loaded by vLLM's own code, exactly as a worker that starts would: fused, cut, padded
-and packed anew, so what is served after the exchange is what a fresh engine would serve, also for
-layers that vLLM itself cannot load twice (its mixture-of-experts layers on CPU). All of that takes
-place while the other one generates. Then the two models exchange their parameters.
+vLLM's own code builds and loads it, exactly as in a starting worker: fused, cut, padded and packed.
+So the swapped-in weights are what a fresh engine would serve, also for layers that vLLM cannot load
+twice (its mixture-of-experts layers on CPU). All of this happens while the serving model generates.
+Then the two models exchange their parameters.
 
-Only where nothing holds on to a parameter's address: on CPU without compiled graphs. Elsewhere
-`rollway.engine.staging` has vLLM load in place what was brought and checked before.
+This works only if nothing caches a parameter's address: on CPU without compiled graphs. Elsewhere
+`rollway.engine.staging` lets vLLM load the verified tensors in place.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ import torch
 
 _ALIGNED = 64
 _KERNEL = "cpu_linear"
-"""A packed linear layer's product with its weights, which it keeps nowhere else."""
+"""The attribute of a packed linear layer that holds its weights, as a function."""
 
 
-def exchangeable(worker: Any) -> str:
-    """Why the parameters of this worker cannot be exchanged; empty when they can."""
+def explain_no_swap(worker: Any) -> str:
+    """Return why this worker's parameters cannot be swapped; "" if they can."""
     config = worker.model_config
     parameters = worker.model_runner.get_model().parameters()
     if any(parameter.device.type != "cpu" for parameter in parameters):
-        return "graphs on a GPU hold on to the addresses of parameters"
+        return "CUDA graphs keep the addresses of parameters"
     if not config.enforce_eager:
-        return "compiled code holds on to parameters; start the worker with enforce-eager"
+        return "compiled code keeps parameters; start the worker with enforce-eager"
     if config.quantization is not None:
         return "the model is quantised"
     if worker.vllm_config.lora_config is not None:
@@ -39,9 +39,9 @@ def exchangeable(worker: Any) -> str:
     return ""
 
 
-class Room:
-    """Memory in which a second model is loaded, kept from one version to the next: fresh pages
-    cost more than what is copied into them."""
+class ParameterArena:
+    """Memory for the second model's parameters, kept from one version to the next: fresh pages cost
+    more than the copy into them."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
@@ -51,14 +51,14 @@ class Room:
         return int(self._memory.nbytes)
 
     @property
-    def free(self) -> bool:
-        """Whether nobody else holds on to any of it: no model that is still being loaded, and
-        nothing that serves, which the next version would be written over."""
-        return _holders(self._memory) == _holders(torch.empty(1, dtype=torch.uint8))
+    def is_free(self) -> bool:
+        """Whether no tensor uses it: neither a model that is being loaded, nor the serving model,
+        which the next version would overwrite."""
+        return _count_users(self._memory) == _count_users(torch.empty(1, dtype=torch.uint8))
 
-    def move_in(self, model: torch.nn.Module) -> None:
-        """Place all parameters, which hold nothing yet, into it."""
-        lengths = {name: one.nbytes for name, one in model.named_parameters()}
+    def place(self, model: torch.nn.Module) -> None:
+        """Move all parameters of an empty model into this memory."""
+        lengths = {name: parameter.nbytes for name, parameter in model.named_parameters()}
         needed = sum(-(-length // _ALIGNED) * _ALIGNED for length in lengths.values())
         if self._memory.nbytes < needed:
             self._memory = torch.empty(needed, dtype=torch.uint8)
@@ -68,8 +68,8 @@ class Room:
             parameter.data = part.view(parameter.dtype).view(parameter.shape)
             offset += -(-lengths[name] // _ALIGNED) * _ALIGNED
 
-    def move_out(self, model: torch.nn.Module) -> None:
-        """Give what is still here memory of its own: it is going to be served."""
+    def release(self, model: torch.nn.Module) -> None:
+        """Copy parameters out of this memory, because the model is going to serve."""
         first = self._memory.data_ptr()
         for parameter in model.parameters():
             if first <= parameter.data_ptr() < first + self._memory.nbytes:
@@ -77,72 +77,73 @@ class Room:
 
 
 class Shadow:
-    """A model with the served one's shape, and nothing in it yet."""
+    """A second model with the shape of the serving one."""
 
-    def __init__(self, worker: Any, room: Room) -> None:
-        """Quick, and on the thread that serves: vLLM sets things for the whole process here."""
+    def __init__(self, worker: Any, arena: ParameterArena) -> None:
+        """Create the empty model. It is quick, and runs on the serving thread, because vLLM sets
+        process-wide state here."""
         from vllm.model_executor.model_loader.utils import initialize_model
         from vllm.utils.torch_utils import set_default_torch_dtype
 
         self._worker = worker
         self._config = worker.model_config
         config = copy.copy(worker.vllm_config)
-        # Layers enter themselves here by name; those of the served model stay.
+        # Layers register themselves here by name; the serving model's entries must stay.
         config.compilation_config = copy.copy(config.compilation_config)
         config.compilation_config.static_forward_context = {}
         with set_default_torch_dtype(self._config.dtype), torch.device("cpu"):
             self.model = initialize_model(vllm_config=config, model_config=self._config)
-        self._room = room
-        room.move_in(self.model)
+        self._arena = arena
+        arena.place(self.model)
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Fill it with vLLM's loader."""
+        """Load tensors with vLLM's loader."""
         with torch.no_grad():
             self.model.load_weights(tensors)
 
     def prepare(self) -> None:
-        """Make of the weights what the engine computes with."""
+        """Convert the weights to the form in which the engine uses them."""
         from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
         with torch.no_grad():
             process_weights_after_loading(self.model, self._config, torch.device("cpu"))
-            self._room.move_out(self.model)
+            self._arena.release(self.model)
         self.model.eval()
 
     def exchange(self) -> None:
         """Serve this model's parameters from now on; the worker must be paused."""
-        for live, fresh in paired(self.model, self._worker.model_runner.get_model()):
+        for live, fresh in pair_modules(self.model, self._worker.model_runner.get_model()):
             exchange(live, fresh)
         self._worker.model_runner.reset_encoder_cache()
         self._worker.model_runner.reset_mm_cache()
 
 
 def exchange(live: Any, fresh: Any) -> None:
-    """The parameters of two layers of one kind. Whoever holds on to a layer has the new ones."""
+    """Exchange the parameters of two layers of one kind. References to the layer stay valid."""
     live._parameters, fresh._parameters = fresh._parameters, live._parameters
     if _KERNEL in fresh.__dict__:
         live.cpu_linear, fresh.cpu_linear = fresh.cpu_linear, live.cpu_linear
 
 
-def paired(
-    model: torch.nn.Module, served: torch.nn.Module, besides: frozenset[int] = frozenset()
+def pair_modules(
+    model: torch.nn.Module, served: torch.nn.Module, skipped: frozenset[int] = frozenset()
 ) -> list[tuple[Any, Any]]:
-    """Modules of both with the same place; all are looked at before any is touched. Modules of the
-    served one whose id is in `besides` are passed over."""
-    theirs = dict(served.named_modules())
-    found = []
+    """Pair the modules of two models by name; raise before anything is changed if they differ. Skip
+    modules of the serving model whose id is in `skipped`."""
+    serving = dict(served.named_modules())
+    pairs = []
     for name, fresh in model.named_modules():
-        live = theirs.get(name)
-        if id(live) in besides:
+        live = serving.get(name)
+        if id(live) in skipped:
             continue
         if type(live) is not type(fresh) or _shapes(live) != _shapes(fresh):
-            raise RuntimeError(f"layer {name or 'root'} differs from the one that serves")
-        found.append((live, fresh))
-    return found
+            raise RuntimeError(f"layer {name or 'root'} differs from the serving one")
+        pairs.append((live, fresh))
+    return pairs
 
 
-def _holders(tensor: torch.Tensor) -> int:
-    """How many tensors share this one's memory."""
+def _count_users(tensor: torch.Tensor) -> int:
+    """Return how many tensors share this tensor's memory."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 

@@ -1,12 +1,12 @@
-"""New weights are brought to a worker and checked while it generates; the pause is only a swap.
+"""Receives and verifies new weights while the worker generates, so that the pause is only a swap.
 
-    rollway_stage ─► a thread: read ─► load into a shadow ─► prove ─► prepare
-    rollway_staged ─► still at it, or wrong, or ready
-    rollway_swap ─► (paused) exchange with the served model
+    rollway_stage ─► background: read ─► load into a shadow ─► verify ─► prepare
+    rollway_staged ─► running, failed or ready
+    rollway_swap ─► (paused) exchange with the serving model
 
-Where a shadow cannot be exchanged, the thread brings the tensors into memory and proves their
-bytes, and the swap has vLLM load them in place. Where memory does not hold them twice, the swap
-reads them straight from where they were published.
+If the shadow's parameters cannot be swapped in, the background task copies the verified tensors
+into memory, and vLLM loads them in place during the pause. If memory does not hold the weights
+twice, vLLM reads them during the pause from where they were published.
 """
 
 from __future__ import annotations
@@ -20,79 +20,79 @@ from typing import Any, Literal
 
 import torch
 
+from rollway.engine.background import BackgroundTask, share_cores
 from rollway.engine.drafts import Draft
-from rollway.engine.errand import Errand, share_cores
 from rollway.engine.fingerprint import Proof
-from rollway.engine.nixl_receiver import NixlReceiver
-from rollway.engine.receivers import Receiver, nothing
-from rollway.engine.shadow import Room, Shadow, exchangeable
+from rollway.engine.shadow import ParameterArena, Shadow, explain_no_swap
 from rollway.engine.slices import WHOLE, Slices, rank_of, slices
 from rollway.weights.checkpoint import TensorHeader, differences, refuse_differences
 from rollway.weights.offer import Offer
+from rollway.weights.transports.base import Reader, never
 
-log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what is below its own name
+log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows only loggers below its own name
 
-Way = Literal["exchange", "memory", "in place"]
+SwapStrategy = Literal["exchange", "memory", "in place"]
 _SPARE = 1.25
-"""How much more memory than the weights take must be free to hold them twice."""
+"""Free memory that is needed to hold the weights twice, as a multiple of their size."""
 
 
 @dataclass(slots=True)
 class Staging:
-    """One version on its way into one worker."""
+    """A version that is being staged in this worker."""
 
     worker: Any
-    receiver: Receiver
+    reader: Reader
     offer: Offer
     new: dict[str, TensorHeader]
     served: dict[str, TensorHeader] | None
     ranks: int
     reduced: Any
-    room: Room
-    """For the second model; kept between versions."""
+    arena: ParameterArena
+    """Memory for the second model, kept between versions."""
     allow_cast: bool = False
     draft: Draft | None = None
-    """Weights of a draft model that come with these."""
-    way: Way = "exchange"
+    """The draft model whose weights are part of this version."""
+    strategy: SwapStrategy = "exchange"
     seconds: dict[str, float] = field(default_factory=dict)
     _shadow: Shadow | None = None
     _proof: Proof | None = None
     _slices: Slices = WHOLE
     _tensors: list[tuple[str, torch.Tensor]] = field(default_factory=list)
-    _errand: Errand | None = None
+    _task: BackgroundTask | None = None
 
     def start(self) -> None:
-        """Refuse what does not fit here; bring the rest."""
+        """Raise if the weights do not fit this worker; otherwise start to receive them."""
         if self.served is not None:
-            words = differences(self.new, self.served, allow_cast=self.allow_cast)
+            problems = differences(self.new, self.served, allow_cast=self.allow_cast)
             source = self.offer.where.get("path", f"version {self.offer.version}")
-            refuse_differences(words, source)
-        why_not = exchangeable(self.worker)
-        enough = free_bytes() + self.room.nbytes > _SPARE * self.offer.nbytes
-        self.way = "in place" if not enough else "memory" if why_not else "exchange"
+            refuse_differences(problems, source)
+        why_not = explain_no_swap(self.worker)
+        fits = free_bytes() + self.arena.nbytes > _SPARE * self.offer.nbytes
+        self.strategy = "in place" if not fits else "memory" if why_not else "exchange"
         if self.draft is not None:
-            self.draft.start(in_place=self.way != "exchange")
-        if self.way == "exchange":
-            self._shadow = Shadow(self.worker, self.room)
-        log.info("staging version %d: %s (%s)", self.offer.version, self.way, why_not or "swap")
-        self._errand = Errand(f"version {self.offer.version}", self._run)
+            self.draft.start(in_place=self.strategy != "exchange")
+        if self.strategy == "exchange":
+            self._shadow = Shadow(self.worker, self.arena)
+        reason = why_not or "swap"
+        log.info("staging version %d: %s (%s)", self.offer.version, self.strategy, reason)
+        self._task = BackgroundTask(f"version {self.offer.version}", self._run)
 
-    def when_done(self, name: str) -> None:
-        """Knock at a socket of this machine then; whoever listens need not ask again and again,
-        which the engine's log would be full of."""
-        self._started().when_done(name)
+    def notify_when_done(self, name: str) -> None:
+        """Notify a socket of this machine at the end. Each poll that finds the task still running
+        is an error in the engine's log, so callers should not poll often."""
+        self._running_task().notify_when_done(name)
 
     def check(self) -> None:
-        """Raise while it is not ready, and for ever if it failed."""
-        self._started().check()
+        """Raise while the weights are being staged, and the error if that failed."""
+        self._running_task().check()
 
     @property
-    def failed(self) -> bool:
-        return self._started().failed
+    def has_failed(self) -> bool:
+        return self._running_task().has_failed
 
-    def _started(self) -> Errand:
-        assert self._errand is not None
-        return self._errand
+    def _running_task(self) -> BackgroundTask:
+        assert self._task is not None
+        return self._task
 
     def swap(self) -> None:
         """Serve the staged weights; the worker must be paused."""
@@ -100,7 +100,8 @@ class Staging:
         began = time.perf_counter()
         if self._shadow is not None:
             assert self._proof is not None
-            # Here for several ranks: while they serve, their groups are in use.
+            # Several ranks sum their fingerprints only now: while they serve, their group is in
+            # use.
             self._proof.judge(self.reduced)
             self._shadow.exchange()
             if self.draft is not None:
@@ -112,76 +113,76 @@ class Staging:
         spent = ", ".join(f"{name} {value:.3f} s" for name, value in self.seconds.items())
         log.info("version %d is served (%s)", self.offer.version, spent)
 
-    def drop(self) -> None:
-        """Let go of what was brought; the thread, if it still runs, ends by itself."""
+    def discard(self) -> None:
+        """Release the received weights. If the background task still runs, it ends by itself."""
         self._shadow, self._proof, self._tensors = None, None, []
-        if isinstance(self.receiver, NixlReceiver):
-            self.receiver.let_go()
+        self.reader.release()
         if self.draft is not None:
-            self.draft.drop()
+            self.draft.discard()
 
     def _run(self) -> None:
         try:
-            self._bring()
+            self._receive()
         except BaseException:
-            self.drop()
+            self.discard()
             raise
 
-    def _bring(self) -> None:
-        if isinstance(self.receiver, NixlReceiver):
+    def _receive(self) -> None:
+        if self.reader.can_restrict:
             model = self._shadow.model if self._shadow else self.worker.model_runner.get_model()
             mine = slices(rank_of(self.worker), self.new, model)
-            self._slices = self.receiver.narrow(self.offer, mine)
+            self._slices = self.reader.restrict(self.offer, mine)
         if self._shadow is not None:
-            with self._timed("load"):
-                sums = self.receiver.sums(self.offer)
+            with self._measure("load"):
+                sums = self.reader.sums(self.offer)
                 self._proof = Proof(self._shadow.model, sums, self._slices.boxes)
-                tensors = self._policy(self._proof.by_sum.__contains__)
+                tensors = self._policy_tensors(self._proof.by_sum.__contains__)
                 self._shadow.load(self._slices.hollowed(self._proof.watching(tensors)))
-            with self._timed("prove"):
-                self._prove(self._proof, self._shadow.model)
-            with self._timed("prepare"):
+            with self._measure("prove"):
+                self._verify(self._proof, self._shadow.model)
+            with self._measure("prepare"):
                 self._shadow.prepare()
                 if self.draft is not None:
                     self.draft.load(self.ranks)
-        elif self.way == "memory":
-            with self._timed("load"):
-                self._tensors = [(n, t.clone()) for n, t in self._policy()]
+        elif self.strategy == "memory":
+            with self._measure("load"):
+                self._tensors = [(n, t.clone()) for n, t in self._policy_tensors()]
 
-    def _prove(self, proof: Proof, model: torch.nn.Module) -> None:
+    def _verify(self, proof: Proof, model: torch.nn.Module) -> None:
         try:
             proof.look(model)
             proof.judge_alone()
             if self.ranks == 1:
                 proof.judge()
         except RuntimeError:
-            if proof.by_sum:  # were they still what was published? It is known if not
-                for _ in self.receiver.tensors(self.offer):
+            if proof.by_sum:
+                # Read once more: this raises if the publisher changed the tensors meanwhile.
+                for _ in self.reader.tensors(self.offer):
                     pass
             raise
 
     def _load_in_place(self) -> None:
         model = self.worker.model_runner.get_model()
         proof = Proof(model, cuts=self._slices.boxes)
-        brought = iter(self._tensors) if self.way == "memory" else self._policy()
-        self.worker.reload_weights(weights_iterator=self._slices.hollowed(proof.watching(brought)))
+        tensors = iter(self._tensors) if self.strategy == "memory" else self._policy_tensors()
+        self.worker.reload_weights(weights_iterator=self._slices.hollowed(proof.watching(tensors)))
         proof.check(model, self.reduced)
         if self.draft is not None:
             self.draft.load_in_place(self.ranks)
 
-    def _policy(
-        self, summed: Callable[[str], bool] = nothing
+    def _policy_tensors(
+        self, summed: Callable[[str], bool] = never
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        tensors = self.receiver.tensors(self.offer, summed)
-        return tensors if self.draft is None else self.draft.beside(tensors)
+        tensors = self.reader.tensors(self.offer, summed)
+        return tensors if self.draft is None else self.draft.keep_draft(tensors)
 
-    def _timed(self, name: str) -> Any:
-        share_cores(alone=idle(self.worker))
-        return _Timed(self.seconds, name)
+    def _measure(self, name: str) -> Any:
+        share_cores(alone=is_idle(self.worker))
+        return _Stopwatch(self.seconds, name)
 
 
 @dataclass(slots=True)
-class _Timed:
+class _Stopwatch:
     into: dict[str, float]
     name: str
     began: float = 0.0
@@ -193,14 +194,14 @@ class _Timed:
         self.into[self.name] = time.perf_counter() - self.began
 
 
-def idle(worker: Any) -> bool:
-    """Whether it generates nothing right now, as far as can be seen."""
+def is_idle(worker: Any) -> bool:
+    """Return whether the worker generates nothing right now, as far as is visible here."""
     batch = getattr(worker.model_runner, "input_batch", None)
     return getattr(batch, "num_reqs", None) == 0
 
 
 def free_bytes() -> int:
-    """Of memory, on this machine and in this container."""
+    """Return the free memory of this machine, within the limit of this container."""
     fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(fields["MemAvailable"].split()[0]) * 1024
     cgroup = Path("/sys/fs/cgroup")

@@ -1,15 +1,16 @@
-"""What Rollway adds to a vLLM worker: check a checkpoint, load it, prove what was loaded.
+"""Rollway's methods in a vLLM worker: check weights, stage them, swap them in, verify them.
 
-vLLM mixes this class into its worker (`--worker-extension-cls`), and Dynamo's `/engine` routes can
-then call its methods by name. They have no way to return a value, so a method that finds something
-wrong raises: the caller sees `status: error` and the message.
+vLLM adds this class to its worker (`--worker-extension-cls`), and Dynamo's `/engine` routes call
+its methods by name. These routes return no value, so a method raises if something is wrong: the
+caller then sees `status: error` and the message.
 
-vLLM itself loads an incomplete checkpoint over the old weights and says ok, leaves a worker without
-weights when the path is wrong, and on CPU corrupts the experts of any MoE it reloads.
+The checks are needed because vLLM itself loads an incomplete checkpoint over the old weights and
+reports success, leaves a worker without weights if the path is wrong, and on CPU corrupts the
+experts of any MoE model it reloads.
 
-Whoever reaches the engine's RPC could name any method of the worker. So what brings weights here
-must be signed by the stack (offers, and the orders of `rollway_check` and `rollway_load`), and only
-the methods that `engine/rpc.py` lists run at all.
+Anyone who reaches the engine's RPC could name any method of the worker. So everything that changes
+weights must be signed by the stack (offers, and the orders of `rollway_check` and `rollway_load`),
+and only the methods that `engine/rpc.py` lists are run.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ import torch
 
 from rollway.engine import rpc
 from rollway.engine.adapters import adapters_of
-from rollway.engine.drafts import Draft, parted
+from rollway.engine.drafts import Draft, split_draft
 from rollway.engine.fingerprint import Proof
-from rollway.engine.receivers import Receiver, checkpoint_tensors, receiver_for
-from rollway.engine.shadow import Room, exchangeable
+from rollway.engine.receivers import reader_for
+from rollway.engine.shadow import ParameterArena, explain_no_swap
 from rollway.engine.staging import Staging
 from rollway.orders import OrderRefused, Verifier, keep_secret, stack_secret
 from rollway.weights.checkpoint import (
@@ -37,10 +38,12 @@ from rollway.weights.checkpoint import (
     refuse_differences,
 )
 from rollway.weights.offer import read_offer
+from rollway.weights.transports.base import Reader
+from rollway.weights.transports.files import checkpoint_tensors
 
 ORDER_SECONDS = 1800.0
-"""An engine may be busy for a while before it comes to an order."""
-# vLLM imports this module in a worker's process before the worker takes its first call.
+"""How old an order may be: an engine may be busy for a while before it runs one."""
+# vLLM imports this module in a worker's process before the worker runs its first call.
 _verifier = None
 if rpc.in_worker_process():
     _verifier = Verifier(keep_secret(), fresh_seconds=ORDER_SECONDS)
@@ -50,12 +53,12 @@ class WorkerExtension:
     """Methods for `collective_rpc`; `self` is vLLM's worker."""
 
     def rollway_check(self, order: dict[str, Any]) -> None:
-        """Refuse a checkpoint that this worker could not serve. Changes nothing."""
+        """Raise if this worker could not serve a checkpoint. Changes nothing."""
         arguments = _open_order("rollway_check", order)
         check_servable(self, arguments["path"], allow_cast=arguments["allow_cast"])
 
     def rollway_load(self, order: dict[str, Any]) -> None:
-        """Load a checkpoint that was checked, then compare what the model holds with the files."""
+        """Load a checkpoint, then compare the model's parameters with the files."""
         arguments = _open_order("rollway_load", order)
         load_checkpoint(self, arguments["path"], identity=arguments["identity"])
 
@@ -66,100 +69,100 @@ class WorkerExtension:
     def rollway_stage(
         self, offer: dict[str, Any], allow_cast: bool = False, tell: str = ""
     ) -> None:
-        """Begin to bring offered weights here; `rollway_staged` says how it went. What was staged
-        before is let go. `tell` names a socket to knock at when it is done."""
-        made = read_offer(offer)
-        if exchangeable(self):
-            _refuse_what_vllm_corrupts(_model(self))
-        before = _staging(self)
-        if before is not None and before.offer == made and not before.failed:
-            before.when_done(tell)
+        """Start receiving offered weights; `rollway_staged` returns the outcome.
+
+        Discards what was staged before. `tell` names a socket of this machine to notify at the
+        end."""
+        weights = read_offer(offer)
+        if explain_no_swap(self):
+            _refuse_corruption_by_vllm(_model(self))
+        earlier = _staging(self)
+        if earlier is not None and earlier.offer == weights and not earlier.has_failed:
+            earlier.notify_when_done(tell)
             return
-        if before is not None:
-            before.drop()
+        if earlier is not None:
+            earlier.discard()
         if not hasattr(self, "_rollway_receivers"):
-            self._rollway_receivers: dict[str, Receiver] = {}
-        receiver = receiver_for(made, self._rollway_receivers)
-        new, draft = parted(receiver.headers(made))
-        _refuse_what_cannot_be_proved(
-            self, new, "rollway_stage", from_files=made.transport == "files"
-        )
+            self._rollway_receivers: dict[str, Reader] = {}
+        reader = reader_for(weights, self._rollway_receivers)
+        new, draft = split_draft(reader.headers(weights))
+        _refuse_unverifiable(self, new, "rollway_stage", from_files=weights.transport == "files")
         staging = Staging(
             self,
-            receiver,
-            made,
+            reader,
+            weights,
             new,
-            _served(self),
+            _served_headers(self),
             *_ranks(),
-            _room(self),
+            _arena(self),
             allow_cast=allow_cast,
             draft=Draft(self, draft, allow_cast) if draft else None,
         )
-        staging.start()  # or refuse
-        staging.when_done(tell)
+        staging.start()
+        staging.notify_when_done(tell)
         self._rollway_staging: Staging | None = staging
 
     def rollway_staged(self, identity: str) -> None:
-        """Raise unless these weights are here and proved."""
-        _staged(self, identity).check()
+        """Raise unless these weights are staged and verified."""
+        _find_staged(self, identity).check()
 
     def rollway_swap(self, identity: str) -> None:
-        """Serve what was staged; the worker must be paused."""
-        _staged(self, identity).swap()
+        """Serve the staged weights; the worker must be paused."""
+        _find_staged(self, identity).swap()
         self._rollway_staging = None
 
-    def rollway_unstage(self) -> None:
-        """Let go of what was staged and will not be served."""
+    def rollway_unstage(self, identity: str = "") -> None:
+        """Discard staged weights that will not be served; with an identity, only those."""
         staging = _staging(self)
-        if staging is not None:
-            staging.drop()
-        self._rollway_staging = None
+        if staging is not None and identity in ("", staging.offer.identity):
+            staging.discard()
+            self._rollway_staging = None
 
     def rollway_adapter(self, offer: dict[str, Any], tell: str = "") -> None:
-        """Begin to bring an adapter here; `rollway_adapter_ready` says how it went."""
-        adapters_of(self, _served(self)).bring(read_offer(offer), tell)
+        """Start receiving an adapter; `rollway_adapter_ready` returns the outcome."""
+        adapters_of(self, _served_headers(self)).receive(read_offer(offer), tell)
 
     def rollway_adapter_ready(self, served: str) -> None:
-        """Raise unless the adapter is here, whole, in the directory it is to be loaded from."""
-        adapters_of(self, _served(self)).ready(served)
+        """Raise unless the adapter is complete in the directory from which it will be loaded."""
+        adapters_of(self, _served_headers(self)).check_ready(served)
 
     def rollway_adapter_loaded(self, served: str, number: int | None = None) -> None:
         """Raise unless the engine computes with the adapter."""
-        adapters_of(self, _served(self)).loaded(served, number)
+        adapters_of(self, _served_headers(self)).check_loaded(served, number)
 
     def rollway_adapter_drop(self, served: str) -> None:
-        """Forget an adapter that was unloaded, or that will not be loaded."""
-        adapters_of(self, _served(self)).drop(served)
+        """Discard an adapter that was unloaded, or that will not be loaded."""
+        adapters_of(self, _served_headers(self)).discard(served)
 
 
 def check_servable(worker: Any, path: str, *, allow_cast: bool) -> None:
-    """Raise for a checkpoint that this worker could not serve, or could not prove afterwards."""
-    _refuse_what_vllm_corrupts(_model(worker))
-    new, draft = parted(read_headers(Path(path)))
+    """Raise if this worker could not serve a checkpoint, or could not verify it afterwards."""
+    _refuse_corruption_by_vllm(_model(worker))
+    new, draft = split_draft(read_headers(Path(path)))
     if draft:
         raise RuntimeError(
-            f"{path} has weights of a draft model, which are only staged with the policy's"
+            f"{path} has weights of a draft model, which can only be staged with the policy's"
         )
-    _refuse_what_cannot_be_proved(worker, new, "rollway_check")
-    served = _served(worker)
+    _refuse_unverifiable(worker, new, "rollway_check")
+    served = _served_headers(worker)
     if served is not None:
         refuse_differences(differences(new, served, allow_cast=allow_cast), path)
 
 
 def load_checkpoint(worker: Any, path: str, *, identity: str = "") -> None:
-    """Load a checkpoint into the model that serves, and prove it; the worker must be paused. With
-    an `identity`, raise unless the files are still those that have it."""
+    """Load a checkpoint into the serving model and verify it; the worker must be paused. Raise if
+    the files no longer have the given `identity`."""
     check_servable(worker, path, allow_cast=True)  # the files may have changed since
     if identity and check_checkpoint(Path(path), whole=False).identity != identity:
-        raise RuntimeError(f"{path} holds other weights than those that were ordered")
+        raise RuntimeError(f"{path} has other weights than the order names")
     proof = Proof(_model(worker))
     with ThreadPoolExecutor(1) as pool:
-        # While loading, since hashing takes about as long as reading.
+        # Hash the files while loading: it takes about as long as reading them.
         intact = pool.submit(check_checkpoint, Path(path))
         worker.reload_weights(weights_iterator=proof.watching(checkpoint_tensors(Path(path))))
         checkpoint = intact.result()
     if identity and checkpoint.identity != identity:
-        raise RuntimeError(f"{path} was changed while it was loaded")
+        raise RuntimeError(f"{path} changed while it was loaded")
     proof.check(_model(worker), _ranks()[1])
 
 
@@ -167,25 +170,25 @@ def _open_order(method: str, order: Any) -> dict[str, Any]:
     try:
         return (_verifier or Verifier(stack_secret())).open(method, order)
     except OrderRefused as refusal:
-        raise RuntimeError(f"{method} was refused: {refusal}") from refusal
+        raise RuntimeError(f"{method} is refused: {refusal}") from refusal
 
 
 def _staging(worker: Any) -> Staging | None:
     return getattr(worker, "_rollway_staging", None)
 
 
-def _room(worker: Any) -> Room:
-    """Where the last version was loaded; another place while anything of that is in use."""
-    room: Room | None = getattr(worker, "_rollway_room", None)
-    if room is None or not room.free:
-        room = worker._rollway_room = Room()
-    return room
+def _arena(worker: Any) -> ParameterArena:
+    """Return the memory of the last staging, or new memory if that is still in use."""
+    arena: ParameterArena | None = getattr(worker, "_rollway_arena", None)
+    if arena is None or not arena.is_free:
+        arena = worker._rollway_arena = ParameterArena()
+    return arena
 
 
-def _staged(worker: Any, identity: str) -> Staging:
+def _find_staged(worker: Any, identity: str) -> Staging:
     staging = _staging(worker)
     if staging is None or staging.offer.identity != identity:
-        raise RuntimeError(f"weights {identity} were not staged here")
+        raise RuntimeError(f"weights {identity} are not staged here")
     return staging
 
 
@@ -194,9 +197,9 @@ def _model(worker: Any) -> torch.nn.Module:
     return model
 
 
-def _served(worker: Any) -> dict[str, TensorHeader] | None:
-    """Names, shapes and dtypes of the checkpoint the worker started from; None where that was not
-    a directory (a model name, whose files vLLM fetched)."""
+def _served_headers(worker: Any) -> dict[str, TensorHeader] | None:
+    """Return names, shapes and dtypes of the checkpoint that the worker started from. Return None
+    if that was not a directory but a model name, whose files vLLM downloaded."""
     if not hasattr(worker, "_rollway_served"):
         path = Path(worker.model_config.model)
         worker._rollway_served = read_headers(path) if path.is_dir() else None
@@ -204,51 +207,52 @@ def _served(worker: Any) -> dict[str, TensorHeader] | None:
     return served
 
 
-def _refuse_what_cannot_be_proved(
+def _refuse_unverifiable(
     worker: Any, new: Mapping[str, TensorHeader], method: str, *, from_files: bool = True
 ) -> None:
+    """Raise if the loaded weights could not be compared with the published ones."""
     quantised = worker.model_config.quantization
     if quantised is not None and not from_files:
         raise RuntimeError(
-            f"the served model is quantised ({quantised}): its scales are made where the engine "
-            "itself loads a checkpoint, and published tensors have none; refit from a checkpoint "
-            "directory, which a canary then proves"
+            f"the served model is quantised ({quantised}): the engine computes its scales when it "
+            "loads a checkpoint, and published tensors have none; refit from a checkpoint "
+            "directory, which a canary then verifies"
         )
     proof = Proof(_model(worker))
-    beyond = [f"tensors like {name}" for name in proof.unknown_among(new)[:1]]
+    unsupported = [f"tensors like {name}" for name in proof.unknown_among(new)[:1]]
     if quantised is not None:
-        beyond.append("quantised models")
-    if proof.packed and _ranks()[0] > 1 and exchangeable(worker):
-        beyond.append("packed layers on several ranks")
-    if beyond and not from_files:
+        unsupported.append("quantised models")
+    if proof.packed and _ranks()[0] > 1 and explain_no_swap(worker):
+        unsupported.append("packed layers on several ranks")
+    if unsupported and not from_files:
         raise RuntimeError(
-            f"{beyond[0]} cannot be compared with what the model holds; publish what the served "
-            "checkpoint has, or refit from a checkpoint directory, which a canary then proves"
+            f"{unsupported[0]} cannot be compared with the model's parameters; publish the tensors "
+            "of the served checkpoint, or refit from a directory, which a canary then verifies"
         )
-    if beyond:
-        # In these words callers know it from a worker without this class, and use a canary.
-        raise NotImplementedError(f"Method '{method}' is not implemented for {beyond[0]}")
+    if unsupported:
+        # Callers know this message from workers without this class, and use a canary instead.
+        raise NotImplementedError(f"Method '{method}' is not implemented for {unsupported[0]}")
 
 
-def _refuse_what_vllm_corrupts(model: torch.nn.Module) -> None:
+def _refuse_corruption_by_vllm(model: torch.nn.Module) -> None:
     on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
     if on_cpu and any(True for _ in _expert_layers(model)):
         raise RuntimeError(
-            "vLLM corrupts the experts of a mixture-of-experts model when it reloads one in place "
-            "on CPU; start the worker with enforce-eager and without adapters, so that it can be "
-            "refitted by exchange"
+            "vLLM corrupts the experts of a mixture-of-experts model when it reloads them in place "
+            "on CPU; start the worker with enforce-eager and without adapters, so that Rollway "
+            "can swap the parameters"
         )
 
 
 def _expert_layers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Modules that hold the weights of several experts in one parameter."""
+    """Yield modules that hold the weights of several experts in one parameter."""
     for module in model.modules():
         if any(name.startswith("w13") for name, _ in module.named_parameters(recurse=False)):
             yield module
 
 
 def _ranks() -> tuple[int, Callable[[torch.Tensor], torch.Tensor]]:
-    """Among how many ranks parameters are cut, and how to sum over them."""
+    """Return the number of ranks that divide parameters, and a function that sums over them."""
     from vllm.distributed import get_tensor_model_parallel_world_size, get_tp_group
 
     def total(local: torch.Tensor) -> torch.Tensor:

@@ -1,12 +1,12 @@
-"""Who may call the gateway, and which sessions they may see.
+"""Decides who may call the gateway, and which sessions they see.
 
-    no tokens         loopback only; a web page cannot get in: Host must be loopback, no Origin
+    no tokens         loopback only, and no web pages: Host must be loopback, no Origin
     agent tokens      generate, and see the sessions that the same token recorded
-    operator tokens   everything, the sessions of all tokens included
+    operator tokens   everything, including the sessions of all tokens
 
-With tokens, a session is kept as `<digest of the token>/<name>`, so two agents that choose the same
-name have two sessions. Without tokens, an API key names a session by its digest: keys are secrets
-elsewhere, and neither the journal nor a listing shows them.
+With tokens, a session is stored as `<digest of the token>/<name>`, so two agents that choose the
+same name have two sessions. Without tokens, the digest of an API key names the session: keys may be
+secrets, so neither the journal nor a listing contains them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SESSION = "x-rollway-session"
 AGENT_TOKENS = "ROLLWAY_GATEWAY_TOKENS"
 OPERATOR_TOKENS = "ROLLWAY_GATEWAY_OPERATOR_TOKENS"
 _NO_SESSION = ("", "EMPTY", "none", "null", "dummy")
-"""API keys that clients send when they have none."""
+"""Placeholders that clients send when they have no API key."""
 _MAX_NAME = 256
 _OPEN_PATH = "/health"
 
@@ -38,22 +38,22 @@ class Caller:
     """Who sent a request."""
 
     scope: str = ""
-    """Digest of the token; empty where none is needed."""
+    """The digest of the token; empty if no token is needed."""
     operator: bool = True
     key: str = ""
-    """What names the session where the header does not: the API key, or what follows the token."""
+    """The session's name if the header has none: the API key, or what follows the token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """The tokens that are accepted, as bytes; anybody on this machine without any."""
+    """The accepted tokens, as bytes. Without any, everybody on this machine is accepted."""
 
     agents: tuple[bytes, ...] = ()
     operators: tuple[bytes, ...] = ()
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Access:
-        """Read the tokens. They are not options, so that no list of processes shows them."""
+        """Read the tokens. They are not command-line options, which all users could read."""
         agents, operators = (
             tuple(
                 token.encode(errors="surrogateescape")
@@ -64,17 +64,17 @@ class Access:
         for name, tokens in ((AGENT_TOKENS, agents), (OPERATOR_TOKENS, operators)):
             if name in environment and not tokens:
                 raise UsageError(
-                    f"{name} is set and holds no token.", "Set one, or unset the variable."
+                    f"{name} is set but contains no token.", "Set a token, or unset the variable."
                 )
         if any(b"/" in token for token in agents + operators):
             raise UsageError(
-                "A token of the gateway holds a slash, which separates tokens from sessions.",
+                "A gateway token contains a slash, which separates tokens from sessions.",
                 f"Choose other tokens in {AGENT_TOKENS} and {OPERATOR_TOKENS}.",
             )
         if set(agents) & set(operators):
             raise UsageError(
-                "One token is both an agent's and an operator's.",
-                f"Take it out of {AGENT_TOKENS} or of {OPERATOR_TOKENS}.",
+                "A token is both an agent's and an operator's.",
+                f"Remove it from {AGENT_TOKENS} or from {OPERATOR_TOKENS}.",
             )
         return cls(agents, operators)
 
@@ -83,7 +83,7 @@ class Access:
         return bool(self.agents or self.operators)
 
     def admit(self, request: web.Request) -> Caller:
-        """Find out who calls; `Refused` where they may not."""
+        """Return the caller; raise `Refused` if it has no access."""
         caller = self._authenticate(request) if self.needs_token else self._local(request)
         if request.method == "POST":
             _check_body_headers(request)
@@ -91,7 +91,7 @@ class Access:
 
     def _authenticate(self, request: web.Request) -> Caller:
         token, _, session = _bearer(request).partition("/")
-        # Every token is compared, each in constant time: how long it takes tells nothing.
+        # Compare every token, each in constant time, so that the time reveals nothing.
         raw = token.encode(errors="surrogateescape")
         operator = sum(hmac.compare_digest(raw, known) for known in self.operators) > 0
         agent = sum(hmac.compare_digest(raw, known) for known in self.agents) > 0
@@ -102,13 +102,14 @@ class Access:
         raise Refused(401, "The bearer token is missing or wrong.", kind="authentication_error")
 
     def _local(self, request: web.Request) -> Caller:
-        """Refuse what a browser sends for a web page, which could reach any port of loopback."""
-        # A page's picture or script has no Origin, but browsers say where it comes from.
+        """Refuse requests that a browser sends for a web page, which could reach any loopback
+        port."""
+        # Requests for images and scripts have no Origin, but browsers send sec-fetch-site.
         site = request.headers.get("sec-fetch-site", "none")
         if "origin" in request.headers or site not in ("none", "same-origin"):
             raise Refused(
                 403,
-                "Web pages cannot use this gateway: a browser sent the request for one.",
+                "Web pages cannot use this gateway, and a browser sent this request for one.",
                 f"Set {AGENT_TOKENS} and send a token.",
                 kind="permission_error",
             )
@@ -117,7 +118,7 @@ class Access:
             raise Refused(
                 403,
                 "The Host header does not name this machine's loopback.",
-                f"Use http://127.0.0.1:PORT, or set {AGENT_TOKENS} to be reached by a name.",
+                f"Use http://127.0.0.1:PORT, or set {AGENT_TOKENS} to allow other names.",
                 kind="permission_error",
             )
         return Caller(key=_bearer(request))
@@ -125,63 +126,63 @@ class Access:
     # --- names of sessions ----------------------------------------------------------------------
 
     def session_name(self, caller: Caller, request: web.Request) -> str:
-        """Return the name that a request is recorded under; empty for one that is not recorded."""
-        given = request.headers.get(SESSION)
-        if given:
-            return _scope(caller, checked_name(given))
+        """Return the session of a request; "" if it is not recorded."""
+        header = request.headers.get(SESSION)
+        if header:
+            return _scope(caller, check_name(header))
         if caller.key in _NO_SESSION:
             return ""
         if self.needs_token:
-            return _scope(caller, checked_name(caller.key))
+            return _scope(caller, check_name(caller.key))
         if len(caller.key) > _MAX_NAME:
             raise UsageError(f"An API key has at most {_MAX_NAME} characters.")
         return key_name(caller.key)
 
-    def find(self, caller: Caller, sessions: Container[str], given: str) -> str:
-        """Return the full name of the session that the caller means by `given`."""
-        for name in self.candidates(caller, given):
-            if name in sessions:
-                return name
-        raise self.missing(caller, given)
+    def find(self, caller: Caller, sessions: Container[str], name: str) -> str:
+        """Return the full name of a session that the caller asks for."""
+        for full_name in self.candidates(caller, name):
+            if full_name in sessions:
+                return full_name
+        raise self.missing(caller, name)
 
-    def candidates(self, caller: Caller, given: str) -> list[str]:
-        """Return the full names that a caller may mean, the likeliest first."""
-        checked_name(given)
+    def candidates(self, caller: Caller, name: str) -> list[str]:
+        """Return the full names that a caller may mean by a name, the likeliest first."""
+        check_name(name)
         if not self.needs_token:
-            return [given, key_name(given)]
+            return [name, key_name(name)]
         if caller.operator:
-            return [given, _scope(caller, given)]
-        return [_scope(caller, given)]
+            return [name, _scope(caller, name)]
+        return [_scope(caller, name)]
 
-    def missing(self, caller: Caller, given: str) -> Refused:
-        """Return the error for a session that is not there, or is another token's."""
+    def missing(self, caller: Caller, name: str) -> Refused:
+        """Return the error for a session that does not exist or belongs to another token."""
         hint = ""
         if not caller.operator and not self.operators:
             hint = (
-                f"A token sees its own sessions; set {OPERATOR_TOKENS} for one that sees all of "
-                "them."
+                f"A token sees only its own sessions; set {OPERATOR_TOKENS} for a token that sees "
+                "all."
             )
-        return Refused(404, f"There is no session `{given}`.", hint, kind="not_found")
+        return Refused(404, f"There is no session `{name}`.", hint, kind="not_found")
 
     def visible(self, caller: Caller, names: Iterable[str]) -> dict[str, str]:
-        """Return the sessions that a caller may see: shown name to full name."""
+        """Return the sessions that a caller may see: the name it knows to the full name."""
         if caller.operator:
             return {name: name for name in names}
         prefix = f"{caller.scope}/"
         return {name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
 
-    def shown(self, caller: Caller, name: str) -> str:
-        """Return a full name as its own caller knows it."""
+    def show(self, caller: Caller, name: str) -> str:
+        """Return the name under which the caller knows a session."""
         return name if caller.operator else name.removeprefix(f"{caller.scope}/")
 
 
-def checked_name(name: str) -> str:
-    """Return a session's name that can be listed, logged and asked for again."""
-    if len(name) > _MAX_NAME or not name.isprintable():  # surrogates are not printable either
+def check_name(name: str) -> str:
+    """Return the name; raise if it cannot be listed, logged and requested again."""
+    if len(name) > _MAX_NAME or not name.isprintable():  # surrogates are not printable
         raise UsageError(
-            f"A session's name has at most {_MAX_NAME} characters, and all are printable."
+            f"A session's name may have {_MAX_NAME} characters, all of them printable."
         )
-    # Clients take these parts out of a path, and so would fetch or delete another session.
+    # Clients remove these parts from a path, and would fetch or delete another session.
     if not {".", ".."}.isdisjoint(name.split("/")):
         raise UsageError(f"No part of a session's name can be `.` or `..`: `{name}`.")
     return name
@@ -194,13 +195,13 @@ def key_name(key: str) -> str:
 
 
 def scope_of(token: bytes) -> str:
-    """Return the prefix of all session names of a token; the same after a restart."""
+    """Return the prefix of all session names of a token; a restart does not change it."""
     return hashlib.sha256(b"rollway gateway scope\0" + token).hexdigest()[:12]
 
 
 @lru_cache(maxsize=64)
 def is_loopback_host(header: str) -> bool:
-    """Tell whether a Host header names loopback. A name that merely begins with 127. does not."""
+    """Return whether a Host header names loopback. A name that only begins with 127. does not."""
     if not {"/", "#", "?", "@"}.isdisjoint(header):
         return False
     try:
@@ -219,7 +220,7 @@ def _scope(caller: Caller, name: str) -> str:
 
 
 def _check_body_headers(request: web.Request) -> None:
-    # A browser sends JSON to another site only after asking it; text/plain it sends at once.
+    # A browser asks a site before it sends JSON from another one; text/plain it sends at once.
     if request.content_type != "application/json":
         raise Refused(415, "The body must be JSON.", "Send content-type: application/json.")
     coding = request.headers.get("content-encoding", "identity").strip().lower()

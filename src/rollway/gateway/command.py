@@ -1,4 +1,4 @@
-"""What `rollway gateway` runs."""
+"""Runs `rollway gateway`."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from rollway.errors import UsageError
 from rollway.gateway.access import Access
 from rollway.gateway.connections import raise_file_limit
 from rollway.gateway.recorder import Recorder
-from rollway.gateway.server import Gateway, made_gateway
+from rollway.gateway.server import Gateway, create_gateway
 from rollway.gateway.template import Template
 from rollway.stack import local
 from rollway.stack.state import StackDir, make_home
 
 _BACKLOG = 4096
 _HANDSHAKE_SECONDS = 5.0
-# aiohttp logs a request that is not HTTP with its raw text, whoever sent it: keys would be in the
-# log, and strangers could fill it. What fails in a handler, the gateway logs itself.
+# aiohttp logs malformed requests with their raw text: keys would be in the log, and strangers could
+# fill it. The gateway itself logs what fails in a handler.
 _NO_LOG = logging.getLogger("rollway.gateway.http")
 _NO_LOG.setLevel(logging.CRITICAL + 1)
 
@@ -34,7 +34,7 @@ _NO_LOG.setLevel(logging.CRITICAL + 1)
 async def serve(
     options: argparse.Namespace, access: Access, tls: ssl.SSLContext | None = None
 ) -> None:
-    """Serve until a signal ends it."""
+    """Serve until a signal arrives."""
     if warning := raise_file_limit():
         print(warning, file=sys.stderr)
     target = options.stack or local.resolve_name(None)
@@ -44,7 +44,7 @@ async def serve(
         journal = options.journal or make_home() / "gateway" / f"{stack.name or 'attached'}.jsonl"
         recorder = Recorder(journal, sync=options.journal_sync)
         try:
-            made = await made_gateway(
+            gateway = await create_gateway(
                 stack,
                 Template(tokenizer),
                 recorder,
@@ -54,16 +54,16 @@ async def serve(
                 routed_experts=options.routed_experts,
             )
             _tune_collector()
-            await _until_told(made, options, tls)
+            await _serve_until_signal(gateway, options, tls)
         finally:
             recorder.close()
 
 
 def _tune_collector() -> None:
-    """Leave what is loaded by now out of garbage collections, and collect less often.
+    """Exclude what is loaded so far from garbage collection, and collect less often.
 
-    A request makes thousands of objects and hardly a cycle; recorded turns stay. Collections that
-    find nothing took a tenth of the time of a request."""
+    A request creates thousands of objects and hardly any cycle, and recorded turns stay. Useless
+    collections took a tenth of the time of a request."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
@@ -73,39 +73,37 @@ def _model_path(stack: str, model: str | None) -> str:
     state = StackDir(stack).read() if stack else None
     path = state.model_paths.get(model or "") if state else None
     if path is None:
-        raise UsageError(
-            "It is not known which tokenizer the model has.", "Give it with --tokenizer."
-        )
+        raise UsageError("The model's tokenizer is not known.", "Pass it with --tokenizer.")
     return path
 
 
 def tls_context(certificate: str | None, key: str | None) -> ssl.SSLContext | None:
-    """Load certificate and key; None without both."""
+    """Load certificate and key; return None without either."""
     if certificate is None and key is None:
         return None
     if certificate is None or key is None:
-        raise UsageError("TLS needs a certificate and a key.", "Give --tls-cert and --tls-key.")
+        raise UsageError("TLS needs a certificate and a key.", "Pass --tls-cert and --tls-key.")
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
-        # Without a password function, OpenSSL would wait for one at the terminal.
+        # Without a password function, OpenSSL would ask for one at the terminal.
         context.load_cert_chain(certificate, key, password=lambda: b"")
     except (OSError, ssl.SSLError, ValueError) as error:
         raise UsageError(
             f"TLS cannot be used with {certificate} and {key}: {error}.",
-            "Give PEM files of a certificate and of its key, which has no password.",
+            "Pass PEM files of a certificate and of its key, without a password.",
         ) from error
     return context
 
 
-async def _until_told(
-    made: Gateway, options: argparse.Namespace, tls: ssl.SSLContext | None
+async def _serve_until_signal(
+    gateway: Gateway, options: argparse.Namespace, tls: ssl.SSLContext | None
 ) -> None:
-    server = await listen(made, options.host, options.port, tls)
+    server = await listen(gateway, options.host, options.port, tls)
     try:
         port = server.port
         host = f"[{options.host}]" if ":" in options.host else options.host
         scheme = "https" if tls else "http"
-        print(f"{scheme}://{host}:{port}/v1 serves {made.model}", flush=True)
+        print(f"{scheme}://{host}:{port}/v1 serves {gateway.model}", flush=True)
         ended = asyncio.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             with contextlib.suppress(NotImplementedError):
@@ -126,30 +124,30 @@ class Listener:
         self.port = int(server.sockets[0].getsockname()[1])
 
     async def close(self) -> None:
-        """Stop accepting, and give requests a moment to end."""
+        """Stop accepting connections, and give requests a moment to end."""
         self._server.close()
         self._watch.cancel()
         await self._runner.cleanup()
 
 
 async def listen(
-    made: Gateway, host: str, port: int, tls: ssl.SSLContext | None = None
+    gateway: Gateway, host: str, port: int, tls: ssl.SSLContext | None = None
 ) -> Listener:
-    """Begin to serve a gateway, with bounds on its connections."""
-    # A client that has gone does not wait for its answer: its request ends on the worker too.
+    """Start serving a gateway, with bounds on its connections."""
+    # handler_cancellation: if a client is gone, its request must end on the worker too.
     runner = web.AppRunner(
-        made.app(),
+        gateway.app(),
         access_log=None,
         logger=_NO_LOG,
         shutdown_timeout=5.0,
         handler_cancellation=True,
-        # A compressed body is refused; aiohttp would unpack it all the same.
+        # The gateway refuses compressed bodies; aiohttp would unpack them anyway.
         auto_decompress=False,
         lingering_time=2.0,
     )
     await runner.setup()
     assert runner.server is not None
-    connections = made.connections
+    connections = gateway.connections
     connections.attach(runner.server, handshake_seconds=_HANDSHAKE_SECONDS if tls else 0.0)
     try:
         server = await asyncio.get_running_loop().create_server(
@@ -158,7 +156,7 @@ async def listen(
             port,
             ssl=tls,
             ssl_handshake_timeout=_HANDSHAKE_SECONDS if tls else None,
-            # The loop accepts so many at once; more would be over the limit before any is closed.
+            # The loop accepts this many at once; more would exceed the limit before any is closed.
             backlog=min(_BACKLOG, max(1, connections.limit // 4)),
         )
     except OSError as error:

@@ -1,7 +1,7 @@
-"""Open connections: how many, how long idle, and which are closed to let others in.
+"""Limits open connections: their number, their idle time, and which are closed first.
 
-A connection without a complete request costs a file descriptor. Thousands of them would keep every
-other client out, so each has a time limit, and at the limit of connections the oldest idle ones
+A connection without a complete request costs a file descriptor. Thousands of them would lock every
+other client out. So each has a time limit, and when there are too many, the oldest idle connections
 are closed. A connection whose request is being answered is never closed for another.
 """
 
@@ -15,13 +15,13 @@ from typing import Any
 from aiohttp import web
 
 HEADER_SECONDS = 20.0
-"""From the connection to the end of the first request's headers."""
+"""The time from the connection to the end of the first request's headers."""
 BODY_SECONDS = 120.0
 IDLE_SECONDS = 75.0
-"""Between two requests; longer than clients keep a connection, so that they close it first."""
+"""The time between two requests; longer than clients keep a connection, so they close it first."""
 _FEW_FILES = 4096
 _RESERVED_FILES = 64
-"""For the journal, the listener, the interpreter's own."""
+"""Descriptors for the journal, the listener and the interpreter."""
 
 
 class Connections:
@@ -41,21 +41,22 @@ class Connections:
         self._idle_seconds = idle_seconds
         self._server: web.Server | None = None
         self._waiting: dict[Any, _Wait] = {}
-        """Connections that wait for their client, the one that waits longest first."""
+        """Connections that wait for their client, the longest wait first."""
         self._busy: set[Any] = set()
         self._handshakes: dict[Any, float] = {}
-        """Connections that the server does not know before their TLS handshake, with their time."""
+        """Connections in their TLS handshake, which the server does not know yet, with their
+        start."""
         self._handshake_seconds = 0.0
         self._open = 0
-        """At most so many are open: those of the last look, and those accepted since."""
+        """An upper bound: the connections at the last update, plus those accepted since."""
 
     def attach(self, server: web.Server, *, handshake_seconds: float = 0.0) -> None:
-        """Begin to watch the connections of a server; with TLS, those that shake hands too."""
+        """Start watching a server's connections; with TLS, also those in their handshake."""
         self._server = server
         self._handshake_seconds = handshake_seconds
 
     def accept(self) -> asyncio.BaseProtocol:
-        """Return the protocol of a new connection; for `loop.create_server`."""
+        """Return the protocol of a new connection, for `loop.create_server`."""
         assert self._server is not None
         self._open += 1
         if self._open > self.limit:
@@ -66,11 +67,11 @@ class Connections:
         return connection
 
     def receive(self, connection: Any) -> None:
-        """Note that the headers of a request have come, and its body is to come."""
+        """Note that the headers of a request have arrived, but not yet its body."""
         self._wait(connection, self._body_seconds)
 
     def answer(self, connection: Any) -> None:
-        """Note that a request has come: the client waits now."""
+        """Note that a request is complete: now the client waits."""
         if self._server is not None:
             self._waiting.pop(connection, None)
             self._busy.add(connection)
@@ -81,13 +82,13 @@ class Connections:
         self._wait(connection, self._idle_seconds)
 
     async def watch(self) -> None:
-        """Close what has waited too long, until this task is cancelled."""
+        """Close connections that have waited too long, until this task is cancelled."""
         while True:
             await asyncio.sleep(min(1.0, self._header_seconds / 4))
-            self._look()
+            self._update()
             now = time.monotonic()
             for connection, wait in list(self._waiting.items()):
-                if not wait.over(connection, now):
+                if not wait.is_over(connection, now):
                     continue
                 self._close(connection)
 
@@ -96,10 +97,10 @@ class Connections:
             self._waiting.pop(connection, None)
             self._waiting[connection] = _Wait(time.monotonic(), seconds)
 
-    def _look(self) -> None:
-        """Find new connections, and drop those that are gone."""
+    def _update(self) -> None:
+        """Add new connections, and remove those that are gone."""
         assert self._server is not None
-        # What is being closed stays listed for a moment, without a transport.
+        # A connection that is being closed stays listed for a moment, without a transport.
         current = [c for c in self._server.connections if c.transport is not None]
         known = set(current)
         oldest = time.monotonic() - self._handshake_seconds
@@ -117,8 +118,8 @@ class Connections:
                 self._wait(connection, self._header_seconds)
 
     def _make_room(self) -> None:
-        """Close an eighth of all connections, of those that wait, so that this runs seldom."""
-        self._look()
+        """Close waiting connections: an eighth of the limit at once, so that this runs rarely."""
+        self._update()
         excess = self._open + 1 - self.limit
         if excess <= 0:
             return
@@ -132,19 +133,19 @@ class Connections:
         transport = connection.transport
         connection.force_close()
         if transport is not None:
-            transport.abort()  # a plain close waits until the client has read all
+            transport.abort()  # a plain close would wait until the client has read everything
 
 
 class _Wait:
-    """Since when a connection waits for its client, and for how long it may."""
+    """How long a connection has waited for its client, and how long it may."""
 
     __slots__ = ("_seconds", "_since", "_unsent")
 
     def __init__(self, since: float, seconds: float) -> None:
         self._since, self._seconds, self._unsent = since, seconds, 0
 
-    def over(self, connection: Any, now: float) -> bool:
-        """Tell whether the time is up. A client that still reads an answer is not idle."""
+    def is_over(self, connection: Any, now: float) -> bool:
+        """Return whether the time is up. A client that is still reading an answer is not idle."""
         transport = connection.transport
         unsent = 0 if transport is None else transport.get_write_buffer_size()
         if unsent != self._unsent:
@@ -153,7 +154,7 @@ class _Wait:
 
 
 def raise_file_limit() -> str:
-    """Raise the soft limit of open files to the hard one. Return a warning if that is low."""
+    """Raise the soft limit of open files to the hard limit; return a warning if that is low."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -166,7 +167,7 @@ def raise_file_limit() -> str:
 
 
 def connection_limit() -> int:
-    """Return how many connections leave a file for each of their requests to the frontend."""
+    """Return how many connections leave a descriptor for each request to the frontend."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return 100_000

@@ -1,11 +1,10 @@
-"""Lines of the journal, as they are written and read.
+"""Encodes and decodes the lines of the journal.
 
     {"sum":"5f1c9a0e","entry":{"type":"turn","session":"episode-17","id":…,"parent":…,…}}
 
-The sum (CRC-32 of the entry) tells a damaged line from a whole one. A line that cannot be read
-costs its turn and the turns that go on from it, and no other. Journals of earlier versions have no
-sums and name a parent by its position in the session: their positions count only up to the first
-line that cannot be read.
+The checksum (CRC-32 of the entry) detects damaged lines. An unreadable line costs its turn and that
+turn's descendants, but no other. Journals of earlier versions have no checksums and name a parent
+by its position in the session; such positions count only up to the first unreadable line.
 """
 
 from __future__ import annotations
@@ -42,15 +41,15 @@ _entry_decoder: msgspec.json.Decoder[Entry] = msgspec.json.Decoder(Entry)
 
 
 def encode(entry: Entry) -> bytes:
-    """Return an entry as a line."""
+    """Encode an entry as a line."""
     body = msgspec.json.encode(entry)
     if len(body) > MAX_LINE - 100:
         raise JournalFull("The turn is too long to be recorded.", "Use a shorter context.")
     return b'{"sum":"%08x","entry":%b}\n' % (zlib.crc32(body), body)
 
 
-def named_session(raw: bytes) -> str | None:
-    """Return the session that a damaged line seems to be of. Good for a report only."""
+def guess_session(raw: bytes) -> str | None:
+    """Return the session that a damaged line seems to belong to. Use it only for reports."""
     match = _SESSION.search(raw, 0, 8192)
     if match is None:
         return None
@@ -62,23 +61,23 @@ def named_session(raw: bytes) -> str | None:
 
 @dataclass(slots=True)
 class Loaded:
-    """What a journal holds."""
+    """The content of a journal."""
 
     sessions: dict[str, Session] = field(default_factory=dict)
     lost: int = 0
-    """How many lines could not be used."""
+    """The number of unusable lines."""
     damaged: set[str] = field(default_factory=set)
-    """Sessions that miss turns."""
+    """Sessions with missing turns."""
     places: list[tuple[int, int]] = field(default_factory=list)
-    """Where lines are that could not be used."""
+    """The positions of unusable lines."""
     forgotten: set[str] = field(default_factory=set)
-    """Sessions whose text is still in the file although they were deleted."""
+    """Deleted sessions whose text is still in the file."""
     old: bool = False
-    """Whether lines of an earlier version are among them."""
+    """Whether it has lines of an earlier version."""
 
 
 def load(journal: Journal) -> Loaded:
-    """Read a journal. What cannot be read is counted, never raised."""
+    """Read a journal. Unreadable lines are counted, never raised."""
     reader = _Reader()
     for line in journal.lines():
         if line.whole:
@@ -95,7 +94,7 @@ class _Positions:
     damage: int
     ids: list[str | None] = field(default_factory=list)
     trusted: int = sys.maxsize
-    """Positions below this one are known; those after a damaged line are not."""
+    """Positions below this are certain; those after a damaged line are not."""
 
 
 @dataclass(slots=True)
@@ -108,7 +107,7 @@ class _Reader:
     _seen: Counter[str] = field(default_factory=Counter)
 
     def read(self, line: Line) -> None:
-        """Take in a line, or put it aside."""
+        """Add a line, or put it aside if it is unusable."""
         try:
             if line.raw is None:
                 raise RolloutError("The line is too long.")
@@ -116,7 +115,7 @@ class _Reader:
             entry = self._decode_old(line.raw) if old else _decode(line.raw)
         except _REFUSED:
             self._damage += 1
-            self._put_aside(line, named_session(line.raw or b""))
+            self._put_aside(line, guess_session(line.raw or b""))
             return
         if isinstance(entry, Turn):
             self._add(line, entry, old)
@@ -133,7 +132,7 @@ class _Reader:
                 self.loaded.sessions[name].lost += count
                 self.loaded.damaged.add(name)
         for session in self.loaded.sessions.values():
-            session.lost = min(session.lost, _MANY)  # more could not be written down again
+            session.lost = min(session.lost, _MANY)  # `Lost` entries cannot hold more
         places = [place for part in self._unusable.values() for place in part]
         self.loaded.places = sorted(places)
         return self.loaded
@@ -177,18 +176,18 @@ class _Reader:
             return msgspec.convert({"type": "forgotten", "session": fields["forgotten"]}, Forgotten)
         parent = msgspec.convert(fields.get("parent"), int | None)
         digest = hashlib.sha256(raw).hexdigest()[:32]
-        # The same at every start, for turns of this version may go on from it.
+        # The id must be the same at every start, because newer turns may refer to it.
         fields |= {"type": "turn", "parent": None, "id": f"{digest}-{self._seen[digest]}"}
         turn = msgspec.convert(fields, Turn)
         self._seen[digest] += 1
         if parent is not None:
-            turn.parent = self._known(turn.session, parent) or f"position {parent}"
+            turn.parent = self._find_id(turn.session, parent) or f"position {parent}"
         else:
-            self._known(turn.session, 0)
+            self._find_id(turn.session, 0)
         return turn
 
-    def _known(self, session: str, position: int) -> str | None:
-        """Return the id of the turn at a position, where that is certain."""
+    def _find_id(self, session: str, position: int) -> str | None:
+        """Return the id of the turn at a position, if that is certain."""
         positions = self._positions.setdefault(session, _Positions(0))
         if positions.damage != self._damage:
             positions.damage = self._damage
@@ -201,7 +200,7 @@ class _Reader:
 def _decode(raw: bytes) -> Entry:
     line = _line_decoder.decode(raw)
     if line.sum != f"{zlib.crc32(line.entry):08x}":
-        raise RolloutError("The sum is wrong.")
+        raise RolloutError("The checksum is wrong.")
     entry = _entry_decoder.decode(line.entry)
     if isinstance(entry, Lost) and not 0 < entry.turns <= _MANY:
         raise RolloutError("The count is wrong.")

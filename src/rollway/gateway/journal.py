@@ -1,12 +1,12 @@
-"""The journal: a file of lines that are written whole or not at all.
+"""The journal: a file of lines that are written completely or not at all.
 
-    path               one line per entry, appended before the client has its answer
-    name.lock          held by the gateway that writes (the path with this suffix)
-    path.new           the next journal while it is being compacted; replaces the old one at once
-    path.unreadable    lines that could not be read, kept when compaction drops them
+    path               one line per entry, appended before the client receives its answer
+    name.lock          locked by the gateway that writes (the path with this suffix)
+    path.new           the next journal during compaction; it replaces the old one atomically
+    path.unreadable    unreadable lines, kept when compaction drops them
 
-A write that fails is cut back to the length before, so the next line is never glued to half of
-another. Nothing here knows what a line says: `recorder` does.
+If a write fails, the file is truncated to its earlier length, so a line is never appended to half
+of another. This module does not interpret lines: `entries` and `recorder` do.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from rollway.errors import RollwayError, UsageError
 
 log = logging.getLogger(__name__)
 
-_SPARE_ROOM = 2**20  # for turns that come while the journal is compacted
-_CHUNK = 256 * 2**10  # small enough that a thread that copies it keeps nobody waiting
+_SPARE_ROOM = 2**20  # for turns that arrive during a compaction
+_CHUNK = 256 * 2**10  # small enough that copying one delays no request
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 MAX_LINE = 2**30
-"""Bytes of the longest line that is read."""
+"""The longest line that is read, in bytes."""
 
 Write = Callable[[int, bytes | memoryview], int]
 
@@ -53,25 +53,25 @@ class Disk:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of the file: where it is, and what it holds."""
+    """A line of the file, with its position."""
 
     number: int
     start: int
     end: int
     raw: bytes | None
-    """Without the newline; None for one that is longer than `MAX_LINE`."""
+    """The line without its newline; None if it is longer than `MAX_LINE`."""
     whole: bool
-    """Whether it ends with a newline. One that does not was never acknowledged."""
+    """Whether it ends with a newline. If not, it was never acknowledged."""
 
 
 class Journal:
-    """One journal file. `lock` orders its writers; whoever calls `append` holds it."""
+    """A journal file. `lock` orders its writers; the caller of `append` must hold it."""
 
     def __init__(self, path: Path, lock: threading.Lock, *, sync: bool, disk: Disk) -> None:
         self.path = path.resolve()
         self.sync = sync
         self.size = 0
-        """Where the last whole line ends; what lies behind it was never acknowledged."""
+        """The end of the last complete line. Bytes after it were never acknowledged."""
         self._lock = lock
         self._disk = disk
         self._fd: int | None = None
@@ -85,7 +85,7 @@ class Journal:
     # --- reading ---------------------------------------------------------------------------------
 
     def lines(self, max_line: int = MAX_LINE) -> Iterator[Line]:
-        """Read the file from its beginning. Blank lines are left out."""
+        """Yield the lines of the file from its beginning, without blank ones."""
         if self._fd is None:
             return
         with open(os.dup(self._fd), "rb") as file:  # noqa: PTH123 - of a descriptor
@@ -103,43 +103,43 @@ class Journal:
                 start = end
 
     def drop_torn(self, line: Line) -> None:
-        """Put a last line without a newline aside, so that nothing is glued to it."""
-        log.warning("The last line of %s is not whole; it was not acknowledged.", self.path)
+        """Save a last line without a newline elsewhere, so that nothing is appended to it."""
+        log.warning("The last line of %s is incomplete; it was not acknowledged.", self.path)
         self.size, self._torn, self._dirty = line.start, (line.start, line.end), True
-        with contextlib.suppress(OSError):  # else before the next line is written
+        with contextlib.suppress(OSError):  # the next write tries again
             self._prepare()
 
     # --- writing ---------------------------------------------------------------------------------
 
     def append(self, lines: bytes) -> None:
-        """Write whole lines at the end, or leave the file as it was and raise JournalFull."""
+        """Append complete lines, or leave the file unchanged and raise JournalFull."""
         try:
             fd = self._prepare()
             if not os.fstat(fd).st_nlink:
-                raise OSError(errno.ESTALE, "Another program removed it; start the gateway again")
+                raise OSError(errno.ESTALE, "Another program removed it; restart the gateway")
             self._dirty = True
             self._write(fd, lines)
             if self.sync:
                 self._disk.sync(fd)
         except OSError as error:
-            with contextlib.suppress(OSError):  # else before the next line is written
+            with contextlib.suppress(OSError):  # the next write tries again
                 self._prepare()
             raise self._full(error) from error
         self.size += len(lines)
         self._dirty = False
 
     def save_aside(self, places: Iterable[tuple[int, int]]) -> None:
-        """Keep the raw lines at these places in `path.unreadable`."""
+        """Copy the raw lines at these positions to `path.unreadable`."""
         with self._lock:
             fd = self._prepare()
         self._save(fd, places)
 
     def compact(self, snapshot: Callable[[], tuple[int, Iterable[bytes]]]) -> None:
-        """Replace the file by the lines of a snapshot and whatever is appended meanwhile.
+        """Replace the file by the lines of a snapshot and everything appended meanwhile.
 
-        `snapshot` is called with the lock held, and says about how many bytes it has. Other threads
-        may append at any time but the last moment, when what they wrote is copied and the new file
-        takes the old one's name.
+        `snapshot` is called with the lock held, and returns its approximate size. Other threads may
+        append until the last moment, when the lock is held, their lines are copied, and the new
+        file replaces the old one.
         """
         with self._lock:
             old = self._prepare()
@@ -152,7 +152,7 @@ class Journal:
             while (end := self.size) - start > _CHUNK:
                 size, start = size + self._copy(old, new, start, end), end
             os.fsync(new)
-            while (end := self.size) - start > _CHUNK:  # what came during the wait for the disk
+            while (end := self.size) - start > _CHUNK:  # lines appended during the fsync
                 size, start = size + self._copy(old, new, start, end), end
             with self._lock:
                 size += self._copy(old, new, start, self.size)
@@ -171,19 +171,19 @@ class Journal:
         _sync_directory(self.path.parent)
 
     def erase_unreadable(self, keep: Callable[[bytes], bool]) -> None:
-        """Remove from `path.unreadable` the lines that are not to be kept."""
-        kept, scratch = self._beside(".unreadable"), self._beside(".unreadable.new")
-        if not kept.exists():
+        """Remove the lines of `path.unreadable` for which `keep` is false."""
+        path, scratch = self._beside(".unreadable"), self._beside(".unreadable.new")
+        if not path.exists():
             return
         fd = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
-            with kept.open("rb") as file:
+            with path.open("rb") as file:
                 lines = iter(lambda: file.readline(MAX_LINE), b"")
                 self._write_lines(fd, (line for line in lines if keep(line)))
             os.fsync(fd)
         finally:
             os.close(fd)
-        self._disk.replace(scratch, kept)
+        self._disk.replace(scratch, path)
 
     def close(self) -> None:
         for fd in (self._fd, self._lock_fd):
@@ -192,14 +192,15 @@ class Journal:
         self._fd = self._lock_fd = None
         self._closed = True
 
-    # --- how -------------------------------------------------------------------------------------
+    # --- internals
+    # -------------------------------------------------------------------------------------
 
     def _open(self) -> None:
-        """Lock and open the file: to write where that is possible, else to read it only."""
+        """Lock and open the file for writing if possible, otherwise for reading."""
         try:
             self._make_directory()
             if self.path.exists() and not stat.S_ISREG(self.path.stat().st_mode):
-                raise OSError(errno.EINVAL, "It is not a plain file")
+                raise OSError(errno.EINVAL, "It is not a regular file")
             try:
                 self._claim()
             except BlockingIOError:
@@ -210,13 +211,13 @@ class Journal:
             self.close()
             raise UsageError(
                 f"Another gateway uses the journal {self.path}.",
-                "Two would overwrite each other's: give one of them another file with --journal.",
+                "Two would overwrite each other: pass another file to one of them with --journal.",
             ) from error
         except OSError as error:
             self.close()
             raise UsageError(
                 f"The journal {self.path} cannot be used: {error.strerror}.",
-                "Give another file with --journal.",
+                "Pass another file with --journal.",
             ) from error
 
     def _make_directory(self) -> None:
@@ -229,9 +230,9 @@ class Journal:
             directory.mkdir(mode=0o700, exist_ok=True)
 
     def _claim(self) -> None:
-        """Take the lock, then open the file to append."""
+        """Lock the file, then open it for appending."""
         if self._lock_fd is None:
-            # The name that earlier versions used: one of them may run on this file.
+            # Earlier versions used this name, and one of them may run on this file.
             name = self.path.with_suffix(".lock")
             name = self._beside(".lock") if name == self.path else name
             self._lock_fd = _open_locked(name, os.O_RDWR | os.O_CREAT)
@@ -241,7 +242,7 @@ class Journal:
                 self._check_unchanged(fd)
             os.fchmod(fd, 0o600)
             os.fchmod(self._lock_fd, 0o600)
-            for suffix in (".new", ".unreadable.new"):  # of a compaction that did not end
+            for suffix in (".new", ".unreadable.new"):  # left by an interrupted compaction
                 self._beside(suffix).unlink(missing_ok=True)
         except OSError:
             os.close(fd)
@@ -250,10 +251,10 @@ class Journal:
             os.close(self._fd)
         self._fd, self._writable = fd, True
         if self.sync:
-            _sync_directory(self.path.parent)  # the file may be new
+            _sync_directory(self.path.parent)  # the file itself may be new
 
     def _open_to_read(self, cause: OSError) -> None:
-        """Open the file of a disk that is full or read-only."""
+        """Open the file for reading, on a disk that is full or read-only."""
         log.warning("The journal %s can only be read: %s.", self.path, cause.strerror)
         if not self.path.exists():
             if cause.errno not in _NO_ROOM:
@@ -264,15 +265,15 @@ class Journal:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def _check_unchanged(self, fd: int) -> None:
-        """Refuse to write after what another gateway wrote while this one could only read."""
+        """Raise if another gateway wrote to the file while this one could only read it."""
         now = os.fstat(fd)
         read_end = self._torn[1] if self._torn else self.size
         other = self._fd is not None and os.fstat(self._fd).st_ino != now.st_ino
         if other or now.st_size != read_end:
-            raise OSError(errno.ESTALE, "Another program changed it; start the gateway again")
+            raise OSError(errno.ESTALE, "Another program changed it; restart the gateway")
 
     def _prepare(self) -> int:
-        """Return the descriptor of a file that ends with a whole line."""
+        """Return the descriptor of the file, which then ends with a complete line."""
         if self._closed:
             raise OSError(errno.EBADF, "The gateway has closed it")
         if not self._writable:
@@ -295,7 +296,7 @@ class Journal:
             view = view[count:]
 
     def _write_lines(self, fd: int, lines: Iterable[bytes]) -> int:
-        """Write lines in chunks; return how many bytes they have."""
+        """Write lines in chunks; return the number of bytes."""
         size, chunk = 0, bytearray()
         for line in lines:
             chunk += line
@@ -315,7 +316,7 @@ class Journal:
         return end - start
 
     def _save(self, source: int, spans: Iterable[tuple[int, int]]) -> None:
-        """Append raw lines to `path.unreadable`, or leave it as it was and raise OSError."""
+        """Append raw lines to `path.unreadable`, or leave it unchanged and raise OSError."""
         spans = list(spans)
         if not spans:
             return
@@ -336,7 +337,7 @@ class Journal:
             os.close(fd)
 
     def _check_room(self, size: int) -> None:
-        """Refuse to begin a file that cannot be ended: it would take the room of new turns."""
+        """Raise if a file of this size does not fit: it would use up the space for new turns."""
         disk = os.statvfs(self.path.parent)
         spare = min(_SPARE_ROOM, disk.f_blocks * disk.f_frsize // 16)
         if disk.f_bavail * disk.f_frsize < size + spare:
@@ -349,7 +350,7 @@ class Journal:
         return JournalFull(
             f"Nothing was recorded: the journal {self.path.name} cannot be written "
             f"({error.strerror or error}).",
-            "Make room on its disk; the gateway needs no restart.",
+            "Free space on its disk; the gateway needs no restart.",
         )
 
 

@@ -1,9 +1,9 @@
-"""Which recorded turn a list of chat messages goes on from.
+"""Finds the recorded turn that a list of chat messages continues.
 
-A client of the OpenAI API sends the whole history with every request, as text. What it got from us
-it sends back in its own words: fields dropped, nulls added, arguments of a tool call re-formatted.
-So messages are compared by what they say, and a history by a chain of such digests; a history that
-says something else than what was sampled finds no turn, and is a new one.
+A client of the OpenAI API sends the whole history with every request, as text. It changes what it
+received: it drops fields, adds nulls, re-formats the arguments of tool calls. So messages are
+compared by content, and a history by a chain of digests. If a history differs from what was
+sampled, it matches no turn and starts a new trajectory.
 """
 
 from __future__ import annotations
@@ -23,20 +23,19 @@ PROMPT, GENERATION, LOGPROBS = "prompt_token_ids", "generation_token_ids", "gene
 PREFIX = "required_prefix_token_ids"
 EXPERTS = "routed_experts"
 BUNDLE = (PROMPT, GENERATION, LOGPROBS, EXPERTS)
-"""What trainers put on an assistant message to say which tokens it was."""
+"""The fields with which trainers give the tokens of an assistant message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """Token ids that a prompt must begin with, and the message that they end with."""
+    """Token ids that a prompt must begin with, and the number of messages that they represent."""
 
     token_ids: list[int]
     messages: int
-    """How many messages they stand for."""
 
 
 def chain(messages: Sequence[Message]) -> list[str]:
-    """A digest of each beginning of the history: the n-th stands for the first n messages."""
+    """Return a digest for each prefix of the history: the n-th is of the first n messages."""
     digests: list[str] = []
     for message in messages:
         digests.append(link(digests[-1] if digests else "", message))
@@ -44,41 +43,45 @@ def chain(messages: Sequence[Message]) -> list[str]:
 
 
 def link(so_far: str, message: Message) -> str:
-    """The digest of a history with one more message."""
+    """Return the digest of a history with one more message."""
     try:
-        said = json.dumps(_says(message), sort_keys=True, separators=(",", ":"))
-    except RecursionError:  # arguments of a tool call are JSON of their own in a text
+        content = json.dumps(_content(message), sort_keys=True, separators=(",", ":"))
+    except RecursionError:  # the arguments of a tool call are JSON inside a text
         raise UsageError("A message is nested too deeply.") from None
-    return hashlib.sha256(f"{so_far}\n{said}".encode()).hexdigest()
+    return hashlib.sha256(f"{so_far}\n{content}".encode()).hexdigest()
 
 
-def sent_prefix(body: Mapping[str, Any], messages: Sequence[Message], most: int) -> Prefix | None:
-    """The prefix that the client itself demands: on the last assistant message that carries its
-    ids, or as `required_prefix_token_ids`, which ends with the last assistant message.
-    `most` is the context length."""
-    spoken = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
+def find_sent_prefix(
+    body: Mapping[str, Any], messages: Sequence[Message], most: int
+) -> Prefix | None:
+    """Return the prefix that the client itself sent: on the last assistant message with ids, or as
+    `required_prefix_token_ids`, which ends with the last assistant message. `most` is the context
+    length."""
+    assistant = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
     required = body.get(PREFIX)
     if required is not None:
-        if not spoken:
-            raise UsageError(f"{PREFIX} came without an assistant message.")
-        return Prefix(token_ids(required, PREFIX, most), spoken[-1] + 1)
-    for index in reversed(spoken):
+        if not assistant:
+            raise UsageError(f"{PREFIX} needs an assistant message.")
+        return Prefix(token_ids(required, PREFIX, most), assistant[-1] + 1)
+    for index in reversed(assistant):
         message = messages[index]
         has = [name for name in (PROMPT, GENERATION) if message.get(name) is not None]
         if len(has) == 1:
-            raise UsageError(f"messages[{index}] has {has[0]} alone.", "Send both, or none.")
+            raise UsageError(
+                f"messages[{index}] has only {has[0]}.", "Send both fields, or neither."
+            )
         if has:
-            asked, sampled = (token_ids(message[name], name, most) for name in has)
-            return Prefix(asked + sampled, index + 1)
+            prompt, sampled = (token_ids(message[name], name, most) for name in has)
+            return Prefix(prompt + sampled, index + 1)
     return None
 
 
 def without_bundle(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """For the chat template, which knows no token ids."""
+    """Return the messages without token ids, for the chat template."""
     return [{k: v for k, v in message.items() if k not in BUNDLE} for message in messages]
 
 
-def _says(message: Message) -> list[Any]:
+def _content(message: Message) -> list[Any]:
     calls = [
         [(call.get("function") or {}).get("name"), _arguments(call)]
         for call in message.get("tool_calls") or []
@@ -87,7 +90,7 @@ def _says(message: Message) -> list[Any]:
 
 
 def _text(content: Any) -> Any:
-    """Text may come in parts; nothing and an empty text are the same."""
+    """Join a text that has parts. No text and an empty text are the same."""
     if isinstance(content, list) and all(
         isinstance(part, Mapping) and part.get("type") == "text" for part in content
     ):
@@ -96,15 +99,15 @@ def _text(content: Any) -> Any:
 
 
 def _arguments(call: Mapping[str, Any]) -> Any:
-    said = (call.get("function") or {}).get("arguments")
+    arguments = (call.get("function") or {}).get("arguments")
     try:
-        return json.loads(said) if isinstance(said, str) else said
+        return json.loads(arguments) if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError):
-        return said
+        return arguments
 
 
 def context_exceeded(tokens: int, context_length: int, at_least: bool = False) -> UsageError:
-    """Return the error of a prompt that the model cannot take, in words that clients look for."""
+    """Return the error of a prompt that is too long, with the phrase that clients search for."""
     counted = f"at least {tokens}" if at_least else f"{tokens}"
     return UsageError(
         f"This model's maximum context length is {context_length} tokens, and the prompt has "
@@ -113,8 +116,8 @@ def context_exceeded(tokens: int, context_length: int, at_least: bool = False) -
 
 
 def token_ids(value: Any, name: str, most: int) -> list[int]:
-    """Return a list of token ids; each fits the 32 bits that the engine has for one. The length
-    comes first: to look at millions of ids takes long."""
+    """Return a list of token ids, each of at most 32 bits, as the engine needs. The length is
+    checked first, because checking millions of ids takes long."""
     if isinstance(value, list) and len(value) > most:
         raise context_exceeded(len(value), most)
     if isinstance(value, list) and set(map(type, value)) <= {int}:

@@ -1,4 +1,4 @@
-"""A session's trajectories in pages: a long session has more than one answer should hold."""
+"""Returns a session's trajectories in pages, because a long session is too large for one answer."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from rollway.gateway.threads import Threads
 LIMIT = 256
 _MOST = 4096
 _SECONDS = 300.0
-_WHAT = "Putting the trajectories together"
+_WHAT = "Building the trajectories"
 _PAGE_TOKENS = 2_000_000
-"""A page ends before it has more, unless a single trajectory does."""
+"""A page ends before it exceeds this, unless a single trajectory does."""
 
 
 class Workers:
-    """Threads that build pages. Operators have their own, and an agent has one at a time, so that
-    nobody keeps the trainer from its pages."""
+    """Threads that build pages. Operators have their own, and an agent uses one at a time, so no
+    agent delays the trainer."""
 
     def __init__(self) -> None:
         self._operators = Threads(2, seconds=_SECONDS)
         self._agents = Threads(2, seconds=_SECONDS)
-        # There are as many as tokens.
+        # At most one per token.
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def run(self, caller: Caller, work: Callable[[], bytes]) -> bytes:
@@ -54,7 +54,7 @@ class Workers:
 
 
 def bounds(query: Mapping[str, str]) -> tuple[int, int]:
-    """Return offset and limit of a request."""
+    """Return the offset and limit of a request."""
     values = []
     for name, default, least, most in (("offset", 0, 0, 2**31), ("limit", LIMIT, 1, _MOST)):
         text = query.get(name, str(default))
@@ -67,7 +67,7 @@ def bounds(query: Mapping[str, str]) -> tuple[int, int]:
 
 
 def page(session: Session, name: str, offset: int, limit: int) -> bytes:
-    """Return one page as JSON. Runs in a thread, while the session may grow."""
+    """Return a page as JSON. It runs in a thread while the session may grow."""
     shown: list[dict[str, Any]] = []
     tokens, total = 0, session.count_trajectories()
     for sequence in islice(session.each_trajectory(offset), limit):

@@ -1,10 +1,10 @@
-"""What was sampled in each session, kept in memory and in a journal.
+"""Records sampled turns by session, in memory and in a journal.
 
-    request ─► open(name) ─► … sampled … ─► add(session, turn): journal, then memory ─► answer
+    request ─► open(name) ─► … sample … ─► add(session, turn): journal, then memory ─► answer
 
-The journal is written before the client has its answer: a gateway that is killed and started again
-knows all that a client was told. A session that is deleted meanwhile is gone: its turns in flight
-are answered and not recorded.
+The journal is written before the client receives its answer, so a gateway that is killed and
+restarted knows everything that a client received. If a session is deleted meanwhile, its turns in
+flight are answered but not recorded.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from weakref import WeakValueDictionary
 
 from rollway.errors import RollwayError, UsageError
-from rollway.gateway.entries import Loaded, encode, load, named_session
+from rollway.gateway.entries import Loaded, encode, guess_session, load
 from rollway.gateway.journal import Disk, Journal, JournalFull
 from rollway.gateway.turns import PARENT_MISSING, Forgotten, Lost, Session, Turn
 
@@ -31,8 +31,8 @@ log = logging.getLogger(__name__)
 
 _ERASE_WITHIN = 60.0
 _LONG = 50_000
-"""Token ids above which turns are not recorded in the event loop: that takes some 10 ms."""
-_WORTH_IT = 2**20  # fewer forgotten bytes wait for the compaction that erases deleted sessions
+"""Turns with more token ids are recorded outside the event loop: they take about 10 ms."""
+_WORTH_IT = 2**20  # fewer deleted bytes wait for the next scheduled compaction
 
 _Batch = list[tuple[Session, Sequence[Turn]]]
 
@@ -48,15 +48,15 @@ class Recorder:
         erase_within: float = _ERASE_WITHIN,
         disk: Disk | None = None,
     ) -> None:
-        """Read what an earlier gateway wrote. With `sync` a turn is on the disk, not only with the
-        kernel, before it counts. `erase_within` bounds in seconds how long the text of a deleted
-        session stays in the journal."""
+        """Read the journal of an earlier gateway. With `sync`, a turn counts only when it is on the
+        disk, not just in the kernel. The text of a deleted session leaves the journal within
+        `erase_within` seconds."""
         self.sessions: dict[str, Session] = {}
         self.lost = 0
         """How many lines of the journal could not be used."""
         self._opened: WeakValueDictionary[str, Session] = WeakValueDictionary()
-        self._lock = threading.Lock()  # of the journal and the order of turns; held while writing
-        self._names = threading.Lock()  # of the tables of sessions; held for a moment only
+        self._lock = threading.Lock()  # guards the journal and the order of turns; held for writes
+        self._names = threading.Lock()  # guards the tables of sessions; held only briefly
         self._compacting = threading.Lock()
         self._journal: Journal | None = None
         self._live = 0
@@ -68,7 +68,7 @@ class Recorder:
         self._sync = sync
         self._writer = ThreadPoolExecutor(1, "journal-writer")
         self._in_writer: set[Future[bool]] = set()
-        """Work of the writer that must end before anything else is recorded."""
+        """Work in the writer that must finish before anything else is recorded."""
         if journal is not None:
             self._journal = Journal(journal, self._lock, sync=sync, disk=disk or Disk())
             self._load(self._journal)
@@ -84,11 +84,11 @@ class Recorder:
             return session
 
     def __contains__(self, name: object) -> bool:
-        """Whether there is something to forget: a recorded session, or a request in flight."""
+        """Whether there is something to delete: a recorded session, or a request in flight."""
         return name in self._opened
 
     def add(self, session: Session, turn: Turn) -> bool:
-        """Record a turn; return False, and record nothing, when the session is gone."""
+        """Record a turn; if the session was deleted, record nothing and return False."""
         return self.add_all(session, [turn])
 
     def add_all(self, session: Session, turns: Sequence[Turn]) -> bool:
@@ -97,9 +97,9 @@ class Recorder:
         return self._commit([(session, turns)])[0]
 
     async def add_async(self, session: Session, turns: Sequence[Turn]) -> bool:
-        """Record turns. Where that waits for the disk, a thread does it, and turns that arrive
-        meanwhile share the next wait. Turns of many ids are recorded in that thread as well, and
-        whatever arrives before they are recorded comes after them."""
+        """Record turns. If that waits for the disk, a thread does it, and turns that arrive
+        meanwhile share the next wait. That thread also records turns with many ids; turns that
+        arrive meanwhile are recorded after them."""
         long = sum(len(turn.new_ids) + len(turn.token_ids) for turn in turns) > _LONG
         if long or self._in_writer:
             return await self._in_order(self.add_all, session, turns)
@@ -112,7 +112,7 @@ class Recorder:
         return await asyncio.wrap_future(future)
 
     def forget(self, name: str) -> bool:
-        """Delete a session; return False when there is none. Its text leaves the journal soon."""
+        """Delete a session; return False if there is none. Its text leaves the journal soon."""
         with self._lock:
             with self._names:
                 session, listed = self._opened.get(name), name in self.sessions
@@ -137,9 +137,9 @@ class Recorder:
         return await self._in_order(self.forget, name)
 
     def compact(self) -> None:
-        """Rewrite the journal without what was forgotten or cannot be read.
+        """Rewrite the journal without deleted sessions and unreadable lines.
 
-        A crash at any moment leaves the old file or the new one, whole.
+        A crash at any moment leaves either the old file or the new one, complete.
         """
         if self._journal is None:
             return
@@ -149,13 +149,13 @@ class Recorder:
             self._journal.save_aside(unreadable)
             self._unreadable.clear()
             if erased:
-                self._journal.erase_unreadable(lambda line: named_session(line) not in erased)
+                self._journal.erase_unreadable(lambda line: guess_session(line) not in erased)
             self._journal.compact(self._snapshot)
             with self._lock:
                 self._erased -= erased
 
     def close(self) -> None:
-        """End the threads, erase what was deleted, release the journal."""
+        """End the threads, erase deleted sessions, and release the journal."""
         if self._writer is not None:
             self._writer.shutdown()
         self._background.close()
@@ -165,10 +165,11 @@ class Recorder:
                     self.compact()
             self._journal.close()
 
-    # --- how -------------------------------------------------------------------------------------
+    # --- internals
+    # -------------------------------------------------------------------------------------
 
     async def _in_order(self, work: Callable[..., bool], *arguments: object) -> bool:
-        """Run `work` in the writer, before whatever is recorded from now on."""
+        """Run `work` in the writer thread, before anything that is recorded later."""
         future = self._writer.submit(work, *arguments)
         self._in_writer.add(future)
         future.add_done_callback(self._in_writer.discard)
@@ -181,7 +182,7 @@ class Recorder:
             journal.close()
             raise UsageError(
                 f"The journal {journal.path} cannot be read: {error.strerror}.",
-                "Give another file with --journal.",
+                "Pass another file with --journal.",
             ) from error
         self.sessions = loaded.sessions
         self._opened.update(loaded.sessions)
@@ -195,7 +196,7 @@ class Recorder:
             self._background.schedule(0)
 
     def _commit(self, batch: _Batch) -> list[bool]:
-        """Write turns to the journal, then to memory. One write, so all count or none does."""
+        """Write turns to the journal, then to memory. It is one write, so all count or none."""
         with self._lock:
             wanted = [(session, turns) for session, turns in batch if not session.gone]
             lines = _lines(wanted)
@@ -212,15 +213,15 @@ class Recorder:
             return [not session.gone for session, _ in batch]
 
     def _drain(self) -> None:
-        """Record all turns that wait, with one wait for the disk."""
+        """Record all waiting turns with one wait for the disk."""
         batch = []
         while self._pending:
             session, turns, future = self._pending.popleft()
-            if future.set_running_or_notify_cancel():  # else its client has gone
+            if future.set_running_or_notify_cancel():  # otherwise its client is gone
                 batch.append((session, turns, future))
         try:
             recorded = self._commit([(session, turns) for session, turns, _ in batch])
-        except Exception as error:  # noqa: BLE001 - whatever it is, the requests must not wait
+        except Exception as error:  # noqa: BLE001 - the requests must not wait for ever
             for _, _, future in batch:
                 future.set_exception(error)
             return
@@ -236,14 +237,14 @@ class Recorder:
         self._background.schedule(0 if urgent else self._erase_within / 2)
 
     def _snapshot(self) -> tuple[int, Iterator[bytes]]:
-        """Return the size and the lines of all sessions as they are now; they are encoded as they
-        are read."""
-        parts = [(each, each.lost, len(each.turns)) for each in self.sessions.values()]
+        """Return the size and the lines of all sessions as they are now; lines are encoded
+        lazily."""
+        parts = [(session, session.lost, len(session.turns)) for session in self.sessions.values()]
         return self._live, _encode_all(parts)
 
 
 class _Background:
-    """A thread that runs a function when it is due, and again later when it fails."""
+    """A thread that runs a function when it is due, and retries it later if it fails."""
 
     def __init__(self, work: Callable[[], None], retry: float) -> None:
         self._work = work
@@ -254,7 +255,7 @@ class _Background:
         self._thread: threading.Thread | None = None
 
     def schedule(self, delay: float) -> None:
-        """Run the function in so many seconds, or sooner if it is due before that."""
+        """Run the function after `delay` seconds, or earlier if it is already due earlier."""
         with self._wake:
             due = time.monotonic() + delay
             if self._due is None or due < self._due:
@@ -266,7 +267,7 @@ class _Background:
             self._wake.notify()
 
     def close(self) -> bool:
-        """End the thread; return whether a run was still due."""
+        """End the thread; return whether a run was due."""
         with self._wake:
             self._ended = True
             self._wake.notify()
@@ -278,7 +279,7 @@ class _Background:
         while self._wait():
             try:
                 self._work()
-            except Exception as error:  # noqa: BLE001 - the thread must live to try again
+            except Exception as error:  # noqa: BLE001 - the thread must survive to retry
                 log.warning("The journal was not compacted yet: %s", error)
                 self.schedule(self._retry)
 
@@ -302,7 +303,7 @@ def _encode_all(parts: Iterable[tuple[Session, int, int]]) -> Iterator[bytes]:
 
 
 def _lines(batch: _Batch) -> list[list[bytes]]:
-    """Encode turns as they will be added: a turn whose parent is not there is a root."""
+    """Encode turns as they will be added: a turn without its parent becomes a root."""
     coming: dict[str, set[str]] = {}
     lines = []
     for session, turns in batch:
@@ -310,7 +311,7 @@ def _lines(batch: _Batch) -> list[list[bytes]]:
         part = []
         for turn in turns:
             if turn.id in session or turn.id in ids:
-                raise ValueError(f"The turn {turn.id} is recorded already.")
+                raise ValueError(f"The turn {turn.id} is already recorded.")
             if turn.parent is not None and turn.parent not in session and turn.parent not in ids:
                 turn.parent, turn.forked = None, PARENT_MISSING
             ids.add(turn.id)
@@ -320,17 +321,17 @@ def _lines(batch: _Batch) -> list[list[bytes]]:
 
 
 def _check(session: Session, turns: Iterable[Turn]) -> None:
-    """Refuse what could be written and not be read again."""
+    """Raise for turns that could be written but not read back."""
     for turn in turns:
         turn.check()
         if turn.session != session.name:
-            raise ValueError(f"The turn is of session `{turn.session}`, not `{session.name}`.")
+            raise ValueError(f"The turn belongs to `{turn.session}`, not to `{session.name}`.")
 
 
 def _report(path: Path, loaded: Loaded) -> None:
-    names = ", ".join(sorted(loaded.damaged)[:20]) or "sessions that are not known"
+    names = ", ".join(sorted(loaded.damaged)[:20]) or "unknown sessions"
     log.warning(
-        "Lines of the journal %s that could not be used: %d. %s.unreadable keeps them. "
+        "The journal %s has %d unusable lines; they are kept in %s.unreadable. "
         "Turns are missing in %s.",
         path,
         loaded.lost,

@@ -1,4 +1,4 @@
-"""Dynamo's answers in the form that clients of the OpenAI API read."""
+"""Converts Dynamo's answers, and all errors, to the form that OpenAI clients expect."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from aiohttp import web
 from rollway.errors import RequestFailed, RollwayError, Unreachable, UsageError
 from rollway.gateway.journal import JournalFull
 from rollway.gateway.messages import EXPERTS, GENERATION, LOGPROBS, PROMPT
-from rollway.gateway.upstream import Answered
+from rollway.gateway.upstream import ChatReply
 from rollway.http import server_message
 from rollway.rollout.completion import Completion
 
@@ -28,7 +28,7 @@ _ADDRESS = re.compile(
 
 
 class Refused(RollwayError):
-    """A request that is answered with an error of its own status."""
+    """An error with a status of its own."""
 
     def __init__(
         self, status: int, message: str, hint: str = "", *, kind: str = "invalid_request_error"
@@ -38,18 +38,19 @@ class Refused(RollwayError):
         self.kind = kind
 
 
-def choice(raw: Mapping[str, Any], index: int, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """The only choice of an answer, without what the client did not ask for."""
-    made = {**raw["choices"][0], "index": index}
-    if asked.get("logprobs") in (None, False):
-        made["logprobs"] = None
-    return made
+def choice(raw: Mapping[str, Any], index: int, body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the only choice of an answer; drop log-probs that the client's body did not
+    request."""
+    converted = {**raw["choices"][0], "index": index}
+    if body.get("logprobs") in (None, False):
+        converted["logprobs"] = None
+    return converted
 
 
 def add_bundle(
     message: MutableMapping[str, Any], prompt_ids: Sequence[int], completion: Completion
 ) -> None:
-    """The tokens of a message: all fields, or none."""
+    """Add the tokens to a message: all fields, or none."""
     if completion.logprobs is None:
         return
     message[PROMPT] = list(prompt_ids)
@@ -59,14 +60,14 @@ def add_bundle(
         message[EXPERTS] = completion.routed_experts
 
 
-def whole(
-    answers: Sequence[Answered],
+def join_choices(
+    answers: Sequence[ChatReply],
     choices: Sequence[Mapping[str, Any]],
     model: str,
     session: str,
     recorded: bool = True,
 ) -> dict[str, Any]:
-    """One answer with the choices of several. It says so when it was not recorded."""
+    """Return one answer with the choices of several; say so if it was not recorded."""
     first = answers[0].raw
     used = [answer.raw.get("usage") or {} for answer in answers]
     prompt = int(used[0].get("prompt_tokens", 0))
@@ -89,42 +90,44 @@ def whole(
     }
 
 
-def chunk(raw: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any] | None:
-    """A streamed chunk as the client wants it; None for one that is only for us."""
-    made = {key: value for key, value in raw.items() if key != "nvext"}
-    choices = made.get("choices") or []
-    if not choices and not (asked.get("stream_options") or {}).get("include_usage"):
+def chunk(raw: Mapping[str, Any], body: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return a chunk as the client's body requested it; None if the client needs nothing of it."""
+    converted = {key: value for key, value in raw.items() if key != "nvext"}
+    choices = converted.get("choices") or []
+    if not choices and not (body.get("stream_options") or {}).get("include_usage"):
         return None
-    if asked.get("logprobs") in (None, False):
-        made["choices"] = [{**one, "logprobs": None} for one in choices]
-    return made
+    if body.get("logprobs") in (None, False):
+        converted["choices"] = [{**choice, "logprobs": None} for choice in choices]
+    return converted
 
 
 def ends(chunk: Mapping[str, Any]) -> bool:
-    """Whether a chunk says that the answer is over."""
+    """Return whether a chunk ends the answer."""
     return any(choice.get("finish_reason") for choice in chunk.get("choices") or [])
 
 
 @dataclass(slots=True)
-class Spoken:
-    """The message that a stream adds up to, as the client will send it back."""
+class StreamedMessage:
+    """Joins the chunks of a stream to the message that the client will send back."""
 
     _content: list[str] = field(default_factory=list)
     _calls: dict[int, dict[str, str]] = field(default_factory=dict)
 
     def add(self, raw: Mapping[str, Any]) -> None:
-        for one in raw.get("choices") or []:
-            delta = one.get("delta") or {}
+        """Add a chunk."""
+        for choice in raw.get("choices") or []:
+            delta = choice.get("delta") or {}
             self._content.append(delta.get("content") or "")
             for call in delta.get("tool_calls") or []:
-                made = self._calls.setdefault(
+                joined = self._calls.setdefault(
                     int(call.get("index") or 0), {"name": "", "arguments": ""}
                 )
                 function = call.get("function") or {}
-                made["name"] += function.get("name") or ""
-                made["arguments"] += function.get("arguments") or ""
+                joined["name"] += function.get("name") or ""
+                joined["arguments"] += function.get("arguments") or ""
 
     def message(self) -> dict[str, Any]:
+        """Return the message so far."""
         calls = [{"function": self._calls[index]} for index in sorted(self._calls)]
         return {"role": "assistant", "content": "".join(self._content), "tool_calls": calls}
 
@@ -137,7 +140,7 @@ def error(message: str, kind: str, status: int = 500) -> dict[str, Any]:
 
 
 def refusal(failure: Exception) -> web.Response:
-    """Return the answer to a request that failed, whatever the failure was."""
+    """Return the response to a failed request, whatever the failure."""
     status, kind, message = explain(failure)
     body = msgspec.json.encode({"error": error(message, kind, status)})
     headers = None
@@ -147,7 +150,7 @@ def refusal(failure: Exception) -> web.Response:
 
 
 def explain(failure: Exception) -> tuple[int, str, str]:
-    """Return status, kind and message of a failure as a client may see them."""
+    """Return the status, kind and message of a failure that a client may see."""
     if isinstance(failure, Refused):
         return failure.status, failure.kind, str(failure)
     if isinstance(failure, UsageError):
@@ -160,7 +163,7 @@ def explain(failure: Exception) -> tuple[int, str, str]:
     if isinstance(failure, web.HTTPException):
         return failure.status, "invalid_request_error", _http_message(failure)
     if isinstance(failure, web.RequestPayloadError):
-        return 400, "invalid_request_error", "The body is not what its headers announce."
+        return 400, "invalid_request_error", "The body does not match its headers."
     if isinstance(failure, Unreachable):
         log.warning("the frontend did not answer: %s", failure)
         return 503, "upstream", "The model's frontend cannot be reached or took too long."

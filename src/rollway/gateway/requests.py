@@ -1,8 +1,8 @@
-"""Bodies of requests: read, bounded and checked before anything is done with them.
+"""Reads, bounds and checks the bodies of requests before they are used.
 
-Whatever is wrong in a body is a `UsageError`, which the client gets as a 400. What passes can be
-hashed, rendered and sent on without a surprise: no value is nested too deeply, no number is beyond
-64 bits, and every field that the gateway itself reads has its type.
+Anything wrong in a body is a `UsageError`, which the client receives as a 400. A body that passes
+is safe to hash, render and forward: no value is nested too deeply, no number exceeds 64 bits, and
+every field that the gateway reads has its type.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ import msgspec
 from rollway.errors import UsageError
 from rollway.gateway.messages import PREFIX, Message, context_exceeded, token_ids
 from rollway.gateway.replies import Refused
-from rollway.rollout.sender import checked_prompt
+from rollway.rollout.sender import check_prompt
 
 MAX_CHOICES = 64
 MAX_GENERATIONS = 256
-"""Prompts times n of one request."""
+"""The limit for prompts times n in one request."""
 _MAX_MESSAGES = 4096
 _MAX_PARTS = 4096
 _MAX_TOOLS = 1024
 _MAX_DEPTH = 64
 _MAX_VALUES = 200_000
-"""In one body, token ids aside: looking at them takes some 20 ms."""
+"""The limit for one body, without token ids. Checking this many takes about 20 ms."""
 _MAX_BRACKETS = 1_000_000
-"""Each may become an object of Python, which is 20 times as large as its text."""
+"""Each may become a Python object, which is 20 times as large as its text."""
 _MAX_QUOTES = 2_000_000
 """Two for each text. The text "a" takes 60 bytes of memory and 4 in a body."""
 _MAX_COMMAS = 8_000_000
-"""One for each value. Decoding holds up all threads, some 20 ns for each token id."""
+"""One for each value. Decoding blocks all threads, for about 20 ns per token id."""
 _BODY = (32 * 2**20, 128 * 2**20)
 _BODY_PER_TOKEN = 1024
 
@@ -42,15 +42,15 @@ _SMALL_NUMBER = 1_000
 
 
 def body_limit(context_length: int) -> int:
-    """Return how many bytes a body may have. Messages may carry their token ids, each of them the
-    whole prompt, so it is many times the text of a full context."""
+    """Return the largest size of a body. Each message may carry the token ids of its whole prompt,
+    so this is many times the text of a full context."""
     smallest, largest = _BODY
     return min(max(smallest, _BODY_PER_TOKEN * context_length), largest)
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How much there is in a JSON value."""
+    """The size of a JSON value."""
 
     characters: int
     values: int
@@ -58,9 +58,9 @@ class Size:
     """The largest whole number."""
 
     @property
-    def short(self) -> bool:
-        """Whether a template can be rendered with it in the event loop. Loops in templates go over
-        messages, over characters, or up to a number: all of these are few."""
+    def is_short(self) -> bool:
+        """Whether a template can be rendered with it in the event loop. Loops in templates run over
+        messages, over characters, or up to a number: all of these are small."""
         return (
             self.characters <= _SHORT_TEXT
             and self.values <= _SHORT_VALUES
@@ -75,7 +75,7 @@ class Budget:
         self._left = limit
 
     def take(self, size: int) -> None:
-        """Count bytes that came; `Refused` when there are too many."""
+        """Count received bytes; raise `Refused` if there are too many."""
         if size > self._left:
             raise Refused(
                 503, "The gateway has too many long requests.", "Try again later.",
@@ -89,7 +89,7 @@ class Budget:
 
 
 def parse(raw: bytes | bytearray) -> dict[str, Any]:
-    """Decode a body and check the fields that all routes have in common."""
+    """Decode a body and check the fields that all routes share."""
     _check_counts(raw)
     try:
         body = msgspec.json.decode(raw)
@@ -99,14 +99,14 @@ def parse(raw: bytes | bytearray) -> dict[str, Any]:
         raise UsageError(f"The body is not JSON: {error}.") from error
     if not isinstance(body, dict):
         raise UsageError("The body must be a JSON object.")
-    # Prompts and ids have checks of their own; to walk over each id would take too long.
+    # Prompts and ids are checked separately; visiting every id here would take too long.
     measure({name: value for name, value in body.items() if name not in _CHECKED_APART})
     _check_fields(body)
     return body
 
 
 def measure(root: Any) -> Size:
-    """Add up a JSON value, level by level; refuse one that is too deep or too large."""
+    """Measure a JSON value level by level; raise if it is too deep or too large."""
     characters = values = largest = 0
     level = [root]
     for _ in range(_MAX_DEPTH):
@@ -136,8 +136,8 @@ def measure(root: Any) -> Size:
 
 
 def messages_of(body: Mapping[str, Any]) -> list[Message]:
-    """Return the messages of a chat, each of which has its types right. Their depth and their size
-    are looked at when they are rendered."""
+    """Return the messages of a chat after checking their types. Their depth and size are checked
+    when they are rendered."""
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise UsageError("messages must be a list of at least one message.")
@@ -149,7 +149,7 @@ def messages_of(body: Mapping[str, Any]) -> list[Message]:
 
 
 def prompts_of(body: Mapping[str, Any], most: int) -> list[str | list[int]]:
-    """Return the prompts of a text completion: texts, or at most so many token ids."""
+    """Return the prompts of a text completion: texts, or lists of at most `most` token ids."""
     prompt = body.get("prompt")
     if isinstance(prompt, str):
         return [prompt]
@@ -164,7 +164,7 @@ def prompts_of(body: Mapping[str, Any], most: int) -> list[str | list[int]]:
 
 
 def choices_of(body: Mapping[str, Any], prompts: int = 1) -> int:
-    """Return how many answers are asked for, to each of some prompts."""
+    """Return how many answers are requested for each prompt."""
     count = body.get("n")
     if count is None:
         return 1
@@ -179,7 +179,7 @@ def choices_of(body: Mapping[str, Any], prompts: int = 1) -> int:
 
 
 def room(body: Mapping[str, Any], prompt_tokens: int, context_length: int) -> int:
-    """Return how many tokens may be sampled: what was asked for, or what the context holds."""
+    """Return how many tokens may be sampled: the requested number, or what the context holds."""
     left = context_length - prompt_tokens
     if left < 1:
         raise context_exceeded(prompt_tokens, context_length)
@@ -194,7 +194,7 @@ def room(body: Mapping[str, Any], prompt_tokens: int, context_length: int) -> in
 
 
 def ids_of(body: Mapping[str, Any], name: str, most: int) -> list[int]:
-    """Return a field that is a list of at most so many token ids."""
+    """Return a field that is a list of at most `most` token ids."""
     return _prompt_ids(body.get(name) or [], most)
 
 
@@ -222,7 +222,7 @@ _MESSAGE_FIELDS = {"tool_call_id": _TEXT, "reasoning_content": _TEXT, "name": _T
 
 
 def _check_counts(raw: bytes | bytearray) -> None:
-    """Refuse a body of too many values before they are decoded; those in a text count as well."""
+    """Raise for a body with too many values, before decoding; characters in texts count too."""
     if len(raw) <= _MAX_BRACKETS:
         return
     if raw.count(b"[") + raw.count(b"{") > _MAX_BRACKETS:
@@ -257,7 +257,7 @@ def _check_message(index: int, message: Any) -> None:
         raise UsageError("Every message must be an object with a role.")
     content = message.get("content")
     if type(content) is str and type(message["role"]) is str and len(message) == 2:
-        return  # as nearly all are
+        return  # nearly all messages are like this
     place = f"messages[{index}]"
     _check_type(f"{place}.role", message["role"], _TEXT)
     for name, kind in _MESSAGE_FIELDS.items():
@@ -296,20 +296,20 @@ def _check_calls(place: str, calls: Any) -> None:
 
 
 def _check_type(place: str, value: Any, kind: str, *, needed: bool = False) -> None:
-    """Refuse a value of another type; null stands for a field that is left out."""
+    """Raise if a value has another type; null means that the field is absent."""
     if (value is None and not needed) or isinstance(value, _TYPES[kind]):
         return
     raise UsageError(f"{place} must be {kind}.")
 
 
 def _prompt_ids(value: Any, most: int) -> list[int]:
-    """Token ids, also as whole floats."""
+    """Return token ids; whole floats are converted."""
     if isinstance(value, list) and len(value) > most:
         raise context_exceeded(len(value), most)
     kinds = set(map(type, value)) if isinstance(value, list) else set()
     if float in kinds and kinds <= {int, float}:
-        value = checked_prompt(value)
+        value = check_prompt(value)
     ids = token_ids(value, "A prompt", most)
     if not ids:
-        raise UsageError("The prompt has no token.", "Give at least one token id.")
+        raise UsageError("The prompt has no token.", "Send at least one token id.")
     return ids

@@ -4,9 +4,9 @@
                                │  template, splice, record
     trainer ◄─ GET /v1/rollway/trajectories/{session}
 
-A session is the header `x-rollway-session`, or else the API key (see `access`). What a client sent
-before and got back is found again by what it says, and goes to the engine as the very ids that were
-sampled. Nothing that takes long runs in the event loop (see `threads`).
+The header `x-rollway-session` names the session, or else the API key (see `access`). The gateway
+finds earlier turns of a session by their content, and sends them to the engine as the very ids that
+were sampled. Nothing slow runs in the event loop (see `threads`).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from rollway.errors import UsageError
 from rollway.gateway import pages, replies, requests
 from rollway.gateway.access import SESSION, Access, Caller
 from rollway.gateway.connections import Connections
-from rollway.gateway.messages import Message, Prefix, chain, link, sent_prefix
+from rollway.gateway.messages import Message, Prefix, chain, find_sent_prefix, link
 from rollway.gateway.recorder import Recorder, Session, Turn
 from rollway.gateway.template import Template
-from rollway.gateway.upstream import CHAT, Asked, Upstream, asked
+from rollway.gateway.upstream import CHAT, ChatReply, ChatRequest, Upstream, make_request
 from rollway.rollout.completion import Completion
 from rollway.rollout.sender import all_or_none
 from rollway.rollout.splice import SpliceError
@@ -39,16 +39,16 @@ from rollway.rollout.wire import COMPLETIONS, Wire
 T = TypeVar("T")
 
 RECORDED = "x-rollway-recorded"
-_UNBOUNDED = 1_000_000  # the clients bound it
-# aiohttp before 3.14 has plain names only, and later ones warn of them.
+_UNBOUNDED = 1_000_000  # the number of connections bounds it
+# aiohttp before 3.14 knows only plain names; later versions warn about them.
 _CALLER: Any = web.RequestKey("caller", Caller) if hasattr(web, "RequestKey") else "caller"
 _BODY: Any = web.RequestKey("body", bytearray) if hasattr(web, "RequestKey") else "body"
 _LONG_BODY = 200_000
-"""Bytes above which even decoding a body and hashing its messages is done in a thread."""
+"""Above this size, a thread even decodes the body and hashes its messages."""
 _SMALL_BODY = 2**16
-"""Bytes up to which a body is always accepted: the number of connections bounds their sum."""
+"""Bodies up to this size are always accepted: the number of connections bounds their sum."""
 _WRITE_SECONDS = 60.0
-"""For one event of a stream; a client that does not read would hold a worker."""
+"""The time limit for one event of a stream: a client that does not read would block a worker."""
 
 
 @dataclass(slots=True)
@@ -63,13 +63,13 @@ class Gateway:
     context_length: int
     access: Access = field(default_factory=Access)
     bundle: str = "asked"
-    """Whether answers carry their token ids: `asked` for, `always` or `never`."""
+    """When answers carry their token ids: if `asked` for, `always` or `never`."""
     routed_experts: bool = False
-    """Whether to record which experts ran; an engine that does not say it is then an error."""
+    """Whether to record the experts of each token; then an answer without them is an error."""
     connections: Connections = field(default_factory=Connections)
     started: float = field(default_factory=time.time)
     body_bytes: int = 2**30
-    """Of all bodies that are being read or answered; one of the largest size always fits."""
+    """The limit for all bodies that are being read or answered together."""
     _pages: pages.Workers = field(default_factory=pages.Workers)
     _budget: requests.Budget = field(init=False)
 
@@ -79,6 +79,7 @@ class Gateway:
         self._budget = requests.Budget(max(self.body_bytes, largest))
 
     def app(self) -> web.Application:
+        """Return the aiohttp application with all routes."""
         limit = requests.body_limit(self.context_length)
         app = web.Application(client_max_size=limit, middlewares=[self._guard])
         app.router.add_post("/v1/chat/completions", self.chat_completions)
@@ -97,60 +98,44 @@ class Gateway:
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         body = await self._parse(request)
-        messages, digests = await self._beside(
+        messages, digests = await self._run_work(
             request, lambda: _read_messages(body), "Reading the messages"
         )
         count, name = requests.choices_of(body), self._session_name(request)
         session = self._session(name)
         prompt, parent, forked = await self._prompt(body, messages, session, digests)
-        made = self._asked(CHAT, body, prompt, name)
+        chat_request = self._make_request(CHAT, body, prompt, name)
         known = 0 if parent is None else len(session.ids(parent))
-        note = _Note(self, session, digests, prompt[known:], parent, forked)
+        pending = _PendingTurn(self, session, digests, prompt[known:], parent, forked)
         if body.get("stream"):
-            return await self._streamed(request, body, self.chat, made, note, count)
-        answers = await all_or_none(self.chat.ask(made) for _ in range(count))
-        bundled = self._bundled(body)
-        choices, turns = [], []
-        for index, answer in enumerate(answers):
-            choice = replies.choice(answer.raw, index, body)
-            turns.append(note.turn(answer.completion, answer.ticket.version, choice["message"]))
-            if bundled:
-                replies.add_bundle(choice["message"], prompt, answer.completion)
-            choices.append(choice)
-        recorded = await self._record(session, turns)
-        shown = self._show(request, name)
-        return _json(replies.whole(answers, choices, self.model, shown, recorded))
+            return await self._stream(request, body, self.chat, chat_request, pending, count)
+        answers = await all_or_none(self.chat.ask(chat_request) for _ in range(count))
+        return await self._reply(request, body, name, answers, [pending] * count)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         body = await self._parse(request)
         name = self._session_name(request)
-        prompts = await self._beside(
+        prompts = await self._run_work(
             request, lambda: requests.prompts_of(body, self.context_length), "Reading the prompts"
         )
         count = requests.choices_of(body, len(prompts))
-        sent = [
-            self._asked(COMPLETIONS, body, prompt, name)
+        text_requests = [
+            self._make_request(COMPLETIONS, body, prompt, name)
             for prompt in await self._all_ids(prompts)
             for _ in range(count)
         ]
         session = self._session(name)
-        # No history leads to them: each is a trajectory of its own.
-        notes = [_Note(self, session, [_new_id()], made.prompt_ids, None, "") for made in sent]
+        # A text completion has no history: each is a separate trajectory.
+        pending = [
+            _PendingTurn(self, session, [_new_id()], text_request.prompt_ids, None, "")
+            for text_request in text_requests
+        ]
         if body.get("stream"):
-            if len(sent) > 1:
+            if len(text_requests) > 1:
                 raise UsageError("Only one completion at a time can be streamed.")
-            return await self._streamed(request, body, self.text, sent[0], notes[0], 1)
-        answers = await all_or_none(self.text.ask(made) for made in sent)
-        choices, turns = [], []
-        for index, answer in enumerate(answers):
-            choice = replies.choice(answer.raw, index, body)
-            turns.append(notes[index].turn(answer.completion, answer.ticket.version, None))
-            if self._bundled(body):
-                replies.add_bundle(choice, sent[index].prompt_ids, answer.completion)
-            choices.append(choice)
-        recorded = await self._record(session, turns)
-        shown = self._show(request, name)
-        return _json(replies.whole(answers, choices, self.model, shown, recorded))
+            return await self._stream(request, body, self.text, text_requests[0], pending[0], 1)
+        answers = await all_or_none(self.text.ask(each) for each in text_requests)
+        return await self._reply(request, body, name, answers, pending)
 
     async def models(self, request: web.Request) -> web.Response:
         entry = {
@@ -165,13 +150,13 @@ class Gateway:
     async def tokenize(self, request: web.Request) -> web.Response:
         body = await self._parse(request)
         if "messages" in body:
-            messages, _ = await self._beside(
+            messages, _ = await self._run_work(
                 request, lambda: _read_messages(body), "Reading the messages"
             )
-            prefix = sent_prefix(body, messages, self.context_length)
+            prefix = find_sent_prefix(body, messages, self.context_length)
             try:
                 ids = await self.template.prompt(body, messages, prefix)
-            except SpliceError as error:  # of a prefix that the client itself sent
+            except SpliceError as error:  # the client sent this prefix itself
                 raise UsageError(error.message) from error
         else:
             ids = await self.template.encode(requests.text_of(body, "prompt"))
@@ -192,7 +177,7 @@ class Gateway:
 
     async def sessions(self, request: web.Request) -> web.Response:
         sessions = self.recorder.sessions
-        # A copy of the names: a thread may add to them.
+        # Copy the names: a thread may add to them.
         visible = self.access.visible(request[_CALLER], list(sessions))
         pairs = [(shown, sessions.get(name)) for shown, name in visible.items()]
         known = {shown: session for shown, session in pairs if session is not None}
@@ -227,13 +212,14 @@ class Gateway:
             request[_CALLER], lambda: pages.page(session, shown, offset, limit)
         )
 
-    # --- how -------------------------------------------------------------------------------------
+    # --- internals
+    # -------------------------------------------------------------------------------------
 
     async def _prompt(
         self, body: Mapping[str, Any], messages: list[Message], session: Session, digests: list[str]
     ) -> tuple[list[int], str | None, str]:
-        """The ids of a prompt, the turn it goes on from, and why it does not if there was one."""
-        prefix, parent = sent_prefix(body, messages, self.context_length), None
+        """Return the ids of a prompt, the turn it continues, and why it forks if it does."""
+        prefix, parent = find_sent_prefix(body, messages, self.context_length), None
         if prefix is None:
             known = session.latest(digests)
             if known is not None:
@@ -249,64 +235,90 @@ class Gateway:
             forked = error.message
         return prompt, parent, forked
 
-    def _asked(self, wire: Wire, body: Mapping[str, Any], prompt: list[int], name: str) -> Asked:
-        # Headers hold ASCII.
+    def _make_request(
+        self, wire: Wire, body: Mapping[str, Any], prompt: list[int], name: str
+    ) -> ChatRequest:
+        # The session goes into a header, which must be ASCII.
         room = requests.room(body, len(prompt), self.context_length)
         session = name if name.isascii() else hashlib.sha256(name.encode()).hexdigest()
         session = session or _new_id()
-        return asked(wire, body, self.model, prompt, room, session, self.routed_experts)
+        return make_request(wire, body, self.model, prompt, room, session, self.routed_experts)
 
-    async def _streamed(
+    async def _reply(
+        self,
+        request: web.Request,
+        body: Mapping[str, Any],
+        name: str,
+        answers: list[ChatReply],
+        pending: list[_PendingTurn],
+    ) -> web.Response:
+        """Record the turns of whole answers, and return them as one."""
+        with_bundle = self._wants_bundle(body)
+        choices, turns = [], []
+        for index, (answer, turn) in enumerate(zip(answers, pending, strict=True)):
+            choice = replies.choice(answer.raw, index, body)
+            message = choice.get("message")  # a text completion has none
+            turns.append(turn.turn(answer.completion, answer.ticket.version, message))
+            if with_bundle:
+                target = choice if message is None else message
+                replies.add_bundle(target, answer.request.prompt_ids, answer.completion)
+            choices.append(choice)
+        recorded = await self._record(pending[0].session, turns)
+        shown = self._show(request, name)
+        return _json(replies.join_choices(answers, choices, self.model, shown, recorded))
+
+    async def _stream(
         self,
         request: web.Request,
         body: Mapping[str, Any],
         upstream: Upstream,
-        made: Asked,
-        note: _Note,
+        chat_request: ChatRequest,
+        pending: _PendingTurn,
         choices: int,
     ) -> web.StreamResponse:
+        """Stream an answer; hold its last events back until the turn is recorded."""
         if choices > 1:
             raise UsageError("Only one choice can be streamed.", "Ask for n=1, or do not stream.")
-        # Nothing is sent before the frontend has begun to answer: what it refuses has a status.
+        # Send nothing before the frontend has begun to answer: a refusal needs its own status.
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
-        spoken = replies.Spoken()
-        async with upstream.stream(made) as (chunks, assembly, ticket):
-            # The end is told only when the turn is whole and recorded.
-            held: list[dict[str, Any]] = []
+        streamed = replies.StreamedMessage()
+        async with upstream.stream(chat_request) as (chunks, assembly, ticket):
+            # The client must see the end only when the turn is complete and recorded.
+            last_events: list[dict[str, Any]] = []
             try:
                 async for chunk in chunks:
                     if not response.prepared:
                         await response.prepare(request)
-                    spoken.add(chunk)
+                    streamed.add(chunk)
                     shown = replies.chunk(chunk, body)
-                    if shown is not None and (held or replies.ends(shown)):
-                        held.append(shown)
+                    if shown is not None and (last_events or replies.ends(shown)):
+                        last_events.append(shown)
                     elif shown is not None:
                         await _send(response, shown)
                 completion = await upstream.settle(assembly, ticket)
-                message = spoken.message() if upstream is self.chat else None
-                turn = note.turn(completion, ticket.version, message)
-                recorded = await self._record(note.session, [turn])
+                message = streamed.message() if upstream is self.chat else None
+                turn = pending.turn(completion, ticket.version, message)
+                recorded = await self._record(pending.session, [turn])
             except ConnectionError:
-                raise  # the client has gone
+                raise  # the client is gone
             except Exception as failure:
                 if not response.prepared:
                     raise
                 status, kind, message_shown = replies.explain(failure)
                 await _send(response, {"error": replies.error(message_shown, kind, status)})
                 return response
-        if held and self._bundled(body):
-            choice = held[0]["choices"][0]
-            replies.add_bundle(choice.get("delta", choice), made.prompt_ids, completion)
-        if held and not recorded:
-            held[-1]["recorded"] = False
-        for shown in held:
+        if last_events and self._wants_bundle(body):
+            choice = last_events[0]["choices"][0]
+            replies.add_bundle(choice.get("delta", choice), chat_request.prompt_ids, completion)
+        if last_events and not recorded:
+            last_events[-1]["recorded"] = False
+        for shown in last_events:
             await _send(response, shown)
         await _write(response, b"[DONE]")
         return response
 
     def _session(self, name: str) -> Session:
-        """Return the session to record into; one without a name is not recorded."""
+        """Return the session to record into; without a name, nothing is recorded."""
         return self.recorder.open(name) if name else Session()
 
     async def _record(self, session: Session, turns: list[Turn]) -> bool:
@@ -314,12 +326,12 @@ class Gateway:
         return not session.name or await self.recorder.add_async(session, turns)
 
     async def _parse(self, request: web.Request) -> dict[str, Any]:
-        return await self._beside(
+        return await self._run_work(
             request, lambda: requests.parse(request[_BODY]), "Decoding the body"
         )
 
-    async def _beside(self, request: web.Request, work: Callable[[], T], what: str) -> T:
-        """Return the result of `work`, done in a thread for a request with a long body."""
+    async def _run_work(self, request: web.Request, work: Callable[[], T], what: str) -> T:
+        """Return the result of `work`; run it in a thread if the request has a long body."""
         if len(request[_BODY]) < _LONG_BODY:
             return work()
         return await self.template.threads.run(work, what)
@@ -330,11 +342,11 @@ class Gateway:
         tokenized = iter(await self.template.encode_all(texts))
         all_ids = [next(tokenized) if isinstance(prompt, str) else prompt for prompt in prompts]
         if not all(all_ids):
-            raise UsageError("The prompt has no token.", "Give at least one character.")
+            raise UsageError("The prompt has no token.", "Send at least one character.")
         return all_ids
 
     async def _receive(self, request: web.Request, body: bytearray) -> None:
-        """Read the body of a request, and count it as it comes."""
+        """Read the body of a request, and count its bytes as they arrive."""
         most = requests.body_limit(self.context_length)
         async for chunk in request.content.iter_any():
             size = len(body) + len(chunk)
@@ -344,13 +356,13 @@ class Gateway:
             body += chunk
 
     def _session_name(self, request: web.Request) -> str:
-        """The session of a request; empty for one that is not recorded."""
+        """Return the session of a request; "" if it is not recorded."""
         return self.access.session_name(request[_CALLER], request)
 
     def _show(self, request: web.Request, name: str) -> str:
-        return self.access.shown(request[_CALLER], name)
+        return self.access.show(request[_CALLER], name)
 
-    def _bundled(self, body: Mapping[str, Any]) -> bool:
+    def _wants_bundle(self, body: Mapping[str, Any]) -> bool:
         if self.bundle != "asked":
             return self.bundle == "always"
         fields = ("return_token_ids", "return_tokens_as_token_ids", "required_prefix_token_ids")
@@ -360,7 +372,7 @@ class Gateway:
     async def _guard(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Let in who may, wait for the body, and give every failure OpenAI's form."""
+        """Check access, wait for the body, and give every failure OpenAI's form."""
         connection, body = request.protocol, bytearray()
         request[_BODY] = body
         try:
@@ -371,10 +383,10 @@ class Gateway:
             self.connections.answer(connection)
             return await handler(request)
         except ConnectionError:
-            # The client has gone, or does not read: a plain close would wait until it does.
+            # The client is gone, or does not read; a plain close would wait until it does.
             if request.transport is not None:
                 request.transport.abort()
-            return web.Response(status=499)  # which nobody gets
+            return web.Response(status=499)  # nobody receives it
         except Exception as failure:  # noqa: BLE001 - the last guard: it is answered and logged
             return replies.refusal(failure)
         finally:
@@ -383,8 +395,8 @@ class Gateway:
 
 
 @dataclass(slots=True)
-class _Note:
-    """What is to be recorded of a request once its answer is there."""
+class _PendingTurn:
+    """The parts of a turn that are known before its answer arrives."""
 
     gateway: Gateway
     session: Session
@@ -396,6 +408,7 @@ class _Note:
     def turn(
         self, completion: Completion, version: int | None, message: Mapping[str, Any] | None
     ) -> Turn:
+        """Return the turn, now that its answer is there."""
         history = self.digests[-1]
         if message is not None:
             history = link(history, message)
@@ -415,22 +428,22 @@ class _Note:
         )
 
     def _experts(self, completion: Completion) -> dict[str, Any] | None:
-        """What this turn adds to the record of its parent. The engine tells of the whole prompt
-        each time; what was sampled earlier keeps its own."""
+        """Return the experts that this turn adds to those of its parent. The engine reports the
+        whole prompt each time, but earlier tokens keep their first record."""
         if not self.gateway.routed_experts or not completion.token_ids:
             return None
-        from rollway.rollout.experts import captured, whole
+        from rollway.rollout.experts import join_whole, read_capture
 
         before = 0 if self.parent is None else len(self.session.ids(self.parent))
         tokens = before + len(self.new_ids) + len(completion.token_ids)
-        routed = whole([captured(completion.routed_experts)], tokens)
+        routed = join_whole([read_capture(completion.routed_experts)], tokens)
         return routed.since(self.session.experts_end(self.parent)).as_json()
 
 
-async def made_gateway(
+async def create_gateway(
     stack: Stack, template: Template, recorder: Recorder, model: str | None = None, **options: Any
 ) -> Gateway:
-    """For one model of a running stack."""
+    """Create the gateway of one model of a running stack."""
     chat = stack.sender(Upstream, model, wire=CHAT, concurrency=_UNBOUNDED)
     text = stack.sender(Upstream, model, wire=COMPLETIONS, concurrency=_UNBOUNDED)
     length = await stack.context_length(chat.model)

@@ -1,6 +1,6 @@
-"""Messages to token ids, with the ids that were sampled left as they are.
+"""Renders messages to token ids, and keeps the ids that were sampled.
 
-What is short is rendered at once, the rest in a thread with a deadline (see `threads`).
+Short prompts are rendered at once, long ones in a thread with a deadline (see `threads`).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from rollway.rollout.history import History
 from rollway.rollout.template import ChatTemplate
 
 _LONG = 20_000
-"""Characters, or ids, above which a text is tokenized outside the event loop."""
+"""Longer texts, in characters or ids, are tokenized outside the event loop."""
 _MAX_SETTINGS = 64
 _MAX_NUMBER = 1_000_000
-# What the tokenizer's own method takes is refused as well; these hold for every version of it.
+# Clients cannot set these, nor any parameter of the tokenizer's own method.
 _OURS = frozenset({
     "chat_template", "conversation", "conversations", "messages", "tools", "documents", "padding",
     "truncation", "max_length", "tokenize", "tokenizer", "tokenizer_kwargs", "return_dict",
@@ -47,67 +47,67 @@ class Template:
             self.tokenizer: Any = AutoTokenizer.from_pretrained(str(path))
         except (OSError, ValueError) as error:
             raise UsageError(
-                f"No tokenizer can be loaded from {path}: {error}", "Give one with --tokenizer."
+                f"No tokenizer can be loaded from {path}: {error}", "Pass one with --tokenizer."
             ) from error
         self.end_of_turn = _end_of_turn(self.tokenizer)
         self.threads = Threads()
         self._turns = TurnCounts()
         longest = longest_token(self.tokenizer)
         self._bounded = BoundedTokenizer(self.tokenizer, longest)
-        # What was sampled may spell the text of its history with fewer tokens.
+        # Sampled ids may represent their text with fewer tokens than the tokenizer would.
         self._for_history = BoundedTokenizer(self.tokenizer, longest, slack=4)
         parameters = inspect.signature(self.tokenizer.apply_chat_template).parameters
         self._refused = _OURS | set(parameters)
 
     def limit(self, tokens: int) -> None:
-        """Refuse texts that have more tokens from now on."""
+        """Refuse texts with more tokens from now on."""
         self._bounded.limit = self._for_history.limit = tokens
 
     async def prompt(
         self, body: Mapping[str, Any], messages: Sequence[Message], prefix: Prefix | None
     ) -> list[int]:
-        """The ids to send; `SpliceError` when the prefix and the template do not fit together."""
+        """Return the ids to send; raise `SpliceError` if the template does not fit the prefix."""
         known, limit = 0 if prefix is None else len(prefix.token_ids), self._bounded.limit
         if limit is not None and known > limit:
             raise context_exceeded(known, limit)
         plain, settings = without_bundle(messages), self.settings(body)
 
-        def make() -> list[int]:
+        def render() -> list[int]:
             try:
-                return self._made(body, plain, prefix, settings)
+                return self._render(body, plain, prefix, settings)
             except RollwayError:
                 raise
-            except Exception as error:  # the template is code of the model's author
+            except Exception as error:  # the template is the model author's code
                 reason = (str(error) or type(error).__name__)[:500]
                 raise UsageError(
-                    f"The chat template does not take these messages: {reason}"
+                    f"The chat template does not accept these messages: {reason}"
                 ) from error
 
-        if measure([plain, body.get("tools"), settings]).short and known <= _LONG:
-            return make()
-        return await self.threads.run(make, "Rendering the chat template")
+        if measure([plain, body.get("tools"), settings]).is_short and known <= _LONG:
+            return render()
+        return await self.threads.run(render, "Rendering the chat template")
 
     def settings(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what the client sets in the template. The parameters of the tokenizer's method are
-        none of its business: a template of its own could loop for ever."""
-        given = body.get("chat_template_kwargs") or {}
-        if not isinstance(given, Mapping) or len(given) > _MAX_SETTINGS:
+        """Return the client's template settings. It may not set parameters of the tokenizer's
+        method: with its own template it could loop for ever."""
+        settings = body.get("chat_template_kwargs") or {}
+        if not isinstance(settings, Mapping) or len(settings) > _MAX_SETTINGS:
             raise UsageError(
                 f"chat_template_kwargs must be an object of at most {_MAX_SETTINGS} settings."
             )
-        if refused := sorted(self._refused & given.keys()):
+        if refused := sorted(self._refused & settings.keys()):
             raise UsageError(f"chat_template_kwargs cannot set {', '.join(refused)}.")
-        if given and measure(given).largest > _MAX_NUMBER:
+        if settings and measure(settings).largest > _MAX_NUMBER:
             raise UsageError(f"chat_template_kwargs has a number above {_MAX_NUMBER}.")
         if body.get("reasoning_effort") is None:
-            return dict(given)
-        return {**given, "reasoning_effort": body["reasoning_effort"]}
+            return dict(settings)
+        return {**settings, "reasoning_effort": body["reasoning_effort"]}
 
     async def encode(self, text: str) -> list[int]:
         return (await self.encode_all([text]))[0]
 
     async def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        """Tokenize texts, in a thread when they are long together."""
+        """Tokenize texts, in a thread if they are long together."""
 
         def work() -> list[list[int]]:
             return [self._bounded.encode(text) for text in texts]
@@ -121,7 +121,7 @@ class Template:
             return self._bounded.decode(ids)
         return await self.threads.run(lambda: self._bounded.decode(ids), "Decoding the tokens")
 
-    def _made(
+    def _render(
         self,
         body: Mapping[str, Any],
         plain: list[dict[str, Any]],
@@ -129,12 +129,12 @@ class Template:
         settings: dict[str, Any],
     ) -> list[int]:
         tools = None if body.get("tool_choice") == "none" else body.get("tools")
-        goes_on = bool(body.get("continue_final_message", False))
-        generate = bool(body.get("add_generation_prompt", not goes_on))
+        continues = bool(body.get("continue_final_message", False))
+        generate = bool(body.get("add_generation_prompt", not continues))
         if prefix is None:
-            last = {**settings, "continue_final_message": True} if goes_on else settings
-            ids = ChatTemplate(self._bounded, tools, last).render(plain, generate=generate)
-            if generate and not goes_on:
+            kwargs = {**settings, "continue_final_message": True} if continues else settings
+            ids = ChatTemplate(self._bounded, tools, kwargs).render(plain, generate=generate)
+            if generate and not continues:
                 self._turns.put((plain, tools, settings), ids.count(self.end_of_turn))
             return ids
         template = ChatTemplate(self._for_history, tools, settings)
@@ -145,15 +145,15 @@ class Template:
             turns = template.render(before, generate=True).count(self.end_of_turn)
         if generate and history.plain:
             self._turns.put((plain, tools, settings), history.turns)
-        made = history.extend(prefix.token_ids, turns)
-        if made[: len(prefix.token_ids)] != prefix.token_ids:
-            raise RolloutError("A prompt does not begin with the ids that were sampled.")
-        return made
+        prompt = history.extend(prefix.token_ids, turns)
+        if prompt[: len(prefix.token_ids)] != prefix.token_ids:
+            raise RolloutError("A prompt does not begin with the sampled ids.")
+        return prompt
 
 
 class TurnCounts:
-    """Remembers how many end-of-turn tokens prompts have. The next request of a conversation asks
-    for the count of the one before it, and would have to render that prompt again."""
+    """Caches the number of end-of-turn tokens of prompts. The next request of a conversation needs
+    the count of the one before it, and would have to render that prompt again."""
 
     def __init__(self, most: int = 65536) -> None:
         self._most = most
@@ -175,20 +175,21 @@ def _digest(prompt: Any) -> bytes:
 
 
 def _end_of_turn(tokenizer: Any) -> int:
-    """The token that the template ends an assistant turn with: the tokenizer's own, if it is
-    there, else the last special one."""
-    asked = [{"role": "user", "content": "a"}]
+    """Return the token with which the template ends an assistant turn: the tokenizer's eos token if
+    it is there, else the last special token."""
+    question = [{"role": "user", "content": "a"}]
     try:
         template = ChatTemplate(tokenizer)
-        opened = template.render(asked, generate=True)
-        told = template.render([*asked, {"role": "assistant", "content": "a"}], generate=False)
-    except Exception as error:  # the template is code of the model's author
+        prompt = template.render(question, generate=True)
+        reply = {"role": "assistant", "content": "a"}
+        answered = template.render([*question, reply], generate=False)
+    except Exception as error:  # the template is the model author's code
         raise UsageError(f"The chat template cannot be used: {error}") from error
-    tail, eos = told[len(opened) :], tokenizer.eos_token_id
+    tail, eos = answered[len(prompt) :], tokenizer.eos_token_id
     if eos in tail:
         return int(eos)
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
-    found = [token for token in tail if token in special]
-    if not found and eos is None:
+    candidates = [token for token in tail if token in special]
+    if not candidates and eos is None:
         raise UsageError("The chat template ends a turn with no special token.")
-    return found[-1] if found else int(eos)
+    return candidates[-1] if candidates else int(eos)

@@ -1,12 +1,12 @@
-"""Work that would hold up every other request, in threads of its own and with a deadline.
+"""Runs slow work in threads with a deadline, so that it delays no other request.
 
-Rendering a chat template runs code of the model's author on data of a client, and it can take for
-ever. It is Python code, so the interpreter can raise an exception in its thread; that ends a loop
-at once. A single long call into C ends first. A process pool could be killed in any case, but each
-process would load the tokenizer again (hundreds of MiB) and copy every prompt twice.
+Rendering a chat template runs the model author's code on a client's data, and may never end. It is
+Python code, so the interpreter can raise an exception in its thread, which ends a loop at once (a
+long call into C returns first). A process pool could always be killed, but each process would load
+the tokenizer again (hundreds of MiB) and copy every prompt twice.
 
-A slot is free again only when its thread has really ended. If all are taken by work that does not
-end, requests that need one are answered with 503, and short requests go on.
+A slot is free again only when its thread has really ended. If all slots are busy with work that
+does not end, requests that need one are answered with 503, while short requests still work.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Threads:
         self._slots = asyncio.Semaphore(slots)
 
     async def run(self, work: Callable[[], T], what: str) -> T:
-        """Return the result of `work`. `what` is for the error when it takes too long."""
+        """Return the result of `work`. `what` names it in the error if it takes too long."""
         try:
             async with asyncio.timeout(self.wait_seconds):
                 await self._slots.acquire()
@@ -72,7 +72,7 @@ class Threads:
 
 
 class _Job(Generic[T]):
-    """One function in one thread: nothing else can be hit by its interruption."""
+    """One function in its own thread, so that an interruption hits nothing else."""
 
     def __init__(self, work: Callable[[], T], slots: asyncio.Semaphore) -> None:
         self._work = work
@@ -81,12 +81,12 @@ class _Job(Generic[T]):
         self._interrupted = False
         self.ended = False
         self.outcome: asyncio.Future[T] = self._loop.create_future()
-        # Daemons do not keep the process from ending.
+        # A daemon thread does not keep the process alive.
         self._thread = threading.Thread(target=self._run, daemon=True, name="gateway-work")
         self._thread.start()
 
     def interrupt(self) -> None:
-        """End the thread, again and again until it has ended; then free its slot."""
+        """Interrupt the thread repeatedly until it has ended; then free its slot."""
         self._interrupted = True
         if not self._thread.is_alive():
             self._slots.release()
@@ -102,7 +102,7 @@ class _Job(Generic[T]):
             result = self._work()
         except BaseException as error:  # noqa: BLE001 - the caller raises it
             failure = error
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody waits
             self._loop.call_soon_threadsafe(self._end, result, failure)
 
     def _end(self, result: Any, failure: BaseException | None) -> None:

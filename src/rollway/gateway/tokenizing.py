@@ -1,8 +1,8 @@
-"""A tokenizer that refuses text which cannot fit the context, before or soon after it begins.
+"""A tokenizer that refuses text that cannot fit the context, without tokenizing all of it.
 
-Tokenizing 8 MB takes 12 s. A text has at least its length divided by the longest token's as tokens,
-where each token stands for a bounded piece of text; and the tokens of its beginning, up to the last
-words, are those of the whole.
+Tokenizing 8 MB takes 12 s. There are two shortcuts. A text has at least as many tokens as its
+length divided by the length of the longest token, if every token represents a bounded piece of
+text. And the tokens of its beginning, except for the last words, are also tokens of the whole text.
 """
 
 from __future__ import annotations
@@ -14,31 +14,30 @@ from typing import Any
 from rollway.gateway.messages import context_exceeded
 
 _CHARACTERS_PER_TOKEN = 8
-"""Few texts have more. A text with more for each token of the context is tried with its beginning
-first."""
+"""Few texts have more. For longer texts, only the beginning is tokenized first."""
 _COMPOSITION = 4
-"""Unicode composes at most so many characters into one."""
+"""Unicode composes at most this many characters into one."""
 
 
 class BoundedTokenizer:
-    """A tokenizer of transformers, as the chat template and the gateway use it."""
+    """A tokenizer of transformers that checks the length of texts first."""
 
     def __init__(self, tokenizer: Any, longest: int | None, slack: int = 1) -> None:
-        """`longest` is what `longest_token` tells of it. With `slack`, text is refused that has so
-        many times more tokens than the context."""
+        """`longest` is the result of `longest_token`. A text may have `slack` times as many tokens
+        as the context."""
         self._tokenizer = tokenizer
         self._longest = longest
         self._slack = slack
         self._renders = _renders_text(tokenizer)
         self.limit: int | None = None
-        """How many tokens the context has, where it is known."""
+        """The context length in tokens, if known."""
 
     @property
     def eos_token_id(self) -> Any:
         return self._tokenizer.eos_token_id
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, with those that the tokenizer adds around it."""
+        """Return the ids of a text, including special tokens that the tokenizer adds."""
         self.check(text)
         return [int(token) for token in self._tokenizer.encode(text)]
 
@@ -48,8 +47,8 @@ class BoundedTokenizer:
     def apply_chat_template(
         self, conversation: Any, /, *, tokenize: bool, return_dict: bool, **settings: Any
     ) -> Any:
-        """Render, look at the length, and tokenize as the tokenizer's own method does."""
-        if not self._renders:  # its template gives ids, not text
+        """Render, check the length, and tokenize as the tokenizer's own method does."""
+        if not self._renders:  # its template returns ids, not text
             return self._tokenizer.apply_chat_template(
                 conversation, tokenize=tokenize, return_dict=return_dict, **settings
             )
@@ -60,32 +59,31 @@ class BoundedTokenizer:
         ]
 
     def check(self, text: str) -> None:
-        """Refuse a text that has more tokens than the context, as far as that is cheap to know."""
+        """Raise if a text has more tokens than the context, as far as that is cheap to find out."""
         if self.limit is None or len(text) <= self.limit:
             return
         most = self.limit * self._slack
         if self._longest is not None and len(text) > most * self._longest:
             raise context_exceeded(-(-len(text) // self._longest), self.limit, at_least=True)
         size = most * _CHARACTERS_PER_TOKEN
-        if len(text) > 2 * size and (count := self._settled_tokens(text[:size])) > most:
+        if len(text) > 2 * size and (count := self._count_settled(text[:size])) > most:
             raise context_exceeded(count, self.limit, at_least=True)
 
-    def _settled_tokens(self, beginning: str) -> int:
-        """Return how many tokens of a beginning are the same in any text that goes on from it.
-        Text is split into words from left to right, and tokens do not cross words; only the last
-        words depend on what follows them."""
+    def _count_settled(self, beginning: str) -> int:
+        """Count the tokens of a beginning that no continuation can change. Text is split into words
+        from left to right and tokens do not cross words, so only the last words can change."""
         encoded = self._tokenizer(beginning, add_special_tokens=False)
         try:
             words = encoded.word_ids(0)
-        except ValueError:  # a tokenizer in Python knows no words
+        except ValueError:  # slow tokenizers have no words
             return 0
         last = next((word for word in reversed(words) if word is not None), 0)
         return sum(1 for word in words if word is not None and word < last - 1)
 
 
 def longest_token(tokenizer: Any) -> int | None:
-    """Return how many characters of text one token stands for at most; None where a token can
-    stand for any number of them, as one for unknown characters or dropped spaces may."""
+    """Return the largest number of characters that one token represents. Return None if there is no
+    bound, for example if a token may represent unknown characters or dropped spaces."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None
@@ -105,7 +103,7 @@ def longest_token(tokenizer: Any) -> int | None:
 
 
 def _shrink(normalizer: Any) -> int | None:
-    """Return by how much a normalizer can shorten text; None where that has no bound."""
+    """Return the factor by which a normalizer can shorten text, or None without a bound."""
     kind = normalizer and normalizer["type"]
     if kind in (None, "Prepend", "NFD", "NFKD", "ByteLevel"):
         return 1
@@ -126,7 +124,7 @@ def _shrink(normalizer: Any) -> int | None:
 
 
 def _keeps_all(splitter: Any) -> bool:
-    """Tell whether splitting into words drops no character."""
+    """Return whether splitting into words drops no character."""
     kind = splitter and splitter["type"]
     if kind == "Sequence":
         return all(_keeps_all(part) for part in splitter["pretokenizers"])
@@ -136,7 +134,7 @@ def _keeps_all(splitter: Any) -> bool:
 
 
 def _covers_all(model: Any, splitter: Any) -> bool:
-    """Tell whether every character becomes at least one token or a part of one."""
+    """Return whether every character becomes at least a part of a token."""
     if model["type"] != "BPE":
         return False
     vocabulary = model["vocab"]
@@ -157,7 +155,7 @@ def _has_bytes(splitter: Any) -> bool:
 
 
 def _renders_text(tokenizer: Any) -> bool:
-    """Tell whether the chat template gives text that is tokenized like any other."""
+    """Return whether the chat template renders text, which is then tokenized."""
     from transformers import PreTrainedTokenizerBase
 
     method = getattr(type(tokenizer), "apply_chat_template", None)

@@ -1,10 +1,10 @@
-"""Turns of a session, and the trajectories that they make up.
+"""Turns of a session, and the trajectories that they form.
 
-    session ─► turns: prompt ids, sampled ids, log-probs, and the id of the turn each goes on from
+    session ─► turns: prompt ids, sampled ids, log-probs, and the id of the turn that each continues
 
-A turn whose prompt goes on from another turn is its child. Each path from a first turn to a last
-one is a trajectory; what several paths share is trained on in one of them only. A parent is always
-added before its child, so no path has a cycle.
+A turn whose prompt continues another turn is its child. Each path from a first turn to a last turn
+is a trajectory. Turns that several paths share are trained on in one of them only. A parent is
+always added before its child, so no path has a cycle.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rollway.rollout.trajectory import Rollout, Span
 if TYPE_CHECKING:
     from rollway.rollout.experts import RoutedExperts
 
-PARENT_MISSING = "the turn it goes on from is not recorded in this session"
+PARENT_MISSING = "the turn it continues is not recorded in this session"
 
 
 def new_id() -> str:
@@ -32,26 +32,26 @@ def new_id() -> str:
 
 
 class Turn(msgspec.Struct, tag_field="type", tag="turn"):
-    """One assistant turn."""
+    """An assistant turn."""
 
     session: str
     model: str
     history: str
-    """Digest of the messages up to and with this turn, as `messages.chain` computes it."""
+    """The digest of the messages up to and including this turn; see `messages.chain`."""
     new_ids: list[int]
-    """What its prompt has beyond prompt and completion of its parent: all of it without one. Kept
-    whole, a long session would grow with the square of its turns."""
+    """The part of its prompt after the parent's prompt and completion; without a parent, all of
+    it. With whole prompts, a session would grow with the square of its turns."""
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: str
     version: int | None
     worker_id: int | None
     parent: str | None = None
-    """The id of the turn that it goes on from."""
+    """The id of the turn that it continues."""
     forked: str = ""
-    """Why it does not go on from the turn before it in the history, if there was one."""
+    """Why it does not continue the turn before it in the history, if there was one."""
     routed_experts: dict[str, str | int | list[int] | None] | None = None
-    """From where the record of its parent ends."""
+    """The experts after the last row of its parent."""
     id: str = msgspec.field(default_factory=new_id)
 
     def experts(self) -> RoutedExperts | None:
@@ -62,7 +62,7 @@ class Turn(msgspec.Struct, tag_field="type", tag="turn"):
         return decode(self.routed_experts)
 
     def rollout(self, prompt: list[int]) -> Rollout:
-        """Return what was sampled after a whole prompt."""
+        """Return this turn as a rollout of the whole prompt."""
         spans = (Span(0, len(self.token_ids), self.version, self.worker_id),)
         return Rollout(
             prompt,
@@ -75,11 +75,11 @@ class Turn(msgspec.Struct, tag_field="type", tag="turn"):
         )
 
     def check(self) -> None:
-        """Refuse values that no sampled turn has, so that one bad turn in a file cannot break the
+        """Raise for values that no sampled turn has: one bad turn in a file must not break the
         trajectories of its whole session."""
         if len(self.logprobs) != len(self.token_ids):
             raise RolloutError(f"{len(self.token_ids)} tokens have {len(self.logprobs)} log-probs.")
-        if not math.isfinite(sum(self.logprobs)):  # as fast as it gets: each turn comes by here
+        if not math.isfinite(sum(self.logprobs)):  # one sum is fast, and every turn is checked
             raise RolloutError("A log-prob is not a finite number.")
         for ids in (self.new_ids, self.token_ids):
             if ids and not 0 <= min(ids) <= max(ids) < 2**63:
@@ -99,11 +99,11 @@ class Session:
     name: str = ""
     turns: list[Turn] = field(default_factory=list)
     gone: bool = False
-    """Whether it was forgotten. Nothing is recorded in it any more."""
+    """Whether it was deleted. Then nothing more is recorded in it."""
     lost: int = 0
     """How many of its turns could not be read from the journal."""
     size: int = 0
-    """Bytes of its turns in the journal."""
+    """The number of bytes of its turns in the journal."""
     _index: dict[str, int] = field(default_factory=dict)
     _by_history: dict[str, int] = field(default_factory=dict)
 
@@ -111,20 +111,19 @@ class Session:
         return turn in self._index
 
     def add(self, turn: Turn) -> None:
-        """Append a turn. One whose parent is not here becomes a root, and `forked` says so."""
+        """Append a turn. If its parent is missing it becomes a root, and `forked` says so."""
         if turn.id in self._index:
-            raise ValueError(f"The session has the turn {turn.id} already.")
+            raise ValueError(f"The session already has the turn {turn.id}.")
         if turn.parent is not None and turn.parent not in self._index:
             turn.parent, turn.forked = None, turn.forked or PARENT_MISSING
         position = len(self.turns)
         self.turns.append(turn)
         self._index[turn.id] = position
-        # The newest turn with the same words: that is the one the client has just read.
+        # With equal texts, the newest turn counts: the client has just read that one.
         self._by_history[turn.history] = position
 
     def latest(self, digests: Sequence[str]) -> tuple[str, int] | None:
-        """Return the id of the turn that the longest beginning of a history ends with, and how
-        many messages that beginning has."""
+        """Return the last recorded turn of a history, and the number of messages up to it."""
         for count in range(len(digests), 0, -1):
             position = self._by_history.get(digests[count - 1])
             if position is not None:
@@ -132,7 +131,7 @@ class Session:
         return None
 
     def ids(self, turn: str) -> list[int]:
-        """Return prompt and completion of a turn."""
+        """Return the prompt and completion of a turn."""
         tokens: list[int] = []
         for position in self._path(self._index[turn]):
             tokens += self.turns[position].new_ids
@@ -140,29 +139,28 @@ class Session:
         return tokens
 
     def experts_end(self, turn: str | None) -> int:
-        """Return the position up to which the record of a turn goes, its parents' included."""
+        """Return the position after the last recorded experts of a turn and its parents."""
         experts = self._last_experts(turn)
         return 0 if experts is None else experts.end
 
     def trajectories(self) -> list[TokenSequence]:
-        """Build one sequence for each turn that no other goes on from."""
+        """Build one sequence for each turn that no other turn continues."""
         return list(self.each_trajectory())
 
     def each_trajectory(self, start: int = 0) -> Iterator[TokenSequence]:
-        """Build the same sequences one at a time, from the sequence `start` on: a caller that has
-        enough need not build the rest."""
+        """Yield the same sequences from number `start` on, built one at a time."""
         turns = list(self.turns)
         parents = {turn.parent for turn in turns}
         leaves = [position for position, turn in enumerate(turns) if turn.id not in parents]
-        taken: dict[int, int] = {}
+        owner: dict[int, int] = {}  # turn -> the first trajectory that contains it
         for number, leaf in enumerate(leaves):
             path = self._path(leaf)
             if number >= start:
-                yield self._sequence(path, taken)
+                yield self._sequence(path, owner)
             for position in reversed(path):
-                if position in taken:
-                    break  # and all before it as well
-                taken[position] = number
+                if position in owner:
+                    break  # so are all turns before it
+                owner[position] = number
 
     def count_trajectories(self) -> int:
         turns = list(self.turns)
@@ -185,16 +183,16 @@ class Session:
             path.append(self._index[parent])
         return path[::-1]
 
-    def _sequence(self, path: list[int], taken: Mapping[int, int]) -> TokenSequence:
-        shared = [position for position in path if position in taken]
+    def _sequence(self, path: list[int], owner: Mapping[int, int]) -> TokenSequence:
+        shared = [position for position in path if position in owner]
         fork = None
         before: list[int] = []
         if shared:
             before = self.ids(self.turns[shared[-1]].id)
             fork = Fork(
-                taken[shared[-1]],
+                owner[shared[-1]],
                 len(before),
-                "another trajectory of this session goes on from the same turn",
+                "another trajectory of this session continues the same turn",
             )
         elif self.turns[path[0]].forked:
             fork = Fork(0, 0, self.turns[path[0]].forked)
@@ -208,7 +206,7 @@ class Session:
         return builder.sequence()
 
     def _experts(self, path: list[int]) -> list[RoutedExperts]:
-        """Return what each turn of a path adds to the record of the turns before it."""
+        """Return the experts that each turn of a path adds to those before it."""
         parts: list[RoutedExperts] = []
         for position in path:
             experts = self.turns[position].experts()
@@ -217,18 +215,18 @@ class Session:
         return parts
 
     def check(self, turn: Turn) -> None:
-        """Refuse a turn that was read from a file and cannot follow its parent here."""
+        """Raise if a turn from a file cannot follow its parent here."""
         turn.check()
         if turn.id in self._index:
-            raise RolloutError("The session has a turn of this id already.")
+            raise RolloutError("The session already has a turn with this id.")
         if turn.parent is not None and turn.parent not in self._index:
-            raise RolloutError(f"Its parent `{turn.parent[:64]}` is not there.")
+            raise RolloutError(f"Its parent `{turn.parent[:64]}` is missing.")
         experts = turn.experts()
         before = self._last_experts(turn.parent)
         if experts is not None and before is not None:
-            from rollway.rollout.experts import joined  # numpy, which only users of this have
+            from rollway.rollout.experts import join  # needs numpy
 
-            joined(before, experts.since(before.end))
+            join(before, experts.since(before.end))
 
 
 class Forgotten(msgspec.Struct, tag_field="type", tag="forgotten"):
@@ -238,7 +236,8 @@ class Forgotten(msgspec.Struct, tag_field="type", tag="forgotten"):
 
 
 class Lost(msgspec.Struct, tag_field="type", tag="lost"):
-    """So many turns of a session could not be read. Compaction leaves this in their place."""
+    """The number of turns of a session that could not be read. Compaction writes it in their
+    place."""
 
     session: str
     turns: int

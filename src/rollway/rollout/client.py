@@ -3,10 +3,10 @@
     rollouts = stack.rollouts()
     group = await rollouts.generate(prompt_ids, Sampling(max_tokens=64), n=8)
 
-The n rollouts of a call are one group: they carry one session id, which the router keeps on one
-worker, so that the prompt is computed once. Every request requires the taint of its weight version,
-so no worker on another version samples a token of it, and KV cache is salted with the version, so
-a block computed under one is never read under another.
+The n rollouts of a call form a group. They share a session id, which the router keeps on one
+worker, so the prompt is computed once. Every request requires the taint of its weight version, so
+no worker of another version samples its tokens. The KV cache is salted with the version, so a block
+computed under one version is never read under another.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from rollway.rollout.sender import (
     Sender,
     Trouble,
     all_or_none,
-    checked_prompt,
-    explained,
-    temporary,
+    check_prompt,
+    describe_error,
+    is_temporary,
 )
 from rollway.rollout.trajectory import Rollout, Span, Trajectory
 from rollway.versions import Ticket
@@ -39,11 +39,11 @@ SIBLINGS = 16
 
 
 class Rollouts(Sender):
-    """Samples. Its options are those of `Sender`."""
+    """Samples completions. `Stack.rollouts` creates it."""
 
     resumes = True
-    """Whether a rollout that a pause or a refit cut short goes on by itself; else it is returned
-    as `aborted`, with what it has."""
+    """Whether a rollout that a pause or a refit cut short is continued. Otherwise it is returned as
+    `aborted`, with the tokens it has."""
 
     async def generate(
         self,
@@ -54,17 +54,36 @@ class Rollouts(Sender):
         group: str | None = None,
         version: int | None = None,
     ) -> list[Rollout]:
-        """Sample n rollouts of one prompt, from the current weights or from a `version` that some
-        worker still serves. Cancelling the call ends them on the workers too."""
-        prompt = checked_prompt(prompt_ids)
+        """Sample n rollouts of one prompt.
+
+        Args:
+            prompt_ids: The token ids of the prompt.
+            sampling: Sampling parameters; by default the policy's own distribution.
+            n: How many rollouts. They form a group and share the cached prompt.
+            group: A session id that keeps several calls on one worker.
+            version: A weight version that some worker still serves; by default the current one.
+
+        Returns:
+            The rollouts, each with token ids, log-probs and the version of every token.
+
+        Raises:
+            RolloutError: The engine's answer is wrong, or retries did not help for `patience` s.
+            Unreachable: The frontend does not answer, or a rollout took longer than `timeout`.
+            UsageError: The prompt or n is invalid.
+
+        Cancelling the call also ends its requests on the workers.
+
+            group = await rollouts.generate(prompt_ids, Sampling(max_tokens=64), n=8)
+        """
+        prompt = check_prompt(prompt_ids)
         if n < 1:
             raise UsageError(f"n is {n}.", "Ask for at least one rollout.")
         session = group or uuid.uuid4().hex
         chosen = sampling or Sampling()
-        if n == 1:  # in the caller's task: whoever cancels it finds it done or without a token
-            return [await self._one(prompt, chosen, session, version)]
+        if n == 1:  # in the caller's task, so a cancelled call is either complete or has no token
+            return [await self._sample(prompt, chosen, session, version)]
         return await all_or_none(
-            self._one(prompt, chosen.shifted(index), shared_session(session, index), version)
+            self._sample(prompt, chosen.offset_seed(index), shared_session(session, index), version)
             for index in range(n)
         )
 
@@ -74,12 +93,16 @@ class Rollouts(Sender):
         sampling: Sampling | None = None,
         n: int = 1,
     ) -> list[list[Rollout]]:
-        """A group of n rollouts for each prompt, in the order of the prompts.
+        """Sample a group of n rollouts for each prompt; return them in the order of the prompts.
 
-        With a seed, every rollout of the batch gets its own: seed, seed + 1, …"""
+        With a seed, the rollouts of the batch use seed, seed + 1, … The first failure cancels the
+        other requests and is raised; see `generate` for the errors.
+
+            groups = await rollouts.generate_batch(prompts, Sampling(max_tokens=64), n=8)
+        """
         chosen = sampling or Sampling()
         return await all_or_none(
-            self.generate(prompt, chosen.shifted(position * n), n)
+            self.generate(prompt, chosen.offset_seed(position * n), n)
             for position, prompt in enumerate(prompts)
         )
 
@@ -90,14 +113,18 @@ class Rollouts(Sender):
         *,
         group: str | None = None,
     ) -> AsyncIterator[list[int] | Rollout]:
-        """Yield token ids as they come, and the whole checked Rollout last.
+        """Yield token ids as they arrive, and the whole checked Rollout last.
 
-        A stream that breaks raises; nothing is sampled again behind the reader's back. One that is
-        refused before it begins, as a router does for a moment after a refit, is asked for again.
-        One that a refit cut short goes on with the new weights."""
+        A broken stream raises an error: tokens that the reader has seen are never sampled again. A
+        stream that is refused before it begins, as a router does for a moment after a refit, is
+        retried. A stream that a refit cut continues on the new weights.
+
+            async for part in rollouts.stream(prompt_ids):
+                ...  # lists of token ids, then a Rollout
+        """
         if not self.wire.streams:
             raise UsageError(f"The wire `{self.wire.name}` cannot stream.", "Use `completions`.")
-        trajectory = Trajectory(checked_prompt(prompt_ids), sampling or Sampling(), self.adapter)
+        trajectory = Trajectory(check_prompt(prompt_ids), sampling or Sampling(), self.adapter)
         session, trouble = group or uuid.uuid4().hex, Trouble(self._patience)
         async with self._slots, self._deadline():
             while True:
@@ -111,22 +138,23 @@ class Rollouts(Sender):
                             if tokens := assembly.add(event):
                                 trouble = Trouble(self._patience)
                                 yield tokens
-                except RequestFailed as error:  # the answer's status: not a token has come
-                    if not temporary(error):
+                except RequestFailed as error:  # the status of the answer: no token has arrived
+                    if not is_temporary(error):
                         raise
-                    session = uuid.uuid4().hex  # it may be bound to a worker that has fallen behind
-                    await trouble.wait(explained(error, self.model))
-                    await self._look_again()
+                    # The session may be bound to a worker that serves an older version.
+                    session = uuid.uuid4().hex
+                    await trouble.wait(describe_error(error, self.model))
+                    await self._refresh_workers()
                     continue
-                rollout = await self._take(trajectory, assembly.finish(), ticket, streamed=True)
+                rollout = await self._add_leg(trajectory, assembly.finish(), ticket, streamed=True)
                 if rollout is not None:
                     break
         yield rollout
 
-    async def _one(
+    async def _sample(
         self, prompt: list[int], sampling: Sampling, session: str, version: int | None
     ) -> Rollout:
-        """Sample until the rollout is whole and every token of it has a version."""
+        """Sample until the rollout is complete and every token has a version."""
         trajectory = Trajectory(prompt, sampling, self.adapter)
         attempt = self._attempt(session)
         async with self._slots, self._deadline():
@@ -138,16 +166,16 @@ class Rollouts(Sender):
                     continue
                 assembly.add(answer)
                 before = len(trajectory.token_ids)
-                with self._counted():
-                    rollout = await self._take(trajectory, assembly.finish(), ticket)
+                with self._count_in_flight():
+                    rollout = await self._add_leg(trajectory, assembly.finish(), ticket)
                 if rollout is not None:
                     return rollout
                 if len(trajectory.token_ids) > before:
                     attempt.trouble = Trouble(self._patience)
                 else:
-                    await attempt.not_attributed(ticket)
+                    await attempt.retry_elsewhere(ticket)
 
-    async def _take(
+    async def _add_leg(
         self,
         trajectory: Trajectory,
         completion: Completion,
@@ -155,29 +183,34 @@ class Rollouts(Sender):
         *,
         streamed: bool = False,
     ) -> Rollout | None:
-        """Add a leg; the rollout if it is whole, None if there is more to sample."""
-        book, by = self._versions, completion.worker_id
-        if not await self._vouched(ticket, by):
+        """Add a leg; return the rollout if it is complete, None if there is more to sample."""
+        versions, worker = self._versions, completion.worker_id
+        if not await self._is_attributed(ticket, worker):
             if streamed:
                 raise RolloutError("The weights changed while this rollout was streamed.")
             return None
         trajectory.add(completion, ticket.version)
         if completion.finish_reason != "aborted":
             return trajectory.rollout(completion.finish_reason, ticket.version)
-        if trajectory.full:
+        if trajectory.is_full:
             return trajectory.rollout("length", ticket.version)
         if not self.resumes:
             return trajectory.rollout("aborted", ticket.version)
-        await self._look_again(now=True)
-        if ticket.version == book.current and not book.changing and self._serves(ticket, by):
-            return trajectory.rollout("aborted", ticket.version)  # somebody meant this rollout
-        if streamed and trajectory.sampling.penalised and trajectory.token_ids:
-            raise RolloutError("A refit cut a streamed rollout that penalties keep from going on.")
+        await self._refresh_workers(now=True)
+        current = ticket.version == versions.current and not versions.changing
+        if current and self._still_serves(ticket, worker):
+            # No refit cut it: somebody aborted this rollout on purpose.
+            return trajectory.rollout("aborted", ticket.version)
+        if streamed and trajectory.sampling.has_penalties and trajectory.token_ids:
+            raise RolloutError(
+                "A refit cut a streamed rollout, which cannot be continued with penalties."
+            )
         trajectory.cut()
         return None
 
-    def _serves(self, ticket: Ticket, worker: int | None) -> bool:
-        """Whether a worker is as it was; if not, another process is changing its weights."""
+    def _still_serves(self, ticket: Ticket, worker: int | None) -> bool:
+        """Return whether the worker still serves the ticket's version; if not, another process is
+        refitting it."""
         return ticket.version is None or worker in self._versions.served_by(ticket.version)
 
     def _request(
@@ -202,13 +235,15 @@ class Rollouts(Sender):
 
 
 def shared_session(session: str, index: int) -> str:
-    """A large group would fill one worker while others have nothing to do: each SIBLINGS rollouts
-    of it are a group of their own (64 rollouts on 4 workers: 4.7 s instead of 14.0 s)."""
+    """Return the session id of a rollout in a group.
+
+    A large group would fill one worker while others are idle, so every SIBLINGS rollouts have their
+    own session (64 rollouts on 4 workers: 4.7 s instead of 14.0 s)."""
     return session if index < SIBLINGS else f"{session}/{index // SIBLINGS}"
 
 
 async def events(lines: AsyncIterator[bytes]) -> AsyncIterator[object]:
-    """The JSON objects of a server-sent event stream, up to [DONE]; anything less is an error."""
+    """Yield the JSON objects of a server-sent event stream; raise if it ends before [DONE]."""
     async for line in lines:
         text = line.strip()
         if not text.startswith(b"data:"):
@@ -219,9 +254,9 @@ async def events(lines: AsyncIterator[bytes]) -> AsyncIterator[object]:
         try:
             event = msgspec.json.decode(data)
         except msgspec.DecodeError as error:
-            raise RolloutError(f"The stream holds something that is not JSON: {error}.") from error
+            raise RolloutError(f"The stream contains invalid JSON: {error}.") from error
         if isinstance(event, dict) and "choices" not in event:
-            said = server_message(data.decode(errors="replace"))
-            raise RolloutError(f"The stream ended with an error: {said}")
+            message = server_message(data.decode(errors="replace"))
+            raise RolloutError(f"The stream ended with an error: {message}")
         yield event
-    raise RolloutError("The stream broke off before it was done.")
+    raise RolloutError("The stream broke off before [DONE].")

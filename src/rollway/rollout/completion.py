@@ -1,7 +1,7 @@
-"""One answer of an engine, put together from what its wire brings, and checked.
+"""An engine's answer, assembled from a wire's chunks and checked.
 
-Ids present, one log-prob for each id, counts that agree with `usage`. An answer that does not add
-up is an error; it is never padded, re-encoded or guessed.
+The answer must have token ids, one log-prob for each id, and counts that agree with `usage`.
+Anything else is an error: nothing is padded, re-encoded or guessed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ S = TypeVar("S")
 
 FinishReason = Literal["stop", "length", "aborted"]
 
-_ROUNDING = 1e-5  # of a token that is certain; float32 may end above 0
+_ROUNDING = 1e-5  # float32 may round the log-prob of a certain token to slightly above 0
 _FINISH: dict[str, FinishReason] = {
     "stop": "stop",
     "eos": "stop",
@@ -33,14 +33,14 @@ _FINISH: dict[str, FinishReason] = {
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One checked answer of the engine."""
+    """A checked answer of the engine."""
 
     token_ids: list[int]
     logprobs: list[float] | None
     finish_reason: FinishReason
     worker_id: int | None
-    """None where the wire does not tell, and for an answer that moved between workers: Dynamo
-    names the one that died."""
+    """None if the wire does not name the worker, and for an answer that migrated between workers:
+    Dynamo then names the worker that died."""
     cached_tokens: int
     routed_experts: Any = None
     """As the engine sent them; see `rollway.rollout.experts`."""
@@ -48,8 +48,8 @@ class Completion:
 
 @dataclass(slots=True)
 class Assembly:
-    """Puts an answer together from one body or from many streamed chunks, then checks it. Each
-    wire has its own `add`."""
+    """Collects an answer from one body or from many streamed chunks, then checks it. Each wire has
+    its own `add`."""
 
     sampling: Sampling
     prompt_length: int
@@ -64,43 +64,44 @@ class Assembly:
     _has_ids: bool = False
 
     def add(self, raw: Any) -> list[int]:
-        """Take in one decoded JSON body or chunk; returns the token ids it brought."""
+        """Add a decoded JSON body or chunk; return its token ids."""
         raise NotImplementedError
 
     def finish(self) -> Completion:
+        """Check the collected answer and return it."""
         reason = self._finish_reason()
         if not self._has_ids and reason != "aborted":
             raise RolloutError(
                 "The server returned no token ids.",
-                "It must be a Dynamo frontend that honours nvext.extra_fields (1.4 or newer), or "
-                "a vLLM server that honours return_token_ids.",
+                "Use a Dynamo frontend that supports nvext.extra_fields (1.4 or newer), or a vLLM "
+                "server that supports return_token_ids.",
             )
         self._check_counts(reason)
         return Completion(
             token_ids=self.token_ids,
-            logprobs=self._checked_logprobs(),
+            logprobs=self._check_logprobs(),
             finish_reason=reason,
             worker_id=None if self._migrated else self._worker_id,
             cached_tokens=self._cached,
             routed_experts=self._experts,
         )
 
-    def _took(self, token_ids: list[int] | None) -> list[int]:
+    def _add_ids(self, token_ids: list[int] | None) -> list[int]:
         if token_ids is None:
             return []
         self._has_ids = True
         self.token_ids += token_ids
         return token_ids
 
-    def _extended(self, nvext: Nvext) -> list[int]:
-        """Take in what Dynamo adds; returns the token ids."""
-        # A plain finish reason never takes the place of a detailed one.
+    def _add_nvext(self, nvext: Nvext) -> list[int]:
+        """Add the fields that Dynamo adds to an answer; return the token ids."""
+        # The detailed reason wins: the plain one says "stop" for cancelled requests too.
         self._finish = nvext.detailed_finish_reason or self._finish
         self._worker_id = self._worker_id if nvext.worker is None else nvext.worker
         self._experts = nvext.routed_experts or self._experts
-        return self._took(nvext.completion_token_ids)
+        return self._add_ids(nvext.completion_token_ids)
 
-    def _counted(self, usage: Usage | None) -> None:
+    def _add_usage(self, usage: Usage | None) -> None:
         if usage is None:
             return
         self._prompt_tokens, self._completion_tokens = usage.prompt_tokens, usage.completion_tokens
@@ -109,7 +110,7 @@ class Assembly:
 
     def _finish_reason(self) -> FinishReason:
         if self._finish is None:
-            raise RolloutError("The answer ended without a finish reason; it was cut off.")
+            raise RolloutError("The answer ended without a finish reason: the connection was cut.")
         reason = _FINISH.get(self._finish.lower())
         if reason is None:
             raise RolloutError(f"The engine ended a rollout with `{self._finish}`.")
@@ -118,23 +119,27 @@ class Assembly:
     def _check_counts(self, reason: FinishReason) -> None:
         ids, saw, sent = len(self.token_ids), self._prompt_tokens, self._completion_tokens
         if saw is not None and saw != self.prompt_length and not self._migrated:
-            raise RolloutError(f"The engine saw {saw} prompt tokens of {self.prompt_length}.")
+            raise RolloutError(f"The engine counted {saw} prompt tokens, not {self.prompt_length}.")
         if sent is not None and sent != ids and reason != "aborted":
             raise RolloutError(f"The engine counted {sent} tokens and sent {ids} ids.")
         if ids > self.sampling.max_tokens:
-            raise RolloutError(f"{ids} tokens came, {self.sampling.max_tokens} were asked for.")
+            raise RolloutError(
+                f"The engine sent {ids} tokens; max_tokens is {self.sampling.max_tokens}."
+            )
         if reason == "length" and ids == 0:
-            # Fewer than max_tokens is legal (the model's context may be full), none is not.
+            # Fewer tokens than max_tokens are legal, because the context may be full; none are not.
             raise RolloutError("The rollout ended by length without a single token.")
 
     @property
     def _migrated(self) -> bool:
-        """Whether another worker went on after the first had died: what that one had sampled then
-        counts as prompt as well. It is the only sign of it."""
+        """Whether another worker continued after the first one died.
+
+        Dynamo does not report a migration. Its only sign is that the tokens of the dead worker are
+        counted as prompt tokens."""
         more = 0 if self._prompt_tokens is None else self._prompt_tokens - self.prompt_length
         return 0 < more <= len(self.token_ids)
 
-    def _checked_logprobs(self) -> list[float] | None:
+    def _check_logprobs(self) -> list[float] | None:
         if not self.sampling.logprobs:
             return None
         if len(self._logprobs) != len(self.token_ids):
@@ -144,18 +149,18 @@ class Assembly:
                 if not self._logprobs
                 else "",
             )
-        return checked_logprobs(self._logprobs)
+        return check_logprobs(self._logprobs)
 
 
-def checked_logprobs(values: list[float | None]) -> list[float]:
-    """The same, if each is one."""
+def check_logprobs(values: list[float | None]) -> list[float]:
+    """Return the values; raise unless each is a log-prob."""
     checked = [lp for lp in values if lp is not None and math.isfinite(lp) and lp <= _ROUNDING]
     if len(checked) != len(values):
         raise RolloutError("A log-prob is missing, not finite, or above 0.")
     return checked
 
 
-# --- shapes that several wires have -------------------------------------------------------------
+# --- shapes that several wires share -------------------------------------------------------------
 
 
 class PromptDetails(msgspec.Struct):
@@ -173,7 +178,7 @@ class WorkerIds(msgspec.Struct):
 
 
 class Nvext(msgspec.Struct):
-    """What Dynamo adds to an answer, as far as it was asked for."""
+    """The requested fields that Dynamo adds to an answer."""
 
     completion_token_ids: list[int] | None = None
     worker_id: WorkerIds | None = None
@@ -186,8 +191,8 @@ class Nvext(msgspec.Struct):
         return None if self.worker_id is None else self.worker_id.decode_worker_id
 
 
-def parsed(raw: Any, shape: type[S]) -> S:
-    """A decoded JSON value as a struct; anything else is an error that says where."""
+def parse(raw: Any, shape: type[S]) -> S:
+    """Convert a decoded JSON value to a struct; the error says where it does not fit."""
     try:
         return msgspec.convert(raw, shape)
     except msgspec.ValidationError as error:
@@ -195,7 +200,7 @@ def parsed(raw: Any, shape: type[S]) -> S:
 
 
 def only_choice(choices: list[S]) -> S | None:
-    """Streams end with a chunk that has none."""
+    """Return the only choice, or None: streams end with a chunk that has no choice."""
     if len(choices) > 1:
         raise RolloutError(f"The server sent {len(choices)} choices for one rollout.")
     return choices[0] if choices else None

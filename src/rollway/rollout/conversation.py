@@ -1,23 +1,23 @@
-"""`Conversation`: many turns with a model, token-exact, and what a trainer makes of them.
+"""`Conversation`: a token-exact conversation of many turns, ready for training.
 
     conversation = Conversation(tokenizer, tools=[schema])
     conversation.add({"role": "user", "content": "What is 17 * 3?"})
     while True:
         (rollout,) = await rollouts.generate(conversation.prompt(), Sampling(max_tokens=512))
         call = parse_tool_call(tokenizer.decode(rollout.token_ids))
-        conversation.took(rollout, call.message if call else None)
+        conversation.add_rollout(rollout, call.message if call else None)
         if call is None:
             break
         conversation.add({"role": "tool", "content": call.run()})
     batch = conversation.sequences()
 
-Sampled ids are never decoded and encoded again: the next prompt begins with the prompt and the
-completion of the turn before it, id for id. What the model saw and said is then one sequence, its
-log-probs belong to its tokens, and the workers find it in their prefix caches. The chat template
-says what comes after the completion: tool results, user turns, the opening of the next turn.
+Sampled ids are never decoded and re-encoded. The next prompt begins, id for id, with the prompt and
+completion of the turn before it. So the whole conversation is one sequence, its log-probs belong to
+its tokens, and the workers find it in their prefix caches. The chat template renders what follows
+the completion: tool results, user turns, the opening of the next turn.
 
-Where a template cannot be followed without a change of earlier tokens, the sequence ends and a new
-one begins (a fork). Nothing is patched.
+If the template would change earlier tokens, the sequence ends and a new one begins (a fork).
+Nothing is patched.
 """
 
 from __future__ import annotations
@@ -43,20 +43,30 @@ _PROBE: Message = {"role": "assistant", "content": "a"}
 
 @dataclass(frozen=True, slots=True)
 class _Next:
-    """The prompt of the turn to come."""
+    """The prompt of the next turn."""
 
     ids: list[int]
     turns: int
-    """End-of-turn tokens in the template's own rendering of it."""
+    """The number of end-of-turn tokens in the template's own rendering of it."""
     begins: bool = False
-    """Whether a new sequence begins with it, `fork` then saying why."""
+    """Whether a new sequence begins with it; `fork` then says why."""
     fork: Fork | None = None
 
 
 class Conversation:
-    """Turns of one conversation. `history` says what the model sees of its earlier turns:
-    "verbatim" is exactly what it sampled; "template" is what the template makes of them, at the
-    price of a fork whenever that differs (many templates drop earlier reasoning)."""
+    """The turns of one conversation.
+
+    Args:
+        tokenizer: A tokenizer of transformers, or any object with the same three members.
+        tools: Tool schemas for the chat template.
+        history: What the model sees of its earlier turns. "verbatim" is exactly what it sampled.
+            "template" is what the template renders, with a fork wherever that differs (many
+            templates drop earlier reasoning).
+        end_of_turn: The token that ends a turn; by default the tokenizer's `eos_token_id`.
+        template_kwargs: Settings of the chat template, such as `enable_thinking`.
+
+    Raises `UsageError` if the template does not end an assistant turn with `end_of_turn`.
+    """
 
     def __init__(
         self,
@@ -80,19 +90,19 @@ class Conversation:
         self._history = history
         self._end_of_turn = chosen
         self._messages: list[Message] = []
-        self._taken = 0  # messages up to and with the last assistant turn
+        self._known = 0  # messages up to and including the last assistant turn
         self._turns = 0  # end-of-turn tokens in the template's rendering of the last prompt
         self._builders: list[SequenceBuilder] = []
         self._next: _Next | None = None
 
     def add(self, *messages: Message) -> None:
-        """Append system, user and tool messages, in OpenAI's form."""
+        """Append system, user and tool messages in OpenAI's form."""
         for message in messages:
             role = message.get("role")
             if role == "assistant":
                 raise UsageError(
                     "An assistant message was added.",
-                    "Pass the rollout that sampled it to took(); its exact ids are needed.",
+                    "Pass the rollout that sampled it to add_rollout(); its exact ids are needed.",
                 )
             if not isinstance(role, str):
                 raise UsageError(f"A message has the role {role!r}.", "Give each message a role.")
@@ -100,31 +110,32 @@ class Conversation:
         self._next = None
 
     def prompt(self) -> list[int]:
-        """The ids to send for the next assistant turn."""
-        return list(self._planned().ids)
+        """Return the ids to send for the next assistant turn."""
+        return list(self._plan_next().ids)
 
-    def took(self, rollout: Rollout, message: Message | None = None) -> None:
-        """Append the assistant's turn, sampled from `prompt()`.
+    def add_rollout(self, rollout: Rollout, message: Message | None = None) -> None:
+        """Append the assistant's turn, which was sampled from `prompt()`.
 
-        `message` is how the template is to see it (`content`, `tool_calls`, `reasoning_content`);
-        by default its content is the text of the ids."""
-        planned = self._planned()
-        self._check_taken(rollout, planned.ids)
-        said = self._as_message(rollout, message)
+        `message` is how the template should see it (`content`, `tool_calls`, `reasoning_content`);
+        by default its content is the text of the ids. Raises `RolloutError` for an aborted rollout
+        and for one that was sampled from another prompt."""
+        planned = self._plan_next()
+        self._check_rollout(rollout, planned.ids)
+        reply = self._as_message(rollout, message)
         if planned.begins:
             self._begin(planned.fork)
         self._builders[-1].add(rollout)
         self._turns = planned.turns
-        self._messages.append(said)
-        self._taken = len(self._messages)
+        self._messages.append(reply)
+        self._known = len(self._messages)
         self._next = None
 
     def sequences(self) -> list[TokenSequence]:
-        """All that was sampled so far, ready for training: one sequence, and one more for each
-        fork. Tokens after the last sampled one are left out."""
-        return [builder.sequence() for builder in self._builders if builder.sampled]
+        """Return all sampled turns, ready for training: one sequence, and one more for each fork.
+        Tokens after the last sampled one are left out."""
+        return [builder.sequence() for builder in self._builders if builder.has_samples]
 
-    def _planned(self) -> _Next:
+    def _plan_next(self) -> _Next:
         if self._next is None:
             self._next = self._plan()
         if not self._next.begins:
@@ -135,26 +146,26 @@ class Conversation:
         if not self._messages:
             raise UsageError("The conversation is empty.", "add() a message first.")
         if not self._builders:
-            return self._first()
+            return self._render_first()
         if self._history == "template":
-            return self._rendered()
-        return self._spliced()
+            return self._render_history()
+        return self._splice_history()
 
-    def _first(self) -> _Next:
+    def _render_first(self) -> _Next:
         ids = self._template.render(self._messages, generate=True)
-        answered = self._template.render([*self._messages, _PROBE], generate=False)
-        difference = first_difference(self._tokenizer, ids, answered)
-        if difference is None or self._end_of_turn not in answered[difference.position :]:
+        with_reply = self._template.render([*self._messages, _PROBE], generate=False)
+        difference = first_difference(self._tokenizer, ids, with_reply)
+        if difference is None or self._end_of_turn not in with_reply[difference.position :]:
             text = self._tokenizer.decode([self._end_of_turn])
             raise UsageError(
                 f"The chat template does not end an assistant turn with {self._end_of_turn} "
                 f"({text!r}).",
-                "Pass the id of the token that it ends a turn with as end_of_turn=.",
+                "Pass the id of the token with which it ends a turn as end_of_turn=.",
             )
         return _Next(ids, ids.count(self._end_of_turn), begins=True)
 
-    def _rendered(self) -> _Next:
-        """The template's view of the history, as a fork unless it extends the ids so far."""
+    def _render_history(self) -> _Next:
+        """Render the whole history; it is a fork unless it extends the ids so far."""
         ids = self._template.render(self._messages, generate=True)
         so_far = self._so_far
         difference = first_difference(self._tokenizer, so_far, ids[: len(so_far)])
@@ -164,8 +175,8 @@ class Conversation:
         why = f"The chat template renders earlier turns differently. {difference}"
         return _Next(ids, turns, begins=True, fork=self._fork(ids, why))
 
-    def _spliced(self) -> _Next:
-        history = History(self._template, self._end_of_turn, self._messages, self._taken)
+    def _splice_history(self) -> _Next:
+        history = History(self._template, self._end_of_turn, self._messages, self._known)
         try:
             return _Next(history.extend(self._so_far, self._turns), history.turns)
         except SpliceError as error:
@@ -174,8 +185,10 @@ class Conversation:
             return _Next(ids, history.turns, begins=True, fork=fork)
 
     def _fork(self, ids: list[int], why: str) -> Fork | None:
-        """From the last sequence that is of use; None when there is none."""
-        place = len(self._builders) - 1 if self._builders[-1].sampled else len(self._builders) - 2
+        """Describe a fork from the last sequence with samples; return None if there is none."""
+        place = (
+            len(self._builders) - 1 if self._builders[-1].has_samples else len(self._builders) - 2
+        )
         if place < 0:
             return None
         before = self._builders[place].token_ids
@@ -183,13 +196,13 @@ class Conversation:
         return Fork(place, difference.position if difference else len(before), why)
 
     def _begin(self, fork: Fork | None) -> None:
-        if self._builders and not self._builders[-1].sampled:
-            self._builders.pop()  # there is nothing in it to train on
+        if self._builders and not self._builders[-1].has_samples:
+            self._builders.pop()  # it has nothing to train on
         self._builders.append(SequenceBuilder(forked_from=fork))
 
     @property
     def _so_far(self) -> list[int]:
-        """Prompt and completion of the last turn."""
+        """The prompt and completion of the last turn."""
         return self._builders[-1].token_ids if self._builders else []
 
     def _check_extends(self, ids: list[int]) -> None:
@@ -198,34 +211,35 @@ class Conversation:
         if difference is not None:
             raise RolloutError(
                 f"The next prompt does not begin with the last prompt and completion. {difference}",
-                "Train on none of it; this is a fault of Rollway.",
+                "Do not train on it, and report this: it is a bug in Rollway.",
             )
 
-    def _check_taken(self, rollout: Rollout, prompt: list[int]) -> None:
+    def _check_rollout(self, rollout: Rollout, prompt: list[int]) -> None:
         if rollout.finish_reason == "aborted":
             raise RolloutError(
-                "An aborted rollout is no turn: the model had not finished it.",
+                "An aborted rollout is not a turn: the model did not finish it.",
                 "Sample the turn again from prompt().",
             )
         difference = first_difference(self._tokenizer, prompt, rollout.prompt_ids)
         if difference is not None:
             raise RolloutError(
                 f"The rollout was sampled from another prompt. {difference}",
-                "Send what prompt() returns, and add() nothing before took().",
+                "Send what prompt() returns, and add() nothing before add_rollout().",
             )
         if rollout.logprobs is not None and len(rollout.logprobs) != len(rollout.token_ids):
             raise RolloutError(
-                f"{len(rollout.token_ids)} token ids came with {len(rollout.logprobs)} log-probs."
+                f"The rollout has {len(rollout.token_ids)} ids and "
+                f"{len(rollout.logprobs)} log-probs."
             )
 
     def _as_message(self, rollout: Rollout, message: Message | None) -> Message:
         if message is None:
             ids = rollout.token_ids
-            said = ids[:-1] if ids and ids[-1] == self._end_of_turn else ids
-            return {"role": "assistant", "content": self._tokenizer.decode(said)}
+            text_ids = ids[:-1] if ids and ids[-1] == self._end_of_turn else ids
+            return {"role": "assistant", "content": self._tokenizer.decode(text_ids)}
         if message.get("role", "assistant") != "assistant":
             raise UsageError(
                 f"The message of a rollout has the role {message['role']!r}.",
-                "It is the assistant's; append others with add().",
+                "It must be `assistant`; append other messages with add().",
             )
         return {"role": "assistant", **copy.deepcopy(message)}

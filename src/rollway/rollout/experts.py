@@ -1,9 +1,9 @@
-"""Which experts of a mixture-of-experts model ran for each token, as engines report it.
+"""The experts of a mixture-of-experts model that ran for each token, as engines report them.
 
-Dynamo sends `{data, shape, start, dtype}` with base64 bytes, vLLM alone a base64 `.npy` file, NeMo
-a string envelope `nrlre1:<dtype>:<rows>x<layers>x<top_k>:<base64>` or nested lists. All of them
-become `RoutedExperts`; what does not add up is an error. A trainer that replays these choices
-(`rollway.rollout.replay`) runs the experts that the engine ran.
+Dynamo sends `{data, shape, start, dtype}` with base64 bytes, plain vLLM a base64 `.npy` file, NeMo
+a string `nrlre1:<dtype>:<rows>x<layers>x<top_k>:<base64>` or nested lists. All of them become
+`RoutedExperts`; inconsistent data is an error. A trainer that replays these choices
+(`rollway.rollout.replay`) runs the same experts as the engine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from rollway.errors import RolloutError, UsageError
 
-# All are little endian on the wire. The two that vLLM does not send are what others make of it.
+# All are little endian on the wire. vLLM sends the first three; other systems convert to the rest.
 _WIRE: dict[str, np.dtype[Any]] = {
     "uint8": np.dtype("<u1"),
     "uint16": np.dtype("<u2"),
@@ -31,21 +31,21 @@ _WIRE: dict[str, np.dtype[Any]] = {
 }
 _ENVELOPE = re.compile(r"nrlre1:(\w{1,16}):(\d{1,18})x(\d{1,18})x(\d{1,18}):(.*)", re.DOTALL)
 _NPY_MAGIC = b"\x93NUMPY"
-# np.load would allocate whatever a header asks for; this is exactly what np.save writes.
+# np.load would allocate whatever a header claims; this matches exactly what np.save writes.
 _NPY_HEADER = re.compile(
     rb"\{'descr': '[<|]([iu])([1248])', 'fortran_order': (False|True), "
     rb"'shape': \((\d{1,18}), (\d{1,18}), (\d{1,18})\), \}[ \n]*"
 )
-_ENOUGH_ZEROS = 16  # with top-1 routing fewer may be the router's own choice
+_ENOUGH_ZEROS = 16  # with top-1 routing, fewer zeros may be the router's own choice
 _BYPASSED = (
-    "A fused MoE kernel (FlashInfer, TRT-LLM) routes where the engine's capture does not see it: "
-    "turn that kernel off, or start the workers with the Triton MoE backend "
+    "A fused MoE kernel (FlashInfer, TRT-LLM) routes without the engine's capture: turn that "
+    "kernel off, or start the workers with the Triton MoE backend "
     "(`args: {moe-backend: triton}`)."
 )
 
 
 def dtype_for(experts: int) -> np.dtype[Any]:
-    """One dtype for all samples of a model: by its number of experts, never by the ids seen."""
+    """Return the dtype for a model with that many experts, whatever ids a sample has."""
     if experts < 1:
         raise UsageError(f"A model has at least one expert, not {experts}.")
     if experts <= 2**8:
@@ -58,7 +58,7 @@ class RoutedExperts:
     """Expert ids by position, sparse layer and rank."""
 
     ids: npt.NDArray[Any]
-    """[rows, layers, top_k]; the layers are those that have experts, in order."""
+    """[rows, layers, top_k]; the layers are the sparse ones, in order."""
     start: int = 0
     """The position in the sequence (prompt, then completion) of row 0."""
 
@@ -89,27 +89,28 @@ class RoutedExperts:
         return self.start + self.rows
 
     def since(self, position: int) -> RoutedExperts:
-        """Only the rows from a position on: what a later leg of a rollout adds to an earlier."""
+        """Return the rows from a position on: what a later leg of a rollout adds."""
         if not self.start <= position <= self.end:
             raise UsageError(
                 f"Routed experts of positions {self.start} to {self.end} do not reach {position}."
             )
         return RoutedExperts(self.ids[position - self.start :], position)
 
-    def typed(self, experts: int) -> RoutedExperts:
-        """The same in the dtype of a model with that many experts."""
+    def cast(self, experts: int) -> RoutedExperts:
+        """Return a copy in the dtype of a model with that many experts."""
         dtype = dtype_for(experts)
         self._check_range(experts)
         return replace(self, ids=self.ids.astype(dtype, copy=False))
 
     def check(self, tokens: int, experts: int) -> None:
-        """Refuse what cannot be the routing of `tokens` tokens (prompt and completion) in a model
-        with `experts` experts. One row fewer is legal: no forward ran on the last sampled token."""
+        """Raise unless this can be the routing of `tokens` tokens (prompt and completion) in a
+        model with `experts` experts. One row may be missing: no forward pass runs on the last
+        sampled token."""
         if self.end not in (tokens - 1, tokens):
             raise RolloutError(
                 f"The routed experts end at position {self.end}; there are {tokens} tokens.",
-                "Count the prompt as well, and use stop token ids: a stop string cuts an answer "
-                "before its routing comes.",
+                "Include the prompt, and use stop token ids: a stop string cuts an answer before "
+                "its routing arrives.",
             )
         self._check_range(experts)
         self._check_capture(experts)
@@ -138,7 +139,7 @@ class RoutedExperts:
             )
 
     def as_json(self) -> dict[str, Any]:
-        """As Dynamo sends it; `decode` is the inverse."""
+        """Return Dynamo's form; `decode` reads it."""
         name = self.ids.dtype.name
         wire = _WIRE.get(name, _WIRE["int64"])
         data = np.ascontiguousarray(self.ids, dtype=wire).tobytes()
@@ -151,12 +152,12 @@ class RoutedExperts:
 
 
 def encode(routed: RoutedExperts, *, experts: int | None = None) -> dict[str, Any]:
-    """`{data, shape, start, dtype}`, in the dtype of a model with `experts` experts where said."""
-    return (routed if experts is None else routed.typed(experts)).as_json()
+    """Return Dynamo's form; `experts`, the model's number of them, sets the dtype."""
+    return (routed if experts is None else routed.cast(experts)).as_json()
 
 
-def joined(*parts: RoutedExperts) -> RoutedExperts:
-    """One record from parts that follow each other: prompt and completion, or several legs."""
+def join(*parts: RoutedExperts) -> RoutedExperts:
+    """Join consecutive parts: prompt and completion, or several legs."""
     if not parts:
         raise UsageError("There are no routed experts to join.")
     for before, after in pairwise(parts):
@@ -168,15 +169,15 @@ def joined(*parts: RoutedExperts) -> RoutedExperts:
             )
         if after.start != before.end:
             raise RolloutError(
-                f"Routed experts end at position {before.end} and go on at {after.start}.",
-                "Cut what is there twice with `since`; a gap cannot be filled.",
+                f"Routed experts end at position {before.end} and continue at {after.start}.",
+                "Remove duplicate rows with `since`; a gap cannot be filled.",
             )
     return RoutedExperts(np.concatenate([part.ids for part in parts]), parts[0].start)
 
 
 def decode(raw: Any, *, experts: int | None = None, start: int = 0) -> RoutedExperts:
     """Read any of the forms. `experts`, the model's number of them, bounds the ids and sets the
-    dtype. `start` is the position of row 0 in the forms that do not say it."""
+    dtype. `start` is the position of row 0 for forms that do not contain it."""
     if isinstance(raw, dict):
         routed = _from_mapping(raw)
     elif isinstance(raw, str):
@@ -185,13 +186,13 @@ def decode(raw: Any, *, experts: int | None = None, start: int = 0) -> RoutedExp
         routed = _from_lists(raw, start)
     else:
         raise RolloutError(
-            f"Routed experts came as {type(raw).__name__}, which is none of their known forms."
+            f"Routed experts have the type {type(raw).__name__}, which is not a known form."
         )
-    return routed if experts is None else routed.typed(experts)
+    return routed if experts is None else routed.cast(experts)
 
 
-def captured(raw: Any) -> RoutedExperts:
-    """What an answer has of them, in whichever form; having none is an error."""
+def read_capture(raw: Any) -> RoutedExperts:
+    """Read the experts of an answer; raise if there are none."""
     if raw is None:
         raise RolloutError(
             "The engine returned no routed experts.",
@@ -200,13 +201,13 @@ def captured(raw: Any) -> RoutedExperts:
     return decode(raw)
 
 
-def whole(parts: Sequence[RoutedExperts], tokens: int) -> RoutedExperts:
-    """The record of a sequence of so many tokens; no forward ran on the last one that was
-    sampled."""
-    routed = joined(*parts)
+def join_whole(parts: Sequence[RoutedExperts], tokens: int) -> RoutedExperts:
+    """Join the parts of a sequence of `tokens` tokens; raise unless they cover all of them but the
+    last sampled one, on which no forward pass runs."""
+    routed = join(*parts)
     if routed.start != 0 or routed.end not in (tokens - 1, tokens):
         raise RolloutError(
-            f"Routed experts of positions {routed.start} to {routed.end} came for {tokens} tokens."
+            f"Routed experts cover positions {routed.start} to {routed.end} of {tokens} tokens."
         )
     return routed
 
@@ -220,11 +221,11 @@ class _Mapping(msgspec.Struct):
 
 def _from_mapping(raw: dict[Any, Any]) -> RoutedExperts:
     try:
-        said = msgspec.convert(raw, _Mapping)
+        fields = msgspec.convert(raw, _Mapping)
     except msgspec.ValidationError as error:
         raise RolloutError(f"Routed experts have the wrong shape: {error}.") from error
-    ids = _array(_unbase64(said.data), said.dtype or "uint8", said.shape)
-    return RoutedExperts(ids, said.start or 0)
+    ids = _array(_unbase64(fields.data), fields.dtype or "uint8", fields.shape)
+    return RoutedExperts(ids, fields.start or 0)
 
 
 def _from_envelope(raw: str, start: int) -> RoutedExperts:
@@ -276,14 +277,14 @@ def _array(data: bytes, name: str, shape: Sequence[int]) -> npt.NDArray[Any]:
     dtype = _WIRE.get(name)
     if dtype is None:
         raise RolloutError(
-            f"Routed experts came as `{name[:40]}`.", f"Known are {', '.join(_WIRE)}."
+            f"Routed experts have the dtype `{name[:40]}`.", f"Use one of {', '.join(_WIRE)}."
         )
     rows, layers, top_k = shape
     if rows < 0 or layers < 1 or top_k < 1:
-        raise RolloutError(f"Routed experts came in the shape {list(shape)}.")
+        raise RolloutError(f"Routed experts have the invalid shape {list(shape)}.")
     wanted = rows * layers * top_k * dtype.itemsize
     if len(data) != wanted:
         raise RolloutError(
-            f"{len(data)} bytes of routed experts came; {wanted} make up {list(shape)} in {name}."
+            f"Routed experts have {len(data)} bytes; {list(shape)} in {name} needs {wanted}."
         )
     return np.frombuffer(data, dtype=dtype).reshape(shape)

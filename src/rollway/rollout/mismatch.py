@@ -1,7 +1,7 @@
-"""How far the trainer's log-probs are from the engine's, for tokens that the engine sampled.
+"""Compares the trainer's log-probs with the engine's, for tokens that the engine sampled.
 
-With the same weights on both sides the figures show rounding and mistakes; with an engine that is
-behind they show the lag as well. `d = trainer - engine` for each token, in float64 throughout.
+With equal weights on both sides the figures show rounding errors and bugs. If the engine serves
+older weights they also show the lag. `d = trainer - engine` for each token, in float64 throughout.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ import numpy.typing as npt
 from rollway.errors import RolloutError, UsageError
 
 Values: TypeAlias = Any
-"""Numbers: a list, lists in lists (of different lengths if need be), a numpy array or a tensor."""
+"""Numbers: a list, nested lists (also of different lengths), a numpy array or a tensor."""
 
 _Floats: TypeAlias = npt.NDArray[np.float64]
 
-# exp of more would overflow when squared; such a token is broken, and 1e21 says so as well.
+# exp of more would overflow when squared; a token this far off is broken, and 1e21 shows it.
 _LARGEST_RATIO = 50.0
 
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """The figures of one set of tokens. A correlation is None where one side is constant."""
+    """The figures of a set of tokens. A correlation is None if one side is constant."""
 
     tokens: int
     k1: float
-    """Mean of -d: estimates KL(engine || trainer), and may be below 0."""
+    """Mean of -d: estimates KL(engine || trainer), and may be negative."""
     k3: float
-    """Mean of exp(d) - d - 1: estimates the same, never below 0. The usual "mismatch KL"."""
+    """Mean of exp(d) - d - 1: estimates the same, never negative. The usual "mismatch KL"."""
     k3_std: float
     k3_max: float
     max_abs: float
@@ -41,19 +41,19 @@ class Mismatch:
     p90: float
     p99: float
     ratio_mean: float
-    """Of the importance ratio exp(d)."""
+    """The mean importance ratio exp(d)."""
     ratio_min: float
     ratio_max: float
     prob_diff_mean: float
     """Mean difference of the probabilities, exp(log-prob)."""
     logprob_corr: float | None
-    """Pearson, of the log-probs."""
+    """Pearson correlation of the log-probs."""
     prob_corr: float | None
-    """Pearson, of the probabilities."""
+    """Pearson correlation of the probabilities."""
     ess: float
-    """Effective sample size of the ratios, as a share of the tokens: 1 when all are equal."""
+    """Effective sample size of the ratios, as a share of the tokens: 1 if all are equal."""
     per_version: dict[int, Mismatch] = field(default_factory=dict)
-    """The same for the tokens of each weight version, where versions were given."""
+    """The figures of each weight version, if versions were given."""
 
     def as_json(self) -> dict[str, Any]:
         flat = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "per_version"}
@@ -63,7 +63,7 @@ class Mismatch:
         return {**flat, "per_version": versions}
 
     def names(self) -> dict[str, dict[str, float | None]]:
-        """The figures that a framework logs as well, by framework, under its names."""
+        """Return the figures that prime-rl and verl log too, under their names."""
         return {
             "prime-rl": {
                 "mismatch_kl/all/mean": self.k3,
@@ -85,36 +85,40 @@ def mismatch(
     mask: Values | None = None,
     versions: Values | None = None,
 ) -> Mismatch:
-    """Compare log-probs token by token. Where `mask` is 0 (prompt, padding, tool output) nothing
-    is looked at. `versions`, one weight version for each token, gives each its own figures too."""
+    """Compare log-probs token by token.
+
+    Tokens whose `mask` is 0 (prompt, padding, tool output) are skipped. With `versions`, one weight
+    version per token, the result also has figures for each version."""
     trainer = _flat(trainer_logprobs, "the trainer's log-probs")
     engine = _flat(engine_logprobs, "the engine's log-probs")
     _check_length(len(engine), len(trainer), "engine's log-probs")
-    kept = np.ones(len(trainer), dtype=bool)
+    selected = np.ones(len(trainer), dtype=bool)
     if mask is not None:
         weights = _flat(mask, "the mask")
         _check_length(len(weights), len(trainer), "values of the mask")
-        kept = weights != 0
-    if not kept.any():
+        selected = weights != 0
+    if not selected.any():
         raise UsageError(
             "There is no token to compare." if mask is None else "The mask leaves no token.",
             "Leave out batches in which nothing was sampled.",
         )
-    trainer, engine = trainer[kept], engine[kept]
-    _check_finite(trainer, "trainer", kept)
-    _check_finite(engine, "engine", kept)
-    parts = {} if versions is None else _by_version(trainer, engine, versions, kept)
+    trainer, engine = trainer[selected], engine[selected]
+    _check_finite(trainer, "trainer", selected)
+    _check_finite(engine, "engine", selected)
+    parts = {} if versions is None else _by_version(trainer, engine, versions, selected)
     return _figures(trainer, engine, parts)
 
 
 def _by_version(
-    trainer: _Floats, engine: _Floats, versions: Values, kept: npt.NDArray[np.bool_]
+    trainer: _Floats, engine: _Floats, versions: Values, selected: npt.NDArray[np.bool_]
 ) -> dict[int, Mismatch]:
     of_token = _flat(versions, "the versions")
-    _check_length(len(of_token), len(kept), "versions")
-    of_token = of_token[kept]
+    _check_length(len(of_token), len(selected), "versions")
+    of_token = of_token[selected]
     if not np.array_equal(of_token, np.floor(of_token)):
-        raise UsageError("A version is not a whole number.", "Give the weight version of a token.")
+        raise UsageError(
+            "A version is not a whole number.", "Pass the weight version of each token."
+        )
     return {
         int(version): _figures(trainer[of_token == version], engine[of_token == version], {})
         for version in np.unique(of_token)
@@ -150,7 +154,7 @@ def _figures(trainer: _Floats, engine: _Floats, parts: dict[int, Mismatch]) -> M
 
 def _pearson(left: _Floats, right: _Floats) -> float | None:
     left, right = left - left.mean(), right - right.mean()
-    # Scaled first: squares of small probabilities would vanish.
+    # Scale first: squares of small probabilities would underflow.
     tops = float(np.abs(left).max()), float(np.abs(right).max())
     if 0.0 in tops:
         return None
@@ -160,7 +164,7 @@ def _pearson(left: _Floats, right: _Floats) -> float | None:
 
 
 def _flat(values: Values, what: str) -> _Floats:
-    """One long float64 array. Tensors are known by `detach`: torch need not be there."""
+    """Return one float64 array. Tensors are recognised by `detach`, so torch is not needed."""
     try:
         if hasattr(values, "detach"):
             values = values.detach().cpu().double().numpy()
@@ -168,22 +172,22 @@ def _flat(values: Values, what: str) -> _Floats:
             return np.concatenate([_flat(item, what) for item in values])
         return np.asarray(values, dtype=np.float64).reshape(-1)
     except (TypeError, ValueError) as error:
-        raise UsageError(f"There are values in {what} that are no numbers: {error}.") from error
+        raise UsageError(f"Some of {what} are not numbers: {error}.") from error
 
 
 def _check_length(got: int, wanted: int, what: str) -> None:
     if got != wanted:
         raise UsageError(
-            f"{wanted} log-probs of the trainer came with {got} {what}.",
-            "Give one for each token, in the same order.",
+            f"There are {wanted} log-probs of the trainer and {got} {what}.",
+            "Pass one for each token, in the same order.",
         )
 
 
-def _check_finite(values: _Floats, side: str, kept: npt.NDArray[np.bool_]) -> None:
+def _check_finite(values: _Floats, side: str, selected: npt.NDArray[np.bool_]) -> None:
     bad = np.flatnonzero(~np.isfinite(values))
     if len(bad):
         raise RolloutError(
             f"{len(bad)} of {len(values)} log-probs of the {side} are not finite, first "
-            f"{values[bad[0]]} at token {np.flatnonzero(kept)[bad[0]]}.",
+            f"{values[bad[0]]} at token {np.flatnonzero(selected)[bad[0]]}.",
             "Mask tokens that were not sampled; a sampled token has a finite log-prob.",
         )

@@ -1,15 +1,15 @@
-"""Run the experts that the engine ran, in a Hugging Face mixture-of-experts model.
+"""Makes a Hugging Face mixture-of-experts model run the experts that the engine ran.
 
-Two programs that round differently pick different experts for some tokens, and a token that went
-through other experts has another log-prob altogether. With the engine's choices replayed, only the
-rounding is left:
+Two programs that round differently choose different experts for some tokens, and with other experts
+a token has an entirely different log-prob. With the engine's choices replayed, only rounding
+remains:
 
     with replay(model, routed):
         logits = model(input_ids).logits
         loss(logits).backward()     # inside: gradient checkpointing runs the layers again
 
 The router still scores every expert. The weights are its scores of the recorded experts,
-renormalised as the model does it, so that the router learns as usual.
+renormalised as in the model, so the router learns as usual.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from rollway.errors import UsageError
 from rollway.rollout.experts import RoutedExperts, dtype_for
 
 Weigh: TypeAlias = Callable[[Any, Tensor, Tensor], Tensor]
-"""A router's module, its logits [tokens, experts] and chosen ids [tokens, top_k]: the weights of
-the chosen experts, exactly as that router computes them for its own choice."""
+"""Computes the weights of chosen experts from a router, its logits [tokens, experts] and the chosen
+ids [tokens, top_k], exactly as that router does for its own choice."""
 
 
 def _softmax(router: Any, logits: Tensor, ids: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ def _mixtral(router: Any, logits: Tensor, ids: Tensor) -> Tensor:
     return weights / weights.sum(dim=-1, keepdim=True)
 
 
-# By the class of the router in transformers 5. Each of them returns (logits, weights, ids).
+# Keyed by the router's class in transformers 5. Each router returns (logits, weights, ids).
 _ROUTERS: dict[str, Weigh] = {
     "Qwen3MoeTopKRouter": _softmax,
     "Qwen2MoeTopKRouter": _softmax,
@@ -53,11 +53,11 @@ _ROUTERS: dict[str, Weigh] = {
 
 @contextmanager
 def replay(model: nn.Module, routed: RoutedExperts | Sequence[RoutedExperts]) -> Iterator[None]:
-    """Every forward of `model` in this block uses the recorded experts.
+    """Make every forward pass of `model` in this block use the recorded experts.
 
-    One record for a batch of one, or one for each sequence of a batch that is padded on the right.
-    Positions without a record use the model's own routing: the last token, padding, and what is
-    before `start`."""
+    Pass one record for a batch of one, or one for each sequence of a batch that is padded on the
+    right. Positions without a record use the model's own routing: the last token, padding, and
+    positions before `start`."""
     records = [routed] if isinstance(routed, RoutedExperts) else list(routed)
     routers = _routers(model)
     for record in records:
@@ -66,35 +66,35 @@ def replay(model: nn.Module, routed: RoutedExperts | Sequence[RoutedExperts]) ->
         raise UsageError("There are no routed experts to replay.")
     ran: set[int] = set()
 
-    def replayed(layer: int) -> Callable[..., Any]:
+    def make_hook(layer: int) -> Callable[..., Any]:
         def hook(router: Any, _: Any, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
             logits, _weights, own = output
-            ids = _merged(records, layer, own)
+            ids = _merge(records, layer, own)
             ran.add(layer)
             return logits, _ROUTERS[type(router).__name__](router, logits, ids), ids
 
         return hook
 
-    def all_ran(*_: Any) -> None:
+    def check_all_ran(*_: Any) -> None:
         if len(ran) != len(routers):
             raise UsageError(
-                f"{len(routers) - len(ran)} of {len(routers)} routers were passed by, so their "
-                "layers replayed nothing.",
+                f"{len(routers) - len(ran)} of {len(routers)} routers did not run, so their layers "
+                "replayed nothing.",
                 "Load the model without fused MoE kernels (`use_kernels=False`).",
             )
 
     with ExitStack() as hooks:
         for layer, router in enumerate(routers):
-            handle = router.register_forward_hook(replayed(layer))
+            handle = router.register_forward_hook(make_hook(layer))
             hooks.callback(handle.remove)
-        # Trainers that need no logits call the model below the head.
+        # Trainers that need no logits call the model without its head.
         body = getattr(model, "base_model", model)
-        hooks.callback(body.register_forward_hook(all_ran).remove)
+        hooks.callback(body.register_forward_hook(check_all_ran).remove)
         yield
 
 
 def router_choices(model: nn.Module, input_ids: Any) -> RoutedExperts:
-    """What the model's own routers pick for one sequence, in the form an engine reports it."""
+    """Return the choices of the model's own routers for one sequence, as an engine reports them."""
     ids = torch.as_tensor(input_ids).reshape(1, -1)
     ids = ids.to(next(model.parameters()).device)
     routers = _routers(model)
@@ -115,12 +115,12 @@ def router_choices(model: nn.Module, input_ids: Any) -> RoutedExperts:
 
 
 def _routers(model: nn.Module) -> list[Any]:
-    """In the order of the layers, which is the order engines record them in."""
+    """Return the routers in the order of the layers, as engines record them."""
     routers = [module for module in model.modules() if type(module).__name__ in _ROUTERS]
     if not routers:
         raise UsageError(
             f"{type(model).__name__} has no router that can be replayed.",
-            f"Known are {', '.join(_ROUTERS)}, as transformers 5 has them.",
+            f"Known routers of transformers 5: {', '.join(_ROUTERS)}.",
         )
     return routers
 
@@ -140,16 +140,16 @@ def _check_fit(record: RoutedExperts, routers: list[Any]) -> None:
         )
 
 
-def _merged(records: list[RoutedExperts], layer: int, own: Tensor) -> Tensor:
-    """The recorded ids of a layer where there are any, and the model's own elsewhere."""
+def _merge(records: list[RoutedExperts], layer: int, own: Tensor) -> Tensor:
+    """Return the recorded ids of a layer, and the model's own for positions without a record."""
     length, rest = divmod(own.shape[0], len(records))
     longest = max(record.end for record in records)
     if rest or length not in (longest, longest + 1):
         raise UsageError(
-            f"{own.shape[0]} tokens were given to a model that replays {len(records)} sequences, "
-            f"the longest of {longest} recorded tokens.",
-            "Give prompt and completion, as the engine saw them, and no padding beyond the longest "
-            "sequence. The last token may be without a record.",
+            f"The model got {own.shape[0]} tokens but replays {len(records)} sequences, "
+            f"the longest with {longest} recorded tokens.",
+            "Pass prompt and completion as the engine saw them, without padding beyond the longest "
+            "sequence. The last token may have no record.",
         )
     merged = own.clone()
     for index, record in enumerate(records):

@@ -1,9 +1,9 @@
-"""How to sample, said in full.
+"""Sampling parameters, all of them.
 
-A request that leaves a parameter out may get it from the checkpoint's generation_config.json: on
-two of Dynamo's three routes `temperature=1` alone is still cut to that file's top_k and top_p, and
-the log-probs are renormalised. So every parameter is sent, and the defaults here mean "the model's
-own distribution".
+If a request leaves a parameter out, the checkpoint's generation_config.json may fill it in: on two
+of Dynamo's three routes `temperature=1` alone is still restricted by that file's top_k and top_p,
+and the log-probs are renormalised. So Rollway sends every parameter, and the defaults here mean
+"the model's own distribution".
 """
 
 from __future__ import annotations
@@ -16,7 +16,13 @@ from rollway.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling parameters of one request. The defaults sample the policy itself."""
+    """The sampling parameters of a request. The defaults sample the policy itself.
+
+    Raises `UsageError` for values that no engine accepts, and for `ignore_eos` together with
+    `stop_token_ids`, which Dynamo 1.6.1 gets wrong.
+
+        Sampling(max_tokens=512, temperature=0.7, stop_token_ids=(151645,))
+    """
 
     max_tokens: int = 256
     temperature: float = 1.0
@@ -30,10 +36,10 @@ class Sampling:
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
-    """Rollout i of a group uses seed + i; with one seed for all they would be equal."""
+    """Rollout i of a group uses seed + i; with the same seed all rollouts would be equal."""
     logprobs: bool = True
     routed_experts: bool = False
-    """Which experts a mixture-of-experts model used, per token (--enable-return-routed-experts)."""
+    """Return the experts that an MoE model used for each token (--enable-return-routed-experts)."""
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -45,24 +51,25 @@ class Sampling:
         if self.ignore_eos and self.stop_token_ids:
             raise UsageError(
                 "ignore_eos and stop_token_ids are given together.",
-                "Dynamo then ignores the stop token ids as well; give one of the two.",
+                "Dynamo then ignores the stop token ids too; set only one of them.",
             )
         if len(self.stop_token_ids) > 32:
             raise UsageError(
-                f"{len(self.stop_token_ids)} stop token ids.", "Dynamo takes at most 32."
+                f"There are {len(self.stop_token_ids)} stop token ids.",
+                "Dynamo accepts at most 32.",
             )
 
-    def shifted(self, offset: int) -> Sampling:
-        """The same with the seed moved on; without a seed, the same."""
+    def offset_seed(self, offset: int) -> Sampling:
+        """Return a copy with `offset` added to the seed, or self if there is no seed."""
         return self if self.seed is None else replace(self, seed=self.seed + offset)
 
     @property
-    def penalised(self) -> bool:
-        """Whether the probability of a token depends on which were sampled before it."""
+    def has_penalties(self) -> bool:
+        """Whether a token's probability depends on the tokens sampled before it."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
-    def on_wire(self) -> dict[str, Any]:
-        """The request fields."""
+    def to_fields(self) -> dict[str, Any]:
+        """Return the request fields."""
         fields: dict[str, Any] = {
             "max_tokens": self.max_tokens,
             "temperature": self.temperature,
@@ -81,5 +88,5 @@ class Sampling:
         if self.seed is not None:
             fields["seed"] = self.seed
         if self.logprobs:
-            fields["logprobs"] = 0  # the sampled token's own: 14 bytes a token
+            fields["logprobs"] = 0  # only the sampled token's: 14 bytes per token
         return fields

@@ -1,7 +1,7 @@
-"""`TokenSequence`: a conversation as a trainer takes it.
+"""`TokenSequence`: a conversation in the form that a trainer needs.
 
-One row of ids in which the sampled tokens are marked, each with its log-prob and the weight version
-it came from. Prompts, tool results and what the template adds are there as well, with mask 0.
+It is one row of ids in which the sampled tokens are marked, each with its log-prob and weight
+version. Prompts, tool results and tokens of the chat template are in it too, with mask 0.
 """
 
 from __future__ import annotations
@@ -20,26 +20,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """Why a sequence does not go on where another one ended."""
+    """The reason why a sequence does not continue another one."""
 
     sequence: int
-    """Index of the sequence that it was forked from."""
+    """The index of the sequence it was forked from."""
     position: int
-    """Of the first token that differs from that sequence."""
+    """The position of the first token that differs from that sequence."""
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class TokenSequence:
-    """Token ids with what a trainer needs to learn from them. It ends with a sampled token."""
+    """Token ids with everything a trainer needs to learn from them. It ends with a sampled token.
+
+    Raises `RolloutError` if lengths, values or spans do not fit together.
+    """
 
     token_ids: list[int]
     loss_mask: list[int]
-    """1 where the token was sampled, 0 elsewhere."""
+    """1 for sampled tokens, 0 for others."""
     logprobs: list[float]
-    """Of each sampled token under the policy that sampled it; 0.0 elsewhere."""
+    """The log-prob of each sampled token under the policy that sampled it; 0.0 for others."""
     spans: tuple[Span, ...]
-    """Which sampled tokens came from which version; places are those in `token_ids`."""
+    """Which sampled tokens came from which version; positions refer to `token_ids`."""
     routed_experts: RoutedExperts | None = None
     forked_from: Fork | None = None
 
@@ -50,12 +53,13 @@ class TokenSequence:
 
     @property
     def weight_version(self) -> int | None:
-        """The oldest version that any token came from; None when nobody ever declared one."""
+        """The oldest version among the spans; None if no version was ever declared."""
         known = [span.version for span in self.spans if span.version is not None]
         return min(known, default=None)
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values. Worker ids are strings: they are beyond what a double can hold."""
+        """Return JSON values. Worker ids become strings, because they exceed a double's
+        precision."""
         return {
             "token_ids": list(self.token_ids),
             "loss_mask": list(self.loss_mask),
@@ -67,7 +71,7 @@ class TokenSequence:
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> TokenSequence:
-        """What `as_json` wrote; checked like any other sequence."""
+        """Read what `as_json` wrote; check it like any other sequence."""
         try:
             fork = raw.get("forked_from")
             return cls(
@@ -80,7 +84,8 @@ class TokenSequence:
             )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise RolloutError(
-                f"This is no token sequence: {error!r}.", "Read what TokenSequence.as_json() wrote."
+                f"This is not a token sequence: {error!r}.",
+                "Pass what TokenSequence.as_json() returned.",
             ) from error
 
     def _check_lengths(self) -> None:
@@ -88,16 +93,16 @@ class TokenSequence:
         if len(set(counts)) > 1:
             ids, mask, logprobs = counts
             raise RolloutError(
-                f"{ids} token ids came with {mask} mask values and {logprobs} log-probs."
+                f"There are {ids} token ids, {mask} mask values and {logprobs} log-probs."
             )
 
     def _check_values(self) -> None:
         if wrong := _first_wrong(self.token_ids, lambda token: type(token) is int and token >= 0):
-            raise RolloutError(f"{wrong} is no token id.")
+            raise RolloutError(f"{wrong} is not a token id.")
         if wrong := _first_wrong(self.loss_mask, lambda bit: type(bit) is int and bit in (0, 1)):
-            raise RolloutError(f"{wrong} is no value of a loss mask.", "It is 0 or 1.")
+            raise RolloutError(f"{wrong} is not a value of a loss mask.", "Use 0 or 1.")
         if wrong := _first_wrong(self.logprobs, _is_finite):
-            raise RolloutError(f"{wrong} is no log-prob.")
+            raise RolloutError(f"{wrong} is not a log-prob.")
         marked = zip(self.loss_mask, self.logprobs, strict=True)
         if any(not bit and logprob for bit, logprob in marked):
             raise RolloutError("A token that was not sampled has a log-prob.")
@@ -106,7 +111,9 @@ class TokenSequence:
         end = 0
         for span in self.spans:
             if type(span.start) is not int or type(span.end) is not int:
-                raise RolloutError(f"The span {span.start!r} to {span.end!r} has no places.")
+                raise RolloutError(
+                    f"The span {span.start!r} to {span.end!r} has no valid positions."
+                )
             if not end <= span.start < span.end <= len(self.token_ids):
                 raise RolloutError(
                     f"The span {span.start} to {span.end} is empty, overlaps the one before it or "
@@ -120,7 +127,7 @@ class TokenSequence:
 
 
 def _first_wrong(values: Iterable[Any], is_right: Any) -> str:
-    """The first wrong value with its place, as text; empty when all are right."""
+    """Describe the first wrong value and its position; return "" if all are right."""
     for place, value in enumerate(values):
         if not is_right(value):
             return f"{value!r} (position {place})"
@@ -151,7 +158,7 @@ def _span_from_json(raw: Mapping[str, Any]) -> Span:
 
 @dataclass(slots=True)
 class SequenceBuilder:
-    """A token sequence in the making: turn after turn, each prompt an extension of all before."""
+    """Builds a token sequence turn by turn; each prompt extends everything before it."""
 
     forked_from: Fork | None = None
     token_ids: list[int] = field(default_factory=list)
@@ -162,12 +169,12 @@ class SequenceBuilder:
     _experts: list[RoutedExperts] = field(default_factory=list)
 
     def begin(self, ids: list[int], experts: Sequence[RoutedExperts] = ()) -> None:
-        """With tokens that are trained on elsewhere, or nowhere."""
+        """Start with tokens that are trained on in another sequence, or not at all."""
         self._add_unsampled(ids)
         self._experts += experts
 
     def add(self, rollout: Rollout) -> None:
-        """Take in a turn: what its prompt has beyond the tokens so far, then what was sampled."""
+        """Add a turn: the new part of its prompt, then its sampled tokens."""
         self._add_unsampled(rollout.prompt_ids[len(self.token_ids) :])
         start, count = len(self.token_ids), len(rollout.token_ids)
         self.token_ids += rollout.token_ids
@@ -175,7 +182,7 @@ class SequenceBuilder:
         self._logprobs += [0.0] * count if rollout.logprobs is None else rollout.logprobs
         self._has_logprobs = self._has_logprobs and rollout.logprobs is not None
         if rollout.routed_experts is not None:
-            # Each turn's record is of its whole prompt; what was sampled earlier keeps its own.
+            # Each turn reports experts of its whole prompt; earlier tokens keep the first record.
             done = self._experts[-1].end if self._experts else 0
             self._experts.append(rollout.routed_experts.since(done))
         self._spans += [
@@ -190,12 +197,12 @@ class SequenceBuilder:
         self._logprobs += [0.0] * len(ids)
 
     @property
-    def sampled(self) -> bool:
+    def has_samples(self) -> bool:
         """Whether there is anything to train on."""
         return 1 in self._mask
 
     def sequence(self) -> TokenSequence:
-        """All up to the last sampled token."""
+        """Return everything up to the last sampled token."""
         if not self._has_logprobs:
             raise RolloutError(
                 "A turn has no log-probs, so there is nothing to train on.",
@@ -207,13 +214,13 @@ class SequenceBuilder:
             loss_mask=self._mask[:end],
             logprobs=self._logprobs[:end],
             spans=tuple(self._spans),
-            routed_experts=self._routed_experts(),
+            routed_experts=self._join_experts(),
             forked_from=self.forked_from,
         )
 
-    def _routed_experts(self) -> RoutedExperts | None:
+    def _join_experts(self) -> RoutedExperts | None:
         if not self._experts:
             return None
-        from rollway.rollout.experts import joined  # numpy, which only users of this have
+        from rollway.rollout.experts import join  # needs numpy
 
-        return joined(*self._experts)
+        return join(*self._experts)

@@ -1,10 +1,11 @@
-"""Joins the exact ids of a conversation so far with what the chat template puts after them.
+"""Joins the exact ids of a conversation with the messages that the chat template renders after
+them.
 
-Rendering a conversation anew does not give back the ids that were sampled: text can be split into
-tokens in many ways, and templates drop the reasoning of earlier turns. So the ids up to the last
-model turn are kept as they were, and only what follows that turn is taken from the template. Where
-it begins is found by counting end-of-turn tokens. Their position would not do: a template that
-drops reasoning moves them, and a whole turn would be lost without a word.
+Rendering a conversation again does not give back the sampled ids: text can be tokenised in many
+ways, and templates drop the reasoning of earlier turns. So Rollway keeps the ids up to the last
+model turn, and uses only what the template renders after that turn. It finds that place by counting
+end-of-turn tokens. Their position would not do: a template that drops reasoning moves them, and a
+whole turn would silently be lost.
 """
 
 from __future__ import annotations
@@ -24,26 +25,26 @@ def splice(
     template_full: Sequence[int],
     end_of_turn: int,
 ) -> list[int]:
-    """`verbatim`, then what `template_full` has after the last model turn.
+    """Return `verbatim`, followed by what `template_full` has after the last model turn.
 
-    `verbatim` is prompt and completion of that turn, `template_prefix` the rendering of the
-    messages up to and with it, `template_full` the rendering of all messages."""
+    `verbatim` is the prompt and completion of that turn, `template_prefix` the rendering of the
+    messages up to and including it, `template_full` the rendering of all messages."""
     if not verbatim:
         return list(template_full)
     cut = turn_end(template_prefix, template_full, end_of_turn)
-    # The template's own end-of-turn token follows, so a sampled one would be there twice.
-    kept = verbatim[:-1] if verbatim[-1] == end_of_turn else verbatim
-    return [*kept, *template_full[cut:]]
+    # The template adds its own end-of-turn token, so a sampled one would appear twice.
+    head = verbatim[:-1] if verbatim[-1] == end_of_turn else verbatim
+    return [*head, *template_full[cut:]]
 
 
 def turn_end(template_prefix: Sequence[int], template_full: Sequence[int], end_of_turn: int) -> int:
-    """Where in `template_full` the end-of-turn token of the last turn of `template_prefix` is."""
+    """Return the index in `template_full` of the end-of-turn token that ends `template_prefix`."""
     turns = list(template_prefix).count(end_of_turn)
     if turns == 0:
         raise SpliceError(
             f"The chat template puts no end-of-turn token ({end_of_turn}) after the assistant's "
             "turn.",
-            "Pass the token that this template ends a turn with.",
+            "Pass the token with which this template ends a turn.",
         )
     ends = [place for place, token in enumerate(template_full) if token == end_of_turn]
     if len(ends) < turns:

@@ -1,4 +1,4 @@
-"""Chat templates as Rollway needs them: messages in, token ids out; and where two ids differ."""
+"""Renders chat templates to token ids, and describes where two lists of ids differ."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any, Protocol
 from rollway.errors import UsageError
 
 Message = dict[str, Any]
-"""In the form of the OpenAI chat API: `role`, `content`, `tool_calls`, …"""
+"""A message in the form of the OpenAI chat API: `role`, `content`, `tool_calls`, …"""
 
 _OURS = frozenset({"tools", "add_generation_prompt", "tokenize", "return_dict"})
-_NEEDS_MAPPING = "Can only get item pairs from a mapping."  # what Jinja's `items` says
+_NEEDS_MAPPING = "Can only get item pairs from a mapping."  # the error of Jinja's `items`
 _AROUND = 6  # tokens on either side of a difference
 
 
 class Tokenizer(Protocol):
-    """What is used of a tokenizer; those of transformers have it."""
+    """The methods that Rollway uses; the tokenizers of transformers have them."""
 
     @property
     def eos_token_id(self) -> Any: ...
@@ -37,20 +37,20 @@ class ChatTemplate:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if taken := sorted(_OURS & self.kwargs.keys()):
+        if reserved := sorted(_OURS & self.kwargs.keys()):
             raise UsageError(
-                f"template_kwargs sets {', '.join(taken)}.",
-                "Give tools as tools=; the others are set by Rollway.",
+                f"template_kwargs sets {', '.join(reserved)}.",
+                "Pass tools as tools=; Rollway sets the others.",
             )
 
     def render(self, messages: Sequence[Message], *, generate: bool) -> list[int]:
-        """The ids of the messages, with the opening of the next assistant turn if `generate`."""
+        """Return the ids of the messages; with `generate`, add the opening of the next turn."""
         try:
             return self._apply(messages, generate)
         except TypeError as error:
             if _NEEDS_MAPPING not in str(error):
                 raise
-        # OpenAI's form of tool arguments is a JSON string; some templates want an object.
+        # OpenAI sends tool arguments as a JSON string; some templates need an object.
         return self._apply([_with_parsed_arguments(message) for message in messages], generate)
 
     def _apply(self, messages: Sequence[Message], generate: bool) -> list[int]:
@@ -70,10 +70,10 @@ def _with_parsed_arguments(message: Message) -> Message:
     calls = message.get("tool_calls")
     if not calls:
         return message
-    return {**message, "tool_calls": [_parsed_call(call) for call in calls]}
+    return {**message, "tool_calls": [_parse_call(call) for call in calls]}
 
 
-def _parsed_call(call: Any) -> Any:
+def _parse_call(call: Any) -> Any:
     function = call.get("function")
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call
@@ -81,7 +81,7 @@ def _parsed_call(call: Any) -> Any:
 
 
 def _as_object(text: str) -> dict[str, Any]:
-    """Models write arguments that are no JSON; the template then shows none."""
+    """Return the JSON object, or {} for invalid JSON: models do write such arguments."""
     try:
         parsed = json.loads(text)
     except ValueError:
@@ -91,7 +91,7 @@ def _as_object(text: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first place where two lists of ids differ."""
+    """The first position where two lists of ids differ."""
 
     position: int
     text: str
@@ -103,12 +103,12 @@ class Difference:
 def first_difference(
     tokenizer: Tokenizer, expected: Sequence[int], got: Sequence[int]
 ) -> Difference | None:
-    """Where `got` departs from `expected`, in words with the text of the tokens; None if equal."""
+    """Describe the first difference with the text of its tokens; return None if equal."""
     if list(expected) == list(got):
         return None
     pairs = enumerate(zip(expected, got, strict=False))
     shorter = min(len(expected), len(got))
-    place = next((index for index, (one, other) in pairs if one != other), shorter)
+    place = next((index for index, (left, right) in pairs if left != right), shorter)
     return Difference(
         place,
         f"Position {place}: expected {_token(tokenizer, expected, place)}, "

@@ -1,8 +1,8 @@
-"""A rollout that is put together from legs: what was sampled before a cut, and what after.
+"""A rollout assembled from legs: the tokens before a cut, and the tokens after it.
 
-A refit may cut a rollout short, a worker may die. What had been sampled stays, with the version it
-came from, and the rest is sampled as the continuation of prompt and tokens so far. Each leg is a
-span: the trainer knows the version of every token.
+A refit may cut a rollout short, or a worker may die. Rollway keeps the sampled tokens with their
+version, and samples the rest as a continuation of prompt and tokens so far. Each leg becomes a
+span, so the trainer knows the version of every token.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from rollway.rollout.sampling import Sampling
 if TYPE_CHECKING:
     from rollway.rollout.experts import RoutedExperts
 
-# Legs of one seeded rollout draw from streams of their own; with one they would repeat.
+# Each leg of a seeded rollout has its own seed; with the same one it would repeat the draws.
 _LEG_SEED = 1_000_003
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Tokens `start` to `end` (not included) of a rollout came from one worker on one version."""
+    """Tokens `start` to `end` (exclusive) of a rollout, sampled by one worker from one version."""
 
     start: int
     end: int
@@ -34,40 +34,40 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """One sampled completion, with what a trainer needs to use it or to refuse it."""
+    """A sampled completion, with what a trainer needs to accept or refuse it."""
 
     prompt_ids: list[int]
     token_ids: list[int]
     logprobs: list[float] | None
-    """Of each sampled token under the policy that sampled it; None when not asked for."""
+    """The log-prob of each token under the policy that sampled it; None if not requested."""
     finish_reason: FinishReason
     spans: tuple[Span, ...]
-    """Which tokens came from which version: one span, unless the rollout outlived a refit."""
+    """Which tokens came from which version. There is one span unless a refit cut the rollout."""
     cached_tokens: int
-    """Prompt tokens that came from the worker's prefix cache."""
+    """How many prompt tokens came from the worker's prefix cache."""
     routed_experts: RoutedExperts | None = None
-    """Of prompt and completion, where they were asked for; the last token has none."""
+    """Experts of prompt and completion, if requested; the last token has none."""
     adapter: str | None = None
-    """The LoRA adapter that all of it was sampled with, as `name@version`; `weight_version` is that
-    of the policy below it."""
+    """The LoRA adapter of the whole rollout, as `name@version`. `weight_version` is the version of
+    the policy below it."""
 
     @property
     def weight_version(self) -> int | None:
-        """The oldest version that any token came from. None when nobody ever declared one (an
-        attached stack before its first refit)."""
+        """The oldest version among the spans. None if no version was ever declared (an attached
+        stack before its first refit)."""
         known = [span.version for span in self.spans if span.version is not None]
         return min(known, default=None)
 
     @property
     def worker_id(self) -> int | None:
-        """The worker of the last tokens, as Dynamo names it. After the death of a worker Dynamo
-        still names the dead one, although another of the same version went on."""
+        """The worker of the last tokens, as Dynamo names it. If a worker died, Dynamo still names
+        it, although another worker of the same version continued."""
         return self.spans[-1].worker_id if self.spans else None
 
 
 @dataclass(slots=True)
 class Trajectory:
-    """A rollout in the making."""
+    """A rollout that is being sampled."""
 
     prompt: list[int]
     sampling: Sampling
@@ -80,7 +80,7 @@ class Trajectory:
     _experts: list[RoutedExperts] = field(default_factory=list)
 
     def next_leg(self) -> tuple[Sequence[int], Sampling]:
-        """The prompt and the sampling of what is still to come."""
+        """Return the prompt and the sampling parameters of the next leg."""
         done = len(self.token_ids)
         if not done:
             return self.prompt, self.sampling
@@ -89,10 +89,10 @@ class Trajectory:
             max_tokens=self.sampling.max_tokens - done,
             min_tokens=max(0, self.sampling.min_tokens - done),
         )
-        return self.prompt + self.token_ids, rest.shifted(_LEG_SEED * self._legs)
+        return self.prompt + self.token_ids, rest.offset_seed(_LEG_SEED * self._legs)
 
     def add(self, completion: Completion, version: int | None) -> None:
-        """Keep a leg, cut or whole."""
+        """Append a leg, whether complete or cut."""
         if self._cached is None:
             self._cached = completion.cached_tokens
         start = len(self.token_ids)
@@ -106,28 +106,30 @@ class Trajectory:
             self.spans.append(Span(start, end, version, completion.worker_id))
 
     def _add_experts(self, raw: Any) -> None:
-        """The engine tells of the whole prompt each time; what an earlier leg was sampled with
-        stays."""
-        from rollway.rollout.experts import captured  # numpy, which only users of this have
+        """Append the experts of a leg. Each leg reports its whole prompt, so rows of earlier legs
+        are skipped: those tokens were sampled with the experts recorded first."""
+        from rollway.rollout.experts import read_capture  # needs numpy
 
-        part = captured(raw)
+        part = read_capture(raw)
         self._experts.append(part.since(self._experts[-1].end) if self._experts else part)
 
     def cut(self) -> None:
-        """After a leg that was cut short: drop what cannot be continued exactly. Penalties count
-        the tokens sampled so far, which a continuation would take for prompt."""
-        if self.sampling.penalised:
+        """Drop tokens that cannot be continued exactly, after a leg was cut.
+
+        Penalties count sampled tokens, but a continuation would count them as prompt."""
+        if self.sampling.has_penalties:
             self.token_ids, self._logprobs, self.spans, self._experts = [], [], [], []
 
     @property
-    def full(self) -> bool:
+    def is_full(self) -> bool:
         return len(self.token_ids) >= self.sampling.max_tokens
 
     def rollout(self, finish_reason: FinishReason, version: int | None) -> Rollout:
+        """Return the finished rollout."""
         logprobs = self._logprobs if self.sampling.logprobs else None
         if logprobs is not None and len(logprobs) != len(self.token_ids):
             raise RolloutError(
-                f"{len(self.token_ids)} token ids were put together with {len(logprobs)} log-probs."
+                f"The legs have {len(self.token_ids)} token ids and {len(logprobs)} log-probs."
             )
         spans = tuple(self.spans) or (Span(0, 0, version, None),)
         return Rollout(
@@ -137,13 +139,13 @@ class Trajectory:
             finish_reason,
             spans,
             self._cached or 0,
-            self._routed_experts(),
+            self._join_experts(),
             self.adapter,
         )
 
-    def _routed_experts(self) -> RoutedExperts | None:
+    def _join_experts(self) -> RoutedExperts | None:
         if not self._experts:
             return None
-        from rollway.rollout.experts import whole
+        from rollway.rollout.experts import join_whole
 
-        return whole(self._experts, len(self.prompt) + len(self.token_ids))
+        return join_whole(self._experts, len(self.prompt) + len(self.token_ids))

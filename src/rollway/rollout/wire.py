@@ -1,12 +1,12 @@
-"""How rollouts travel: three wires, token in and token out, with one result.
+"""Three wires for rollouts: token ids in, token ids out, one kind of result.
 
     completions   Dynamo's /v1/completions with `nvext`: taints, pins, the worker's id, KV hits
-    generate      Dynamo's and vLLM's /inference/v1/generate: token ids and nothing around them; it
-                  ignores nvext silently, so there are no taints and no pins on it
-    vllm          the /v1/completions of a plain vLLM server: no router, hence no taints either
+    generate      Dynamo's and vLLM's /inference/v1/generate: token ids only; it ignores nvext
+                  silently, so it supports neither taints nor pins
+    vllm          /v1/completions of a plain vLLM server: it has no router, so no taints either
 
-Prompts travel as ids on all of them: no tokenizer touches them. Every sampling parameter is sent,
-since a checkpoint's generation_config would fill in what is left out.
+All of them send prompts as ids, so no tokenizer touches them, and every sampling parameter, because
+a checkpoint's generation_config would fill in missing ones.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rollway.rollout.completion import (
     Nvext,
     Usage,
     only_choice,
-    parsed,
+    parse,
 )
 from rollway.rollout.sampling import Sampling
 
@@ -40,15 +40,15 @@ __all__ = [
     "DynamoAssembly",
     "FinishReason",
     "Wire",
-    "addressed",
     "completion_request",
-    "offers",
+    "has_route",
+    "routing_fields",
     "wire_named",
 ]  # fmt: skip
 
 
 class Request(Protocol):
-    """Makes the body of a request."""
+    """Builds the body of a request."""
 
     def __call__(
         self,
@@ -65,20 +65,20 @@ class Request(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """One way to ask for a rollout."""
+    """A way to request a rollout."""
 
     name: str
     path: str
     request: Request
     assembly: Callable[[Sampling, int], Assembly]
     routed: bool = False
-    """Whether it heeds taints and pins, and names the worker."""
+    """Whether it respects taints and pins, and names the worker."""
     streams: bool = True
 
 
 # --- Dynamo's completions -----------------------------------------------------------------------
 
-# "stop" also stands for a request that was cancelled; the detailed reason tells them apart.
+# The plain reason is "stop" for cancelled requests too; the detailed reason tells them apart.
 _EXTRA_FIELDS = ["completion_token_ids", "worker_id", "detailed_finish_reason"]
 
 
@@ -92,8 +92,10 @@ def completion_request(
     pin: int | None = None,
     stream: bool = False,
 ) -> dict[str, Any]:
-    """With `nvext.token_data` the worker ignores the checkpoint's generation_config; `prompt` must
-    be a non-empty string all the same."""
+    """Build a request for Dynamo's completions.
+
+    With `nvext.token_data` the worker ignores the checkpoint's generation_config. Dynamo still
+    requires a non-empty `prompt`."""
     extra = [*_EXTRA_FIELDS, "routed_experts"] if sampling.routed_experts else _EXTRA_FIELDS
     body: dict[str, Any] = {
         "model": model,
@@ -102,19 +104,19 @@ def completion_request(
         "nvext": {
             "token_data": list(prompt_ids),
             "extra_fields": extra,
-            **addressed(cache_salt, required_taint, pin),
+            **routing_fields(cache_salt, required_taint, pin),
         },
-        **sampling.on_wire(),
+        **sampling.to_fields(),
     }
     if stream:
         body["stream_options"] = {"include_usage": True}
     return body
 
 
-def addressed(
+def routing_fields(
     cache_salt: str | None, required_taint: str | None, pin: int | None
 ) -> dict[str, Any]:
-    """Where Dynamo may send a request, and whose cache it may read."""
+    """Return the nvext fields that limit the workers and the KV cache of a request."""
     nvext: dict[str, Any] = {}
     if cache_salt is not None:
         nvext["cache_salt"] = cache_salt
@@ -143,17 +145,17 @@ class _Answer(msgspec.Struct):
 
 
 class DynamoAssembly(Assembly):
-    """Of Dynamo's completions."""
+    """Collects answers of Dynamo's completions."""
 
     def add(self, raw: Any) -> list[int]:
-        answer = parsed(raw, _Answer)
+        answer = parse(raw, _Answer)
         choice = only_choice(answer.choices)
         if choice is not None:
             self._finish = self._finish or choice.finish_reason
             if choice.logprobs is not None:
                 self._logprobs += choice.logprobs.token_logprobs
-        self._counted(answer.usage)
-        return self._extended(answer.nvext or Nvext())
+        self._add_usage(answer.usage)
+        return self._add_nvext(answer.nvext or Nvext())
 
 
 COMPLETIONS = Wire(
@@ -168,11 +170,11 @@ def generate_request(
     model: str, prompt_ids: Sequence[int], sampling: Sampling, *, cache_salt: str | None = None,
     **_: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """Taints and pins would be ignored."""
+    """Build a request for /inference/v1/generate, which would ignore taints and pins."""
     body: dict[str, Any] = {
         "model": model,
         "token_ids": list(prompt_ids),
-        "sampling_params": sampling.on_wire(),
+        "sampling_params": sampling.to_fields(),
     }
     if cache_salt is not None:
         body["cache_salt"] = cache_salt
@@ -201,12 +203,12 @@ class _Generated(msgspec.Struct):
 
 
 class GenerateAssembly(Assembly):
-    """Of /inference/v1/generate, which has no usage on Dynamo and names no worker."""
+    """Collects answers of /inference/v1/generate: no usage on Dynamo, and no worker id."""
 
     def add(self, raw: Any) -> list[int]:
-        answer = parsed(raw, _Generated)
+        answer = parse(raw, _Generated)
         choice = only_choice(answer.choices)
-        self._counted(answer.usage)
+        self._add_usage(answer.usage)
         if choice is None:
             return []
         self._finish = choice.finish_reason or self._finish
@@ -214,9 +216,9 @@ class GenerateAssembly(Assembly):
         content = (choice.logprobs and choice.logprobs.content) or []
         names = [f"token_id:{token}" for token in choice.token_ids or []]
         if content and [entry.token for entry in content] != names:
-            raise RolloutError("The engine sent log-probs of other tokens than it sampled.")
+            raise RolloutError("The engine sent log-probs of other tokens than the sampled ones.")
         self._logprobs += [entry.logprob for entry in content]
-        return self._took(choice.token_ids)
+        return self._add_ids(choice.token_ids)
 
 
 GENERATE = Wire(
@@ -231,13 +233,13 @@ def vllm_request(
     model: str, prompt_ids: Sequence[int], sampling: Sampling, *, cache_salt: str | None = None,
     stream: bool = False, **_: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """There is no router to heed taints and pins."""
+    """Build a request for a plain vLLM server, which has no router for taints and pins."""
     body: dict[str, Any] = {
         "model": model,
         "prompt": list(prompt_ids),
         "return_token_ids": True,
         "stream": stream,
-        **sampling.on_wire(),
+        **sampling.to_fields(),
     }
     if cache_salt is not None:
         body["cache_salt"] = cache_salt
@@ -247,19 +249,19 @@ def vllm_request(
 
 
 class VllmAssembly(Assembly):
-    """Of vLLM's own completions."""
+    """Collects answers of vLLM's own completions."""
 
     def add(self, raw: Any) -> list[int]:
-        answer = parsed(raw, _Answer)
+        answer = parse(raw, _Answer)
         choice = only_choice(answer.choices)
-        self._counted(answer.usage)
+        self._add_usage(answer.usage)
         if choice is None:
             return []
         self._finish = choice.finish_reason or self._finish
         self._experts = choice.routed_experts or self._experts
         if choice.logprobs is not None:
             self._logprobs += choice.logprobs.token_logprobs
-        return self._took(choice.token_ids)
+        return self._add_ids(choice.token_ids)
 
 
 VLLM = Wire("vllm", "/v1/completions", vllm_request, VllmAssembly)
@@ -271,13 +273,14 @@ WIRES = {wire.name: wire for wire in (COMPLETIONS, GENERATE, VLLM)}
 
 
 def wire_named(name: str) -> Wire:
+    """Return the wire of that name."""
     if name not in WIRES:
         raise UsageError(f"There is no wire `{name}`.", f"Use one of: {', '.join(WIRES)}.")
     return WIRES[name]
 
 
-async def offers(http: Http, url: str) -> bool:
-    """Whether a server has a route at all: what it has, it answers otherwise than with 404."""
+async def has_route(http: Http, url: str) -> bool:
+    """Return whether a server has a route: it answers anything but 404 to an empty request."""
     try:
         await http.post(url, {}, timeout=10.0, retry=ONCE)
     except RequestFailed as error:

@@ -1,0 +1,88 @@
+"""Slow work in a worker, in a background thread beside generation."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import socket
+import threading
+from collections.abc import Callable
+
+import torch
+
+from rollway.weights.offer import STILL
+
+
+class BackgroundTask:
+    """A thread. Callers poll it, or have it notify a socket of this machine at its end."""
+
+    def __init__(self, what: str, work: Callable[[], None]) -> None:
+        self._what = what
+        self._work = work
+        self._error: BaseException | None = None
+        self._done = threading.Event()
+        self._listeners: set[str] = set()
+        self._lock = threading.Lock()
+        threading.Thread(target=self._run, name="rollway-background", daemon=True).start()
+
+    @property
+    def has_failed(self) -> bool:
+        return self._error is not None
+
+    @property
+    def is_done(self) -> bool:
+        return self._done.is_set()
+
+    def check(self) -> None:
+        """Raise while it is running, and its error if it failed."""
+        if not self._done.is_set():
+            raise RuntimeError(f"{STILL} {self._what}")
+        if self._error is not None:
+            raise RuntimeError(f"{self._error}") from self._error
+
+    def notify_when_done(self, name: str) -> None:
+        """Notify the abstract Unix socket of that name at the end; "" notifies none."""
+        with self._lock:
+            self._listeners.add(name)
+            done = self._done.is_set()
+        if done:
+            self._notify()
+
+    def wait(self, seconds: float) -> bool:
+        return self._done.wait(seconds)
+
+    def _run(self) -> None:
+        try:
+            torch.get_num_threads()  # initialises this thread's setting, which share_cores changes
+            share_cores(alone=False)
+            with torch.no_grad():
+                self._work()
+        except BaseException as error:  # noqa: BLE001 (`check` raises it)
+            self._error = error
+        finally:
+            with self._lock:
+                self._done.set()
+            self._notify()
+
+    def _notify(self) -> None:
+        with self._lock:
+            names, self._listeners = self._listeners - {""}, set()
+        for name in names:
+            with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
+                connection.settimeout(1.0)
+                connection.connect(f"\0{name}")
+
+
+@functools.cache
+def _all_threads() -> int:
+    return int(torch.get_num_threads())
+
+
+def share_cores(*, alone: bool) -> None:
+    """Let this thread compute with all cores, or with half of them while the engine generates. Two
+    teams of threads on the same cores wait for each other at every step: a copy then takes ten
+    times as long."""
+    threads = _all_threads() if alone else max(1, _all_threads() // 2)
+    with contextlib.suppress(AttributeError):  # torch without OpenMP
+        ctypes.CDLL(None).omp_set_num_threads(threads)  # only for this thread
