@@ -1,11 +1,11 @@
-"""What Prometheus is told of a pool."""
+"""The file of metrics addresses that Prometheus reads."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-from rollway.integrations.verl.targets import write_targets
+from rollway.integrations.verl.prometheus import write_targets
 from rollway.stack.state import ProcessState, StackState
 
 
