@@ -1,9 +1,8 @@
 """A NIXL agent as this package uses it: registered memory, prepared reads, bounded waits.
 
 NIXL is imported when the first agent is made. Its progress thread keeps a whole core busy and is
-off: reads over shared memory or RDMA do not need it, and the little else that must progress (the
-first contact, notifications) does so whenever notifications are polled. Plain TCP needs the thread
-(`progress=True`).
+off: reads over shared memory or RDMA do not need it, and the first contact of a peer progresses
+whenever notifications are polled. Plain TCP needs the thread (`progress=True`).
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,9 +30,7 @@ Memory = Literal["DRAM", "VRAM"]
 Numbers = NDArray[np.uint64]
 _PACKAGES = ("nixl_cu12", "nixl_cu13")
 _POLL_SECONDS = 0.0005
-_LISTEN_SECONDS = 0.1
-OnMessage = Callable[[str, bytes], None]
-"""Receives the sender of a notification, and the notification."""
+_PROGRESS_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +71,6 @@ def unique_name(kind: str) -> str:
 
 
 @dataclass(slots=True)
-class Region:
-    """Memory that other agents may read."""
-
-    address: int
-    nbytes: int
-    descriptors: Any
-
-
-@dataclass(slots=True)
 class Prepared:
     """A read that can be repeated."""
 
@@ -115,14 +103,14 @@ class Agent:
             self._agent = api.nixl_agent(name, config)
             self._agent.create_backend("UCX", options)
 
-    def register(self, address: int, nbytes: int, memory: Memory, device: int = 0) -> Region:
+    def register(self, address: int, nbytes: int, memory: Memory, device: int = 0) -> Any:
+        """Let other agents read memory; return the handle to `deregister` it."""
         with self._lock, _describe_errors(f"cannot register {nbytes} bytes"):
-            descriptors = self._agent.register_memory([(address, nbytes, device, "")], memory)
-        return Region(address, nbytes, descriptors)
+            return self._agent.register_memory([(address, nbytes, device, "")], memory)
 
-    def deregister(self, region: Region) -> None:
+    def deregister(self, handle: Any) -> None:
         with self._lock, suppress(Exception):  # the agent itself may be broken
-            self._agent.deregister_memory(region.descriptors)
+            self._agent.deregister_memory(handle)
 
     def metadata(self) -> bytes:
         with self._lock:
@@ -170,29 +158,19 @@ class Agent:
                 raise RuntimeError("the transfer failed")
         return state == "PROC"
 
-    def notify(self, peer: str, message: bytes) -> None:
-        with self._lock, _describe_errors(f"cannot notify {peer}"):
-            self._agent.send_notif(peer, message)
+    def start_progress(self) -> None:
+        """Poll notifications every 0.1 s in a background thread, which costs almost no CPU.
 
-    def poll(self, on_message: OnMessage) -> None:
-        """Deliver the notifications since the last poll; NIXL also sends and connects meanwhile."""
-        with self._lock, _describe_errors("cannot poll notifications"):
-            received: dict[str, list[bytes]] = self._agent.get_new_notifs()
-        for peer, messages in received.items():
-            for message in messages:
-                on_message(peer, message)
-
-    def listen(self, on_message: OnMessage) -> None:
-        """Poll every 0.1 s in a background thread, which costs almost no CPU."""
+        Nobody sends any: NIXL answers peers that connect only while it is polled."""
 
         def run() -> None:
-            while not self._stopped.wait(_LISTEN_SECONDS):
-                with suppress(WeightsError):  # a dead peer must not cut off the others
-                    self.poll(on_message)
+            while not self._stopped.wait(_PROGRESS_SECONDS):
+                with self._lock, suppress(Exception):  # a dead peer must not cut off the others
+                    self._agent.get_new_notifs()
 
         threading.Thread(target=run, name="rollway-nixl", daemon=True).start()
 
-    def stop_listening(self) -> None:
+    def stop_progress(self) -> None:
         self._stopped.set()
 
 

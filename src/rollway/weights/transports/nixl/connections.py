@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Iterable
-from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -26,10 +25,9 @@ from rollway.weights.transports.nixl.listing import (
     SourceMemory,
     this_node,
     write_layout,
-    write_receipt,
 )
 from rollway.weights.transports.nixl.memory import Pool, memory_kind
-from rollway.weights.transports.nixl.windows import Window, Windows
+from rollway.weights.transports.nixl.windows import Window, Windows, resolve_reads
 
 Buffers = tuple[Tensor, Tensor]
 """The staging memory of even and of odd windows."""
@@ -62,7 +60,7 @@ class Connections:
         if self._agent is None:
             self._agent = Agent(self._name, Settings(mode, self._net_devices))
             if self._serves_peers:  # a peer that reads from here connects first
-                self._agent.listen(_ignore)
+                self._agent.start_progress()
         for name, memory in zip(group.names, group.memories, strict=True):
             known = self._peers.get(name)
             if known is not None and known[0] == memory.agent:
@@ -117,21 +115,13 @@ class Connections:
     ) -> Prepared:
         assert self._agent is not None
         kind, index = memory_kind(buffer.device)
-        remote, local, sizes = window.reads[name].resolve(memory.addresses, buffer.data_ptr())
+        reads = window.reads[name]
+        remote, local, sizes = resolve_reads(reads, memory.addresses, buffer.data_ptr())
         return self._agent.prepare(
             self._peers[name][1],
             (kind, _make_rows(local, sizes, index)),
             (memory.memory, _make_rows(remote, sizes, memory.device)),
         )
-
-    def acknowledge(self, names: Iterable[str], version: int) -> None:
-        """Notify sources that this receiver has a version, as far as they still listen."""
-        assert self._agent is not None
-        for name in names:
-            with suppress(WeightsError):
-                self._agent.notify(self._peers[name][1], write_receipt(version))
-        with suppress(WeightsError):
-            self._agent.poll(_ignore)  # notifications leave this process only while it polls
 
     def describe(self, windows: Windows, group: SourceGroup) -> SourceMemory:
         """Describe the received version in the buffer, for peers to read."""
@@ -176,16 +166,12 @@ class Connections:
         for pool in self._pools:
             pool.release()
         if self._agent is not None:
-            self._agent.stop_listening()
+            self._agent.stop_progress()
         self._agent, self._pools, self._peers = None, [], {}
 
 
 def _largest_end(windows: list[Window]) -> int:
     return max((window.offset + window.nbytes for window in windows), default=0)
-
-
-def _ignore(_: str, __: bytes) -> None:
-    """Ignore notifications: a receiver that serves peers needs no acknowledgements."""
 
 
 def _make_rows(addresses: Any, sizes: Any, device: int) -> Numbers:

@@ -18,6 +18,7 @@ from typing import Annotated
 import msgspec
 
 from rollway.errors import UsageError, WeightsError
+from rollway.processes import boot_id
 from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.coverage import check_covered
 from rollway.weights.layout import ELEMENT_BYTES, Box, Piece, Shape
@@ -31,7 +32,6 @@ from rollway.weights.untrusted import check_shape
 FANOUT = "fanout"
 """The key of an offer that asks receivers to serve peers."""
 DIGEST_BYTES = 16
-_RECEIPT = b"rollway has "
 _Shape = Annotated[tuple[Count, ...], msgspec.Meta(max_length=8)]
 _Address = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 
@@ -246,24 +246,9 @@ class LayoutCache:
         return self._layouts[key]
 
 
-def write_receipt(version: int) -> bytes:
-    """Return the notification by which a receiver acknowledges a version to its source."""
-    return _RECEIPT + str(version).encode()
-
-
-def read_receipt(message: bytes) -> int | None:
-    """Return the acknowledged version, or None for any other notification."""
-    version = message.removeprefix(_RECEIPT)
-    if not message.startswith(_RECEIPT) or not version.isdigit() or len(version) > 20:
-        return None
-    return int(version)
-
-
 def this_node() -> str:
     """Return a name that is equal for processes that can probably read each other's memory."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        namespace = Path("/proc/self/ns/pid").readlink()
+        return f"{boot_id()} {Path('/proc/self/ns/pid').readlink()}"
     except OSError:
         return socket.gethostname()
-    return f"{boot} {namespace}"

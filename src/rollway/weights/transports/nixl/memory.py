@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch import Tensor
 from rollway.errors import UsageError, WeightsError
 from rollway.weights.digest.bits import DTYPES, digest
 from rollway.weights.layout import Box
-from rollway.weights.transports.nixl.agent import Agent, Memory, Region
+from rollway.weights.transports.nixl.agent import Agent, Memory
 from rollway.weights.transports.nixl.listing import SourceGroup
 from rollway.weights.transports.nixl.windows import BufferTensor, PieceCheck, Window
 
@@ -22,7 +23,7 @@ class Pool:
 
     agent: Agent
     memory: Tensor | None = None
-    region: Region | None = None
+    handle: Any = None
     version: int = -1
 
     def allocate(self, nbytes: int, device: torch.device) -> Tensor:
@@ -34,13 +35,13 @@ class Pool:
             self.release()
             memory = self.memory = torch.empty(max(nbytes, 1), dtype=torch.uint8, device=device)
             kind, index = memory_kind(device)
-            self.region = self.agent.register(memory.data_ptr(), memory.numel(), kind, index)
+            self.handle = self.agent.register(memory.data_ptr(), memory.numel(), kind, index)
         return memory
 
     def release(self) -> None:
-        if self.region is not None:
-            self.agent.deregister(self.region)
-        self.memory = self.region = None
+        if self.handle is not None:
+            self.agent.deregister(self.handle)
+        self.memory = self.handle = None
 
 
 def memory_kind(device: torch.device) -> tuple[Memory, int]:
@@ -86,12 +87,11 @@ def assemble(window: Window, memory: Tensor) -> dict[str, Tensor]:
 
 def verify(tensor: Tensor, checks: Sequence[PieceCheck], group: SourceGroup) -> None:
     """Raise unless all pieces of a tensor have the digests that were published."""
-    for check in checks:
-        name, box = check.piece
-        part = tensor[_slices(check.box)].reshape(box.shape)
-        if bytes.fromhex(digest(part)) != group.digests[check.piece]:
+    for place, piece in checks:
+        part = tensor[_slices(place)].reshape(piece[1].shape)
+        if bytes.fromhex(digest(part)) != group.digests[piece]:
             raise WeightsError(
-                f"{name} is not what was published: it changed while it was read, or in transit."
+                f"{piece[0]} is not what was published: it changed during the read, or in transit."
             )
 
 

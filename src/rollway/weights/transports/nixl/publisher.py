@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import torch
@@ -18,7 +19,6 @@ from rollway.weights.transports.base import NamedTensor, Publisher, Source
 from rollway.weights.transports.nixl.agent import (
     Agent,
     ErrorHandling,
-    Region,
     Settings,
     unique_name,
 )
@@ -28,7 +28,6 @@ from rollway.weights.transports.nixl.listing import (
     FANOUT,
     LayoutCache,
     SourceMemory,
-    read_receipt,
     this_node,
     write_layout,
 )
@@ -94,9 +93,8 @@ class NixlPublisher(Publisher):
         self._adopted: _AdoptedTensors | None = None
         self._newest: int | None = None
         self._layouts = LayoutCache()
-        self._receipts: dict[int, set[str]] = {}
         self._closed = False
-        self._agent.listen(self._record_receipt)
+        self._agent.start_progress()
 
     def publish(
         self, version: int, tensors: Source | None = None, *, timeout: float = 300.0
@@ -148,16 +146,15 @@ class NixlPublisher(Publisher):
         self._adopted = adopted
 
     def acknowledged(self, version: int) -> set[str]:
-        """Return the receivers that have notified this rank that they have all of the version."""
-        self._agent.poll(self._record_receipt)
-        return set(self._receipts.get(version, ()))
+        """Return the receivers that have all of the version."""
+        return set(self.catalog.acknowledged(version))
 
     def close(self) -> None:
         """Withdraw all versions, also from receivers that are reading them."""
         if self._closed:
             return
         self._closed = True
-        self._agent.stop_listening()
+        self._agent.stop_progress()
         if self._server is None:
             self.catalog.leave(self.name)
         else:
@@ -214,13 +211,6 @@ class NixlPublisher(Publisher):
     def _withdraw(self, version: int) -> None:
         if version >= 0:
             self.catalog.withdraw(version, self.name)
-            self._receipts.pop(version, None)
-
-    def _record_receipt(self, member: str, message: bytes) -> None:
-        version = read_receipt(message)
-        kept = {item.version for item in (*self._pools, self._adopted) if item is not None}
-        if version is not None and version in kept:
-            self._receipts.setdefault(version, set()).add(member)
 
 
 @dataclass(slots=True)
@@ -228,7 +218,7 @@ class _AdoptedTensors:
     """A trainer's own tensors, whose storages are registered."""
 
     tensors: dict[str, Tensor]
-    regions: list[Region] = field(default_factory=list)
+    handles: list[Any] = field(default_factory=list)
     version: int = -1
 
     @classmethod
@@ -246,12 +236,12 @@ class _AdoptedTensors:
         for address, tensor in storages.items():
             kind, index = memory_kind(tensor.device)
             size = tensor.untyped_storage().nbytes()
-            adopted.regions.append(agent.register(address, size, kind, index))
+            adopted.handles.append(agent.register(address, size, kind, index))
         return adopted
 
     def release(self, agent: Agent) -> None:
-        for region in self.regions:
-            agent.deregister(region)
+        for handle in self.handles:
+            agent.deregister(handle)
 
 
 def _read_source(

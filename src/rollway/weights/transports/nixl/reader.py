@@ -128,7 +128,6 @@ class NixlReader(Reader):
             body = msgspec.msgpack.encode(self.connections.describe(self.windows(group), group))
             catalog.announce(Listing(offer.version, self.name, 0, 1, "receiver", body))
             self._serving = catalog, offer.version
-        self.connections.acknowledge(group.names, offer.version)
         catalog.acknowledge(offer.version, self.name)
         log.info(
             "version %d over nixl: %d bytes moved, %d needed, %d offered, from %s",
