@@ -18,8 +18,8 @@ from torch import Tensor
 
 from rollway.weights import copies
 from rollway.weights.copies import SummedCopies
-from rollway.weights.digest import bits, changes
-from rollway.weights.digest.bits import DTYPES, digest, digests, integers, raw_bytes
+from rollway.weights.digest import changes, checksums
+from rollway.weights.digest.checksums import DTYPES, digest, digests, integers, raw_bytes
 from rollway.weights.transports.delta import format as delta
 from rollway.weights.transports.delta import packing
 
@@ -52,8 +52,8 @@ def one_thread() -> Iterator[None]:
 def way(monkeypatch: pytest.MonkeyPatch, triton: bool) -> str:
     """Make Triton available, or not."""
     if triton and GPU:
-        assert bits.by_triton(torch.device("cuda"))
-    for module in (bits, changes, copies):
+        assert checksums.by_triton(torch.device("cuda"))
+    for module in (checksums, changes, copies):
         monkeypatch.setattr(module, "by_triton", lambda device: triton and device.type == DEVICE)
     return "triton" if triton else "torch"
 
@@ -91,7 +91,7 @@ def shifted(tensor: Tensor, draw: random.Random) -> Tensor:
 def plainly(tensor: Tensor) -> str:
     """Its digest by torch, on a CPU."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bits, "by_triton", lambda device: False)
+        patch.setattr(checksums, "by_triton", lambda device: False)
         return digest(tensor.cpu())
 
 
