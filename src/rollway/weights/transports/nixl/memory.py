@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rollway.errors import UsageError, WeightsError
 from rollway.weights.digest.bits import DTYPES, digest
-from rollway.weights.layout import Box
+from rollway.weights.layout import Box, place_at
 from rollway.weights.transports.nixl.agent import Agent, Memory
 from rollway.weights.transports.nixl.listing import SourceGroup
 from rollway.weights.transports.nixl.windows import BufferTensor, PieceCheck, Window
@@ -78,22 +78,18 @@ def assemble(window: Window, memory: Tensor) -> dict[str, Tensor]:
     for whole, copies in window.cuts:
         source = view_tensor(memory, whole)
         for copy in copies:
-            part = source[_slices(copy.box)]
+            part = source[copy.box.slices]
             part = part.transpose(-1, -2) if copy.transposed else part
-            place = Box(copy.at, tuple(a + n for a, n in zip(copy.at, copy.shape, strict=True)))
-            views[copy.target][_slices(place)] = part.reshape(copy.shape)
+            place = place_at(copy.at, Box.whole(copy.shape))
+            views[copy.target][place.slices] = part.reshape(copy.shape)
     return views
 
 
 def verify(tensor: Tensor, checks: Sequence[PieceCheck], group: SourceGroup) -> None:
     """Raise unless all pieces of a tensor have the digests that were published."""
     for place, piece in checks:
-        part = tensor[_slices(place)].reshape(piece[1].shape)
+        part = tensor[place.slices].reshape(piece[1].shape)
         if bytes.fromhex(digest(part)) != group.digests[piece]:
             raise WeightsError(
                 f"{piece[0]} is not what was published: it changed during the read, or in transit."
             )
-
-
-def _slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))

@@ -26,8 +26,8 @@ from rollway.weights.transports.nixl.catalog import Catalog, Listing, wait_for
 from rollway.weights.transports.nixl.catalog_http import LOOPBACK, CatalogServer, HttpCatalog
 from rollway.weights.transports.nixl.listing import (
     FANOUT,
-    LayoutCache,
     SourceMemory,
+    read_group,
     this_node,
     write_layout,
 )
@@ -92,7 +92,6 @@ class NixlPublisher(Publisher):
         self._pools = [Pool(self._agent) for _ in range(keep)]
         self._adopted: _AdoptedTensors | None = None
         self._newest: int | None = None
-        self._layouts = LayoutCache()
         self._closed = False
         self._agent.start_progress()
 
@@ -128,8 +127,7 @@ class NixlPublisher(Publisher):
 
     def offer(self, version: int, timeout: float = 300.0) -> Offer:
         """Return the offer of a version, once all ranks have announced it."""
-        listings = wait_for(self.catalog, version, self.name, timeout)
-        group = self._layouts.read_group(listings)
+        group = read_group(wait_for(self.catalog, version, self.name, timeout))
         where = self.catalog.where()
         if self._fanout:
             where[FANOUT] = True

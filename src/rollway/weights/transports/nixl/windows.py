@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollway.errors import UsageError
-from rollway.weights.layout import ELEMENT_BYTES, Box, Shape
-from rollway.weights.planning.recipe import landing, run
+from rollway.weights.layout import ELEMENT_BYTES, Box, Shape, place_at
+from rollway.weights.planning.recipe import run
 from rollway.weights.planning.transfers import Copy, Plan, Total, Transfer
 from rollway.weights.planning.wants import LocalTensor, Wants
 
@@ -239,10 +239,7 @@ def _find_checks(wants: Wants, pieces: Iterable[tuple[str, Box]]) -> dict[str, l
                     f"Only a part of a piece of {name} is wanted, which cannot be verified.",
                     "Receive whole tensors; digests are those of the pieces that ranks hold.",
                 )
-            inside = box.seen_from(part.box.start).start
-            inside = (0,) * (len(part.at) - len(inside)) + inside
-            start = tuple(a + b for a, b in zip(part.at, inside, strict=True))
-            place = landing(start, box.shape)
+            place = place_at(part.at, box.seen_from(part.box.start))
             checks.setdefault(want.target, []).append((place, (name, box)))
     return checks
 
