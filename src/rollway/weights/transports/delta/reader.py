@@ -174,7 +174,7 @@ class StagedVersion:
         for name, positions in self._positions.items():
             tensor = self.tensors[name]
             if positions is not None and sum(map(len, positions)) <= _FEW * tensor.numel():
-                self._sparse[name] = [(some, read_elements(tensor, some)) for some in positions]
+                self._sparse[name] = [(at, read_elements(tensor, at)) for at in positions]
 
     def install(self) -> None:
         """Write the changes into the held tensors; only this needs a pause."""

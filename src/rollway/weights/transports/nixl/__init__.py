@@ -3,7 +3,7 @@
     trainer rank ── publish: copy into a registered pool, digest ──► announce ──► catalog
                        ▲                                                            │ look up
     worker ────────────┴── READ of the planned slices into its own pool ◄───────────┘
-           ── verify digests, yield the tensor ── … ── acknowledge ──► catalog
+           ── verify digests, yield the tensor ── … ── acknowledge ──► trainer rank, catalog
 
 The trainer does nothing during a transfer. It has one pool for each version that it keeps, which is
 registered once and reused in turn. It withdraws a pool's listing before it overwrites the pool. A

@@ -1,8 +1,9 @@
 """A NIXL agent as this package uses it: registered memory, prepared reads, bounded waits.
 
 NIXL is imported when the first agent is made. Its progress thread keeps a whole core busy and is
-off: reads over shared memory or RDMA do not need it, and the first contact of a peer progresses
-whenever notifications are polled. Plain TCP needs the thread (`progress=True`).
+off: reads over shared memory or RDMA do not need it, and the little else that must progress (the
+first contact, notifications) does so whenever notifications are polled. Plain TCP needs the thread
+(`progress=True`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,7 @@ Memory = Literal["DRAM", "VRAM"]
 Numbers = NDArray[np.uint64]
 _PACKAGES = ("nixl_cu12", "nixl_cu13")
 _POLL_SECONDS = 0.0005
-_PROGRESS_SECONDS = 0.1
+_LISTEN_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,19 +159,27 @@ class Agent:
                 raise RuntimeError("the transfer failed")
         return state == "PROC"
 
-    def start_progress(self) -> None:
-        """Poll notifications every 0.1 s in a background thread, which costs almost no CPU.
+    def notify(self, peer: str, message: bytes) -> None:
+        with self._lock, _describe_errors(f"cannot notify {peer}"):
+            self._agent.send_notif(peer, message)
 
-        Nobody sends any: NIXL answers peers that connect only while it is polled."""
+    def poll(self) -> list[tuple[str, bytes]]:
+        """Return new notifications and their senders; NIXL sends and connects only meanwhile."""
+        with self._lock, _describe_errors("cannot poll notifications"):
+            received: dict[str, list[bytes]] = self._agent.get_new_notifs()
+        return [(peer, message) for peer, messages in received.items() for message in messages]
+
+    def listen(self, on_poll: Callable[[], object]) -> None:
+        """Call `on_poll` every 0.1 s in a background thread, which costs almost no CPU."""
 
         def run() -> None:
-            while not self._stopped.wait(_PROGRESS_SECONDS):
-                with self._lock, suppress(Exception):  # a dead peer must not cut off the others
-                    self._agent.get_new_notifs()
+            while not self._stopped.wait(_LISTEN_SECONDS):
+                with suppress(WeightsError):  # a dead peer must not cut off the others
+                    on_poll()
 
         threading.Thread(target=run, name="rollway-nixl", daemon=True).start()
 
-    def stop_progress(self) -> None:
+    def stop_listening(self) -> None:
         self._stopped.set()
 
 

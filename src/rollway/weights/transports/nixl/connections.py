@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -25,6 +26,7 @@ from rollway.weights.transports.nixl.listing import (
     SourceMemory,
     this_node,
     write_layout,
+    write_receipt,
 )
 from rollway.weights.transports.nixl.memory import Pool, memory_kind
 from rollway.weights.transports.nixl.windows import Window, Windows, resolve_reads
@@ -60,7 +62,7 @@ class Connections:
         if self._agent is None:
             self._agent = Agent(self._name, Settings(mode, self._net_devices))
             if self._serves_peers:  # a peer that reads from here connects first
-                self._agent.start_progress()
+                self._agent.listen(self._agent.poll)
         for name, memory in zip(group.names, group.memories, strict=True):
             known = self._peers.get(name)
             if known is not None and known[0] == memory.agent:
@@ -123,6 +125,18 @@ class Connections:
             (memory.memory, _make_rows(remote, sizes, memory.device)),
         )
 
+    def acknowledge(self, names: Iterable[str], version: int) -> None:
+        """Notify sources that this receiver has a version, as far as they still listen."""
+        assert self._agent is not None
+        for name in names:
+            with suppress(WeightsError):
+                self._agent.notify(self._peers[name][1], write_receipt(version))
+        # Notifications leave this process only while it polls. They matter beyond the receipt:
+        # without one, reads from a stopped trainer (`peer`, one machine) still succeeded for a
+        # while, so a trainer that hangs was noticed later.
+        with suppress(WeightsError):
+            self._agent.poll()
+
     def describe(self, windows: Windows, group: SourceGroup) -> SourceMemory:
         """Describe the received version in the buffer, for peers to read."""
         assert self._agent is not None and self._pools[0].memory is not None
@@ -166,7 +180,7 @@ class Connections:
         for pool in self._pools:
             pool.release()
         if self._agent is not None:
-            self._agent.stop_progress()
+            self._agent.stop_listening()
         self._agent, self._pools, self._peers = None, [], {}
 
 

@@ -32,6 +32,7 @@ from rollway.weights.untrusted import check_shape
 FANOUT = "fanout"
 """The key of an offer that asks receivers to serve peers."""
 DIGEST_BYTES = 16
+_RECEIPT = b"rollway has "
 _Shape = Annotated[tuple[Count, ...], msgspec.Meta(max_length=8)]
 _Address = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 
@@ -222,13 +223,26 @@ def read_group(listings: Iterable[Listing]) -> SourceGroup:
             raise WeightsError(f"{listing.source} announced no NIXL source: {error}.") from error
         layout = read_layout(memory.layout)
         if len(memory.addresses) != len(layout.tensors):
-            raise WeightsError(f"{listing.source} does not give all addresses of its tensors.")
+            raise WeightsError(f"{listing.source} lacks addresses of its tensors.")
         if len(memory.digests) != DIGEST_BYTES * len(layout.pieces):
-            raise WeightsError(f"{listing.source} does not give all digests.")
+            raise WeightsError(f"{listing.source} lacks digests of its pieces.")
         names.append(listing.source)
         memories.append(memory)
         layouts.append(layout)
     return SourceGroup(tuple(names), tuple(memories), tuple(layouts))
+
+
+def write_receipt(version: int) -> bytes:
+    """Return the notification by which a receiver acknowledges a version to its source."""
+    return _RECEIPT + str(version).encode()
+
+
+def read_receipt(message: bytes) -> int | None:
+    """Return the acknowledged version, or None for any other notification."""
+    version = message.removeprefix(_RECEIPT)
+    if not message.startswith(_RECEIPT) or not version.isdigit() or len(version) > 20:
+        return None
+    return int(version)
 
 
 def this_node() -> str:

@@ -28,6 +28,7 @@ from rollway.weights.transports.nixl.listing import (
     FANOUT,
     SourceMemory,
     read_group,
+    read_receipt,
     this_node,
     write_layout,
 )
@@ -92,8 +93,9 @@ class NixlPublisher(Publisher):
         self._pools = [Pool(self._agent) for _ in range(keep)]
         self._adopted: _AdoptedTensors | None = None
         self._newest: int | None = None
+        self._receipts: dict[int, set[str]] = {}
         self._closed = False
-        self._agent.start_progress()
+        self._agent.listen(self._record_receipts)
 
     def publish(
         self, version: int, tensors: Source | None = None, *, timeout: float = 300.0
@@ -144,15 +146,16 @@ class NixlPublisher(Publisher):
         self._adopted = adopted
 
     def acknowledged(self, version: int) -> set[str]:
-        """Return the receivers that have all of the version."""
-        return set(self.catalog.acknowledged(version))
+        """Return the receivers that have notified this rank that they have all of the version."""
+        self._record_receipts()
+        return set(self._receipts.get(version, ()))
 
     def close(self) -> None:
         """Withdraw all versions, also from receivers that are reading them."""
         if self._closed:
             return
         self._closed = True
-        self._agent.stop_progress()
+        self._agent.stop_listening()
         if self._server is None:
             self.catalog.leave(self.name)
         else:
@@ -209,6 +212,14 @@ class NixlPublisher(Publisher):
     def _withdraw(self, version: int) -> None:
         if version >= 0:
             self.catalog.withdraw(version, self.name)
+            self._receipts.pop(version, None)
+
+    def _record_receipts(self) -> None:
+        kept = {item.version for item in (*self._pools, self._adopted) if item is not None}
+        for member, message in self._agent.poll():
+            version = read_receipt(message)
+            if version is not None and version in kept:
+                self._receipts.setdefault(version, set()).add(member)
 
 
 @dataclass(slots=True)

@@ -127,6 +127,7 @@ class NixlReader(Reader):
             body = msgspec.msgpack.encode(self.connections.describe(self.windows(group), group))
             catalog.announce(Listing(offer.version, self.name, 0, 1, "receiver", body))
             self._serving = catalog, offer.version
+        self.connections.acknowledge(group.names, offer.version)
         catalog.acknowledge(offer.version, self.name)
         log.info(
             "version %d over nixl: %d bytes moved, %d needed, %d offered, from %s",
@@ -182,7 +183,7 @@ class NixlReader(Reader):
         group = read_group(listings)
         if group.identity != offer.identity:
             raise WeightsError(
-                f"What is published as version {offer.version} is not what was offered.",
+                f"The weights published as version {offer.version} are not what was offered.",
                 "A restarted trainer counts its versions from the start; offer its own version.",
             )
         return catalog, group
@@ -244,7 +245,7 @@ class NixlReader(Reader):
             ]
             receiver = Receiver(self.name, Place(this_node()))
             # The planner does not know tensors without elements; windows have them as targets.
-            to_plan = {n: some for n, some in wants.items() if 0 not in group.headers[n].shape}
+            to_plan = {n: want for n, want in wants.items() if 0 not in group.headers[n].shape}
             windows = make_windows(
                 plan(sources, [receiver], to_plan, _COSTS),
                 self.name,
