@@ -44,11 +44,11 @@ from rollway.weights.transports.delta import format as delta
 from rollway.weights.transports.nixl.catalog import Listing
 from rollway.weights.transports.nixl.catalog_http import Call, CatalogServer
 from rollway.weights.transports.nixl.listing import (
-    LayoutCache,
     SourceMemory,
     _Layout,
     _Piece,
     _Tensor,
+    read_group,
 )
 from rollway.weights.transports.shards import _by_tensor
 from tests.checkpoints import write_checkpoint
@@ -177,7 +177,7 @@ def read_call(raw: bytes) -> None:
 
 
 def read_source_memory(raw: bytes) -> None:
-    group = LayoutCache().read_group([Listing(1, "s", 0, 1, "trainer", raw)])
+    group = read_group([Listing(1, "s", 0, 1, "trainer", raw)])
     assert group.headers is not None
     assert group.digests is not None
     assert group.nbytes >= 0

@@ -1,4 +1,4 @@
-"""What changed in a tensor, there and back: every dtype, every pattern, and damaged bytes."""
+"""Encode and apply changes of a tensor: every dtype, every pattern, and damaged bytes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHAPES = st.one_of(
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Small tensors on a busy machine: threads would only wait for each other."""
+    """Use one thread: with small tensors on a busy machine, threads wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -33,7 +33,7 @@ def one_thread() -> Iterator[None]:
 
 
 def noise(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Any bits at all: NaNs, infinities and subnormals are among them."""
+    """Return random bits; NaNs, infinities and subnormals are among them."""
     generator = torch.Generator().manual_seed(seed)
     size = math.prod(shape) * torch.empty(0, dtype=dtype).element_size()
     top = 2 if dtype == torch.bool else 256
@@ -46,7 +46,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def changed(old: torch.Tensor, share: float, seed: int) -> torch.Tensor:
-    """A copy in which about that share of the elements has other bits."""
+    """Return a copy in which about that share of the elements has other bits."""
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.rand(old.numel(), generator=generator) < share
     new = old.clone()
@@ -58,7 +58,9 @@ def changed(old: torch.Tensor, share: float, seed: int) -> torch.Tensor:
 
 @given(st.sampled_from(sorted(DTYPES)), SHAPES, st.floats(0, 1), st.integers(0, 99))
 @settings(max_examples=300)
-def test_there_and_back(dtype: str, shape: tuple[int, ...], share: float, seed: int) -> None:
+def test_an_applied_change_gives_exactly_the_new_tensor(
+    dtype: str, shape: tuple[int, ...], share: float, seed: int
+) -> None:
     old = noise(shape, DTYPES[dtype], seed)
     new = changed(old, share, seed + 7)
     data = encode("w", old, new, version=5, base=4).to_bytes()
@@ -76,7 +78,7 @@ def test_there_and_back(dtype: str, shape: tuple[int, ...], share: float, seed: 
 
 @pytest.mark.parametrize("share", [0.0, 0.00001, 0.001, 0.05, 0.3, 0.9, 1.0])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8, torch.float64])
-def test_more_than_one_block_and_every_way_to_say_where(share: float, dtype: torch.dtype) -> None:
+def test_large_tensors_in_every_encoding_of_positions(share: float, dtype: torch.dtype) -> None:
     old = noise((1_200_001,), dtype, 1)
     new = changed(old, share, 2)
     encoded = encode("w", old, new)
@@ -85,7 +87,7 @@ def test_more_than_one_block_and_every_way_to_say_where(share: float, dtype: tor
     assert len(encoded.to_bytes()) <= new.nbytes + 300
 
 
-def test_the_shortest_way_to_say_where_is_taken() -> None:
+def test_the_shortest_encoding_of_positions_is_chosen() -> None:
     old = torch.zeros(100_000, dtype=torch.bfloat16)
     assert encode("w", old, old).header.places == "none"
     assert encode("w", old, changed(old, 0.01, 1)).header.places == "gaps"
@@ -107,13 +109,13 @@ def test_one_percent_of_the_elements_is_less_than_two_percent_of_the_bytes(
     some = torch.randperm(old.numel(), generator=generator)[: old.numel() // 100]
     new[some] = (torch.randn(some.numel(), generator=generator) * 0.02).to(dtype)
     assert len(encode("w", old, new).to_bytes()) < 0.02 * old.nbytes
-    # A small step of an optimizer moves a value to its neighbour, which says even less.
+    # A small optimizer step moves a value to its neighbour, which compresses even better.
     step = old.clone()
     step.view(torch.int16 if dtype == torch.bfloat16 else torch.int32)[some] += 1
     assert len(encode("w", old, step).to_bytes()) < 0.009 * old.nbytes
 
 
-def test_bits_count_and_not_values() -> None:
+def test_bits_are_compared_and_not_values() -> None:
     old = torch.tensor([0.0, float("nan"), 1.0])
     assert encode("w", old, old.clone()).header.places == "none"
     minus = torch.tensor([-0.0, float("nan"), 1.0])
@@ -122,7 +124,7 @@ def test_bits_count_and_not_values() -> None:
     assert torch.signbit(old[0])
 
 
-def test_views_and_transposed_tensors() -> None:
+def test_views_and_transposed_tensors_are_encoded_and_applied() -> None:
     buffer = noise((41, 30), torch.bfloat16, 3)
     for pick in (lambda t: t.t(), lambda t: t[1:, ::3], lambda t: t.view(-1)[1:]):
         old = pick(buffer.clone())
@@ -133,14 +135,14 @@ def test_views_and_transposed_tensors() -> None:
         assert same(old, new)
 
 
-def test_parameters_that_want_gradients() -> None:
+def test_parameters_that_require_gradients() -> None:
     old = torch.nn.Parameter(torch.zeros(10))
     new = torch.nn.Parameter(torch.ones(10))
     apply(encode("w", old, new), old)
     assert same(old, new)
 
 
-def test_a_wrong_base_is_named_and_nothing_is_written() -> None:
+def test_a_wrong_base_is_reported_and_nothing_is_written() -> None:
     old = noise((1000,), torch.bfloat16, 1)
     encoded = encode("w", old, changed(old, 0.1, 2), version=8, base=7)
     other = changed(old, 0.5, 3)
@@ -150,7 +152,7 @@ def test_a_wrong_base_is_named_and_nothing_is_written() -> None:
     assert same(other, kept)
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_other_shapes_and_dtypes_are_refused() -> None:
     old = torch.zeros(8)
     encoded = encode("w", old, torch.ones(8))
     with pytest.raises(WeightsError, match=r"is for F32\[8\], the tensor is F32\[4\]"):
@@ -201,11 +203,11 @@ def test_any_bytes_are_refused(data: bytes) -> None:
 
 @given(st.data())
 @settings(max_examples=300)
-def test_hostile_headers(data: st.DataObject) -> None:
-    """Every field of a header may be a lie; the tensor stays as it was."""
+def test_false_headers_leave_the_tensor_as_it_was(data: st.DataObject) -> None:
+    """Every field of a header may be false."""
     good = decode(GOOD[0.05])
     count = st.one_of(st.integers(0, 1000), st.sampled_from([1 << 40, 1 << 53]))
-    lie = data.draw(
+    false_fields = data.draw(
         st.fixed_dictionaries(
             {},
             optional={
@@ -221,7 +223,7 @@ def test_hostile_headers(data: st.DataObject) -> None:
             },
         )
     )
-    header = msgspec.structs.replace(good.header, **lie)
+    header = msgspec.structs.replace(good.header, **false_fields)
     tensor = OLD.clone()
     try:
         apply(decode(Encoded(header, good.places, good.values).to_bytes()), tensor)
@@ -231,8 +233,8 @@ def test_hostile_headers(data: st.DataObject) -> None:
         assert digest(tensor) == header.digest
 
 
-def test_a_bomb_does_not_go_off() -> None:
-    """A stream that would unfold to gigabytes is refused by what it claims, before it unfolds."""
+def test_a_decompression_bomb_is_refused() -> None:
+    """A stream is refused by the size that it claims, before it is decompressed."""
     import zstandard
 
     good = decode(GOOD[0.05])
@@ -243,7 +245,7 @@ def test_a_bomb_does_not_go_off() -> None:
 
 
 @given(st.sampled_from([torch.bfloat16, torch.float32, torch.int8]), st.data())
-def test_a_digest_sees_every_change(dtype: torch.dtype, data: st.DataObject) -> None:
+def test_a_digest_detects_every_change(dtype: torch.dtype, data: st.DataObject) -> None:
     tensor = noise((777,), dtype, 1)
     raw = raw_bytes(tensor)
     before = digest(tensor)
@@ -251,7 +253,7 @@ def test_a_digest_sees_every_change(dtype: torch.dtype, data: st.DataObject) -> 
     assert digest(tensor) != before
 
 
-def test_a_digest_sees_what_simple_sums_do_not() -> None:
+def test_a_digest_detects_what_simple_sums_miss() -> None:
     tensor = noise((1 << 18,), torch.float32, 1)
     before = digest(tensor)
     signs = tensor.clone()
@@ -270,8 +272,8 @@ def test_a_digest_is_the_same_everywhere() -> None:
     assert digest(torch.arange(300_000, dtype=torch.int32)) == "afeb5fd0b46dd43369cceb3df9fb4758"
 
 
-def test_how_much_is_looked_at_once_makes_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU takes many blocks at a time, and must come to the same bytes."""
+def test_the_number_of_blocks_per_step_makes_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU processes many blocks at a time, and must encode the same bytes."""
     old = noise((1_700_003,), torch.float32, 1)
     new = changed(old, 0.01, 2)
     one_by_one = encode("w", old, new).to_bytes()
@@ -280,7 +282,7 @@ def test_how_much_is_looked_at_once_makes_no_difference(monkeypatch: pytest.Monk
     assert encode("w", old, new).to_bytes() == one_by_one
 
 
-def test_an_interrupted_check_takes_the_change_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_check_reverts_the_change(monkeypatch: pytest.MonkeyPatch) -> None:
     old = noise((100,), torch.float32, 1)
     encoded = encode("w", old, changed(old, 0.5, 2))
     tensor = old.clone()

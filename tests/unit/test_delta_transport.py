@@ -153,7 +153,7 @@ def test_shared_memory_stores_the_same_versions() -> None:
         publisher.publish(1, state.items())
         train(state, 2)
         publisher.publish(2, state.items())
-        reader = DeltaVersions(Store(store.root, mapped=True))
+        reader = DeltaVersions(Store(store.root))
         live: State = {}
         reader.stage(live, reader.find_chain(None, 2)).install()
         assert same(live, state)

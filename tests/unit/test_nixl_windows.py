@@ -26,9 +26,9 @@ from rollway.weights.transports.nixl.listing import read_layout, write_layout
 from rollway.weights.transports.nixl.windows import (
     ALIGNED,
     BufferTensor,
-    Reads,
     Windows,
     make_windows,
+    resolve_reads,
 )
 from tests.unit.planned import DTYPE, Model, expected, held_by, slices
 from tests.unit.test_plan_megatron import MOE, model_of
@@ -66,7 +66,7 @@ def run_windows(windows: Windows, sources: list[Source], model: Model) -> Model:
     for window in windows.windows:
         for source, reads in window.reads.items():
             raw, addresses = memory[source]
-            remote, local, sizes = reads.resolve(addresses, 0)
+            remote, local, sizes = resolve_reads(reads, addresses, 0)
             assert (np.diff(remote) > 0).all()
             for there, here, size in zip(remote, local, sizes, strict=True):
                 assert window.offset <= here and here + size <= window.offset + window.nbytes
@@ -122,7 +122,7 @@ def test_windows_give_the_model_from_any_megatron_layout(
     found = run_windows(windows, sources, model)
     assert found.keys() == model.keys()
     assert all(np.array_equal(found[name], model[name]) for name in model)
-    verified = {check.piece for checks in windows.checks.values() for check in checks}
+    verified = {piece for checks in windows.checks.values() for _, piece in checks}
     for name in model:
         boxes = [box for piece, box in verified if piece == name]
         assert sum(box.elements for box in boxes) == model[name].size
@@ -144,9 +144,8 @@ def test_whole_experts_land_in_the_parameter_of_their_rank() -> None:
     correct = expected(held, wanted, 0)
     assert all(np.array_equal(found[name], correct[name]) for name in correct)
     for target, checks in windows.checks.items():
-        for check in checks:
-            name, box = check.piece
-            part = found[target][slices(check.box)].reshape(box.shape)
+        for place, (name, box) in checks:
+            part = found[target][slices(place)].reshape(box.shape)
             assert np.array_equal(part, held[name][slices(box)])
     assert sum(map(len, windows.checks.values())) == len(experts) // 2
 
@@ -161,7 +160,7 @@ def test_a_part_of_a_piece_cannot_be_verified() -> None:
 
 def test_neighbouring_reads_are_merged() -> None:
     rows = np.array([[1, 0, 256, 64], [0, 0, 0, 256], [2, 0, 400, 8]], dtype=np.int64)
-    remote, local, sizes = Reads([rows]).resolve([1000, 1256, 2000], 10)
+    remote, local, sizes = resolve_reads([rows], [1000, 1256, 2000], 10)
     assert (remote.tolist(), local.tolist(), sizes.tolist()) == (
         [1000, 2000],
         [10, 410],

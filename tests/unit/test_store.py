@@ -1,4 +1,4 @@
-"""Objects appear whole or not at all, and what dead writers leave goes away."""
+"""Objects appear whole or not at all, and the leftovers of dead writers are removed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rollway.weights import leftovers
 from rollway.weights.transports.delta.store import SharedMemory, Store, sweep_shared_memory
 
 
-def test_objects_come_and_go(tmp_path: Path) -> None:
+def test_objects_are_written_listed_replaced_and_deleted(tmp_path: Path) -> None:
     store = Store(tmp_path / "deep" / "store")
     assert store.keys() == []
     assert store.put("a/one", b"12") == 2
@@ -34,9 +34,8 @@ def test_objects_come_and_go(tmp_path: Path) -> None:
         store.get("a/two")
 
 
-@pytest.mark.parametrize("mapped", [False, True])
-def test_pieces_of_an_object(tmp_path: Path, mapped: bool) -> None:
-    store = Store(tmp_path, mapped=mapped)
+def test_parts_of_an_object_can_be_read(tmp_path: Path) -> None:
+    store = Store(tmp_path)
     store.put("x", b"0123456789")
     store.put("empty", b"")
     with store.open("x") as blob:
@@ -48,7 +47,7 @@ def test_pieces_of_an_object(tmp_path: Path, mapped: bool) -> None:
         assert bytes(blob.read(0, 0)) == b""
 
 
-def test_nobody_sees_half_an_object(tmp_path: Path) -> None:
+def test_a_partial_object_is_invisible(tmp_path: Path) -> None:
     store = Store(tmp_path)
 
     def chunks() -> Iterator[bytes]:
@@ -67,12 +66,12 @@ def test_keys_stay_below_the_root(tmp_path: Path, key: str) -> None:
         Store(tmp_path).put(key, b"")
 
 
-def test_a_full_disk_says_so() -> None:
+def test_a_failed_write_is_reported() -> None:
     with pytest.raises(WeightsError, match="cannot be written"):
         Store(Path("/proc/nowhere")).put("x", b"1")
 
 
-def test_only_what_dead_writers_left_is_swept(tmp_path: Path) -> None:
+def test_only_leftovers_of_dead_writers_are_swept(tmp_path: Path) -> None:
     store = Store(tmp_path)
     mine = tmp_path / leftovers.scratch_name("x")
     dead = tmp_path / f".y.{_mark_of_a_dead_process()}.partial"
@@ -86,16 +85,16 @@ def test_only_what_dead_writers_left_is_swept(tmp_path: Path) -> None:
     assert set(tmp_path.iterdir()) == {mine, elsewhere}
 
 
-def test_shared_memory_is_private_and_goes_with_close() -> None:
+def test_shared_memory_is_private_and_removed_by_close() -> None:
     with SharedMemory("test") as store:
         store.put("a/x", b"123")
         assert store.root.stat().st_mode & 0o777 == 0o700
         assert (store.root / "a" / "x").stat().st_mode & 0o777 == 0o600
-        assert Store(store.root, mapped=True).get("a/x") == b"123"
+        assert Store(store.root).get("a/x") == b"123"
     assert not store.root.exists()
 
 
-def test_shared_memory_goes_with_a_publisher_that_is_killed() -> None:
+def test_shared_memory_of_a_killed_publisher_is_removed() -> None:
     process, root = _killed_publisher()
     assert process.returncode == -signal.SIGKILL
     deadline = time.monotonic() + 30
@@ -104,7 +103,7 @@ def test_shared_memory_goes_with_a_publisher_that_is_killed() -> None:
     assert not root.exists()
 
 
-def test_the_next_publisher_sweeps_when_the_guard_died_too() -> None:
+def test_the_next_publisher_sweeps_if_the_guard_died_too() -> None:
     with SharedMemory("test") as mine:
         left = mine.root.with_name(f"rollway-deltas-test.{_mark_of_a_dead_process()}.0")
         left.mkdir()

@@ -68,22 +68,11 @@ class TritonComparison:
         if parts:
             with on(self._device):
                 _mark[(parts,)](
-                    self._table.rows,
-                    self._table.owners,
-                    bits.keys(self._device),
-                    sums,
-                    sum(blocks),
-                    self._marks,
-                    self._counts,
-                    parts * STEPS,
-                    SUMS=with_digests,
-                    SIZE=self._dtype.itemsize,
-                    BLOCK=bits.BLOCK,
-                    STEP=STEP,
-                    STEPS=STEPS,
-                    COLUMNS=COLUMNS,
-                    num_warps=WARPS,
-                )
+                    self._table.rows, self._table.owners, bits.keys(self._device),
+                    sums, sum(blocks), self._marks, self._counts, parts * STEPS,
+                    SUMS=with_digests, SIZE=self._dtype.itemsize, BLOCK=bits.BLOCK,
+                    STEP=STEP, STEPS=STEPS, COLUMNS=COLUMNS, num_warps=WARPS,
+                )  # fmt: skip
         return sums
 
     def gather(self, first: int, end: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -95,21 +84,11 @@ class TritonComparison:
             words, places = self._list(first, end)
             with on(self._device):
                 _gather[(triton.cdiv(words.numel(), _WORDS),)](
-                    self._table.rows,
-                    self._table.owners,
-                    self._marks,
-                    words,
-                    places,
-                    positions,
-                    old,
-                    new,
-                    words.numel(),
-                    SIZE=self._dtype.itemsize,
-                    WORDS=_WORDS,
-                    PART=PART,
-                    COLUMNS=COLUMNS,
+                    self._table.rows, self._table.owners, self._marks,
+                    words, places, positions, old, new, words.numel(),
+                    SIZE=self._dtype.itemsize, WORDS=_WORDS, PART=PART, COLUMNS=COLUMNS,
                     num_warps=4,
-                )
+                )  # fmt: skip
         return positions, old, new
 
     def _list(self, first: int, end: int) -> tuple[Tensor, Tensor]:
@@ -121,17 +100,9 @@ class TritonComparison:
         begin, stop = (int(self._table.first_parts[i]) * STEPS for i in (first, end))
         with on(self._device):
             _list[(stop - begin,)](
-                self._marks,
-                self._starts,
-                words,
-                places,
-                begin,
-                self._starts.shape[1],
-                self._word_ends[first],
-                self._ends[first],
-                STEP=STEP,
-                num_warps=4,
-            )
+                self._marks, self._starts, words, places, begin, self._starts.shape[1],
+                self._word_ends[first], self._ends[first], STEP=STEP, num_warps=4,
+            )  # fmt: skip
         return words, places
 
 
@@ -157,21 +128,10 @@ def check() -> None:
 # No annotations in kernels: Triton reads a type's name as a variable of the kernel.
 @triton.jit(do_not_specialize=["tails", "steps"])  # type: ignore[untyped-decorator]
 def _mark(  # type: ignore[no-untyped-def]
-    rows,
-    owners,
-    keys,
-    sums,
-    tails,
-    marks,
-    counts,
-    steps,
-    SUMS: tl.constexpr,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STEP: tl.constexpr,
-    STEPS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    rows, owners, keys, sums, tails, marks, counts, steps,
+    SUMS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    STEP: tl.constexpr, STEPS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     owner = tl.load(owners + program)
     row = rows + owner * COLUMNS
@@ -240,20 +200,9 @@ def _list(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["total"])  # type: ignore[untyped-decorator]
 def _gather(  # type: ignore[no-untyped-def]
-    rows,
-    owners,
-    marks,
-    words,
-    places,
-    positions,
-    old_bits,
-    new_bits,
-    total,
-    SIZE: tl.constexpr,
-    WORDS: tl.constexpr,
-    PART: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    rows, owners, marks, words, places, positions, old_bits, new_bits, total,
+    SIZE: tl.constexpr, WORDS: tl.constexpr, PART: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     lanes = tl.program_id(0).to(tl.int64) * WORDS + tl.arange(0, WORDS)
     inside = lanes < total
     word = tl.load(words + lanes, mask=inside, other=0)

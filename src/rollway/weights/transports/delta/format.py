@@ -43,7 +43,6 @@ _PREFIX_BYTES = 8
 _MOST_HEADER_BYTES = 1 << 16
 MOST_OVERHEAD = _PREFIX_BYTES + _MOST_HEADER_BYTES + 1
 """How many bytes a packed change may exceed its tensor by; a longer one is sent whole."""
-_DAMAGED = "It was damaged in transit, or is still being written; read it again."
 
 Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
 Change = tuple[str, Tensor | None, Tensor, str | None]
@@ -135,9 +134,7 @@ def encode_all(changes: Sequence[Change], *, version: int = 1, base: int = 0) ->
         ]
     )
     return [
-        _encode_whole(name, new, version, after)
-        if change is None
-        else _encode_change(name, new, version, base, change, before, after)
+        _encode(name, new, version, base, change, before, after)
         for ((name, _, new, _), change), before, after in zip(rows, befores, afters, strict=True)
     ]
 
@@ -174,34 +171,20 @@ def _complete_digests(rows: Sequence[tuple[str | None, Tensor | None]]) -> list[
     return [known or (next(computed) if tensor is not None else "") for known, tensor in rows]
 
 
-def _encode_whole(name: str, tensor: Tensor, version: int, digest: str) -> Encoded:
-    header = Header(
-        name=name,
-        dtype=dtype_name(tensor),
-        shape=tuple(tensor.shape),
-        version=version,
-        base=None,
-        before=None,
-        digest=digest,
-        places="whole",
-        values="new",
-        count=tensor.numel(),
-        places_bytes=0,
-        values_bytes=tensor.nbytes,
-    )
-    return Encoded(header, b"", memoryview(raw_bytes(tensor).cpu().numpy()))
-
-
-def _encode_change(
-    name: str, new: Tensor, version: int, base: int, change: Packed, before: str, after: str
+def _encode(
+    name: str, new: Tensor, version: int, base: int, change: Packed | None, before: str, after: str
 ) -> Encoded:
+    if change is None:
+        raw = memoryview(raw_bytes(new).cpu().numpy())
+        change = Packed("whole", new.numel(), b"", "new", raw)
+    is_whole = change.places == "whole"
     header = Header(
         name=name,
         dtype=dtype_name(new),
         shape=tuple(new.shape),
         version=version,
-        base=base,
-        before=before,
+        base=None if is_whole else base,
+        before=None if is_whole else before,
         digest=before if _is_unchanged(change) else after,
         places=change.places,
         values=change.values,
@@ -217,12 +200,12 @@ def decode(data: Buffer) -> Encoded:
     view = memoryview(data)
     length = int.from_bytes(view[4:_PREFIX_BYTES], "little")
     if bytes(view[:4]) != _MAGIC or length > min(_MOST_HEADER_BYTES, len(view) - _PREFIX_BYTES):
-        raise WeightsError("These bytes are not a packed change of a tensor.", _DAMAGED)
+        raise _damaged("These bytes are not a packed change of a tensor.")
     payload = view[_PREFIX_BYTES + length :]
     try:
         header = msgspec.msgpack.decode(view[_PREFIX_BYTES : _PREFIX_BYTES + length], type=Header)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise WeightsError(f"The header of a change cannot be read ({error}).", _DAMAGED) from error
+        raise _damaged(f"The header of a change cannot be read ({error}).") from error
     _check_header(header, len(payload))
     return Encoded(header, payload[: header.places_bytes], payload[header.places_bytes :])
 
@@ -284,7 +267,7 @@ def _unpack_places(header: Header, data: Buffer, device: torch.device) -> Tensor
         lanes = torch.arange(8, dtype=torch.uint8, device=device)
         positions = torch.nonzero((bits.view(-1, 1) >> lanes & 1).view(-1)).view(-1)
     if positions.numel() != header.count or int(positions[-1]) >= header.elements:
-        raise WeightsError(f"The positions in a change of {header.name} are wrong.", _DAMAGED)
+        raise _damaged(f"The positions in a change of {header.name} are wrong.")
     return positions
 
 
@@ -292,7 +275,7 @@ def _unpack_values(encoded: Encoded, old: Tensor) -> Tensor:
     header = encoded.header
     planes = _decompress(header, encoded.values, header.count * header.element_bytes)
     if planes.numel() != header.count * header.element_bytes:
-        raise WeightsError(f"Values of {header.name} are missing.", _DAMAGED)
+        raise _damaged(f"Values of {header.name} are missing.")
     planes = planes.to(old.device).view(header.element_bytes, header.count).t().contiguous()
     values = planes.view(-1).view(old.dtype)
     if header.values == "new":
@@ -304,7 +287,7 @@ def _unpack_values(encoded: Encoded, old: Tensor) -> Tensor:
 def _apply_whole(encoded: Encoded, target: Tensor) -> None:
     raw = _tensor_from(encoded.values)
     if digest(raw) != encoded.header.digest:
-        raise WeightsError(f"{encoded.header.name} does not match its checksum.", _DAMAGED)
+        raise _damaged(f"{encoded.header.name} does not match its checksum.")
     raw_bytes(target).copy_(raw)
 
 
@@ -327,7 +310,7 @@ def _apply_change(encoded: Encoded, base: Tensor, bits: Tensor) -> Tensor | None
             f"{header.name} is not of version {header.base}, which the change applies to.",
             "Apply the versions in order, or start from a snapshot.",
         )
-    raise WeightsError(f"{header.name} does not match its checksum after the change.", _DAMAGED)
+    raise _damaged(f"{header.name} does not match its checksum after the change.")
 
 
 def _write(bits: Tensor, positions: Tensor | None, values: Tensor) -> None:
@@ -358,7 +341,7 @@ def _check_header(header: Header, payload_bytes: int) -> None:
             and (not is_whole or header.values_bytes == header.elements * header.element_bytes)
         )
     if not is_consistent:
-        raise WeightsError("The header of a change contradicts itself.", _DAMAGED)
+        raise _damaged("The header of a change contradicts itself.")
 
 
 def _decompress(header: Header, data: Buffer, at_most: int) -> Tensor:
@@ -366,13 +349,15 @@ def _decompress(header: Header, data: Buffer, at_most: int) -> Tensor:
     try:
         size = zstandard.get_frame_parameters(data).content_size
         if not 0 < size <= at_most:
-            raise WeightsError(f"A change of {header.name} has a wrong size inside.", _DAMAGED)
+            raise _damaged(f"A change of {header.name} has a wrong size inside.")
         plain = zstandard.ZstdDecompressor().decompress(data, max_output_size=size)
     except zstandard.ZstdError as error:
-        raise WeightsError(
-            f"A change of {header.name} cannot be decompressed ({error}).", _DAMAGED
-        ) from error
+        raise _damaged(f"A change of {header.name} cannot be decompressed ({error}).") from error
     return _tensor_from(plain)
+
+
+def _damaged(message: str) -> WeightsError:
+    return WeightsError(message, "It was damaged in transit, or is being written; read it again.")
 
 
 def _tensor_from(data: Buffer) -> Tensor:

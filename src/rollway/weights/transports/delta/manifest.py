@@ -18,7 +18,6 @@ from rollway.weights.transports.delta.format import MOST_OVERHEAD, Digest
 from rollway.weights.untrusted import check_shape
 
 MANIFESTS, OBJECTS = "manifests/", "objects/"
-USE_SNAPSHOT = "Start from a snapshot: hold no version, and apply the chain to the requested one."
 
 Extent = tuple[Count, Count]
 """The offset in an object, and the number of bytes."""
@@ -86,11 +85,10 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def check(self, version: int) -> None:
         """Raise unless this is an intact manifest of `version`."""
         if self.digest != self._compute_digest() or self.version != version:
-            raise WeightsError(f"The manifest of version {version} is damaged.", USE_SNAPSHOT)
+            raise needs_snapshot(f"The manifest of version {version} is damaged.")
         if self.base is not None and self.base >= version:  # else a chain could run in circles
-            raise WeightsError(
-                f"Version {version} claims to follow version {self.base}, which is no older.",
-                USE_SNAPSHOT,
+            raise needs_snapshot(
+                f"Version {version} claims to follow version {self.base}, which is no older."
             )
         for name, entry in self.tensors.items():
             _check_entry(name, entry)
@@ -118,6 +116,11 @@ class Step:
         return f"{self.kind} {base}{self.manifest.version}"
 
 
+def needs_snapshot(message: str) -> WeightsError:
+    hint = "Start from a snapshot: hold no version, and apply the chain to the requested one."
+    return WeightsError(message, hint)
+
+
 def manifest_key(version: int) -> str:
     return f"{MANIFESTS}{version:015d}.json"
 
@@ -132,12 +135,9 @@ def _check_entry(name: str, entry: Entry) -> None:
     try:
         nbytes = math.prod(check_shape(entry.shape)) * ELEMENT_BYTES[entry.dtype]
     except (ValueError, KeyError) as error:
-        raise WeightsError(
-            f"{name} is said to be {entry.dtype}{list(entry.shape)}.", USE_SNAPSHOT
-        ) from error
+        raise needs_snapshot(f"{name} is said to be {entry.dtype}{list(entry.shape)}.") from error
     for extent in (entry.delta, entry.snapshot):
         if extent is not None and extent[1] > MOST_OVERHEAD + nbytes:
-            raise WeightsError(
-                f"A change of {name} is said to have {extent[1]} bytes, the tensor {nbytes}.",
-                USE_SNAPSHOT,
+            raise needs_snapshot(
+                f"A change of {name} is said to have {extent[1]} bytes, the tensor {nbytes}."
             )

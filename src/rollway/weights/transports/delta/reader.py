@@ -25,11 +25,11 @@ from rollway.weights.transports.delta.format import (
 )
 from rollway.weights.transports.delta.manifest import (
     MANIFESTS,
-    USE_SNAPSHOT,
     Entry,
     Manifest,
     Step,
     manifest_key,
+    needs_snapshot,
 )
 from rollway.weights.transports.delta.store import Store
 
@@ -52,7 +52,7 @@ class DeltaVersions:
     def read_manifest(self, version: int) -> Manifest:
         with self._store.open(manifest_key(version)) as blob:
             if blob.size > MOST_MANIFEST_BYTES:
-                raise WeightsError(f"The manifest of version {version} is too large.", USE_SNAPSHOT)
+                raise needs_snapshot(f"The manifest of version {version} is too large.")
             data = blob.read(0, blob.size)
         try:
             manifest = msgspec.json.decode(data, type=Manifest)
@@ -111,14 +111,11 @@ class DeltaVersions:
         for step in steps:
             _check_names(state, step.manifest)
             if step.manifest.headers() != steps[-1].manifest.headers():
-                raise WeightsError(
-                    f"The {step} is of another model than the steps after it.", USE_SNAPSHOT
-                )
+                raise needs_snapshot(f"The {step} is of another model than the steps after it.")
             with self._store.open(step.object.key) as blob:
                 if blob.size != step.object.size:
-                    raise WeightsError(
-                        f"The {step} has {blob.size} bytes instead of {step.object.size}.",
-                        USE_SNAPSHOT,
+                    raise needs_snapshot(
+                        f"The {step} has {blob.size} bytes instead of {step.object.size}."
                     )
                 for name, entry in step.manifest.tensors.items():
                     extent = entry.snapshot if step.kind == "snapshot" else entry.delta
@@ -149,7 +146,7 @@ class StagedVersion:
         before = self.tensors.get(name, self.state.get(name))
         if before is None:
             if encoded.header.places != "whole":
-                raise WeightsError(f"There is no {name} to apply a change to.", USE_SNAPSHOT)
+                raise needs_snapshot(f"There is no {name} to apply a change to.")
             before = empty(encoded.header)
         if name not in self.tensors:
             self.tensors[name] = torch.empty_like(before, memory_format=torch.contiguous_format)
@@ -166,19 +163,18 @@ class StagedVersion:
             if name in self.tensors:
                 continue
             if name not in self.state:
-                raise WeightsError(
-                    f"{name} of version {manifest.version} is in none of its objects.", USE_SNAPSHOT
+                raise needs_snapshot(
+                    f"{name} of version {manifest.version} is in none of its objects."
                 )
             if digest(self.state[name]) != entry.digest:
-                raise WeightsError(
+                raise needs_snapshot(
                     f"{name} does not match its checksum in version {manifest.version}: "
-                    "the held tensor is not of the version it is recorded as.",
-                    USE_SNAPSHOT,
+                    "the held tensor is not of the version it is recorded as."
                 )
         for name, positions in self._positions.items():
             tensor = self.tensors[name]
             if positions is not None and sum(map(len, positions)) <= _FEW * tensor.numel():
-                self._sparse[name] = [(some, read_elements(tensor, some)) for some in positions]
+                self._sparse[name] = [(at, read_elements(tensor, at)) for at in positions]
 
     def install(self) -> None:
         """Write the changes into the held tensors; only this needs a pause."""
@@ -256,4 +252,4 @@ def _check_announced(encoded: Encoded, name: str, entry: Entry, step: Step) -> N
     expected = (name, entry.dtype, entry.shape, entry.digest, step.manifest.version, base)
     actual = (header.name, header.dtype, header.shape, header.digest, header.version, header.base)
     if expected != actual:
-        raise WeightsError(f"The {step} has another tensor where {name} should be.", USE_SNAPSHOT)
+        raise needs_snapshot(f"The {step} has another tensor where {name} should be.")

@@ -1,15 +1,14 @@
 """Objects by key in a directory, with the guarantees of an object store: whole, or absent.
 
 A key appears at once with all its bytes, on every machine that shares the directory. Nothing here
-locks or appends, because both fail on network file systems. If a publisher removes an object while
-it is read, the reader gets a `WeightsError`. Only a mapped store could crash it, see `Store`.
+locks or appends, because both fail on network file systems. Nothing is mapped: if a publisher
+removes an object while it is read over NFS, the reader gets a `WeightsError`, not a SIGBUS.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import mmap
 import os
 import re
 import secrets
@@ -31,14 +30,10 @@ _GONE = (errno.ENOENT, errno.ESTALE)
 
 
 class Store:
-    """Objects in a directory.
+    """Objects in a directory; in a `private` one, only this user can read them."""
 
-    With `mapped`, readers get views of the file instead of copies. That is right for shared
-    memory, where a removed file stays readable. On NFS a removed file would kill the reader."""
-
-    def __init__(self, root: Path, *, private: bool = False, mapped: bool = False) -> None:
+    def __init__(self, root: Path, *, private: bool = False) -> None:
         self.root = root
-        self.mapped = mapped
         self._private = private
 
     def put(self, key: str, data: Buffer | Iterable[Buffer]) -> int:
@@ -75,7 +70,7 @@ class Store:
 
     def open(self, key: str) -> Blob:
         """Open an object to read parts of it."""
-        return Blob(self._path(key), self.mapped)
+        return Blob(self._path(key))
 
     def keys(self, prefix: str = "") -> list[str]:
         """Return all keys with this prefix in order, without objects that are being written."""
@@ -116,16 +111,12 @@ class Store:
 class SharedMemory(Store):
     """A store in memory, for readers of this user on this machine.
 
-    `close` removes it. If the publisher dies without it, a guard process does. A reader opens
-    `Store(path, mapped=True)` on its `root`."""
+    `close` removes it. If the publisher dies before, a guard process removes it."""
 
     def __init__(self, label: str = "delta") -> None:
         sweep_shared_memory()
-        super().__init__(
-            SHM / f"{_SHARED}{label}.{leftovers.mark()}.{secrets.token_hex(4)}",
-            private=True,
-            mapped=True,
-        )
+        name = f"{_SHARED}{label}.{leftovers.mark()}.{secrets.token_hex(4)}"
+        super().__init__(SHM / name, private=True)
         self._path(label)  # raises for a label that is not a plain name
         self._make_directory(self.root)
         self._guard = leftovers.Guard(self.root)
@@ -145,7 +136,7 @@ class SharedMemory(Store):
 class Blob:
     """An object that is open for reading."""
 
-    def __init__(self, path: Path, mapped: bool) -> None:
+    def __init__(self, path: Path) -> None:
         self._name = path
         try:
             self._file = _open(path)
@@ -156,19 +147,11 @@ class Blob:
             os.close(self._file)
             raise WeightsError(f"{path} is no plain file.", "Publish the version again.")
         self.size = status.st_size
-        # A private mapping, because torch warns about memory that it cannot write to.
-        self._map = (
-            mmap.mmap(self._file, self.size, access=mmap.ACCESS_COPY)
-            if mapped and self.size
-            else None
-        )
 
-    def read(self, start: int, size: int) -> Buffer:
+    def read(self, start: int, size: int) -> bytearray:
         """Return `size` bytes from `start`, or raise."""
         if start < 0 or size < 0 or start + size > self.size:
             raise WeightsError(f"{self._name} is cut short: it has {self.size} bytes.")
-        if self._map is not None:
-            return memoryview(self._map)[start : start + size]
         data = bytearray(size)
         view, done = memoryview(data), 0
         try:
@@ -183,7 +166,6 @@ class Blob:
 
     def close(self) -> None:
         os.close(self._file)
-        self._map = None  # the mapping is closed with the last view of it
 
     def __enter__(self) -> Blob:
         return self

@@ -32,8 +32,6 @@ Numbers = NDArray[np.uint64]
 _PACKAGES = ("nixl_cu12", "nixl_cu13")
 _POLL_SECONDS = 0.0005
 _LISTEN_SECONDS = 0.1
-OnMessage = Callable[[str, bytes], None]
-"""Receives the sender of a notification, and the notification."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +72,6 @@ def unique_name(kind: str) -> str:
 
 
 @dataclass(slots=True)
-class Region:
-    """Memory that other agents may read."""
-
-    address: int
-    nbytes: int
-    descriptors: Any
-
-
-@dataclass(slots=True)
 class Prepared:
     """A read that can be repeated."""
 
@@ -115,14 +104,14 @@ class Agent:
             self._agent = api.nixl_agent(name, config)
             self._agent.create_backend("UCX", options)
 
-    def register(self, address: int, nbytes: int, memory: Memory, device: int = 0) -> Region:
+    def register(self, address: int, nbytes: int, memory: Memory, device: int = 0) -> Any:
+        """Let other agents read memory; return the handle to `deregister` it."""
         with self._lock, _describe_errors(f"cannot register {nbytes} bytes"):
-            descriptors = self._agent.register_memory([(address, nbytes, device, "")], memory)
-        return Region(address, nbytes, descriptors)
+            return self._agent.register_memory([(address, nbytes, device, "")], memory)
 
-    def deregister(self, region: Region) -> None:
+    def deregister(self, handle: Any) -> None:
         with self._lock, suppress(Exception):  # the agent itself may be broken
-            self._agent.deregister_memory(region.descriptors)
+            self._agent.deregister_memory(handle)
 
     def metadata(self) -> bytes:
         with self._lock:
@@ -174,21 +163,19 @@ class Agent:
         with self._lock, _describe_errors(f"cannot notify {peer}"):
             self._agent.send_notif(peer, message)
 
-    def poll(self, on_message: OnMessage) -> None:
-        """Deliver the notifications since the last poll; NIXL also sends and connects meanwhile."""
+    def poll(self) -> list[tuple[str, bytes]]:
+        """Return new notifications and their senders; NIXL sends and connects only meanwhile."""
         with self._lock, _describe_errors("cannot poll notifications"):
             received: dict[str, list[bytes]] = self._agent.get_new_notifs()
-        for peer, messages in received.items():
-            for message in messages:
-                on_message(peer, message)
+        return [(peer, message) for peer, messages in received.items() for message in messages]
 
-    def listen(self, on_message: OnMessage) -> None:
-        """Poll every 0.1 s in a background thread, which costs almost no CPU."""
+    def listen(self, on_poll: Callable[[], object]) -> None:
+        """Call `on_poll` every 0.1 s in a background thread, which costs almost no CPU."""
 
         def run() -> None:
             while not self._stopped.wait(_LISTEN_SECONDS):
                 with suppress(WeightsError):  # a dead peer must not cut off the others
-                    self.poll(on_message)
+                    on_poll()
 
         threading.Thread(target=run, name="rollway-nixl", daemon=True).start()
 

@@ -184,7 +184,8 @@ class MemoryCatalog:
             raise UsageError(
                 f"The catalog holds {_MOST_VERSIONS} versions already.", "Withdraw old ones."
             )
-        nbytes = sum(len(one.body) for some in self._versions.values() for one in some.values())
+        versions = self._versions.values()
+        nbytes = sum(len(held.body) for listed in versions for held in listed.values())
         if nbytes + len(listing.body) > _MOST_BYTES:
             raise UsageError(f"The catalog is full: {nbytes} bytes.", "Keep fewer versions.")
 
@@ -202,16 +203,16 @@ class MemoryCatalog:
         )
         if ranks and len(ranks) == ranks[0].world:
             sets.append(ranks)
-        return [some for some in sets if not any(item.source in without for item in some)]
+        return [group for group in sets if all(item.source not in without for item in group)]
 
     def _find_free(self, sets: list[list[Listing]], fanout: int) -> list[list[Listing]]:
         """Return the sets that can serve one more: receivers up to `fanout`, the trainer one.
 
         The trainer serves only while no receiver has the version: its network card is what all
         would wait for."""
-        receivers = [some for some in sets if some[0].role == "receiver"]
+        receivers = [group for group in sets if group[0].role == "receiver"]
         most = fanout if receivers else 1
-        return [some for some in receivers or sets if self._load(some) < most]
+        return [group for group in receivers or sets if self._load(group) < most]
 
     def _load(self, listings: list[Listing]) -> int:
         since = time.monotonic() - _ASSIGNED_SECONDS
@@ -231,9 +232,9 @@ class MemoryCatalog:
             return NotYet(f"{len(ranks)} of {world} ranks have announced version {version}.")
         if version > self._newest:
             return NotYet(f"Nobody has announced version {version}.")
-        kept = ", ".join(map(str, sorted(self._versions))) or "none"
+        versions = ", ".join(map(str, sorted(self._versions))) or "none"
         return WeightsError(
-            f"Version {version} is not kept any more (kept: {kept}).",
+            f"Version {version} is not kept any more (kept: {versions}).",
             "Use a newer one, or let the publisher keep more.",
         )
 

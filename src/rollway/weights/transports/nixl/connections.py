@@ -29,7 +29,7 @@ from rollway.weights.transports.nixl.listing import (
     write_receipt,
 )
 from rollway.weights.transports.nixl.memory import Pool, memory_kind
-from rollway.weights.transports.nixl.windows import Window, Windows
+from rollway.weights.transports.nixl.windows import Window, Windows, resolve_reads
 
 Buffers = tuple[Tensor, Tensor]
 """The staging memory of even and of odd windows."""
@@ -62,7 +62,7 @@ class Connections:
         if self._agent is None:
             self._agent = Agent(self._name, Settings(mode, self._net_devices))
             if self._serves_peers:  # a peer that reads from here connects first
-                self._agent.listen(_ignore)
+                self._agent.listen(self._agent.poll)
         for name, memory in zip(group.names, group.memories, strict=True):
             known = self._peers.get(name)
             if known is not None and known[0] == memory.agent:
@@ -117,7 +117,8 @@ class Connections:
     ) -> Prepared:
         assert self._agent is not None
         kind, index = memory_kind(buffer.device)
-        remote, local, sizes = window.reads[name].resolve(memory.addresses, buffer.data_ptr())
+        reads = window.reads[name]
+        remote, local, sizes = resolve_reads(reads, memory.addresses, buffer.data_ptr())
         return self._agent.prepare(
             self._peers[name][1],
             (kind, _make_rows(local, sizes, index)),
@@ -130,8 +131,11 @@ class Connections:
         for name in names:
             with suppress(WeightsError):
                 self._agent.notify(self._peers[name][1], write_receipt(version))
+        # Notifications leave this process only while it polls. They matter beyond the receipt:
+        # without one, reads from a stopped trainer (`peer`, one machine) still succeeded for a
+        # while, so a trainer that hangs was noticed later.
         with suppress(WeightsError):
-            self._agent.poll(_ignore)  # notifications leave this process only while it polls
+            self._agent.poll()
 
     def describe(self, windows: Windows, group: SourceGroup) -> SourceMemory:
         """Describe the received version in the buffer, for peers to read."""
@@ -182,10 +186,6 @@ class Connections:
 
 def _largest_end(windows: list[Window]) -> int:
     return max((window.offset + window.nbytes for window in windows), default=0)
-
-
-def _ignore(_: str, __: bytes) -> None:
-    """Ignore notifications: a receiver that serves peers needs no acknowledgements."""
 
 
 def _make_rows(addresses: Any, sizes: Any, device: int) -> Numbers:

@@ -11,13 +11,14 @@ import hashlib
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 
 from rollway.errors import UsageError, WeightsError
+from rollway.processes import boot_id
 from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.coverage import check_covered
 from rollway.weights.layout import ELEMENT_BYTES, Box, Piece, Shape
@@ -105,6 +106,7 @@ class Layout:
         return source_of_pieces(name, self.tensors, pieces, Place(node))
 
 
+@lru_cache(maxsize=1024)  # a source has the same layout in every version
 def read_layout(raw: bytes) -> Layout:
     """Decode a layout; raise unless every piece is inside its tensor."""
     try:
@@ -211,39 +213,23 @@ class SourceGroup:
         )
 
 
-class LayoutCache:
-    """Decodes listings; a layout that was decoded before is recognised by its bytes."""
-
-    def __init__(self, size: int = 1024) -> None:
-        self._size = size
-        self._layouts: dict[bytes, Layout] = {}
-
-    def read_group(self, listings: Iterable[Listing]) -> SourceGroup:
-        names, memories, layouts = [], [], []
-        for listing in listings:
-            try:
-                memory = msgspec.msgpack.decode(listing.body, type=SourceMemory)
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                raise WeightsError(
-                    f"{listing.source} announced no NIXL source: {error}."
-                ) from error
-            layout = self._read(memory.layout)
-            if len(memory.addresses) != len(layout.tensors):
-                raise WeightsError(f"{listing.source} does not give all addresses of its tensors.")
-            if len(memory.digests) != DIGEST_BYTES * len(layout.pieces):
-                raise WeightsError(f"{listing.source} does not give all digests.")
-            names.append(listing.source)
-            memories.append(memory)
-            layouts.append(layout)
-        return SourceGroup(tuple(names), tuple(memories), tuple(layouts))
-
-    def _read(self, raw: bytes) -> Layout:
-        key = hashlib.sha256(raw).digest()
-        if key not in self._layouts:
-            while len(self._layouts) >= self._size:
-                del self._layouts[next(iter(self._layouts))]
-            self._layouts[key] = read_layout(raw)
-        return self._layouts[key]
+def read_group(listings: Iterable[Listing]) -> SourceGroup:
+    """Decode the listings of sources that together hold a version."""
+    names, memories, layouts = [], [], []
+    for listing in listings:
+        try:
+            memory = msgspec.msgpack.decode(listing.body, type=SourceMemory)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise WeightsError(f"{listing.source} announced no NIXL source: {error}.") from error
+        layout = read_layout(memory.layout)
+        if len(memory.addresses) != len(layout.tensors):
+            raise WeightsError(f"{listing.source} lacks addresses of its tensors.")
+        if len(memory.digests) != DIGEST_BYTES * len(layout.pieces):
+            raise WeightsError(f"{listing.source} lacks digests of its pieces.")
+        names.append(listing.source)
+        memories.append(memory)
+        layouts.append(layout)
+    return SourceGroup(tuple(names), tuple(memories), tuple(layouts))
 
 
 def write_receipt(version: int) -> bytes:
@@ -262,8 +248,6 @@ def read_receipt(message: bytes) -> int | None:
 def this_node() -> str:
     """Return a name that is equal for processes that can probably read each other's memory."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        namespace = Path("/proc/self/ns/pid").readlink()
+        return f"{boot_id()} {Path('/proc/self/ns/pid').readlink()}"
     except OSError:
         return socket.gethostname()
-    return f"{boot} {namespace}"

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rollway.errors import UsageError, WeightsError
 from rollway.weights.digest.bits import DTYPES, digest
-from rollway.weights.layout import Box
-from rollway.weights.transports.nixl.agent import Agent, Memory, Region
+from rollway.weights.layout import Box, place_at
+from rollway.weights.transports.nixl.agent import Agent, Memory
 from rollway.weights.transports.nixl.listing import SourceGroup
 from rollway.weights.transports.nixl.windows import BufferTensor, PieceCheck, Window
 
@@ -22,7 +23,7 @@ class Pool:
 
     agent: Agent
     memory: Tensor | None = None
-    region: Region | None = None
+    handle: Any = None
     version: int = -1
 
     def allocate(self, nbytes: int, device: torch.device) -> Tensor:
@@ -34,13 +35,13 @@ class Pool:
             self.release()
             memory = self.memory = torch.empty(max(nbytes, 1), dtype=torch.uint8, device=device)
             kind, index = memory_kind(device)
-            self.region = self.agent.register(memory.data_ptr(), memory.numel(), kind, index)
+            self.handle = self.agent.register(memory.data_ptr(), memory.numel(), kind, index)
         return memory
 
     def release(self) -> None:
-        if self.region is not None:
-            self.agent.deregister(self.region)
-        self.memory = self.region = None
+        if self.handle is not None:
+            self.agent.deregister(self.handle)
+        self.memory = self.handle = None
 
 
 def memory_kind(device: torch.device) -> tuple[Memory, int]:
@@ -77,23 +78,18 @@ def assemble(window: Window, memory: Tensor) -> dict[str, Tensor]:
     for whole, copies in window.cuts:
         source = view_tensor(memory, whole)
         for copy in copies:
-            part = source[_slices(copy.box)]
+            part = source[copy.box.slices]
             part = part.transpose(-1, -2) if copy.transposed else part
-            place = Box(copy.at, tuple(a + n for a, n in zip(copy.at, copy.shape, strict=True)))
-            views[copy.target][_slices(place)] = part.reshape(copy.shape)
+            place = place_at(copy.at, Box.whole(copy.shape))
+            views[copy.target][place.slices] = part.reshape(copy.shape)
     return views
 
 
 def verify(tensor: Tensor, checks: Sequence[PieceCheck], group: SourceGroup) -> None:
     """Raise unless all pieces of a tensor have the digests that were published."""
-    for check in checks:
-        name, box = check.piece
-        part = tensor[_slices(check.box)].reshape(box.shape)
-        if bytes.fromhex(digest(part)) != group.digests[check.piece]:
+    for place, piece in checks:
+        part = tensor[place.slices].reshape(piece[1].shape)
+        if bytes.fromhex(digest(part)) != group.digests[piece]:
             raise WeightsError(
-                f"{name} is not what was published: it changed while it was read, or in transit."
+                f"{piece[0]} is not what was published: it changed during the read, or in transit."
             )
-
-
-def _slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))

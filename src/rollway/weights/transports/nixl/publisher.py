@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import torch
@@ -18,7 +19,6 @@ from rollway.weights.transports.base import NamedTensor, Publisher, Source
 from rollway.weights.transports.nixl.agent import (
     Agent,
     ErrorHandling,
-    Region,
     Settings,
     unique_name,
 )
@@ -26,8 +26,8 @@ from rollway.weights.transports.nixl.catalog import Catalog, Listing, wait_for
 from rollway.weights.transports.nixl.catalog_http import LOOPBACK, CatalogServer, HttpCatalog
 from rollway.weights.transports.nixl.listing import (
     FANOUT,
-    LayoutCache,
     SourceMemory,
+    read_group,
     read_receipt,
     this_node,
     write_layout,
@@ -93,10 +93,9 @@ class NixlPublisher(Publisher):
         self._pools = [Pool(self._agent) for _ in range(keep)]
         self._adopted: _AdoptedTensors | None = None
         self._newest: int | None = None
-        self._layouts = LayoutCache()
         self._receipts: dict[int, set[str]] = {}
         self._closed = False
-        self._agent.listen(self._record_receipt)
+        self._agent.listen(self._record_receipts)
 
     def publish(
         self, version: int, tensors: Source | None = None, *, timeout: float = 300.0
@@ -130,8 +129,7 @@ class NixlPublisher(Publisher):
 
     def offer(self, version: int, timeout: float = 300.0) -> Offer:
         """Return the offer of a version, once all ranks have announced it."""
-        listings = wait_for(self.catalog, version, self.name, timeout)
-        group = self._layouts.read_group(listings)
+        group = read_group(wait_for(self.catalog, version, self.name, timeout))
         where = self.catalog.where()
         if self._fanout:
             where[FANOUT] = True
@@ -149,7 +147,7 @@ class NixlPublisher(Publisher):
 
     def acknowledged(self, version: int) -> set[str]:
         """Return the receivers that have notified this rank that they have all of the version."""
-        self._agent.poll(self._record_receipt)
+        self._record_receipts()
         return set(self._receipts.get(version, ()))
 
     def close(self) -> None:
@@ -216,11 +214,12 @@ class NixlPublisher(Publisher):
             self.catalog.withdraw(version, self.name)
             self._receipts.pop(version, None)
 
-    def _record_receipt(self, member: str, message: bytes) -> None:
-        version = read_receipt(message)
+    def _record_receipts(self) -> None:
         kept = {item.version for item in (*self._pools, self._adopted) if item is not None}
-        if version is not None and version in kept:
-            self._receipts.setdefault(version, set()).add(member)
+        for member, message in self._agent.poll():
+            version = read_receipt(message)
+            if version is not None and version in kept:
+                self._receipts.setdefault(version, set()).add(member)
 
 
 @dataclass(slots=True)
@@ -228,7 +227,7 @@ class _AdoptedTensors:
     """A trainer's own tensors, whose storages are registered."""
 
     tensors: dict[str, Tensor]
-    regions: list[Region] = field(default_factory=list)
+    handles: list[Any] = field(default_factory=list)
     version: int = -1
 
     @classmethod
@@ -246,12 +245,12 @@ class _AdoptedTensors:
         for address, tensor in storages.items():
             kind, index = memory_kind(tensor.device)
             size = tensor.untyped_storage().nbytes()
-            adopted.regions.append(agent.register(address, size, kind, index))
+            adopted.handles.append(agent.register(address, size, kind, index))
         return adopted
 
     def release(self, agent: Agent) -> None:
-        for region in self.regions:
-            agent.deregister(region)
+        for handle in self.handles:
+            agent.deregister(handle)
 
 
 def _read_source(

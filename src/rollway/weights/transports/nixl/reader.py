@@ -40,7 +40,7 @@ from rollway.weights.transports.nixl.agent import TimedOut, unique_name
 from rollway.weights.transports.nixl.catalog import Catalog, Listing, wait_for
 from rollway.weights.transports.nixl.catalog_http import open_catalog
 from rollway.weights.transports.nixl.connections import Connections
-from rollway.weights.transports.nixl.listing import FANOUT, LayoutCache, SourceGroup, this_node
+from rollway.weights.transports.nixl.listing import FANOUT, SourceGroup, read_group, this_node
 from rollway.weights.transports.nixl.memory import assemble, find_device, verify, wait_for_stream
 from rollway.weights.transports.nixl.windows import Windows, make_windows
 
@@ -77,7 +77,6 @@ class NixlReader(Reader):
         seconds. A reader that is restricted to parts serves nobody."""
         self._secret, self._window_bytes, self._timeout = secret, window_bytes, timeout
         self._serve, self._patience, self._net_devices = serve, patience, net_devices
-        self._layouts = LayoutCache()
         self._catalogs: dict[str, Catalog] = {}
         self._serving: tuple[Catalog, int] | None = None
         self._slices = Slices()
@@ -181,10 +180,10 @@ class NixlReader(Reader):
         if listings is None:
             # No wait: all ranks announce a version before it is offered.
             listings = catalog.look_up(offer.version, self.name, without or ())
-        group = self._layouts.read_group(listings)
+        group = read_group(listings)
         if group.identity != offer.identity:
             raise WeightsError(
-                f"What is published as version {offer.version} is not what was offered.",
+                f"The weights published as version {offer.version} are not what was offered.",
                 "A restarted trainer counts its versions from the start; offer its own version.",
             )
         return catalog, group
@@ -246,7 +245,7 @@ class NixlReader(Reader):
             ]
             receiver = Receiver(self.name, Place(this_node()))
             # The planner does not know tensors without elements; windows have them as targets.
-            to_plan = {n: some for n, some in wants.items() if 0 not in group.headers[n].shape}
+            to_plan = {n: want for n, want in wants.items() if 0 not in group.headers[n].shape}
             windows = make_windows(
                 plan(sources, [receiver], to_plan, _COSTS),
                 self.name,

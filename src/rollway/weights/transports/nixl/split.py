@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from rollway.weights.layout import Box, Piece, Shape
+from rollway.weights.layout import Box, Piece, place_at, swap_last
 from rollway.weights.planning.vllm_layout import cells
 from rollway.weights.planning.wants import Described
 
@@ -61,20 +61,15 @@ def pack_parts(
 
 def slice_piece(tensor: Tensor, piece: Piece) -> Tensor:
     """Return a piece of a rank's tensor, in the orientation of the Hugging Face tensor."""
-    extents = _swap(piece.box.shape) if piece.transposed else piece.box.shape
-    extents = (1,) * (len(piece.at) - len(extents)) + extents  # experts are stacked in front
-    part = tensor[tuple(slice(a, a + n) for a, n in zip(piece.at, extents, strict=True))]
+    shape = swap_last(piece.box.shape) if piece.transposed else piece.box.shape
+    part = tensor[place_at(piece.at, Box.whole(shape)).slices]
     part = part.transpose(-1, -2) if piece.transposed else part
     return part.reshape(piece.box.shape)
 
 
 def _cut(piece: Piece, box: Box) -> Piece:
-    offset = box.seen_from(piece.box.start).start
-    offset = _swap(offset) if piece.transposed else offset
-    offset = (0,) * (len(piece.at) - len(offset)) + offset
-    at = tuple(a + b for a, b in zip(piece.at, offset, strict=True))
+    inside = box.seen_from(piece.box.start)
+    if piece.transposed:
+        inside = Box(swap_last(inside.start), swap_last(inside.stop))
+    at = place_at(piece.at, inside).start
     return Piece(piece.name, box, piece.source, at, piece.transposed)
-
-
-def _swap(shape: Shape) -> Shape:
-    return (*shape[:-2], shape[-1], shape[-2])

@@ -21,13 +21,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollway.errors import UsageError
-from rollway.weights.layout import ELEMENT_BYTES, Box, Shape
-from rollway.weights.planning.recipe import landing, run
+from rollway.weights.layout import ELEMENT_BYTES, Box, Shape, place_at
+from rollway.weights.planning.recipe import run
 from rollway.weights.planning.transfers import Copy, Plan, Total, Transfer
 from rollway.weights.planning.wants import LocalTensor, Wants
 
 ALIGNED = 256
 Offsets = NDArray[np.int64]
+PieceCheck = tuple[Box, tuple[str, Box]]
+"""The box of a target that contains a whole piece, and the piece whose digest it must have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,35 +46,6 @@ class BufferTensor:
         return Box.whole(self.shape).elements * ELEMENT_BYTES[self.dtype]
 
 
-@dataclass(frozen=True, slots=True)
-class PieceCheck:
-    """The box of a target that contains a whole piece, whose digest is to be verified."""
-
-    target: str
-    box: Box
-    piece: tuple[str, Box]
-
-
-@dataclass(slots=True)
-class Reads:
-    """Reads from one source, as rows of (tensor, offset in it, offset in the buffer, bytes)."""
-
-    rows: list[Offsets] = field(default_factory=list)
-
-    def resolve(self, addresses: list[int], base: int) -> tuple[Offsets, Offsets, Offsets]:
-        """Return remote addresses, local addresses and lengths.
-
-        They are in the order of the source's memory, and reads that are neighbours at both ends
-        are merged: NIXL moves such lists many times faster."""
-        rows = np.concatenate(self.rows)
-        remote = np.asarray(addresses, dtype=np.int64)[rows[:, 0]] + rows[:, 1]
-        order = np.argsort(remote, kind="stable")
-        remote, local, size = remote[order], rows[order, 2] + base, rows[order, 3]
-        ends = (remote[1:] != remote[:-1] + size[:-1]) | (local[1:] != local[:-1] + size[:-1])
-        first = np.concatenate([[0], np.flatnonzero(ends) + 1])
-        return remote[first], local[first], np.add.reduceat(size, first)
-
-
 @dataclass(slots=True)
 class Window:
     """Targets that are read and yielded together."""
@@ -81,8 +54,8 @@ class Window:
     """Where the window starts in the buffer; all offsets in it count from the buffer's start."""
     nbytes: int = 0
     targets: list[BufferTensor] = field(default_factory=list)
-    reads: dict[str, Reads] = field(default_factory=dict)
-    """The reads, by source."""
+    reads: dict[str, list[Offsets]] = field(default_factory=dict)
+    """By source: rows of (number of the tensor, offset in it, offset in the buffer, bytes)."""
     cuts: list[tuple[BufferTensor, tuple[Copy, ...]]] = field(default_factory=list)
     """Source tensors that are read whole, and the copies from them into targets."""
 
@@ -93,7 +66,7 @@ class Window:
         return target
 
     def add_reads(self, source: str, rows: Offsets) -> None:
-        self.reads.setdefault(source, Reads()).rows.append(rows)
+        self.reads.setdefault(source, []).append(rows)
 
 
 @dataclass(frozen=True)
@@ -151,6 +124,22 @@ def make_windows(
             row = np.array([[number, 0, whole.offset, whole.nbytes]], dtype=np.int64)
             window.add_reads(copies[0].source, row)
     return Windows(windows, _find_checks(wants, pieces), plan.totals[receiver])
+
+
+def resolve_reads(
+    reads: list[Offsets], addresses: list[int], base: int
+) -> tuple[Offsets, Offsets, Offsets]:
+    """Return the remote addresses, local addresses and lengths of a window's reads of a source.
+
+    They are in the order of the source's memory, and reads that are neighbours at both ends are
+    merged: NIXL moves such lists many times faster."""
+    rows = np.concatenate(reads)
+    remote = np.asarray(addresses, dtype=np.int64)[rows[:, 0]] + rows[:, 1]
+    order = np.argsort(remote, kind="stable")
+    remote, local, size = remote[order], rows[order, 2] + base, rows[order, 3]
+    ends = (remote[1:] != remote[:-1] + size[:-1]) | (local[1:] != local[:-1] + size[:-1])
+    first = np.concatenate([[0], np.flatnonzero(ends) + 1])
+    return remote[first], local[first], np.add.reduceat(size, first)
 
 
 def _place_whole_tensors(
@@ -250,11 +239,8 @@ def _find_checks(wants: Wants, pieces: Iterable[tuple[str, Box]]) -> dict[str, l
                     f"Only a part of a piece of {name} is wanted, which cannot be verified.",
                     "Receive whole tensors; digests are those of the pieces that ranks hold.",
                 )
-            inside = box.seen_from(part.box.start).start
-            inside = (0,) * (len(part.at) - len(inside)) + inside
-            start = tuple(a + b for a, b in zip(part.at, inside, strict=True))
-            place = landing(start, box.shape)
-            checks.setdefault(want.target, []).append(PieceCheck(want.target, place, (name, box)))
+            place = place_at(part.at, box.seen_from(part.box.start))
+            checks.setdefault(want.target, []).append((place, (name, box)))
     return checks
 
 
