@@ -1,7 +1,7 @@
-"""What a person sees while a stack starts and stops: one live line per process.
+"""Shows how a stack starts and stops.
 
-On a terminal a table is redrawn; elsewhere each change is one line. Always on stderr, so that
-stdout stays free for what a script reads.
+On a terminal this is a live table of the processes, elsewhere one line per change. The output goes
+to stderr, so that scripts can read stdout.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _STYLES = {
 
 
 class StackProgress:
-    """Give it to `up` or `down` as the progress callback, inside a `with`."""
+    """A progress callback for `up` and `down`; use it as a context manager."""
 
     def __init__(self, *, quiet: bool = False) -> None:
         self.console = Console(stderr=True, quiet=quiet, highlight=False, soft_wrap=True)
@@ -55,20 +55,20 @@ class StackProgress:
         if self._live is not None:
             self._live.update(process_table(state))
         for process in state.processes:
-            words = f"{process.state} {process.detail}".strip()
-            if process.state == "waiting" or self._shown.get(process.name) == words:
+            text = f"{process.state} {process.detail}".strip()
+            if process.state == "waiting" or self._shown.get(process.name) == text:
                 continue
-            self._shown[process.name] = words
+            self._shown[process.name] = text
             if self._live is None:
                 elapsed = time.time() - state.started_at
-                self.console.print(f"[{elapsed:6.1f} s] {process.name}: {words}", markup=False)
+                self.console.print(f"[{elapsed:6.1f} s] {process.name}: {text}", markup=False)
 
 
 def process_table(state: StackState) -> Table:
-    """The processes of a stack as a table."""
+    """Return the processes of a stack as a table."""
     elapsed = time.time() - state.started_at
     table = Table(
-        title=f"{state.name}: {state.phase} ({_duration(elapsed)})",
+        title=f"{state.name}: {state.phase} ({_format_duration(elapsed)})",
         title_justify="left",
         box=None,
         pad_edge=False,
@@ -76,13 +76,13 @@ def process_table(state: StackState) -> Table:
     for column in ("process", "state", "pid", "restarts", "detail"):
         table.add_column(column)
     for process in state.processes:
-        table.add_row(*_row(process))
+        table.add_row(*_make_row(process))
     return table
 
 
-def _row(process: ProcessState) -> tuple[str, str, str, str, str]:
+def _make_row(process: ProcessState) -> tuple[str, str, str, str, str]:
     style = _STYLES.get(process.state, "cyan")
-    # What a state file says is text, not markup.
+    # Escaped: text of a state file must not act as markup.
     return (
         escape(process.name),
         f"[{style}]{escape(process.state)}[/{style}]",
@@ -92,13 +92,9 @@ def _row(process: ProcessState) -> tuple[str, str, str, str, str]:
     )
 
 
-def _duration(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return (
-        f"{hours} h {minutes} min"
-        if hours
-        else f"{minutes} min {rest} s"
-        if minutes
-        else f"{rest} s"
-    )
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
