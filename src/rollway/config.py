@@ -258,7 +258,7 @@ class StackSpec(_Part):
         if duplicates:
             raise ValueError(
                 f"two models are served under one name ({', '.join(duplicates)}); "
-                "give each model its own `name`"
+                "give each a `name`"
             )
         if len({slug(name) for name in names}) < len(names):
             raise ValueError(

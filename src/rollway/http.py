@@ -11,8 +11,7 @@ import os
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import aiohttp
 import msgspec
@@ -32,6 +31,7 @@ class Retry:
         return min(self.wait_seconds * 2.0**attempt, self.max_wait_seconds)
 
 
+Headers: TypeAlias = Mapping[str, str] | None
 ONCE = Retry()
 IDEMPOTENT = Retry(attempts=4)
 
@@ -62,20 +62,14 @@ class Http:
         return (await self._attempt("GET", url, None, None, timeout)).decode(errors="replace")
 
     async def post(
-        self,
-        url: str,
-        body: Any,
-        *,
-        timeout: float,
-        retry: Retry = ONCE,
-        headers: Mapping[str, str] | None = None,
+        self, url: str, body: Any, *, timeout: float, retry: Retry = ONCE, headers: Headers = None
     ) -> Any:
         """POST a body. A function makes a new body for each attempt: a signed one is valid once."""
         return await self._call("POST", url, body, headers, timeout, retry)
 
     @asynccontextmanager
     async def stream_lines(
-        self, url: str, body: Any, *, timeout: float, headers: Mapping[str, str] | None = None
+        self, url: str, body: Any, *, timeout: float, headers: Headers = None
     ) -> AsyncIterator[AsyncIterator[bytes]]:
         """POST, and yield the lines of the response (server-sent events)."""
         with _typed_errors("POST", url, timeout):
@@ -93,37 +87,26 @@ class Http:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def _call(
-        self,
-        method: str,
-        url: str,
-        body: Any,
-        headers: Mapping[str, str] | None,
-        timeout: float,
-        retry: Retry,
+        self, method: str, url: str, body: Any, headers: Headers, timeout: float, retry: Retry
     ) -> Any:
-        for attempt in range(retry.attempts):
+        attempt = 0
+        while True:
             try:
                 raw = await self._attempt(method, url, body, headers, timeout)
+                return _decode(raw, method, url)
             except (Unreachable, RequestFailed) as error:
-                temporary = isinstance(error, Unreachable) or error.status >= 500
-                if not temporary or attempt + 1 == retry.attempts:
+                is_temporary = isinstance(error, Unreachable) or error.status >= 500
+                if not is_temporary or attempt + 1 >= retry.attempts:
                     raise
-                await asyncio.sleep(retry.wait(attempt))
-                continue
-            return _decode(raw, method, url)
-        raise AssertionError("a retry policy allows at least one attempt")
+            await asyncio.sleep(retry.wait(attempt))
+            attempt += 1
 
     async def _attempt(
-        self, method: str, url: str, body: Any, headers: Mapping[str, str] | None, timeout: float
+        self, method: str, url: str, body: Any, headers: Headers, timeout: float
     ) -> bytes:
         payload = body() if callable(body) else body
         await self._before(method, url, payload)
@@ -143,9 +126,7 @@ class Http:
             connector=aiohttp.TCPConnector(limit=0), read_bufsize=2**20, trust_env=False
         )
 
-    def _request(
-        self, method: str, url: str, body: Any, headers: Mapping[str, str] | None, timeout: float
-    ) -> Any:
+    def _request(self, method: str, url: str, body: Any, headers: Headers, timeout: float) -> Any:
         if self._closed:
             raise Unreachable(f"{method} {url}: this client is closed.")
         if self._session is None:

@@ -110,7 +110,7 @@ def descendants(root: int) -> set[ProcessId]:
     return {e.id for e in entries if e.id.pid in family - {root} and e.state not in "ZX"}
 
 
-def shared_memory(processes: Iterable[ProcessId]) -> set[str]:
+def find_shared_memory(processes: Iterable[ProcessId]) -> set[str]:
     """Find the names under /dev/shm that these processes have mapped or open.
 
     They are compared by inode: glibc maps a semaphore under a scratch name and links it to its real
@@ -131,7 +131,7 @@ def remove_shared_memory(names: Iterable[str]) -> list[str]:
     The names come from a file, so paths, links and files of other users are ignored."""
     left = {name for name in names if is_plain_name(name) and _is_own_file(SHM / name)}
     if left:
-        left -= shared_memory(ProcessId(pid, 0) for pid in _list_own_pids())
+        left -= find_shared_memory(ProcessId(pid, 0) for pid in _list_own_pids())
     for name in left:
         with contextlib.suppress(OSError):
             (SHM / name).unlink()
@@ -154,7 +154,7 @@ def end(find: Callable[[], set[ProcessId]], grace_seconds: float) -> set[str]:
     deadline = time.monotonic() + grace_seconds
     memory: set[str] = set()
     while (remaining := find()) and time.monotonic() < deadline:
-        memory |= shared_memory(remaining)
+        memory |= find_shared_memory(remaining)
         time.sleep(0.05)
     # SIGSTOP first, until no new process appears: a running one could create a child or a segment
     # between the search and the kill.
@@ -164,7 +164,7 @@ def end(find: Callable[[], set[ProcessId]], grace_seconds: float) -> set[str]:
             process.send(signal.SIGSTOP)
         stopped |= remaining
         remaining = find()
-    memory |= shared_memory(stopped)
+    memory |= find_shared_memory(stopped)
     for process in stopped:
         process.send(signal.SIGKILL)
     wait_gone(stopped, 5.0)

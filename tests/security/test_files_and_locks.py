@@ -206,9 +206,9 @@ def test_ports_and_gpus_remain_when_another_user_claims_all() -> None:
     with another_user(attack) as report:
         assert report == "bound"
         lease = Lease()
-        ports = {lease.port(0, "127.0.0.1", "x") for _ in range(5)}
+        ports = {lease.reserve_port(0, "127.0.0.1", "x") for _ in range(5)}
         assert len(ports) == 5
-        assert lease.gpus(["x0", "x1"], 2) == ["x0", "x1"]
+        assert lease.reserve_gpus(["x0", "x1"], 2) == ["x0", "x1"]
         lease.release()
 
 
@@ -224,9 +224,9 @@ def test_a_gpu_that_another_user_claims_is_chosen_last() -> None:
     with another_user(attack) as report:
         assert report == "bound"
         lease = Lease()
-        assert lease.gpus(["test-0", "test-1", "test-2"], 2) == ["test-1", "test-2"]
+        assert lease.reserve_gpus(["test-0", "test-1", "test-2"], 2) == ["test-1", "test-2"]
         other = Lease()
-        assert other.gpus(["test-0", "test-1", "test-2"], 1) == ["test-0"]
+        assert other.reserve_gpus(["test-0", "test-1", "test-2"], 1) == ["test-0"]
         lease.release()
         other.release()
 
@@ -236,12 +236,12 @@ def test_stacks_of_two_homes_do_not_choose_the_same_port(
 ) -> None:
     monkeypatch.setenv("ROLLWAY_HOME", str(tmp_path / "first"))
     first, second = Lease(), Lease()
-    port = first.port(0, "127.0.0.1", "x")
+    port = first.reserve_port(0, "127.0.0.1", "x")
     monkeypatch.setenv("ROLLWAY_HOME", str(tmp_path / "second"))
     monkeypatch.setenv("HOME", str(tmp_path / "elsewhere"))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     with pytest.raises(PortInUse):
-        second.port(port, "127.0.0.1", "x")
+        second.reserve_port(port, "127.0.0.1", "x")
     first.release()
 
 

@@ -419,7 +419,7 @@ def test_down_in_the_first_moments_of_up_stops_it(
     file.write_text(f"name: t\nmodels: [{{path: {base_model}, name: tiny, engine: mocker}}]")
     up = subprocess.Popen([sys.executable, "-c", UP, str(file)], stderr=subprocess.PIPE, text=True)
     starting = NamedLock(StackDir("t").start_lock_name)
-    while starting.holder() is None:
+    while starting.find_holder() is None:
         assert up.poll() is None
         time.sleep(0.002)
     time.sleep(delay)  # the point of the start at which it is stopped

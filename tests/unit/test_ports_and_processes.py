@@ -43,7 +43,7 @@ def test_a_lock_has_one_holder_and_its_death_releases_it() -> None:
 
 def _lease_ports(count: int, pipe: Connection) -> None:
     lease = Lease()
-    pipe.send([lease.port(0, "127.0.0.1", "x") for _ in range(count)])
+    pipe.send([lease.reserve_port(0, "127.0.0.1", "x") for _ in range(count)])
     pipe.recv()  # hold them until every process has chosen
 
 
@@ -73,10 +73,12 @@ def test_a_requested_port_is_reserved_or_refused() -> None:
         with pytest.raises(
             PortInUse, match=f"Port {port} on 127.0.0.1, requested as the test's port"
         ):
-            lease.port(port, "127.0.0.1", "the test's port")
-    assert lease.port(port, "127.0.0.1", "the test's port") == port
+            lease.reserve_port(port, "127.0.0.1", "the test's port")
+    assert lease.reserve_port(port, "127.0.0.1", "the test's port") == port
     with pytest.raises(PortInUse):
-        Lease().port(port, "127.0.0.1", "the test's port")  # reserved, though nobody listens yet
+        Lease().reserve_port(
+            port, "127.0.0.1", "the test's port"
+        )  # reserved
     lease.release()
 
 
@@ -95,7 +97,7 @@ def test_a_signal_reaches_only_the_process_with_pid_and_start_time() -> None:
 
 def test_an_address_of_another_machine_is_explained() -> None:
     with pytest.raises(StartError, match=r"Nothing can listen on 192\.0\.2\.1"):
-        Lease().port(0, "192.0.2.1", "the test's port")
+        Lease().reserve_port(0, "192.0.2.1", "the test's port")
 
 
 def test_a_process_whose_name_is_not_utf8_is_listed() -> None:
@@ -176,7 +178,7 @@ def test_shared_memory_is_removed_only_after_its_owner_is_dead() -> None:
     assert owner.stdout is not None and owner.stdout.readline() == b"up\n"
     identity = ProcessId.of(owner.pid)
     assert identity is not None
-    assert processes.shared_memory([identity]) == {name}
+    assert processes.find_shared_memory([identity]) == {name}
     assert processes.remove_shared_memory([name]) == []  # its owner is alive
     owner.kill()
     owner.wait()
@@ -237,7 +239,7 @@ def test_a_semaphore_is_found_under_its_real_name() -> None:
         name = "sem." + owner.stdout.readline().strip().lstrip("/")
         identity = ProcessId.of(owner.pid)
         assert identity is not None
-        assert name in processes.shared_memory([identity])
+        assert name in processes.find_shared_memory([identity])
     finally:
         owner.terminate()
         owner.wait()

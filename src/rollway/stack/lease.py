@@ -40,7 +40,7 @@ class Lease:
         self._candidates = random.SystemRandom().sample(range(FIRST, LAST), LAST - FIRST)
         self._foreign_claims = 0
 
-    def port(self, wanted: int, host: str, what: str) -> int:
+    def reserve_port(self, wanted: int, host: str, what: str) -> int:
         """Reserve `wanted`, or any free port when it is 0."""
         if wanted:
             if not self._reserve(wanted, host):
@@ -61,7 +61,9 @@ class Lease:
             self._locks.pop().release()
         raise PortInUse(f"No port from {FIRST} to {LAST} is free on {host}.", "Stop some stacks.")
 
-    def gpus(self, available: list[str], count: int) -> list[str]:
+    port = reserve_port  # temporary
+
+    def reserve_gpus(self, available: list[str], count: int) -> list[str]:
         """Reserve `count` of these GPUs, in order, or fewer if other stacks have the rest.
 
         GPUs that another user claims come last. Nothing verifies such a claim; if it is true, the

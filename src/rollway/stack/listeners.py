@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from rollway import processes
 from rollway.processes import ProcessId
@@ -63,8 +63,7 @@ class Listener:
         return asdict(self)
 
 
-@dataclass(frozen=True, slots=True)
-class _Socket:
+class _Socket(NamedTuple):
     """A row of one of the kernel's tables."""
 
     protocol: Literal["tcp", "udp", "unix"]
@@ -96,17 +95,8 @@ def _describe(state: StackState, member: ProcessId, bound: _Socket) -> Listener:
     name = process.name if process else "supervisor"
     if process is not None and process.pid != member.pid:
         name = f"{name} ({_read_name(member.pid)})"
-    return Listener(
-        stack=state.name,
-        process=name,
-        pid=member.pid,
-        protocol=bound.protocol,
-        address=bound.address,
-        port=bound.port,
-        reach=reach,
-        purpose=purpose,
-        advice=_CLOSE.get(kind, _FIREWALL) if reach == "the network" else "",
-    )
+    advice = _CLOSE.get(kind, _FIREWALL) if reach == "the network" else ""
+    return Listener(state.name, name, member.pid, *bound, reach, purpose, advice)
 
 
 def _find_purpose(
@@ -126,7 +116,7 @@ def _find_purpose(
         return "service", "peers of this service"
     if process.pid != pid:
         return "engine", "between the processes of an engine"
-    if _is_wildcard(bound) and state.invitation.get("event_plane") == "zmq":
+    if bound.address in ("0.0.0.0", "::") and state.join_spec.get("event_plane") == "zmq":
         return "event plane", "the event plane: what workers have cached, and their load"
     return "request plane", "the request plane: requests and answers of the stack"
 
@@ -152,10 +142,6 @@ def _is_private(address: str) -> bool:
         return True  # a removed socket cannot be opened
     except OSError:
         return False
-
-
-def _is_wildcard(bound: _Socket) -> bool:
-    return bound.address in ("0.0.0.0", "::")
 
 
 def _find_process(state: StackState, pid: int) -> ProcessState | None:

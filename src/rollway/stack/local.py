@@ -7,6 +7,7 @@ supervisor writes, and sends it signals.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import subprocess
@@ -30,7 +31,7 @@ from rollway.stack.state import (
     StackState,
     get_stop_seconds,
     known_stacks,
-    stack_names,
+    list_stack_names,
     unreadable_stacks,
 )
 from rollway.weights.adapter import remove_abandoned
@@ -77,12 +78,12 @@ def start(spec: StackSpec, progress: Progress | None = None) -> RunningStack:
     On failure, and on KeyboardInterrupt, everything that has started is stopped first."""
     directory = StackDir(spec.name)
     directory.create()
-    stop_request = directory.stop_request(processes.this_process())
+    stop_request = directory.get_stop_request(processes.this_process())
     stop_request.unlink(missing_ok=True)
     # Held until the stack is ready: by this lock `rollway down` finds a start without a state.
     starting = NamedLock(directory.start_lock_name)
     if not starting.acquire():
-        raise make_name_error(directory, starting.holder())
+        raise make_name_error(directory, starting.find_holder())
     try:
         clear_leftovers(directory)
         state = directory.read()
@@ -143,12 +144,14 @@ def _interrupt_start(directory: StackDir, progress: Progress | None) -> bool:
 
     A file asks it to, not a signal: that process may be a trainer, which continues."""
     lock = NamedLock(directory.start_lock_name)
-    starter = lock.holder()
+    starter = lock.find_holder()
     if starter is None:
         return False
-    request = directory.stop_request(starter)
+    request = directory.get_stop_request(starter)
     os.close(private.open_file(request, os.O_WRONLY))
-    _wait_while(lambda: lock.holder() == starter, _LONGEST_INTERRUPT_SECONDS, directory, progress)
+    _wait_while(
+        lambda: lock.find_holder() == starter, _LONGEST_INTERRUPT_SECONDS, directory, progress
+    )
     request.unlink(missing_ok=True)
     return True
 
@@ -202,19 +205,18 @@ def _wait_while(
 
 
 def _clear_unreadable(directory: StackDir) -> None:
-    """Stop what runs under an unreadable state, as far as it can be found; remove the state.
+    """Stop the processes of a stack whose state is unreadable; remove the state.
 
-    The supervisor is known by its lock or by what is left of the record, and its processes by the
-    run id in the history."""
+    Its lock or the rest of the record names the supervisor, and the history names the run id, which
+    marks the processes."""
     if directory.path.lstat().st_uid != os.getuid():
         raise not_running(directory.name)
-    remains = directory.read_remains()
-    candidates = (NamedLock(directory.lock_name).holder(), remains.supervisor)
+    recorded, run_id = directory.read_remains()
+    candidates = (NamedLock(directory.lock_name).find_holder(), recorded)
     supervisors = {process for process in candidates if process and _is_supervisor(process)}
     _stop_supervisors(supervisors, directory, 20.0, None)
-    if remains.run_id is not None:
-        run_id = remains.run_id
-        memory = processes.end(lambda: processes.members(run_id), 0.5)
+    if run_id is not None:
+        memory = processes.end(functools.partial(processes.members, run_id), 0.5)
         processes.remove_shared_memory(memory)
         for run_dir in list_run_dirs(run_id):
             remove_run_dir(run_dir)
@@ -227,8 +229,9 @@ def _is_supervisor(process: ProcessId) -> bool:
 
 
 def clear_leftovers(directory: StackDir) -> bool:
-    """Stop and remove what a dead supervisor left, found by its record and by the mark of its run,
-    never by a program's name."""
+    """Stop the processes of a dead supervisor and remove its files; return whether there were any.
+
+    Processes are identified by the record and by the mark of the run, never by a program's name."""
     state = directory.read()
     if state is None or state.supervised or state.uid != os.getuid():
         return False
@@ -279,8 +282,8 @@ def all_names() -> list[str]:
     """List every stack that `stop` can stop or clear."""
     starting = {
         name
-        for name in stack_names()
-        if NamedLock(StackDir(name).start_lock_name).holder() is not None
+        for name in list_stack_names()
+        if NamedLock(StackDir(name).start_lock_name).find_holder() is not None
     }
     return sorted({*(state.name for state in known_stacks()), *unreadable_stacks(), *starting})
 

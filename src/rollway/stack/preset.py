@@ -34,7 +34,7 @@ class Defaults:
     env: dict[str, str] = field(default_factory=dict)
 
 
-def frontend_defaults(spec: StackSpec) -> Defaults:
+def get_frontend_defaults(spec: StackSpec) -> Defaults:
     """Return what the preset adds to the frontend."""
     migration = spec.migration_limit
     if spec.preset == "plain":
@@ -67,7 +67,7 @@ def frontend_defaults(spec: StackSpec) -> Defaults:
     return Defaults(args, env)
 
 
-def worker_defaults(spec: StackSpec, model: ModelSpec) -> Defaults:
+def get_worker_defaults(spec: StackSpec, model: ModelSpec) -> Defaults:
     """Return what the preset and the CPU profile add to a worker of a model."""
     log_filter = _make_log_filter() if spec.preset == "rl" else {}
     if model.engine != "vllm":
@@ -122,7 +122,7 @@ def _add_cpu_profile(spec: StackSpec, args: RawArgs, env: dict[str, str]) -> Non
 
 
 def cache_dir() -> Path:
-    """Return the directory for what can be made again: kernels, the demo's base checkpoint."""
+    """Return the directory of compiled kernels and of the demo's base checkpoint."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "rollway"
 

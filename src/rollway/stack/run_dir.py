@@ -18,7 +18,7 @@ RUN_ID = re.compile(r"[0-9a-f]{16}")
 _LONGEST_TEMPDIR = 40
 
 
-def run_dir_name(run_id: str, uid: int) -> str:
+def make_run_dir_name(run_id: str, uid: int) -> str:
     return f"rollway-{uid}-{run_id[:8]}"
 
 
@@ -28,7 +28,7 @@ def choose_run_dir(run_id: str) -> Path:
     base = os.path.normpath(tempfile.gettempdir())
     if len(base) > _LONGEST_TEMPDIR:
         base = "/tmp"
-    return Path(base) / run_dir_name(run_id, os.getuid())
+    return Path(base) / make_run_dir_name(run_id, os.getuid())
 
 
 def remove_run_dir(path: Path) -> None:
@@ -49,5 +49,5 @@ def write_secret(run_dir: Path, secret: str = "") -> str:
 
 def list_run_dirs(run_id: str) -> list[Path]:
     """List where the directory of a run may be."""
-    name = run_dir_name(run_id, os.getuid())
+    name = make_run_dir_name(run_id, os.getuid())
     return [Path(base, name) for base in {tempfile.gettempdir(), "/tmp"}]

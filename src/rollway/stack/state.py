@@ -1,4 +1,4 @@
-"""Reads and writes what is on disk about a stack: one private directory per name.
+"""Reads and writes the private directory of a stack.
 
     <home>/stacks/<name>/
         state.json     the processes that run now; the supervisor replaces it atomically
@@ -7,8 +7,8 @@
 
 `<home>` is $ROLLWAY_HOME, or $XDG_STATE_HOME/rollway, or ~/.local/state/rollway.
 
-`rollway down` kills and removes what a state names. So reading is strict: a file that a disk fault,
-an older version or an editor has changed is either a valid state of this very stack or unreadable.
+`rollway down` kills the processes and removes the files that a state names, so a state is validated
+strictly (rollway.stack.validate): disk faults, older versions and editors change files.
 """
 
 from __future__ import annotations
@@ -119,14 +119,6 @@ def get_stop_seconds(state: StackState) -> float:
     return state.stop_seconds
 
 
-@dataclass(frozen=True, slots=True)
-class Remains:
-    """What is known about a run whose state is unreadable."""
-
-    supervisor: ProcessId | None = None
-    run_id: str | None = None
-
-
 class StackDir:
     """The directory of one stack."""
 
@@ -199,14 +191,14 @@ class StackDir:
                     entries.append(entry)
         return entries
 
-    def stop_request(self, starter: ProcessId) -> Path:
+    def get_stop_request(self, starter: ProcessId) -> Path:
         """Return the file that asks a process which is starting this stack to stop it."""
         return self.path / f"stop-{starter.pid}-{starter.start}"
 
-    def read_remains(self) -> Remains:
+    def read_remains(self) -> tuple[ProcessId | None, str | None]:
         """Find the supervisor and the run id of the last run without trusting the state."""
         if self.path.is_symlink():
-            return Remains()
+            return None, None
         run_ids = [e.get("run") for e in self.events() if e.get("event") == "start"]
         run_id = run_ids[-1] if run_ids else None
         supervisor = None
@@ -218,7 +210,7 @@ class StackDir:
             pid, start = record["supervisor_pid"], record["supervisor_start"]
             supervisor = ProcessId(int(pid), int(start))
         is_valid = isinstance(run_id, str) and RUN_ID.fullmatch(run_id)
-        return Remains(supervisor, run_id if is_valid else None)
+        return supervisor, run_id if is_valid else None
 
     def forget(self) -> None:
         """Remove the state; logs and history stay."""
@@ -334,7 +326,7 @@ def make_home() -> Path:
     return private.make_directory(home())
 
 
-def stack_names() -> list[str]:
+def list_stack_names() -> list[str]:
     """List the names of all stacks that have a directory here, also those that have ended."""
     names = []
     with (
@@ -348,7 +340,7 @@ def stack_names() -> list[str]:
 
 
 def _read_stacks() -> Iterator[tuple[StackDir, StackState | StateUnreadable]]:
-    for directory in map(StackDir, stack_names()):
+    for directory in map(StackDir, list_stack_names()):
         try:
             state = directory.read()
         except StateUnreadable as error:

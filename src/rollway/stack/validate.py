@@ -1,4 +1,4 @@
-"""Validates a state file. `rollway down` kills and removes what the file names."""
+"""Validates a state file: `rollway down` kills the processes and removes the files it names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from rollway import private
 from rollway.config import LONGEST_STOP_SECONDS, AdminTimeouts
-from rollway.stack.run_dir import RUN_ID, run_dir_name
+from rollway.stack.run_dir import RUN_ID, make_run_dir_name
 
 if TYPE_CHECKING:
     from rollway.stack.state import StackState
@@ -24,13 +24,13 @@ def validate_state(state: StackState, name: str) -> None:
     directories."""
     run_dir, log_dir = Path(state.run_dir), Path(state.log_dir)
     is_plain_path = os.path.normpath(state.run_dir) == state.run_dir and run_dir.is_absolute()
-    error = state.error or {"error": "", "message": "", "hint": ""}
+    error = {"error": "", "message": "", "hint": ""} if state.error is None else state.error
     for is_valid, problem in (
         (state.name == name, "it is that of a stack of another name"),
         (RUN_ID.fullmatch(state.run_id), "its run id is not valid"),
         (is_plain_path, "its run directory is not a plain absolute path"),
         (
-            run_dir.name == run_dir_name(state.run_id, state.uid),
+            run_dir.name == make_run_dir_name(state.run_id, state.uid),
             "its run directory is that of another run",
         ),
         (all(map(private.is_plain_name, state.shared_memory)), "a shared-memory name is a path"),
