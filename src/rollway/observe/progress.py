@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-from rollway.stack.state import ProcessState, StackState
+from rollway.stack.state import StackState
 
 _STYLES = {
     "ready": "green",
@@ -70,20 +70,16 @@ def process_table(state: StackState) -> Table:
     for column in ("process", "state", "pid", "restarts", "detail"):
         table.add_column(column)
     for process in state.processes:
-        table.add_row(*_make_row(process))
+        style = _STYLES.get(process.state, "cyan")
+        # Escaped: text of a state file must not act as markup.
+        table.add_row(
+            escape(process.name),
+            f"[{style}]{escape(process.state)}[/{style}]",
+            str(process.pid or ""),
+            str(process.restarts or ""),
+            escape(process.detail),
+        )
     return table
-
-
-def _make_row(process: ProcessState) -> tuple[str, str, str, str, str]:
-    style = _STYLES.get(process.state, "cyan")
-    # Escaped: text of a state file must not act as markup.
-    return (
-        escape(process.name),
-        f"[{style}]{escape(process.state)}[/{style}]",
-        str(process.pid or ""),
-        str(process.restarts or ""),
-        escape(process.detail),
-    )
 
 
 def _format_duration(seconds: float) -> str:

