@@ -156,6 +156,7 @@ class _OneConnection(Http):
         trace = aiohttp.TraceConfig()
         trace.on_connection_create_start.append(self._refuse_second)
         return aiohttp.ClientSession(
+            # aiohttp's default closes a connection that was idle for 15 s.
             connector=aiohttp.TCPConnector(limit=1, keepalive_timeout=24 * 3600.0),
             trace_configs=[trace],
             trust_env=False,

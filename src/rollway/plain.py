@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -47,67 +48,63 @@ def read_yaml(text: str, what: str) -> Any:
         ) from error
 
 
+@dataclass(slots=True)
+class _Collection:
+    """A mapping or a list that is being counted."""
+
+    anchor: str | None
+    start: int
+    keys: set[str] | None
+    """The keys of a mapping; None for a list."""
+    is_at_key: bool = True
+
+
 class _Counter:
     """Counts the values of a YAML text after every alias is replaced by its anchor's value."""
 
     def __init__(self, what: str) -> None:
         self._what = what
         self._sizes: dict[str, int] = {}  # by anchor
-        self._open: list[tuple[str | None, int, set[str] | None]] = []
+        self._open: list[_Collection] = []
         self._values = 0
-        self._is_key: list[bool] = []
 
     def count(self, text: str) -> None:
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
-            if isinstance(event, (yaml.MappingStartEvent, yaml.SequenceStartEvent)):
-                self._enter(event)
-            elif isinstance(event, (yaml.MappingEndEvent, yaml.SequenceEndEvent)):
-                self._leave()
+            if isinstance(event, (yaml.MappingEndEvent, yaml.SequenceEndEvent)):
+                ended = self._open.pop()
+                if ended.anchor:
+                    self._sizes[ended.anchor] = self._values - ended.start
+            elif isinstance(event, yaml.AliasEvent):
+                self._add(self._find_size(event.anchor or ""))
             elif isinstance(event, yaml.ScalarEvent):
-                self._add_key(event.value)
-                self._add_values(1)
+                self._add(1, key=event.value)
                 if event.anchor:
                     self._sizes[event.anchor] = 1
-            elif isinstance(event, yaml.AliasEvent):
-                self._add_key(None)
-                self._add_alias(event.anchor or "")
+            elif isinstance(event, (yaml.MappingStartEvent, yaml.SequenceStartEvent)):
+                self._add(1)
+                if len(self._open) == DEEPEST:
+                    raise SpecError(f"{self._what} has more than {DEEPEST} levels.", _FLATTEN)
+                keys: set[str] | None = set() if isinstance(event, yaml.MappingStartEvent) else None
+                self._open.append(_Collection(event.anchor, self._values - 1, keys))
 
-    def _enter(self, event: yaml.CollectionStartEvent) -> None:
-        self._add_key(None)
-        self._add_values(1)
-        if len(self._open) == DEEPEST:
-            raise SpecError(f"{self._what} has more than {DEEPEST} levels.", _FLATTEN)
-        keys: set[str] | None = set() if isinstance(event, yaml.MappingStartEvent) else None
-        self._open.append((event.anchor, self._values, keys))
-        self._is_key.append(True)
-
-    def _leave(self) -> None:
-        anchor, before, _ = self._open.pop()
-        self._is_key.pop()
-        if anchor:
-            self._sizes[anchor] = self._values - before + 1
-
-    def _add_alias(self, anchor: str) -> None:
-        if any(name == anchor for name, _, _ in self._open):
+    def _find_size(self, anchor: str) -> int:
+        if any(collection.anchor == anchor for collection in self._open):
             raise SpecError(f"{self._what} holds `{anchor}`, which contains itself.", _FLATTEN)
-        self._add_values(self._sizes.get(anchor, 1))
+        return self._sizes.get(anchor, 1)
 
-    def _add_values(self, values: int) -> None:
+    def _add(self, values: int, key: str | None = None) -> None:
+        """Count a node that begins. In a mapping every second node is a key."""
+        if self._open and (keys := self._open[-1].keys) is not None:
+            if self._open[-1].is_at_key and key is not None:
+                if key in keys:
+                    raise SpecError(
+                        f"{self._what} has the key {key[:60]!r} twice in one mapping.", "Keep one."
+                    )
+                keys.add(key)
+            self._open[-1].is_at_key = not self._open[-1].is_at_key
         self._values += values
         if self._values > MOST_VALUES:
             raise SpecError(f"{self._what} unfolds to more than {MOST_VALUES} values.", _FLATTEN)
-
-    def _add_key(self, text: str | None) -> None:
-        """Record that a node begins; in a mapping every second node is a key."""
-        if not self._open or (keys := self._open[-1][2]) is None:
-            return
-        if self._is_key[-1] and text is not None:
-            if text in keys:
-                raise SpecError(
-                    f"{self._what} has the key {text[:60]!r} twice in one mapping.", "Keep one."
-                )
-            keys.add(text)
-        self._is_key[-1] = not self._is_key[-1]
 
 
 def read_yaml_file(path: Path) -> dict[str, Any]:

@@ -98,7 +98,7 @@ class Children:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
+                start_new_session=True,  # `clear_session` finds the process's children by it
                 preexec_fn=processes.die_with_parent,
             )
         self.running[process.name] = child
@@ -134,7 +134,7 @@ class Children:
         """Record a change of a process's state in the history and in the state file."""
         state = self.get_state(process.name)
         if (state.state, state.detail) == (new_state, detail):
-            return
+            return  # polling loops report the same state again and again
         state.state, state.detail = new_state, detail
         if new_state == "ready":
             state.ready_seconds = round(time.time() - self.state.started_at, 3)

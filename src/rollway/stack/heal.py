@@ -174,6 +174,7 @@ class Healer:
 
     async def _wait_until_serving(self, process: ProcessPlan) -> None:
         if process.role == "worker":
+            # Its old id stays listed for a while and must not count as the restarted worker.
             self._retired.add(self._instances.pop(process.name, 0))
             await self.wait_for_workers([process])
         elif process.role == "frontend":

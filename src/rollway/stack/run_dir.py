@@ -42,6 +42,7 @@ def write_secret(run_dir: Path, secret: str = "") -> str:
     """Write the secret that signs orders and offers of this run, a new one if none is given."""
     secret = secret or secrets.token_hex(32)
     path = run_dir / SECRET_NAME
+    # O_EXCL: an existing secret is never replaced, since running workers have read it.
     with os.fdopen(private.open_file(path, os.O_WRONLY | os.O_EXCL), "w") as file:
         file.write(secret)
     return secret

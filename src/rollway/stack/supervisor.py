@@ -70,6 +70,8 @@ class Supervisor:
             loop.add_reader(self._lifeline, self._read_lifeline)
         processes.adopt_orphans()
         children, directory = self._children, self._children.directory
+        # Before the first process starts: by the state, or else by the run id in the history,
+        # `rollway down` finds the processes if this one is killed.
         directory.write(children.state)
         directory.record("start", run=children.state.run_id)
         failure: RollwayError | None = None
@@ -88,11 +90,11 @@ class Supervisor:
                 "Check the path, the disk space and the permissions.",
             )
         finally:
-            self._healer.cancel()
+            self._healer.cancel()  # first, or it would restart what `stop` kills
             await children.stop()
             self._ports.release()
             await self._http.close()
-            rotation.cancel()
+            rotation.cancel()  # last: processes write to their logs until they have stopped
         if failure is None:
             directory.forget()
             directory.record("stopped", run=children.state.run_id)
@@ -111,6 +113,7 @@ class Supervisor:
         for service in plan.by_role("service"):
             children.spawn(service)
             await self._run_start_step(healer.wait_for_service(service))
+        # Workers may load their models for minutes; the frontend starts meanwhile.
         for worker in plan.by_role("worker"):
             children.spawn(worker)
         for frontend in plan.by_role("frontend"):
@@ -121,6 +124,7 @@ class Supervisor:
     async def _run_start_step(self, step: Coroutine[Any, Any, None]) -> None:
         """Run a step of the start; raise StartError at once when a process dies meanwhile."""
         task = asyncio.ensure_future(step)
+        # One deadline for all steps: `start_seconds` counts from the start of the stack.
         deadline = self._children.state.started_at + self._spec.start_seconds
         try:
             while not task.done():
@@ -176,6 +180,7 @@ class Supervisor:
             await task
             return
         task.cancel()
+        # Wait for it: the caller stops the processes next, and none may be spawned after that.
         with contextlib.suppress(asyncio.CancelledError):
             await task
 
