@@ -71,7 +71,7 @@ class Healer:
             secret=children.secret,
         )
         used = self._retired | set(self._instances.values())
-        instances = await check.wait(workers, used_ids=used, on_lost=children.respawn)
+        instances = await check.wait(workers, used, on_lost=children.respawn)
         self._instances |= instances
         for name, instance in instances.items():
             children.get_state(name).instance = instance

@@ -84,15 +84,14 @@ class ServingCheck:
         self._http = http
         self._plan = plan
         self._report = report
-        self._warm_up = warm_up
+        self._warmup = warm_up
         self._secret = secret
 
     async def wait(
         self,
         workers: Sequence[ProcessPlan],
-        *,
-        used_ids: Set[int] = frozenset(),
-        on_lost: Callable[[ProcessPlan], None] | None = None,
+        used_ids: Set[int],
+        on_lost: Callable[[ProcessPlan], None],
     ) -> dict[str, int]:
         """Return the instance id of each worker when all have registered and answered.
 
@@ -104,7 +103,7 @@ class ServingCheck:
         return instances
 
     async def _finish(self, worker: ProcessPlan, instance: int) -> None:
-        if self._warm_up:
+        if self._warmup:
             self._report(worker, "warming up", "first greedy and first sampled request")
             await self.warm_up(worker, instance)
         if worker.engine != "mocker":
@@ -116,7 +115,7 @@ class ServingCheck:
         self,
         workers: Sequence[ProcessPlan],
         used_ids: Set[int],
-        on_lost: Callable[[ProcessPlan], None] | None,
+        on_lost: Callable[[ProcessPlan], None],
     ) -> dict[str, int]:
         registered: dict[str, int] = {}
         unlisted_since: dict[str, float] = {}
@@ -135,9 +134,7 @@ class ServingCheck:
             for worker in workers:
                 # Dynamo's file discovery loses a registration now and then when very many workers
                 # start at once, and does not retry.
-                if on_lost is None or worker.name in registered:
-                    continue
-                if not await self._has_admin_routes(worker):
+                if worker.name in registered or not await self._has_admin_routes(worker):
                     continue
                 since = unlisted_since.setdefault(worker.name, time.monotonic())
                 if time.monotonic() - since > LOST_SECONDS:
