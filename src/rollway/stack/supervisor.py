@@ -7,15 +7,14 @@
 
 The life of a stack, as `phase` in state.json shows it:
 
-    starting ──all workers answered──► ready ──SIGTERM, SIGINT or lifeline closed──┐
-        │                              ▲   │                                       ▼
-        │            a process died:   └───┘ Healer restarts it                 stopping
-        │                                                                          │
-        └──error, dead process, timeout──► stopping ──► failed (state.json stays)   ▼
-                                                              state.json is removed
+    starting ──all workers answered──► ready ──SIGTERM, SIGINT, lifeline closed──► stopping
+        │                              │   ▲                                          │
+        │              a process died  └───┘  Healer restarts it                      ▼
+        │                                                          state.json is removed
+        └──error, dead process, timeout──► stopping ──► failed (state.json stays)
 
-The supervisor is a separate process: a trainer may be killed, may fork, or may hold the GIL for
-minutes without an effect on the stack. When the trainer dies, the kernel closes its end of the
+The supervisor is a separate process: a trainer may fork, or may hold the GIL for minutes, without
+an effect on the stack. When the trainer is killed, the kernel closes its end of the
 lifeline, and the stack stops. When the supervisor itself is killed, the kernel sends its children
 SIGTERM, and the next `rollway up` or `down` clears the rest (rollway.stack.local).
 """
