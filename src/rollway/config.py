@@ -1,24 +1,22 @@
-"""What a user can say about a stack: one typed model, read from YAML, a dict or keywords.
+"""The description of a stack: one typed model, read from YAML, a mapping or keywords.
 
     name: demo
     models:
       - path: /models/qwen3-0.6b
         name: policy
         replicas: 2
-        args: {max-model-len: 4096}     # vLLM's own names, passed through untouched
+        args: {max-model-len: 4096}     # vLLM's own names, passed on unchanged
     router: {mode: kv}
 
-Typed where Rollway decides, raw where Dynamo or the engine decides. What is not said is filled in
-by the preset (`rollway.stack.preset`); `rollway up --dry-run` shows the outcome.
+Fields are typed where Rollway decides and raw where Dynamo or the engine decides. The preset fills
+in the rest (`rollway.stack.preset`); `rollway up --dry-run` shows the result.
 """
 
 from __future__ import annotations
 
 import copy
-import difflib
 import ipaddress
 import re
-import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
@@ -30,24 +28,22 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
-    field_validator,
     model_validator,
 )
 from pydantic_core import PydanticSerializationError
 
-from rollway.errors import SpecError, UsageError
-from rollway.plain import check_plain, read_yaml
+from rollway.errors import SpecError
+from rollway.plain import apply_override, check_plain, read_yaml_file
+from rollway.spec_errors import describe_error
 
 RawArgs: TypeAlias = dict[str, Any]
 """Options of another program under its own names, without the dashes.
 
-`true` gives `--name`, `false` gives `--no-name`, `null` removes a preset's value, a mapping is
-passed as JSON, a list as several values."""
+`true` becomes `--name`, `false` becomes `--no-name`, and `null` removes a value of the preset. A
+mapping is passed as JSON, a list as several values."""
 
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")
-_PORT = Field(default=0, ge=0, le=65535)
 LONGEST_STOP_SECONDS = 86400.0
-_LARGEST_FILE = 256 << 10  # bytes
 
 
 def _check_variables(value: dict[str, str]) -> dict[str, str]:
@@ -57,7 +53,24 @@ def _check_variables(value: dict[str, str]) -> dict[str, str]:
     return value
 
 
+def _make_absolute(path: Path) -> Path:
+    """Make a path absolute: the supervisor and later commands run in other directories."""
+    try:
+        return path.expanduser().absolute()
+    except RuntimeError as error:  # `~nobody-of-this-name`
+        raise ValueError(f"{error}") from None
+
+
+def check_stack_name(name: str) -> str:
+    """Return the name; raise ValueError if it cannot name a stack, which has a directory."""
+    if not _NAME.fullmatch(name):
+        raise ValueError("use lower-case letters, digits and inner dashes, at most 40")
+    return name
+
+
 Environment: TypeAlias = Annotated[dict[str, str], AfterValidator(_check_variables)]
+AbsolutePath: TypeAlias = Annotated[Path, AfterValidator(_make_absolute)]
+Port: TypeAlias = Annotated[int, Field(ge=0, le=65535)]
 
 
 class _Part(BaseModel):
@@ -67,167 +80,187 @@ class _Part(BaseModel):
 
 
 class ModelSpec(_Part):
-    """One served model: its checkpoint, its engine and how many workers serve it."""
+    """One served model: its checkpoint, its engine and the number of its workers."""
 
     path: str
     """A local checkpoint directory, or a Hugging Face id."""
     name: str = ""
-    """The served name; the last part of `path` when empty."""
+    """The served name. The default is the last part of `path`."""
     engine: Literal["vllm", "mocker", "custom"] = "vllm"
+    """`mocker` is Dynamo's simulated engine; `custom` runs `module`."""
     module: str = ""
-    """With `engine: custom`, what runs as a worker: `python -m MODULE --model … --endpoint …`. It
-    takes the options of dynamo.vllm that say what to serve and where."""
+    """The worker of `engine: custom`, run as `python -m MODULE --model … --endpoint …`. It must
+    accept the options of dynamo.vllm that say what to serve and where."""
     replicas: int = Field(default=1, ge=1, le=4096)
+    """The number of workers."""
     tensor_parallel: int = Field(default=1, ge=1, le=1024)
+    """The number of GPUs per worker."""
     seed: int = Field(default=0, ge=0)
-    """Replica i samples with seed + i: equal seeds would make two workers sample equal tokens."""
+    """Replica i samples with seed + i: with equal seeds two workers would sample equal tokens."""
     args: RawArgs = Field(default_factory=dict)
+    """Options of the engine."""
     env: Environment = Field(default_factory=dict)
+    """Environment variables of the workers."""
 
     @model_validator(mode="after")
-    def _consistent(self) -> ModelSpec:
+    def _check(self) -> ModelSpec:
         if not self.name:
             self.name = Path(self.path).name
         if (self.engine == "custom") != bool(self.module):
-            raise ValueError("`engine: custom` and `module` go together")
+            raise ValueError("`engine: custom` and `module` need each other")
         return self
 
     @property
     def takes_refits(self) -> bool:
-        """Whether its workers have admin routes and weights that can change."""
+        """Whether the workers have admin routes and weights that can change."""
         return self.engine != "mocker"
 
 
 class FrontendSpec(_Part):
-    """Dynamo's HTTP frontend. Port 0 means a free one."""
+    """Dynamo's HTTP frontend."""
 
     host: str = "127.0.0.1"
-    port: int = _PORT
-    rl_port: int = _PORT
-    """Port of the RL worker listing; every stack has its own."""
+    """The address to listen on; 0.0.0.0 for all."""
+    port: Port = 0
+    """The port of the OpenAI API; 0 for a free one."""
+    rl_port: Port = 0
+    """The port of the list of RL workers; 0 for a free one."""
     args: RawArgs = Field(default_factory=dict)
+    """Options of `dynamo.frontend`."""
     env: Environment = Field(default_factory=dict)
+    """Environment variables of the frontend."""
 
 
 class RouterSpec(_Part):
-    """How the frontend picks a worker. `args` are Dynamo's own `--router-*` names."""
+    """How the frontend picks a worker."""
 
     mode: Literal[
         "kv", "round-robin", "random", "power-of-two", "direct", "least-loaded",
         "device-aware-weighted",
     ] = "kv"  # fmt: skip
+    """Dynamo's `--router-mode`."""
     args: RawArgs = Field(default_factory=dict)
+    """Dynamo's `--router-*` options, under their whole names."""
 
 
 class RestartSpec(_Part):
     """What happens when a process of a ready stack dies."""
 
     enabled: bool = True
+    """Whether to restart it."""
     backoff_seconds: float = Field(default=1.0, gt=0)
+    """The wait before the first restart. It doubles with every further failure."""
     max_backoff_seconds: float = Field(default=30.0, gt=0)
+    """The longest wait."""
     max_failures: int = Field(default=5, ge=1)
-    """Deaths in a row, without a stable minute in between, after which Rollway gives up."""
+    """Rollway gives up after this many deaths in a row without a stable minute in between."""
 
 
 class JoinSpec(_Part):
-    """A stack that runs already, on this machine or another, which the workers are to serve in.
-    Its `invitation` has all of this."""
+    """A running stack, on this machine or another, that the workers of this one join. The
+    `join_spec` of that stack has all these fields."""
 
     namespace: str = Field(min_length=1)
+    """Its Dynamo namespace."""
     frontend: str = Field(pattern="^http")
+    """The address of its frontend."""
     rl: str = Field(pattern="^http")
-    """Its RL listing."""
+    """The address of its list of RL workers."""
     discovery_dir: Path | None = None
-    """Its directory, with `discovery: file`. On the same machine only: Dynamo watches it with
-    inotify, which does not hear what another machine writes."""
+    """Its directory, with `discovery: file`. It works on the same machine only: Dynamo watches it
+    with inotify, which does not see writes of another machine."""
     secret: str = Field(default="", repr=False)
-    """What its offers of weights are signed with; $ROLLWAY_WEIGHTS_SECRET when empty."""
+    """The secret that signs its offers of weights. The default is $ROLLWAY_WEIGHTS_SECRET."""
 
 
 class AdminTimeouts(_Part):
     """Seconds that one attempt of a call to a worker may take."""
 
     probe: float = Field(default=10.0, gt=0)
+    """For calls that change nothing."""
     pause: float = Field(default=300.0, gt=0)
-    """Also how long refits that let running requests finish wait for them."""
+    """For a pause. Refits that wait for running requests wait this long, too."""
     update: float = Field(default=720.0, gt=0)
+    """For loading weights."""
 
 
 class LogSpec(_Part):
     """How much of a process's log stays on disk: `keep` + 1 files of about `max_mb` MB each."""
 
     max_mb: float = Field(default=16.0, ge=0.001, le=1e6)
+    """The size at which a log is rotated."""
     keep: int = Field(default=3, ge=1, le=1000)
-    """Files of older lines, NAME.log.1 being the newest of them."""
+    """The number of files with older lines; NAME.log.1 is the newest of them."""
 
 
 class StackSpec(_Part):
     """A whole stack: models, frontend, router, planes, ports, logs."""
 
-    name: str = "default"
+    name: Annotated[str, AfterValidator(check_stack_name)] = "default"
+    """The name of the stack, by which all commands find it."""
     preset: Literal["rl", "plain"] = "rl"
+    """`rl` adds Rollway's defaults for RL; `plain` leaves Dynamo's."""
     models: list[ModelSpec] = Field(min_length=1)
+    """The models to serve."""
     frontend: FrontendSpec = Field(default_factory=FrontendSpec)
+    """The HTTP frontend."""
     router: RouterSpec = Field(default_factory=RouterSpec)
+    """How requests are distributed to workers."""
     migration_limit: int | None = Field(default=None, ge=0)
-    """How often a request may move to another worker when its worker dies; None: the preset's."""
+    """How often a request may move to another worker when its worker dies. The default is the
+    preset's."""
     discovery: Literal["file", "etcd"] = "file"
+    """How processes find each other; several machines need `etcd`."""
     etcd_endpoints: str | None = None
-    """A running etcd; without it Rollway starts one."""
+    """A running etcd. By default Rollway starts one if it needs one."""
     event_plane: Literal["zmq", "nats"] = "zmq"
+    """What carries KV events and load."""
     request_plane: Literal["tcp", "nats"] = "tcp"
+    """What carries requests and answers."""
     nats_server: str | None = None
-    """A running NATS, as nats://host:port; without it Rollway starts one."""
+    """A running NATS, as nats://host:port. By default Rollway starts one if it needs one."""
     admin_host: str = "127.0.0.1"
-    """Where workers bind their admin (system) port and take requests, and where etcd and NATS
-    listen. Admin calls are signed (`admin_orders`); the others have no authentication."""
+    """The address on which workers serve their admin (system) port and receive requests, and on
+    which etcd and NATS listen. Admin calls are signed (`admin_orders`); the others have no
+    authentication."""
     admin_orders: Literal["signed", "open"] = "signed"
-    """`signed`: workers carry out admin calls of this stack's own processes only. `open`: of anyone
-    who reaches the port, for tools that call Dynamo's admin routes themselves."""
+    """`signed`: workers obey admin calls of this stack's own processes only. `open`: of anyone who
+    reaches the port, for tools that call Dynamo's admin routes themselves."""
     join: JoinSpec | None = None
-    """Workers only: no frontend and no services of its own."""
+    """A stack to join. This one then has workers only, no frontend and no services."""
     python: str | None = None
-    """Interpreter whose environment has Dynamo and the engine; this one when not given."""
-    checkpoint_roots: list[Path] = Field(default_factory=list)
-    """Refits take checkpoints only from below these directories; from anywhere when empty."""
-    log_dir: Path | None = None
+    """The interpreter whose environment has Dynamo and the engine. The default is this one."""
+    checkpoint_roots: list[AbsolutePath] = Field(default_factory=list)
+    """Refits accept checkpoints only from below these directories; from anywhere if empty."""
+    log_dir: AbsolutePath | None = None
+    """The directory of the logs. The default is below the stack's own directory."""
     logs: LogSpec = Field(default_factory=LogSpec)
+    """How much of each log stays."""
     keep_runs: int = Field(default=5, ge=0, le=10_000)
-    """Ended runs of this stack whose logs stay; 0 keeps nothing of a run that ended well."""
+    """How many ended runs keep their logs; with 0 a run that ended well leaves nothing."""
     env: Environment = Field(default_factory=dict)
+    """Environment variables of all processes."""
     start_seconds: float = Field(default=900, gt=0, le=7 * 86400)
+    """How long a start may take."""
     stop_seconds: float = Field(default=20, gt=0, le=LONGEST_STOP_SECONDS)
+    """The wait between SIGTERM and SIGKILL."""
     restart: RestartSpec = Field(default_factory=RestartSpec)
+    """What happens when a process dies."""
     timeouts: AdminTimeouts = Field(default_factory=AdminTimeouts)
+    """How long calls to workers may take."""
     warmup: bool = True
-
-    @field_validator("log_dir")
-    @classmethod
-    def _absolute(cls, value: Path | None) -> Path | None:
-        """The supervisor and later commands run elsewhere."""
-        return None if value is None else _expand(value)
-
-    @field_validator("checkpoint_roots")
-    @classmethod
-    def _absolute_roots(cls, value: list[Path]) -> list[Path]:
-        return [_expand(root) for root in value]
-
-    @field_validator("name")
-    @classmethod
-    def _usable_name(cls, value: str) -> str:
-        return check_stack_name(value)
+    """Whether every worker answers two requests before the stack is ready."""
 
     @model_validator(mode="after")
-    def _consistent(self) -> StackSpec:
+    def _check(self) -> StackSpec:
         names = [model.name for model in self.models]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
+        duplicates = sorted({name for name in names if names.count(name) > 1})
+        if duplicates:
             raise ValueError(
-                f"two models are served under one name ({', '.join(twice)}); "
-                "give each a `name` of its own"
+                f"two models are served under one name ({', '.join(duplicates)}); "
+                "give each a `name`"
             )
-        slugs = {slug(name) for name in names}
-        if len(slugs) < len(names):
+        if len({slug(name) for name in names}) < len(names):
             raise ValueError(
                 "two model names differ only in signs that an endpoint name cannot hold; "
                 "choose names with different letters or digits"
@@ -242,10 +275,12 @@ class StackSpec(_Part):
 
     @property
     def needs_etcd(self) -> bool:
+        """Whether Rollway must start an etcd."""
         return self.discovery == "etcd" and self.etcd_endpoints is None
 
     @property
     def needs_nats(self) -> bool:
+        """Whether Rollway must start a NATS server."""
         return "nats" in (self.event_plane, self.request_plane) and self.nats_server is None
 
 
@@ -257,7 +292,7 @@ def _check_join(spec: StackSpec, join: JoinSpec) -> None:
     if spec.needs_nats:
         raise ValueError("`join` with a plane on `nats` needs the other stack's `nats_server`")
     if any(model.engine == "mocker" for model in spec.models):
-        raise ValueError("mockers cannot `join`: which of them are whose is not to be seen")
+        raise ValueError("mockers cannot `join`: no listing shows which stack a mocker belongs to")
     if is_loopback(spec.admin_host) and not is_loopback(urlsplit(join.frontend).hostname or ""):
         raise ValueError(
             f"`admin_host` is {spec.admin_host}, where {join.frontend} cannot reach the workers; "
@@ -265,22 +300,8 @@ def _check_join(spec: StackSpec, join: JoinSpec) -> None:
         )
 
 
-def _expand(path: Path) -> Path:
-    try:
-        return path.expanduser().absolute()
-    except RuntimeError as error:  # `~nobody-of-this-name`
-        raise ValueError(f"{error}") from None
-
-
-def check_stack_name(name: str) -> str:
-    """Refuse with ValueError what cannot name a stack: the name becomes a directory."""
-    if not _NAME.fullmatch(name):
-        raise ValueError("use lower-case letters, digits and inner dashes, at most 40")
-    return name
-
-
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a host; a name that begins with 127. is elsewhere."""
+    """Whether only this machine reaches a host. A name that begins with 127. is no address."""
     if host == "localhost":
         return True
     try:
@@ -290,7 +311,7 @@ def is_loopback(host: str) -> bool:
 
 
 def slug(name: str) -> str:
-    """A model name as a Dynamo component name."""
+    """Turn a model name into a Dynamo component name."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "model"
 
 
@@ -305,21 +326,20 @@ def load_spec(
     elif isinstance(source, Mapping):
         check_plain(source, "The stack")
         data = copy.deepcopy(dict(source))
-    elif source is not None:
-        data = _read_file(Path(source))
     else:
-        data = {}
+        data = {} if source is None else read_yaml_file(Path(source))
     data.update(fields)
     for override in overrides:
-        _apply(data, override)
+        apply_override(data, override)
     return parse_spec(data)
 
 
 def parse_spec(data: Mapping[str, Any]) -> StackSpec:
-    """Validate plain data; every complaint names the field by its path."""
+    """Validate plain data; a SpecError names each wrong field by its path."""
     check_plain(data, "The stack", free_text=("args", "env"))
-    if not isinstance(data.get("models"), list) or not any(
-        isinstance(model, dict) and model.get("path") for model in data["models"]
+    models = data.get("models")
+    if not isinstance(models, list) or not any(
+        isinstance(model, dict) and model.get("path") for model in models
     ):
         raise SpecError(
             "The stack names no model.",
@@ -327,9 +347,9 @@ def parse_spec(data: Mapping[str, Any]) -> StackSpec:
         )
     try:
         spec = StackSpec.model_validate(data)
-        spec.model_dump_json()  # as the supervisor will get it
+        spec.model_dump_json()  # the supervisor receives it as JSON
     except ValidationError as error:
-        raise SpecError(_explain(error)) from error
+        raise SpecError(describe_error(error, StackSpec)) from error
     except PydanticSerializationError as error:
         raise SpecError(
             f"The stack holds a value that is not plain: {error}.",
@@ -340,131 +360,24 @@ def parse_spec(data: Mapping[str, Any]) -> StackSpec:
     return spec
 
 
-def _read_file(path: Path) -> dict[str, Any]:
-    try:
-        with path.open("rb") as file:
-            content = file.read(_LARGEST_FILE + 1)
-        text = content.decode()
-    except FileNotFoundError:
-        raise UsageError(f"There is no file {path}.", "Check the path of the stack file.") from None
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise UsageError(f"{path} cannot be read: {reason}.", "Check the file.") from error
-    if len(content) > _LARGEST_FILE:
-        raise SpecError(
-            f"{path} has more than {_LARGEST_FILE >> 10} KiB, which no stack file needs.",
-            "Is it the right file?",
-        )
-    data = read_yaml(text, str(path))
-    if not isinstance(data, dict):
-        kind = "is empty" if data is None else f"holds a {type(data).__name__}"
-        raise SpecError(
-            f"{path} {kind}, not a mapping of fields.",
-            "Start it with `models:`, see docs/stack.md.",
-        )
-    return data
-
-
-def _apply(data: dict[str, Any], override: str) -> None:
-    """`models.0.replicas=4`: a path through mappings and lists, and a YAML value."""
-    path, separator, text = override.partition("=")
-    shown = f"`--set {override if override.isprintable() else ascii(override)}`"[:200]
-    if not separator or not path:
-        raise UsageError(
-            f"{shown} is not of the form a.b=value.", "For example: --set router.mode=kv"
-        )
-    if len(override) > _LARGEST_FILE:
-        raise UsageError(f"{shown} has more than {_LARGEST_FILE >> 10} KiB.", "Use a stack file.")
-    value = read_yaml(text, shown) if text else None
-    keys = path.split(".")
-    target: Any = data
-    for key in keys[:-1]:
-        target = _descend(target, key, shown)
-    if isinstance(target, list):
-        target[_index(target, keys[-1], shown)] = value
-    else:
-        target[keys[-1]] = value
-
-
-def _descend(target: Any, key: str, shown: str) -> Any:
-    if isinstance(target, list):
-        child = target[_index(target, key, shown)]
-    else:
-        child = target.setdefault(key, {})
-        if child is None:
-            child = target[key] = {}
-    if not isinstance(child, (dict, list)):
-        raise UsageError(
-            f"{shown}: `{key[:60]}` holds a value, so it has no fields.", "Set it whole."
-        )
-    return child
-
-
-def _index(items: list[Any], key: str, shown: str) -> int:
-    if not (key.isdecimal() and len(key) < 10) or int(key) >= len(items):
-        raise UsageError(
-            f"{shown}: `{key[:60]}` is no position in a list of {len(items)}.",
-            f"Use 0 to {len(items) - 1}." if items else "The list is empty.",
-        )
-    return int(key)
-
-
-def _explain(error: ValidationError) -> str:
-    details = error.errors()
-    more = f" There are {len(details) - 5} more." if len(details) > 5 else ""
-    return " ".join(_explain_one(dict(detail)) for detail in details[:5]) + more
-
-
-def _explain_one(detail: dict[str, Any]) -> str:
-    path = ".".join(str(part) for part in detail["loc"]) or "the stack"
-    if detail["type"] == "extra_forbidden":
-        return f"`{path}`: there is no such field.{_nearest(detail['loc'])}"
-    message = str(detail["msg"]).removeprefix("Value error, ")
-    given = detail.get("input")
-    plain = isinstance(given, (str, int, float, bool, type(None))) and "join" not in detail["loc"]
-    shown = f" (got {repr(given)[:100]})" if plain else ""
-    return f"`{path}`: {message}{shown}."
-
-
-def _nearest(location: tuple[int | str, ...]) -> str:
-    part: type[BaseModel] = StackSpec
-    for step in location[:-1]:
-        if isinstance(step, str):
-            part = _part_of(part, step)
-    close = difflib.get_close_matches(str(location[-1]), list(part.model_fields), n=1, cutoff=0.5)
-    if close:
-        return f" Did you mean `{close[0]}`?"
-    return f" Known here: {', '.join(sorted(part.model_fields))}."
-
-
-def _part_of(part: type[BaseModel], field: str) -> type[BaseModel]:
-    annotation = part.model_fields[field].annotation
-    for candidate in (annotation, *typing.get_args(annotation)):
-        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
-            return candidate
-    return part
-
-
 def _check_model_path(path: str, field: str) -> None:
     try:
         directory = Path(path).expanduser()
-        exists = directory.is_dir()
+        is_directory = directory.is_dir()
     except (OSError, RuntimeError) as error:  # too long, or `~nobody-of-this-name`
         reason = getattr(error, "strerror", None) or str(error)
         raise SpecError(
             f"`{field}`: {path[:100]} cannot be looked up: {reason}.",
             "Give an existing checkpoint directory.",
         ) from error
-    if exists:
-        if not (directory / "config.json").is_file():
-            raise SpecError(
-                f"`{field}`: {path} has no config.json, so it is not a checkpoint.",
-                "Point it at a directory in Hugging Face format.",
-            )
-        return
-    looks_like_hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not path.startswith(".")
-    if not looks_like_hub_id:
+    if is_directory and not (directory / "config.json").is_file():
+        raise SpecError(
+            f"`{field}`: {path} has no config.json, so it is not a checkpoint.",
+            "Point it at a directory in Hugging Face format.",
+        )
+    is_hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not path.startswith(".")
+    if not is_directory and not is_hub_id:
         raise SpecError(
             f"`{field}`: there is no directory {path}.",
-            "Give an existing checkpoint directory, or a Hugging Face id such as Qwen/Qwen3-0.6B.",
+            "Give an existing checkpoint directory, or a Hugging Face id like Qwen/Qwen3-0.6B.",
         )

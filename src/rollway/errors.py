@@ -1,7 +1,7 @@
-"""The errors a user can meet. Each says what happened and what to do about it.
+"""The errors that Rollway raises. Each says what happened and what to do about it.
 
-`rollway` (the command) prints `message` and `hint` as one paragraph and exits with `exit_code`:
-2 when the user's input was wrong, 1 when something failed at run time.
+The `rollway` command prints `message` and `hint` as one paragraph and exits with `exit_code`: 2 for
+wrong input, 1 for a failure at run time.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class RollwayError(Exception):
-    """Base of every error Rollway raises on purpose."""
+    """The base of every error that Rollway raises on purpose."""
 
     exit_code = 1
 
@@ -27,17 +27,17 @@ class RollwayError(Exception):
 
 
 class UsageError(RollwayError):
-    """The input is wrong; running it again without a change cannot help."""
+    """The input is wrong; a retry without a change cannot help."""
 
     exit_code = 2
 
 
 class SpecError(UsageError):
-    """A stack description is wrong; the message holds the path of the field."""
+    """The description of a stack is wrong; the message names the field by its path."""
 
 
 class StartError(RollwayError):
-    """A stack did not come up; what had started was stopped again."""
+    """A stack did not start; the processes that had started were stopped."""
 
     def __init__(self, message: str, hint: str = "", log_tail: str = "") -> None:
         super().__init__(message, hint)
@@ -48,15 +48,15 @@ class StartError(RollwayError):
 
 
 class PortInUse(StartError):
-    """A port that was asked for is taken."""
+    """Another program has a requested port."""
 
 
 class StackNotRunning(RollwayError):
-    """There is no such stack to talk to."""
+    """The named stack does not run."""
 
 
 class StateUnreadable(RollwayError):
-    """The record of a stack is damaged; other stacks are not concerned."""
+    """The state file of one stack is damaged; other stacks are not affected."""
 
     def __init__(self, message: str, hint: str = "", *, reason: str = "") -> None:
         super().__init__(message, hint)
@@ -64,7 +64,7 @@ class StateUnreadable(RollwayError):
 
 
 class Unreachable(RollwayError):
-    """Nothing answered at an address, or it did not answer in time."""
+    """A server did not answer, or not in time."""
 
 
 class RequestFailed(RollwayError):
@@ -77,15 +77,15 @@ class RequestFailed(RollwayError):
 
 
 class AdminError(RollwayError):
-    """A worker refused an admin call, or said `status: error` under HTTP 200."""
+    """A worker refused an admin call, or answered `status: error` with HTTP 200."""
 
 
 class NoWorkers(AdminError):
-    """The RL listing is there and empty."""
+    """The RL listing exists and is empty."""
 
 
 class RefitError(RollwayError):
-    """A refit did not bring every worker to the new version; `report` has each worker's state."""
+    """Not every worker serves the new version; `report` has the state of each worker."""
 
     def __init__(self, message: str, hint: str = "", *, report: Any = None) -> None:
         super().__init__(message, hint)
@@ -93,8 +93,8 @@ class RefitError(RollwayError):
 
 
 class RolloutError(RollwayError):
-    """A rollout cannot be trusted: ids, log-probs, counts or version do not fit together."""
+    """A rollout cannot be trusted: its ids, log-probs, counts or version do not match."""
 
 
 class WeightsError(RollwayError):
-    """Published weights cannot be used: damaged, incomplete, gone, or for another base version."""
+    """Published weights are damaged, incomplete, gone, or for another base version."""

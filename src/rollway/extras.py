@@ -1,4 +1,4 @@
-"""Packages that only some commands need."""
+"""Checks for packages that only some commands need."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rollway.errors import UsageError
 
 
 def require(*modules: str) -> None:
-    """Raise unless they are installed; before the command has begun anything."""
+    """Raise UsageError unless these modules are installed. Call it before a command starts work."""
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
         raise UsageError(

@@ -1,28 +1,27 @@
-"""The one HTTP layer: JSON both ways, bounded time, one retry policy, typed errors.
+"""The HTTP client: JSON in both directions, bounded time, one retry policy, typed errors.
 
-Numbers stay exact: Dynamo's instance ids exceed 2^53, and msgspec decodes integers as integers.
-Dynamo's `/engine` routes send JSON as text/plain, so the content type is not consulted.
+Integers stay exact: Dynamo's instance ids exceed 2^53, which is why msgspec decodes the answers.
+Dynamo's `/engine` routes send JSON as text/plain, so the content type is ignored.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import aiohttp
 import msgspec
 
-from rollway.errors import RequestFailed, RollwayError, Unreachable
+from rollway.errors import RequestFailed, Unreachable
 
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """How often a call that is safe to repeat is tried, and how long to wait in between."""
+    """How often to try a call that is safe to repeat, and how long to wait in between."""
 
     attempts: int = 1
     wait_seconds: float = 0.2
@@ -32,6 +31,7 @@ class Retry:
         return min(self.wait_seconds * 2.0**attempt, self.max_wait_seconds)
 
 
+Headers: TypeAlias = Mapping[str, str] | None
 ONCE = Retry()
 IDEMPOTENT = Retry(attempts=4)
 
@@ -45,8 +45,10 @@ class Http:
 
     @asynccontextmanager
     async def one_connection(self) -> AsyncIterator[Http]:
-        """A client whose calls, to one server, all go over one connection and so to one process;
-        once that breaks they fail. An address may belong to another process a moment later."""
+        """Yield a client that sends all its calls over one connection, and so to one process.
+
+        Its calls fail once the connection breaks: a moment later the address may belong to another
+        process."""
         client = _OneConnection(self)
         try:
             yield client
@@ -60,26 +62,20 @@ class Http:
         return (await self._attempt("GET", url, None, None, timeout)).decode(errors="replace")
 
     async def post(
-        self,
-        url: str,
-        body: Any,
-        *,
-        timeout: float,
-        retry: Retry = ONCE,
-        headers: Mapping[str, str] | None = None,
+        self, url: str, body: Any, *, timeout: float, retry: Retry = ONCE, headers: Headers = None
     ) -> Any:
-        """POST a body, or what a function returns at each attempt: a signed body is good once."""
+        """POST a body. A function makes a new body for each attempt: a signed one is valid once."""
         return await self._call("POST", url, body, headers, timeout, retry)
 
     @asynccontextmanager
     async def stream_lines(
-        self, url: str, body: Any, *, timeout: float, headers: Mapping[str, str] | None = None
+        self, url: str, body: Any, *, timeout: float, headers: Headers = None
     ) -> AsyncIterator[AsyncIterator[bytes]]:
-        """POST and hand out the response line by line (server-sent events)."""
+        """POST, and yield the lines of the response (server-sent events)."""
         with _typed_errors("POST", url, timeout):
             async with self._request("POST", url, body, headers, timeout) as response:
                 if response.status >= 400:
-                    raise _failed("POST", url, response.status, await response.read())
+                    raise _make_error("POST", url, response.status, await response.read())
                 yield response.content
 
     async def close(self) -> None:
@@ -91,37 +87,26 @@ class Http:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def _call(
-        self,
-        method: str,
-        url: str,
-        body: Any,
-        headers: Mapping[str, str] | None,
-        timeout: float,
-        retry: Retry,
+        self, method: str, url: str, body: Any, headers: Headers, timeout: float, retry: Retry
     ) -> Any:
-        for attempt in range(retry.attempts):
+        attempt = 0
+        while True:
             try:
                 raw = await self._attempt(method, url, body, headers, timeout)
+                return _decode(raw, method, url)
             except (Unreachable, RequestFailed) as error:
-                temporary = isinstance(error, Unreachable) or error.status >= 500
-                if not temporary or attempt + 1 == retry.attempts:
+                is_temporary = isinstance(error, Unreachable) or error.status >= 500
+                if not is_temporary or attempt + 1 >= retry.attempts:
                     raise
-                await asyncio.sleep(retry.wait(attempt))
-                continue
-            return _decoded(raw, method, url)
-        raise AssertionError("a retry policy allows at least one attempt")
+            await asyncio.sleep(retry.wait(attempt))
+            attempt += 1
 
     async def _attempt(
-        self, method: str, url: str, body: Any, headers: Mapping[str, str] | None, timeout: float
+        self, method: str, url: str, body: Any, headers: Headers, timeout: float
     ) -> bytes:
         payload = body() if callable(body) else body
         await self._before(method, url, payload)
@@ -129,21 +114,19 @@ class Http:
             async with self._request(method, url, payload, headers, timeout) as response:
                 raw: bytes = await response.read()
         if response.status >= 400:
-            raise _failed(method, url, response.status, raw)
+            raise _make_error(method, url, response.status, raw)
         return raw
 
     async def _before(self, method: str, url: str, body: Any) -> None:
-        """For those who want to disturb a request."""
+        """Run before each request; a subclass overrides it to delay or fail requests."""
 
     def _new_session(self) -> aiohttp.ClientSession:
-        # The callers bound concurrency; a limit here would only hide a second queue.
+        # No limit: the callers bound their concurrency, and a limit here would be a hidden queue.
         return aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0), read_bufsize=2**20, trust_env=False
         )
 
-    def _request(
-        self, method: str, url: str, body: Any, headers: Mapping[str, str] | None, timeout: float
-    ) -> Any:
+    def _request(self, method: str, url: str, body: Any, headers: Headers, timeout: float) -> Any:
         if self._closed:
             raise Unreachable(f"{method} {url}: this client is closed.")
         if self._session is None:
@@ -159,7 +142,7 @@ class Http:
 
 
 class _OneConnection(Http):
-    """See `Http.one_connection`."""
+    """The client of `Http.one_connection`."""
 
     def __init__(self, parent: Http) -> None:
         super().__init__()
@@ -171,41 +154,32 @@ class _OneConnection(Http):
 
     def _new_session(self) -> aiohttp.ClientSession:
         trace = aiohttp.TraceConfig()
-        trace.on_connection_create_start.append(self._first_only)
+        trace.on_connection_create_start.append(self._refuse_second)
         return aiohttp.ClientSession(
+            # aiohttp's default closes a connection that was idle for 15 s.
             connector=aiohttp.TCPConnector(limit=1, keepalive_timeout=24 * 3600.0),
             trace_configs=[trace],
             trust_env=False,
         )
 
-    async def _first_only(self, *_: object) -> None:
+    async def _refuse_second(self, *_: object) -> None:
         if self._used:
             raise ConnectionResetError("the connection broke; a new one may reach another process")
         self._used = True
 
 
-class _typed_errors:
-    """Turns what aiohttp raises into `Unreachable` with the address and the cause in it."""
-
-    def __init__(self, method: str, url: str, timeout: float) -> None:
-        self._call = f"{method} {url}"
-        self._timeout = timeout
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: object
-    ) -> None:
-        if isinstance(error, TimeoutError):
-            raise Unreachable(f"{self._call} gave no answer within {self._timeout:g} s.") from error
-        if isinstance(error, (aiohttp.ClientError, OSError, ValueError)) and not isinstance(
-            error, RollwayError
-        ):
-            raise Unreachable(f"{self._call} failed: {_reason(error)}.") from error
+@contextmanager
+def _typed_errors(method: str, url: str, timeout: float) -> Iterator[None]:
+    """Turn the errors of aiohttp into `Unreachable`, with the address and the cause."""
+    try:
+        yield
+    except TimeoutError as error:
+        raise Unreachable(f"{method} {url} gave no answer within {timeout:g} s.") from error
+    except (aiohttp.ClientError, OSError, ValueError) as error:
+        raise Unreachable(f"{method} {url} failed: {_describe(error)}.") from error
 
 
-def _reason(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     if isinstance(error, aiohttp.ClientConnectorError):
         number = error.os_error.errno
         return f"no connection ({os.strerror(number) if number else error.os_error})"
@@ -214,7 +188,7 @@ def _reason(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
-def _failed(method: str, url: str, status: int, raw: bytes) -> RequestFailed:
+def _make_error(method: str, url: str, status: int, raw: bytes) -> RequestFailed:
     text = raw.decode(errors="replace").strip()
     return RequestFailed(
         f"{method} {url} answered {status}: {server_message(text)}", status=status, body=text
@@ -222,29 +196,29 @@ def _failed(method: str, url: str, status: int, raw: bytes) -> RequestFailed:
 
 
 def server_message(text: str) -> str:
-    """What the server said, without its JSON around it."""
+    """Return the message in the JSON of an error answer, or the start of its text."""
     try:
         body = msgspec.json.decode(text)
     except msgspec.DecodeError:
         return text[:500] or "(empty body)"
     if not isinstance(body, dict):
         return text[:500]
-    said = next((body[key] for key in ("message", "error", "detail") if body.get(key)), text)
-    if isinstance(said, dict):
-        said = said.get("message", text)
-    details = body.get("details")  # Dynamo puts the reason of a bare "Invalid request" there
+    message = next((body[key] for key in ("message", "error", "detail") if body.get(key)), text)
+    if isinstance(message, dict):
+        message = message.get("message", text)
+    details = body.get("details")  # Dynamo's message may be a bare "Invalid request"
     if isinstance(details, dict):
-        said = f"{said} ({', '.join(f'{name} {value}' for name, value in details.items())})"
-    return str(said)[:500]
+        message = f"{message} ({', '.join(f'{key} {value}' for key, value in details.items())})"
+    return str(message)[:500]
 
 
-def _decoded(raw: bytes, method: str, url: str) -> Any:
+def _decode(raw: bytes, method: str, url: str) -> Any:
     try:
         return msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         start = raw[:120].decode(errors="replace")
         raise RequestFailed(
-            f"{method} {url} answered something that is not JSON ({error}): {start!r}",
+            f"{method} {url} answered with something that is not JSON ({error}): {start!r}",
             status=200,
             body=start,
         ) from error

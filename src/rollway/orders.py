@@ -1,4 +1,4 @@
-"""Signed orders: a worker changes its weights, its state or its label for nobody else.
+"""Signed orders: a worker changes its weights, its state or its label for its own stack only.
 
     fleet, supervisor                            worker's process (`engine/guard.py`)
       │ POST /engine/rollway_door {}               │
@@ -6,15 +6,16 @@
       │ POST /engine/pause_generation              │
       │   {"rollway_order": {process, sent,        │
       │     number, body, mac}} ──────────────────►│  verify: secret, route, process, time,
-      │ ◄── the route's own answer ────────────────│  number not used before; then run the route
+      │ ◄── the answer of the route ───────────────│  number not used before; then run the route
 
-Dynamo's admin routes ask for no credentials: every user of the machine, and every web page open in
-a browser on it, could call them. The secret belongs to one stack. The supervisor writes it into a
+Dynamo's admin routes need no credentials: every user of the machine, and every web page open in a
+browser on it, could call them. The secret belongs to one stack. The supervisor writes it into a
 file that only its user can read.
 
-The body travels as text inside the order, so that both ends compute the MAC over the same bytes.
+The body is text inside the order, so that both sides compute the MAC over the same bytes.
 
-Standard library only: the guard loads this file by its path, also under a Python without Rollway.
+This file uses the standard library only: the guard loads it by its path, also into a Python without
+Rollway.
 """
 
 from __future__ import annotations
@@ -30,16 +31,17 @@ from pathlib import Path
 from typing import Any
 
 SECRET = "ROLLWAY_WEIGHTS_SECRET"
-"""Environment variable with the secret itself, for workers that no supervisor of ours started."""
+"""The environment variable with the secret itself, for workers that Rollway did not start."""
 SECRET_FILE = "ROLLWAY_SECRET_FILE"
-"""Environment variable with the path of a file that holds the secret: what our supervisor sets."""
+"""The environment variable with the path of the secret's file, which the supervisor sets."""
 ORDER, DOOR = "rollway_order", "rollway_door"
 READ_ONLY = frozenset({"liveness_probe", "get_weight_version", DOOR})
-"""Routes that change nothing, and answer everybody."""
+"""Routes that change nothing and need no signature."""
 UNSIGNED = "this worker takes signed orders only"
 OTHER_PROCESS = "the order is for another process"
+# `UNSIGNED` and `OTHER_PROCESS` are on the wire: the fleet recognises a refusal by them.
 FRESH_SECONDS = 120.0
-"""How far apart clocks may be, and how long a number is remembered."""
+"""How much two clocks may differ, and for how long a number is remembered."""
 _MOST_NUMBERS = 1 << 20
 
 _kept_secret: str | None = None
@@ -50,7 +52,7 @@ class OrderRefused(PermissionError):
 
 
 def stack_secret() -> str:
-    """Return the stack's secret from the file or the variable that names it; empty without one."""
+    """Return the stack's secret from the file or the variable; an empty one if there is neither."""
     if _kept_secret is not None:
         return _kept_secret
     path = os.environ.get(SECRET_FILE)
@@ -61,8 +63,8 @@ def stack_secret() -> str:
 
 
 def keep_secret() -> str:
-    """Read the secret once and for all, and take it out of the environment: what changes or prints
-    the environment later neither replaces nor shows it."""
+    """Read the secret for the rest of the process, and remove it from the environment, so that
+    nothing that later changes or prints the environment replaces or shows it."""
     global _kept_secret
     _kept_secret = stack_secret()
     for name in (SECRET, SECRET_FILE):
@@ -77,13 +79,13 @@ class UsedNumbers:
         self._fresh_seconds = fresh_seconds
         self._most = most
         self._numbers: dict[str, float] = {}
-        """In the order of arrival, with the time at which each may be forgotten."""
+        """Each number with the time at which it may be forgotten, in the order of arrival."""
 
     def __len__(self) -> int:
         return len(self._numbers)
 
     def use(self, number: str, sent: str) -> None:
-        """Raise `OrderRefused` for a number that was used, or one that was sent at another time."""
+        """Raise `OrderRefused` for a number that was used before or that is too old."""
         now = time.time()
         try:
             fresh = abs(now - float(sent)) <= self._fresh_seconds
@@ -137,7 +139,7 @@ class Verifier:
         expected = _mac(self._secret, purpose, fields)
         if not hmac.compare_digest(order["mac"].encode(errors="replace"), expected.encode()):
             raise OrderRefused(f"{UNSIGNED}, and this one has another secret's signature")
-        # Only now: whoever knows the secret may learn which process this is.
+        # After the MAC: only a sender that knows the secret may learn which process this is.
         if fields["process"] != self.process:
             raise OrderRefused(OTHER_PROCESS)
         self._used.use(fields["number"], fields["sent"])
@@ -149,5 +151,5 @@ class Verifier:
 
 def _mac(secret: str, purpose: str, fields: Mapping[str, str]) -> str:
     parts = [purpose, *(fields[name] for name in sorted(fields))]
-    # As JSON, so that no two lists of parts give the same bytes.
+    # JSON keeps the parts apart: two different lists never give the same bytes.
     return hmac.new(secret.encode(), json.dumps(parts).encode(), hashlib.sha256).hexdigest()

@@ -1,8 +1,8 @@
-"""Plain data from outside, bounded: YAML that is small, flat and finite once it is unfolded.
+"""Reads plain data from outside with bounds on its size, its depth and its characters.
 
 PyYAML's safe loader runs no code, but it recurses once per level, follows an anchor into itself,
-and unfolds merge keys without a bound. So the stream of events is counted first, without building
-anything; only then are values constructed.
+and expands merge keys without a bound. So the stream of events is counted first, and values are
+constructed only if the count is within the bounds.
 """
 
 from __future__ import annotations
@@ -10,35 +10,37 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from pathlib import PurePath
+from dataclasses import dataclass
+from pathlib import Path, PurePath
 from typing import Any
 
 import yaml
 
-from rollway.errors import SpecError
+from rollway.errors import SpecError, UsageError
 
 DEEPEST = 64
+_LARGEST_FILE = 256 << 10  # bytes
 MOST_VALUES = 100_000
 _FLATTEN = "Write it flatter."
 _INTEGER_BITS = 64
 _KEY = 1000
-# Line ends, other controls, and what turns the direction of a line on a terminal.
+# Line ends, other control characters, and those that change the direction of text.
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 _NO_TEXT = re.compile("[\x00\ud800-\udfff]")
 
 
 def read_yaml(text: str, what: str) -> Any:
-    """Construct the value of a YAML text; SpecError names what is wrong with `what`."""
+    """Parse a YAML text; raise SpecError, which names the source as `what`."""
     try:
         _Counter(what).count(text)
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
         reason = " ".join(str(error).split())[:300]
         raise SpecError(
-            f"{what} is not valid YAML: {reason}.", "Mend the line it names."
+            f"{what} is not valid YAML: {reason}.", "Correct the line it names."
         ) from error
     except (ValueError, KeyError, AttributeError, TypeError, OverflowError) as error:
-        # What PyYAML raises for `!!bool x`, `!!timestamp x`, 2001-99-99, an int of 5,000 digits.
+        # PyYAML raises these for `!!bool x`, `!!timestamp x`, 2001-99-99 and very long integers.
         reason = " ".join(str(error).split())[:100]
         raise SpecError(
             f"{what} is not valid YAML: a value does not fit its type ({reason}).",
@@ -46,73 +48,140 @@ def read_yaml(text: str, what: str) -> Any:
         ) from error
 
 
+@dataclass(slots=True)
+class _Collection:
+    """A mapping or a list that is being counted."""
+
+    anchor: str | None
+    start: int
+    keys: set[str] | None
+    """The keys of a mapping; None for a list."""
+    is_at_key: bool = True
+
+
 class _Counter:
-    """Counts what a text becomes once every alias is replaced by what it stands for."""
+    """Counts the values of a YAML text after every alias is replaced by its anchor's value."""
 
     def __init__(self, what: str) -> None:
         self._what = what
-        self._sizes: dict[str, int] = {}
-        self._open: list[tuple[str | None, int, set[str] | None]] = []
+        self._sizes: dict[str, int] = {}  # by anchor
+        self._open: list[_Collection] = []
         self._values = 0
-        self._is_key: list[bool] = []
 
     def count(self, text: str) -> None:
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
-            if isinstance(event, (yaml.MappingStartEvent, yaml.SequenceStartEvent)):
-                self._enter(event)
-            elif isinstance(event, (yaml.MappingEndEvent, yaml.SequenceEndEvent)):
-                self._leave()
+            if isinstance(event, (yaml.MappingEndEvent, yaml.SequenceEndEvent)):
+                ended = self._open.pop()
+                if ended.anchor:
+                    self._sizes[ended.anchor] = self._values - ended.start
+            elif isinstance(event, yaml.AliasEvent):
+                self._add(self._find_size(event.anchor or ""))
             elif isinstance(event, yaml.ScalarEvent):
-                self._key(event.value)
-                self._add(1)
+                self._add(1, key=event.value)
                 if event.anchor:
                     self._sizes[event.anchor] = 1
-            elif isinstance(event, yaml.AliasEvent):
-                self._key(None)
-                self._alias(event.anchor or "")
+            elif isinstance(event, (yaml.MappingStartEvent, yaml.SequenceStartEvent)):
+                self._add(1)
+                if len(self._open) == DEEPEST:
+                    raise SpecError(f"{self._what} has more than {DEEPEST} levels.", _FLATTEN)
+                keys: set[str] | None = set() if isinstance(event, yaml.MappingStartEvent) else None
+                self._open.append(_Collection(event.anchor, self._values - 1, keys))
 
-    def _enter(self, event: yaml.CollectionStartEvent) -> None:
-        self._key(None)
-        self._add(1)
-        if len(self._open) == DEEPEST:
-            raise SpecError(f"{self._what} has more than {DEEPEST} levels.", _FLATTEN)
-        keys: set[str] | None = set() if isinstance(event, yaml.MappingStartEvent) else None
-        self._open.append((event.anchor, self._values, keys))
-        self._is_key.append(True)
-
-    def _leave(self) -> None:
-        anchor, before, _ = self._open.pop()
-        self._is_key.pop()
-        if anchor:
-            self._sizes[anchor] = self._values - before + 1
-
-    def _alias(self, anchor: str) -> None:
-        if any(name == anchor for name, _, _ in self._open):
+    def _find_size(self, anchor: str) -> int:
+        if any(collection.anchor == anchor for collection in self._open):
             raise SpecError(f"{self._what} holds `{anchor}`, which contains itself.", _FLATTEN)
-        self._add(self._sizes.get(anchor, 1))
+        return self._sizes.get(anchor, 1)
 
-    def _add(self, values: int) -> None:
+    def _add(self, values: int, key: str | None = None) -> None:
+        """Count a node that begins. In a mapping every second node is a key."""
+        if self._open and (keys := self._open[-1].keys) is not None:
+            if self._open[-1].is_at_key and key is not None:
+                if key in keys:
+                    raise SpecError(
+                        f"{self._what} has the key {key[:60]!r} twice in one mapping.", "Keep one."
+                    )
+                keys.add(key)
+            self._open[-1].is_at_key = not self._open[-1].is_at_key
         self._values += values
         if self._values > MOST_VALUES:
             raise SpecError(f"{self._what} unfolds to more than {MOST_VALUES} values.", _FLATTEN)
 
-    def _key(self, text: str | None) -> None:
-        """Note that a node begins; in a mapping every second one is a key."""
-        if not self._open or (keys := self._open[-1][2]) is None:
-            return
-        if self._is_key[-1] and text is not None:
-            if text in keys:
-                raise SpecError(
-                    f"{self._what} has the key {text[:60]!r} twice in one mapping.", "Keep one."
-                )
-            keys.add(text)
-        self._is_key[-1] = not self._is_key[-1]
+
+def read_yaml_file(path: Path) -> dict[str, Any]:
+    """Read a stack file, which must be a mapping of fields."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(_LARGEST_FILE + 1)
+        text = content.decode()
+    except FileNotFoundError:
+        raise UsageError(f"There is no file {path}.", "Check the path of the stack file.") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UsageError(f"{path} cannot be read: {reason}.", "Check the file.") from error
+    if len(content) > _LARGEST_FILE:
+        raise SpecError(
+            f"{path} has more than {_LARGEST_FILE >> 10} KiB, far more than a stack file needs.",
+            "Is it the right file?",
+        )
+    data = read_yaml(text, str(path))
+    if not isinstance(data, dict):
+        kind = "is empty" if data is None else f"holds a {type(data).__name__}"
+        raise SpecError(
+            f"{path} {kind}, not a mapping of fields.",
+            "Start it with `models:`, see docs/stack.md.",
+        )
+    return data
+
+
+def apply_override(data: dict[str, Any], override: str) -> None:
+    """Apply `models.0.replicas=4`: a path through mappings and lists, and a YAML value."""
+    path, separator, text = override.partition("=")
+    shown = f"`--set {override if override.isprintable() else ascii(override)}`"[:200]
+    if not separator or not path:
+        raise UsageError(
+            f"{shown} is not of the form a.b=value.", "For example: --set router.mode=kv"
+        )
+    if len(override) > _LARGEST_FILE:
+        raise UsageError(f"{shown} has more than {_LARGEST_FILE >> 10} KiB.", "Use a stack file.")
+    value = read_yaml(text, shown) if text else None
+    keys = path.split(".")
+    target: Any = data
+    for key in keys[:-1]:
+        target = _get_child(target, key, shown)
+    if isinstance(target, list):
+        target[_parse_index(target, keys[-1], shown)] = value
+    else:
+        target[keys[-1]] = value
+
+
+def _get_child(target: Any, key: str, shown: str) -> Any:
+    if isinstance(target, list):
+        child = target[_parse_index(target, key, shown)]
+    else:
+        child = target.setdefault(key, {})
+        if child is None:
+            child = target[key] = {}
+    if not isinstance(child, (dict, list)):
+        raise UsageError(
+            f"{shown}: `{key[:60]}` holds a value, so it has no fields.", "Set it as a whole."
+        )
+    return child
+
+
+def _parse_index(items: list[Any], key: str, shown: str) -> int:
+    if not (key.isdecimal() and len(key) < 10) or int(key) >= len(items):
+        raise UsageError(
+            f"{shown}: `{key[:60]}` is no position in a list of {len(items)}.",
+            f"Use 0 to {len(items) - 1}." if items else "The list is empty.",
+        )
+    return int(key)
 
 
 def check_plain(data: Any, what: str, free_text: tuple[str, ...] = ("",)) -> None:
-    """Refuse data that is deep, endless or unprintable, before anything recurses into it.
+    """Raise SpecError for data that is too deep, endless or unprintable.
 
-    Text is printable, but for values below keys in `free_text`, which may have line ends."""
+    Text must be printable, except below the keys in `free_text`, where it may have line ends. The
+    check does not recurse, so data that contains itself cannot exhaust the stack."""
     pending: list[tuple[Any, str, int, bool]] = [(data, "", 0, "" in free_text)]
     values = 0
     while pending:

@@ -1,7 +1,7 @@
 """Files and directories that only this user can read.
 
-Modes are set explicitly: a umask may be loose, and a file may exist with a looser mode from an
-earlier version. Nothing here follows a link in the last part of a path.
+Every function sets the mode explicitly: a umask may be loose, and a file of an earlier version may
+have a looser mode. None follows a link in the last part of a path.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rollway.errors import StartError
 
-_HINT = "Set ROLLWAY_HOME to a directory that is yours alone."
+_HINT = "Set ROLLWAY_HOME to a directory that only you can write."
 
 
 def make_directory(path: Path) -> Path:
@@ -35,17 +35,17 @@ def make_directory(path: Path) -> Path:
 
 
 def make_scratch(path: Path) -> None:
-    """Create a directory with mode 0700 that must not exist: one that somebody has made before,
-    under a name that can be guessed, is not ours."""
+    """Create a directory with mode 0700. It must not exist: another user may have guessed the name
+    and created it first."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.mkdir(mode=0o700)
     except FileExistsError as error:
         raise StartError(
-            f"The directory {path} exists already, and this run has not made it.",
-            "Start again: the name is drawn anew.",
+            f"The directory {path} exists already, and this run did not create it.",
+            "Start again: the next run gets another name.",
         ) from error
-    path.chmod(0o700)  # a umask may have taken even our own rights away
+    path.chmod(0o700)  # a umask may remove even the owner's rights
 
 
 def _tighten(path: Path, handle: int) -> None:
@@ -53,8 +53,8 @@ def _tighten(path: Path, handle: int) -> None:
     if status.st_uid != os.getuid():
         raise StartError(f"The directory {path} belongs to another user ({status.st_uid}).", _HINT)
     if status.st_mode & stat.S_ISVTX or path == Path(path.anchor):
-        # Root owns /tmp too; to close it for everybody else would break the machine.
-        raise StartError(f"The directory {path} is one that all users share.", _HINT)
+        # Root owns /tmp, too: closing it to everybody else would break the machine.
+        raise StartError(f"The directory {path} is a directory that all users share.", _HINT)
     if stat.S_IMODE(status.st_mode) != 0o700:
         with contextlib.suppress(OSError):
             os.fchmod(handle, 0o700)
@@ -67,17 +67,17 @@ def _tighten(path: Path, handle: int) -> None:
 
 
 def open_file(path: Path, flags: int) -> int:
-    """Open a file with mode 0600, creating it if need be; returns the descriptor."""
+    """Open a file with mode 0600, and create it if it does not exist; return the descriptor."""
     handle = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    with contextlib.suppress(OSError):  # of another user, who let us write it
+    with contextlib.suppress(OSError):  # a file of another user that we may write
         if stat.S_IMODE(os.fstat(handle).st_mode) != 0o600:
             os.fchmod(handle, 0o600)
     return handle
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file that readers, and the next boot, see whole or as it was before."""
-    # Each writer has a scratch file of its own: two at once must not tear each other's.
+    """Replace a file atomically: readers, and the next boot, see the old or the new content."""
+    # A random name: two writers at once must not write to one scratch file.
     scratch = path.with_name(f"{path.name}.{secrets.token_hex(4)}.new")
     try:
         with os.fdopen(open_file(scratch, os.O_WRONLY | os.O_EXCL), "wb") as file:
@@ -88,6 +88,7 @@ def replace_file(path: Path, content: bytes) -> None:
     except BaseException:
         scratch.unlink(missing_ok=True)
         raise
+    # Without this, a power cut can undo the rename.
     directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(directory)
@@ -96,8 +97,8 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def read_file(path: Path, limit: int) -> bytes:
-    """Read a plain file of this user of at most `limit` bytes; raises OSError or ValueError."""
-    # Without O_NONBLOCK a named pipe would keep the reader waiting for a writer.
+    """Read a regular file of this user; raise ValueError for another kind or a larger file."""
+    # Without O_NONBLOCK, opening a named pipe waits for a writer.
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(handle, "rb") as file:
         status = os.fstat(handle)
@@ -112,5 +113,5 @@ def read_file(path: Path, limit: int) -> bytes:
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether a name stays in the directory it is looked up in."""
+    """Whether a name can only name an entry of the directory it is used in."""
     return 0 < len(name) < 256 and name not in (".", "..") and not set(name) & {"/", "\0"}

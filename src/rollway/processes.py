@@ -1,9 +1,9 @@
-"""Processes as the kernel knows them: who they are, which belong to a run, how to end them.
+"""Processes as the kernel knows them: their identity, the members of a run, how to end them.
 
-A pid alone names nobody, since numbers are reused; a pid with its start time does. The members of
-a run are found by a random mark in their environment, which children inherit: vLLM's EngineCore
-and Worker processes outlive a killed parent, change their name, and are still found. (Changing the
-name overwrites the environment unless SPT_NOENV is set, so the mark comes with it.)
+The kernel reuses pids, so a process is identified by its pid and its start time. The members of a
+run carry a random mark in their environment, which children inherit: vLLM's EngineCore and Worker
+processes survive a killed parent and change their names, and the mark still finds them. (A change
+of the name overwrites the environment unless SPT_NOENV is set, so the mark comes with it.)
 """
 
 from __future__ import annotations
@@ -28,26 +28,33 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 @dataclass(frozen=True, slots=True, order=True)
 class ProcessId:
-    """One process, now and for ever: its number and the clock tick at which it started."""
+    """The identity of a process: its pid and the clock tick at which it started."""
 
     pid: int
     start: int
 
     @classmethod
     def of(cls, pid: int) -> ProcessId | None:
-        entry = _entry(pid)
+        """Return the identity of the process that has this pid now."""
+        entry = _read_entry(pid)
         return entry.id if entry else None
 
     @property
     def alive(self) -> bool:
-        entry = _entry(self.pid)
+        entry = _read_entry(self.pid)
         return entry is not None and entry.id == self and entry.state not in "ZX"
 
     def send(self, number: signal.Signals) -> None:
-        """Signal this process and no other that has its number by now."""
+        """Send a signal to this process, and never to another that has its pid now."""
         if self.alive:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(self.pid, number)
+
+
+def this_process() -> ProcessId:
+    process = ProcessId.of(os.getpid())
+    assert process is not None
+    return process
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,57 +65,57 @@ class _Entry:
 
 
 def boot_id() -> str:
-    """Start times count from boot, so a record of an earlier boot says nothing."""
+    """Return the id of this boot. Start times count from boot, so a record of another boot
+    identifies no process."""
     return (_PROC / "sys/kernel/random/boot_id").read_text().strip()
 
 
-def command_of(process: ProcessId, length: int = 120) -> str:
-    """The command line of a process, cut short; empty when it has ended."""
+def read_command(process: ProcessId, length: int = 120) -> str:
+    """Return the start of a process's command line; empty if it has ended."""
     try:
         line = (_PROC / str(process.pid) / "cmdline").read_bytes()
     except OSError:
         return ""
     text = " ".join(part.decode(errors="replace") for part in line.split(b"\0") if part)
-    return "".join(sign if sign.isprintable() else " " for sign in text)[:length]
+    return "".join(char if char.isprintable() else " " for char in text)[:length]
 
 
 def run_environment(run_id: str) -> dict[str, str]:
-    """What marks a process and all it starts as members of a run."""
+    """Return the variables that mark a process, and all its children, as members of a run."""
     return {MARK: run_id, "SPT_NOENV": "1"}
 
 
 def members(run_id: str) -> set[ProcessId]:
-    """Every living process of this user that carries the run's mark."""
+    """Find the living processes of this user that carry the run's mark."""
     mark = f"{MARK}={run_id}".encode()
-    found = set()
-    for pid in _own_pids():
+    marked = set()
+    for pid in _list_own_pids():
         try:
             environment = (_PROC / str(pid) / "environ").read_bytes()
         except OSError:
             continue
         if mark in environment.split(b"\0"):
-            entry = _entry(pid)
+            entry = _read_entry(pid)
             if entry is not None and entry.state not in "ZX":
-                found.add(entry.id)
-    return found
+                marked.add(entry.id)
+    return marked
 
 
 def descendants(root: int) -> set[ProcessId]:
-    """All living children of a process and theirs, to any depth."""
-    entries = [entry for pid in _own_pids() if (entry := _entry(pid))]
-    family, grown = {root}, True
-    while grown:
-        more = {e.id.pid for e in entries if e.parent in family} - family
+    """Find the living children of a process, and their children, to any depth."""
+    entries = [entry for pid in _list_own_pids() if (entry := _read_entry(pid))]
+    family = {root}
+    while more := {entry.id.pid for entry in entries if entry.parent in family} - family:
         family |= more
-        grown = bool(more)
     return {e.id for e in entries if e.id.pid in family - {root} and e.state not in "ZX"}
 
 
-def shared_memory(processes: Iterable[ProcessId]) -> set[str]:
-    """Names under /dev/shm of what these processes have mapped or open.
+def find_shared_memory(processes: Iterable[ProcessId]) -> set[str]:
+    """Find the names under /dev/shm that these processes have mapped or open.
 
-    Found by inode: a semaphore is mapped under a scratch name and linked to its real one later."""
-    held = {inode for p in processes for inode in (*_mapped(p.pid), *_opened(p.pid))}
+    They are compared by inode: glibc maps a semaphore under a scratch name and links it to its real
+    name later."""
+    held = {inode for p in processes for inode in (*_list_mapped(p.pid), *_list_open(p.pid))}
     names = set()
     with contextlib.suppress(OSError), os.scandir(SHM) as entries:
         for entry in entries:
@@ -119,12 +126,12 @@ def shared_memory(processes: Iterable[ProcessId]) -> set[str]:
 
 
 def remove_shared_memory(names: Iterable[str]) -> list[str]:
-    """Unlink segments that dead members left, unless a living process holds one.
+    """Unlink segments that dead members left, unless a living process holds them.
 
-    The names come from a file, so a path, a link and a file of another user are left alone."""
+    The names come from a file, so paths, links and files of other users are ignored."""
     left = {name for name in names if is_plain_name(name) and _is_own_file(SHM / name)}
     if left:
-        left -= shared_memory(ProcessId(pid, 0) for pid in _own_pids())
+        left -= find_shared_memory(ProcessId(pid, 0) for pid in _list_own_pids())
     for name in left:
         with contextlib.suppress(OSError):
             (SHM / name).unlink()
@@ -140,23 +147,24 @@ def _is_own_file(path: Path) -> bool:
 
 
 def end(find: Callable[[], set[ProcessId]], grace_seconds: float) -> set[str]:
-    """Wait until `find` finds nobody, then SIGKILL those it still finds; returns the shared memory
-    that any of them held: one that ends by itself in the middle of its start leaves some too.
+    """Wait until `find` returns nobody, then SIGKILL those it still returns.
 
-    They are stopped first, until no new one turns up: one that is just starting would otherwise
-    create a child or a segment between the look and the kill."""
+    Return the names of the shared memory that any of them held, also of those that ended on their
+    own: a process that ends in the middle of its start leaves segments behind."""
     deadline = time.monotonic() + grace_seconds
     memory: set[str] = set()
     while (remaining := find()) and time.monotonic() < deadline:
-        memory |= shared_memory(remaining)
+        memory |= find_shared_memory(remaining)
         time.sleep(0.05)
+    # SIGSTOP first, until no new process appears: a running one could create a child or a segment
+    # between the search and the kill.
     stopped: set[ProcessId] = set()
     while remaining - stopped:
         for process in remaining - stopped:
             process.send(signal.SIGSTOP)
         stopped |= remaining
         remaining = find()
-    memory |= shared_memory(stopped)
+    memory |= find_shared_memory(stopped)
     for process in stopped:
         process.send(signal.SIGKILL)
     wait_gone(stopped, 5.0)
@@ -164,36 +172,34 @@ def end(find: Callable[[], set[ProcessId]], grace_seconds: float) -> set[str]:
 
 
 def wait_gone(processes: set[ProcessId], seconds: float) -> set[ProcessId]:
-    """Those still alive after at most `seconds`."""
+    """Wait for the end of these processes; return those still alive after `seconds`."""
     deadline = time.monotonic() + seconds
-    remaining = {process for process in processes if process.alive}
-    while remaining and time.monotonic() < deadline:
+    while (remaining := {p for p in processes if p.alive}) and time.monotonic() < deadline:
         time.sleep(0.05)
-        remaining = {process for process in remaining if process.alive}
     return remaining
 
 
 def adopt_orphans() -> None:
     """Become the parent of grandchildren whose own parent dies, instead of pid 1."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    _call_prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with_parent() -> None:
-    """Runs in a child before exec: be asked to end when the supervisor is killed."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    """Have the kernel send this process SIGTERM when its parent dies (runs before exec)."""
+    _call_prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def reap(known: Mapping[int, object]) -> None:
-    """Collect adopted children that have ended; `known` pids have another waiter."""
-    for pid in _own_pids():
-        entry = _entry(pid)
+    """Collect adopted children that have ended, except `known` pids, which others wait for."""
+    for pid in _list_own_pids():
+        entry = _read_entry(pid)
         if entry and entry.parent == os.getpid() and entry.state == "Z" and pid not in known:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
 
 
-def _mapped(pid: int) -> list[int]:
-    """Inodes of mapped shared memory; a line is `range mode offset device inode path`."""
+def _list_mapped(pid: int) -> list[int]:
+    """List inodes of mapped shared memory; a line is `range mode offset device inode path`."""
     try:
         lines = (_PROC / str(pid) / "maps").read_text(errors="replace").splitlines()
     except OSError:
@@ -201,7 +207,7 @@ def _mapped(pid: int) -> list[int]:
     return [int(line.split(maxsplit=5)[4]) for line in lines if f"{SHM}/" in line]
 
 
-def _opened(pid: int) -> list[int]:
+def _list_open(pid: int) -> list[int]:
     inodes = []
     with contextlib.suppress(OSError), os.scandir(_PROC / str(pid) / "fd") as handles:
         for handle in handles:
@@ -211,7 +217,7 @@ def _opened(pid: int) -> list[int]:
     return inodes
 
 
-def _own_pids() -> list[int]:
+def _list_own_pids() -> list[int]:
     uid = os.getuid()
     pids = []
     with os.scandir(_PROC) as entries:
@@ -223,13 +229,12 @@ def _own_pids() -> list[int]:
     return pids
 
 
-def _entry(pid: int) -> _Entry | None:
+def _read_entry(pid: int) -> _Entry | None:
     try:
         line = (_PROC / str(pid) / "stat").read_bytes()
     except OSError:
         return None
-    # The name in brackets may hold any bytes, also half a character, so fields are counted from
-    # the last bracket.
+    # The name in brackets may hold any bytes, brackets too; fields count from the last bracket.
     fields = line.rpartition(b")")[2].decode().split()
     return _Entry(ProcessId(pid, int(fields[19])), parent=int(fields[1]), state=fields[0])
 
@@ -237,6 +242,6 @@ def _entry(pid: int) -> _Entry | None:
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def _prctl(option: int, value: int) -> None:
+def _call_prctl(option: int, value: int) -> None:
     if _libc.prctl(option, value, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), f"prctl({option}) failed")

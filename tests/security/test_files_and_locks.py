@@ -1,4 +1,4 @@
-"""Other users of the machine: what they can read, pre-make and hold."""
+"""Other users of the machine cannot read our files, prepare our directories or hold our locks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from rollway import private
 from rollway.errors import PortInUse, StartError
 from rollway.stack.lease import FIRST, LAST, Lease
 from rollway.stack.locks import NamedLock, lock_directory, machine_lock
-from rollway.stack.state import StackDir, StackState, WeightsFile, make_home, new_secret
+from rollway.stack.run_dir import write_secret
+from rollway.stack.state import StackDir, StackState, WeightsFile, make_home
 
 NOBODY = 65534
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
@@ -36,7 +37,7 @@ def mode_of(path: Path) -> int:
 
 @contextmanager
 def another_user(attack: Callable[[], str]) -> Iterator[str]:
-    """Run an attack as another user, who then keeps what it holds until the block ends."""
+    """Run an attack as another user, which holds its sockets until the block ends."""
     report_end, attack_end = os.pipe()
     leave_end, stay_end = os.pipe()
     child = os.fork()
@@ -69,7 +70,7 @@ def loose_umask() -> Iterator[None]:
     os.umask(before)
 
 
-def a_state(name: str, home: Path) -> StackState:
+def make_state(name: str, home: Path) -> StackState:
     return StackState(
         name=name,
         run_id="0123456789abcdef",
@@ -80,24 +81,24 @@ def a_state(name: str, home: Path) -> StackState:
     )
 
 
-def test_another_user_reads_what_a_loose_umask_and_a_loose_home_leave(
+def test_files_are_private_under_a_loose_umask_and_in_a_loose_home(
     own_home: Path, tmp_path: Path, loose_umask: None
 ) -> None:
     own_home.mkdir(mode=0o777)
     directory = StackDir("s")
     directory.create()
-    directory.write(a_state("s", own_home))
+    directory.write(make_state("s", own_home))
     directory.record("start", run="0123456789abcdef")
     WeightsFile("s", "0123456789abcdef", "tiny").claim(1, "weights")
     private.make_scratch(tmp_path / "run")
-    new_secret(tmp_path / "run")
+    write_secret(tmp_path / "run")
     for base in (own_home, tmp_path / "run"):
         for path in (base, *base.rglob("*")):
             assert mode_of(path) == (0o700 if path.is_dir() else 0o600), path
     assert len(list(own_home.rglob("*"))) == 5
 
 
-def test_files_that_an_earlier_version_left_readable_are_tightened(own_home: Path) -> None:
+def test_readable_files_of_an_earlier_version_become_private(own_home: Path) -> None:
     directory = StackDir("s")
     directory.path.mkdir(parents=True)
     for path in (own_home, directory.path.parent, directory.path):
@@ -112,7 +113,7 @@ def test_files_that_an_earlier_version_left_readable_are_tightened(own_home: Pat
 
 
 @needs_root
-def test_a_home_that_another_user_made_is_refused(
+def test_a_home_that_another_user_owns_is_refused(
     own_home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     own_home.mkdir()
@@ -122,7 +123,7 @@ def test_a_home_that_another_user_made_is_refused(
     os.chown(own_home, 0, 0)
 
 
-def test_a_home_that_all_users_share_is_refused_and_left_as_it_is(own_home: Path) -> None:
+def test_a_home_that_all_users_share_is_refused_and_unchanged(own_home: Path) -> None:
     own_home.mkdir()
     own_home.chmod(0o1777)
     with pytest.raises(StartError, match="all users share"):
@@ -131,33 +132,33 @@ def test_a_home_that_all_users_share_is_refused_and_left_as_it_is(own_home: Path
     own_home.chmod(0o700)
 
 
-def test_a_scratch_directory_that_somebody_made_before_is_refused(tmp_path: Path) -> None:
+def test_a_scratch_directory_that_exists_is_refused(tmp_path: Path) -> None:
     target = tmp_path / "target"
     target.mkdir()
     (tmp_path / "link").symlink_to(target)
-    for taken in (target, tmp_path / "link"):
+    for existing in (target, tmp_path / "link"):
         with pytest.raises(StartError, match="exists already"):
-            private.make_scratch(taken)
+            private.make_scratch(existing)
 
 
 def test_a_log_that_is_a_link_to_another_file_is_not_written(tmp_path: Path) -> None:
     precious = tmp_path / "precious"
-    precious.write_text("kept")
+    precious.write_text("content")
     (tmp_path / "frontend.log").symlink_to(precious)
     with pytest.raises(OSError, match="symbolic links"):
         private.open_file(tmp_path / "frontend.log", os.O_WRONLY | os.O_TRUNC)
-    assert precious.read_text() == "kept"
+    assert precious.read_text() == "content"
 
 
 @needs_root
-def test_another_user_binds_the_names_of_all_our_locks(own_home: Path) -> None:
-    """As soon as they are seen in /proc/net/unix, and those that could be guessed before."""
+def test_another_user_cannot_hold_our_locks(own_home: Path) -> None:
+    """Neither names seen in /proc/net/unix nor names that can be guessed help."""
     directory = StackDir("s")
     directory.create()
     names = [directory.lock_name, directory.start_lock_name, "refit/0123456789abcdef/tiny"]
     ours = [NamedLock(name) for name in names]
     assert all(lock.acquire() for lock in ours)
-    seen = [
+    visible = [
         line.split()[-1]
         for line in Path("/proc/net/unix").read_text(errors="replace").splitlines()
         if "@rollway/" in line
@@ -165,13 +166,13 @@ def test_another_user_binds_the_names_of_all_our_locks(own_home: Path) -> None:
     files = list(lock_directory().iterdir())
     for lock in ours:
         lock.release()
-    kept: list[socket.socket] = []
+    sockets: list[socket.socket] = []
 
     def attack() -> str:
-        for name in (*names, *(name.removeprefix("@rollway/") for name in seen)):
-            kept.append(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
-            with contextlib.suppress(OSError):  # a stack of somebody else has it
-                kept[-1].bind(f"\0rollway/{name}"[:107])
+        for name in (*names, *(name.removeprefix("@rollway/") for name in visible)):
+            sockets.append(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
+            with contextlib.suppress(OSError):  # another stack has it
+                sockets[-1].bind(f"\0rollway/{name}"[:107])
         for file in files:
             try:
                 os.open(file, os.O_RDWR | os.O_CREAT)
@@ -188,8 +189,8 @@ def test_another_user_binds_the_names_of_all_our_locks(own_home: Path) -> None:
 
 
 @needs_root
-def test_another_user_claims_every_port_and_gpu() -> None:
-    kept: list[socket.socket] = []
+def test_ports_and_gpus_remain_when_another_user_claims_all() -> None:
+    sockets: list[socket.socket] = []
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if hard < LAST - FIRST + 1000:
         pytest.skip("the hard limit of open files is below the number of ports")
@@ -197,50 +198,50 @@ def test_another_user_claims_every_port_and_gpu() -> None:
     def attack() -> str:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         for name in (*(f"port/{port}" for port in range(FIRST, LAST)), "gpu/x0", "gpu/x1"):
-            kept.append(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
-            with contextlib.suppress(OSError):  # a stack of somebody else has it
-                kept[-1].bind(f"\0rollway/{name}")
+            sockets.append(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
+            with contextlib.suppress(OSError):  # another stack has it
+                sockets[-1].bind(f"\0rollway/{name}")
         return "bound"
 
     with another_user(attack) as report:
         assert report == "bound"
         lease = Lease()
-        ports = {lease.port(0, "127.0.0.1", "x") for _ in range(5)}
+        ports = {lease.reserve_port(0, "127.0.0.1", "x") for _ in range(5)}
         assert len(ports) == 5
-        assert lease.gpus(["x0", "x1"], 2) == ["x0", "x1"]
+        assert lease.reserve_gpus(["x0", "x1"], 2) == ["x0", "x1"]
         lease.release()
 
 
 @needs_root
-def test_a_gpu_that_another_user_claims_comes_last() -> None:
-    kept: list[socket.socket] = []
+def test_a_gpu_that_another_user_claims_is_chosen_last() -> None:
+    sockets: list[socket.socket] = []
 
     def attack() -> str:
-        kept.append(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
-        kept[0].bind("\0rollway/gpu/test-0")
+        sockets.append(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
+        sockets[0].bind("\0rollway/gpu/test-0")
         return "bound"
 
     with another_user(attack) as report:
         assert report == "bound"
         lease = Lease()
-        assert lease.gpus(["test-0", "test-1", "test-2"], 2) == ["test-1", "test-2"]
+        assert lease.reserve_gpus(["test-0", "test-1", "test-2"], 2) == ["test-1", "test-2"]
         other = Lease()
-        assert other.gpus(["test-0", "test-1", "test-2"], 1) == ["test-0"]
-        for each in (lease, other):
-            each.release()
+        assert other.reserve_gpus(["test-0", "test-1", "test-2"], 1) == ["test-0"]
+        lease.release()
+        other.release()
 
 
-def test_stacks_of_two_homes_do_not_choose_one_port(
+def test_stacks_of_two_homes_do_not_choose_the_same_port(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ROLLWAY_HOME", str(tmp_path / "first"))
     first, second = Lease(), Lease()
-    port = first.port(0, "127.0.0.1", "x")
+    port = first.reserve_port(0, "127.0.0.1", "x")
     monkeypatch.setenv("ROLLWAY_HOME", str(tmp_path / "second"))
     monkeypatch.setenv("HOME", str(tmp_path / "elsewhere"))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     with pytest.raises(PortInUse):
-        second.port(port, "127.0.0.1", "x")
+        second.reserve_port(port, "127.0.0.1", "x")
     first.release()
 
 
@@ -249,12 +250,12 @@ def _count_up(file: Path, rounds: int, done: Connection) -> None:
     for _ in range(rounds):
         while not lock.acquire():
             time.sleep(0.0005)
-        file.write_text(str(int(file.read_text()) + 1))  # loses counts if two are in here
+        file.write_text(str(int(file.read_text()) + 1))  # loses counts if two hold the lock
         lock.release()
     done.send(None)
 
 
-def test_a_lock_whose_file_is_removed_at_release_lets_one_in_at_a_time(tmp_path: Path) -> None:
+def test_a_lock_whose_file_is_removed_at_release_has_one_holder_at_a_time(tmp_path: Path) -> None:
     file = tmp_path / "count"
     file.write_text("0")
     context = multiprocessing.get_context("fork")
@@ -279,7 +280,7 @@ time.sleep(60)
 """
 
 
-def test_whoever_waits_for_a_lock_learns_who_holds_it(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_waiter_for_a_lock_is_shown_its_holder(capfd: pytest.CaptureFixture[str]) -> None:
     name = f"refit/{os.getpid()}"
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLDER, name], stdout=subprocess.PIPE, text=True
@@ -290,7 +291,7 @@ def test_whoever_waits_for_a_lock_learns_who_holds_it(capfd: pytest.CaptureFixtu
         async with machine_lock(name, silent_seconds=0.2):
             pass
 
-    async def wait_until_told() -> str:
+    async def wait_for_notice() -> str:
         task, text = asyncio.create_task(wait()), ""
         while "waiting for" not in text:
             await asyncio.sleep(0.05)
@@ -299,7 +300,7 @@ def test_whoever_waits_for_a_lock_learns_who_holds_it(capfd: pytest.CaptureFixtu
         await task
         return text
 
-    notice = asyncio.run(asyncio.wait_for(wait_until_told(), 60))
+    notice = asyncio.run(asyncio.wait_for(wait_for_notice(), 60))
     holder.wait()
     assert f"waiting for process {holder.pid}" in notice
     assert "NamedLock" in notice  # a part of its command

@@ -1,4 +1,4 @@
-"""Any bytes as a state and any text or mapping as a spec: read, or refused with a typed error."""
+"""Any bytes as a state, and any text or mapping as a spec, are read or refused with an error."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def read_and_use(content: bytes) -> None:
         assert (processes.SHM / name).parent == processes.SHM
 
 
-STATE_FIELDS = sorted(StackState.__dataclass_fields__)
+STATE_FIELDS = sorted(StackState.__struct_encode_fields__)
 PROCESS_FIELDS = sorted(ProcessState.__dataclass_fields__)
 
 

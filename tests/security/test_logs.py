@@ -1,4 +1,4 @@
-"""Logs that grow for ever, and directories that nobody removes."""
+"""Logs and the directories of ended runs stay within bounds."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from rollway.config import load_spec
 from rollway.errors import SpecError
 from rollway.processes import ProcessId
 from rollway.stack import logs, retention
-from rollway.stack.children import _run_dir
 from rollway.stack.locks import NamedLock
+from rollway.stack.run_dir import choose_run_dir
 from rollway.stack.state import StackDir, StackState
 
 WRITER = """
@@ -36,7 +36,7 @@ for command in sys.stdin:
 
 
 class Writer:
-    """A process that writes to its log as a worker does, when it is asked to."""
+    """A process that writes lines to its log on request, as a worker writes them."""
 
     def __init__(self, log: Path) -> None:
         with os.fdopen(private.open_file(log, os.O_WRONLY | os.O_APPEND), "ab") as output:
@@ -56,7 +56,7 @@ class Writer:
         self.process.communicate()
 
 
-def test_a_chatty_process_fills_the_disk(tmp_path: Path) -> None:
+def test_the_log_of_a_chatty_process_is_bounded_and_loses_no_line(tmp_path: Path) -> None:
     log = tmp_path / "w.log"
     writer = Writer(log)
     try:
@@ -76,7 +76,7 @@ def test_a_chatty_process_fills_the_disk(tmp_path: Path) -> None:
     assert len(lines) > 600
 
 
-def test_the_last_words_of_a_worker_are_rotated_away(tmp_path: Path) -> None:
+def test_the_end_of_a_log_includes_rotated_lines(tmp_path: Path) -> None:
     log = tmp_path / "w.log"
     log.write_text("begin\nRuntimeError: out of memory\n")
     assert retention.rotate(log, 1, 3)
@@ -88,8 +88,8 @@ def test_the_last_words_of_a_worker_are_rotated_away(tmp_path: Path) -> None:
     assert logs.telling_tail(log)[1] == "RuntimeError: out of memory"
 
 
-def test_a_rotation_takes_lines_from_whoever_follows(tmp_path: Path) -> None:
-    """Also two rotations between two looks, half lines, and a new run's log in its place."""
+def test_following_a_log_survives_rotations_and_a_new_run(tmp_path: Path) -> None:
+    """Also with two rotations between two reads, and with half lines."""
     log = tmp_path / "w.log"
     log.write_text("zero\nhal")
 
@@ -123,7 +123,7 @@ def test_a_rotation_takes_lines_from_whoever_follows(tmp_path: Path) -> None:
     assert shown == ["zero", "half", "one", "two", "three", "four", "five", "new", "last"]
 
 
-def test_a_follower_reads_while_the_log_is_rotated(tmp_path: Path) -> None:
+def test_following_a_log_loses_no_line_while_it_is_rotated(tmp_path: Path) -> None:
     log = tmp_path / "w.log"
     log.touch()
     written = threading.Event()
@@ -146,7 +146,7 @@ def test_a_follower_reads_while_the_log_is_rotated(tmp_path: Path) -> None:
     assert followed == [f"line {number}" for number in range(3000)]
 
 
-def test_a_stack_that_fails_all_day_grows_its_history(own_home: Path) -> None:
+def test_the_history_of_a_stack_is_bounded(own_home: Path) -> None:
     directory = StackDir("t")
     directory.path.mkdir(parents=True)
     for number in range(3000):
@@ -155,19 +155,19 @@ def test_a_stack_that_fails_all_day_grows_its_history(own_home: Path) -> None:
     files = list(directory.path.glob("events.jsonl*"))
     assert sum(file.stat().st_size for file in files) < 2.5 * retention.EVENTS_BYTES
     assert directory.events()[-1]["pid"] == 2999
-    assert len(directory.events()) > 900  # what has been rotated is still read
+    assert len(directory.events()) > 900  # rotated events are read, too
 
 
 @pytest.mark.parametrize("fields", [
     {"logs": {"max_mb": 0}}, {"logs": {"max_mb": float("inf")}}, {"logs": {"keep": 0}},
     {"keep_runs": -1},
 ])  # fmt: skip
-def test_a_spec_asks_for_logs_without_bounds(fields: dict[str, Any]) -> None:
+def test_a_spec_cannot_remove_the_bounds_of_logs(fields: dict[str, Any]) -> None:
     with pytest.raises(SpecError):
         load_spec({"models": [{"path": "org/model"}], **fields})
 
 
-# --- what ended runs leave -----------------------------------------------------------------
+# --- ended runs -----------------------------------------------------------------------------
 
 
 def run_once(log_dir: Path, text: str, keep: int) -> None:
@@ -179,34 +179,34 @@ def run_once(log_dir: Path, text: str, keep: int) -> None:
     (log_dir / "w-0.log.1").write_text(f"older {text}")
 
 
-def test_every_run_leaves_its_logs_for_ever(tmp_path: Path, own_home: Path) -> None:
+def test_only_the_newest_runs_keep_their_logs(tmp_path: Path, own_home: Path) -> None:
     for number in range(6):
         run_once(tmp_path, f"run {number}", 2)
         (tmp_path / "training.log").write_text("the user's own")
-    kept = sorted((tmp_path / "earlier").iterdir())
-    assert [(run / "w-0.log").read_text() for run in kept] == ["run 3", "run 4"]
-    assert (kept[0] / "w-0.log.1").read_text() == "older run 3"
+    runs = sorted((tmp_path / "earlier").iterdir())
+    assert [(run / "w-0.log").read_text() for run in runs] == ["run 3", "run 4"]
+    assert (runs[0] / "w-0.log.1").read_text() == "older run 3"
     assert (tmp_path / "w-0.log").read_text() == "run 5"
-    assert (tmp_path / "training.log").exists()  # not Rollway's to move
+    assert (tmp_path / "training.log").exists()  # a user's file stays
     retention.prune("t", tmp_path, 0)
     retention.remove_run("t", tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == ["training.log"]
 
 
-def test_a_link_leads_the_pruning_out_of_the_home(tmp_path: Path, own_home: Path) -> None:
+def test_pruning_does_not_follow_links(tmp_path: Path, own_home: Path) -> None:
     outside = tmp_path / "outside"
     victim = outside / "20200101-000000"
     victim.mkdir(parents=True)
     (victim / "precious").touch()
-    logs_of_one = tmp_path / "one"
-    logs_of_one.mkdir()
-    (logs_of_one / "earlier").symlink_to(outside)
-    retention.prune("t", logs_of_one, 0)
-    logs_of_two = tmp_path / "two" / "earlier"
-    logs_of_two.mkdir(parents=True)
-    (logs_of_two / "20200101-000000").symlink_to(victim)
-    retention.prune("t", logs_of_two.parent, 0)
-    (tmp_path / "three").symlink_to(logs_of_one)
+    first_logs = tmp_path / "one"
+    first_logs.mkdir()
+    (first_logs / "earlier").symlink_to(outside)
+    retention.prune("t", first_logs, 0)
+    second_logs = tmp_path / "two" / "earlier"
+    second_logs.mkdir(parents=True)
+    (second_logs / "20200101-000000").symlink_to(victim)
+    retention.prune("t", second_logs.parent, 0)
+    (tmp_path / "three").symlink_to(first_logs)
     retention.prune("t", tmp_path / "three", 0)
     stacks = own_home / "stacks"
     stacks.mkdir(parents=True)
@@ -217,7 +217,9 @@ def test_a_link_leads_the_pruning_out_of_the_home(tmp_path: Path, own_home: Path
     assert (victim / "precious").exists()
 
 
-def test_the_list_of_names_leads_out_of_the_log_directory(tmp_path: Path, own_home: Path) -> None:
+def test_a_forged_list_of_names_does_not_lead_out_of_the_log_directory(
+    tmp_path: Path, own_home: Path
+) -> None:
     log_dir = tmp_path / "logs"
     log_dir.mkdir()
     (tmp_path / "other.log").touch()
@@ -232,7 +234,7 @@ def test_the_list_of_names_leads_out_of_the_log_directory(tmp_path: Path, own_ho
 def state_of(name: str, supervisor: ProcessId, log_dir: Path) -> StackState:
     run_id = secrets.token_hex(8)
     return StackState(
-        name, run_id, supervisor.pid, supervisor.start, str(_run_dir(run_id)), str(log_dir)
+        name, run_id, supervisor.pid, supervisor.start, str(choose_run_dir(run_id)), str(log_dir)
     )
 
 
@@ -249,26 +251,30 @@ def ended_stack(home: Path, name: str, age: float) -> Path:
 OTHERS = ("mine", "mine-20250101", "verl-else-00000000", "verl-pool-else-0000000b")
 
 
-def test_stacks_named_for_one_run_are_never_removed(tmp_path: Path, own_home: Path) -> None:
+def test_only_the_newest_stacks_that_were_named_for_one_run_stay(
+    tmp_path: Path, own_home: Path
+) -> None:
     names = [f"verl-pool-0000000{number}" for number in range(6)]
     paths = [ended_stack(own_home, name, 1000.0 * (1 + n)) for n, name in enumerate(names)]
     other = [ended_stack(own_home, name, 10**6) for name in OTHERS]
     starting = ended_stack(own_home, "verl-pool-0000000a", 1.0)
     os.utime(starting, (0, 0))
-    held = NamedLock(StackDir(names[4]).lock_name)
-    assert held.acquire()
-    # Left behind by a supervisor that was killed: `rollway down` is to clear it.
+    lock = NamedLock(StackDir(names[4]).lock_name)
+    assert lock.acquire()
+    # A killed supervisor left it behind; `rollway down` clears it.
     StackDir(names[5]).write(state_of(names[5], ProcessId(2**22, 1), tmp_path))
     os.utime(paths[5], (0, 0))
     try:
         retention.prune("verl-pool-ffffffff", tmp_path, 2)
     finally:
-        held.release()
+        lock.release()
     assert [path.exists() for path in paths] == [True, True, False, False, True, True]
     assert starting.exists() and all(path.exists() for path in other)
 
 
-def test_another_stack_moves_the_logs_of_one_that_runs(tmp_path: Path, own_home: Path) -> None:
+def test_the_logs_of_a_running_stack_are_not_moved_by_another(
+    tmp_path: Path, own_home: Path
+) -> None:
     run_once(tmp_path, "running", 5)
     me = ProcessId.of(os.getpid())
     assert me is not None
@@ -286,8 +292,8 @@ def mocker_spec(base_model: Path, **fields: Any) -> rollway.StackSpec:
     return rollway.make_spec({"name": "t", "models": [model], **fields})
 
 
-def ask(url: str, count: int) -> None:
-    def one(number: int) -> None:
+def send_requests(url: str, count: int) -> None:
+    def send(number: int) -> None:
         prompt = [10 + (number * 7 + i) % 180 for i in range(60)]
         body = {"model": "tiny", "prompt": prompt, "max_tokens": 8}
         request = urllib.request.Request(
@@ -297,7 +303,7 @@ def ask(url: str, count: int) -> None:
             assert answer.status == 200
 
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(one, range(count)))
+        list(pool.map(send, range(count)))
 
 
 def log_bytes() -> int:
@@ -305,23 +311,23 @@ def log_bytes() -> int:
 
 
 @pytest.mark.stack
-def test_every_request_costs_kilobytes_of_log(base_model: Path) -> None:
+def test_a_request_costs_less_than_a_kilobyte_of_log(base_model: Path) -> None:
     with rollway.up(mocker_spec(base_model)) as stack:
         before = log_bytes()
-        ask(stack.frontend_url, 200)
+        send_requests(stack.frontend_url, 200)
         assert (log_bytes() - before) / 200 < 800
         text = "".join(file.read_text() for file in StackDir("t").logs.glob("*.log"))
-        assert " INFO " in text  # quieter, not mute
+        assert " INFO " in text  # some of it stays
 
 
 @pytest.mark.stack
-def test_a_long_run_fills_the_disk(base_model: Path) -> None:
-    """Five rounds at Dynamo's own level, 2 KB a request: what three rounds wrote stays at most."""
+def test_the_logs_of_a_long_run_are_bounded(base_model: Path) -> None:
+    """Dynamo's own level logs 2 KB per request; after five rounds at most three remain."""
     fields = {"env": {"DYN_LOG": "info"}, "logs": {"max_mb": 0.02, "keep": 2}, "keep_runs": 0}
     with rollway.up(mocker_spec(base_model, **fields)) as stack:
         log_dir = StackDir("t").logs
         for _ in range(5):
-            ask(stack.frontend_url, 100)
+            send_requests(stack.frontend_url, 100)
             deadline = time.monotonic() + 30
             while max(file.stat().st_size for file in log_dir.glob("*.log")) >= 20_000:
                 assert time.monotonic() < deadline, "the logs were not rotated"
@@ -332,7 +338,7 @@ def test_a_long_run_fills_the_disk(base_model: Path) -> None:
 
 
 @pytest.mark.stack
-def test_a_stack_that_is_started_every_hour_fills_the_disk(base_model: Path) -> None:
+def test_a_stack_that_is_started_often_keeps_the_logs_of_few_runs(base_model: Path) -> None:
     spec = mocker_spec(base_model, keep_runs=2)
     for _ in range(4):
         with rollway.up(spec):

@@ -1,4 +1,4 @@
-"""Somebody else on the machine, or on its network, looks for a way into a stack's sockets."""
+"""Other users of the machine, and the network, cannot use a stack's sockets."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from rollway import processes
 from rollway.config import load_spec
 from rollway.processes import ProcessId
 from rollway.stack import machine
-from rollway.stack.children import _run_dir
 from rollway.stack.lease import Lease
 from rollway.stack.listeners import Listener, listeners_of
-from rollway.stack.plan import kv_events_endpoint, plan_stack
+from rollway.stack.plan import make_kv_events_endpoint, plan_stack
+from rollway.stack.run_dir import choose_run_dir
 from rollway.stack.state import ProcessState, StackDir, StackState
 from tests.conftest import Cli
 
@@ -33,7 +33,7 @@ def kv_endpoints(run_dir: Path, **model: Any) -> list[str]:
     lease = Lease()
     models = [{"path": "org/a", "replicas": 2, **model}, {"path": "org/b", **model}]
     try:
-        laid = plan_stack(
+        stack_plan = plan_stack(
             load_spec({"models": models}),
             run_id="0123456789abcdef",
             run_dir=run_dir,
@@ -43,11 +43,13 @@ def kv_endpoints(run_dir: Path, **model: Any) -> list[str]:
     finally:
         lease.release()
     configs = [worker.argv[worker.argv.index("--kv-events-config") + 1]
-               for worker in laid.by_role("worker")]  # fmt: skip
+               for worker in stack_plan.by_role("worker")]  # fmt: skip
     return [json.loads(config)["endpoint"] for config in configs]
 
 
-def test_the_network_listens_to_kv_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kv_events_use_private_unix_sockets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They hold the token ids of every prompt; no port carries them."""
     monkeypatch.setattr(machine, "gpus", list)
     endpoints = kv_endpoints(tmp_path)
@@ -55,20 +57,22 @@ def test_the_network_listens_to_kv_events(tmp_path: Path, monkeypatch: pytest.Mo
     assert all(endpoint.startswith(f"ipc://{tmp_path}/") for endpoint in endpoints)
 
 
-def test_a_long_home_makes_the_socket_path_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_temporary_directory_keeps_the_socket_path_short(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("tempfile.gettempdir", lambda: "/tmp/" + "x" * 200)
-    endpoint = kv_events_endpoint(_run_dir("0123456789abcdef"), 99, 4095)
+    endpoint = make_kv_events_endpoint(choose_run_dir("0123456789abcdef"), 99, 4095)
     assert len(f"{endpoint}_dp127".removeprefix("ipc://")) <= LONGEST_SOCKET_PATH
 
 
 @pytest.mark.parametrize("rank", [0, 3])
-def test_another_user_subscribes_to_kv_events(tmp_path: Path, rank: int) -> None:
-    """vLLM's own publisher and Dynamo's address of a rank meet below a private directory."""
+def test_kv_events_are_published_below_a_private_directory(tmp_path: Path, rank: int) -> None:
+    """vLLM publishes where Dynamo subscribes for each data-parallel rank."""
     zmq = pytest.importorskip("zmq")
     events = pytest.importorskip("vllm.distributed.kv_events")
     run_dir = tmp_path / "run"
     run_dir.mkdir(mode=0o700)
-    endpoint = kv_events_endpoint(run_dir, 0, 0)
+    endpoint = make_kv_events_endpoint(run_dir, 0, 0)
     publisher = events.ZmqEventPublisher(data_parallel_rank=rank, endpoint=endpoint, topic="t")
     # As dynamo.vllm computes where to subscribe.
     dynamo = events.ZmqEventPublisher.offset_endpoint_port(endpoint, data_parallel_rank=rank)
@@ -88,23 +92,23 @@ def test_another_user_subscribes_to_kv_events(tmp_path: Path, rank: int) -> None
         publisher.shutdown()
 
 
-# --- what `rollway doctor --ports` sees ----------------------------------------------------
+# --- `rollway doctor --ports` --------------------------------------------------------------
 
 LISTEN = """
 import socket, sys
-kept = []
+sockets = []
 def tcp(family, address):
-    s = socket.socket(family); s.bind((address, 0)); s.listen(); kept.append(s)
+    s = socket.socket(family); s.bind((address, 0)); s.listen(); sockets.append(s)
     print(address, s.getsockname()[1])
 def unix(address, kind=socket.SOCK_STREAM):
     s = socket.socket(socket.AF_UNIX, kind); s.bind(address)
     if kind == socket.SOCK_STREAM: s.listen()
-    kept.append(s)
+    sockets.append(s)
 tcp(socket.AF_INET, "127.0.0.1")
 tcp(socket.AF_INET, "0.0.0.0")
 if socket.has_ipv6 and sys.argv[3] == "6":
     tcp(socket.AF_INET6, "::1"); tcp(socket.AF_INET6, "::")
-u = socket.socket(socket.AF_INET, socket.SOCK_DGRAM); u.bind(("0.0.0.0", 0)); kept.append(u)
+u = socket.socket(socket.AF_INET, socket.SOCK_DGRAM); u.bind(("0.0.0.0", 0)); sockets.append(u)
 unix(sys.argv[1] + "/private.sock"); unix(sys.argv[2] + "/open.sock")
 unix("\\0test-abstract-" + sys.argv[1]); unix("\\0rollway/lock" + sys.argv[1], socket.SOCK_DGRAM)
 import os
@@ -135,7 +139,7 @@ def listening(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StackState]:
     process = ProcessState("w-0", "worker", "w.log", pid=child.pid, start=identity.start)
     yield StackState(
         "t", run_id, me.pid, me.start, run_dir=str(private), log_dir="", processes=[process],
-        invitation={"event_plane": "zmq"},
+        join_spec={"event_plane": "zmq"},
     )  # fmt: skip
     child.stdin.close()
     child.wait(10)
@@ -143,7 +147,7 @@ def listening(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StackState]:
     open_to_all.rmdir()
 
 
-def test_a_listener_hides_from_the_doctor(listening: StackState) -> None:
+def test_the_doctor_lists_every_kind_of_listener(listening: StackState) -> None:
     own = [entry for entry in listeners_of(listening) if entry.process == "w-0"]
     reach = {entry.address: entry.reach for entry in own if entry.protocol == "tcp"}
     assert reach["127.0.0.1"] == "users of this machine"
@@ -154,7 +158,7 @@ def test_a_listener_hides_from_the_doctor(listening: StackState) -> None:
     sockets = {Path(entry.address).name: entry.reach for entry in own if entry.protocol == "unix"}
     assert sockets.pop("private.sock") == "only this user"
     assert set(sockets.values()) == {"users of this machine"}
-    assert len(sockets) == 2  # a lock is no listener
+    assert len(sockets) == 2  # a claim is not a listener
     assert all(bool(entry.advice) == (entry.reach == "the network") for entry in own)
 
 
@@ -189,8 +193,7 @@ def can_connect(address: str, port: int) -> bool:
 
 
 @pytest.mark.stack
-def test_the_network_dials_every_port_of_a_stack_on_nats(base_model: Path) -> None:
-    """`event_plane: nats` is the word: then no port of a stack is open to the network."""
+def test_no_port_of_a_stack_on_nats_is_reachable_from_the_network(base_model: Path) -> None:
     for program in ("etcd", "nats-server"):
         if machine.find_program(program) is None:
             pytest.skip(f"{program} is not installed")
@@ -206,20 +209,22 @@ def test_the_network_dials_every_port_of_a_stack_on_nats(base_model: Path) -> No
 
 
 @pytest.mark.stack
-def test_the_network_dials_the_event_plane(base_model: Path, cli: Cli) -> None:
-    """With zmq Dynamo binds it on all interfaces: the doctor says so, and how to close it."""
+def test_the_doctor_warns_that_the_event_plane_is_reachable_from_the_network(
+    base_model: Path, cli: Cli
+) -> None:
+    """With zmq Dynamo binds it on all interfaces; the doctor says how to close it."""
     outside = outside_address()
     with rollway.up(mocker_spec(base_model)):
-        open_ones = [entry for entry in listed("t") if entry.reach == "the network"]
-        assert open_ones
-        for entry in open_ones:
+        reachable = [entry for entry in listed("t") if entry.reach == "the network"]
+        assert reachable
+        for entry in reachable:
             assert entry.purpose.startswith("the event plane")
             assert entry.port is not None and can_connect(outside, entry.port)
         frontend = [entry for entry in listed("t") if "OpenAI" in entry.purpose]
         assert [entry.address for entry in frontend] == ["127.0.0.1"]
-        shown = cli("doctor", "--ports", "t")
-        assert shown.returncode == 0, shown.stderr
-        assert "event_plane: nats" in shown.stdout and "warning" in shown.stdout
+        result = cli("doctor", "--ports", "t")
+        assert result.returncode == 0, result.stderr
+        assert "event_plane: nats" in result.stdout and "warning" in result.stdout
         as_json = json.loads(cli("doctor", "--ports", "--json").stdout)
         assert len(as_json["listeners"]) == len(listed("t"))
     assert cli("doctor", "--ports", "t").returncode == 1

@@ -1,4 +1,4 @@
-"""Damaged records and hostile stack files: one sentence each, and no harm to anything else."""
+"""Damaged records and hostile stack files give one sentence, and affect nothing else."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.conftest import Footprint
 RUN = "0123456789abcdef"
 
 
-def a_state(name: str, **fields: object) -> dict[str, object]:
+def make_state(name: str, **fields: object) -> dict[str, object]:
     return {
         "name": name,
         "run_id": RUN,
@@ -43,15 +43,15 @@ def a_state(name: str, **fields: object) -> dict[str, object]:
 def put_state(stack: str, **fields: object) -> Path:
     directory = StackDir(stack)
     directory.create()
-    directory.state_file.write_text(json.dumps({**a_state(stack), **fields}))
+    directory.state_file.write_text(json.dumps({**make_state(stack), **fields}))
     return directory.state_file
 
 
 def run_cli(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
     code = rollway_cli.main(arguments)
-    shown = capsys.readouterr()
-    assert "Traceback" not in shown.out + shown.err
-    return code, shown.out, shown.err
+    output = capsys.readouterr()
+    assert "Traceback" not in output.out + output.err
+    return code, output.out, output.err
 
 
 # --- a damaged state ---------------------------------------------------------------------------
@@ -62,16 +62,16 @@ def truncate(file: Path) -> None:
 
 
 def fill_with_zeros(file: Path) -> None:
-    """What a power cut leaves of a file that was not synced."""
+    """A power cut leaves this of a file that was not synced."""
     file.write_bytes(bytes(500))
 
 
 def give_wrong_types(file: Path) -> None:
-    file.write_text(json.dumps(a_state("bad", processes="none", supervisor_pid="1")))
+    file.write_text(json.dumps(make_state("bad", processes="none", supervisor_pid="1")))
 
 
 def nest_deep(file: Path) -> None:
-    file.write_text(json.dumps(a_state("bad"))[:-1] + ', "invitation": {"a": ' + "[" * 100_000)
+    file.write_text(json.dumps(make_state("bad"))[:-1] + ', "invitation": {"a": ' + "[" * 100_000)
 
 
 def make_directory(file: Path) -> None:
@@ -81,7 +81,7 @@ def make_directory(file: Path) -> None:
 
 
 def link_in_a_circle(file: Path) -> None:
-    """No user, not even root, can read it."""
+    """Not even root can read it."""
     file.unlink()
     file.symlink_to(file)
 
@@ -91,13 +91,13 @@ def make_huge(file: Path) -> None:
 
 
 def make_pipe(file: Path) -> None:
-    """Whoever opens it to read waits for a writer."""
+    """A reader that opens it waits for a writer."""
     file.unlink()
     os.mkfifo(file)
 
 
 def write_latin(file: Path) -> None:
-    file.write_bytes(json.dumps(a_state("bad")).encode().replace(b"nowhere", b"\xe9\xff"))
+    file.write_bytes(json.dumps(make_state("bad")).encode().replace(b"nowhere", b"\xe9\xff"))
 
 
 def write_nothing(file: Path) -> None:
@@ -111,7 +111,7 @@ def write_nothing(file: Path) -> None:
         make_huge, make_pipe, write_latin, write_nothing,
     ],
 )  # fmt: skip
-def test_one_damaged_state_breaks_no_command_for_other_stacks(
+def test_a_damaged_state_does_not_break_commands_for_other_stacks(
     damage: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     put_state("good")
@@ -137,7 +137,7 @@ def test_one_damaged_state_breaks_no_command_for_other_stacks(
     assert run_cli(capsys, "status")[1] == "no stack is running\n"
 
 
-def test_down_ends_what_runs_under_a_state_that_cannot_be_read() -> None:
+def test_down_kills_what_runs_under_an_unreadable_state() -> None:
     run_id = f"{os.getpid():016x}"
     member = subprocess.Popen(
         ["sleep", "600"], env={**os.environ, **processes.run_environment(run_id)}
@@ -158,7 +158,7 @@ SUPERVISOR = "import time; 'rollway.stack.supervisor'; print('up', flush=True); 
 
 
 @pytest.mark.parametrize("ended", [True, False])
-def test_a_state_of_another_version_ends_its_supervisor_and_no_other_process(ended: bool) -> None:
+def test_down_stops_the_supervisor_of_another_version_and_no_other_process(ended: bool) -> None:
     code = SUPERVISOR if ended else SUPERVISOR.replace("rollway.stack.", "some.other.")
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     try:
@@ -192,7 +192,7 @@ OUTSIDE = "rollway-test-outside"
         {"processes": [{"name": "x", "role": "worker", "log": "/etc/passwd"}]},
     ],
 )
-def test_a_state_that_names_files_outside_removes_none_of_them(fields: dict[str, object]) -> None:
+def test_files_outside_that_a_state_names_are_not_removed(fields: dict[str, object]) -> None:
     outside = Path(f"/tmp/{OUTSIDE}-{os.getpid()}")
     outside.write_text("precious")
     try:
@@ -206,28 +206,28 @@ def test_a_state_that_names_files_outside_removes_none_of_them(fields: dict[str,
         outside.unlink()
 
 
-def test_a_run_directory_that_is_a_link_leaves_its_target(tmp_path: Path) -> None:
+def test_the_target_of_a_linked_run_directory_stays(tmp_path: Path) -> None:
     run_id = f"{os.getpid():08x}{'0' * 8}"
     link = Path(f"/tmp/rollway-{os.getuid()}-{run_id[:8]}")
-    (tmp_path / "precious").write_text("kept")
+    (tmp_path / "precious").write_text("content")
     link.symlink_to(tmp_path)
     try:
         put_state("s", run_id=run_id, run_dir=str(link))
         local.stop("s")
-        assert (tmp_path / "precious").read_text() == "kept"
+        assert (tmp_path / "precious").read_text() == "content"
     finally:
         link.unlink(missing_ok=True)
 
 
-def test_shared_memory_that_is_a_link_or_a_path_is_left_alone(tmp_path: Path) -> None:
+def test_shared_memory_that_is_a_link_or_a_path_stays(tmp_path: Path) -> None:
     precious = tmp_path / "precious"
-    precious.write_text("kept")
+    precious.write_text("content")
     link = processes.SHM / f"rollway-test-link-{os.getpid()}"
     link.symlink_to(precious)
     try:
         names = [link.name, str(precious), f"../..{precious}", "..", ".", ""]
         assert processes.remove_shared_memory(names) == []
-        assert precious.read_text() == "kept" and link.is_symlink()
+        assert precious.read_text() == "content" and link.is_symlink()
     finally:
         link.unlink()
 
@@ -244,15 +244,13 @@ def test_a_stack_directory_that_is_a_link_is_removed_and_its_target_stays(tmp_pa
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc", "a/b", "..", "x\n", "x\0", "", "A", "é"])
-def test_a_name_that_is_a_path_names_no_stack(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_path_cannot_name_a_stack(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UsageError, match="cannot be the name of a stack"):
         StackDir(name)
     assert run_cli(capsys, "down", name)[0] == 2
 
 
-def test_a_state_is_on_disk_before_it_is_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_is_synced_before_it_replaces_the_old_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """A power cut after the rename must find the content, and the rename itself."""
     state_file = put_state("s")
     state = StackDir("s").read()
@@ -275,7 +273,7 @@ def test_a_state_is_on_disk_before_it_is_in_place(monkeypatch: pytest.MonkeyPatc
     assert steps[1:] == ["replace", f"fsync {state_file.parent}"]
 
 
-def test_damaged_records_beside_the_state_cost_only_themselves() -> None:
+def test_damaged_history_and_versions_are_skipped() -> None:
     put_state("s")
     directory = StackDir("s")
     directory.record("start", run=RUN)
@@ -338,7 +336,7 @@ MERGES = "a0: &a0 {x: y}\n" + "".join(
         ("\x00", "not valid YAML"),
     ],
 )  # fmt: skip
-def test_a_hostile_stack_file_is_one_sentence(
+def test_a_hostile_stack_file_gives_one_sentence(
     text: str, cause: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "stack.yaml"
@@ -349,7 +347,7 @@ def test_a_hostile_stack_file_is_one_sentence(
     assert cause in err
 
 
-def test_a_stack_file_that_is_not_text_is_one_sentence(
+def test_a_binary_stack_file_gives_one_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "stack.yaml"
@@ -376,7 +374,7 @@ def test_a_stack_file_that_is_not_text_is_one_sentence(
         ("x=" + "y" * 300_000, "KiB"),
     ],
 )
-def test_a_hostile_override_is_one_sentence(
+def test_a_hostile_override_gives_one_sentence(
     override: str, cause: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, _, err = run_cli(capsys, "up", "--model", "org/model", "--set", override)
@@ -397,7 +395,7 @@ def test_a_mapping_that_contains_itself_is_refused() -> None:
         load_spec({"models": [{"path": "a/b", "args": {"x": wide}}]})
 
 
-def test_line_ends_in_options_of_the_engine_are_passed_on() -> None:
+def test_line_ends_in_options_of_the_engine_stay() -> None:
     args = {"chat-template": "{% if a %}\n{% endif %}"}
     spec = load_spec({"models": [{"path": "a/b", "args": args}]})
     assert spec.models[0].args == args
@@ -421,7 +419,7 @@ def test_down_in_the_first_moments_of_up_stops_it(
     file.write_text(f"name: t\nmodels: [{{path: {base_model}, name: tiny, engine: mocker}}]")
     up = subprocess.Popen([sys.executable, "-c", UP, str(file)], stderr=subprocess.PIPE, text=True)
     starting = NamedLock(StackDir("t").start_lock_name)
-    while starting.holder() is None:
+    while starting.find_holder() is None:
         assert up.poll() is None
         time.sleep(0.002)
     time.sleep(delay)  # the point of the start at which it is stopped
@@ -438,7 +436,7 @@ def test_down_in_the_first_moments_of_up_stops_it(
 
 
 @pytest.mark.stack
-def test_down_ends_a_running_stack_whose_state_was_overwritten(
+def test_down_stops_a_running_stack_whose_state_was_overwritten(
     base_model: Path, footprint: Footprint
 ) -> None:
     model = {"path": str(base_model), "name": "tiny", "engine": "mocker"}
@@ -451,7 +449,7 @@ def test_down_ends_a_running_stack_whose_state_was_overwritten(
 
 
 @pytest.mark.stack
-def test_nothing_that_a_stack_writes_is_for_other_users(base_model: Path, own_home: Path) -> None:
+def test_everything_that_a_stack_writes_is_private(base_model: Path, own_home: Path) -> None:
     own_home.mkdir()
     own_home.chmod(0o755)
     before = os.umask(0)

@@ -1,4 +1,4 @@
-"""Specs: what is accepted, and that every complaint names the field and the fix."""
+"""Specs: accepted input, and errors that name the field and the fix."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_model_path_is_all_that_is_needed(model: str) -> None:
     assert spec.router.mode == "kv"
 
 
-def test_yaml_and_overrides(model: str, tmp_path: Path) -> None:
+def test_overrides_change_what_the_yaml_file_says(model: str, tmp_path: Path) -> None:
     file = tmp_path / "stack.yaml"
     file.write_text(f"name: a\nmodels:\n  - path: {model}\n    args: {{dtype: float32}}\n")
     spec = load_spec(
@@ -40,7 +40,7 @@ def test_yaml_and_overrides(model: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "words"),
+    ("data", "phrases"),
     [
         ({"replica": 2}, ["models.0.replica", "Did you mean `replicas`"]),
         ({"replicas": 0}, ["models.0.replicas", "greater than or equal to 1", "got 0"]),
@@ -49,16 +49,16 @@ def test_yaml_and_overrides(model: str, tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_model_field_is_named(
-    model: str, data: dict[str, object], words: list[str]
+    model: str, data: dict[str, object], phrases: list[str]
 ) -> None:
     with pytest.raises(SpecError) as error:
         load_spec({"models": [{"path": model, **data}]})
-    for word in words:
-        assert word in str(error.value)
+    for phrase in phrases:
+        assert phrase in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    ("fields", "phrase"),
     [
         ({"routr": {}}, "Did you mean `router`"),
         ({"router": {"mod": "kv"}}, "`router.mod`: there is no such field. Did you mean `mode`"),
@@ -68,20 +68,20 @@ def test_a_wrong_model_field_is_named(
         ({"nats_server": "nats://x"}, "no plane is `nats`"),
     ],
 )
-def test_a_wrong_stack_field_is_named(model: str, fields: dict[str, object], words: str) -> None:
+def test_a_wrong_stack_field_is_named(model: str, fields: dict[str, object], phrase: str) -> None:
     with pytest.raises(SpecError) as error:
         load_spec({"models": [{"path": model}], **fields})
-    assert words in str(error.value)
+    assert phrase in str(error.value)
 
 
-def test_two_models_of_one_name(model: str) -> None:
+def test_two_models_of_one_name_are_refused(model: str) -> None:
     with pytest.raises(SpecError, match="two models are served under one name"):
         load_spec({"models": [{"path": model}, {"path": model}]})
     with pytest.raises(SpecError, match="differ only in signs"):
         load_spec({"models": [{"path": model, "name": "a.b"}, {"path": model, "name": "a-b"}]})
 
 
-def test_missing_model_paths(tmp_path: Path) -> None:
+def test_a_model_path_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"models\.0\.path.*no directory"):
         load_spec({"models": [{"path": str(tmp_path / "nowhere")}]})
     with pytest.raises(SpecError, match=r"has no config\.json"):
@@ -91,30 +91,30 @@ def test_missing_model_paths(tmp_path: Path) -> None:
     assert load_spec({"models": [{"path": "Qwen/Qwen3-0.6B"}]}).models[0].name == "Qwen3-0.6B"
 
 
-def test_small_conveniences(model: str) -> None:
-    given = {"models": [{"path": model}]}
-    spec = load_spec(given, ["models.0.replicas=2", "env.OMP_NUM_THREADS=4", "log_dir=~/logs"])
-    assert given == {"models": [{"path": model}]}  # the caller's mapping is left alone
+def test_overrides_leave_the_callers_mapping_unchanged(model: str) -> None:
+    source = {"models": [{"path": model}]}
+    spec = load_spec(source, ["models.0.replicas=2", "env.OMP_NUM_THREADS=4", "log_dir=~/logs"])
+    assert source == {"models": [{"path": model}]}
     assert spec.env == {"OMP_NUM_THREADS": "4"}
     assert spec.log_dir == Path.home() / "logs"
     with pytest.raises(UsageError):
         load_spec(None, ["models.0.replicas=2"])
 
 
-def test_unreadable_files(tmp_path: Path) -> None:
+def test_an_unreadable_file_is_explained(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="There is no file"):
         load_spec(tmp_path / "none.yaml")
     with pytest.raises(UsageError, match="cannot be read"):
         load_spec(tmp_path)
-    for text, words in [("a: [1", "not valid YAML"), ("- 1", "holds a list"), ("", "is empty")]:
+    for text, phrase in [("a: [1", "not valid YAML"), ("- 1", "holds a list"), ("", "is empty")]:
         file = tmp_path / "bad.yaml"
         file.write_text(text)
-        with pytest.raises(SpecError, match=words):
+        with pytest.raises(SpecError, match=phrase):
             load_spec(file)
 
 
 @given(st.text(max_size=40))
-def test_any_override_is_applied_or_refused_in_words(text: str) -> None:
+def test_any_override_is_applied_or_refused_with_a_message(text: str) -> None:
     data = {"models": [{"path": "org/model"}]}
     try:
         load_spec(data, [text])
@@ -129,7 +129,7 @@ def test_a_slug_is_a_component_name(name: str) -> None:
     assert slug(name)
 
 
-def test_a_spec_survives_the_trip_to_the_supervisor(model: str) -> None:
+def test_a_spec_survives_json(model: str) -> None:
     spec = load_spec(
         {"models": [{"path": model, "args": {"a": None, "b": [1, "x"], "c": {"d": True}}}]}
     )

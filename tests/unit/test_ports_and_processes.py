@@ -1,4 +1,4 @@
-"""Ports without races; processes that are who they say they are."""
+"""Ports are reserved without races; processes are identified by pid and start time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rollway.stack.lease import FIRST, LAST, Lease
 from rollway.stack.locks import NamedLock
 
 
-def test_a_lock_is_held_once_and_freed_by_death() -> None:
+def test_a_lock_has_one_holder_and_its_death_releases_it() -> None:
     name = f"test/{os.getpid()}"
     lock = NamedLock(name)
     assert lock.acquire()
@@ -41,18 +41,18 @@ def test_a_lock_is_held_once_and_freed_by_death() -> None:
     lock.release()
 
 
-def _lease_some(count: int, pipe: Connection) -> None:
+def _lease_ports(count: int, pipe: Connection) -> None:
     lease = Lease()
-    pipe.send([lease.port(0, "127.0.0.1", "x") for _ in range(count)])
+    pipe.send([lease.reserve_port(0, "127.0.0.1", "x") for _ in range(count)])
     pipe.recv()  # hold them until every process has chosen
 
 
-def test_processes_that_choose_at_one_moment_never_share_a_port() -> None:
+def test_processes_that_choose_at_the_same_moment_never_share_a_port() -> None:
     context = multiprocessing.get_context("fork")
     pipes, workers = [], []
     for _ in range(4):
         ours, theirs = context.Pipe()
-        worker = context.Process(target=_lease_some, args=(200, theirs))
+        worker = context.Process(target=_lease_ports, args=(200, theirs))
         worker.start()
         pipes.append(ours)
         workers.append(worker)
@@ -64,39 +64,41 @@ def test_processes_that_choose_at_one_moment_never_share_a_port() -> None:
     assert min(chosen) >= FIRST and max(chosen) < LAST <= 32768
 
 
-def test_a_wanted_port_is_given_or_refused() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
+def test_a_requested_port_is_reserved_or_refused() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
         lease = Lease()
-        with pytest.raises(PortInUse, match=f"Port {port} on 127.0.0.1, asked for as the door"):
-            lease.port(port, "127.0.0.1", "the door")
-    assert lease.port(port, "127.0.0.1", "the door") == port
+        with pytest.raises(
+            PortInUse, match=f"Port {port} on 127.0.0.1, requested as the test's port"
+        ):
+            lease.reserve_port(port, "127.0.0.1", "the test's port")
+    assert lease.reserve_port(port, "127.0.0.1", "the test's port") == port
     with pytest.raises(PortInUse):
-        Lease().port(port, "127.0.0.1", "the door")  # reserved, though nobody listens yet
+        Lease().reserve_port(port, "127.0.0.1", "the test's port")  # reserved
     lease.release()
 
 
-def test_identity_is_pid_and_start_time() -> None:
+def test_a_signal_reaches_only_the_process_with_pid_and_start_time() -> None:
     child = subprocess.Popen(["sleep", "60"])
     identity = ProcessId.of(child.pid)
     assert identity is not None and identity.alive
-    stranger = ProcessId(child.pid, identity.start - 1)
-    assert not stranger.alive
-    stranger.send(signal.SIGKILL)
+    other = ProcessId(child.pid, identity.start - 1)
+    assert not other.alive
+    other.send(signal.SIGKILL)
     assert child.poll() is None
     identity.send(signal.SIGKILL)
     child.wait()
     assert not identity.alive
 
 
-def test_an_address_that_is_not_ours_is_explained() -> None:
+def test_an_address_of_another_machine_is_explained() -> None:
     with pytest.raises(StartError, match=r"Nothing can listen on 192\.0\.2\.1"):
-        Lease().port(0, "192.0.2.1", "the door")
+        Lease().reserve_port(0, "192.0.2.1", "the test's port")
 
 
-def test_a_process_whose_name_is_half_a_character_does_no_harm() -> None:
+def test_a_process_whose_name_is_not_utf8_is_listed() -> None:
     """The kernel cuts names at 15 bytes, wherever that falls."""
     code = (
         "import ctypes, time; ctypes.CDLL(None).prctl(15, bytes([195, 169] * 7 + [195]), 0, 0, 0); "
@@ -124,8 +126,8 @@ time.sleep(60)
 """
 
 
-def test_an_orphan_that_changed_its_name_is_still_found() -> None:
-    """What vLLM does: the main process is killed, its renamed child lives on under pid 1."""
+def test_an_orphan_that_changed_its_name_is_found() -> None:
+    """When vLLM's main process is killed, its renamed child survives under pid 1."""
     pytest.importorskip("setproctitle")
     run_id = f"test{os.getpid()}"
     parent = subprocess.Popen(
@@ -144,7 +146,7 @@ def test_an_orphan_that_changed_its_name_is_still_found() -> None:
     assert processes.members(run_id) == set()
 
 
-def test_other_runs_are_not_members() -> None:
+def test_processes_of_other_runs_are_not_members() -> None:
     other = subprocess.Popen(
         ["sleep", "60"], env={**os.environ, **processes.run_environment("other-run")}
     )
@@ -166,7 +168,7 @@ time.sleep(60)
 """
 
 
-def test_shared_memory_goes_with_its_owner_and_not_before() -> None:
+def test_shared_memory_is_removed_only_after_its_owner_is_dead() -> None:
     name = f"rollway-test-{os.getpid()}"
     owner = subprocess.Popen(
         [sys.executable, "-c", SEGMENT.format(name=name)], stdout=subprocess.PIPE
@@ -174,16 +176,16 @@ def test_shared_memory_goes_with_its_owner_and_not_before() -> None:
     assert owner.stdout is not None and owner.stdout.readline() == b"up\n"
     identity = ProcessId.of(owner.pid)
     assert identity is not None
-    assert processes.shared_memory([identity]) == {name}
-    assert processes.remove_shared_memory([name]) == []  # somebody uses it
+    assert processes.find_shared_memory([identity]) == {name}
+    assert processes.remove_shared_memory([name]) == []  # its owner is alive
     owner.kill()
     owner.wait()
-    assert (processes.SHM / name).exists()  # nobody else would remove it
+    assert (processes.SHM / name).exists()  # the kernel does not remove it
     assert processes.remove_shared_memory([name, "never-existed"]) == [name]
     assert not (processes.SHM / name).exists()
 
 
-def test_what_a_process_held_is_known_although_it_ended_by_itself() -> None:
+def test_shared_memory_of_a_process_that_ended_on_its_own_is_known() -> None:
     run_id, name = f"leaver{os.getpid()}", f"rollway-test-leaver-{os.getpid()}"
     owner = subprocess.Popen(
         [sys.executable, "-c", SEGMENT.format(name=name).replace("sleep(60)", "sleep(0.5)")],
@@ -192,12 +194,12 @@ def test_what_a_process_held_is_known_although_it_ended_by_itself() -> None:
     )
     assert owner.stdout is not None and owner.stdout.readline() == b"up\n"
 
-    def left() -> set[ProcessId]:
+    def find_left() -> set[ProcessId]:
         owner.poll()
         return processes.members(run_id)
 
-    assert processes.end(left, 20.0) == {name}
-    assert owner.returncode == 0
+    assert processes.end(find_left, 20.0) == {name}
+    assert owner.wait(10) == 0  # `find_left` may see its end before `poll` does
     assert processes.remove_shared_memory([name]) == [name]
 
 
@@ -210,7 +212,7 @@ while True:
 """
 
 
-def test_a_process_that_keeps_starting_others_is_ended_with_all_of_them() -> None:
+def test_a_process_that_keeps_forking_is_killed_with_all_its_children() -> None:
     run_id = f"breeder{os.getpid()}"
     parent = subprocess.Popen(
         [sys.executable, "-c", BREEDER],
@@ -235,13 +237,13 @@ def test_a_semaphore_is_found_under_its_real_name() -> None:
         name = "sem." + owner.stdout.readline().strip().lstrip("/")
         identity = ProcessId.of(owner.pid)
         assert identity is not None
-        assert name in processes.shared_memory([identity])
+        assert name in processes.find_shared_memory([identity])
     finally:
         owner.terminate()
         owner.wait()
 
 
 def test_waiting_for_the_dead_takes_no_time() -> None:
-    began = time.monotonic()
+    start = time.monotonic()
     assert processes.wait_gone({ProcessId(2**22 + 1, 1)}, 5.0) == set()
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - start < 1.0

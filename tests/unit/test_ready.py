@@ -12,8 +12,8 @@ from rollway.stack import ready
 
 
 class Frontend:
-    """Answers warm-ups; the first `wrong` of them with a log-prob that is none. A stand-in: a real
-    engine does this too seldom to wait for."""
+    """A stand-in that answers warm-ups, the first `wrong` of them with a log-prob of null. A real
+    engine does this too rarely for a test."""
 
     def __init__(self, wrong: int) -> None:
         self.wrong = wrong
@@ -21,12 +21,12 @@ class Frontend:
 
     async def post(self, url: str, body: Any, **_: Any) -> dict[str, Any]:
         self.requests += 1
-        good = self.requests > self.wrong
+        is_right = self.requests > self.wrong
         return {
             "choices": [
                 {
                     "finish_reason": "length",
-                    "logprobs": {"token_logprobs": [-1.0, -1.0 if good else None]},
+                    "logprobs": {"token_logprobs": [-1.0, -1.0 if is_right else None]},
                 }
             ],
             "nvext": {"completion_token_ids": [1, 2], "worker_id": {"decode_worker_id": 7}},
@@ -43,11 +43,12 @@ async def warm_up(frontend: Frontend, monkeypatch: pytest.MonkeyPatch) -> list[s
     def report(worker: Any, state: str, detail: str) -> None:
         details.append(detail)
 
-    await ready._answer(frontend, plan, worker, 7, report)  # type: ignore[arg-type]
+    check = ready.ServingCheck(frontend, plan, report, warm_up=True)  # type: ignore[arg-type]
+    await check.warm_up(worker, 7)  # type: ignore[arg-type]
     return details
 
 
-async def test_a_first_answer_that_cannot_be_trusted_is_asked_for_again(
+async def test_a_first_answer_that_cannot_be_trusted_is_requested_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     frontend = Frontend(wrong=2)
@@ -55,7 +56,7 @@ async def test_a_first_answer_that_cannot_be_trusted_is_asked_for_again(
     assert frontend.requests == 4 and len(details) == 2 and "log-prob" in details[0]
 
 
-async def test_a_worker_whose_answers_stay_wrong_does_not_get_ready(
+async def test_a_worker_whose_answers_stay_wrong_does_not_become_ready(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with pytest.raises(RolloutError, match="log-prob"):

@@ -1,13 +1,12 @@
-"""What a person sees while a stack starts and stops: one live line per process.
+"""Shows how a stack starts and stops.
 
-On a terminal a table is redrawn; elsewhere each change is one line. Always on stderr, so that
-stdout stays free for what a script reads.
+On a terminal this is a live table of the processes, elsewhere one line per change. The output goes
+to stderr, so that scripts can read stdout.
 """
 
 from __future__ import annotations
 
 import time
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console
@@ -15,7 +14,7 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-from rollway.stack.state import ProcessState, StackState
+from rollway.stack.state import StackState
 
 _STYLES = {
     "ready": "green",
@@ -28,7 +27,7 @@ _STYLES = {
 
 
 class StackProgress:
-    """Give it to `up` or `down` as the progress callback, inside a `with`."""
+    """A progress callback for `up` and `down`; use it as a context manager."""
 
     def __init__(self, *, quiet: bool = False) -> None:
         self.console = Console(stderr=True, quiet=quiet, highlight=False, soft_wrap=True)
@@ -41,12 +40,7 @@ class StackProgress:
             self._live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -55,20 +49,20 @@ class StackProgress:
         if self._live is not None:
             self._live.update(process_table(state))
         for process in state.processes:
-            words = f"{process.state} {process.detail}".strip()
-            if process.state == "waiting" or self._shown.get(process.name) == words:
+            text = f"{process.state} {process.detail}".strip()
+            if process.state == "waiting" or self._shown.get(process.name) == text:
                 continue
-            self._shown[process.name] = words
+            self._shown[process.name] = text
             if self._live is None:
                 elapsed = time.time() - state.started_at
-                self.console.print(f"[{elapsed:6.1f} s] {process.name}: {words}", markup=False)
+                self.console.print(f"[{elapsed:6.1f} s] {process.name}: {text}", markup=False)
 
 
 def process_table(state: StackState) -> Table:
-    """The processes of a stack as a table."""
+    """Return the processes of a stack as a table."""
     elapsed = time.time() - state.started_at
     table = Table(
-        title=f"{state.name}: {state.phase} ({_duration(elapsed)})",
+        title=f"{state.name}: {state.phase} ({_format_duration(elapsed)})",
         title_justify="left",
         box=None,
         pad_edge=False,
@@ -76,29 +70,21 @@ def process_table(state: StackState) -> Table:
     for column in ("process", "state", "pid", "restarts", "detail"):
         table.add_column(column)
     for process in state.processes:
-        table.add_row(*_row(process))
+        style = _STYLES.get(process.state, "cyan")
+        # Escaped: text of a state file must not act as markup.
+        table.add_row(
+            escape(process.name),
+            f"[{style}]{escape(process.state)}[/{style}]",
+            str(process.pid or ""),
+            str(process.restarts or ""),
+            escape(process.detail),
+        )
     return table
 
 
-def _row(process: ProcessState) -> tuple[str, str, str, str, str]:
-    style = _STYLES.get(process.state, "cyan")
-    # What a state file says is text, not markup.
-    return (
-        escape(process.name),
-        f"[{style}]{escape(process.state)}[/{style}]",
-        str(process.pid or ""),
-        str(process.restarts or ""),
-        escape(process.detail),
-    )
-
-
-def _duration(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return (
-        f"{hours} h {minutes} min"
-        if hours
-        else f"{minutes} min {rest} s"
-        if minutes
-        else f"{rest} s"
-    )
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"

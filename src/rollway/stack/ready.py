@@ -1,8 +1,8 @@
-"""When a stack is ready: every model is listed, every worker of every replica has answered a
-greedy and a sampled request. That a process exists, or that a port is open, proves neither.
+"""Decides when a stack is ready: the frontend lists every model, and every worker has answered one
+greedy and one sampled request. A running process or an open port shows neither.
 
-The first request of each kind compiles kernels and takes seconds; here it is paid before the
-first user, on every worker, by pinning the request to it.
+The first request of each kind compiles kernels and takes seconds. The warm-up sends it to every
+worker before the first user does, by pinning the request to the worker.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import asyncio
 import ipaddress
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any
 from urllib.parse import urlsplit
 
 from rollway.config import is_loopback
@@ -38,40 +39,8 @@ _UNTRUSTED_ANSWERS = 3
 _WARM_UPS = (Sampling(max_tokens=2, temperature=0.0), Sampling(max_tokens=2, temperature=1.0))
 
 
-async def until_serving(
-    http: Http,
-    plan: StackPlan,
-    workers: Sequence[ProcessPlan],
-    report: Report,
-    *,
-    warm_up: bool,
-    secret: str = "",
-    taken: Set[int] = frozenset(),
-    lost: Callable[[ProcessPlan], None] | None = None,
-) -> dict[str, int]:
-    """Return the instance id of each of these workers, when all have registered and answered.
-
-    `taken` are the ids of other workers and of dead ones, which stay listed for a while; `lost` is
-    told of a worker that serves its admin port but does not get listed."""
-    instances = await _registered(http, plan, workers, report, taken, lost)
-    await _listed(http, plan, {w.model for w in workers if w.model})
-
-    async def warm(worker: ProcessPlan) -> None:
-        instance = instances[worker.name]
-        if warm_up:
-            report(worker, "warming up", "first greedy and first sampled request")
-            await _answer(http, plan, worker, instance, report)
-        if worker.engine != "mocker":
-            # A worker that starts, also one that starts again, serves the spec's checkpoint.
-            await _declare_base(http, plan, instance, secret)
-        report(worker, "ready", "")
-
-    await asyncio.gather(*map(warm, workers))
-    return instances
-
-
-async def until_open(http: Http, url: str) -> None:
-    """Return when something answers HTTP at `url`, whatever it says."""
+async def wait_until_open(http: Http, url: str) -> None:
+    """Return when a server answers HTTP at `url`, with any status."""
     while True:
         try:
             await http.get_text(url, timeout=2.0)
@@ -82,20 +51,20 @@ async def until_open(http: Http, url: str) -> None:
             await asyncio.sleep(_POLL_SECONDS)
 
 
-async def until_joined(http: Http, plan: StackPlan) -> None:
-    """Return when the frontend of the stack to join answers; it may have been started just now."""
+async def wait_until_joinable(http: Http, plan: StackPlan) -> None:
+    """Return when the frontend of the stack to join answers; it may still be starting."""
     try:
-        await asyncio.wait_for(until_open(http, f"{plan.frontend_url}/health"), JOIN_SECONDS)
+        await asyncio.wait_for(wait_until_open(http, f"{plan.frontend_url}/health"), JOIN_SECONDS)
     except TimeoutError:
         raise StartError(
             f"No frontend to join answers at {plan.frontend_url} ({JOIN_SECONDS:g} s).",
-            "Is that stack running, and does its `frontend.host` take connections from here? "
-            "`rollway status NAME --json` on its machine shows its invitation.",
+            "Is that stack running, and does its `frontend.host` accept connections from here? "
+            "`rollway status NAME --json` on its machine shows its `invitation`.",
         ) from None
 
 
-async def until_connectable(port: int, host: str) -> None:
-    """Return when a TCP connection can be made (for servers that do not speak HTTP)."""
+async def wait_until_connectable(port: int, host: str) -> None:
+    """Return when a server that does not speak HTTP accepts TCP connections."""
     while True:
         try:
             _, writer = await asyncio.open_connection(host, port)
@@ -106,63 +75,187 @@ async def until_connectable(port: int, host: str) -> None:
         return
 
 
-async def _registered(
-    http: Http,
-    plan: StackPlan,
-    workers: Sequence[ProcessPlan],
-    report: Report,
-    taken: Set[int],
-    lost: Callable[[ProcessPlan], None] | None,
-) -> dict[str, int]:
-    """The instance id of each worker, once all have registered."""
-    found: dict[str, int] = {}
-    unlisted_since: dict[str, float] = {}
-    while len(found) < len(workers):
-        try:
-            seen = await _instances(http, plan, workers, taken)
-        except RollwayError:
-            unlisted_since.clear()  # the frontend itself is still starting: nobody is lost
-            await asyncio.sleep(_POLL_SECONDS)
-            continue
-        for worker in workers:
-            if worker.name in seen and worker.name not in found:
-                found[worker.name] = seen[worker.name]
-                report(worker, "registered", "")
-        for worker in workers:
-            # File discovery drops a registration now and then when very many start at once, and
-            # nobody tries again.
-            if lost is None or worker.name in found or not await _admin_answers(http, worker):
+class ServingCheck:
+    """Waits until workers of a plan serve, and reports each step."""
+
+    def __init__(
+        self, http: Http, plan: StackPlan, report: Report, *, warm_up: bool, secret: str = ""
+    ) -> None:
+        self._http = http
+        self._plan = plan
+        self._report = report
+        self._warmup = warm_up
+        self._secret = secret
+
+    async def wait(
+        self,
+        workers: Sequence[ProcessPlan],
+        used_ids: Set[int],
+        on_lost: Callable[[ProcessPlan], None],
+    ) -> dict[str, int]:
+        """Return the instance id of each worker when all have registered and answered.
+
+        `used_ids` are the ids of other workers and of dead ones, which stay listed for some time.
+        `on_lost` is called with a worker that serves its admin port but does not get listed."""
+        instances = await self._wait_for_registration(workers, used_ids, on_lost)
+        await self._wait_for_models({worker.model for worker in workers if worker.model})
+        await asyncio.gather(*(self._finish(worker, instances[worker.name]) for worker in workers))
+        return instances
+
+    async def _finish(self, worker: ProcessPlan, instance: int) -> None:
+        if self._warmup:
+            self._report(worker, "warming up", "first greedy and first sampled request")
+            await self.warm_up(worker, instance)
+        if worker.engine != "mocker":
+            # Every start of a worker, a restart too, loads the checkpoint of the spec.
+            await self._declare_base(instance)
+        self._report(worker, "ready", "")
+
+    async def _wait_for_registration(
+        self,
+        workers: Sequence[ProcessPlan],
+        used_ids: Set[int],
+        on_lost: Callable[[ProcessPlan], None],
+    ) -> dict[str, int]:
+        registered: dict[str, int] = {}
+        unlisted_since: dict[str, float] = {}
+        while len(registered) < len(workers):
+            try:
+                listed = await self._find_instances(workers, used_ids)
+            except RollwayError:
+                # The frontend itself is still starting, so an unlisted worker is not lost.
+                unlisted_since.clear()
+                await asyncio.sleep(_POLL_SECONDS)
                 continue
-            since = unlisted_since.setdefault(worker.name, time.monotonic())
-            if time.monotonic() - since > LOST_SECONDS:
-                lost(worker)
-                del unlisted_since[worker.name]
-        await asyncio.sleep(_POLL_SECONDS)
-    return found
+            for worker in workers:
+                if worker.name in listed and worker.name not in registered:
+                    registered[worker.name] = listed[worker.name]
+                    self._report(worker, "registered", "")
+            for worker in workers:
+                # Dynamo's file discovery loses a registration now and then when very many workers
+                # start at once, and does not retry.
+                if worker.name in registered or not await self._has_admin_routes(worker):
+                    continue
+                since = unlisted_since.setdefault(worker.name, time.monotonic())
+                if time.monotonic() - since > LOST_SECONDS:
+                    on_lost(worker)
+                    del unlisted_since[worker.name]
+            await asyncio.sleep(_POLL_SECONDS)
+        return registered
+
+    async def _has_admin_routes(self, worker: ProcessPlan) -> bool:
+        """Whether a worker serves its admin routes, which it does right before it registers."""
+        if worker.engine == "mocker" or worker.admin_url is None:
+            return False
+        try:
+            await self._http.post(f"{worker.admin_url}/engine/get_weight_version", {}, timeout=2.0)
+        except (Unreachable, RequestFailed):
+            return False
+        return True
+
+    async def _find_instances(
+        self, workers: Sequence[ProcessPlan], used_ids: Set[int]
+    ) -> dict[str, int]:
+        """Map the names of those workers that are listed now to their instance ids."""
+        instances: dict[str, int] = {}
+        for entry in await discover(self._http, RlListing(self._plan.rl_url), retry=ONCE):
+            worker = next((worker for worker in workers if is_at(entry.admin_url, worker)), None)
+            if worker is not None and entry.error is None and entry.instance_id not in used_ids:
+                instances[worker.name] = entry.instance_id
+        mockers = [worker for worker in workers if worker.engine == "mocker"]
+        if mockers:
+            health = await _read_health(self._http, self._plan)
+            instances |= _assign_mockers(mockers, health.get("instances", []), used_ids)
+        return instances
+
+    async def _wait_for_models(self, models: set[str]) -> None:
+        """Return when the frontend serves these models, whose workers have registered."""
+        answered = 0.0
+        while answered < UNSERVED_SECONDS:
+            try:
+                url = f"{self._plan.frontend_url}/v1/models"
+                answer = await self._http.get(url, timeout=5.0, retry=ONCE)
+                missing = models - {entry["id"] for entry in answer["data"]}
+                if not missing:
+                    return
+                answered += _POLL_SECONDS
+            except (Unreachable, RequestFailed):
+                pass
+            await asyncio.sleep(_POLL_SECONDS)
+        frontends = self._plan.by_role("frontend")
+        log = frontends[0].log if frontends else None
+        raise StartError(
+            f"The frontend lists the workers of {', '.join(sorted(missing))} and does not serve "
+            "the model.",
+            "Perhaps it could not load the model's files (a missing chat template, for example): "
+            f"see {log or f'the log of {self._plan.frontend_url}'}.",
+            log_tail="\n".join(logs.telling_tail(log)) if log else "",
+        )
+
+    async def _declare_base(self, instance: int) -> None:
+        """Set the taint and then the label of the base version. The caller limits the time.
+
+        The label comes last: once a worker has it, a refit may change both. A worker that has a
+        label already was refitted by a process that did not wait for this start."""
+        while True:
+            try:
+                for listed in await discover(self._http, RlListing(self._plan.rl_url)):
+                    if listed.instance_id == instance and listed.error is None:
+                        async with DynamoAdmin(self._http, secret=self._secret).held() as admin:
+                            if await admin.weight_version(listed) is None:
+                                await admin.set_taints(listed, [taint_of(BASE_VERSION)])
+                                await admin.declare_version(listed, BASE_VERSION)
+                        return
+            except RollwayError:
+                pass  # the frontend may be restarting
+            await asyncio.sleep(_POLL_SECONDS)
+
+    async def warm_up(self, worker: ProcessPlan, instance: int) -> None:
+        """Have this worker answer one request of each kind; raise `RolloutError` if its answers
+        stay wrong."""
+        for sampling in _WARM_UPS:
+            untrusted = 0
+            while True:
+                try:
+                    await self._request(worker, instance, sampling)
+                    break
+                except (RequestFailed, Unreachable) as error:
+                    # The frontend answers 404 or 400 for a moment after it has listed a model, and
+                    # not at all while it restarts. The caller limits the time.
+                    self._report(worker, "warming up", error.message)
+                except RolloutError as error:
+                    # vLLM with a draft model on CPU was seen to answer its very first request with
+                    # a log-prob of null, and never again.
+                    untrusted += 1
+                    if untrusted == _UNTRUSTED_ANSWERS:
+                        raise
+                    self._report(worker, "warming up", error.message)
+                await asyncio.sleep(_POLL_SECONDS)
+
+    async def _request(self, worker: ProcessPlan, instance: int, sampling: Sampling) -> None:
+        body = completion_request(worker.model or "", _PROMPT, sampling, pin=instance)
+        if worker.engine == "mocker":
+            body.pop("logprobs")
+        url = f"{self._plan.frontend_url}/v1/completions"
+        answer = await self._http.post(url, body, timeout=WARM_UP_SECONDS)
+        if worker.engine != "mocker":
+            assembly = DynamoAssembly(sampling, len(_PROMPT))
+            assembly.add(answer)
+            assembly.finish()
 
 
-async def _admin_answers(http: Http, worker: ProcessPlan) -> bool:
-    """Whether an RL worker has its routes up, which it does right before it registers."""
-    if worker.engine == "mocker" or worker.admin_url is None:
-        return False
-    try:
-        await http.post(f"{worker.admin_url}/engine/get_weight_version", {}, timeout=2.0)
-    except (Unreachable, RequestFailed):
-        return False
-    return True
-
-
-class Absences:
-    """Remembers for how many listings in a row a worker was missing."""
+class MissingCounter:
+    """Counts for how many listings in a row each worker was missing."""
 
     def __init__(self, patience: int = 3) -> None:
         self._patience = patience
         self._missing: dict[int, int] = {}
 
-    def lost(self, expected: Mapping[str, int], listed: Set[int] | None) -> list[str]:
-        """Which of these workers (name to instance id) are lost for good. A listing that could
-        not be had says nothing about anybody."""
-        if not listed:  # none at all: then it is the frontend that has just started
+    def find_lost(self, expected: Mapping[str, int], listed: Set[int] | None) -> list[str]:
+        """Return the names of the workers (name to instance id) that are lost for good.
+
+        Without a listing, or with an empty one, nobody is: the frontend has only just started."""
+        if not listed:
             return []
         self._missing = {
             instance: self._missing.get(instance, 0) + 1
@@ -172,41 +265,29 @@ class Absences:
         return [n for n, i in expected.items() if self._missing.get(i, 0) >= self._patience]
 
 
-async def listed_instances(http: Http, plan: StackPlan) -> set[int] | None:
-    """The ids of all workers that the frontend knows; None when it does not answer."""
+async def list_instances(http: Http, plan: StackPlan) -> set[int] | None:
+    """Return the ids of all workers that the frontend lists; None when it does not answer."""
     try:
-        health = await http.get(f"{plan.frontend_url}/health", timeout=5.0, retry=ONCE)
+        health = await _read_health(http, plan)
         return {int(entry["instance_id"]) for entry in health["instances"]}
     except (RollwayError, KeyError, TypeError, ValueError):
         return None
 
 
-async def _instances(
-    http: Http, plan: StackPlan, workers: Sequence[ProcessPlan], taken: Set[int]
-) -> dict[str, int]:
-    """Worker name to instance id, for those that are there."""
-    found = {}
-    for listed in await discover(http, RlListing(plan.rl_url), retry=ONCE):
-        worker = next((one for one in workers if is_at(listed.admin_url, one)), None)
-        if worker is not None and listed.error is None and listed.instance_id not in taken:
-            found[worker.name] = listed.instance_id
-    mockers = [worker for worker in workers if worker.engine == "mocker"]
-    if mockers:
-        found.update(await _mocker_instances(http, plan, mockers, taken))
-    return found
-
-
 def is_at(admin_url: str, worker: ProcessPlan | ProcessState) -> bool:
-    """Whether a worker is the one that is listed there. Another machine's may have the same port;
-    but the address of one that listens on all of them, or on a name, is Dynamo's choice."""
-    listed, own = urlsplit(admin_url), urlsplit(worker.admin_url or "")
+    """Whether a listed admin address is that of a worker of this stack.
+
+    The port alone is not enough: a worker of another machine may have the same. The host is
+    compared only if the spec gave an address; for loopback, all addresses or a name, Dynamo
+    chooses what it lists."""
+    listed, planned = urlsplit(admin_url), urlsplit(worker.admin_url or "")
     if listed.port != worker.ports.get("system"):
         return False
-    chosen = own.hostname or ""
-    return is_loopback(chosen) or not _is_number(chosen) or listed.hostname == chosen
+    host = planned.hostname or ""
+    return is_loopback(host) or not _is_ip_address(host) or listed.hostname == host
 
 
-def _is_number(host: str) -> bool:
+def _is_ip_address(host: str) -> bool:
     try:
         ipaddress.ip_address(host)
     except ValueError:
@@ -214,95 +295,28 @@ def _is_number(host: str) -> bool:
     return True
 
 
-async def _mocker_instances(
-    http: Http, plan: StackPlan, mockers: Sequence[ProcessPlan], taken: Set[int]
+async def _read_health(http: Http, plan: StackPlan) -> dict[str, Any]:
+    health: dict[str, Any] = await http.get(f"{plan.frontend_url}/health", timeout=5.0, retry=ONCE)
+    return health
+
+
+def _assign_mockers(
+    mockers: Sequence[ProcessPlan], listed: Sequence[Mapping[str, Any]], used_ids: Set[int]
 ) -> dict[str, int]:
-    """Mockers are not in the RL listing. The frontend's health lists instances without saying
-    which process each is; for replicas of one model any assignment will do."""
-    health = await http.get(f"{plan.frontend_url}/health", timeout=5.0, retry=ONCE)
+    """Assign the listed instances to mockers, which are not in the RL listing.
+
+    The frontend's health does not say which process an instance is; for replicas of one model any
+    assignment works."""
     endpoint = {m.name: m.argv[m.argv.index("--endpoint") + 1] for m in mockers}
-    found: dict[str, int] = {}
+    assigned: dict[str, int] = {}
     for address in set(endpoint.values()):
         component = address.split(".")[-2]
         ids = sorted(
-            i["instance_id"]
-            for i in health.get("instances", [])
-            if i.get("endpoint") == "generate"
-            and i.get("component") == component
-            and i["instance_id"] not in taken
+            entry["instance_id"]
+            for entry in listed
+            if entry.get("endpoint") == "generate"
+            and entry.get("component") == component
+            and entry["instance_id"] not in used_ids
         )
-        found.update(zip((n for n, a in endpoint.items() if a == address), ids, strict=False))
-    return found
-
-
-async def _listed(http: Http, plan: StackPlan, models: set[str]) -> None:
-    """Return when the frontend serves the models, whose workers have registered with it."""
-    answered = 0.0
-    while answered < UNSERVED_SECONDS:
-        try:
-            answer = await http.get(f"{plan.frontend_url}/v1/models", timeout=5.0, retry=ONCE)
-            missing = models - {entry["id"] for entry in answer["data"]}
-            if not missing:
-                return
-            answered += _POLL_SECONDS
-        except (Unreachable, RequestFailed):
-            pass
-        await asyncio.sleep(_POLL_SECONDS)
-    frontends = [process.log for process in plan.processes if process.role == "frontend"]
-    seen = str(frontends[0]) if frontends else f"the log of {plan.frontend_url}"
-    raise StartError(
-        f"The frontend knows the workers of {', '.join(sorted(missing))} and does not serve it.",
-        f"It could not load the model's files, perhaps (no chat template, say): see {seen}.",
-        log_tail="\n".join(logs.telling_tail(frontends[0])) if frontends else "",
-    )
-
-
-async def _declare_base(http: Http, plan: StackPlan, instance: int, secret: str) -> None:
-    """Routing first, label last: once a worker has its label, a refit may begin to change both. One
-    that has a label already was moved by somebody who did not wait. The caller bounds the time."""
-    while True:
-        try:
-            for listed in await discover(http, RlListing(plan.rl_url)):
-                if listed.instance_id == instance and listed.error is None:
-                    async with DynamoAdmin(http, secret=secret).held() as admin:
-                        if await admin.weight_version(listed) is None:
-                            await admin.set_taints(listed, [taint_of(BASE_VERSION)])
-                            await admin.declare_version(listed, BASE_VERSION)
-                    return
-        except RollwayError:
-            pass  # the frontend restarts, perhaps
-        await asyncio.sleep(_POLL_SECONDS)
-
-
-async def _answer(
-    http: Http, plan: StackPlan, worker: ProcessPlan, instance: int, report: Report
-) -> None:
-    """Send one request of each kind, answered by this very worker; raise `RolloutError` if its
-    answers cannot be trusted."""
-    for sampling in _WARM_UPS:
-        body = completion_request(worker.model or "", _PROMPT, sampling, pin=instance)
-        if worker.engine == "mocker":
-            body.pop("logprobs")
-        untrusted = 0
-        while True:
-            try:
-                answer = await http.post(
-                    f"{plan.frontend_url}/v1/completions", body, timeout=WARM_UP_SECONDS
-                )
-                if worker.engine != "mocker":
-                    assembly = DynamoAssembly(sampling, len(_PROMPT))
-                    assembly.add(answer)
-                    assembly.finish()
-                break
-            except (RequestFailed, Unreachable) as error:
-                # The frontend answers 404 or 400 for a moment after it has listed a model, and
-                # not at all while it restarts. The caller bounds how long this goes on.
-                report(worker, "warming up", error.message)
-            except RolloutError as error:
-                # vLLM with a draft model on CPU has once answered its very first request with a
-                # log-prob that is none, and never again. What stays wrong ends the start.
-                untrusted += 1
-                if untrusted == _UNTRUSTED_ANSWERS:
-                    raise
-                report(worker, "warming up", error.message)
-            await asyncio.sleep(_POLL_SECONDS)
+        assigned.update(zip((n for n, a in endpoint.items() if a == address), ids, strict=False))
+    return assigned

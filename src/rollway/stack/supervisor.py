@@ -1,15 +1,22 @@
-"""The process that owns a stack: starts it, watches it, restarts what dies, ends it.
+"""The process that owns a stack: it starts the stack, watches it and stops it.
 
-    up ──spawns──► supervisor ──spawns──► etcd, nats (if asked for)
-     │   spec on stdin  │                 workers
-     │                  │                 frontend
-     ├──lifeline────────┤  (a pipe: when the other end closes, the stack ends)
-     └──reads state.json┘
+    rollway up ──spawns──► Supervisor ──has──► Children  run the processes, write state.json
+     │     spec on stdin    │    │
+     ├──lifeline (a pipe)───┤    └──has──► Healer  restarts processes of a ready stack
+     └──reads state.json────┘
 
-It is a process of its own, so that a trainer may be killed, fork or hold the GIL for minutes
-without the stack noticing; through the lifeline a killed trainer still takes its stack with it.
-It ends on SIGTERM, SIGINT or a closed lifeline. If it is killed itself, its children are asked to
-end by the kernel, and the next `rollway up` or `down` clears what is left (rollway.stack.local).
+The life of a stack, as `phase` in state.json shows it:
+
+    starting ──all workers answered──► ready ──SIGTERM, SIGINT, lifeline closed──► stopping
+        │                              │   ▲                                          │
+        │              a process died  └───┘  Healer restarts it                      ▼
+        │                                                          state.json is removed
+        └──error, dead process, timeout──► stopping ──► failed (state.json stays)
+
+The supervisor is a separate process: a trainer may fork, or may hold the GIL for minutes, without
+an effect on the stack. When the trainer is killed, the kernel closes its end of the
+lifeline, and the stack stops. When the supervisor itself is killed, the kernel sends its children
+SIGTERM, and the next `rollway up` or `down` clears the rest (rollway.stack.local).
 """
 
 from __future__ import annotations
@@ -24,236 +31,178 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
-from rollway import private, processes
+from rollway import processes
 from rollway.config import StackSpec
 from rollway.errors import RollwayError, StartError
-from rollway.orders import stack_secret
+from rollway.http import Http
 from rollway.stack import logs
-from rollway.stack.children import exit_words
+from rollway.stack.children import Children, describe_exit
 from rollway.stack.heal import WATCH_SECONDS, Healer
+from rollway.stack.launch import NAME_IN_USE
+from rollway.stack.lease import Lease
 from rollway.stack.locks import NamedLock
-from rollway.stack.plan import ProcessPlan, StackPlan, plan_stack
-from rollway.stack.ready import until_joined, until_open
-from rollway.stack.retention import record_names
-from rollway.stack.state import (
-    DETACH,
-    ProcessState,
-    StackDir,
-    new_secret,
-    patience,
-    prepare_logs,
-    remove_run_dir,
-)
-from rollway.weights.adapter import remove_abandoned
+from rollway.stack.plan import ProcessPlan
+from rollway.stack.ready import wait_until_joinable
+from rollway.stack.state import DETACH, StackDir
+
+_ROTATE_SECONDS = 1.0
 
 
-class Supervisor(Healer):
+class Supervisor:
     """Runs one stack from start to end."""
 
+    def __init__(self, spec: StackSpec, lifeline: int | None) -> None:
+        self._spec = spec
+        self._lifeline = lifeline
+        self._ports = Lease()
+        self._http = Http()
+        self._stopping = asyncio.Event()
+        self._children = Children(spec)
+        self._healer = Healer(self._children, self._http)
+
     async def run(self) -> int:
-        """Until told to stop; the exit status says whether the stack ever got ready."""
+        """Run until a signal or the lifeline says stop; return 1 if the stack failed, else 0."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.stopping.set)
-        if self.lifeline is not None:
-            loop.add_reader(self.lifeline, self._lifeline_changed)
+            loop.add_signal_handler(number, self._stopping.set)
+        if self._lifeline is not None:
+            loop.add_reader(self._lifeline, self._read_lifeline)
         processes.adopt_orphans()
-        self.directory.write(self.state)
-        self.directory.record("start", run=self.state.run_id)
+        children, directory = self._children, self._children.directory
+        # Before the first process starts: by the state, or else by the run id in the history,
+        # `rollway down` finds the processes if this one is killed.
+        directory.write(children.state)
+        directory.record("start", run=children.state.run_id)
         failure: RollwayError | None = None
-        rotation = asyncio.create_task(self._watch_logs())
+        rotation = asyncio.create_task(self._rotate_logs())
         try:
-            await self._until_stop(self._start())
-            if not self.stopping.is_set():
-                self._ready()
-                await self._watch()
+            await self._run_until_stop(self._start())
+            if not self._stopping.is_set():
+                self._become_ready()
+                await self._healer.watch(self._stopping)
         except RollwayError as error:
             failure = error
         except OSError as error:
-            what = f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")
+            cause = f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")
             failure = StartError(
-                f"The supervisor could not go on: {what}.",
-                "Check the path, the disk space and the permissions it names.",
+                f"The supervisor cannot continue: {cause}.",
+                "Check the path, the disk space and the permissions.",
             )
         finally:
-            await self._stop()
-            rotation.cancel()
+            self._healer.cancel()  # first, or it would restart what `stop` kills
+            await children.stop()
+            self._ports.release()
+            await self._http.close()
+            rotation.cancel()  # last: processes write to their logs until they have stopped
         if failure is None:
-            self.directory.forget()
-            self.directory.record("stopped", run=self.state.run_id)
-            self._prune_after()
+            directory.forget()
+            directory.record("stopped", run=children.state.run_id)
+            children.prune_logs()
             return 0
-        self.state.phase, self.state.error = "failed", failure.as_json()
-        self._write()
-        self.directory.record("failed", run=self.state.run_id, message=failure.message)
+        children.state.phase, children.state.error = "failed", failure.as_json()
+        children.write_state()
+        directory.record("failed", run=children.state.run_id, message=failure.message)
         return 1
 
-    # --- start -----------------------------------------------------------------------------
-
     async def _start(self) -> None:
-        plan = self._prepare()
-        if self.spec.join is not None:
-            await self._watching_start(until_joined(self.http, plan))
+        children, healer = self._children, self._healer
+        plan = children.prepare(self._ports)
+        if self._spec.join is not None:
+            await self._run_start_step(wait_until_joinable(self._http, plan))
         for service in plan.by_role("service"):
-            self._spawn(service)
-            await self._watching_start(self._service_up(service))
-            self._report(service, "ready", "")
+            children.spawn(service)
+            await self._run_start_step(healer.wait_for_service(service))
+        # Workers may load their models for minutes; the frontend starts meanwhile.
         for worker in plan.by_role("worker"):
-            self._spawn(worker)
+            children.spawn(worker)
         for frontend in plan.by_role("frontend"):
-            self._spawn(frontend)
-            await self._watching_start(until_open(self.http, f"{plan.frontend_url}/health"))
-            self._report(frontend, "ready", "")
-        await self._watching_start(self._workers_serving(plan, plan.by_role("worker")))
+            children.spawn(frontend)
+            await self._run_start_step(healer.wait_for_frontend(frontend))
+        await self._run_start_step(healer.wait_for_workers(plan.by_role("worker")))
 
-    def _prepare(self) -> StackPlan:
-        run_dir, log_dir = Path(self.state.run_dir), Path(self.state.log_dir)
-        prepare_logs(log_dir)
-        self._set_logs_aside(log_dir)
-        private.make_scratch(run_dir)
-        for part in ("tmp", "discovery"):
-            private.make_scratch(run_dir / part)
-        self.secret = new_secret(run_dir, self._joined_secret())
-        plan = plan_stack(
-            self.spec, run_id=self.state.run_id, run_dir=run_dir, log_dir=log_dir, ports=self.ports
-        )
-        self.plan = plan
-        self.plans = {process.name: process for process in plan.processes}
-        record_names(log_dir, self.plans)
-        self.state.frontend, self.state.rl = plan.frontend_url, plan.rl_url
-        self.state.invitation = plan.invitation
-        self.state.processes = [
-            ProcessState(
-                name=p.name,
-                role=p.role,
-                log=str(p.log),
-                model=p.model,
-                admin_url=p.admin_url,
-                ports=p.ports,
-            )
-            for p in plan.processes
-        ]
-        self._write()
-        return plan
-
-    def _joined_secret(self) -> str:
-        """Of the stack that this one joins; without it, its offers will not be believed here."""
-        if self.spec.join is None:
-            return ""
-        return self.spec.join.secret or stack_secret()
-
-    async def _watching_start(self, step: Coroutine[Any, Any, None]) -> None:
-        """Do a step of the start; a process that dies meanwhile ends the start at once."""
+    async def _run_start_step(self, step: Coroutine[Any, Any, None]) -> None:
+        """Run a step of the start; raise StartError at once when a process dies meanwhile."""
         task = asyncio.ensure_future(step)
-        deadline = self.state.started_at + self.spec.start_seconds
+        # One deadline for all steps: `start_seconds` counts from the start of the stack.
+        deadline = self._children.state.started_at + self._spec.start_seconds
         try:
             while not task.done():
                 await asyncio.wait({task}, timeout=WATCH_SECONDS)
-                for name, child in self.children.items():
+                for name, child in self._children.running.items():
                     if child.poll() is not None:
-                        raise self._died_at_start(self.plans[name], child.returncode)
+                        raise self._make_death_error(self._children.plans[name], child.returncode)
                 if time.time() > deadline:
-                    raise self._too_slow()
+                    raise self._make_timeout_error()
             await task
         finally:
             task.cancel()
 
-    def _died_at_start(self, process: ProcessPlan, status: int) -> StartError:
-        self._report(process, "failed", exit_words(status))
+    def _make_death_error(self, process: ProcessPlan, status: int) -> StartError:
+        self._children.report(process, "failed", describe_exit(status))
         return StartError(
-            f"{process.name} {exit_words(status)} while the stack was starting.",
+            f"{process.name} {describe_exit(status)} while the stack was starting.",
             logs.hint(process.log),
             log_tail="\n".join(logs.telling_tail(process.log)),
         )
 
-    def _too_slow(self) -> StartError:
-        waiting = [p for p in self.state.processes if p.state != "ready"]
-        names = ", ".join(f"{p.name} ({p.state})" for p in waiting)
-        log = Path(waiting[0].log) if waiting else Path(self.state.log_dir)
+    def _make_timeout_error(self) -> StartError:
+        state = self._children.state
+        waiting = [process for process in state.processes if process.state != "ready"]
+        names = ", ".join(f"{process.name} ({process.state})" for process in waiting)
+        log = Path(waiting[0].log) if waiting else Path(state.log_dir)
         return StartError(
-            f"The stack was not ready after {self.spec.start_seconds:g} s; waiting for: {names}.",
+            f"The stack was not ready after {self._spec.start_seconds:g} s; waiting for: {names}.",
             f"Give it more time with `start_seconds`, or see why in {log}.",
             log_tail="\n".join(logs.telling_tail(log)),
         )
 
-    def _ready(self) -> None:
-        self.state.phase = "ready"
-        self._scan_memory()
-        self._write()
-        self.directory.record("ready", seconds=round(time.time() - self.state.started_at, 3))
+    def _become_ready(self) -> None:
+        children = self._children
+        children.state.phase = "ready"
+        children.scan_memory()
+        children.write_state()
+        seconds = round(time.time() - children.state.started_at, 3)
+        children.directory.record("ready", seconds=seconds)
 
-    # --- stop ------------------------------------------------------------------------------
+    async def _rotate_logs(self) -> None:
+        while True:
+            await asyncio.to_thread(self._children.rotate_logs)
+            await asyncio.sleep(_ROTATE_SECONDS)
 
-    async def _stop(self) -> None:
-        seconds = patience(self.state)
-        self.state.phase = "stopping"
-        for task in self.healing.values():
-            task.cancel()
-        for state in self.state.processes:
-            if state.state not in ("failed", "waiting"):
-                state.state = "stopping"
-        self._write()
-        self._scan_memory()
-        for child in self.children.values():
-            if child.poll() is None:
-                with contextlib.suppress(ProcessLookupError):
-                    child.terminate()
-        memory = await asyncio.to_thread(self._wait_for_all, seconds)
-        processes.remove_shared_memory({*memory, *self.state.shared_memory})
-        remove_abandoned()
-        remove_run_dir(Path(self.state.run_dir))
-        self.ports.release()
-        await self.http.close()
-
-    def _wait_for_all(self, seconds: float) -> set[str]:
-        """SIGTERM was sent; give time, then SIGKILL every member that is left."""
-        deadline = time.monotonic() + seconds
-        memory: set[str] = set()
-        while time.monotonic() < deadline:
-            processes.reap({child.pid: None for child in self.children.values()})
-            if all(child.poll() is not None for child in self.children.values()):
-                break
-            memory |= processes.shared_memory(processes.members(self.state.run_id))
-            time.sleep(0.05)
-        # A leader that has gone may still have children on their way out.
-        memory |= processes.end(lambda: processes.members(self.state.run_id), 0.5)
-        for child in self.children.values():
-            child.poll()
-        processes.reap({})
-        return memory
-
-    async def _until_stop(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do some work, but drop it when the stack is told to stop."""
+    async def _run_until_stop(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine, and cancel it when the stack is to stop."""
         task = asyncio.ensure_future(work)
-        stop = asyncio.ensure_future(self.stopping.wait())
+        stop = asyncio.ensure_future(self._stopping.wait())
         await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
         stop.cancel()
         if task.done():
             await task
             return
         task.cancel()
+        # Wait for it: the caller stops the processes next, and none may be spawned after that.
         with contextlib.suppress(asyncio.CancelledError):
             await task
 
-    def _lifeline_changed(self) -> None:
-        assert self.lifeline is not None
-        said = os.read(self.lifeline, 1)
-        asyncio.get_running_loop().remove_reader(self.lifeline)
-        os.close(self.lifeline)
-        self.lifeline = None
-        if said != DETACH:
-            self.directory.record("owner gone")
-            self.stopping.set()
+    def _read_lifeline(self) -> None:
+        """Handle the owner's last message: DETACH, or nothing when the owner has closed or died."""
+        assert self._lifeline is not None
+        message = os.read(self._lifeline, 1)
+        asyncio.get_running_loop().remove_reader(self._lifeline)
+        os.close(self._lifeline)
+        self._lifeline = None
+        if message != DETACH:
+            self._children.directory.record("owner gone")
+            self._stopping.set()
 
 
 def main() -> int:
-    """Run a supervisor: the lifeline's fd as argument, the spec as JSON on stdin."""
+    """Run a supervisor; argv[1] is the lifeline's descriptor, stdin has the spec as JSON."""
     lifeline = int(sys.argv[1]) if len(sys.argv) > 1 else None
     spec = StackSpec.model_validate_json(sys.stdin.buffer.read())
     lock = NamedLock(StackDir(spec.name).lock_name)
     if not lock.acquire():
         print(f"a stack named {spec.name} is already running", file=sys.stderr)
-        return 3
+        return NAME_IN_USE
     return asyncio.run(Supervisor(spec, lifeline).run())
 
 

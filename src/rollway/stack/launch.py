@@ -1,0 +1,113 @@
+"""Spawns a supervisor and waits until its stack is ready."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rollway import private, processes
+from rollway.config import StackSpec
+from rollway.errors import RollwayError, SpecError, StartError
+from rollway.processes import ProcessId
+from rollway.stack.locks import NamedLock, describe
+from rollway.stack.state import StackDir, StackState
+
+NAME_IN_USE = 3
+"""The exit status of a supervisor whose name another supervisor has locked."""
+_POLL_SECONDS = 0.1
+
+
+def spawn_supervisor(spec: StackSpec, directory: StackDir) -> tuple[subprocess.Popen[bytes], int]:
+    """Start a supervisor in its own session; return it with our end of the lifeline."""
+    # The supervisor must import this very package. PYTHONPATH would do it, but the workers would
+    # inherit it, and they may belong to another environment.
+    source = str(Path(__file__).parents[2])
+    code = (
+        f"import sys; sys.path.insert(0, {source!r}); "
+        "from rollway.stack.supervisor import main; sys.exit(main())"
+    )
+    log = private.open_file(directory.path / "supervisor.log", os.O_WRONLY | os.O_TRUNC)
+    with os.fdopen(log, "wb") as output:
+        their_end, our_end = os.pipe()
+        supervisor = subprocess.Popen(
+            [sys.executable, "-c", code, str(their_end)],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            pass_fds=(their_end,),
+        )
+    os.close(their_end)
+    assert supervisor.stdin is not None
+    with contextlib.suppress(BrokenPipeError):
+        supervisor.stdin.write(spec.model_dump_json().encode())
+        supervisor.stdin.close()
+    return supervisor, our_end
+
+
+def wait_until_ready(
+    directory: StackDir,
+    supervisor: subprocess.Popen[bytes],
+    progress: Callable[[StackState], None] | None,
+) -> StackState:
+    stop_request = directory.get_stop_request(processes.this_process())
+    while True:
+        if stop_request.exists():
+            raise _make_stopped_error(directory)
+        # Before the state is read: a supervisor that exits in between has written its error.
+        has_exited = supervisor.poll() is not None
+        state = directory.read()
+        if state is not None and state.supervisor_pid == supervisor.pid:
+            if progress:
+                progress(state)
+            if state.phase == "ready" and not has_exited:
+                return state
+            if state.error is not None:
+                raise _restore_error(state.error)
+        if has_exited:
+            raise _make_exit_error(directory, supervisor)
+        time.sleep(_POLL_SECONDS)
+
+
+def _restore_error(error: dict[str, Any]) -> RollwayError:
+    """Make the error that the supervisor wrote into its state."""
+    if error["error"] == SpecError.__name__:
+        return SpecError(error["message"], error["hint"])
+    return StartError(error["message"], error["hint"], error.get("log_tail", ""))
+
+
+def _make_stopped_error(directory: StackDir) -> StartError:
+    return StartError(
+        f"The stack `{directory.name}` was stopped while it was starting.",
+        "Somebody ran `rollway down`; start it again with `rollway up`.",
+    )
+
+
+def make_name_error(directory: StackDir, holder: ProcessId | None) -> StartError:
+    return StartError(
+        f"A stack named `{directory.name}` is being started by another process: "
+        f"{describe(holder)}.",
+        "Wait for it, or choose another name with --name.",
+    )
+
+
+def _make_exit_error(directory: StackDir, supervisor: subprocess.Popen[bytes]) -> StartError:
+    if supervisor.returncode == NAME_IN_USE:
+        return make_name_error(directory, NamedLock(directory.lock_name).find_holder())
+    if supervisor.returncode in (0, -signal.SIGTERM):  # 0: it stopped because of a signal
+        return _make_stopped_error(directory)
+    log = directory.path / "supervisor.log"
+    text = log.read_text(errors="replace").strip() if log.is_file() else ""
+    return StartError(
+        f"The supervisor of `{directory.name}` ended before the stack was ready "
+        f"(status {supervisor.returncode}).",
+        f"Its log is {log}.",
+        log_tail="\n".join(text.splitlines()[-15:]),
+    )
