@@ -1,4 +1,8 @@
-"""The `rollway` command."""
+"""The `rollway` command.
+
+`root.py` lists the commands. The module of a command is imported only when that command runs, and
+imports what it needs inside its functions: `rollway --help` loads neither HTTP nor torch.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,6 @@ from collections.abc import Sequence
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return its exit status."""
-    from rollway.cli.root import main as run
+    from rollway.cli.root import run_command
 
-    return run(arguments)
+    return run_command(arguments)
