@@ -93,9 +93,7 @@ def router(options: argparse.Namespace) -> int:
 
 def _add_refit(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--megabytes", type=int, default=520, help="size of the model")
-    parser.add_argument(
-        "transports", nargs="*", metavar="TRANSPORT", help="only these (and stock)"
-    )
+    parser.add_argument("transports", nargs="*", metavar="TRANSPORT", help="only these (and stock)")
     set_command(parser, refit)
 
 

@@ -169,9 +169,7 @@ def _print_plan(scenario: Plan) -> None:
         )
         for name, part in [*scenario.totals.items(), ("all", total)]
     )
-    print_table(
-        ("receiver", "needed", "moved", "ratio", "descriptors", "methods", "sources"), rows
-    )
+    print_table(("receiver", "needed", "moved", "ratio", "descriptors", "methods", "sources"), rows)
     units = sum(len(recipe.units) for recipe in scenario.recipes)
     print(
         f"about {total.seconds:.3g} s for the slowest receiver; {len(scenario.recipes)} recipes "
