@@ -26,11 +26,22 @@ GROUPS = {
     "A running stack": ("Stack", "Fleet", "RefitReport"),
     "Sample and score": ("Rollouts", "Sampling", "Rollout", "Teacher", "Scores"),
     "Conversations": ("Conversation", "TokenSequence"),
-    "Publish weights": ("Publisher", "Offer", "from_module", "from_megatron"),
+    "Publish weights": ("Publisher", "Offer", "from_module", "from_megatron", "join_offers"),
+}
+# Methods of public classes that only Rollway calls.
+INTERNAL = {
+    "Offer.signed",
+    "Sampling.offset_seed",
+    "Sampling.on_wire",
+    "Sampling.penalised",
+    "Sampling.shifted",
+    "StackSpec.needs_etcd",
+    "StackSpec.needs_nats",
+    "Stack.invitation",
 }
 INTRO = """# API
 
-<!-- Written by scripts/api_page.py from the docstrings: edit those, then run `make docs`. -->
+<!-- Written by scripts/api_page.py from the docstrings: edit those, then run it again. -->
 
 Everything below is in `rollway`. The names block; `rollway.aio` has the same names as coroutines
 (see [Async](#async)). Examples that run are in [examples/](../examples).
@@ -71,7 +82,7 @@ class Docstring:
 def list_members(cls: type) -> Iterator[tuple[str, Any]]:
     """Yield the public methods and properties of a class, in the order of the source."""
     for name, member in vars(cls).items():
-        if name.startswith("_") or name == "invitation":
+        if name.startswith("_") or f"{cls.__name__}.{name}" in INTERNAL:
             continue
         if isinstance(member, property | classmethod) or inspect.isfunction(member):
             yield name, member
@@ -88,13 +99,20 @@ def list_fields(cls: type) -> dict[str, tuple[str, str]]:
         name = statement.target.id
         kind = ast.unparse(statement.annotation).strip("'\"")
         kind = re.sub(r"^Annotated\[(\w+),.*", r"\1", kind)
-        if isinstance(statement.value, ast.Constant):
-            kind += f" = {ast.unparse(statement.value)}"
+        kind += _format_default(statement.value)
         is_text = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
         text = str(following.value.value) if is_text else ""  # type: ignore[union-attr]
         if not name.startswith("_"):
             fields[name] = (kind, " ".join(text.split()))
     return fields
+
+
+def _format_default(value: ast.expr | None) -> str:
+    if isinstance(value, ast.Call):  # Field(default=…, …)
+        value = next((word.value for word in value.keywords if word.arg == "default"), None)
+    if isinstance(value, ast.Constant | ast.UnaryOp | ast.Tuple):
+        return f" = {ast.unparse(value)}"
+    return ""
 
 
 def get_function(member: Any) -> Callable[..., Any] | None:
@@ -143,13 +161,17 @@ def format_signature(name: str, function: Callable[..., Any]) -> str:
             if parameter.default is not parameter.empty:
                 text += f" = {parameter.default!r}"
         parts.append(text)
-    returns = signature.return_annotation
-    end = "" if returns is signature.empty else f" -> {returns}"
+    # The page describes blocking names; a blocking iterator has the signature of the async one.
+    end = f" -> {signature.return_annotation}".replace("AsyncIterator", "Iterator")
     line = f"{name}({', '.join(parts)}){end}"
     if len(line) <= 96:
         return line
-    lines = textwrap.wrap(", ".join(parts), 92, break_long_words=False)
-    return "\n".join([f"{name}(", *(f"    {part}" for part in lines), f"){end}"])
+    lines = [""]
+    for part in parts:
+        if len(lines[-1]) + len(part) > 90:
+            lines.append("")
+        lines[-1] += f"{part}, "
+    return "\n".join([f"{name}(", *(f"    {line.rstrip()}" for line in lines), f"){end}"])
 
 
 # --- gaps ----------------------------------------------------------------------------------
@@ -199,7 +221,7 @@ def _find_function_gaps(label: str, function: Callable[..., Any]) -> list[str]:
         if parameter not in described.split(", "):
             gaps.append(f"{label}: no Args entry for {parameter}")
     returns = str(inspect.signature(function).return_annotation)
-    says = "Returns" in doc.sections or re.match(r"(Return|Yield)", doc.text) or refers
+    says = "Returns" in doc.sections or refers or re.search(r"(?i)\b(return|yield)\b", doc.text)
     if returns not in ("None", "Self") and not says:
         gaps.append(f"{label}: no Returns")
     return gaps
@@ -257,8 +279,12 @@ def render_errors() -> Iterator[str]:
 
 def render_page() -> str:
     """Return the whole page."""
-    parts = [INTRO.strip()]
     public = list_public()
+    index = [
+        f"- {title}: " + ", ".join(f"[{name}](#{name.lower()})" for name in names)
+        for title, names in GROUPS.items()
+    ]
+    parts = [INTRO.strip(), "\n".join([*index, "- [Errors](#errors), [Async](#async)"])]
     for title, names in GROUPS.items():
         parts.append(f"## {title}")
         for name in names:

@@ -42,6 +42,7 @@ if TYPE_CHECKING:  # for type checkers and editors; a test compares these with t
     from rollway.weights.offer import Offer as Offer
     from rollway.weights.sources import from_module as from_module
     from rollway.weights.transports.base import Publisher as Publisher
+    from rollway.weights.transports.shm import join_offers as join_offers
 
 __version__ = "0.1.0"
 
@@ -60,6 +61,7 @@ _HOMES = {
     "rollway.weights.offer": ("Offer",),
     "rollway.weights.sources": ("from_module",),
     "rollway.weights.megatron.live": ("from_megatron",),
+    "rollway.weights.transports.shm": ("join_offers",),
     "rollway.errors": (
         "RollwayError",
         "UsageError",

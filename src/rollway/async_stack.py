@@ -212,6 +212,9 @@ class Stack:
     async def context_length(self, model: str | None = None) -> int:
         """Return how many tokens, prompt included, a model accepts.
 
+        Args:
+            model: the name of a served model; None for the only one.
+
         Raises:
             RequestFailed: the frontend does not say it.
         """

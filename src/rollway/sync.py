@@ -81,7 +81,8 @@ def blocking(
 
     @functools.wraps(method)
     def call(self: Blocking[A], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return self._portal.run(method(self._async, *args, **kwargs))
+        bound: Callable[P, Coroutine[Any, Any, T]] = getattr(self._async, method.__name__)
+        return self._portal.run(bound(*args, **kwargs))
 
     return call
 
@@ -93,7 +94,8 @@ def blocking_iterator(
 
     @functools.wraps(method)
     def call(self: Blocking[A], /, *args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
-        items = method(self._async, *args, **kwargs)
+        bound: Callable[P, AsyncIterator[T]] = getattr(self._async, method.__name__)
+        items = bound(*args, **kwargs)
         try:
             while True:
                 try:
@@ -119,7 +121,8 @@ def wrapping(
 
     @functools.wraps(method)
     def call(self: Blocking[A], /, *args: P.args, **kwargs: P.kwargs) -> B:
-        return blocking_class(method(self._async, *args, **kwargs), self._portal)
+        bound: Callable[P, T] = getattr(self._async, method.__name__)
+        return blocking_class(bound(*args, **kwargs), self._portal)
 
     return call
 
