@@ -118,7 +118,8 @@ def _format_default(value: ast.expr | None) -> str:
 def get_function(member: Any) -> Callable[..., Any] | None:
     if isinstance(member, property):
         return None
-    return member.__func__ if isinstance(member, classmethod) else member  # type: ignore[no-any-return]
+    function: Callable[..., Any] = getattr(member, "__func__", member)  # of a class method
+    return function
 
 
 def list_options(function: Callable[..., Any]) -> list[str]:
@@ -297,8 +298,7 @@ def render_page() -> str:
     assert not public, f"scripts/api_page.py has no group for {', '.join(public)}"
     parts += render_errors()
     parts += ["## Async", *render_doc(Docstring.parse(rollway.aio.__doc__))]
-    names = ", ".join(f"`{name}`" for name in rollway.aio.__all__)
-    parts.append(f"`rollway.aio` has {names}.")
+    parts.append(f"`rollway.aio` has `{'`, `'.join(rollway.aio.__all__)}`.")
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
