@@ -35,18 +35,13 @@ S = TypeVar("S", bound=Sender)
 
 
 class ClientOptions(TypedDict, total=False):
-    """Options of `Stack.rollouts` and `Stack.teacher`."""
+    """Options of `Stack.rollouts` and `Stack.teacher`, which describe them."""
 
     concurrency: int
-    """How many requests may be in flight (default 256)."""
     timeout: float
-    """Seconds for one rollout, with all retries (default 3600)."""
     patience: float
-    """Seconds without progress after which a rollout fails (default 60)."""
     wire: str | Wire
-    """The route of the frontend: `completions` (default), `generate`, or `vllm`."""
     adapter: str | None
-    """A LoRA adapter: one version, `name@version`, or the newest loaded one, `name`."""
 
 
 class Stack:
@@ -116,24 +111,13 @@ class Stack:
 
     @property
     def weights_secret(self) -> str:
-        """The secret that offers of weights are signed with; a catalog of weights needs it too.
-
-        It is empty for a stack that this user did not start on this machine."""
+        """The secret that offers of weights are signed with."""
         state = self._read_state()
         return stack_secret() if state is None else secret_of(state)
 
     @property
     def join_spec(self) -> dict[str, Any]:
-        """Fields for the spec of workers that join this stack, also from another machine.
-
-        They contain the secret that weights are signed with.
-
-        Raises:
-            UsageError: the stack was not started by this user on this machine.
-
-        Example:
-            print(yaml.dump({**stack.join_spec, "name": "more", "models": models}))
-        """
+        """Fields for the spec of workers that join this stack, with the secret."""
         state = self._read_state()
         if state is None:
             raise UsageError(

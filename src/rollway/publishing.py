@@ -28,43 +28,25 @@ Transport = Published | Literal["auto"]
 
 
 class PublisherOptions(TypedDict, total=False):
-    """Options of `Stack.publisher`. Those after `bucket_bytes` need the name of a transport."""
+    """Options of `Stack.publisher`, which describes them."""
 
     directory: str | Path
-    """files, delta: where versions are stored. It must be visible to the trainer and all workers.
-    Without it, a temporary directory that is removed when the publisher closes."""
     checkpoint: str | Path
-    """files: the directory of the trained model, for a stack that was not started here."""
     bucket_bytes: int
-    """cuda_ipc, files, collective: limit of the memory for tensors on their way."""
     keep: int
-    """shm, cuda_ipc, nixl: how many versions stay available."""
     keep_recent: int
-    """files, delta: how many versions stay available; at least `max_off_policy_steps`."""
     max_off_policy_steps: int
-    """files, delta: how many versions a worker may be behind."""
     snapshot_every: int
-    """delta: publish all weights, and not only changes, every so many versions."""
     hold_on_cpu: bool
-    """delta: hold the last version, which the next is compared with, in CPU memory."""
     host: str
-    """collective, nixl: the address of this machine that workers connect to."""
     port: int
-    """collective, nixl: the port that workers connect to; 0 for a free one."""
     init_seconds: float
-    """collective: how long to wait for all receivers to join."""
     step_seconds: float
-    """collective: how long one broadcast may take."""
     engine_ranks: int
-    """nixl: tensor parallelism of the engines, so that each rank receives only its part."""
     fanout: bool
-    """nixl: workers pass a version on to each other."""
     rank: int
-    """nixl: the rank of this trainer process."""
     world: int
-    """nixl: how many trainer processes publish."""
     catalog: str
-    """nixl: the address of a catalog that runs elsewhere."""
 
 
 def open_for_stack(

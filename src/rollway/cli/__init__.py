@@ -1,8 +1,4 @@
-"""The `rollway` command.
-
-`root.py` lists the commands. The module of a command is imported only when that command runs, and
-imports what it needs inside its functions: `rollway --help` loads neither HTTP nor torch.
-"""
+"""The `rollway` command: `grammar.py` has the arguments, a module each group of commands."""
 
 from __future__ import annotations
 

@@ -3,33 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rollway.cli.arguments import add_command, add_group, add_spec, get_spec_file, set_command
+from rollway.api import make_spec
+from rollway.cli.grammar import get_spec_file
 from rollway.cli.output import print_json, print_progress
+from rollway.config import StackSpec
 from rollway.errors import UsageError
 from rollway.extras import require
-
-if TYPE_CHECKING:
-    from rollway.config import StackSpec
-
-
-def add_bench(parser: argparse.ArgumentParser) -> None:
-    group = add_group(parser)
-    for name, text, add_arguments in (
-        ("fleet", "list and refit many workers, against one", _add_fleet),
-        ("router", "prefix hits and times, by how requests are routed", _add_router),
-        ("refit", "load new weights into a worker, over every transport", _add_refit),
-        ("rollout", "the client and the gateway, against others", _add_rollout),
-        ("gateway", "many requests; memory and files must not grow", _add_gateway),
-        ("verl", "prefix hits of verl's agent loops, by affinity", _add_verl),
-        ("plan", "planning weight transfers of large models", _add_plan),
-        ("gpu", "weights on a GPU, against a copy of its memory", _add_gpu),
-    ):
-        add_command(group, name, text, add_arguments)
 
 
 def _print_figures(
@@ -43,7 +28,6 @@ def _print_figures(
 
 def _read_spec(options: argparse.Namespace) -> StackSpec | None:
     """Read the stack file, in which `path: demo` is the demo's model."""
-    from rollway.api import make_spec
     from rollway.demo.model import demo_path
 
     file = get_spec_file(options)
@@ -52,15 +36,8 @@ def _read_spec(options: argparse.Namespace) -> StackSpec | None:
     return make_spec(file, overrides=[*demo_path(file), *options.set])
 
 
-def _add_fleet(parser: argparse.ArgumentParser) -> None:
-    add_spec(parser, "a stack file")
-    set_command(parser, fleet)
-
-
 def fleet(options: argparse.Namespace) -> int:
     require("torch", "transformers")
-    import asyncio
-
     from rollway.bench.fleet import bench_fleet
 
     spec = _read_spec(options)
@@ -74,14 +51,6 @@ def fleet(options: argparse.Namespace) -> int:
     return 0
 
 
-def _add_router(parser: argparse.ArgumentParser) -> None:
-    from rollway.bench import router_command
-
-    router_command.add_grammar(parser)
-    add_spec(parser, "", positional=False)
-    parser.set_defaults(command=router)
-
-
 def router(options: argparse.Namespace) -> int:
     from rollway.bench import router_command
 
@@ -91,16 +60,8 @@ def router(options: argparse.Namespace) -> int:
     return router_command.run_command(options)
 
 
-def _add_refit(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--megabytes", type=int, default=520, help="size of the model")
-    parser.add_argument("transports", nargs="*", metavar="TRANSPORT", help="only these (and stock)")
-    set_command(parser, refit)
-
-
 def refit(options: argparse.Namespace) -> int:
     require("torch", "transformers")
-    import asyncio
-
     from rollway.bench.refit import bench_refit
 
     with tempfile.TemporaryDirectory(prefix="rollway-bench-") as scratch:
@@ -129,16 +90,8 @@ def _describe_refits(figures: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _add_rollout(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--no-real", action="store_true", help="mockers only, no real engine")
-    set_command(parser, rollout)
-
-
 def rollout(options: argparse.Namespace) -> int:
     require("torch", "transformers", "openai")
-    import asyncio
-
-    from rollway.api import make_spec
     from rollway.bench.rollout import RolloutFigures, bench_gateway, bench_rollout
     from rollway.demo.model import build_base
     from rollway.stack.preset import cache_dir
@@ -184,21 +137,12 @@ def _describe_rollouts(figures: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _add_gateway(parser: argparse.ArgumentParser) -> None:
-    add_spec(parser, "a stack file; a stand-in without it")
-    parser.add_argument("--requests", type=int, default=100_000, help="how many (default 100000)")
-    parser.add_argument("--agents", type=int, default=64, help="how many at once (default 64)")
-    set_command(parser, gateway)
-
-
 def gateway(options: argparse.Namespace) -> int:
     if options.requests < 1000 or options.agents < 1:
         raise UsageError(
             "That is too little to measure growth.", "Give at least 1000 requests and one agent."
         )
     require("torch", "transformers")
-    import asyncio
-
     from rollway.bench.gateway import bench_gateway_load, shown
     from rollway.demo.model import build_base
     from rollway.stack.preset import cache_dir
@@ -216,13 +160,6 @@ def gateway(options: argparse.Namespace) -> int:
     return 0 if load.flat else 1
 
 
-def _add_verl(parser: argparse.ArgumentParser) -> None:
-    from rollway.bench import verl_command
-
-    verl_command.add_grammar(parser)
-    parser.set_defaults(command=verl)
-
-
 def verl(options: argparse.Namespace) -> int:
     require("torch", "transformers", "dynamo")
     from rollway.bench import verl_command
@@ -230,21 +167,11 @@ def verl(options: argparse.Namespace) -> int:
     return verl_command.run_command(options)
 
 
-def _add_plan(parser: argparse.ArgumentParser) -> None:
-    set_command(parser, plan)
-
-
 def plan(options: argparse.Namespace) -> int:
     from rollway.bench.plan import bench_plan, shown
 
     _print_figures(options, bench_plan(), shown)
     return 0
-
-
-def _add_gpu(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--megabytes", type=int, default=4096, help="size of each model")
-    set_command(parser, gpu)
 
 
 def gpu(options: argparse.Namespace) -> int:

@@ -6,29 +6,10 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from rollway.cli.arguments import add_quiet, add_spec, get_spec_file, set_command
+from rollway.cli.grammar import get_spec_file
 from rollway.cli.output import print_json, print_table
 from rollway.errors import UsageError
 from rollway.extras import require
-
-
-def add_chaos(parser: argparse.ArgumentParser) -> None:
-    add_spec(parser, "a stack file; two vLLM workers without it")
-    parser.add_argument("--rounds", type=int, default=20, help="how many refits (default 20)")
-    parser.add_argument("--seed", type=int, default=0, help="of faults, steps, modes and prompts")
-    parser.add_argument("--fault", action="append", default=[], help="only this one; repeatable")
-    parser.add_argument(
-        "--unprotected", action="store_true", help="the control: it must find stale tokens"
-    )
-    parser.add_argument(
-        "--gateway", action="store_true", help="break the gateway instead, and check every turn"
-    )
-    parser.add_argument("--agents", type=int, default=64, help="with --gateway: how many at once")
-    parser.add_argument(
-        "--old-journal", action="store_true", help="the control of --gateway: it must lose turns"
-    )
-    add_quiet(parser)
-    set_command(parser, chaos)
 
 
 def chaos(options: argparse.Namespace) -> int:

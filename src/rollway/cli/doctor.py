@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
 
-from rollway.cli.arguments import set_command
+from rich.table import Table
+from rich.text import Text
+
 from rollway.cli.output import print_json, print_rich, print_table
-
-if TYPE_CHECKING:
-    from rollway.stack.doctor import Finding
-    from rollway.stack.listeners import Listener
+from rollway.stack import local
+from rollway.stack.doctor import Finding, examine
+from rollway.stack.listeners import Listener, listeners_of
+from rollway.stack.state import known_stacks
 
 _STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "red"}
 
 
-def add_doctor(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--ports",
-        nargs="?",
-        const="",
-        metavar="NAME",
-        help="list where running stacks (or one) listen, and who can reach them",
-    )
-    set_command(parser, doctor)
-
-
 def doctor(options: argparse.Namespace) -> int:
-    from rollway.stack.doctor import examine
 
     if options.ports is not None:
         return _show_ports(options)
@@ -40,8 +29,6 @@ def doctor(options: argparse.Namespace) -> int:
 
 
 def _print_findings(findings: list[Finding]) -> None:
-    from rich.table import Table
-    from rich.text import Text
 
     table = Table(box=None, pad_edge=False, show_header=False)
     for _ in range(4):
@@ -54,9 +41,6 @@ def _print_findings(findings: list[Finding]) -> None:
 
 def _show_ports(options: argparse.Namespace) -> int:
     """List the listeners of running stacks, and warn about those that the network can reach."""
-    from rollway.stack import local
-    from rollway.stack.listeners import listeners_of
-    from rollway.stack.state import known_stacks
 
     states = [state for state in known_stacks() if state.supervised]
     if options.ports:

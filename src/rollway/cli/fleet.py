@@ -6,81 +6,16 @@ import argparse
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rollway.cli.arguments import (
-    AddArguments,
-    Command,
-    add_command,
-    add_group,
-    add_name,
-    set_command,
-)
+import rollway
 from rollway.cli.output import print_json, print_progress, print_table
+from rollway.config import AdminTimeouts
 from rollway.errors import RefitError, RollwayError, UsageError
-
-if TYPE_CHECKING:
-    from rollway.config import AdminTimeouts
-    from rollway.fleet.discovery import Worker
-    from rollway.fleet.report import RefitReport
-    from rollway.sync import Fleet
-
-
-def add_fleet(parser: argparse.ArgumentParser) -> None:
-    group = add_group(parser)
-    for name, text, command, add_own in (
-        ("ls", "list the workers, also those in error", ls, None),
-        ("pause", "stop generation and remove the workers from routing", pause, _add_pause),
-        ("resume", "resume generation", resume, None),
-        ("refit", "load a checkpoint into every worker", refit, _add_refit),
-        ("versions", "show which weight version each worker serves", versions, None),
-        ("watch", "show who joins and leaves; update workers that join", watch, _add_watch),
-    ):
-        add_command(group, name, text, partial(_add_arguments, command, add_own))
-
-
-def _add_arguments(
-    command: Command, add_own: AddArguments | None, parser: argparse.ArgumentParser
-) -> None:
-    add_name(parser)
-    if add_own is not None:
-        add_own(parser)
-    parser.add_argument("--stack", help=argparse.SUPPRESS)  # from before NAME was positional
-    parser.add_argument("--rl-url", help="address of the RL worker listing, if it is elsewhere")
-    parser.add_argument("--model", help="one of several served models")
-    parser.add_argument(
-        "--timeout",
-        action="append",
-        default=[],
-        metavar="CALL=SECONDS",
-        help="limit of one call: probe, pause (also the wait for running requests), update",
-    )
-    set_command(parser, command)
-
-
-def _add_pause(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--mode", choices=["wait", "keep", "abort"], default="wait")
-
-
-def _add_watch(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seconds", type=float, default=2.0, help="between two polls (default 2)")
-
-
-def _add_refit(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", type=Path, metavar="PATH", help="a checkpoint directory")
-    parser.add_argument(
-        "--version", type=int, required=True, help="its number, higher than all before"
-    )
-    modes = ["pause-all", "rolling", "in-flight"]
-    parser.add_argument("--mode", choices=modes, default="pause-all")
-    parser.add_argument(
-        "--share", type=float, default=0.5, help="of the workers at a time (rolling)"
-    )
-    parser.add_argument(
-        "--allow-cast", action="store_true", help="accept another dtype than the served one"
-    )
+from rollway.fleet.discovery import Worker
+from rollway.fleet.report import RefitReport
+from rollway.stack import local
+from rollway.sync import Fleet
 
 
 def ls(options: argparse.Namespace) -> int:
@@ -173,15 +108,13 @@ def watch(options: argparse.Namespace) -> int:
 
 @contextmanager
 def _attach(options: argparse.Namespace) -> Iterator[Fleet]:
-    import rollway
-    from rollway.stack import local
 
     target = options.name or options.stack or local.resolve_name(None)
     # The other commands end at once: they must not begin a refit of a worker that joins.
     opening = rollway.attach(
         target,
         rl_url=options.rl_url,
-        watch=options.command is watch,
+        watch=options.command == "fleet:watch",
         timeouts=_parse_timeouts(options.timeout),
     )
     with opening as stack:
@@ -190,7 +123,6 @@ def _attach(options: argparse.Namespace) -> Iterator[Fleet]:
 
 def _parse_timeouts(texts: list[str]) -> AdminTimeouts | None:
     """Parse `pause=900`; return None without any, so that those of the stack's spec apply."""
-    from rollway.config import AdminTimeouts
 
     if not texts:
         return None

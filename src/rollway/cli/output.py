@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from rich.table import Table
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 
 def print_json(value: Any) -> None:
@@ -21,9 +22,6 @@ def print_progress(text: str) -> None:
 
 def print_table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
     """Print rows below a header; long cells are folded."""
-    from rich.table import Table
-    from rich.text import Text
-
     table = Table(box=None, pad_edge=False)
     for column in columns:
         table.add_column(column, overflow="fold")
@@ -34,8 +32,6 @@ def print_table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
 
 
 def print_rich(table: Table) -> None:
-    from rich.console import Console
-
     # Lines in a file or a pipe are not folded to 80 columns.
     Console(highlight=False, width=None if sys.stdout.isatty() else 200).print(table)
 

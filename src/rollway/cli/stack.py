@@ -1,41 +1,32 @@
-"""`rollway up`, `status`, `logs` and `down`."""
+"""`rollway up`, `status` and `down`."""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import shlex
 import time
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rollway.cli.arguments import add_name, add_quiet, add_spec, get_spec_file, set_command
+import rollway
+from rollway.api import make_spec
+from rollway.cli.grammar import get_spec_file
 from rollway.cli.output import print_json, print_rich
-from rollway.errors import NoWorkers, RollwayError, Unreachable, UsageError
-
-if TYPE_CHECKING:
-    from rollway.config import StackSpec
-    from rollway.stack.local import RunningStack
-    from rollway.stack.state import StackState
-
-
-# --- up ------------------------------------------------------------------------------------
-
-
-def add_up(parser: argparse.ArgumentParser) -> None:
-    add_spec(parser, "a stack file (YAML), see docs/stack.md")
-    parser.add_argument("--model", help="serve this checkpoint, without a stack file")
-    parser.add_argument("--workers", type=int, help="replicas of the first model")
-    parser.add_argument("--name", help="name of the stack (default: default)")
-    parser.add_argument("--foreground", action="store_true", help="stay, and stop it on Ctrl-C")
-    parser.add_argument("--dry-run", action="store_true", help="print the commands, start nothing")
-    add_quiet(parser)
-    set_command(parser, up)
+from rollway.config import StackSpec
+from rollway.errors import NoWorkers, RollwayError, Unreachable
+from rollway.fleet.fleet import Fleet
+from rollway.http import Http
+from rollway.observe.progress import StackProgress, process_table
+from rollway.stack import local
+from rollway.stack.lease import Lease
+from rollway.stack.local import RunningStack
+from rollway.stack.plan import plan_stack
+from rollway.stack.state import StackDir, StackState, known_stacks, unreadable_stacks
 
 
 def up(options: argparse.Namespace) -> int:
-    from rollway.api import make_spec
-    from rollway.observe.progress import StackProgress
-    from rollway.stack import local
 
     spec = make_spec(
         get_spec_file(options),
@@ -56,9 +47,6 @@ def up(options: argparse.Namespace) -> int:
 
 
 def _dry_run(spec: StackSpec, options: argparse.Namespace) -> int:
-    from rollway.stack.lease import Lease
-    from rollway.stack.plan import plan_stack
-    from rollway.stack.state import StackDir
 
     ports = Lease()
     try:
@@ -84,8 +72,6 @@ def _dry_run(spec: StackSpec, options: argparse.Namespace) -> int:
 
 
 def _stay_in_foreground(stack: RunningStack, options: argparse.Namespace) -> int:
-    from rollway.observe.progress import StackProgress
-    from rollway.stack import local
 
     _print_ready(stack.state, options)
     interrupted = False
@@ -109,19 +95,7 @@ def _print_ready(state: StackState, options: argparse.Namespace) -> None:
     print(f"  stop:    rollway down {state.name}", flush=True)
 
 
-# --- down ----------------------------------------------------------------------------------
-
-
-def add_down(parser: argparse.ArgumentParser) -> None:
-    add_name(parser, "a stack; optional when there is one")
-    parser.add_argument("--all", action="store_true", help="every stack of this user")
-    add_quiet(parser)
-    set_command(parser, down)
-
-
 def down(options: argparse.Namespace) -> int:
-    from rollway.observe.progress import StackProgress
-    from rollway.stack import local
 
     names = local.all_names() if options.all else [local.resolve_name(options.name, dead_too=True)]
     began = time.monotonic()
@@ -134,17 +108,7 @@ def down(options: argparse.Namespace) -> int:
     return 0
 
 
-# --- status --------------------------------------------------------------------------------
-
-
-def add_status(parser: argparse.ArgumentParser) -> None:
-    add_name(parser, "one stack, or the address of any frontend; all stacks without it")
-    set_command(parser, status)
-
-
 def status(options: argparse.Namespace) -> int:
-    from rollway.stack import local
-    from rollway.stack.state import known_stacks, unreadable_stacks
 
     if options.name is not None and "://" in options.name:
         return _show_remote_status(options)
@@ -173,8 +137,6 @@ def status(options: argparse.Namespace) -> int:
 
 def _describe(state: StackState) -> dict[str, Any]:
     """Return a stack as JSON; for a ready stack, ask its workers for their versions."""
-    import asyncio
-    from dataclasses import asdict
 
     report: dict[str, Any] = {
         "name": state.name,
@@ -196,10 +158,6 @@ def _describe(state: StackState) -> dict[str, Any]:
 
 async def _read_versions(state: StackState) -> dict[str, int | None]:
     """Return the version of each worker; nothing when the workers do not answer in time."""
-    import asyncio
-
-    from rollway.fleet.fleet import Fleet
-    from rollway.http import Http
 
     async with Http() as http:
         try:
@@ -217,7 +175,6 @@ def _as_text(versions: dict[int, int | None]) -> dict[str, int | None]:
 
 def _show_remote_status(options: argparse.Namespace) -> int:
     """Show a stack that Rollway did not start, by the address of its frontend."""
-    import rollway
 
     versions: dict[str, dict[str, int | None]] = {}
     with rollway.attach(options.name, watch=False) as stack:
@@ -238,7 +195,6 @@ def _show_remote_status(options: argparse.Namespace) -> int:
 
 
 def _print_status(state: StackState, report: dict[str, Any]) -> None:
-    from rollway.observe.progress import process_table
 
     if not state.supervised:
         print(f"{state.name}: its supervisor is gone; `rollway down {state.name}` clears it")
@@ -247,94 +203,3 @@ def _print_status(state: StackState, report: dict[str, Any]) -> None:
     print(f"frontend {state.frontend}/v1, RL listing {state.rl}, logs {state.log_dir}")
     for instance, version in report["weight_versions"].items():
         print(f"worker {instance}: weight version {version}")
-
-
-# --- logs ----------------------------------------------------------------------------------
-
-
-def add_logs(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "rollway logs [-h] [-f] [-n LINES] [--json] [NAME] [PROCESS]"
-    parser.add_argument(
-        "words",
-        nargs="*",
-        metavar="[NAME] [PROCESS]",
-        help="a stack (optional when there is one) and a process (the list of logs without it)",
-    )
-    parser.add_argument("-f", "--follow", action="store_true", help="wait for new lines")
-    parser.add_argument("-n", "--lines", type=int, default=50, help="how many (default 50)")
-    parser.add_argument("--name", help=argparse.SUPPRESS)  # from before NAME was positional
-    set_command(parser, show_logs)
-
-
-def show_logs(options: argparse.Namespace) -> int:
-    from rollway.private import is_plain_name
-    from rollway.stack import logs
-    from rollway.stack.state import StackDir
-
-    name, process = _read_log_words(options)
-    directory = _find_log_directory(name)
-    path = directory / f"{process}.log" if is_plain_name(process or "") else None
-    if path is None or not path.is_file():
-        return _list_logs(directory, process, options)
-
-    def has_ended() -> bool:
-        state = StackDir(name).read()
-        return state is None or not state.supervised
-
-    if options.json:
-        print_json({"log": str(path), "lines": logs.tail(path, options.lines)})
-    elif options.follow:
-        for line in logs.follow(path, lines=options.lines, ended=has_ended):
-            print(line, flush=True)
-    else:
-        print("\n".join(logs.tail(path, options.lines)))
-    return 0
-
-
-def _read_log_words(options: argparse.Namespace) -> tuple[str, str | None]:
-    """Return the stack and the process that the words name."""
-    from rollway.stack.state import stack_names
-
-    words = [*([options.name] if options.name else []), *options.words]
-    if len(words) > 2:
-        raise UsageError(
-            f"`rollway logs {' '.join(words)}` has too many words.", "Give a stack and a process."
-        )
-    if len(words) == 2:
-        return words[0], words[1]
-    # A single word is a stack if there is one of that name, otherwise a process of the only stack.
-    if words and (options.name or words[0] in stack_names()):
-        return words[0], None
-    return _find_only_stack(), words[0] if words else None
-
-
-def _find_only_stack() -> str:
-    """Return the running stack; `default` when nothing runs, whose last logs may remain."""
-    from rollway.stack import local
-    from rollway.stack.state import known_stacks
-
-    try:
-        return local.resolve_name(None)
-    except RollwayError:
-        if len(known_stacks()) > 1:
-            raise
-        return "default"
-
-
-def _find_log_directory(name: str) -> Path:
-    from rollway.stack.state import StackDir
-
-    state = StackDir(name).read()
-    return Path(state.log_dir) if state else StackDir(name).logs
-
-
-def _list_logs(directory: Path, process: str | None, options: argparse.Namespace) -> int:
-    names = [path.stem for path in sorted(directory.glob("*.log"))]
-    if process is not None:
-        known = f"There are: {', '.join(names)}." if names else "Nothing has run there yet."
-        raise UsageError(f"There is no log of `{process}` in {directory}.", known)
-    if options.json:
-        print_json({"directory": str(directory), "logs": names})
-    else:
-        print("\n".join(names) if names else f"no logs in {directory}")
-    return 0

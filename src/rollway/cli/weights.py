@@ -3,67 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
-from typing import TYPE_CHECKING
 
-from rollway.cli.arguments import add_command, add_group, set_command
 from rollway.cli.output import format_size, print_json, print_table
-
-if TYPE_CHECKING:
-    from rollway.weights.compare import Comparison
-    from rollway.weights.inventory import Inventory
-    from rollway.weights.planning.transfers import Plan, Total
+from rollway.weights.compare import Comparison, compare
+from rollway.weights.inventory import Inventory, inventories
+from rollway.weights.planning.costs import Costs
+from rollway.weights.planning.scenario import plan_scenario
+from rollway.weights.planning.transfers import Plan, Total
 
 _MOST_LINES = 40
 
 
-def add_weights(parser: argparse.ArgumentParser) -> None:
-    group = add_group(parser)
-    for name, text, add_arguments in (
-        ("inspect", "show the tensors of a checkpoint, or of a trainer's ranks", _add_inspect),
-        ("diff", "compare two checkpoints; exit code 1 when they differ", _add_diff),
-        ("plan", "show which bytes would move, from where to where, and how", _add_plan),
-    ):
-        add_command(group, name, text, add_arguments)
-
-
-def _add_inspect(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", type=Path, metavar="PATH", help="a directory")
-    set_command(parser, inspect)
-
-
-def _add_diff(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("first", type=Path, metavar="A", help="a checkpoint directory")
-    parser.add_argument("second", type=Path, metavar="B", help="another one")
-    set_command(parser, diff)
-
-
-def _add_plan(parser: argparse.ArgumentParser) -> None:
-    from rollway.weights.planning.costs import Costs
-
-    costs = Costs()
-    parser.add_argument(
-        "--model", type=Path, required=True, help="a checkpoint directory, or a config.json"
-    )
-    parser.add_argument(
-        "--source", required=True, help="hf, fsdp:8, or megatron:tp=2,pp=1,ep=8,etp=1"
-    )
-    parser.add_argument("--target", required=True, help="hf, or vllm:tp=2,ep=1,replicas=4")
-    for option, default, text in (
-        ("--wire", costs.wire_gb_per_s, "GB/s of a receiver"),
-        ("--pack", costs.pack_gb_per_s, "GB/s of copying at a source; 0: sources are only read"),
-        ("--unpack", costs.unpack_gb_per_s, "GB/s of copying at a receiver"),
-        ("--block", costs.block_seconds, "seconds of one block on the wire"),
-    ):
-        parser.add_argument(option, type=float, default=default, help=text)
-    parser.add_argument(
-        "--arity", type=int, default=2, help="how many replicas one replica serves (default 2)"
-    )
-    set_command(parser, plan)
-
-
 def inspect(options: argparse.Namespace) -> int:
-    from rollway.weights.inventory import inventories
 
     parts = inventories(options.path)
     if options.json:
@@ -75,7 +26,6 @@ def inspect(options: argparse.Namespace) -> int:
 
 
 def diff(options: argparse.Namespace) -> int:
-    from rollway.weights.compare import compare
 
     comparison = compare(options.first, options.second)
     if options.json:
@@ -86,10 +36,14 @@ def diff(options: argparse.Namespace) -> int:
 
 
 def plan(options: argparse.Namespace) -> int:
-    from rollway.weights.planning.costs import Costs
-    from rollway.weights.planning.scenario import plan_scenario
 
-    costs = Costs(options.wire, options.block, options.pack, options.unpack)
+    given = {
+        "wire_gb_per_s": options.wire,
+        "block_seconds": options.block,
+        "pack_gb_per_s": options.pack,
+        "unpack_gb_per_s": options.unpack,
+    }
+    costs = Costs(**{name: value for name, value in given.items() if value is not None})
     scenario = plan_scenario(
         options.model, options.source, options.target, costs, arity=options.arity
     )
