@@ -151,7 +151,7 @@ def make_spec(
 
     Example:
         spec = rollway.make_spec("stack.yaml", workers=4)
-        spec.models[0].replicas   # 4
+        spec.models[0].replicas  # 4
     """
     if model is not None:
         fields["models"] = [{"path": str(model)}]

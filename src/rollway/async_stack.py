@@ -227,13 +227,13 @@ class Stack:
             counting = self.count_receivers(model)
             return asyncio.run_coroutine_threadsafe(counting, loop).result()
 
-        async def open_one() -> Publisher:
+        async def open_publisher() -> Publisher:
             workers = await self.fleet_of(model).workers()
             return await asyncio.to_thread(
                 partial(self.open_publisher, transport, model, options, workers, count_receivers)
             )
 
-        return AsyncPublisher(open_one)
+        return AsyncPublisher(open_publisher)
 
     def open_publisher(
         self,

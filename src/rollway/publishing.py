@@ -129,8 +129,8 @@ class AsyncPublisher:
             await stack.refit(step, offer)
     """
 
-    def __init__(self, open_one: Callable[[], Coroutine[Any, Any, Publisher]]) -> None:
-        self._open = open_one
+    def __init__(self, open_publisher: Callable[[], Coroutine[Any, Any, Publisher]]) -> None:
+        self._open = open_publisher
         self._publisher: Publisher | None = None
 
     async def __aenter__(self) -> Self:

@@ -151,7 +151,7 @@ class Teacher(Blocking[AsyncTeacher]):
 
     Example:
         (scores,) = stack.teacher().score([prompt_ids + completion_ids])
-        scores.logprobs[len(prompt_ids):]   # of the completion
+        scores.logprobs[len(prompt_ids) :]  # of the completion
     """
 
     score = blocking(AsyncTeacher.score)

@@ -112,7 +112,7 @@ def test_logs_name_a_stack_a_process_or_both(
 
     monkeypatch.setattr(logs, "stack_names", lambda: ["only", "other"])
     monkeypatch.setattr(logs, "_find_only_stack", lambda: "only")
-    assert logs._read_log_words(parse("logs", *words)) == expected
+    assert logs._read_log_names(parse("logs", *words)) == expected
 
 
 def test_too_many_words_for_logs(capsys: pytest.CaptureFixture[str]) -> None:

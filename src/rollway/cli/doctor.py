@@ -17,7 +17,6 @@ _STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "red"}
 
 
 def doctor(options: argparse.Namespace) -> int:
-
     if options.ports is not None:
         return _show_ports(options)
     findings = examine()
@@ -29,7 +28,6 @@ def doctor(options: argparse.Namespace) -> int:
 
 
 def _print_findings(findings: list[Finding]) -> None:
-
     table = Table(box=None, pad_edge=False, show_header=False)
     for _ in range(4):
         table.add_column(overflow="fold")
@@ -41,7 +39,6 @@ def _print_findings(findings: list[Finding]) -> None:
 
 def _show_ports(options: argparse.Namespace) -> int:
     """List the listeners of running stacks, and warn about those that the network can reach."""
-
     states = [state for state in known_stacks() if state.supervised]
     if options.ports:
         states = [state for state in states if state.name == options.ports]

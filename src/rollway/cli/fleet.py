@@ -108,7 +108,6 @@ def watch(options: argparse.Namespace) -> int:
 
 @contextmanager
 def _attach(options: argparse.Namespace) -> Iterator[Fleet]:
-
     target = options.name or options.stack or local.resolve_name(None)
     # The other commands end at once: they must not begin a refit of a worker that joins.
     opening = rollway.attach(
@@ -123,7 +122,6 @@ def _attach(options: argparse.Namespace) -> Iterator[Fleet]:
 
 def _parse_timeouts(texts: list[str]) -> AdminTimeouts | None:
     """Parse `pause=900`; return None without any, so that those of the stack's spec apply."""
-
     if not texts:
         return None
     try:

@@ -119,7 +119,7 @@ def _add_stack_commands(add: Add) -> None:
     parser = add("logs", "logs:show_logs", "show the log of a process")
     parser.usage = "rollway logs [-h] [-f] [-n LINES] [--json] [NAME] [PROCESS]"
     parser.add_argument(
-        "words",
+        "names",
         nargs="*",
         metavar="[NAME] [PROCESS]",
         help="a stack (optional when there is one) and a process (the list of logs without it)",

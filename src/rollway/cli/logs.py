@@ -13,8 +13,7 @@ from rollway.stack.state import StackDir, known_stacks, stack_names
 
 
 def show_logs(options: argparse.Namespace) -> int:
-
-    name, process = _read_log_words(options)
+    name, process = _read_log_names(options)
     directory = _find_log_directory(name)
     path = directory / f"{process}.log" if is_plain_name(process or "") else None
     if path is None or not path.is_file():
@@ -34,25 +33,23 @@ def show_logs(options: argparse.Namespace) -> int:
     return 0
 
 
-def _read_log_words(options: argparse.Namespace) -> tuple[str, str | None]:
-    """Return the stack and the process that the words name."""
-
-    words = [*([options.name] if options.name else []), *options.words]
-    if len(words) > 2:
+def _read_log_names(options: argparse.Namespace) -> tuple[str, str | None]:
+    """Return the stack and the process that were named."""
+    names = [*([options.name] if options.name else []), *options.names]
+    if len(names) > 2:
         raise UsageError(
-            f"`rollway logs {' '.join(words)}` has too many words.", "Give a stack and a process."
+            f"`rollway logs {' '.join(names)}` has too many words.", "Give a stack and a process."
         )
-    if len(words) == 2:
-        return words[0], words[1]
-    # A single word is a stack if there is one of that name, otherwise a process of the only stack.
-    if words and (options.name or words[0] in stack_names()):
-        return words[0], None
-    return _find_only_stack(), words[0] if words else None
+    if len(names) == 2:
+        return names[0], names[1]
+    # A single name is a stack if there is one of that name, otherwise a process of the only stack.
+    if names and (options.name or names[0] in stack_names()):
+        return names[0], None
+    return _find_only_stack(), names[0] if names else None
 
 
 def _find_only_stack() -> str:
     """Return the running stack; `default` when nothing runs, whose last logs may remain."""
-
     try:
         return local.resolve_name(None)
     except RollwayError:
@@ -62,7 +59,6 @@ def _find_only_stack() -> str:
 
 
 def _find_log_directory(name: str) -> Path:
-
     state = StackDir(name).read()
     return Path(state.log_dir) if state else StackDir(name).logs
 

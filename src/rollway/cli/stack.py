@@ -27,7 +27,6 @@ from rollway.stack.state import StackDir, StackState, known_stacks, unreadable_s
 
 
 def up(options: argparse.Namespace) -> int:
-
     spec = make_spec(
         get_spec_file(options),
         model=options.model,
@@ -47,7 +46,6 @@ def up(options: argparse.Namespace) -> int:
 
 
 def _dry_run(spec: StackSpec, options: argparse.Namespace) -> int:
-
     ports = Lease()
     try:
         plan = plan_stack(
@@ -72,7 +70,6 @@ def _dry_run(spec: StackSpec, options: argparse.Namespace) -> int:
 
 
 def _stay_in_foreground(stack: RunningStack, options: argparse.Namespace) -> int:
-
     _print_ready(stack.state, options)
     interrupted = False
     try:
@@ -96,7 +93,6 @@ def _print_ready(state: StackState, options: argparse.Namespace) -> None:
 
 
 def down(options: argparse.Namespace) -> int:
-
     names = local.all_names() if options.all else [local.resolve_name(options.name, dead_too=True)]
     began = time.monotonic()
     with StackProgress(quiet=options.quiet) as progress:
@@ -109,7 +105,6 @@ def down(options: argparse.Namespace) -> int:
 
 
 def status(options: argparse.Namespace) -> int:
-
     if options.name is not None and "://" in options.name:
         return _show_remote_status(options)
     states, unreadable = known_stacks(), unreadable_stacks()
@@ -137,7 +132,6 @@ def status(options: argparse.Namespace) -> int:
 
 def _describe(state: StackState) -> dict[str, Any]:
     """Return a stack as JSON; for a ready stack, ask its workers for their versions."""
-
     report: dict[str, Any] = {
         "name": state.name,
         "phase": state.phase if state.supervised else "dead",
@@ -175,7 +169,6 @@ def _as_text(versions: dict[int, int | None]) -> dict[str, int | None]:
 
 def _show_remote_status(options: argparse.Namespace) -> int:
     """Show a stack that Rollway did not start, by the address of its frontend."""
-
     versions: dict[str, dict[str, int | None]] = {}
     with rollway.attach(options.name, watch=False) as stack:
         for model in stack.models:
@@ -195,7 +188,6 @@ def _show_remote_status(options: argparse.Namespace) -> int:
 
 
 def _print_status(state: StackState, report: dict[str, Any]) -> None:
-
     if not state.supervised:
         print(f"{state.name}: its supervisor is gone; `rollway down {state.name}` clears it")
         return

@@ -15,7 +15,6 @@ _MOST_LINES = 40
 
 
 def inspect(options: argparse.Namespace) -> int:
-
     parts = inventories(options.path)
     if options.json:
         print_json({"path": str(options.path), "parts": [part.as_json() for part in parts]})
@@ -26,7 +25,6 @@ def inspect(options: argparse.Namespace) -> int:
 
 
 def diff(options: argparse.Namespace) -> int:
-
     comparison = compare(options.first, options.second)
     if options.json:
         print_json(comparison.as_json())
@@ -36,14 +34,13 @@ def diff(options: argparse.Namespace) -> int:
 
 
 def plan(options: argparse.Namespace) -> int:
-
-    given = {
+    requested = {
         "wire_gb_per_s": options.wire,
         "block_seconds": options.block,
         "pack_gb_per_s": options.pack,
         "unpack_gb_per_s": options.unpack,
     }
-    costs = Costs(**{name: value for name, value in given.items() if value is not None})
+    costs = Costs(**{name: value for name, value in requested.items() if value is not None})
     scenario = plan_scenario(
         options.model, options.source, options.target, costs, arity=options.arity
     )
