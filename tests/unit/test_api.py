@@ -9,6 +9,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import pytest
 
 import rollway
 from rollway import sync
+from rollway.api import Opening
 from rollway.async_stack import Stack as AsyncStack
 from rollway.errors import UsageError
 from rollway.fleet.discovery import Worker
@@ -217,3 +220,65 @@ def test_addresses_of_workers() -> None:
     assert find_addresses(["http://localhost:1", "http://127.0.0.3:2"]) == (loopback, "127.0.0.1")
     addresses, own = find_addresses(["http://127.0.0.1:1", "http://192.0.2.7:1"])
     assert addresses == {own, "192.0.2.7"}
+
+
+# --- openings ------------------------------------------------------------------------------
+
+
+async def fail_to_open(events: list[str], cleanup: AsyncExitStack) -> AsyncStack:
+    async def record() -> None:
+        events.append("cleaned up")
+
+    cleanup.push_async_callback(record)
+    raise UsageError("It cannot start.")
+
+
+def test_an_opening_that_fails_cleans_up() -> None:
+    events: list[str] = []
+    before = threading.active_count()
+    with pytest.raises(UsageError), Opening(partial(fail_to_open, events)):
+        raise AssertionError("the block must not run")
+    assert events == ["cleaned up"]
+    assert threading.active_count() == before
+
+
+async def test_an_async_opening_that_fails_cleans_up() -> None:
+    events: list[str] = []
+    with pytest.raises(UsageError):
+        async with Opening(partial(fail_to_open, events)):
+            raise AssertionError("the block must not run")
+    assert events == ["cleaned up"]
+
+
+class SlowStart:
+    """A launcher that reports its progress until it is told to finish."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.began, self.may_finish = threading.Event(), threading.Event()
+        self.stopped = False
+        monkeypatch.setattr("rollway.stack.local.start", self.start)
+
+    def start(self, spec: Any, report: Any) -> Any:
+        self.began.set()
+        while not self.may_finish.wait(0.01):
+            report(None)
+        return self
+
+    def stop(self, progress: Any) -> None:
+        self.stopped = True
+
+
+@pytest.mark.parametrize("finishes", [False, True])
+async def test_a_cancelled_start_leaves_nothing(
+    finishes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher = SlowStart(monkeypatch)
+    opening = rollway.up(model="org/model")
+    entering = asyncio.create_task(opening.__aenter__())
+    await asyncio.to_thread(launcher.began.wait, 10)
+    if finishes:  # at the moment of the cancel
+        launcher.may_finish.set()
+    entering.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await entering
+    assert launcher.stopped == finishes
