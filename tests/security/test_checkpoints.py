@@ -21,9 +21,9 @@ from rollway.weights.checkpoint import (
     publish_checkpoint,
     read_headers,
 )
-from rollway.weights.inventory import inventories
-from rollway.weights.planning.hf_model import read_model
-from rollway.weights.weight_file import stored_tensors
+from rollway.weights.inspect import inventories
+from rollway.weights.planning.scenario import read_model
+from rollway.weights.weight_file import read_weight_file
 from tests.checkpoints import write_checkpoint
 
 INDEX = "model.safetensors.index.json"
@@ -107,7 +107,7 @@ def test_a_header_longer_than_the_file_or_the_bound_is_not_read(tmp_path: Path) 
             if length == 100_000_001:
                 opened.truncate(length + 8)  # it has room on disk, and takes none
         with pytest.raises(UsageError, match="its header would have"):
-            stored_tensors(file)
+            read_weight_file(file)
 
 
 def test_valid_files_pass_whatever_wrote_them(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_valid_files_pass_whatever_wrote_them(tmp_path: Path) -> None:
     for number, (header, data) in enumerate(headers):
         file = weight_file(header, data, tmp_path / f"{number}.safetensors")
         names = {name for name, _ in safetensors.deserialize(file.read_bytes())}
-        assert stored_tensors(file).keys() == names
+        assert read_weight_file(file).keys() == names
 
 
 def shards(directory: Path, weight_map: object) -> Path:

@@ -1,4 +1,4 @@
-"""A process of its own for tests of the collective transport: takes offers, or publishes some.
+"""A peer process for tests of the collective transport: it receives offers, or publishes one.
 
 Requests and answers are lines of JSON, by standard input and output.
 """
@@ -18,10 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rollway.engine.receivers import Receiver, receiver_for
+from rollway.engine.receivers import reader_for
 from rollway.errors import RollwayError
 from rollway.weights.digest.bits import raw_bytes
 from rollway.weights.offer import parse_offer
+from rollway.weights.transports.base import Reader
 from rollway.weights.transports.collective import CollectivePublisher
 
 Facts = dict[str, list[Any]]
@@ -31,50 +32,50 @@ def awkward_tensors(seed: int) -> dict[str, torch.Tensor]:
     """Every kind of tensor: dtypes, sizes, none at all, not contiguous, larger than a bucket."""
     generator = torch.Generator().manual_seed(seed)
 
-    def some(*shape: int) -> torch.Tensor:
+    def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator)
 
-    made = {
-        "scalar": some(1)[0],
-        "nothing": some(0, 7),
+    tensors = {
+        "scalar": random(1)[0],
+        "nothing": random(0, 7),
         "one byte": torch.tensor([seed % 256], dtype=torch.uint8),
         "three bytes": torch.tensor([1, 2, seed % 100], dtype=torch.int8),
-        "large": some(700, 1000),
-        "between": some(5).to(torch.float64),
-        "larger": some(1100, 1003).to(torch.bfloat16),
-        "turned": some(300, 200).t(),
-        "half": some(33, 5).half(),
-        "flags": some(999) > 0,
-        "eight bits": some(64, 64).to(torch.float8_e4m3fn),
+        "large": random(700, 1000),
+        "between": random(5).to(torch.float64),
+        "larger": random(1100, 1003).to(torch.bfloat16),
+        "turned": random(300, 200).t(),
+        "half": random(33, 5).half(),
+        "flags": random(999) > 0,
+        "eight bits": random(64, 64).to(torch.float8_e4m3fn),
         "long": torch.arange(1000) * seed,
-        "last nothing": some(0),
+        "last nothing": random(0),
     }
-    return made | {f"layer.{n}": some(65, 129) for n in range(30)}
+    return tensors | {f"layer.{n}": random(65, 129) for n in range(30)}
 
 
 def facts(name_and_tensor: tuple[str, torch.Tensor]) -> tuple[str, list[Any]]:
     name, tensor = name_and_tensor
-    words = hashlib.sha256(raw_bytes(tensor).numpy().tobytes()).hexdigest()
-    return name, [str(tensor.dtype), list(tensor.shape), words]
+    checksum = hashlib.sha256(raw_bytes(tensor).numpy().tobytes()).hexdigest()
+    return name, [str(tensor.dtype), list(tensor.shape), checksum]
 
 
-def receive(request: dict[str, Any], kept: dict[str, Receiver]) -> Facts:
+def receive(request: dict[str, Any], readers: dict[str, Reader]) -> Facts:
     offer = parse_offer(request["offer"])
-    receiver = receiver_for(offer, kept)
-    assert receiver.headers(offer)
-    taken: Facts = {}
-    for name, tensor in receiver.tensors(offer):
-        taken.update([facts((name, tensor))] if request.get("hash", True) else [])
+    reader = reader_for(offer, readers)
+    assert reader.headers(offer)
+    received: Facts = {}
+    for name, tensor in reader.tensors(offer):
+        received.update([facts((name, tensor))] if request.get("hash", True) else [])
         if request.get("die_at") == name:
             os.kill(os.getpid(), signal.SIGKILL)
         if request.get("break_at") == name:
             raise RollwayError("this tensor does not fit here")
         time.sleep(request.get("sleep", 0.0))
-    return taken
+    return received
 
 
 def default_group(store: Path) -> None:
-    """What a trainer has made before it publishes."""
+    """Make the default group that a trainer has before it publishes."""
     dist.init_process_group("gloo", store=dist.FileStore(str(store), 1), rank=0, world_size=1)
 
 
@@ -85,13 +86,13 @@ def default_group_works() -> bool:
 
 
 def answer_requests() -> None:
-    kept: dict[str, Receiver] = {}
+    readers: dict[str, Reader] = {}
     for line in sys.stdin:
         request = json.loads(line)
         began = time.monotonic()
         answer: dict[str, Any] = {"error": ""}
         try:
-            answer["taken"] = receive(request, kept)
+            answer["received"] = receive(request, readers)
         except RollwayError as error:
             answer["error"] = str(error)
         answer["seconds"] = time.monotonic() - began

@@ -26,7 +26,7 @@ BUCKET = 1 << 20
 
 
 class Peer:
-    """A process that takes offers."""
+    """A process that receives offers."""
 
     def __init__(self, *arguments: str) -> None:
         self.process = subprocess.Popen(
@@ -48,7 +48,7 @@ class Peer:
         made: dict[str, Any] = json.loads(line)
         return made
 
-    def take(self, offer: Offer, **request: Any) -> dict[str, Any]:
+    def receive(self, offer: Offer, **request: Any) -> dict[str, Any]:
         self.ask(offer, **request)
         return self.answer()
 
@@ -88,9 +88,9 @@ def peers() -> Iterator[Peers]:
 
 
 def wait_for_threads_to_end() -> None:
-    """A group that broke off goes in its own time, which is bounded."""
+    """Wait for groups that broke off, which are released later, within a time limit."""
     deadline, ours = time.monotonic() + 15, ("rollway-collective", "rollway-group")
-    while left := [one.name for one in threading.enumerate() if one.name.startswith(ours)]:
+    while left := [t.name for t in threading.enumerate() if t.name.startswith(ours)]:
         assert time.monotonic() < deadline, left
         time.sleep(0.05)
 
@@ -103,7 +103,7 @@ def publisher() -> Iterator[CollectivePublisher]:
     wait_for_threads_to_end()
 
 
-def told(tensors: dict[str, torch.Tensor]) -> Facts:
+def all_facts(tensors: dict[str, torch.Tensor]) -> Facts:
     return dict(map(facts, tensors.items()))
 
 
@@ -116,7 +116,7 @@ def many(size: int = 300_000, count: int = 24) -> dict[str, torch.Tensor]:
 
 
 def store_of(offer: Offer) -> dist.PrefixStore:
-    """As whoever knows the offer can reach it."""
+    """Connect to the store, as anybody who knows the offer can."""
     host, port = offer.where["host"], offer.where["port"]
     store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
     return dist.PrefixStore(offer.where["room"], store)
@@ -142,8 +142,8 @@ def test_two_receivers_get_exact_bytes_of_one_version_after_the_other(
         publisher.wait(version)
         for answer in answers:
             assert answer["error"] == ""
-            assert answer["taken"] == told(tensors)
-            assert list(answer["taken"]) == list(tensors)
+            assert answer["received"] == all_facts(tensors)
+            assert list(answer["received"]) == list(tensors)
             assert not answer["default_group"]
         opened.append([open_files(), *(answer["open"] for answer in answers)])
     assert opened[1] == opened[2]
@@ -156,19 +156,19 @@ def test_the_default_group_of_a_trainer_is_left_alone(peers: Peers, tmp_path: Pa
         for peer in peers:
             peer.ask(offer)
         for peer in peers:
-            assert peer.answer()["taken"] == told(awkward_tensors(1))
+            assert peer.answer()["received"] == all_facts(awkward_tensors(1))
         assert trainer.answer() == {"ok": True}
         assert trainer.process.wait(20) == 0
     finally:
         trainer.close()
 
 
-def test_a_receiver_that_never_joins_ends_it_for_all_in_time(peers: Peers) -> None:
+def test_a_receiver_that_never_joins_stops_all_in_time(peers: Peers) -> None:
     with CollectivePublisher(init_seconds=1.5) as publisher:
         before = open_files()
         offer = publisher.publish(4, awkward_tensors(4).items(), receivers=2)
         began = time.monotonic()
-        answer = peers[0].take(offer)
+        answer = peers[0].receive(offer)
         with pytest.raises(WeightsError, match=r"1 of 2 receivers joined within 1\.5 s") as caught:
             publisher.wait(4)
         assert f"process {peers[0].process.pid} " in str(caught.value)
@@ -177,7 +177,7 @@ def test_a_receiver_that_never_joins_ends_it_for_all_in_time(peers: Peers) -> No
         assert open_files() <= before
         # Nothing is in the way of the next one.
         offer = publisher.publish(5, awkward_tensors(5).items(), receivers=1)
-        assert peers[0].take(offer)["taken"] == told(awkward_tensors(5))
+        assert peers[0].receive(offer)["received"] == all_facts(awkward_tensors(5))
         publisher.wait(5)
 
 
@@ -190,7 +190,7 @@ def test_a_receiver_that_is_killed_is_named_and_the_other_ends_soon(
     pid = dead.process.pid
     began = time.monotonic()
     dead.ask(offer, die_at="layer.5")
-    answer = alive.take(offer)
+    answer = alive.receive(offer)
     assert answer["error"] and time.monotonic() - began < 10
     with pytest.raises(WeightsError, match="no more was heard of") as caught:
         publisher.wait(1)
@@ -201,11 +201,11 @@ def test_a_receiver_that_is_killed_is_named_and_the_other_ends_soon(
     offer = publisher.publish(2, many(100).items(), receivers=2)
     for peer in peers:
         peer.ask(offer)
-    assert [peer.answer()["taken"] for peer in peers] == [told(many(100))] * 2
+    assert [peer.answer()["received"] for peer in peers] == [all_facts(many(100))] * 2
     publisher.wait(2)
 
 
-def test_a_receiver_that_refuses_a_tensor_ends_it_for_all_at_once(
+def test_a_receiver_that_refuses_a_tensor_stops_all_at_once(
     peers: Peers, publisher: CollectivePublisher
 ) -> None:
     offer = publisher.publish(1, many().items(), receivers=2)
@@ -213,18 +213,18 @@ def test_a_receiver_that_refuses_a_tensor_ends_it_for_all_at_once(
     peers[1].ask(offer)
     assert "does not fit here" in peers[0].answer()["error"]
     assert peers[1].answer()["error"] != ""
-    with pytest.raises(WeightsError, match="the worker took no more") as caught:
+    with pytest.raises(WeightsError, match="the worker stopped receiving") as caught:
         publisher.wait(1)
     assert f"process {peers[0].process.pid} " in str(caught.value)
     assert f"process {peers[1].process.pid} " not in str(caught.value)
 
 
-def test_a_stranger_that_takes_a_place_is_an_error_on_both_sides(peers: Peers) -> None:
+def test_a_stranger_that_joins_is_an_error_on_both_sides(peers: Peers) -> None:
     with CollectivePublisher(init_seconds=2, step_seconds=5) as publisher:
         offer = publisher.publish(1, many(1000).items(), receivers=1)
         store_of(offer).add("joined", 1)
         began = time.monotonic()
-        assert "one more" in peers[0].take(offer)["error"]
+        assert "one more" in peers[0].receive(offer)["error"]
         with pytest.raises(WeightsError, match="did not say who it is"):
             publisher.wait(1)
         assert time.monotonic() - began < 12
@@ -245,16 +245,14 @@ def test_tensors_that_change_after_they_were_published_are_refused(
     tensors = many()
     offer = publisher.publish(1, tensors.items())
     tensors["layer.7"][5] += 1
-    assert "layer.7 of version 1 is not what was published" in peers[0].take(offer)["error"]
+    assert "layer.7 of version 1 is not what was published" in peers[0].receive(offer)["error"]
     with pytest.raises(WeightsError, match=r"layer\.7"):
         publisher.wait(1)
 
 
-def test_a_publisher_that_is_closed_ends_what_waits_for_it(peers: Peers) -> None:
+def test_a_publisher_that_closes_stops_its_receivers(peers: Peers) -> None:
     publisher = CollectivePublisher(init_seconds=60)
     offer = publisher.publish(1, many(10).items(), receivers=2)
-    with pytest.raises(UsageError, match="still being sent"):
-        publisher.publish(2, many(10).items())
     peers[0].ask(offer)
     wait_until_joined(offer)
     began = time.monotonic()
@@ -265,6 +263,35 @@ def test_a_publisher_that_is_closed_ends_what_waits_for_it(peers: Peers) -> None
     assert time.monotonic() - began < 10
     with pytest.raises(WeightsError, match="Nobody offers version 1"):
         CollectiveReader().manifest(offer)
+
+
+def test_the_next_version_waits_for_the_one_being_sent(peers: Peers) -> None:
+    with CollectivePublisher(init_seconds=2) as publisher:
+        publisher.expect(1)
+        first = publisher.publish(1, many(10).items())
+        threading.Timer(0.3, peers[0].ask, (first,)).start()
+        second = publisher.publish(2, many(20).items())  # returns when the first has arrived
+        assert peers[0].answer()["received"] == all_facts(many(10))
+        assert peers[0].receive(second)["received"] == all_facts(many(20))
+        publisher.wait(2)
+        publisher.publish(3, many(10).items())
+        with pytest.raises(WeightsError, match="Version 3 did not reach all receivers"):
+            publisher.publish(4, many(10).items())  # nobody joined the one before
+        fourth = publisher.publish(4, many(10).items())
+        assert peers[0].receive(fourth)["received"] == all_facts(many(10))
+        publisher.wait(4)
+
+
+def test_the_number_of_receivers_may_change_with_each_version(peers: Peers) -> None:
+    counts = iter((1, 2))
+    with CollectivePublisher(init_seconds=10, receivers=lambda: next(counts)) as publisher:
+        for version in (1, 2):
+            offer = publisher.publish(version, many(10).items())
+            for peer in list(peers)[:version]:
+                peer.ask(offer)
+            for peer in list(peers)[:version]:
+                assert peer.answer()["received"] == all_facts(many(10))
+            publisher.wait(version)
 
 
 def test_a_publisher_that_dies_is_noticed(peers: Peers, tmp_path: Path) -> None:
@@ -278,7 +305,7 @@ def test_a_publisher_that_dies_is_noticed(peers: Peers, tmp_path: Path) -> None:
     assert answer["seconds"] < 10
 
 
-def test_what_cannot_be_published_is_said_at_once() -> None:
+def test_wrong_use_is_refused_at_once() -> None:
     with pytest.raises(UsageError, match="no address"):
         CollectivePublisher(host="0.0.0.0")
     with CollectivePublisher() as publisher:

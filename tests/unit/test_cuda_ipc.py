@@ -16,12 +16,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollway.engine.receivers import receiver_for
+from rollway.engine.receivers import reader_for
 from rollway.errors import UsageError, WeightsError
 from rollway.weights.digest.bits import by_triton, digest
 from rollway.weights.offer import Offer, parse_offer, read_offer
-from rollway.weights.transports import device_memory
-from rollway.weights.transports.cuda_ipc import CudaIpcPublisher, CudaIpcReader
+from rollway.weights.transports.cuda_ipc import CudaIpcPublisher, CudaIpcReader, device_memory
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 each_device = pytest.mark.parametrize("device", DEVICES)
@@ -33,18 +32,18 @@ import torch
 from rollway.errors import RollwayError
 from rollway.weights.digest.bits import digest
 from rollway.weights.offer import parse_offer
-from rollway.weights.transports import cuda_ipc
+from rollway.weights.transports.cuda_ipc import CudaIpcReader, reader as module
 
-opened, open_one = [], cuda_ipc.opened
-cuda_ipc.opened = lambda *given: opened.append(given) or open_one(*given)
-reader = cuda_ipc.CudaIpcReader(Path(sys.argv[1]))
+opened, open_handle = [], module.open_handle
+module.open_handle = lambda *arguments: opened.append(arguments) or open_handle(*arguments)
+reader = CudaIpcReader(Path(sys.argv[1]))
 for line in sys.stdin:
     try:
-        taken = {n: t.clone() for n, t in reader.tensors(parse_offer(json.loads(line)))}
-        found = {
-            n: [digest(t), str(t.dtype), list(t.shape), t.device.type] for n, t in taken.items()
+        copies = {n: t.clone() for n, t in reader.tensors(parse_offer(json.loads(line)))}
+        facts = {
+            n: [digest(t), str(t.dtype), list(t.shape), t.device.type] for n, t in copies.items()
         }
-        print(json.dumps({"tensors": found, "opened": len(opened)}), flush=True)
+        print(json.dumps({"tensors": facts, "opened": len(opened)}), flush=True)
     except RollwayError as error:
         print(json.dumps(error.as_json()), flush=True)
 """
@@ -70,7 +69,8 @@ for line in sys.stdin:
                 for n, h in headers.items()
             }
         reader.copy_into(offer, own)
-        print(json.dumps([{n: digest(t) for n, t in own.items()}, len(reader._taking)]), flush=True)
+        digests = {n: digest(t) for n, t in own.items()}
+        print(json.dumps([digests, len(reader._prepared)]), flush=True)
     except RollwayError as error:
         print(json.dumps(error.as_json()), flush=True)
 """
@@ -138,9 +138,7 @@ def test_another_process_reads_what_was_published(
 
 
 @each_device
-def test_a_modules_own_parameters_are_read_where_they_are(
-    device: str, tmp_path: Path, other: Other
-) -> None:
+def test_adopted_parameters_are_read_in_place(device: str, tmp_path: Path, other: Other) -> None:
     module = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 4)).to(device)
     with CudaIpcPublisher(directory=tmp_path) as publisher:
         publisher.adopt(module)
@@ -153,7 +151,7 @@ def test_a_modules_own_parameters_are_read_where_they_are(
             assert found["tensors"] == facts(dict(module.named_parameters()), device)
         assert places == [parameter.data_ptr() for parameter in module.parameters()]
         module[0].weight.data = module[0].weight.data.clone()
-        with pytest.raises(UsageError, match=r"0\.weight is not where it was"):
+        with pytest.raises(UsageError, match=r"0\.weight has moved in memory"):
             publisher.publish(3)
 
 
@@ -170,13 +168,13 @@ def test_offers_are_plain_and_private(device: str, tmp_path: Path) -> None:
         assert again.identity == offer.identity  # equal for equal weights
 
 
-def test_a_version_that_is_gone_is_refused(tmp_path: Path) -> None:
+def test_a_retired_or_overwritten_version_is_refused(tmp_path: Path) -> None:
     reader = CudaIpcReader(tmp_path)
     with CudaIpcPublisher(keep=2, directory=tmp_path) as publisher:
         first, second = (publisher.publish(v, model("cpu", v).items()) for v in (1, 2))
         assert len(list(reader.tensors(first))) == len(list(reader.tensors(second)))
         publisher.retire(2)
-        with pytest.raises(WeightsError, match="not in the trainer's memory any more"):
+        with pytest.raises(WeightsError, match="not in the publisher's memory any more"):
             list(reader.tensors(second))
         list(reader.tensors(first))
         third = publisher.publish(3, model("cpu", 3).items())
@@ -186,7 +184,7 @@ def test_a_version_that_is_gone_is_refused(tmp_path: Path) -> None:
         list(reader.tensors(third))
 
 
-def test_what_changes_while_it_is_read_is_noticed(tmp_path: Path) -> None:
+def test_a_change_while_it_is_read_is_noticed(tmp_path: Path) -> None:
     reader = CudaIpcReader(tmp_path)
     with CudaIpcPublisher(directory=tmp_path) as publisher:
         offer = publisher.publish(1, model("cpu").items())
@@ -195,21 +193,21 @@ def test_what_changes_while_it_is_read_is_noticed(tmp_path: Path) -> None:
                 if name == "embed":
                     publisher._slots[0].buckets[0][100] += 1
         offer = publisher.publish(2, model("cpu").items())
-        with pytest.raises(WeightsError, match=r"any more|written over|gone"):
+        with pytest.raises(WeightsError, match=r"any more|overwritten|gone"):
             for name, _ in reader.tensors(offer):
                 if name == "large":
                     publisher.publish(3, model("cpu").items())
 
 
-def test_another_model_takes_new_buckets(tmp_path: Path) -> None:
+def test_another_model_gets_new_buckets(tmp_path: Path) -> None:
     stale: Any = object()
     reader = CudaIpcReader(tmp_path)
     with CudaIpcPublisher(directory=tmp_path) as publisher:
         for version, shape in enumerate(((4,), (4000,), (8, 8))):
             offer = publisher.publish(version, [("a", torch.full(shape, float(version)))])
-            reader._taking[0] = stale
+            reader._prepared[0] = stale
             ((_, found),) = reader.tensors(offer)
-            assert not reader._taking  # nothing is copied from where the old ones were
+            assert not reader._prepared  # no copy uses the addresses of the old buckets
             assert found.shape == shape and bool((found == version).all())
         assert len(list(next(tmp_path.iterdir()).iterdir())) == 2
         assert [len(slot) for slot in reader._open.values()] == [1]
@@ -219,7 +217,7 @@ def changed(offer: Offer, **fields: Any) -> Offer:
     return msgspec.structs.replace(offer, where={**offer.where, **fields})
 
 
-def test_offers_that_cannot_be_true_are_refused(tmp_path: Path) -> None:
+def test_false_offers_are_refused(tmp_path: Path) -> None:
     reader = CudaIpcReader(tmp_path)
     with CudaIpcPublisher(directory=tmp_path) as publisher:
         offer = publisher.publish(1, model("cpu").items())
@@ -240,7 +238,7 @@ def test_offers_that_cannot_be_true_are_refused(tmp_path: Path) -> None:
         list(reader.tensors(offer))
 
 
-def test_nothing_is_left_when_a_publisher_dies(tmp_path: Path) -> None:
+def test_a_publisher_that_dies_leaves_nothing(tmp_path: Path) -> None:
     code = (
         "import sys, torch; from pathlib import Path\n"
         "from rollway.weights.transports.cuda_ipc import CudaIpcPublisher\n"
@@ -250,7 +248,7 @@ def test_nothing_is_left_when_a_publisher_dies(tmp_path: Path) -> None:
     )
     run = [sys.executable, "-c", code, str(tmp_path)]
     offer = parse_offer(json.loads(subprocess.run(run, capture_output=True, check=False).stdout))
-    with pytest.raises(WeightsError, match="Its publisher has ended"):
+    with pytest.raises(WeightsError, match="Its publisher has closed"):
         list(CudaIpcReader(tmp_path).tensors(offer))
     deadline = time.monotonic() + 20
     while list(tmp_path.iterdir()):
@@ -258,7 +256,7 @@ def test_nothing_is_left_when_a_publisher_dies(tmp_path: Path) -> None:
         time.sleep(0.05)
 
 
-def test_what_a_publisher_and_its_guard_left_is_removed_by_the_next(tmp_path: Path) -> None:
+def test_leftovers_of_a_dead_publisher_are_removed_by_the_next(tmp_path: Path) -> None:
     code = "from rollway.weights import leftovers; print(leftovers.mark())"
     run = [sys.executable, "-c", code]
     dead = subprocess.run(run, capture_output=True, text=True, check=True).stdout.strip()
@@ -269,7 +267,7 @@ def test_what_a_publisher_and_its_guard_left_is_removed_by_the_next(tmp_path: Pa
     assert not left.exists()
 
 
-def test_what_cannot_be_published_is_refused(tmp_path: Path) -> None:
+def test_wrong_use_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="keep nothing"):
         CudaIpcPublisher(keep=0, directory=tmp_path)
     with pytest.raises(UsageError, match="no shared memory"):
@@ -283,18 +281,18 @@ def test_what_cannot_be_published_is_refused(tmp_path: Path) -> None:
             publisher.publish(1, [("a", torch.ones(1)), ("b", torch.ones(1, device="meta"))])
 
 
-def test_a_worker_receives_by_it() -> None:
+def test_a_worker_finds_its_reader() -> None:
     tensors = model("cpu")
     with CudaIpcPublisher() as publisher:
         offer = publisher.publish(1, tensors.items())
-        receiver = receiver_for(offer, {})
-        assert {name: one.shape for name, one in receiver.headers(offer).items()} == {
+        reader = reader_for(offer, {})
+        assert {name: header.shape for name, header in reader.headers(offer).items()} == {
             name: tuple(tensor.shape) for name, tensor in tensors.items()
         }
-        assert all(torch.equal(found, tensors[name]) for name, found in receiver.tensors(offer))
+        assert all(torch.equal(tensor, tensors[name]) for name, tensor in reader.tensors(offer))
 
 
-def test_handles_are_given_to_torch_as_torch_made_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_handles_reach_torch_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU: what one process shares is what the other opens, but for the device."""
     shared = (0, b"\x00memory\xff", 4096, 512, b"/counter", 3, b"\x01event\xfe", True)
 
@@ -317,12 +315,12 @@ def test_handles_are_given_to_torch_as_torch_made_them(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", refuse)
     handle = device_memory.export(Shared())  # type: ignore[arg-type]
     wired = msgspec.json.decode(msgspec.json.encode(handle), type=device_memory.Handle)
-    with pytest.raises(WeightsError, match=r"cannot be opened: invalid device context It"):
-        device_memory.opened(wired, torch.device("cuda", 1), Path())
+    with pytest.raises(WeightsError, match=r"cannot be opened: invalid device context The"):
+        device_memory.open_handle(wired, torch.device("cuda", 1), Path())
     assert given == [(1, *shared[1:])]
     broken = msgspec.structs.replace(handle, memory="no base64!")
-    with pytest.raises(WeightsError, match="a handle that is none"):
-        device_memory.opened(broken, torch.device("cuda", 1), Path())
+    with pytest.raises(WeightsError, match="handle in the offer is malformed"):
+        device_memory.open_handle(broken, torch.device("cuda", 1), Path())
 
 
 @each_device
@@ -348,16 +346,16 @@ def test_another_process_copies_into_its_own_tensors(device: str, tmp_path: Path
     other.end()
 
 
-def test_what_cannot_be_copied_is_refused(tmp_path: Path) -> None:
+def test_copies_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     reader = CudaIpcReader(tmp_path)
     with CudaIpcPublisher(directory=tmp_path) as publisher:
         offer = publisher.publish(1, model("cpu").items())
         own = {name: torch.zeros_like(tensor) for name, tensor in model("cpu").items()}
         reader.copy_into(offer, own)
         assert all(torch.equal(own[name], tensor) for name, tensor in model("cpu").items())
-        with pytest.raises(WeightsError, match="nothing that norm could be copied into"):
+        with pytest.raises(WeightsError, match="no tensor to copy norm into"):
             reader.copy_into(offer, {name: own[name] for name in own if name != "norm"})
-        with pytest.raises(WeightsError, match=r"norm is F32\[7\], and what it should go to F32"):
+        with pytest.raises(WeightsError, match=r"norm is F32\[7\], but its target is F32"):
             reader.copy_into(offer, {**own, "norm": torch.zeros(8)})
         publisher._slots[0].buckets[0][100] += 1
         with pytest.raises(WeightsError, match="embed of version 1 changed while it was read"):

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from rollway.errors import UsageError, WeightsError
 from rollway.weights import leftovers
 from rollway.weights.checkpoint import check_checkpoint
-from rollway.weights.transports.files import FilesPublisher, FilesReader
+from rollway.weights.transports.files import FilesPublisher, FilesReader, VersionDirectory
 from tests.checkpoints import write_checkpoint
 
 
@@ -42,7 +42,7 @@ def tensors(value: float) -> dict[str, torch.Tensor]:
 def test_a_version_is_a_whole_checkpoint(tmp_path: Path, model: Path) -> None:
     publisher = FilesPublisher(tmp_path / "versions", model)
     path = Path(publisher.publish(3, tensors(1.5).items()).where["path"])
-    assert path == FilesReader(tmp_path / "versions").path(3)
+    assert path == VersionDirectory(tmp_path / "versions").path(3)
     assert set(check_checkpoint(path).tensors) == {"a", "b", "c"}
     assert {file.name for file in path.iterdir()} == {
         *("config.json", "tokenizer.json", "model.safetensors", "STABLE")
@@ -80,6 +80,28 @@ def test_tied_and_transposed_tensors(tmp_path: Path, model: Path) -> None:
     assert torch.equal(loaded["turned"], weight.t())
 
 
+def test_a_worker_reads_a_version_and_notices_a_change(tmp_path: Path, model: Path) -> None:
+    publisher = FilesPublisher(tmp_path / "versions", model)
+    offer = publisher.publish(1, tensors(1.5).items())
+    reader = FilesReader()
+    assert reader.headers(offer)["b"].shape == (100,)
+    received = dict(reader.tensors(offer))
+    assert all(torch.equal(received[name], tensor) for name, tensor in tensors(1.5).items())
+    path = Path(offer.where["path"])
+    (path / "tokenizer.json").write_text("[]")
+    with pytest.raises(UsageError, match="tokenizer"):
+        list(reader.tensors(offer))
+
+
+def test_a_temporary_directory_is_removed_at_the_end(tmp_path: Path, model: Path) -> None:
+    for temporary in (False, True):
+        root = tmp_path / f"versions-{temporary}"
+        with FilesPublisher(root, model, temporary=temporary) as publisher:
+            publisher.publish(1, tensors(1).items())
+            assert root.is_dir()
+        assert root.is_dir() is not temporary
+
+
 def test_wrong_use_is_refused(tmp_path: Path, model: Path) -> None:
     root = tmp_path / "versions"
     with pytest.raises(UsageError, match="keep_recent is 2, and a rollout may be 3 steps old"):
@@ -95,7 +117,7 @@ def test_wrong_use_is_refused(tmp_path: Path, model: Path) -> None:
         publisher.publish(4, [("a", torch.ones(1)), ("a", torch.ones(1))])
     with pytest.raises(UsageError, match="no tensors"):
         publisher.publish(4, [])
-    assert publisher.versions() == [3]
+    assert publisher.stored.versions() == [3]
     assert [path.name for path in root.iterdir()] == ["v3"]
 
 
@@ -111,14 +133,14 @@ def test_the_newest_are_kept(
     for step in steps:
         published.append((published[-1] if published else 0) + step)
         publisher.publish(published[-1], tensors(published[-1]).items())
-        assert publisher.versions() == published[-keep:]
+        assert publisher.stored.versions() == published[-keep:]
         for version in published[-keep:]:
-            check_checkpoint(publisher.path(version))
+            check_checkpoint(publisher.stored.path(version))
 
 
 def test_a_reader_waits(tmp_path: Path, model: Path) -> None:
     root = tmp_path / "versions"
-    reader = FilesReader(root)
+    reader = VersionDirectory(root)
     assert reader.latest() is None
     with pytest.raises(WeightsError, match="did not appear within"):
         reader.wait_for(1, timeout=0.05)
@@ -160,12 +182,12 @@ publisher.publish(2, stream())
     assert len(list(root.iterdir())) == 2
     process.kill()
     process.wait()
-    assert FilesReader(root).versions() == [1]
+    assert VersionDirectory(root).versions() == [1]
     check_checkpoint(root / "v1")
     publisher = FilesPublisher(root, model)
     assert [path.name for path in root.iterdir()] == ["v1"]
     publisher.publish(2, tensors(2).items())
-    assert publisher.versions() == [1, 2]
+    assert publisher.stored.versions() == [1, 2]
 
 
 def test_leftovers_of_other_machines_go_when_they_are_old(tmp_path: Path, model: Path) -> None:

@@ -16,9 +16,9 @@ from rollway.weights.megatron.describe import Experts, Norms, describe
 from rollway.weights.megatron.geometry import ModelGeometry, Topology
 from rollway.weights.megatron.names import NameMap
 from rollway.weights.planning.costs import Costs
-from rollway.weights.planning.hf_model import hf_headers
 from rollway.weights.planning.plan import Receiver, plan
-from rollway.weights.planning.trainers import megatron_sources
+from rollway.weights.planning.scenario import hf_headers
+from rollway.weights.planning.sources import megatron_sources
 from rollway.weights.planning.vllm_layout import engine_ranks, wants
 from tests.unit.planned import DTYPE, Model, carried_out, expected, some_model
 

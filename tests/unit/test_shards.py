@@ -14,9 +14,8 @@ from rollway.errors import UsageError, WeightsError
 from rollway.weights.layout import Box, Piece, Shard
 from rollway.weights.megatron.geometry import Topology
 from rollway.weights.offer import Offer
-from rollway.weights.sources import Held
-from rollway.weights.transports.shards import ShardReader, joined, publish_shards
-from rollway.weights.transports.shm import ShmPublisher, ShmReader
+from rollway.weights.sources import Held, from_module
+from rollway.weights.transports.shm import ShmPublisher, ShmReader, join_offers
 from tests.unit.weights.megatron_shards import held_by_ranks
 
 DATA = Path(__file__).parents[1] / "data" / "megatron"
@@ -40,17 +39,40 @@ def test_a_megatron_model_is_read_from_its_ranks(
         offers = []
         for held in held_by_ranks(model, truth, topology):
             publisher = cleanup.enter_context(ShmPublisher(directory=tmp_path))
-            offers.append(publish_shards(publisher, 3, held))
-        offer = joined(offers)
+            offers.append(publisher.publish(3, held))
+        offer = join_offers(offers)
         # What several ranks hold is published by one.
         assert offer.nbytes == sum(tensor.nbytes for tensor in truth.values())
-        reader = ShardReader(ShmReader(tmp_path), offer)
-        assert {n: h.shape for n, h in reader.headers().items()} == {
+        reader = ShmReader(tmp_path)
+        assert {n: h.shape for n, h in reader.headers(offer).items()} == {
             name: tuple(tensor.shape) for name, tensor in truth.items()
         }
-        found = {name: tensor.clone() for name, tensor in reader.tensors()}
-    assert found.keys() == truth.keys()
-    assert all(torch.equal(found[name], truth[name]) for name in truth)
+        assert reader.sums(offer) == {}
+        received = {name: tensor.clone() for name, tensor in reader.tensors(offer)}
+    assert received.keys() == truth.keys()
+    assert all(torch.equal(received[name], truth[name]) for name in truth)
+
+
+def test_ranks_that_hold_whole_tensors_are_joined_with_those_that_hold_parts(
+    tmp_path: Path,
+) -> None:
+    whole = from_module(torch.nn.Linear(4, 3))
+    rows = torch.arange(32.0).view(8, 4)
+    with ExitStack() as cleanup:
+        offer = _publish(tmp_path, cleanup, _rows(0, 4, rows[:4]), _rows(4, 8, rows[4:]), *whole)
+        received = {name: tensor.clone() for name, tensor in ShmReader(tmp_path).tensors(offer)}
+    assert received.keys() == {"w", "weight", "bias"}
+    assert torch.equal(received["w"], rows)
+    assert all(torch.equal(received[held.shard.name], held.tensor) for held in whole)
+
+
+def test_a_single_rank_publishes_a_plain_version(tmp_path: Path) -> None:
+    module = torch.nn.Linear(4, 3)
+    with ShmPublisher(directory=tmp_path) as publisher:
+        offer = publisher.publish(1, from_module(module))
+        assert offer.where.keys() == {"slot"}
+        received = dict(ShmReader(tmp_path).tensors(offer))
+        assert torch.equal(received["weight"], module.weight)
 
 
 def _rows(start: int, stop: int, tensor: torch.Tensor) -> Held:
@@ -58,28 +80,28 @@ def _rows(start: int, stop: int, tensor: torch.Tensor) -> Held:
     return Held(Shard("w", "F32", (8, 4), box), tensor, [Piece("w", box, "w", (0, 0))], True)
 
 
-def _published(tmp_path: Path, cleanup: ExitStack, *held: Held) -> Offer:
-    return joined(
+def _publish(tmp_path: Path, cleanup: ExitStack, *held: Held) -> Offer:
+    return join_offers(
         [
-            publish_shards(cleanup.enter_context(ShmPublisher(directory=tmp_path)), 1, [one])
-            for one in held
+            cleanup.enter_context(ShmPublisher(directory=tmp_path)).publish(1, [shard])
+            for shard in held
         ]
     )
 
 
-def test_a_rank_that_is_missing_or_there_twice_is_noticed(tmp_path: Path) -> None:
+def test_a_missing_or_repeated_rank_is_noticed(tmp_path: Path) -> None:
     first, last = _rows(0, 4, torch.ones(4, 4)), _rows(4, 8, torch.ones(4, 4))
     with ExitStack() as cleanup:
-        for wrong, words in (((last,), "is not whole"), ((first, last, first), "claimed twice")):
-            with pytest.raises(WeightsError, match=words):
-                ShardReader(ShmReader(tmp_path), _published(tmp_path, cleanup, *wrong))
+        for ranks, message in (((last,), "is not whole"), ((first, last, first), "claimed twice")):
+            with pytest.raises(WeightsError, match=message):
+                ShmReader(tmp_path).headers(_publish(tmp_path, cleanup, *ranks))
 
 
 def test_a_shard_that_changes_while_it_is_read_is_noticed(tmp_path: Path) -> None:
     with ExitStack() as cleanup:
         halves = _rows(0, 4, torch.ones(4, 4)), _rows(4, 8, torch.ones(4, 4))
-        offer = _published(tmp_path, cleanup, *halves)
-        reading = ShardReader(ShmReader(tmp_path), offer).tensors()
+        offer = _publish(tmp_path, cleanup, *halves)
+        reading = ShmReader(tmp_path).tensors(offer)
         next(reading)
         slot = tmp_path / offer.where["ranks"][1]["slot"]
         with slot.open("r+b") as file:
@@ -88,17 +110,17 @@ def test_a_shard_that_changes_while_it_is_read_is_noticed(tmp_path: Path) -> Non
             list(reading)
 
 
-def test_what_ranks_offer_must_fit_together(tmp_path: Path) -> None:
+def test_offers_of_ranks_must_fit_together(tmp_path: Path) -> None:
     with ExitStack() as cleanup:
-        offer = _published(tmp_path, cleanup, _rows(0, 8, torch.ones(8, 4)))
-        one = Offer("shm", 1, "a" * 32, 8, {"slot": offer.where["ranks"][0]["slot"]})
+        offer = _publish(tmp_path, cleanup, _rows(0, 8, torch.ones(8, 4)))
+        rank = Offer("shm", 1, "a" * 32, 8, {"slot": offer.where["ranks"][0]["slot"]})
         with pytest.raises(UsageError, match="different versions"):
-            joined([one, msgspec.structs.replace(one, version=2)])
+            join_offers([rank, msgspec.structs.replace(rank, version=2)])
         outside = Held(
             Shard("w", "F32", (8, 4), Box.whole((8, 4))),
             torch.ones(8, 4),
             [Piece("w", Box.whole((8, 4)), "w", (1, 0))],
             True,
         )
-        with pytest.raises(WeightsError, match="lie outside of w"):
-            ShardReader(ShmReader(tmp_path), _published(tmp_path, cleanup, outside))
+        with pytest.raises(WeightsError, match="w is outside of w"):
+            ShmReader(tmp_path).headers(_publish(tmp_path, cleanup, outside))

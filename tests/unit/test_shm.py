@@ -15,7 +15,8 @@ import torch
 
 from rollway.errors import UsageError, WeightsError
 from rollway.weights.offer import Offer, parse_offer, read_offer
-from rollway.weights.transports.shm import ShmPublisher, ShmReader, remove_abandoned
+from rollway.weights.transports.shared_memory import prepare_directory
+from rollway.weights.transports.shm import ShmPublisher, ShmReader
 
 Tensors = dict[str, torch.Tensor]
 
@@ -55,7 +56,7 @@ def test_versions_are_read_as_they_were_published(tmp_path: Path) -> None:
         offers = {v: publisher.publish(v, tensors(v).items()) for v in (1, 2)}
         for version, offer in offers.items():  # both are kept
             assert same(taken(reader, offer), tensors(version))
-            assert reader.manifest(offer).headers().keys() == tensors(1).keys()
+            assert reader.headers(offer).keys() == tensors(1).keys()
         third = publisher.publish(3, tensors(3).items())
         assert same(taken(reader, third), tensors(3))
         with pytest.raises(WeightsError, match="holds version 3"):
@@ -63,7 +64,7 @@ def test_versions_are_read_as_they_were_published(tmp_path: Path) -> None:
         assert same(taken(reader, offers[2]), tensors(2))
         assert offers[1].identity != offers[2].identity
         assert publisher.publish(4, tensors(2).items()).identity == offers[2].identity
-    with pytest.raises(WeightsError, match="not in shared memory any more"):
+    with pytest.raises(WeightsError, match="not in the publisher's memory any more"):
         taken(reader, third)
     assert list(tmp_path.iterdir()) == []
 
@@ -71,7 +72,7 @@ def test_versions_are_read_as_they_were_published(tmp_path: Path) -> None:
 def test_adopted_parameters_are_published_where_they_are(tmp_path: Path) -> None:
     layer = torch.nn.Linear(4, 3)
     with ShmPublisher(directory=tmp_path) as publisher:
-        publisher.adopt(dict(layer.named_parameters()))
+        publisher.adopt(layer.named_parameters())
         before = layer.weight.data_ptr()
         for version in (1, 2):
             with torch.no_grad():
@@ -92,7 +93,7 @@ def test_adopted_parameters_are_published_where_they_are(tmp_path: Path) -> None
 def test_a_tensor_that_its_reader_sums_up_is_not_read_again(tmp_path: Path) -> None:
     layer = torch.nn.Linear(4, 3)
     with ShmPublisher(directory=tmp_path) as publisher:
-        publisher.adopt(dict(layer.named_parameters()))
+        publisher.adopt(layer.named_parameters())
         offer = publisher.publish(1)
         reading = ShmReader(tmp_path).tensors(offer, summed={"weight"}.__contains__)
         assert next(reading)[0] == "weight"
@@ -108,7 +109,7 @@ def test_a_tensor_that_its_reader_sums_up_is_not_read_again(tmp_path: Path) -> N
 def test_nothing_is_written_over_parameters_that_were_adopted(tmp_path: Path) -> None:
     layer = torch.nn.Linear(4, 3)
     with ShmPublisher(keep=1, directory=tmp_path) as publisher:
-        publisher.adopt(dict(layer.named_parameters()))
+        publisher.adopt(layer.named_parameters())
         before = layer.weight.detach().clone()
         publisher.publish(1, [("weight", torch.zeros(3, 4)), ("bias", torch.zeros(3))])
         assert torch.equal(layer.weight, before)
@@ -162,7 +163,7 @@ def test_a_killed_publisher_leaves_nothing(tmp_path: Path) -> None:
         [sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, text=True
     )
     assert child.stdout is not None and child.stdout.readline() == "ready\n"
-    remove_abandoned(tmp_path)
+    prepare_directory(tmp_path, "rollway-weights-")
     assert len(list(tmp_path.iterdir())) == 2  # it lives
     child.send_signal(signal.SIGKILL)
     child.wait()

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from rollway.weights.layout import Box
+from rollway.weights.planning.targets import LocalTensor
 from rollway.weights.planning.vllm_layout import EngineTarget, wants
-from rollway.weights.planning.wants import LocalTensor
 
 torch = pytest.importorskip("torch")
 linear = pytest.importorskip("vllm.model_executor.layers.linear")

@@ -22,9 +22,16 @@ import torch
 from torch import Tensor
 
 from rollway.errors import UsageError
-from rollway.weights.changes import Compared, changed, compared, gaps, planes, zigzag
 from rollway.weights.digest import bits
 from rollway.weights.digest.bits import digest, digests, integers
+from rollway.weights.digest.changes import (
+    Comparison,
+    compare_pairs,
+    encode_gaps,
+    find_changes,
+    split_planes,
+    zigzag,
+)
 from rollway.weights.megatron.describe import describe
 from rollway.weights.megatron.geometry import ModelGeometry, Topology
 from rollway.weights.megatron.names import NameMap
@@ -188,25 +195,25 @@ def _compare(bench: _Bench, config: dict[str, Any]) -> dict[str, Any]:
     old = _model(config, bench.device)
     pairs = [(integers(old[name]), integers(new)) for name, new in _stepped(old).items()]
 
-    def find() -> tuple[Compared, tuple[Tensor, Tensor, Tensor]]:
-        found = compared(pairs)
+    def find() -> tuple[Comparison, tuple[Tensor, Tensor, Tensor]]:
+        found = compare_pairs(pairs)
         return found, found.gather(0, len(pairs))
 
     def pack() -> int:
         found, (positions, old_bits, new_bits) = find()
-        stream, _ = gaps(positions, [count for count in found.counts if count])
-        return int(stream.numel() + planes(zigzag(new_bits - old_bits)).contiguous().numel())
+        stream, _ = encode_gaps(positions, [count for count in found.counts if count])
+        return int(stream.numel() + split_planes(zigzag(new_bits - old_bits)).contiguous().numel())
 
     def one_by_one() -> int:
-        return sum(changed(*pair)[0].numel() for pair in pairs)
+        return sum(find_changes(*pair)[0].numel() for pair in pairs)
 
     count = one_by_one()
     if find()[1][0].numel() != count:
         raise RuntimeError("together, other elements are found to have changed")
     works: dict[str, Callable[[], object]] = {
         "": find,
-        "count_": lambda: compared(pairs),
-        "count_and_digest_": lambda: compared(pairs, with_digests=True),
+        "count_": lambda: compare_pairs(pairs),
+        "count_and_digest_": lambda: compare_pairs(pairs, with_digests=True),
         "with_packing_": pack,
         "one_by_one_": one_by_one,
     }
@@ -217,7 +224,7 @@ def _compare(bench: _Bench, config: dict[str, Any]) -> dict[str, Any]:
 
 def _encode(bench: _Bench, config: dict[str, Any]) -> dict[str, Any]:
     """To the compressed bytes on the host; digests included."""
-    from rollway.weights import delta
+    from rollway.weights.transports.delta import format as delta
 
     old = _model(config, bench.device)
     new = _stepped(old)

@@ -1,79 +1,19 @@
-"""Which part of each tensor a rank holds, so that no more than that is brought to it.
-
-vLLM's loaders take whole tensors and cut them. A rank that was brought its part alone gives them a
-hollow tensor: of the whole one's shape, with the part in its place and zeros around it that were
-never touched, so that on CPU they take no memory. The loader cuts out exactly what is there; would
-it cut elsewhere, it would load zeros, and the proof would not hold.
-"""
+"""Find the part of each tensor that a rank of the engine holds, so that it receives no more."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 
 from rollway.errors import UsageError
 from rollway.weights.checkpoint import TensorHeader
-from rollway.weights.layout import Box, Shape
+from rollway.weights.layout import Box
 from rollway.weights.planning.vllm_layout import EngineTarget, engine_ranks, part_of
+from rollway.weights.slices import WHOLE, Slices, hollow
 
-
-@dataclass(frozen=True)
-class Slices:
-    """Boxes of the tensors of parameters that ranks cut; None where this one holds nothing."""
-
-    boxes: Mapping[str, Box | None] = field(default_factory=dict)
-    shapes: Mapping[str, Shape] = field(default_factory=dict)
-    """Of the whole tensors."""
-    parameters: Mapping[str, str] = field(default_factory=dict)
-    """Of the engine, that the tensors go into."""
-
-    def made_of(self, pieces: Mapping[str, list[Box]]) -> Slices:
-        """Those that are some of these pieces, whole; a parameter's tensors come all cut, or all
-        whole, because they are proved together."""
-        loose = {
-            self.parameters[name]
-            for name, box in self.boxes.items()
-            if box is not None and not _made_of(box, pieces.get(name, []))
-        }
-        return self._without(loose)
-
-    def hollowed(
-        self, tensors: Iterable[tuple[str, torch.Tensor]]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The same tensors, with parts in the place that they have in the whole."""
-        for name, tensor in tensors:
-            box = self.boxes.get(name)
-            if box is not None and box != Box.whole(self.shapes[name]):
-                tensor = hollow(tensor, box, self.shapes[name])
-            yield name, tensor
-
-    def _without(self, parameters: set[str]) -> Slices:
-        kept = {n: box for n, box in self.boxes.items() if self.parameters[n] not in parameters}
-        return Slices(kept, self.shapes, self.parameters)
-
-
-WHOLE = Slices()
-"""Nothing is cut."""
-
-
-def _made_of(box: Box, pieces: Iterable[Box]) -> bool:
-    return all(piece.cut(box) in (None, piece) for piece in pieces)
-
-
-def hollow(part: torch.Tensor, box: Box, shape: Shape) -> torch.Tensor:
-    """A tensor of this shape with `part` at `box`."""
-    if part.device.type == "cpu":
-        # numpy's zeros are the system's, who gives them when they are touched; torch writes them.
-        raw = np.zeros(Box.whole(shape).elements * part.element_size(), dtype=np.uint8)
-        whole = torch.from_numpy(raw).view(part.dtype).view(shape)
-    else:
-        whole = torch.zeros(shape, dtype=part.dtype, device=part.device)
-    whole[tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))] = part
-    return whole
+__all__ = ["WHOLE", "Slices", "hollow", "rank_of", "slices"]
 
 
 def slices(
@@ -103,7 +43,7 @@ def slices(
     # One that holds padding alone still loads it, and proves it.
     some = {parameters[name] for name, box in boxes.items() if box is not None}
     taken = (cut & some) - unlike
-    return Slices(boxes, shapes, parameters)._without(set(parameters.values()) - taken)
+    return Slices(boxes, shapes, parameters).without(set(parameters.values()) - taken)
 
 
 def rank_of(worker: Any) -> EngineTarget | None:

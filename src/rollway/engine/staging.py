@@ -23,12 +23,11 @@ import torch
 from rollway.engine.drafts import Draft
 from rollway.engine.errand import Errand, share_cores
 from rollway.engine.fingerprint import Proof
-from rollway.engine.nixl_receiver import NixlReceiver
-from rollway.engine.receivers import Receiver, nothing
 from rollway.engine.shadow import Room, Shadow, exchangeable
 from rollway.engine.slices import WHOLE, Slices, rank_of, slices
 from rollway.weights.checkpoint import TensorHeader, differences, refuse_differences
 from rollway.weights.offer import Offer
+from rollway.weights.transports.base import Reader, never
 
 log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what is below its own name
 
@@ -42,7 +41,7 @@ class Staging:
     """One version on its way into one worker."""
 
     worker: Any
-    receiver: Receiver
+    receiver: Reader
     offer: Offer
     new: dict[str, TensorHeader]
     served: dict[str, TensorHeader] | None
@@ -115,8 +114,7 @@ class Staging:
     def drop(self) -> None:
         """Let go of what was brought; the thread, if it still runs, ends by itself."""
         self._shadow, self._proof, self._tensors = None, None, []
-        if isinstance(self.receiver, NixlReceiver):
-            self.receiver.let_go()
+        self.receiver.release()
         if self.draft is not None:
             self.draft.drop()
 
@@ -128,10 +126,10 @@ class Staging:
             raise
 
     def _bring(self) -> None:
-        if isinstance(self.receiver, NixlReceiver):
+        if self.receiver.can_restrict:
             model = self._shadow.model if self._shadow else self.worker.model_runner.get_model()
             mine = slices(rank_of(self.worker), self.new, model)
-            self._slices = self.receiver.narrow(self.offer, mine)
+            self._slices = self.receiver.restrict(self.offer, mine)
         if self._shadow is not None:
             with self._timed("load"):
                 sums = self.receiver.sums(self.offer)
@@ -169,9 +167,7 @@ class Staging:
         if self.draft is not None:
             self.draft.load_in_place(self.ranks)
 
-    def _policy(
-        self, summed: Callable[[str], bool] = nothing
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+    def _policy(self, summed: Callable[[str], bool] = never) -> Iterator[tuple[str, torch.Tensor]]:
         tensors = self.receiver.tensors(self.offer, summed)
         return tensors if self.draft is None else self.draft.beside(tensors)
 

@@ -17,7 +17,7 @@ import os
 import pickle
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -35,6 +35,7 @@ from rollway.weights.checkpoint import (
 )
 from rollway.weights.digest.bits import DTYPES, dtype_name
 from rollway.weights.offer import Count, Offer
+from rollway.weights.transports.base import Reader
 from rollway.weights.transports.shm import SHM, mapped, plain_file
 
 _PREFIX = "verl_weights_"
@@ -58,7 +59,7 @@ class Bucket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     size: Count
 
 
-class VerlBucketsReceiver:
+class VerlBucketsReceiver(Reader):
     """Takes what one rank of the trainer sends; `rank` is that of this process in its engine."""
 
     def __init__(self, rank: Callable[[], int], directory: Path = SHM) -> None:
@@ -67,9 +68,6 @@ class VerlBucketsReceiver:
     def headers(self, offer: Offer) -> dict[str, TensorHeader]:
         """As in the checkpoint: what comes is known when it is there, and compared then."""
         return read_headers(Path(_where(offer).like))
-
-    def sums(self, offer: Offer) -> Mapping[str, int]:
-        return {}
 
     def tensors(
         self, offer: Offer, summed: Callable[[str], bool] = lambda _: False

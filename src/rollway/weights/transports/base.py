@@ -1,0 +1,196 @@
+"""The contract of every transport: a Publisher in the trainer, a Reader in each worker.
+
+    trainer rank                                      worker
+    publisher.publish(7, tensors) ──► Offer ──────►   reader.headers(offer)    names, shapes, dtypes
+    publisher.wait(7)                                 reader.tensors(offer)    verified tensors
+
+`rollway.weights.transports.choose` opens a publisher by name. `rollway.engine.receivers` finds the
+reader of an offer. No other module distinguishes transports.
+"""
+
+# ruff: noqa: B027  (a default that does nothing is part of the contract)
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
+
+from rollway.errors import UsageError
+
+# No torch at run time: the command line imports this package.
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rollway.weights.checkpoint import TensorHeader
+    from rollway.weights.offer import Offer, Transport
+    from rollway.weights.slices import Slices
+    from rollway.weights.sources import Held
+
+NamedTensor: TypeAlias = "tuple[str, Tensor]"
+Source: TypeAlias = "Iterable[NamedTensor] | Iterable[Held] | Iterable[NamedTensor | Held]"
+"""Pairs of name and tensor, or the HeldTensors of `from_module` and `from_megatron`."""
+
+
+def never(_: str) -> bool:
+    return False
+
+
+class Publisher(ABC):
+    """Publishes versions of the weights from one rank of the trainer.
+
+    Publishers are context managers. Versions must grow.
+
+        with ShmPublisher() as publisher:
+            for step in range(1, steps):
+                train()
+                stack.refit(step, publisher.publish(step, model.named_parameters()))
+                publisher.wait(step)   # before the optimizer changes the weights
+    """
+
+    transport: Transport
+
+    @abstractmethod
+    def publish(self, version: int, tensors: Source | None = None) -> Offer:
+        """Publish a version and return its offer, which a refit distributes to the workers.
+
+        Without `tensors`, publish the adopted ones. Transports that copy do so before they request
+        the next tensor from an iterator, so a trainer may gather tensors one by one."""
+
+    def adopt(self, tensors: Iterable[NamedTensor]) -> None:
+        """Publish these parameters from their own memory from now on, without a copy."""
+        raise UsageError(
+            f"The {self.transport} transport cannot adopt tensors.",
+            "Pass the tensors to `publish`, or use shm, cuda_ipc or nixl.",
+        )
+
+    def expect(self, receivers: int) -> None:
+        """Set how many ranks of workers will receive the next version."""
+
+    def wait(self, version: int, seconds: float | None = None) -> None:
+        """Wait until every receiver has the version; raise the error of a transfer that failed."""
+
+    def cancel(self) -> None:
+        """End the transfer in progress, for example after a refit that failed."""
+
+    def close(self) -> None:
+        """Release the published versions, with their memory and connections."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+
+class Reader(ABC):
+    """Receives versions inside a worker. It keeps its mappings and connections between versions.
+
+    reader = ShmReader()
+    for name, tensor in reader.tensors(offer):
+        parameters[name].copy_(tensor)   # valid until the next tensor is requested
+    """
+
+    can_restrict: bool = False
+    """Whether `restrict` can do anything; computing the slices takes time."""
+
+    @abstractmethod
+    def headers(self, offer: Offer) -> dict[str, TensorHeader]:
+        """Return names, dtypes and shapes of the offered tensors, without reading their bytes."""
+
+    def sums(self, offer: Offer) -> Mapping[str, int]:
+        """Return the publisher's word sums by tensor name; empty where it made none."""
+        return {}
+
+    @abstractmethod
+    def tensors(
+        self, offer: Offer, summed: Callable[[str], bool] = never
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors; each is valid until the next is requested.
+
+        The iterator ends normally only if all bytes were exactly those published. The caller
+        compares tensors for which `summed` is true with `sums` itself, so the reader need not read
+        them a second time. `summed` is called after the tensor was used."""
+
+    def restrict(self, offer: Offer, slices: Slices) -> Slices:
+        """Receive only these parts from now on; return those that `tensors` will yield as parts.
+
+        Tensors that are not in the returned slices are received whole, as all are by default."""
+        return type(slices)()
+
+    def release(self) -> None:
+        """Serve peers nothing of a version that this worker will not serve."""
+
+    def close(self) -> None:
+        """Release mappings and connections."""
+
+
+@dataclass(frozen=True)
+class InspectedSource:
+    """The tensors of a Source, of which only the first has been requested yet."""
+
+    tensors: Iterator[NamedTensor]
+    shards: Sequence[Held]
+    """Set instead of `tensors`, where this rank holds parts of tensors or does not own all."""
+    on_gpu: bool
+    """Whether the first tensor is on a GPU."""
+
+    def pairs(self) -> Iterator[NamedTensor]:
+        """Yield (name, tensor) pairs, for a transport that cannot carry shards.
+
+        Such a transport publishes from a single rank, so it does not matter which rank owns a
+        tensor. Raise UsageError for a tensor of which this rank holds only a part."""
+        return named_tensors(self.shards) if self.shards else self.tensors
+
+
+def inspect_source(tensors: Source | None) -> InspectedSource:
+    """Look at the first tensor to tell pairs from HeldTensors, and a GPU from a CPU."""
+    iterator = iter(tensors or ())
+    first = list(islice(iterator, 1))
+    if not first:
+        raise UsageError("There are no tensors to publish.", "Pass them, or `adopt` them.")
+
+    def all_items() -> Iterator[NamedTensor | Held]:
+        # `pop`: a trainer that gathers tensors one by one must not have two of them in memory.
+        yield first.pop()
+        yield from iterator
+
+    if isinstance(first[0], tuple):
+        on_gpu = bool(first[0][1].is_cuda)
+        return InspectedSource(named_tensors(all_items()), [], on_gpu)
+    on_gpu = bool(first[0].tensor.is_cuda)
+    # HeldTensors are views of the trainer's own memory: a list of them costs nothing.
+    held = [item for item in all_items() if not isinstance(item, tuple)]
+    if all(item.owned_here and is_whole(item) for item in held):
+        return InspectedSource(named_tensors(held), [], on_gpu)
+    return InspectedSource(iter(()), held, on_gpu)
+
+
+def named_tensors(tensors: Source) -> Iterator[NamedTensor]:
+    """Yield (name, tensor) pairs, from pairs or from HeldTensors that hold whole tensors."""
+    for item in tensors:
+        if isinstance(item, tuple):
+            yield item
+        elif is_whole(item):
+            yield item.shard.name, item.tensor
+        else:
+            raise UsageError(
+                f"This rank holds only a part of {item.shard.name}, or under another name than the "
+                "checkpoint has.",
+                "Publish shards by shm or nixl, or gather the tensors first.",
+            )
+
+
+def is_whole(held: Held) -> bool:
+    """Tell whether a HeldTensor is a complete tensor of the checkpoint, under its own name."""
+    if len(held.pieces) != 1:
+        return False
+    (piece,) = held.pieces
+    return (
+        piece.name == held.shard.name
+        and not piece.transposed
+        and not any(piece.at)
+        and piece.box.shape == held.shard.shape == tuple(held.tensor.shape)
+    )

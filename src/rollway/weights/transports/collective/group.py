@@ -1,0 +1,162 @@
+"""A separate process group, beside any that the trainer or the engine has.
+
+It is made from a store alone: `torch.distributed`'s default group and its registry of groups do not
+contain it. Broadcasts are posted first and finished later, so that the next bytes are sent while
+the last ones are used. Every wait ends within a time that the caller sets.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch.distributed as dist
+from torch import Tensor
+
+from rollway.errors import WeightsError
+
+Backend = Literal["gloo", "nccl"]
+_CHECK_SECONDS = 0.1
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 5e-5, 2e-3
+
+
+class BrokenOff(WeightsError):
+    """Other ranks died or are slow; this is seldom this rank's own fault."""
+
+
+class Group:
+    """A group in which rank 0 broadcasts bytes to all others.
+
+    Nothing but this object references the group or its pending work, so that `close` ends both even
+    while somebody keeps an exception and the frames in its traceback."""
+
+    def __init__(
+        self, store: Any, rank: int, size: int, backend: Backend, address: str, seconds: float
+    ) -> None:
+        """Connect to all ranks, as far as the backend does this in advance."""
+        self._backend = backend
+        self._posted: deque[deque[Any]] = deque()
+        self._group: Any = None
+        make = _make_nccl if backend == "nccl" else _make_gloo
+        problem = ""
+        try:
+            self._group = make(store, rank, size, address, timedelta(seconds=seconds))
+        except RuntimeError as error:
+            problem = _shorten(error)
+        # Raised outside of `except`: the other error's frames would keep a half-made group.
+        if problem:
+            raise BrokenOff(f"The group did not form within {seconds:g} s: {problem}.")
+
+    def post(self, parts: Sequence[Tensor], seconds: float) -> None:
+        """Start to broadcast these, in this order; every rank posts the same."""
+        limit = timedelta(seconds=seconds)
+        try:
+            self._posted.append(deque(self._group.broadcast(part, 0, limit) for part in parts))
+        except RuntimeError as error:
+            raise BrokenOff(f"The broadcast broke off: {_shorten(error)}.") from None
+
+    def finish(self, seconds: float, check: Callable[[], None]) -> None:
+        """Wait for the parts that were posted first; `check` raises to give up.
+
+        `check` is called regularly: gloo lets a rank that has half of a tensor wait for ever when
+        its sender is gone."""
+        deadline = time.monotonic() + seconds
+        next_check = time.monotonic() + _CHECK_SECONDS
+        pause = _SHORTEST_PAUSE
+        while self._posted[0]:
+            if self._pop_finished():
+                pause = _SHORTEST_PAUSE
+                continue
+            now = time.monotonic()
+            if now > deadline:
+                raise BrokenOff(f"Nothing moved for {seconds:g} s.")
+            if now > next_check:
+                check()
+                next_check = now + _CHECK_SECONDS
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+        self._posted.popleft()
+
+    def close(self) -> None:
+        """Disconnect.
+
+        Unfinished work ends by its own time limit, on another thread: NCCL takes minutes to release
+        a group in which a rank died."""
+        if self._group is None:
+            return
+        if self._backend == "nccl":
+            self._group.abort()
+        is_unfinished = bool(self._posted)
+        last_references = [self._group, self._posted]
+        self._group, self._posted = None, deque()
+        if is_unfinished:
+            release = last_references.clear
+            threading.Thread(target=release, name="rollway-group-end", daemon=True).start()
+        else:
+            last_references.clear()
+
+    def _pop_finished(self) -> bool:
+        """Remove the first part if it has arrived; return whether it has."""
+        try:
+            if not self._posted[0][0].is_completed():
+                return False
+            self._posted[0][0].wait()  # raises the error of a part that failed
+        except RuntimeError as error:
+            raise BrokenOff(f"The broadcast broke off: {_shorten(error)}.") from None
+        self._posted[0].popleft()
+        return True
+
+
+def address_towards(host: str, port: int) -> str:
+    """Return the address by which this machine reaches another, and is reached from there."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))  # a datagram socket sends nothing when it connects
+        return str(probe.getsockname()[0])
+
+
+def _shorten(error: RuntimeError) -> str:
+    """Return the message without the backend's source location and advice."""
+    message = re.sub(r"^\[[^]]*\] ?", "", str(error)).partition("\n")[0]
+    return message.partition(". This is typically")[0].rstrip(". ")[:300]
+
+
+def _make_gloo(store: Any, rank: int, size: int, address: str, limit: timedelta) -> Any:
+    options = dist.ProcessGroupGloo._Options()
+    # By default, gloo uses any address that the host's own name resolves to.
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+    options._timeout = limit
+    return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+def _make_nccl(store: Any, rank: int, size: int, address: str, limit: timedelta) -> Any:
+    if not dist.is_nccl_available():
+        raise WeightsError("This torch has no NCCL.", "Publish tensors in CPU memory.")
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = limit
+    with _without_watchdog():
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+@contextmanager
+def _without_watchdog() -> Iterator[None]:
+    """Make a group whose errors this module handles.
+
+    After the death of a rank, torch's watchdog writes a dump and ends the process, which serves."""
+    names = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_DUMP_ON_TIMEOUT")
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(dict.fromkeys(names, "0"))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value

@@ -1,0 +1,309 @@
+"""The store in which a publisher and its receivers coordinate one transfer.
+
+Keys below the prefix:  manifest/0…  joined  who/R  go  failed  stop  ended/R  done  left
+The publisher serves the store. It cannot tell a worker from a stranger, so data from it counts only
+if it agrees with the offer, which is signed.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+import torch.distributed as dist
+
+from rollway.errors import UsageError, WeightsError
+from rollway.weights.offer import MOST_MANIFEST_BYTES, Manifest, Offer, read_manifest
+from rollway.weights.transports.collective.group import Backend, BrokenOff
+
+_CONNECT_SECONDS = 3.0
+_PART_BYTES = 4 << 20
+"""Bytes of a list of tensors per key; the store accepts up to 8 MiB."""
+_MOST_CHARACTERS = 500
+_MOST_PARTS = MOST_MANIFEST_BYTES // _PART_BYTES
+_GRACE_SECONDS = 5.0
+"""How long a receiver that was stopped may take to report its outcome."""
+T = TypeVar("T")
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
+
+
+class Location(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The part of an offer that names the store, and all that ranks must agree on."""
+
+    host: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._:%-]{1,255}\Z")]
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    receivers: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
+    backend: Backend
+    bucket_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
+    init_seconds: Seconds
+    """The limit within which all join, and once more for the group to form."""
+    step_seconds: Seconds
+    """The limit within which each message reaches everyone."""
+    manifest_parts: Annotated[int, msgspec.Meta(ge=1, le=_MOST_PARTS)]
+    room: Annotated[str, msgspec.Meta(min_length=8, max_length=64)]
+    """The prefix of all keys: random, so that nobody confuses two transfers."""
+
+
+class ReceiverId(msgspec.Struct, frozen=True):
+    """Names a receiver for the person who has to find it."""
+
+    host: Annotated[str, msgspec.Meta(max_length=255)]
+    pid: int
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """The outcome of a receiver: it has everything, others failed, or it failed itself."""
+
+    how: Literal["taken", "stopped", "failed"]
+    words: Annotated[str, msgspec.Meta(max_length=_MOST_CHARACTERS)] = ""
+
+
+class Stopped(WeightsError):
+    """The publisher gave up, for a reason elsewhere."""
+
+
+def read_location(offer: Offer) -> Location:
+    try:
+        return msgspec.convert(offer.where, Location)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise WeightsError(
+            f"This offer names no rendezvous: {error}.", "Publish the version again."
+        ) from error
+
+
+def serve_store(host: str, port: int, seconds: float) -> tuple[Any, int]:
+    """Serve a store on this address only; return it and its port."""
+    try:
+        # TCPStore itself would listen on every address of the machine.
+        listener = socket.create_server((host, port))
+    except OSError as error:
+        raise UsageError(
+            f"Cannot listen on {host}:{port}: {error.strerror}.",
+            "Name an address of this machine, and a free port (0 uses any).",
+        ) from error
+    port = listener.getsockname()[1]
+    limit = timedelta(seconds=seconds)
+    descriptor = listener.detach()  # the store closes it
+    store = dist.TCPStore(
+        host, port, None, True, limit, wait_for_workers=False, master_listen_fd=descriptor
+    )
+    return store, port
+
+
+def connect_store(location: Location, offer: Offer) -> Any:
+    """Connect to the publisher's store."""
+    try:
+        # Probed first: the store's own client retries until its time is up, and then once more.
+        socket.create_connection((location.host, location.port), _CONNECT_SECONDS).close()
+        limit = timedelta(seconds=_CONNECT_SECONDS)
+        store = dist.TCPStore(
+            location.host, location.port, None, False, limit, wait_for_workers=False
+        )
+        store.set_timeout(timedelta(seconds=location.step_seconds))
+    except (OSError, RuntimeError, ValueError) as error:  # ValueError: a malformed host name
+        raise WeightsError(
+            f"Nobody offers version {offer.version} at {location.host}:{location.port} any more.",
+            "It is sent once, to as many receivers as were expected: publish it again.",
+        ) from error
+    return dist.PrefixStore(location.room, store)
+
+
+def split_manifest(raw: bytes) -> list[bytes]:
+    return [raw[at : at + _PART_BYTES] for at in range(0, len(raw), _PART_BYTES)]
+
+
+def fetch_manifest(store: Any, location: Location, offer: Offer) -> Manifest:
+    """Read the list of tensors from the store, and compare it with the offer."""
+    keys = [f"manifest/{number}" for number in range(location.manifest_parts)]
+    raw = bytearray()
+    try:
+        store.wait(keys, timedelta(seconds=_CONNECT_SECONDS))
+        for key in keys:
+            raw += store.get(key)
+            if len(raw) > MOST_MANIFEST_BYTES:
+                raise WeightsError(f"The list of tensors of version {offer.version} is too long.")
+    except RuntimeError as error:
+        raise WeightsError(f"The list of tensors of version {offer.version} is gone.") from error
+    return read_manifest(bytes(raw), offer)
+
+
+class ReceiverSide:
+    """A receiver's side of a rendezvous."""
+
+    def __init__(self, store: Any, location: Location, offer: Offer) -> None:
+        self._store, self._location, self._offer = store, location, offer
+        with self._publisher_present():
+            self.rank = self._join()
+
+    def wait_for_go(self) -> None:
+        # A moment longer than the publisher waits, because only it can name who is missing.
+        self._wait("go", self._location.init_seconds + _GRACE_SECONDS)
+
+    def check(self) -> None:
+        """Raise if the publisher has given up, or is gone."""
+        with self._publisher_present():
+            if self._store.check(["stop"]):
+                # Bounded before it is decoded: a stranger may have written megabytes.
+                message = self._store.get("stop")[: 4 * _MOST_CHARACTERS].decode(errors="replace")
+                raise Stopped(message[:_MOST_CHARACTERS])
+
+    def confirm(self) -> None:
+        """Report that all bytes are here and verified; return when everyone has reported so.
+
+        Until then the group must stay: this rank may have forwarded bytes that are still on their
+        way to others."""
+        with self._publisher_present():
+            self._report(Outcome("taken"))
+        self._wait("done", self._location.step_seconds + _GRACE_SECONDS)
+        with self._publisher_present():
+            self._store.add("left", 1)
+
+    def report_failure(self, error: BaseException) -> None:
+        with suppress(RuntimeError):  # the publisher is gone: there is nobody to notify
+            self._report(_make_outcome(error))
+            self._store.set("failed", "")
+
+    def _join(self) -> int:
+        rank: int = self._store.add("joined", 1)
+        if rank > self._location.receivers:
+            self._store.set("failed", "")
+            raise WeightsError(
+                f"Version {self._offer.version} is for {self._location.receivers} receivers; this "
+                "is one more.",
+                "Expect every tensor-parallel rank of every worker, and no other process.",
+            )
+        name = ReceiverId(socket.gethostname(), os.getpid())
+        self._store.set(f"who/{rank}", msgspec.json.encode(name))
+        return rank
+
+    def _wait(self, key: str, seconds: float) -> None:
+        with self._publisher_present():
+            try:
+                self._store.wait([key], timedelta(seconds=seconds))
+            except dist.DistStoreError as error:
+                raise WeightsError(
+                    f"Version {self._offer.version} did not arrive in time.", "Publish it again."
+                ) from error
+        self.check()
+
+    def _report(self, outcome: Outcome) -> None:
+        self._store.set(f"ended/{self.rank}", msgspec.json.encode(outcome))
+
+    @contextmanager
+    def _publisher_present(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise WeightsError(
+                f"The publisher of version {self._offer.version} went away while it was sent.",
+                "See whether the trainer still runs, and publish again.",
+            ) from error
+
+
+def _make_outcome(error: BaseException) -> Outcome:
+    if isinstance(error, GeneratorExit):
+        return Outcome("failed", "the worker stopped receiving; its own error says why")
+    is_elsewhere = isinstance(error, Stopped | BrokenOff)
+    return Outcome("stopped" if is_elsewhere else "failed", str(error)[:_MOST_CHARACTERS])
+
+
+class PublisherSide:
+    """The publisher's side of a rendezvous."""
+
+    def __init__(self, store: Any, location: Location) -> None:
+        self._store = store
+        self._location = location
+
+    def wait_for_all(self, check: Callable[[], None]) -> None:
+        """Wait until all receivers have joined, then start them."""
+        deadline = time.monotonic() + self._location.init_seconds
+        while (joined := self._store.add("joined", 0)) < self._location.receivers:
+            check()
+            if time.monotonic() > deadline:
+                raise WeightsError(
+                    f"{joined} of {self._location.receivers} receivers joined within "
+                    f"{self._location.init_seconds:g} s.",
+                    "See whether each worker got the offer, and reaches this address.",
+                )
+            time.sleep(0.01)
+        self._store.set("go", "")
+
+    def check(self) -> None:
+        """Raise as soon as a receiver has failed, or one too many has joined."""
+        if self._store.check(["failed"]):
+            raise WeightsError("A receiver gave up, or one too many joined.")
+
+    def wait_for_success(self) -> None:
+        """Wait until every receiver has confirmed that it has all bytes, verified."""
+        ranks = range(1, self._location.receivers + 1)
+        outcomes = self._collect_outcomes(ranks, self._location.step_seconds, self.check)
+        if [outcome.how for outcome in outcomes.values()] != ["taken"] * len(ranks):
+            seconds = self._location.step_seconds
+            raise WeightsError(f"Not every receiver confirmed within {seconds:g} s.")
+        self._store.set("done", "")
+        # The store must outlive the receivers' last call to it.
+        deadline = time.monotonic() + _GRACE_SECONDS
+        while self._store.add("left", 0) < len(ranks) and time.monotonic() < deadline:
+            time.sleep(0.002)
+
+    def stop(self, message: str) -> str:
+        """Stop all receivers; return a description of those that are to blame."""
+        self._store.set("stop", message[:_MOST_CHARACTERS])
+        # Set after `stop`: a receiver that wakes up then checks for it.
+        for key in ("go", "done"):
+            self._store.set(key, "")
+        joined = range(1, min(self._store.add("joined", 0), self._location.receivers) + 1)
+        outcomes = self._collect_outcomes(joined, _GRACE_SECONDS, lambda: None)
+        if len(joined) < self._location.receivers:
+            return f"joined: {', '.join(map(self._describe, joined)) or 'none'}"
+        silent = [self._describe(rank) for rank in joined if rank not in outcomes]
+        reports = {
+            how: [
+                f"{self._describe(rank)} reported: {outcome.words}"
+                for rank, outcome in outcomes.items()
+                if outcome.how == how
+            ]
+            for how in ("failed", "stopped")
+        }
+        lost = [f"no more was heard of {', '.join(silent)}"] if silent else []
+        # Receivers that only stopped are named if nobody else is to blame.
+        return "; ".join(lost + reports["failed"] or reports["stopped"])
+
+    def leave(self) -> None:
+        """Drop the store, even if somebody keeps an exception and its frames."""
+        self._store = None
+
+    def _collect_outcomes(
+        self, ranks: Sequence[int], seconds: float, check: Callable[[], None]
+    ) -> dict[int, Outcome]:
+        """Return the outcomes of these ranks that arrive in time."""
+        deadline = time.monotonic() + seconds
+        outcomes: dict[int, Outcome] = {}
+        while len(outcomes) < len(ranks) and time.monotonic() < deadline:
+            for rank in ranks:
+                if rank not in outcomes and self._store.check([f"ended/{rank}"]):
+                    outcome = self._read(f"ended/{rank}", Outcome)
+                    outcomes[rank] = outcome or Outcome("failed", "an unreadable outcome")
+            check()
+            time.sleep(0.002)
+        return outcomes
+
+    def _describe(self, rank: int) -> str:
+        key = f"who/{rank}"
+        name = self._read(key, ReceiverId) if self._store.check([key]) else None
+        return f"receiver {rank} ({name or 'it did not say who it is'})"
+
+    def _read(self, key: str, kind: type[T]) -> T | None:
+        try:
+            return msgspec.json.decode(self._store.get(key), type=kind)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return None

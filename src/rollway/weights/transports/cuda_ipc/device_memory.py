@@ -1,0 +1,136 @@
+"""Memory that another process on this machine can open: on a GPU by CUDA IPC, on a CPU by a file.
+
+This is how torch sends CUDA tensors to other processes, without its pickles. `_share_cuda_` returns
+a handle of the whole allocation, the offset of the storage in it, a counter by which torch learns
+that the other process released the memory, and an event that the first use waits for.
+"""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import torch
+from torch import Tensor
+
+from rollway.errors import WeightsError
+from rollway.weights.offer import Count
+from rollway.weights.transports.shared_memory import map_for_writing, mapped, plain_file
+from rollway.weights.untrusted import is_file_name
+
+CPU = "cpu"
+Text = Annotated[str, msgspec.Meta(max_length=1 << 16)]
+
+
+class Handle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A run of bytes: on a GPU when `memory` is set, else in `file`. Raw bytes are in base64."""
+
+    nbytes: Count
+    file: Text = ""
+    memory: Text = ""
+    """CUDA's handle of the whole allocation that contains the bytes."""
+    offset: Count = 0
+    counter: Text = ""
+    counter_offset: Count = 0
+    event: Text = ""
+    event_sync: bool = False
+
+
+def allocate(nbytes: int, device: torch.device, path: Path) -> Tensor:
+    """Allocate bytes on the device; those of a CPU are in a new file at `path`."""
+    if device.type == CPU:
+        return map_for_writing(path, nbytes)
+    return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+
+def export(memory: Tensor, path: Path | None = None) -> Handle:
+    """Return the handle by which others open a storage, or the file at `path`.
+
+    The caller must keep the memory. torch returns it to its allocator only after every reader has
+    released it as well."""
+    if memory.device.type == CPU:
+        assert path is not None
+        return Handle(memory.numel(), file=path.name)
+    try:
+        shared = memory.untyped_storage()._share_cuda_()
+    except RuntimeError as error:
+        raise WeightsError(
+            f"Memory of the GPU cannot be shared: {str(error).splitlines()[0]}",
+            "Use torch's own allocator (no cudaMallocAsync), or another transport.",
+        ) from error
+    _, handle, nbytes, offset, counter, counter_offset, event, event_sync = shared
+    return Handle(
+        nbytes=nbytes,
+        memory=base64.b64encode(handle).decode(),
+        offset=offset,
+        counter=base64.b64encode(counter).decode(),
+        counter_offset=counter_offset,
+        event=base64.b64encode(event).decode(),
+        event_sync=bool(event_sync),
+    )
+
+
+def open_handle(handle: Handle, device: torch.device, directory: Path) -> Tensor:
+    """Open the bytes in place; they stay open as long as the returned tensor exists."""
+    if device.type == CPU:
+        return _open_file(handle, directory)
+    # Decoded first: a malformed handle must not be reported as an error of CUDA.
+    memory, counter, event = map(_decode, (handle.memory, handle.counter, handle.event))
+    try:
+        torch.cuda.init()
+        storage = torch.UntypedStorage._new_shared_cuda(
+            device.index,
+            memory,
+            handle.nbytes,
+            handle.offset,
+            counter,
+            handle.counter_offset,
+            event,
+            handle.event_sync,
+        )
+    except RuntimeError as error:
+        raise WeightsError(
+            f"The trainer's memory on the GPU cannot be opened: {str(error).splitlines()[0]}",
+            "The trainer must run in another process and share IPC and pids with this one "
+            "(`--ipc=host --pid=host` of a container).",
+        ) from error
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+
+
+def device_name(device: torch.device) -> str:
+    """Return the device's UUID, which all processes agree on whichever devices they see."""
+    if device.type == CPU:
+        return CPU
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def local_device(name: str) -> torch.device:
+    """Return the device with that UUID, as this process numbers devices."""
+    if name == CPU:
+        return torch.device(CPU)
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        if device_name(torch.device("cuda", index)) == name:
+            return torch.device("cuda", index)
+    raise WeightsError(
+        f"The weights are on the GPU {name}, which this worker does not see.",
+        "Add the trainer's GPU to CUDA_VISIBLE_DEVICES, or use another transport.",
+    )
+
+
+def _open_file(handle: Handle, directory: Path) -> Tensor:
+    if not is_file_name(handle.file):
+        raise WeightsError(f"{handle.file[:255]!a} is no file of a publisher.")
+    path = directory / handle.file
+    with plain_file(path) as (descriptor, status):
+        if status.st_size != handle.nbytes:
+            raise WeightsError(f"{path} does not hold {handle.nbytes} bytes.")
+        return mapped(descriptor, status.st_size)
+
+
+def _decode(text: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except ValueError as error:  # not base64, or not even ASCII
+        raise WeightsError("A handle in the offer is malformed.", "Publish it again.") from error

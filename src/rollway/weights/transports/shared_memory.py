@@ -1,0 +1,98 @@
+"""Map files of /dev/shm, which publishers and readers on one machine share."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rollway.errors import UsageError, WeightsError
+from rollway.weights import leftovers
+from rollway.weights.offer import MOST_MANIFEST_BYTES, Offer
+from rollway.weights.untrusted import open_plain, read_plain, reason
+
+SHM = Path("/dev/shm")
+
+
+def prepare_directory(directory: Path, prefix: str) -> None:
+    """Check that the directory exists, and remove the leftovers of publishers that died."""
+    if not directory.is_dir():
+        raise UsageError(f"There is no shared memory at {directory}.", "Publish to files.")
+    for path in directory.glob(f"{prefix}*"):
+        if not leftovers.gone(path.name, 0.0):
+            continue
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+@contextmanager
+def plain_file(path: Path) -> Iterator[tuple[int, os.stat_result]]:
+    """Open a plain file for reading; yield its descriptor and its status."""
+    with ExitStack() as stack:
+        try:
+            handle = stack.enter_context(open_plain(path, follow=False))
+        except OSError as error:
+            raise WeightsError(f"{path} cannot be read: {reason(error)}.") from error
+        yield handle, os.fstat(handle)
+
+
+def mapped(handle: int, size: int, *, whole: bool = True) -> Tensor:
+    """Map a file for reading, as a tensor of bytes.
+
+    All pages are mapped at once: page faults would take longer than the copy that follows. Pass
+    `whole=False` for a file that is only partly written, since this would fill it with zeros."""
+    flags = mmap.MAP_SHARED | (getattr(mmap, "MAP_POPULATE", 0) if whole else 0)
+    memory = mmap.mmap(handle, size, flags=flags, prot=mmap.PROT_READ)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that the tensor cannot be written to
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def map_for_writing(path: Path, nbytes: int, *, new: bool = True) -> Tensor:
+    """Map a new file of that size, or enlarge an old one and keep its contents."""
+    flags = os.O_CREAT | os.O_EXCL if new else os.O_NOFOLLOW
+    handle = os.open(path, os.O_RDWR | flags, 0o600)
+    try:
+        # Allocated now: a write to a page that /dev/shm has no space for kills the process.
+        os.posix_fallocate(handle, 0, max(nbytes, 1))
+        return torch.frombuffer(mmap.mmap(handle, max(nbytes, 1)), dtype=torch.uint8)
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise WeightsError(
+            f"{path.parent} has no space for {nbytes} bytes of weights: {error.strerror}.",
+            "Enlarge it (`--shm-size` of a container), keep fewer versions, or publish to files.",
+        ) from error
+    finally:
+        os.close(handle)
+
+
+class VersionGone(WeightsError):
+    """The publisher does not have the version any more."""
+
+    def __init__(self, version: int) -> None:
+        super().__init__(
+            f"Version {version} is not in the publisher's memory any more.",
+            "Its publisher has closed, or has published newer versions since.",
+        )
+
+
+def read_tensor_list(path: Path, offer: Offer) -> bytes:
+    """Read the file with the list of tensors that a publisher wrote for this offer."""
+    try:
+        return read_plain(path, MOST_MANIFEST_BYTES, follow=False)
+    except FileNotFoundError as error:
+        raise VersionGone(offer.version) from error
+    except OSError as error:
+        raise WeightsError(
+            f"The list of tensors of version {offer.version} cannot be read: {reason(error)}.",
+            "Run trainer and workers as one user, and share /dev/shm between their containers.",
+        ) from error

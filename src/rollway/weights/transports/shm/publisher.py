@@ -1,0 +1,202 @@
+"""Publish versions in shared memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+from torch import Tensor
+
+from rollway.errors import UsageError
+from rollway.weights import leftovers
+from rollway.weights.digest.bits import raw_bytes, spread, word_sum
+from rollway.weights.offer import Entry, Lies, Manifest, Offer
+from rollway.weights.transports.base import Publisher, Source, inspect_source
+from rollway.weights.transports.entries import (
+    Parameters,
+    align,
+    lay_out,
+    make_entry,
+    name_parameters,
+    view_entry,
+)
+from rollway.weights.transports.shared_memory import SHM, map_for_writing, prepare_directory
+from rollway.weights.transports.shm.shards import join_offers, list_boxes
+
+if TYPE_CHECKING:
+    from rollway.weights.sources import Held
+
+PREFIX = "rollway-weights-"
+_ALIGNMENT = 256
+_SUM_THREADS = 4
+"""Together they are faster than the one thread that copies."""
+
+
+@dataclass(slots=True)
+class _Slot:
+    """The memory of one version, and the file beside it that lists its tensors."""
+
+    path: Path
+    version: int = -1
+    memory: Tensor | None = None
+    """All of it, as bytes."""
+
+    @property
+    def manifest(self) -> Path:
+        return self.path.with_name(f"{self.path.name}.json")
+
+    @property
+    def paths(self) -> tuple[Path, Path, Path]:
+        return self.path, self.manifest, self.manifest.with_suffix(".partial")
+
+    def grow(self, nbytes: int) -> Tensor:
+        """Return the memory, enlarged if necessary; its contents stay."""
+        if self.memory is None or self.memory.numel() < nbytes:
+            is_new = self.memory is None
+            self.memory = None
+            self.memory = map_for_writing(self.path, nbytes, new=is_new)
+        return self.memory
+
+    def withdraw(self) -> None:
+        """Remove the list of tensors: no reader accepts the bytes from now on."""
+        self.manifest.unlink(missing_ok=True)
+        self.version = -1
+
+    def remove(self) -> None:
+        for path in self.paths:
+            path.unlink(missing_ok=True)
+        self.memory, self.version = None, -1
+
+
+class ShmPublisher(Publisher):
+    """Publishes versions to readers on this machine; the newest `keep` stay readable.
+
+        with ShmPublisher() as publisher:
+            stack.refit(1, publisher.publish(1, model.named_parameters()))
+
+    A rank that holds shards publishes them the same way (`from_module`, `from_megatron`). Collect
+    the offers of all ranks in one process, and refit with `join_offers(offers)`."""
+
+    transport = "shm"
+
+    def __init__(self, keep: int = 2, directory: Path = SHM) -> None:
+        if keep < 1:
+            raise UsageError(f"At least one version must be kept, not {keep}.")
+        prepare_directory(directory, PREFIX)
+        name = f"{PREFIX}{leftovers.mark()}-{os.urandom(4).hex()}"
+        slots = [_Slot(directory / f"{name}-{number}") for number in range(keep + 1)]
+        # Adopted parameters have a slot that no published copy ever overwrites.
+        self._adopted_slot, *self._slots = slots
+        self._adopted: dict[str, Tensor] = {}
+        self._last_nbytes = 0
+        """The size of the last version; mostly, the next one is as large."""
+        self._guard = leftovers.Guard(*(path for slot in slots for path in slot.paths))
+
+    def publish(self, version: int, tensors: Source | None = None) -> Offer:
+        if tensors is None:
+            return self._publish_adopted(version)
+        source = inspect_source(tensors)
+        if source.shards:
+            return self._publish_shards(version, source.shards)
+        return self._publish_copies(version, source.tensors)
+
+    def adopt(self, tensors: Parameters) -> None:
+        """Move parameters (`model.named_parameters()`) into shared memory, and publish them there.
+
+        They must not change while a refit reads them: readers notice, and reject the version."""
+        parameters = name_parameters(tensors)
+        if any(parameter.device.type != "cpu" for parameter in parameters.values()):
+            raise UsageError("Only parameters in CPU memory can be adopted.", "Use cuda_ipc.")
+        entries, nbytes = lay_out(parameters, _ALIGNMENT)
+        # A new file: parameters that were adopted before stay where they are.
+        self._adopted_slot.remove()
+        memory = self._adopted_slot.grow(nbytes)
+        for entry, parameter in zip(entries, parameters.values(), strict=True):
+            view = view_entry(memory, entry)
+            view.copy_(parameter.detach())
+            parameter.data = view
+        self._adopted = {name: parameter.data for name, parameter in parameters.items()}
+
+    def close(self) -> None:
+        """Remove all versions; readers keep the memory that they have mapped."""
+        for slot in (self._adopted_slot, *self._slots):
+            slot.remove()
+        self._guard.close()
+        self._adopted = {}
+
+    def _publish_adopted(self, version: int) -> Offer:
+        if not self._adopted:
+            raise UsageError("There are no tensors to publish.", "Pass them, or `adopt` them.")
+        slot = self._adopted_slot
+        slot.withdraw()
+        entries, nbytes = lay_out(self._adopted, _ALIGNMENT)
+        sums = spread(word_sum, [view_entry(slot.grow(nbytes), entry) for entry in entries])
+        return _announce(slot, version, entries, sums, nbytes)
+
+    def _publish_shards(self, version: int, held: Sequence[Held]) -> Offer:
+        """Publish what this rank owns; each shard lists the boxes of the model in it."""
+        # A shard may consist of padding only; then it has no pieces.
+        owned = [item for item in held if item.owned_here and item.pieces]
+        boxes = {item.shard.name: list_boxes(item) for item in owned}
+        tensors = [(item.shard.name, item.tensor) for item in owned]
+        return join_offers([self._publish_copies(version, tensors, boxes)])
+
+    def _publish_copies(
+        self,
+        version: int,
+        tensors: Iterable[tuple[str, Tensor]],
+        boxes: Mapping[str, Sequence[Lies]] | None = None,
+    ) -> Offer:
+        """Copy tensors into the oldest slot as they come, and sum each while the next is copied."""
+        slot = min(self._slots, key=lambda slot: slot.version)
+        # Before its bytes change: a reader in the middle of it then notices.
+        slot.withdraw()
+        slot.grow(self._last_nbytes)
+        entries: dict[str, Entry] = {}
+        sums: list[Future[int]] = []
+        end = 0
+        with ThreadPoolExecutor(_SUM_THREADS) as threads:
+            for name, tensor in tensors:
+                if name in entries:
+                    raise UsageError(f"{name} came twice.", "Publish each name once.")
+                entries[name] = make_entry(name, tensor, end)
+                end += align(tensor.nbytes, _ALIGNMENT)
+                view = view_entry(slot.grow(end), entries[name])
+                _copy(view, tensor.detach())
+                sums.append(threads.submit(word_sum, view))
+        self._last_nbytes = end
+        placed = [
+            msgspec.structs.replace(entry, lies=tuple((boxes or {}).get(entry.name, ())))
+            for entry in entries.values()
+        ]
+        return _announce(slot, version, placed, [total.result() for total in sums], end)
+
+
+def _announce(
+    slot: _Slot, version: int, entries: Sequence[Entry], sums: Sequence[int], nbytes: int
+) -> Offer:
+    """Write the list of tensors, which makes the version readable."""
+    summed = [
+        msgspec.structs.replace(entry, digest=f"{total:016x}")
+        for entry, total in zip(entries, sums, strict=True)
+    ]
+    manifest = Manifest(version, nbytes, summed)
+    scratch = slot.manifest.with_suffix(".partial")
+    scratch.write_bytes(manifest.encode())
+    scratch.replace(slot.manifest)
+    slot.version = version
+    size = sum(entry.nbytes for entry in summed)
+    return Offer("shm", version, manifest.identity, size, {"slot": slot.path.name})
+
+
+def _copy(target: Tensor, tensor: Tensor) -> None:
+    """Copy on one thread where possible: torch's threads wait for each other on busy cores."""
+    if tensor.device.type == "cpu" and tensor.is_contiguous():
+        raw_bytes(target).numpy()[:] = raw_bytes(tensor).numpy()
+    else:
+        target.copy_(tensor)

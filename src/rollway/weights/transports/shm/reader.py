@@ -1,0 +1,110 @@
+"""Read versions from shared memory, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from torch import Tensor
+
+from rollway.errors import WeightsError
+from rollway.weights.checkpoint import TensorHeader
+from rollway.weights.offer import Manifest, Offer, read_manifest
+from rollway.weights.transports.base import Reader, never
+from rollway.weights.transports.entries import view_entry
+from rollway.weights.transports.shared_memory import SHM, mapped, plain_file, read_tensor_list
+from rollway.weights.transports.shm.publisher import PREFIX
+from rollway.weights.transports.shm.shards import ShardReader, check_unchanged
+from rollway.weights.untrusted import is_file_name
+
+
+class ShmLocation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The part of an offer that names the slot's file in /dev/shm."""
+
+    slot: Annotated[str, msgspec.Meta(max_length=255)]
+
+
+class ShmReader(Reader):
+    """Reads whole tensors of one publisher, or the shards of many.
+
+    Mappings are kept, so that the next version costs no page faults."""
+
+    def __init__(self, directory: Path = SHM) -> None:
+        self._directory = directory
+        self._maps: dict[str, tuple[int, Tensor]] = {}
+        """By slot: the inode, and the mapped bytes."""
+
+    def headers(self, offer: Offer) -> dict[str, TensorHeader]:
+        if "ranks" in offer.where:
+            return ShardReader(self, offer).headers()
+        return self.manifest(offer).headers()
+
+    def sums(self, offer: Offer) -> Mapping[str, int]:
+        if "ranks" in offer.where:
+            return {}  # a tensor's shards have sums, the tensor has none
+        sums = {entry.name: entry.word_sum for entry in self.manifest(offer).entries}
+        return {name: total for name, total in sums.items() if total is not None}
+
+    def tensors(
+        self, offer: Offer, summed: Callable[[str], bool] = never
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield each tensor in place, and compare its sum when the next one is requested.
+
+        So what the caller has copied by then is what was published, or this raises."""
+        if "ranks" in offer.where:
+            yield from ShardReader(self, offer).tensors()
+            return
+        manifest = self.manifest(offer)
+        views = self.views(offer, manifest)
+        for entry in manifest.entries:
+            yield entry.name, views[entry.name]
+            if not summed(entry.name):
+                check_unchanged(views[entry.name], entry, offer)
+        self.check_unreplaced(offer, manifest)
+
+    def close(self) -> None:
+        self._maps = {}
+
+    def manifest(self, offer: Offer) -> Manifest:
+        """Read the list of tensors of the slot that the offer names."""
+        slot = self._find_slot(offer)
+        return read_manifest(read_tensor_list(slot.with_name(f"{slot.name}.json"), offer), offer)
+
+    def views(self, offer: Offer, manifest: Manifest) -> dict[str, Tensor]:
+        """View all tensors in place; the caller must check them after it has read them."""
+        memory = self._map(self._find_slot(offer), manifest.nbytes)
+        return {entry.name: view_entry(memory, entry) for entry in manifest.entries}
+
+    def check_unreplaced(self, offer: Offer, manifest: Manifest) -> None:
+        """Raise if the slot's list is not the one with which reading began."""
+        if self.manifest(offer) != manifest:
+            raise WeightsError(f"Version {offer.version} was overwritten while it was read.")
+
+    def _find_slot(self, offer: Offer) -> Path:
+        try:
+            slot = msgspec.convert(offer.where, ShmLocation).slot
+        except msgspec.ValidationError as error:
+            raise WeightsError(
+                f"This offer names no slot of shared memory: {error}.", "Publish the version again."
+            ) from error
+        if not is_file_name(slot, PREFIX):
+            raise WeightsError(f"{slot!a} is no slot of shared memory.")
+        return self._directory / slot
+
+    def _map(self, path: Path, nbytes: int) -> Tensor:
+        with plain_file(path) as (handle, status):
+            if status.st_size < max(nbytes, 1):
+                raise WeightsError(f"{path} does not hold {nbytes} bytes.")
+            inode, memory = self._maps.get(path.name, (None, None))
+            if memory is None or inode != status.st_ino or memory.numel() < nbytes:
+                # Drop the maps of removed files: a publisher that closed frees its memory.
+                self._maps = {
+                    name: known
+                    for name, known in self._maps.items()
+                    if (self._directory / name).exists()
+                }
+                memory = mapped(handle, status.st_size)
+                self._maps[path.name] = (status.st_ino, memory)
+        return memory
