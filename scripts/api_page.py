@@ -30,6 +30,7 @@ GROUPS = {
 }
 # Methods of public classes that only Rollway calls.
 INTERNAL = {
+    "Offer.sign",
     "Offer.signed",
     "Sampling.offset_seed",
     "Sampling.on_wire",
