@@ -322,8 +322,10 @@ class Stack:
         sent them. Offers of other transports are complete when they are made."""
         if not isinstance(update, Offer) or update.repeatable:
             return None
-        for publisher, its_model in self._publishers.items():
-            if its_model == model and publisher.transport == update.transport:
+        for publisher, its_model in reversed(list(self._publishers.items())):
+            # A publisher that chooses by itself has no transport before its first tensors.
+            transport = getattr(publisher, "transport", None)
+            if its_model == model and transport == update.transport:
                 return publisher
         return None
 

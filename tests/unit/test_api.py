@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -205,6 +205,44 @@ def test_a_directory_of_the_users_stays(stack: rollway.Stack, tmp_path: Path) ->
 def test_a_broadcast_counts_the_ranks_that_answer(stack: rollway.Stack) -> None:
     with stack.publisher("collective", init_seconds=5.0) as weights:
         assert weights.publish(1, tensors()).where["receivers"] == 3
+
+
+class SendingPublisher(rollway.Publisher):
+    """Takes part in the transfer, as a broadcast does."""
+
+    transport = "collective"
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def publish(self, version: int, tensors: Any = None) -> rollway.Offer:
+        return rollway.Offer("collective", version, "identity", 1, {}, repeatable=False)
+
+    def wait(self, version: int, seconds: float | None = None) -> None:
+        self.events.append(f"wait {version}")
+
+    def cancel(self) -> None:
+        self.events.append("cancel")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_refit_completes_a_transfer_that_the_publisher_takes_part_in(
+    stack: rollway.Stack, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    async def refit(self: AsyncFleet, *_: Any, **__: Any) -> rollway.RefitReport:
+        if fails:
+            raise rollway.RefitError("A worker refused.")
+        return rollway.RefitReport(1)
+
+    monkeypatch.setattr(AsyncFleet, "refit", refit)
+    closed, publisher, undecided = SendingPublisher(), SendingPublisher(), stack.publisher()
+    for opened in (closed, publisher):
+        stack._async._publishers[opened] = "tiny"
+    with pytest.raises(rollway.RefitError) if fails else nullcontext():
+        stack.refit(1, publisher.publish(1))
+    assert publisher.events == (["cancel"] if fails else ["wait 1"])
+    assert closed.events == []
+    undecided.close()
 
 
 def test_an_option_of_another_transport_is_refused(stack: rollway.Stack) -> None:
