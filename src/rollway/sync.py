@@ -1,30 +1,33 @@
 """The async API for code without an event loop: the same names, blocking.
 
-A portal runs one event loop in a thread of its own; every call here hands a coroutine over and
-waits. Ctrl-C cancels the coroutine, so that requests end on the workers too.
+A portal runs one event loop in a thread. `blocking(method)` makes a coroutine method into one that
+hands the coroutine to the portal and waits; its signature stays visible to type checkers and
+editors. Ctrl-C cancels the coroutine, so that requests end on the workers too.
+
+A test compares each class with its async one: a coroutine method that is missing here fails it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import functools
 import threading
-from collections.abc import Coroutine, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, Unpack
 
-from rollway.fleet.admin import PauseMode
-from rollway.fleet.discovery import Worker
-from rollway.fleet.fleet import Fleet, RefitReport
-from rollway.fleet.updates import Weights
-from rollway.rollout.client import Rollout, Rollouts
-from rollway.rollout.sampling import Sampling
-from rollway.rollout.teacher import Scores, Teacher
-from rollway.weights.offer import Offer
+from rollway.async_stack import Stack as AsyncStack
+from rollway.fleet.fleet import Fleet as AsyncFleet
+from rollway.publishing import PublisherOptions, Transport
+from rollway.rollout.client import Rollouts as AsyncRollouts
+from rollway.rollout.teacher import Teacher as AsyncTeacher
+from rollway.weights.transports.base import Publisher
 
-if TYPE_CHECKING:
-    from rollway.api import Stack
-
+A = TypeVar("A")
+B = TypeVar("B")
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
 class Portal:
@@ -38,138 +41,253 @@ class Portal:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in the loop and return its result."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
         except BaseException:
             if not future.done():
                 future.cancel()
-                # Let it clean up before the interrupt goes on.
+                # The coroutine must clean up before the interrupt continues.
                 concurrent.futures.wait([future], timeout=120.0)
             raise
 
     def close(self) -> None:
-        asyncio.run_coroutine_threadsafe(_end_tasks(), self._loop).result()
+        asyncio.run_coroutine_threadsafe(_cancel_tasks(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
 
-async def _end_tasks() -> None:
+async def _cancel_tasks() -> None:
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
         task.cancel()
     await asyncio.gather(*others, return_exceptions=True)
 
 
-class SyncRollouts:
-    """`Rollouts`, blocking."""
+class Blocking(Generic[A]):
+    """An object of the async API, and the portal that runs its coroutines."""
 
-    def __init__(self, rollouts: Rollouts, portal: Portal) -> None:
-        self._rollouts = rollouts
+    def __init__(self, wrapped: A, portal: Portal) -> None:
+        self._async = wrapped
         self._portal = portal
 
-    def generate(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: Sampling | None = None,
-        n: int = 1,
-        *,
-        group: str | None = None,
-        version: int | None = None,
-    ) -> list[Rollout]:
-        return self._portal.run(
-            self._rollouts.generate(prompt_ids, sampling, n, group=group, version=version)
-        )
 
-    def generate_batch(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling | None = None, n: int = 1
-    ) -> list[list[Rollout]]:
-        return self._portal.run(self._rollouts.generate_batch(prompts, sampling, n))
+def blocking(
+    method: Callable[Concatenate[A, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[Blocking[A], P], T]:
+    """Return the blocking form of a coroutine method."""
+
+    @functools.wraps(method)
+    def call(self: Blocking[A], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        bound: Callable[P, Coroutine[Any, Any, T]] = getattr(self._async, method.__name__)
+        return self._portal.run(bound(*args, **kwargs))
+
+    return call
 
 
-class SyncTeacher:
-    """`Teacher`, blocking."""
+def blocking_iterator(
+    method: Callable[Concatenate[A, P], AsyncIterator[T]],
+) -> Callable[Concatenate[Blocking[A], P], Iterator[T]]:
+    """Return the blocking form of an async generator method."""
 
-    def __init__(self, teacher: Teacher, portal: Portal) -> None:
-        self._teacher = teacher
-        self._portal = portal
+    @functools.wraps(method)
+    def call(self: Blocking[A], /, *args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
+        bound: Callable[P, AsyncIterator[T]] = getattr(self._async, method.__name__)
+        items = bound(*args, **kwargs)
+        try:
+            while True:
+                try:
+                    yield self._portal.run(_next(items))
+                except StopAsyncIteration:
+                    return
+        finally:
+            # A reader that stops early must end the request on the worker too.
+            if (close := getattr(items, "aclose", None)) is not None:
+                self._portal.run(close())
 
-    def score(
-        self, sequences: Sequence[Sequence[int]], *, version: int | None = None
-    ) -> list[Scores]:
-        return self._portal.run(self._teacher.score(sequences, version=version))
-
-
-class SyncFleet:
-    """`Fleet`, blocking."""
-
-    def __init__(self, fleet: Fleet, portal: Portal) -> None:
-        self._fleet = fleet
-        self._portal = portal
-
-    def workers(self) -> list[Worker]:
-        return self._portal.run(self._fleet.workers())
-
-    def pause(self, mode: PauseMode = "wait", *, clear_cache: bool = True) -> None:
-        self._portal.run(self._fleet.pause(mode, clear_cache=clear_cache))
-
-    def resume(self) -> None:
-        self._portal.run(self._fleet.resume())
-
-    def flush_cache(self) -> None:
-        self._portal.run(self._fleet.flush_cache())
-
-    def read_versions(self) -> dict[int, int | None]:
-        return self._portal.run(self._fleet.read_versions())
-
-    def refit(self, version: int, update: Weights, **options: Any) -> RefitReport:
-        return self._portal.run(self._fleet.refit(version, update, **options))
-
-    def load_adapter(
-        self, name: str, version: int, offer: Offer, config: Mapping[str, Any], *, keep: int = 2
-    ) -> str:
-        return self._portal.run(self._fleet.load_adapter(name, version, offer, config, keep=keep))
-
-    def unload_adapter(self, name: str) -> None:
-        self._portal.run(self._fleet.unload_adapter(name))
-
-    def admit(self) -> RefitReport | None:
-        return self._portal.run(self._fleet.admit())
+    return call
 
 
-class SyncStack:
-    """`Stack`, blocking."""
+async def _next(items: AsyncIterator[T]) -> T:
+    return await anext(items)
 
-    def __init__(self, stack: Stack, portal: Portal) -> None:
-        self._stack = stack
-        self._portal = portal
-        self.name = stack.name
-        self.run_dir = stack.run_dir
-        self.frontend_url = stack.frontend_url
-        self.rl_url = stack.rl_url
-        self.models = stack.models
+
+def wrapping(
+    method: Callable[Concatenate[A, P], T], blocking_class: Callable[[T, Portal], B]
+) -> Callable[Concatenate[Blocking[A], P], B]:
+    """Return a method whose result is the blocking form of what the async method returns."""
+
+    @functools.wraps(method)
+    def call(self: Blocking[A], /, *args: P.args, **kwargs: P.kwargs) -> B:
+        bound: Callable[P, T] = getattr(self._async, method.__name__)
+        return blocking_class(bound(*args, **kwargs), self._portal)
+
+    return call
+
+
+class Rollouts(Blocking[AsyncRollouts]):
+    """A client that samples; `Stack.rollouts` returns it.
+
+    The n rollouts of a call share one session, which the router keeps on one worker: the prompt is
+    computed once. No worker on another weight version samples a token of them.
+
+    Example:
+        rollouts = stack.rollouts()
+        group = rollouts.generate(prompt_ids, rollway.Sampling(max_tokens=64), n=8)
+    """
+
+    generate = blocking(AsyncRollouts.generate)
+    generate_batch = blocking(AsyncRollouts.generate_batch)
+    stream = blocking_iterator(AsyncRollouts.stream)
+
+
+class Teacher(Blocking[AsyncTeacher]):
+    """A client that returns the log-probs a served model gives to sequences.
+
+    `Stack.teacher` returns it. It serves distillation, reference models, and checks of another
+    engine.
+
+    Example:
+        (scores,) = stack.teacher().score([prompt_ids + completion_ids])
+        scores.logprobs[len(prompt_ids) :]  # of the completion
+    """
+
+    score = blocking(AsyncTeacher.score)
+
+
+class Fleet(Blocking[AsyncFleet]):
+    """All RL workers of one model; `Stack.fleet` returns it.
+
+    Example:
+        for worker in stack.fleet.workers():
+            print(worker.instance_id, worker.error)
+    """
+
+    workers = blocking(AsyncFleet.workers)
+    pause = blocking(AsyncFleet.pause)
+    resume = blocking(AsyncFleet.resume)
+    flush_cache = blocking(AsyncFleet.flush_cache)
+    read_versions = blocking(AsyncFleet.read_versions)
+    refit = blocking(AsyncFleet.refit)
+    load_adapter = blocking(AsyncFleet.load_adapter)
+    unload_adapter = blocking(AsyncFleet.unload_adapter)
+    admit = blocking(AsyncFleet.admit)
+
+
+class Stack(Blocking[AsyncStack]):
+    """A running stack: its addresses, its fleet, its rollouts.
+
+    `with rollway.up(…)` and `with rollway.attach(…)` return it. `async with` returns a
+    `rollway.aio.Stack`, whose methods are coroutines.
+
+    Attributes:
+        name: the name of a stack of this machine; empty for a stack attached by address.
+        models: the names of the served models.
+        frontend_url: the address of the frontend.
+        rl_url: the address of the RL worker listing.
+        run_dir: a scratch directory that is removed with the stack; None for an attached stack.
+
+    Example:
+        with rollway.up(model="/models/policy", workers=2) as stack:
+            (rollout,) = stack.rollouts().generate(prompt_ids)
+            stack.refit(1, "/checkpoints/step-1")
+    """
+
+    def __init__(self, wrapped: AsyncStack, portal: Portal) -> None:
+        super().__init__(wrapped, portal)
+        self.name: str = wrapped.name
+        self.run_dir: Path | None = wrapped.run_dir
+        self.frontend_url: str = wrapped.frontend_url
+        self.rl_url: str = wrapped.rl_url
+        self.models: list[str] = wrapped.models
+
+    fleet_of = wrapping(AsyncStack.fleet_of, Fleet)
+    rollouts = wrapping(AsyncStack.rollouts, Rollouts)
+    teacher = wrapping(AsyncStack.teacher, Teacher)
+    refit = blocking(AsyncStack.refit)
+    context_length = blocking(AsyncStack.context_length)
 
     @property
-    def fleet(self) -> SyncFleet:
-        return SyncFleet(self._stack.fleet, self._portal)
+    def fleet(self) -> Fleet:
+        """The workers of the only model; `fleet_of` returns those of one of several."""
+        return self.fleet_of(None)
 
-    def fleet_of(self, model: str | None) -> SyncFleet:
-        return SyncFleet(self._stack.fleet_of(model), self._portal)
+    def publisher(
+        self,
+        transport: Transport = "auto",
+        model: str | None = None,
+        **options: Unpack[PublisherOptions],
+    ) -> Publisher:
+        """Return a publisher of new weights that knows this stack. It is a context manager.
 
-    def rollouts(self, model: str | None = None, **options: Any) -> SyncRollouts:
-        return SyncRollouts(self._stack.rollouts(model, **options), self._portal)
+        Tensors are read in the calling thread.
 
-    def teacher(self, model: str | None = None, **options: Any) -> SyncTeacher:
-        return SyncTeacher(self._stack.teacher(model, **options), self._portal)
+        Args:
+            transport: "shm", "cuda_ipc", "files", "delta", "collective" or "nixl". "auto" chooses
+                at the first publish, by where the tensors and the workers are, and logs why.
+            model: the name of a served model; None for the only one.
+            directory: files, delta: where versions are stored; it must be visible to the trainer
+                and all workers. Without it, a temporary directory that is removed on close.
+            checkpoint: files: the directory of the trained model, for a stack that was not started
+                on this machine.
+            bucket_bytes: cuda_ipc, files, collective: limit of the memory for tensors on their way.
+            keep: shm, cuda_ipc, nixl: how many versions stay available.
+            keep_recent: files, delta: how many versions stay available.
+            max_off_policy_steps: files, delta: how many versions a worker may be behind.
+            snapshot_every: delta: publish all weights, not only changes, every so many versions.
+            hold_on_cpu: delta: hold the last version in CPU memory.
+            host, port: collective, nixl: the address that workers connect to.
+            init_seconds, step_seconds: collective: time limits of joining and of one broadcast.
+            engine_ranks: nixl: tensor parallelism of the engines (default: that of the workers).
+            fanout: nixl: workers pass a version on to each other.
+            rank, world: nixl: which of how many trainer processes this is.
+            catalog: nixl: the address of a catalog that runs elsewhere.
+
+        Raises:
+            UsageError: a transport that cannot reach the workers, or an option it does not have.
+
+        Example:
+            with rollway.up(model=path, workers=2) as stack, stack.publisher() as weights:
+                for step in range(1, steps):
+                    train()
+                    stack.refit(step, weights.publish(step, model.named_parameters()))
+        """
+        workers = self.fleet_of(model).workers()
+        return self._async.open_publisher(
+            transport,
+            model,
+            options,
+            workers,
+            lambda: self._portal.run(self._async.count_receivers(model)),
+        )
 
     @property
     def weights_secret(self) -> str:
-        return self._stack.weights_secret
+        """The secret that offers of weights are signed with; a catalog of weights needs it too.
+
+        It is empty for a stack that this user did not start on this machine."""
+        return self._async.weights_secret
 
     @property
-    def invitation(self) -> dict[str, Any]:
-        return self._stack.invitation
+    def join_spec(self) -> dict[str, Any]:
+        """Fields for the spec of workers that join this stack, also from another machine.
 
-    def refit(self, version: int, update: Weights, **options: Any) -> RefitReport:
-        return self.fleet.refit(version, update, **options)
+        They contain the secret that weights are signed with.
+
+        Raises:
+            UsageError: the stack was not started by this user on this machine.
+
+        Example:
+            spec = {**stack.join_spec, "name": "more", "models": [{"path": path}]}
+        """
+        return self._async.join_spec
+
+    invitation = join_spec  # temporary
+
+
+SyncStack = Stack  # temporary
+SyncFleet = Fleet  # temporary
+SyncRollouts = Rollouts  # temporary
+SyncTeacher = Teacher  # temporary

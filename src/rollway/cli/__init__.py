@@ -1,4 +1,4 @@
-"""The `rollway` command."""
+"""The `rollway` command: `grammar.py` has the arguments, a module each group of commands."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from collections.abc import Sequence
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return its exit status."""
-    from rollway.cli.root import main as run
+    from rollway.cli.root import run_command
 
-    return run(arguments)
+    return run_command(arguments)

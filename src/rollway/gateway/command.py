@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import gc
+import json
 import logging
 import signal
 import ssl
@@ -103,7 +104,9 @@ async def _serve_until_signal(
         port = server.port
         host = f"[{options.host}]" if ":" in options.host else options.host
         scheme = "https" if tls else "http"
-        print(f"{scheme}://{host}:{port}/v1 serves {gateway.model}", flush=True)
+        url = f"{scheme}://{host}:{port}/v1"
+        ready = json.dumps({"url": url, "model": gateway.model})
+        print(ready if options.json else f"{url} serves {gateway.model}", flush=True)
         ended = asyncio.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             with contextlib.suppress(NotImplementedError):

@@ -1,0 +1,357 @@
+"""A running stack for async code. `rollway.sync` has the same for code without an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, TypedDict, TypeVar, Unpack
+from weakref import WeakKeyDictionary
+
+from rollway.config import AdminTimeouts
+from rollway.errors import NoWorkers, RequestFailed, Unreachable, UsageError
+from rollway.fleet.canary import Answer, canary
+from rollway.fleet.discovery import StaticList, Worker
+from rollway.fleet.fleet import Fleet
+from rollway.fleet.report import RefitMode, RefitReport
+from rollway.fleet.updates import Weights
+from rollway.fleet.vllm_admin import VllmAdmin
+from rollway.http import Http
+from rollway.orders import stack_secret
+from rollway.publishing import AsyncPublisher, PublisherOptions, Transport, open_for_stack
+from rollway.rollout.client import Rollouts
+from rollway.rollout.sender import Sender
+from rollway.rollout.teacher import Teacher
+from rollway.rollout.wire import Wire, wire_named
+from rollway.stack import local
+from rollway.stack.locks import machine_lock
+from rollway.stack.state import StackDir, StackState, WeightsFile, secret_of
+from rollway.weights.offer import Offer
+from rollway.weights.transports.base import Publisher
+
+S = TypeVar("S", bound=Sender)
+
+
+class ClientOptions(TypedDict, total=False):
+    """Options of `Stack.rollouts` and `Stack.teacher`, which describe them."""
+
+    concurrency: int
+    timeout: float
+    patience: float
+    wire: str | Wire
+    adapter: str | None
+
+
+class Stack:
+    """A running stack, for async code; `rollway.Stack` describes it.
+
+    Example:
+        async with rollway.up(model="/models/policy", workers=2) as stack:
+            (rollout,) = await stack.rollouts().generate(prompt_ids)
+            await stack.refit(1, "/checkpoints/step-1")
+    """
+
+    def __init__(
+        self,
+        http: Http,
+        frontend_url: str,
+        rl_url: str,
+        models: list[str],
+        name: str = "",
+        run_dir: Path | None = None,
+        timeouts: AdminTimeouts | None = None,
+        plain_vllm: bool = False,
+    ) -> None:
+        self.name = name
+        self.run_dir = run_dir
+        self.frontend_url = frontend_url
+        self.rl_url = rl_url
+        self.models = models
+        self._http = http
+        self._timeouts = timeouts
+        self._plain_vllm = plain_vllm
+        self._fleets = {model: self._make_fleet(model) for model in models}
+        self._watchers: list[asyncio.Task[None]] = []
+        self._publishers: WeakKeyDictionary[Publisher, str] = WeakKeyDictionary()
+
+    def _make_fleet(self, model: str) -> Fleet:
+        """Make the fleet of a model. A stack of this machine adds its lock, spec and supervisor."""
+        if self._plain_vllm:
+            return Fleet(
+                self._http,
+                StaticList((self.frontend_url,), model),
+                model=model,
+                admin=VllmAdmin(self._http, self._timeouts),
+            )
+        ask = canary(self._http, self.frontend_url, model)
+        state = self._read_state()
+        if state is None:
+            return Fleet(self._http, self.rl_url, model=model, canary=ask, timeouts=self._timeouts)
+        fleet = Fleet(
+            self._http,
+            self.rl_url,
+            model=model,
+            timeouts=self._timeouts or AdminTimeouts(**state.timeouts),
+            roots=[Path(root) for root in state.checkpoint_roots],
+            reference=Path(state.model_paths.get(model, "")),
+            canary=ask,
+            replace=partial(local.replace_worker, self.name),
+            guard=partial(machine_lock, f"refit/{state.run_id}/{model}"),
+            supervised=partial(local.supervises, self.name),
+            shelf=WeightsFile(self.name, state.run_id, model),
+            secret=secret_of(state),
+        )
+        fleet.versions.tainted = True  # the launcher gave every worker the taint of its version
+        return fleet
+
+    def _read_state(self) -> StackState | None:
+        return StackDir(self.name).read() if self.name else None
+
+    @property
+    def weights_secret(self) -> str:
+        """The secret that offers of weights are signed with."""
+        state = self._read_state()
+        return stack_secret() if state is None else secret_of(state)
+
+    @property
+    def join_spec(self) -> dict[str, Any]:
+        """Fields for the spec of workers that join this stack, with the secret."""
+        state = self._read_state()
+        if state is None:
+            raise UsageError(
+                "Only a stack of this machine can say how to join it.",
+                "Run `rollway status NAME --json` on the machine where it was started.",
+            )
+        join = {**state.invitation["join"], "secret": secret_of(state)}
+        return {**state.invitation, "join": join}
+
+    invitation = join_spec  # temporary
+
+    @property
+    def fleet(self) -> Fleet:
+        """The workers of the only model; `fleet_of` returns those of one of several."""
+        return self.fleet_of(None)
+
+    def fleet_of(self, model: str | None) -> Fleet:
+        """Return the workers of a model.
+
+        Args:
+            model: the name of a served model; None for the only one.
+
+        Raises:
+            UsageError: the stack does not serve it, or serves several and none is named.
+        """
+        return self._fleets[self._find_model(model)]
+
+    def rollouts(self, model: str | None = None, **options: Unpack[ClientOptions]) -> Rollouts:
+        """Return a client that samples.
+
+        Args:
+            model: the name of a served model; None for the only one.
+            concurrency: how many requests may be in flight (default 256).
+            timeout: seconds for one rollout, with all retries (default 3600).
+            patience: seconds without progress after which a rollout fails (default 60).
+            wire: the route of the frontend: "completions" (default), "generate" or "vllm".
+            adapter: a LoRA adapter: one version, "name@version", or the newest loaded, "name".
+
+        Raises:
+            UsageError: an unknown model, wire or adapter.
+
+        Example:
+            group = stack.rollouts().generate(prompt_ids, rollway.Sampling(max_tokens=64), n=8)
+        """
+        return self.sender(Rollouts, model, **options)
+
+    def teacher(self, model: str | None = None, **options: Unpack[ClientOptions]) -> Teacher:
+        """Return a client that scores sequences; arguments and errors as for `rollouts`.
+
+        Example:
+            (scores,) = stack.teacher().score([rollout.prompt_ids + rollout.token_ids])
+        """
+        return self.sender(Teacher, model, **options)
+
+    def sender(
+        self, kind: type[S], model: str | None = None, **options: Unpack[ClientOptions]
+    ) -> S:
+        """Return a client of another kind, for example the gateway's."""
+        model = self._find_model(model)
+        fleet = self._fleets[model]
+        remaining: dict[str, Any] = dict(options)
+        wire = remaining.pop("wire", "vllm" if self._plain_vllm else "completions")
+        adapter = remaining.pop("adapter", None)
+        return kind(
+            self._http,
+            self.frontend_url,
+            model,
+            fleet.versions,
+            refresh=fleet.refresh,
+            confirms=fleet.confirms,
+            wire=wire_named(wire) if isinstance(wire, str) else wire,
+            adapter=None if adapter is None else fleet.adapters.newest(adapter),
+            **remaining,
+        )
+
+    async def context_length(self, model: str | None = None) -> int:
+        """Return how many tokens, prompt included, a model accepts.
+
+        Args:
+            model: the name of a served model; None for the only one.
+
+        Raises:
+            RequestFailed: the frontend does not say it.
+        """
+        model = self._find_model(model)
+        answer = await self._http.get(f"{self.frontend_url}/v1/models", timeout=10.0)
+        for entry in answer["data"]:
+            length = entry.get("context_window") or entry.get("max_model_len")
+            if entry["id"] == model and isinstance(length, int):
+                return length
+        raise RequestFailed(
+            f"The frontend does not say how long the context of `{model}` is.", status=200
+        )
+
+    def publisher(
+        self,
+        transport: Transport = "auto",
+        model: str | None = None,
+        **options: Unpack[PublisherOptions],
+    ) -> AsyncPublisher:
+        """Return a publisher of new weights, for `async with`; its methods are coroutines.
+
+        Arguments and errors are those of `rollway.Stack.publisher`."""
+        loop = asyncio.get_running_loop()
+
+        def count_receivers() -> int:  # runs in the thread of `publish`
+            counting = self.count_receivers(model)
+            return asyncio.run_coroutine_threadsafe(counting, loop).result()
+
+        async def open_publisher() -> Publisher:
+            workers = await self.fleet_of(model).workers()
+            return await asyncio.to_thread(
+                partial(self.open_publisher, transport, model, options, workers, count_receivers)
+            )
+
+        return AsyncPublisher(open_publisher)
+
+    def open_publisher(
+        self,
+        transport: Transport,
+        model: str | None,
+        options: PublisherOptions,
+        workers: list[Worker],
+        count_receivers: Callable[[], int],
+    ) -> Publisher:
+        """Open a publisher in this thread; `publisher` finds the arguments."""
+        model = self._find_model(model)
+        state = self._read_state()
+        publisher = open_for_stack(
+            transport,
+            options,
+            stack=self.name or "attached",
+            secret=self.weights_secret,
+            checkpoint="" if state is None else state.model_paths.get(model, ""),
+            workers=workers,
+            count_receivers=count_receivers,
+            run_dir=self.run_dir,
+        )
+        self._publishers[publisher] = model
+        return publisher
+
+    async def count_receivers(self, model: str | None = None) -> int:
+        """Return how many ranks receive a version: every rank of every worker that answers."""
+        workers = await self.fleet_of(model).workers()
+        return sum(worker.world_size for worker in workers if worker.error is None)
+
+    async def refit(
+        self,
+        version: int,
+        update: Weights,
+        *,
+        model: str | None = None,
+        mode: RefitMode = "pause-all",
+        share: float = 0.5,
+        expected: Answer | None = None,
+        allow_cast: bool = False,
+    ) -> RefitReport:
+        """Load new weights into every worker, and return when all of them serve the version.
+
+        If it returns, the weights that were published may change again.
+
+        Args:
+            version: the number of the version, higher than all before.
+            update: an offer of a publisher, or a checkpoint directory that all workers can read.
+            model: the name of a served model; None for the only one.
+            mode: "pause-all" pauses all workers at once, after running requests have finished;
+                "in-flight" interrupts running requests and resumes them on the new weights;
+                "rolling" updates a share of the workers at a time, so that generation never stops.
+            share: with "rolling", the share of the workers that is updated at a time.
+            expected: what the canary must answer afterwards; by default the workers must agree.
+            allow_cast: accept another dtype than the served one.
+
+        Returns:
+            The state and the times of every worker.
+
+        Raises:
+            RefitError: not every worker serves the version; its `report` says which do.
+            UsageError: a version that is not new, or weights that do not fit the model.
+            WeightsError: published weights that are damaged, incomplete or gone.
+
+        Example:
+            report = stack.refit(step, weights.publish(step, model.named_parameters()))
+        """
+        model = self._find_model(model)
+        sender = self._find_sender(update, model)
+        try:
+            report = await self._fleets[model].refit(
+                version, update, mode=mode, share=share, expected=expected, allow_cast=allow_cast
+            )
+        except BaseException:
+            if sender is not None:
+                sender.cancel()
+            raise
+        if sender is not None:
+            await asyncio.to_thread(sender.wait, version)
+        return report
+
+    def _find_sender(self, update: Weights, model: str) -> Publisher | None:
+        """Return the publisher that sends an offer while workers receive it, if it is ours.
+
+        It must learn that the refit failed, and the trainer must not change weights before it has
+        sent them. Offers of other transports are complete when they are made."""
+        if not isinstance(update, Offer) or update.repeatable:
+            return None
+        for publisher, its_model in reversed(list(self._publishers.items())):
+            # A publisher that chooses by itself has no transport before its first tensors.
+            transport = getattr(publisher, "transport", None)
+            if its_model == model and transport == update.transport:
+                return publisher
+        return None
+
+    async def learn(self, *, watch: bool = True) -> None:
+        """Ask the workers which version they serve, and watch who joins and leaves from now on.
+
+        Mockers and stacks without RL have no versions: rollouts have `weight_version=None`."""
+        for fleet in self._fleets.values():
+            with contextlib.suppress(Unreachable, RequestFailed, NoWorkers):
+                await fleet.read_versions()
+            if watch:
+                self._watchers.append(asyncio.create_task(fleet.watch()))
+
+    async def unwatch(self) -> None:
+        """Stop watching the workers."""
+        for task in self._watchers:
+            task.cancel()
+        await asyncio.gather(*self._watchers, return_exceptions=True)
+        self._watchers.clear()
+
+    def _find_model(self, model: str | None) -> str:
+        if model is None and len(self.models) == 1:
+            return self.models[0]
+        if model in self._fleets:
+            return str(model)
+        served = ", ".join(self.models)
+        if model is None:
+            raise UsageError(f"The stack serves several models: {served}.", "Name one of them.")
+        raise UsageError(f"The stack does not serve `{model}`.", f"It serves: {served}.")

@@ -1,0 +1,262 @@
+"""The arguments of all commands.
+
+This module imports no command: `command` is "module:function", which `root.py` imports when it is
+chosen. So `rollway --help` loads neither HTTP nor torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import rollway
+from rollway.errors import UsageError
+
+Add = Callable[..., argparse.ArgumentParser]
+
+_NAME = "a running stack, or the address of a frontend; optional when one stack runs"
+
+
+class LazyParser(argparse.ArgumentParser):
+    """A parser that may get arguments from a module that is imported when it first parses."""
+
+    arguments_of: str = ""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        if self.arguments_of:
+            import_module(self.arguments_of).add_grammar(self)
+            self.arguments_of = ""
+        return super().parse_known_args(args, namespace)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="rollway", description="NVIDIA Dynamo as the rollout backend of any RL trainer."
+    )
+    parser.add_argument("--version", action="version", version=f"rollway {rollway.__version__}")
+    commands = parser.add_subparsers(
+        title="commands", metavar="COMMAND", parser_class=argparse.ArgumentParser
+    )
+    add = _make_add(commands)
+    _add_stack_commands(add)
+    for name, text, add_commands in (
+        ("fleet", "list, pause, refit, watch the workers of a stack", _add_fleet_commands),
+        ("weights", "inspect weights, compare them, plan their transfer", _add_weights_commands),
+        ("bench", "measure, as ratios within one run", _add_bench_commands),
+    ):
+        group = commands.add_parser(name, help=text, description=text).add_subparsers(
+            title="commands", metavar="COMMAND", required=True, parser_class=LazyParser
+        )
+        add_commands(_make_add(group))
+    _add_gateway(add("gateway", "gateway:gateway", "serve an OpenAI endpoint that records tokens"))
+    _add_chaos(add("chaos", "chaos:chaos", "refit while things break, and check every token"))
+    _add_demo(add("demo", "demo:demo", "train a tiny policy with GRPO on a real stack"))
+    return parser
+
+
+def _make_add(commands: Any) -> Add:
+    """Return the function that adds a command to a group; every command has `--json`."""
+
+    def add(name: str, command: str, text: str, *, json: bool = True) -> argparse.ArgumentParser:
+        parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
+        if json:
+            parser.add_argument("--json", action="store_true", help="print JSON on stdout")
+        parser.set_defaults(command=command)
+        return parser
+
+    return add
+
+
+def get_spec_file(options: argparse.Namespace) -> Path | None:
+    """Return the stack file, given by position or by `-f`."""
+    positional: Path | None = options.stack
+    if positional is not None and options.file is not None:
+        raise UsageError(
+            f"Two stack files are given: {positional} and {options.file}.", "Give one of them."
+        )
+    return positional or options.file
+
+
+def _add_spec(parser: argparse.ArgumentParser, text: str) -> None:
+    parser.add_argument("stack", nargs="?", type=Path, metavar="FILE", help=text)
+    parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help=_SET)
+    _add_file(parser)
+
+
+_SET = "override a field of the stack; repeatable"
+
+
+def _add_file(parser: argparse.ArgumentParser) -> None:
+    text = "the same as the positional FILE"
+    parser.add_argument("-f", "--file", type=Path, metavar="FILE", help=text)
+
+
+def _add_name(parser: argparse.ArgumentParser, text: str = _NAME) -> None:
+    parser.add_argument("name", nargs="?", metavar="NAME", help=text)
+
+
+def _add_quiet(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--quiet", action="store_true", help="show no progress")
+
+
+# --- stacks --------------------------------------------------------------------------------
+
+
+def _add_stack_commands(add: Add) -> None:
+    parser = add("up", "stack:up", "start a stack and return when it is ready")
+    _add_spec(parser, "a stack file (YAML), see docs/stack.md")
+    parser.add_argument("--model", help="serve this checkpoint, without a stack file")
+    parser.add_argument("--workers", type=int, help="replicas of the first model")
+    parser.add_argument("--name", help="name of the stack (default: default)")
+    parser.add_argument("--foreground", action="store_true", help="stay, and stop it on Ctrl-C")
+    parser.add_argument("--dry-run", action="store_true", help="print the commands, start nothing")
+    _add_quiet(parser)
+    parser = add("status", "stack:status", "show running stacks, processes and weight versions")
+    _add_name(parser, "one stack, or the address of any frontend; all stacks without it")
+    parser = add("logs", "logs:show_logs", "show the log of a process")
+    parser.usage = "rollway logs [-h] [-f] [-n LINES] [--json] [NAME] [PROCESS]"
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="[NAME] [PROCESS]",
+        help="a stack (optional when there is one) and a process (the list of logs without it)",
+    )
+    parser.add_argument("-f", "--follow", action="store_true", help="wait for new lines")
+    parser.add_argument("-n", "--lines", type=int, default=50, help="how many (default 50)")
+    parser.add_argument("--name", help=argparse.SUPPRESS)  # from before NAME was positional
+    parser = add("down", "stack:down", "stop a stack, and clear what killed stacks left")
+    _add_name(parser, "a stack; optional when there is one")
+    parser.add_argument("--all", action="store_true", help="every stack of this user")
+    _add_quiet(parser)
+    parser = add("doctor", "doctor:doctor", "check this machine: versions, ports, memory, GPUs")
+    text = "list where running stacks (or one) listen, and who can reach them"
+    parser.add_argument("--ports", nargs="?", const="", metavar="NAME", help=text)
+
+
+def _add_gateway(parser: argparse.ArgumentParser) -> None:
+    _add_name(parser)
+    parser.add_argument("--model", help="one of several served models")
+    parser.add_argument("--tokenizer", help="a directory or a name (default: the model's own)")
+    parser.add_argument("--host", default="127.0.0.1", help="where to listen (default: loopback)")
+    parser.add_argument("--port", type=int, default=8100, help="0 for a free one (default 8100)")
+    parser.add_argument("--rl-url", help="address of the RL worker listing, if it is elsewhere")
+    parser.add_argument("--journal", type=Path, help="where to record (default: Rollway's home)")
+    text = "wait for the disk before each answer, so that a power cut loses no turn"
+    parser.add_argument("--journal-sync", action="store_true", help=text)
+    modes, text = ["asked", "always", "never"], "whether answers carry their token ids"
+    parser.add_argument("--bundle", choices=modes, default="asked", help=text)
+    text = "record which experts ran for each token (MoE; workers that return them)"
+    parser.add_argument("--routed-experts", action="store_true", help=text)
+    parser.add_argument("--tls-cert", metavar="FILE", help="certificate (PEM), to serve https")
+    parser.add_argument("--tls-key", metavar="FILE", help="its key (PEM)")
+
+
+def _add_chaos(parser: argparse.ArgumentParser) -> None:
+    _add_spec(parser, "a stack file; two vLLM workers without it")
+    parser.add_argument("--rounds", type=int, default=20, help="how many refits (default 20)")
+    parser.add_argument("--seed", type=int, default=0, help="of faults, steps, modes and prompts")
+    parser.add_argument("--fault", action="append", default=[], help="only this one; repeatable")
+    text = "the control: it must find stale tokens"
+    parser.add_argument("--unprotected", action="store_true", help=text)
+    text = "break the gateway instead, and check every turn"
+    parser.add_argument("--gateway", action="store_true", help=text)
+    parser.add_argument("--agents", type=int, default=64, help="with --gateway: how many at once")
+    text = "the control of --gateway: it must lose turns"
+    parser.add_argument("--old-journal", action="store_true", help=text)
+    _add_quiet(parser)
+
+
+def _add_demo(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--steps", type=int, help="training steps")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--engine", choices=["vllm", "mocker"], default="vllm")
+    text = "the control: train, but never update the workers"
+    parser.add_argument("--no-refit", action="store_true", help=text)
+    parser.add_argument("--name", default="demo", help="name of its stack, to run several at once")
+    parser.add_argument("--out", type=Path, help="directory for the report and plot")
+
+
+# --- groups --------------------------------------------------------------------------------
+
+
+def _add_fleet_commands(add_command: Add) -> None:
+    def add(name: str, text: str) -> argparse.ArgumentParser:
+        parser = add_command(name, f"fleet:{name}", text)
+        _add_name(parser)
+        parser.add_argument("--stack", help=argparse.SUPPRESS)  # from before NAME was positional
+        parser.add_argument("--rl-url", help="address of the RL worker listing, if elsewhere")
+        parser.add_argument("--model", help="one of several served models")
+        text = "limit of a call: probe, pause (also the wait for running requests), update"
+        parser.add_argument(
+            "--timeout", action="append", default=[], metavar="CALL=SECONDS", help=text
+        )
+        return parser
+
+    add("ls", "list the workers, also those in error")
+    parser = add("pause", "stop generation and remove the workers from routing")
+    parser.add_argument("--mode", choices=["wait", "keep", "abort"], default="wait")
+    add("resume", "resume generation")
+    parser = add("refit", "load a checkpoint into every worker")
+    parser.add_argument("path", type=Path, metavar="PATH", help="a checkpoint directory")
+    parser.add_argument("--version", type=int, required=True, help="higher than all before")
+    modes = ["pause-all", "rolling", "in-flight"]
+    parser.add_argument("--mode", choices=modes, default="pause-all")
+    parser.add_argument("--share", type=float, default=0.5, help="of the workers at a time")
+    text = "accept another dtype than the served one"
+    parser.add_argument("--allow-cast", action="store_true", help=text)
+    add("versions", "show which weight version each worker serves")
+    parser = add("watch", "show who joins and leaves; update workers that join")
+    parser.add_argument("--seconds", type=float, default=2.0, help="between two polls (default 2)")
+
+
+def _add_weights_commands(add: Add) -> None:
+    text = "show the tensors of a checkpoint, or of a trainer's ranks"
+    parser = add("inspect", "weights:inspect", text)
+    parser.add_argument("path", type=Path, metavar="PATH", help="a directory")
+    parser = add("diff", "weights:diff", "compare two checkpoints; exit code 1 when they differ")
+    parser.add_argument("first", type=Path, metavar="A", help="a checkpoint directory")
+    parser.add_argument("second", type=Path, metavar="B", help="another one")
+    text = "show which bytes would move, from where to where, and how"
+    parser = add("plan", "weights:plan", text)
+    text = "a checkpoint directory, or a config.json"
+    parser.add_argument("--model", type=Path, required=True, help=text)
+    text = "hf, fsdp:8, or megatron:tp=2,pp=1,ep=8,etp=1"
+    parser.add_argument("--source", required=True, help=text)
+    parser.add_argument("--target", required=True, help="hf, or vllm:tp=2,ep=1,replicas=4")
+    parser.add_argument("--wire", type=float, help="GB/s of a receiver")
+    text = "GB/s of copying at a source; 0: sources are only read"
+    parser.add_argument("--pack", type=float, help=text)
+    parser.add_argument("--unpack", type=float, help="GB/s of copying at a receiver")
+    parser.add_argument("--block", type=float, help="seconds of one block on the wire")
+    parser.add_argument("--arity", type=int, default=2, help="replicas that one serves (default 2)")
+
+
+def _add_bench_commands(add: Add) -> None:
+    _add_spec(add("fleet", "bench:fleet", "list and refit many workers, against one"), "a file")
+    for name, text in (
+        ("router", "prefix hits and times, by how requests are routed"),
+        ("verl", "prefix hits of verl's agent loops, by affinity"),
+    ):
+        parser = add(name, f"bench:{name}", text, json=False)
+        assert isinstance(parser, LazyParser)
+        parser.arguments_of = f"rollway.bench.{name}_command"
+        if name == "router":
+            _add_file(parser)
+    parser = add("refit", "bench:refit", "load new weights into a worker, over every transport")
+    parser.add_argument("--megabytes", type=int, default=520, help="size of the model")
+    text = "only these (and stock)"
+    parser.add_argument("transports", nargs="*", metavar="TRANSPORT", help=text)
+    parser = add("rollout", "bench:rollout", "the client and the gateway, against others")
+    parser.add_argument("--no-real", action="store_true", help="mockers only, no real engine")
+    parser = add("gateway", "bench:gateway", "many requests; memory and files must not grow")
+    _add_spec(parser, "a stack file; a stand-in without it")
+    parser.add_argument("--requests", type=int, default=100_000, help="how many (default 100000)")
+    parser.add_argument("--agents", type=int, default=64, help="how many at once (default 64)")
+    add("plan", "bench:plan", "planning weight transfers of large models")
+    parser = add("gpu", "bench:gpu", "weights on a GPU, against a copy of its memory")
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--megabytes", type=int, default=4096, help="size of each model")

@@ -1,0 +1,177 @@
+"""Publishers for a stack: they know its secret, its machines, its workers and a directory.
+
+`rollway.weights.transports.choose` opens them. This module finds what they must know, and lets
+async code use them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import ipaddress
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any, Concatenate, Literal, ParamSpec, Self, TypedDict, TypeVar
+from urllib.parse import urlsplit
+
+from rollway.fleet.discovery import Worker
+from rollway.weights.transports.base import Publisher
+from rollway.weights.transports.choose import LOOPBACK, Destination, Published, open_publisher
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+Transport = Published | Literal["auto"]
+
+
+class PublisherOptions(TypedDict, total=False):
+    """Options of `Stack.publisher`, which describes them."""
+
+    directory: str | Path
+    checkpoint: str | Path
+    bucket_bytes: int
+    keep: int
+    keep_recent: int
+    max_off_policy_steps: int
+    snapshot_every: int
+    hold_on_cpu: bool
+    host: str
+    port: int
+    init_seconds: float
+    step_seconds: float
+    engine_ranks: int
+    fanout: bool
+    rank: int
+    world: int
+    catalog: str
+
+
+def open_for_stack(
+    transport: Transport,
+    options: PublisherOptions,
+    *,
+    stack: str,
+    secret: str,
+    checkpoint: str,
+    workers: Sequence[Worker],
+    count_receivers: Callable[[], int],
+    run_dir: Path | None,
+) -> Publisher:
+    """Open a publisher for the workers of a stack."""
+    remaining: dict[str, Any] = dict(options)
+    directory = remaining.pop("directory", None)
+    checkpoint = remaining.pop("checkpoint", checkpoint)
+    addresses, address = find_addresses([worker.admin_url for worker in workers])
+    destination = Destination(
+        stack=stack,
+        secret=secret,
+        model=Path(checkpoint),
+        addresses=addresses,
+        receivers=count_receivers,
+        address=address,
+        engine_ranks=max((worker.world_size for worker in workers), default=1),
+    )
+    temporary = directory is None and transport in ("files", "delta")
+    if temporary:
+        # Below the run directory it is removed with the stack, even if this process is killed.
+        directory = tempfile.mkdtemp(prefix="rollway-weights-", dir=run_dir)
+    return open_publisher(
+        transport,
+        destination,
+        directory=None if directory is None else Path(directory),
+        temporary=temporary,
+        **remaining,
+    )
+
+
+def find_addresses(admin_urls: Sequence[str]) -> tuple[frozenset[str], str]:
+    """Return the addresses of the workers' machines, and the address of this one among them.
+
+    Every loopback address is this machine."""
+    hosts = {urlsplit(url).hostname or LOOPBACK for url in admin_urls} or {LOOPBACK}
+    elsewhere = sorted(host for host in hosts if not _is_loopback(host))
+    if not elsewhere:
+        return frozenset({LOOPBACK}), LOOPBACK
+    own = _find_own_address(elsewhere[0])
+    return frozenset(own if _is_loopback(host) else _resolve(host) for host in hosts), own
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _find_own_address(host: str) -> str:
+    """Return the address by which this machine reaches another, and is reached from there."""
+    family, _, _, _, place = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(place)  # connecting a datagram socket sends nothing
+        return str(probe.getsockname()[0])
+
+
+def _resolve(host: str) -> str:
+    return str(socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0][4][0])
+
+
+class AsyncPublisher:
+    """Publishes weights from async code: the methods of `rollway.Publisher` as coroutines.
+
+    Each call runs in a thread, so that the event loop goes on serving rollouts.
+
+    Example:
+        async with stack.publisher() as weights:
+            offer = await weights.publish(step, model.named_parameters())
+            await stack.refit(step, offer)
+    """
+
+    def __init__(self, open_publisher: Callable[[], Coroutine[Any, Any, Publisher]]) -> None:
+        self._open = open_publisher
+        self._publisher: Publisher | None = None
+
+    async def __aenter__(self) -> Self:
+        self._publisher = await self._open()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    @staticmethod
+    def _threaded(
+        method: Callable[Concatenate[Publisher, P], T],
+    ) -> Callable[Concatenate[AsyncPublisher, P], Coroutine[Any, Any, T]]:
+        """Return the coroutine method that runs a method of the publisher in a thread."""
+
+        @functools.wraps(method)
+        async def call(self: AsyncPublisher, /, *args: P.args, **kwargs: P.kwargs) -> T:
+            if self._publisher is None:
+                self._publisher = await self._open()
+            bound: Callable[P, T] = getattr(self._publisher, method.__name__)
+            return await asyncio.to_thread(_on_current_gpu(bound), *args, **kwargs)
+
+        return call
+
+    publish = _threaded(Publisher.publish)
+    adopt = _threaded(Publisher.adopt)
+    wait = _threaded(Publisher.wait)
+    cancel = _threaded(Publisher.cancel)
+    close = _threaded(Publisher.close)
+
+
+def _on_current_gpu(function: Callable[P, T]) -> Callable[P, T]:
+    """Run a function on this thread's current GPU: torch begins every thread on GPU 0."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return function
+    device = torch.cuda.current_device()
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        with torch.cuda.device(device):
+            return function(*args, **kwargs)
+
+    return call

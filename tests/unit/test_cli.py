@@ -1,0 +1,186 @@
+"""The command line: what it imports, how stacks and files are named, what is JSON."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollway.cli import main
+from rollway.cli.grammar import get_spec_file, make_parser
+from rollway.cli.output import format_size
+from rollway.errors import UsageError
+
+HEAVY = ("aiohttp", "msgspec", "pydantic", "rich", "torch", "yaml", "asyncio")
+
+
+@pytest.mark.parametrize(
+    "words", [["--help"], ["fleet", "--help"], ["up", "--help"], ["bench", "--help"]]
+)
+def test_help_imports_nothing_heavy(words: list[str]) -> None:
+    script = (
+        "import sys\nfrom rollway.cli import main\n"
+        f"try:\n    main({words!r})\nexcept SystemExit:\n    pass\n"
+        f"print([m for m in {HEAVY!r} if m in sys.modules])"
+    )
+    output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert output.stdout.splitlines()[-1] == "[]", output.stderr
+
+
+LEAVES = [
+    *(["up"], ["status"], ["logs"], ["down"], ["doctor"], ["chaos"], ["demo"], ["gateway"]),
+    *(["fleet", name] for name in ("ls", "pause", "resume", "versions", "watch")),
+    ["fleet", "refit", "/path", "--version", "1"],
+    ["weights", "inspect", "/path"],
+    ["weights", "diff", "/a", "/b"],
+    ["weights", "plan", "--model", "m", "--source", "hf", "--target", "hf"],
+    *(["bench", name] for name in ("fleet", "refit", "rollout", "gateway", "plan", "gpu")),
+    ["bench", "router"],
+    ["bench", "verl"],
+]
+
+
+def parse(*words: str) -> argparse.Namespace:
+    return make_parser().parse_args(words)
+
+
+@pytest.mark.parametrize("words", LEAVES)
+def test_every_command_has_json_and_a_function(words: list[str]) -> None:
+    options = parse(*words, "--json")
+    assert options.json and not parse(*words).json
+    module, _, function = options.command.partition(":")
+    assert callable(getattr(importlib.import_module(f"rollway.cli.{module}"), function))
+
+
+def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "COMMAND" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["ls", "pause", "resume", "versions", "watch"])
+def test_a_stack_is_named_by_position(name: str) -> None:
+    assert parse("fleet", name, "trainer").name == "trainer"
+    assert parse("fleet", name).name is None
+    assert parse("fleet", name, "--stack", "trainer").stack == "trainer"
+
+
+def test_the_path_of_a_refit_may_follow_a_name() -> None:
+    options = parse("fleet", "refit", "/checkpoints/3", "--version", "3")
+    assert (options.name, options.path) == (None, Path("/checkpoints/3"))
+    options = parse("fleet", "refit", "trainer", "/checkpoints/3", "--version", "3")
+    assert (options.name, options.path) == ("trainer", Path("/checkpoints/3"))
+
+
+@pytest.mark.parametrize(
+    "words", [["up"], ["chaos"], ["bench", "fleet"], ["bench", "gateway"], ["bench", "router"]]
+)
+def test_a_stack_file_is_given_by_position_or_by_option(words: list[str]) -> None:
+    assert get_spec_file(parse(*words, "a.yaml")) == Path("a.yaml")
+    assert get_spec_file(parse(*words, "-f", "a.yaml")) == Path("a.yaml")
+    assert get_spec_file(parse(*words)) is None
+    with pytest.raises(UsageError, match="Two stack files"):
+        get_spec_file(parse(*words, "a.yaml", "-f", "b.yaml"))
+
+
+def test_bench_fleet_needs_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    assert main(["bench", "fleet"]) == 2
+    assert "bench fleet -f FILE" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], ("only", None)),
+        (["frontend"], ("only", "frontend")),
+        (["other"], ("other", None)),
+        (["other", "frontend"], ("other", "frontend")),
+        (["--name", "other", "frontend"], ("other", "frontend")),
+        (["--name", "other"], ("other", None)),
+    ],
+)
+def test_logs_name_a_stack_a_process_or_both(
+    words: list[str], expected: tuple[str, str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rollway.cli import logs
+
+    monkeypatch.setattr(logs, "stack_names", lambda: ["only", "other"])
+    monkeypatch.setattr(logs, "_find_only_stack", lambda: "only")
+    assert logs._read_log_names(parse("logs", *words)) == expected
+
+
+def test_too_many_words_for_logs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["logs", "a", "b", "c"]) == 2
+    assert "too many words" in capsys.readouterr().err
+
+
+def test_logs_of_a_stack_that_ended(
+    tmp_path: Path, own_home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logs = own_home / "stacks" / "default" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "frontend.log").write_text("one\ntwo\n")
+    assert main(["logs", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["logs"] == ["frontend"]
+    assert main(["logs", "frontend", "-n", "1"]) == 0
+    assert capsys.readouterr().out == "two\n"
+    assert main(["logs", "default", "frontend", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["lines"] == ["one", "two"]
+
+
+def test_errors_are_json_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fleet", "ls", "nobody", "--json"]) == 1
+    output = capsys.readouterr()
+    assert json.loads(output.out)["error"] == "StackNotRunning"
+    assert output.err.startswith("rollway: No stack named `nobody` is running.")
+
+
+@pytest.mark.parametrize(
+    "error", [PermissionError(13, "Permission denied", "/x"), BrokenPipeError()]
+)
+def test_errors_of_the_system_are_explained(
+    error: OSError, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from rollway.cli import root, stack
+
+    def fail(_: Any) -> int:
+        raise error
+
+    monkeypatch.setattr(stack, "status", fail)
+    monkeypatch.setattr(root.os, "dup2", lambda *_: None)
+    monkeypatch.setattr(root.sys.stdout, "fileno", lambda: 1, raising=False)
+    if isinstance(error, BrokenPipeError):
+        assert main(["status"]) == 0  # the reader has closed the pipe
+    else:
+        assert main(["status"]) == 1
+        assert "The system refused: Permission denied: /x." in capsys.readouterr().err
+
+
+def test_wrong_timeouts_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fleet", "ls", "http://127.0.0.1:9", "--timeout", "pause=soon"]) == 2
+    assert "--timeout pause=soon" in capsys.readouterr().err
+
+
+def test_a_dry_run_prints_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    file = tmp_path / "stack.yaml"
+    file.write_text(f"name: dry\nmodels: [{{path: {tmp_path}, name: tiny, engine: mocker}}]\n")
+    assert main(["up", "-f", str(file), "--dry-run"]) == 0
+    output = capsys.readouterr().out
+    assert "# frontend\n" in output and "# tiny-0\n" in output
+    assert main(["up", str(file), "--dry-run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["spec"]["name"] == "dry"
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (999, "999 B"), (1530, "1.53 kB"), (2_500_000, "2.5 MB"), (5 * 10**15, "5000 TB")],
+)
+def test_sizes_are_readable(count: int, text: str) -> None:
+    assert format_size(count) == text
