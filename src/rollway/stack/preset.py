@@ -15,6 +15,7 @@ from rollway.config import ModelSpec, RawArgs, StackSpec
 from rollway.stack import machine
 
 LONGEST_ROLLOUT_SECONDS = 24 * 3600
+UNIPROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 # What Dynamo 1.6.1 logs for every request at level `info`: four fifths of 2.4 KB, with the first
 # token ids of the prompt. Warnings and errors of these stay, and all that the others say. One line
 # of 0.5 KB remains, of the target `request_span`: Dynamo enables it after it has read the filter.
@@ -88,7 +89,7 @@ def worker_defaults(spec: StackSpec, model: ModelSpec) -> Defaults:
         # A stack that ends has nothing to drain for; Dynamo would wait 5 s.
         env["DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS"] = "0.5"
     if not machine.gpus():
-        _cpu_profile(spec, args, env)
+        _cpu_profile(spec, model, args, env)
     return Defaults(args, env)
 
 
@@ -99,7 +100,7 @@ def _quiet_requests() -> dict[str, str]:
     return {"DYN_LOG": ",".join(["info", *(f"{target}=warn" for target in _REQUEST_LOGS)])}
 
 
-def _cpu_profile(spec: StackSpec, args: RawArgs, env: dict[str, str]) -> None:
+def _cpu_profile(spec: StackSpec, model: ModelSpec, args: RawArgs, env: dict[str, str]) -> None:
     """vLLM on a machine without GPUs: for trying things out and for tests."""
     args.update(
         {
@@ -108,13 +109,22 @@ def _cpu_profile(spec: StackSpec, args: RawArgs, env: dict[str, str]) -> None:
             "kv-cache-memory-bytes": 512 * 2**20,  # vLLM would take gigabytes per worker
         }
     )
+    if model.tensor_parallel == 1 and not any("parallel" in name for name in model.args):
+        # The model runs in the engine's process, as on a GPU. vLLM would start a third process for
+        # it on CPU, to bind its threads, which Rollway does not: 10 s of CPU time for each start,
+        # and two processes that spin while they wait for each other. The name "uni" is overruled.
+        args["distributed-executor-backend"] = UNIPROCESS
+    if model.args.get("enforce-eager", True):
+        # The sampler has a function that is compiled all the same, at the first request: 17 s the
+        # first time ever, 3 s from the cache.
+        env["TORCH_COMPILE_DISABLE"] = "1"
     workers = sum(m.replicas * m.tensor_parallel for m in spec.models if m.engine == "vllm")
     env.update(
         {
             # The default binding pins every worker to the same core.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": str(max(1, machine.cores() // workers)),
-            # The first request ever compiles CPU kernels (17 s seen); kept, later starts skip it.
+            # Without `enforce-eager` the first start compiles; kept, later starts skip it.
             "TORCHINDUCTOR_CACHE_DIR": str(cache_dir() / "torchinductor"),
         }
     )
