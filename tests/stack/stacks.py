@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import rollway
 from rollway.sync import SyncStack
 from tests.stack import brake
+from tests.stack.faults import Move
 from tests.stack.policies import Policy, perturbed
 from tests.stack.tool_model import build_tool_model
 
@@ -75,3 +77,14 @@ def policies(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list
     directory = tmp_path_factory.mktemp("policies")
     others = [perturbed(base_model, directory / f"p{seed}", seed) for seed in (1, 2)]
     return [Policy(path) for path in (base_model, *others)]
+
+
+@pytest.fixture(scope="session")
+def versions() -> Iterator[int]:
+    """Versions of the shared stack, each used once."""
+    return itertools.count(1)
+
+
+@pytest.fixture(scope="session")
+def move(versions: Iterator[int], policies: list[Policy]) -> Move:
+    return Move(versions, policies)
