@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -24,6 +25,9 @@ pytest_plugins = ["tests.stack.stacks"]  # the real stacks that all tests of a s
 settings.register_profile("rollway", deadline=None)  # how long an example takes is no property
 settings.load_profile("rollway")
 mark_own_processes()
+# Models of these tests are tiny: a second thread only waits for the first, all the longer when two
+# test processes share the cores. (Read when torch is imported.)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A shell starts background jobs with SIGINT ignored, and everything that they start inherits it:
 # without this, no Ctrl-C of a test would arrive.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 import rollway
+from rollway.stack.preset import cache_dir
 from rollway.sync import SyncStack
 from tests.stack import brake
 from tests.stack.faults import Move
 from tests.stack.policies import Policy, perturbed
-from tests.stack.tool_model import build_tool_model
+from tests.stack.tool_model import cached_tool_model
 
 VLLM_ARGS = {
     "dtype": "float32",
@@ -44,8 +45,8 @@ def vllm_stack(session_home: Path, base_model: Path, brake_file: Path) -> Iterat
 
 
 @pytest.fixture(scope="session")
-def tool_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tool_model(tmp_path_factory.mktemp("tool") / "model")
+def tool_model() -> Path:
+    return cached_tool_model(cache_dir() / "tests")
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ from tests.stack.policies import Policy
 
 pytestmark = pytest.mark.stack
 
-count, TURNS = 500, 3
+TURNS = 3
 WIRES = ["completions", "generate"]
 
 
