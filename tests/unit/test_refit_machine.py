@@ -25,6 +25,7 @@ from rollway.fleet.report import RefitMode
 from rollway.rollout.client import Rollout, Rollouts
 from rollway.rollout.sampling import Sampling
 from rollway.versions import VersionBook, taint_of
+from tests.soak import examples
 from tests.unit import sim_fleet
 from tests.unit.sim_fleet import OP, Call, SimAdmin, SimLoop, SimUpdate, SimWorker, World
 
@@ -411,7 +412,7 @@ class RefitMachine(RuleBasedStateMachine):
 
 TestRefitMachine = RefitMachine.TestCase
 TestRefitMachine.settings = settings(
-    max_examples=150, stateful_step_count=20, deadline=None, derandomize=True
+    max_examples=examples(150), stateful_step_count=20, deadline=None, derandomize=True
 )
 
 
