@@ -12,12 +12,20 @@ from rollway.weights.planning.vllm_layout import EngineTarget, wants
 from rollway.weights.planning.wants import LocalTensor
 
 torch = pytest.importorskip("torch")
-linear = pytest.importorskip("vllm.model_executor.layers.linear")
-embedding = pytest.importorskip("vllm.model_executor.layers.vocab_parallel_embedding")
+linear: Any = None
+embedding: Any = None
 
 HEADS, HEAD_DIM, HIDDEN, WIDTH, VOCAB = 8, 4, 16, 24, 130
 RANKS = [(kv, tp, t) for kv, tp in ((8, 2), (2, 4), (1, 8), (4, 4)) for t in range(tp)]
 F32 = {"params_dtype": torch.float32}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def vllm_layers() -> None:
+    """Import vLLM when a test needs it: it takes seconds, also for those who only collect."""
+    global linear, embedding
+    linear = pytest.importorskip("vllm.model_executor.layers.linear")
+    embedding = pytest.importorskip("vllm.model_executor.layers.vocab_parallel_embedding")
 
 
 def slices(box: Box) -> tuple[slice, ...]:
