@@ -46,6 +46,7 @@ from tests.stack.faults import (
 )
 from tests.stack.policies import Policy
 from tests.stack.serving import TOLERANCE, fresh_prompt, worst
+from tests.waiting import wait_until_async
 
 pytestmark = pytest.mark.stack
 
@@ -309,9 +310,13 @@ async def test_08_generation_goes_on_during_a_rolling_refit(
 
     async def linger(step: str, worker: Worker) -> None:
         if step == "update":  # this worker generates nothing now
-            began = time.monotonic()
-            await asyncio.sleep(1.5)
-            windows.append((began, time.monotonic()))
+            opened = time.monotonic()
+
+            async def another_generated() -> bool:
+                return any(began > opened for began, *_ in seen)
+
+            await wait_until_async(another_generated, 20.0)
+            windows.append((opened, time.monotonic()))
 
     async def generate() -> None:
         began = time.monotonic()
