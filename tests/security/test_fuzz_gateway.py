@@ -19,8 +19,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.security.bad_bodies import BAD_CHATS, BAD_TEXTS
 from tests.security.gateway_service import CHAT_BODY, USER, Service, error_of, service
-from tests.security.test_gateway_bodies import BAD_CHATS, BAD_TEXTS
 from tests.soak import examples
 
 POSTS = ("/v1/chat/completions", "/v1/completions", "/tokenize", "/v1/tokenize", "/detokenize")

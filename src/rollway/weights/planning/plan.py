@@ -7,7 +7,7 @@
     plan      recipes, the names of the units that each is for, and who serves which of them
 
 Every element that a receiver wants is written exactly once, or the plan is refused; bytes beyond
-what is needed move only where the plan says why (tests/unit/test_plan_properties.py).
+what is needed move only where the plan says why (tests/unit/weights/test_plan_properties.py).
 """
 
 from __future__ import annotations

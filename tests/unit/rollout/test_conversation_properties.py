@@ -13,7 +13,18 @@ from hypothesis import strategies as st
 
 from rollway.rollout.conversation import Conversation, TokenSequence
 from tests.awkward_tokenizer import LARGEST, TURN_END, TURN_START
-from tests.unit.turns import END, PAD, REASONER, TOKENIZER, TOOL, encode, spelled, tool, turn, user
+from tests.unit.rollout.turns import (
+    END,
+    PAD,
+    REASONER,
+    TOKENIZER,
+    TOOL,
+    encode,
+    spelled,
+    tool,
+    turn,
+    user,
+)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from rollway.rollout.sequence import Fork, TokenSequence
 from rollway.rollout.template import first_difference
 from rollway.rollout.trajectory import Span
 from tests.awkward_tokenizer import LARGEST, REASONING, TURN_END, build
-from tests.unit.turns import END, TOKENIZER, encode, spelled, user
+from tests.unit.rollout.turns import END, TOKENIZER, encode, spelled, user
 
 
 def test_first_difference() -> None:

@@ -23,7 +23,7 @@ from rollway.fleet.fleet import Fleet
 from rollway.http import Http
 from rollway.rollout.client import Rollouts
 from tests.checkpoints import write_checkpoint
-from tests.unit.fake_fleet import FakeWorker, fake_fleet
+from tests.unit.fleet.fake_fleet import FakeWorker, fake_fleet
 
 BIG = 2**64 - 59
 

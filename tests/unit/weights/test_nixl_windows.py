@@ -24,8 +24,8 @@ from rollway.weights.planning.vllm_layout import engine_ranks, wants
 from rollway.weights.planning.wants import LocalTensor, Wants, hf_target
 from rollway.weights.transports.nixl_cards import read_layout, write_layout
 from rollway.weights.transports.nixl_windows import ALIGNED, Landed, Reads, Windows, make_windows
-from tests.unit.planned import DTYPE, Model, expected, held_by, slices
-from tests.unit.test_plan_megatron import MOE, model_of
+from tests.unit.weights.megatron_plans import MOE, model_of
+from tests.unit.weights.planned import DTYPE, Model, expected, held_by, slices
 
 Bytes = NDArray[np.uint8]
 

@@ -21,7 +21,7 @@ from rollway.fleet.discovery import (
 )
 from rollway.fleet.membership import Membership
 from rollway.http import Http
-from tests.unit.fake_fleet import FakeWorker, fake_fleet
+from tests.unit.fleet.fake_fleet import FakeWorker, fake_fleet
 
 BIG = 2**64 - 59
 

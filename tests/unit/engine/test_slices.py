@@ -12,25 +12,9 @@ import torch
 from rollway.engine.slices import Slices, hollow, slices
 from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.layout import Box
-from rollway.weights.planning.vllm_layout import cells, engine_ranks, wants
-from tests.unit.test_plan_megatron import DENSE as SMALL
-from tests.unit.test_plan_megatron import MOE as SMALL_MOE
-from tests.unit.test_plan_megatron import model_of
-
-DENSE, MOE = {**SMALL, "vocab_size": 250}, {**SMALL_MOE, "vocab_size": 250}
-
-Headers = dict[str, TensorHeader]
-
-
-def engine(config: dict[str, Any], headers: Headers, tp: int, ep: int, rank: int) -> Any:
-    """As far as anybody looks: the parameters of a rank, with their shapes."""
-    shapes = {
-        want.target: part.shape
-        for (want,) in wants(engine_ranks(config, tp, ep), headers).values()
-        if (part := want.parts[rank]) is not None
-    }
-    named = [(name, torch.empty(shape)) for name, shape in shapes.items()]
-    return SimpleNamespace(named_parameters=lambda: named)
+from rollway.weights.planning.vllm_layout import cells, engine_ranks
+from tests.unit.engine.sliced_models import DENSE, MOE, engine
+from tests.unit.weights.megatron_plans import model_of
 
 
 @pytest.mark.parametrize("config", [DENSE, MOE])

@@ -24,11 +24,11 @@ from rollway.weights.planning.vllm_layout import engine_ranks
 from rollway.weights.sources import from_module
 from rollway.weights.transports.nixl import NixlPublisher
 from rollway.weights.transports.nixl_reader import NixlReader
-from tests.unit.nixl_source import WORD, Tensors, Trainer, tensors_of
-from tests.unit.planned import held_by
-from tests.unit.test_nixl import nixl, pieces_of, same
-from tests.unit.test_plan_megatron import model_of
-from tests.unit.test_slices import DENSE, MOE, engine
+from tests.unit.engine.sliced_models import DENSE, MOE, engine
+from tests.unit.weights.megatron_plans import model_of
+from tests.unit.weights.nixl_pieces import nixl, pieces_of, same
+from tests.unit.weights.nixl_source import WORD, Tensors, Trainer, tensors_of
+from tests.unit.weights.planned import held_by
 
 pytestmark = nixl
 

@@ -19,7 +19,7 @@ from rollway.rollout.sampling import Sampling
 from rollway.rollout.teacher import _read, flatten
 from rollway.rollout.wire import COMPLETIONS, GENERATE, VLLM, Wire, wire_named
 from rollway.versions import VersionBook
-from tests.unit.test_wire import JSON
+from tests.unit.rollout.headers import JSON
 
 SAMPLING = Sampling(max_tokens=4)
 USAGE = {"prompt_tokens": 3, "completion_tokens": 2}

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from rollway.errors import UsageError, WeightsError
 from rollway.weights.offer import Offer
 from rollway.weights.transports.collective import CollectivePublisher, CollectiveReader
-from tests.unit.collective_peer import Facts, awkward_tensors, facts
+from tests.unit.weights.collective_peer import Facts, awkward_tensors, facts
 
 pytestmark = pytest.mark.timeout(120)
 BUCKET = 1 << 20
@@ -30,7 +30,7 @@ class Peer:
 
     def __init__(self, *arguments: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.unit.collective_peer", *arguments],
+            [sys.executable, "-m", "tests.unit.weights.collective_peer", *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

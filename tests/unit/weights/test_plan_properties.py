@@ -14,7 +14,7 @@ from rollway.weights.planning.holdings import Source, source_of_pieces
 from rollway.weights.planning.plan import Receiver, plan
 from rollway.weights.planning.vllm_layout import EngineTarget, needs, wants
 from rollway.weights.planning.wants import LocalTensor, Wants, hf_target, needs_of, wants_of_needs
-from tests.unit.planned import DTYPE, Model, carried_out, expected, headers, some_model
+from tests.unit.weights.planned import DTYPE, Model, carried_out, expected, headers, some_model
 
 COSTS = [
     Costs(),

@@ -26,8 +26,8 @@ from rollway.rollout.client import Rollout, Rollouts
 from rollway.rollout.sampling import Sampling
 from rollway.versions import VersionBook, taint_of
 from tests.soak import examples
-from tests.unit import sim_fleet
-from tests.unit.sim_fleet import OP, Call, SimAdmin, SimLoop, SimUpdate, SimWorker, World
+from tests.unit.fleet import sim_fleet
+from tests.unit.fleet.sim_fleet import OP, Call, SimAdmin, SimLoop, SimUpdate, SimWorker, World
 
 MODES: list[RefitMode] = ["pause-all", "rolling", "in-flight"]
 TOUCHING = ("pause", "resume", "flush", "update", "declare", "taint")

@@ -20,7 +20,6 @@ import torch
 from rollway.engine import receivers
 from rollway.errors import UsageError, WeightsError
 from rollway.orders import SECRET
-from rollway.weights.layout import Piece
 from rollway.weights.megatron.describe import Experts, describe
 from rollway.weights.megatron.geometry import ModelGeometry, Topology
 from rollway.weights.megatron.names import NameMap
@@ -31,14 +30,10 @@ from rollway.weights.sources import from_module
 from rollway.weights.transports.nixl import NixlPublisher
 from rollway.weights.transports.nixl_agent import check_devices, import_nixl
 from rollway.weights.transports.nixl_reader import NixlReader
-from tests.unit.nixl_source import WORD, Tensors, Trainer, tensors_of
-from tests.unit.planned import held_by
-from tests.unit.test_plan_megatron import DENSE, MOE, model_of
-
-nixl = pytest.mark.skipif(
-    importlib.util.find_spec("nixl_cu12") is None and importlib.util.find_spec("nixl_cu13") is None,
-    reason="NIXL is not installed (pip install rollway[nixl])",
-)
+from tests.unit.weights.megatron_plans import DENSE, MOE, model_of
+from tests.unit.weights.nixl_pieces import nixl, pieces_of, same
+from tests.unit.weights.nixl_source import WORD, Tensors, Trainer, tensors_of
+from tests.unit.weights.planned import held_by
 
 
 @pytest.fixture
@@ -49,14 +44,6 @@ def reader() -> Iterator[NixlReader]:
 
 def taken(reader: NixlReader, offer: Offer) -> Tensors:
     return {name: tensor.clone() for name, tensor in reader.tensors(offer)}
-
-
-def same(found: Tensors, wanted: Tensors) -> bool:
-    assert found.keys() == wanted.keys()
-    return all(
-        found[name].dtype == one.dtype and torch.equal(found[name], one)
-        for name, one in wanted.items()
-    )
 
 
 def test_a_missing_package_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,14 +217,6 @@ def test_other_weights_than_were_offered_are_refused(reader: NixlReader) -> None
 
 
 # --- ranks of a trainer: agents of one process, which read each other just the same --------------
-
-
-def pieces_of(source: Source) -> list[Piece]:
-    return [
-        Piece(offer.names[held.tensor], held.box, tensor, held.at, held.transposed)
-        for tensor, offer in source.offers.items()
-        for held in offer.holding.held
-    ]
 
 
 def published(sources: list[Source], model: dict[str, torch.Tensor], rounds: int = 1) -> None:

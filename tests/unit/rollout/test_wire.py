@@ -13,6 +13,7 @@ from rollway.errors import RolloutError, UsageError
 from rollway.rollout.client import checked_prompt
 from rollway.rollout.sampling import Sampling
 from rollway.rollout.wire import DynamoAssembly, completion_request
+from tests.unit.rollout.headers import JSON
 
 BIG = 16989007820598424518  # an instance id as Dynamo gives them: above 2^53
 
@@ -112,13 +113,6 @@ def test_a_logprob_that_cannot_be_is_refused(bad: float | None) -> None:
     body["choices"][0]["logprobs"]["token_logprobs"] = [-0.5, bad]
     with pytest.raises(RolloutError, match="log-prob"):
         read(body)
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner),
-    max_leaves=12,
-)
 
 
 @given(JSON)

@@ -19,7 +19,7 @@ from rollway.weights.transports.shards import ShardReader, joined, publish_shard
 from rollway.weights.transports.shm import ShmPublisher, ShmReader
 from tests.unit.weights.megatron_shards import held_by_ranks
 
-DATA = Path(__file__).parents[1] / "data" / "megatron"
+DATA = Path(__file__).parents[2] / "data" / "megatron"
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rollway.integrations.verl.retool import train
-from tests.unit.test_retool_datasets import ROWS
+from tests.unit.verl.retool_rows import ROWS
 
 MODEL = "actor_rollout_ref.model.path=some/model"
 
@@ -41,7 +41,7 @@ def test_a_model_must_be_named() -> None:
 
 
 def test_the_slurm_example_is_a_script() -> None:
-    script = Path(__file__).parents[2] / "examples" / "verl" / "retool.slurm"
+    script = Path(__file__).parents[3] / "examples" / "verl" / "retool.slurm"
     subprocess.run(["bash", "-n", str(script)], check=True)
     assert train.__name__ in script.read_text()
 

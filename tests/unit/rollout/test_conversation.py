@@ -13,7 +13,7 @@ from rollway.rollout import history
 from rollway.rollout.conversation import Conversation
 from rollway.rollout.trajectory import Span
 from tests.awkward_tokenizer import PLAIN, TURN_END, TURN_START, make
-from tests.unit.turns import (
+from tests.unit.rollout.turns import (
     END,
     PAD,
     REASONER,

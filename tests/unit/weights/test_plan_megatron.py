@@ -11,31 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollway.errors import UsageError
-from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.megatron.describe import Experts, Norms, describe
 from rollway.weights.megatron.geometry import ModelGeometry, Topology
 from rollway.weights.megatron.names import NameMap
 from rollway.weights.planning.costs import Costs
-from rollway.weights.planning.hf_model import hf_headers
 from rollway.weights.planning.plan import Receiver, plan
 from rollway.weights.planning.trainers import megatron_sources
 from rollway.weights.planning.vllm_layout import engine_ranks, wants
-from tests.unit.planned import DTYPE, Model, carried_out, expected, some_model
+from tests.unit.weights.megatron_plans import DENSE, MOE, model_of
+from tests.unit.weights.planned import carried_out, expected
 
-MOE: dict[str, Any] = {
-    "model_type": "qwen3_moe",
-    "num_hidden_layers": 2,
-    "hidden_size": 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 2,
-    "intermediate_size": 16,
-    "moe_intermediate_size": 8,
-    "num_experts": 4,
-    "vocab_size": 30,
-    "mlp_only_layers": [1],
-}
-DENSE: dict[str, Any] = {**MOE, "model_type": "qwen2", "num_experts": 0}
 TOPOLOGIES = [
     Topology(),
     Topology(tp=2),
@@ -45,12 +30,6 @@ TOPOLOGIES = [
     Topology(tp=4, etp=4),
     Topology(pp=2, etp=2, world=8),
 ]
-
-
-def model_of(config: dict[str, Any]) -> tuple[Model, dict[str, TensorHeader]]:
-    headers = hf_headers(config)
-    model = some_model({name: header.shape for name, header in headers.items()})
-    return model, {name: replace(header, dtype=DTYPE) for name, header in headers.items()}
 
 
 @settings(max_examples=30, deadline=None)
