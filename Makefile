@@ -1,8 +1,11 @@
 # Every target creates or reuses .venv; the first run installs about 3 GB, later ones start at once.
 PYTHON ?= python3
 BIN := .venv/bin
+# Two processes: one has the tests of real engines, the other those of processes; tests/conftest.py
+# says which. `make test ARGS="-n 0"` runs them one after the other.
+PARALLEL := -n 2 --dist loadgroup --durations 15
 
-.PHONY: help setup setup-verl demo test test-fast test-verl lint format clean
+.PHONY: help setup setup-verl demo test test-all test-fast test-verl lint format clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -16,8 +19,11 @@ setup-verl: setup  ## create .venv-verl, where verl's trainer runs
 demo: setup  ## train a tiny policy with GRPO on a real Dynamo stack
 	@$(BIN)/rollway demo
 
-test: setup  ## all tests, against real Dynamo and vLLM on CPU
-	@$(BIN)/python -m pytest --ignore tests/verl $(ARGS)
+test: setup  ## all tests but the soaks, against real Dynamo and vLLM on CPU
+	@$(BIN)/python -m pytest --ignore tests/verl $(PARALLEL) $(ARGS)
+
+test-all: setup  ## all tests, with the soaks and every example of the fuzzers
+	@ROLLWAY_TEST_SOAK=1 $(BIN)/python -m pytest --ignore tests/verl $(PARALLEL) $(ARGS)
 
 test-fast: setup  ## unit and property tests only
 	@$(BIN)/python -m pytest -m "not stack" $(ARGS)

@@ -3,26 +3,62 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
-from rollway import processes
 from rollway.stack import local
-from rollway.stack.lease import FIRST, LAST
-from rollway.stack.locks import lock_directory
 from rollway.stack.preset import cache_dir
 from rollway.stack.state import known_stacks
+from tests.footprint import Footprint, mark_own_processes
+from tests.soak import SOAK
+
+__all__ = ["Cli", "Footprint"]
 
 pytest_plugins = ["tests.stack.stacks"]  # the real stacks that all tests of a session share
 
 settings.register_profile("rollway", deadline=None)  # how long an example takes is no property
 settings.load_profile("rollway")
+mark_own_processes()
+# Models of these tests are tiny: a second thread only waits for the first, all the longer when two
+# test processes share the cores. (Read when torch is imported.)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A shell starts background jobs with SIGINT ignored, and everything that they start inherits it:
+# without this, no Ctrl-C of a test would arrive.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Under xdist each of these groups runs in one process, one test after the other, so that the real
+# stacks are started once. The rest is dealt out file by file.
+PROCESSES = (
+    "bad_input", "bench_router", "chaos", "chaos_gateway", "demo", "join", "lifecycle",
+    "light_stack",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave the soaks out unless they are asked for, and say what runs in one process."""
+    soaks = [item for item in items if item.get_closest_marker("soak") and not SOAK]
+    if soaks:
+        config.hook.pytest_deselected(items=soaks)
+        items[:] = [item for item in items if item not in soaks]
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(_group(item)))
+
+
+def _group(item: pytest.Item) -> str:
+    names = set(getattr(item, "fixturenames", ()))
+    if names & {"vllm_stack", "tool_stack"}:
+        return "engines"
+    if item.path.parent.name == "stack":
+        short = item.path.stem.removeprefix("test_")
+        return "processes" if short in PROCESSES else "engines"
+    return "processes" if "footprint" in names else str(item.path)
 
 
 @pytest.fixture(scope="session")
@@ -69,77 +105,6 @@ def cli(tmp_path: Path) -> Cli:
     return run
 
 
-class Footprint:
-    """What a run could leave behind: processes, shared memory, scratch directories, ports."""
-
-    def __init__(self) -> None:
-        self._before = self._look()
-
-    def new(self) -> dict[str, set[str]]:
-        now = self._look()
-        left = {what: names - self._before[what] for what, names in now.items()}
-        return {what: names for what, names in left.items() if names}
-
-    @staticmethod
-    def _look() -> dict[str, set[str]]:
-        return {
-            "processes": _marked_processes(),
-            "shared memory": {path.name for path in processes.SHM.iterdir()},
-            "scratch": {path.name for path in Path("/tmp").glob(f"rollway-{os.getuid()}-*")},
-            "ports": _listening_ports(),
-            "reservations": _reservations(),
-        }
-
-    def settle(self, seconds: float = 30.0) -> dict[str, set[str]]:
-        """What is still there after some time to go."""
-        deadline = time.monotonic() + seconds
-        while (left := self.new()) and time.monotonic() < deadline:
-            time.sleep(0.2)
-        return left
-
-
 @pytest.fixture
 def footprint() -> Footprint:
     return Footprint()
-
-
-def _listening_ports() -> set[str]:
-    """Of the range that Rollway chooses from."""
-    ports = set()
-    for table in ("tcp", "tcp6"):
-        for line in Path("/proc/net", table).read_text().splitlines()[1:]:
-            _, local, _, state, *_ = line.split()
-            port = int(local.rpartition(":")[2], 16)
-            if state == "0A" and FIRST <= port < LAST:
-                ports.add(str(port))
-    return ports
-
-
-def _reservations() -> set[str]:
-    lines = Path("/proc/net/unix").read_text(errors="replace").splitlines()
-    claims = {line.split()[-1] for line in lines if "@rollway/" in line}
-    return claims | {path.name for path in lock_directory().iterdir() if _is_held(path)}
-
-
-def _is_held(lock: Path) -> bool:
-    try:
-        pid, start = map(int, lock.read_text().split())
-    except (OSError, ValueError):
-        return False
-    return processes.ProcessId(pid, start).alive
-
-
-def _marked_processes() -> set[str]:
-    """Every process that carries any run's mark, and every supervisor, whoever started it."""
-    found = set()
-    for path in Path("/proc").iterdir():
-        if not path.name.isdigit():
-            continue
-        try:
-            marked = processes.MARK.encode() + b"=" in (path / "environ").read_bytes()
-            command = (path / "cmdline").read_bytes()
-        except OSError:
-            continue
-        if marked or b"rollway.stack.supervisor" in command:
-            found.add(path.name)
-    return found

@@ -27,8 +27,8 @@ from rollway.http import Http
 from rollway.orders import ORDER, SECRET, OrderRefused, UsedNumbers, Verifier, sign
 from rollway.stack.state import StackDir, secret_file
 from rollway.sync import SyncStack
+from tests.light.spec import light
 from tests.stack.policies import Policy
-from tests.stack.test_light_stack import light
 
 WORD = "a secret"
 ATTACKS: list[tuple[str, dict[str, Any]]] = [

@@ -52,9 +52,10 @@ from rollway.weights.transports.nixl.listing import (
 )
 from rollway.weights.transports.shards import _by_tensor
 from tests.checkpoints import write_checkpoint
+from tests.soak import examples
 from tests.unit.weights.megatron_models import headers, hf_shapes
 
-CASES = 400
+CASES = examples(400)
 DELTAS, DELTA_KEY = Store(Path()), f"manifests/{1:015d}.json"
 ROOM = 512 << 20
 SECONDS = 20.0

@@ -19,8 +19,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.security.bad_bodies import BAD_CHATS, BAD_TEXTS
 from tests.security.gateway_service import CHAT_BODY, USER, Service, error_of, service
-from tests.security.test_gateway_bodies import BAD_CHATS, BAD_TEXTS
+from tests.soak import examples
 
 POSTS = ("/v1/chat/completions", "/v1/completions", "/tokenize", "/v1/tokenize", "/detokenize")
 SECONDS = 30.0
@@ -223,7 +224,7 @@ def test_every_body_of_the_corpus(running: Background, route: str) -> None:
         running.send("POST", route, body)
 
 
-@settings(quick, max_examples=1_100)
+@settings(quick, max_examples=examples(1_100))
 @given(body=_bodies, session=st.sampled_from(["", "s", "t"]))
 def test_any_fields_on_every_route(running: Background, body: Any, session: str) -> None:
     headers = {"x-rollway-session": session} if session else {}
@@ -231,7 +232,7 @@ def test_any_fields_on_every_route(running: Background, body: Any, session: str)
         running.send("POST", route, _encoded(body), **headers)
 
 
-@settings(quick, max_examples=900)
+@settings(quick, max_examples=examples(900))
 @given(
     body=st.sampled_from([one for one in CORPUS if len(one) < 2_000]),
     place=st.floats(0, 1),
@@ -250,7 +251,7 @@ _WORDS = ["v1", "rollway", "trajectories", "sessions", "health", "models", "chat
           "tokenize", "..", ".", "", "a b", "%00", "é", "\ud7ff", "key-1", "'\"<>"]  # fmt: skip
 
 
-@settings(quick, max_examples=700)
+@settings(quick, max_examples=examples(700))
 @given(
     method=st.sampled_from(["GET", "DELETE", "PUT", "POST", "PATCH", "HEAD", "OPTIONS"]),
     words=st.lists(st.one_of(st.sampled_from(_WORDS), st.text(max_size=8)), max_size=5),
@@ -276,7 +277,7 @@ _header = st.text(
 ).map(str.strip)
 
 
-@settings(quick, max_examples=500)
+@settings(quick, max_examples=examples(500))
 @given(session=_header, key=_header, host=st.one_of(st.just(""), _header))
 def test_any_header(running: Background, session: str, key: str, host: str) -> None:
     headers = {"x-rollway-session": session, "authorization": f"Bearer {key}"}
@@ -292,7 +293,7 @@ def test_it_was_enough_and_the_gateway_still_answers(running: Background) -> Non
     for name in running.send("GET", "/v1/rollway/sessions")[1]["sessions"]:
         status, _ = running.send("GET", f"/v1/rollway/trajectories/{quote(name, safe='')}")
         assert status == 200, name
-    assert _counted > 8_000 or _counted < 100, _counted  # fewer: this test was run alone
+    assert _counted > examples(8_000) or _counted < 100, _counted  # fewer: this test was run alone
 
 
 def _rss_kib() -> int:

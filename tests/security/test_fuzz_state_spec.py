@@ -19,6 +19,7 @@ from rollway.config import StackSpec, load_spec
 from rollway.errors import RollwayError, StateUnreadable
 from rollway.observe.progress import process_table
 from rollway.stack.state import ProcessState, StackDir, StackState
+from tests.soak import examples
 
 RUN = "0123456789abcdef"
 RELAXED = settings(
@@ -97,7 +98,7 @@ STATE_FIELDS = sorted(StackState.__struct_encode_fields__)
 PROCESS_FIELDS = sorted(ProcessState.__dataclass_fields__)
 
 
-@settings(RELAXED, max_examples=500)
+@settings(RELAXED, max_examples=examples(500))
 @given(
     st.dictionaries(st.sampled_from(STATE_FIELDS), trees, max_size=3),
     st.dictionaries(st.sampled_from(PROCESS_FIELDS), trees, max_size=2),
@@ -109,7 +110,7 @@ def test_any_values_in_the_fields_of_a_state(fields: dict[str, Any], inner: dict
     read_and_use(json.dumps(record).encode())
 
 
-@settings(RELAXED, max_examples=500)
+@settings(RELAXED, max_examples=examples(500))
 @given(st.data())
 def test_any_damage_to_the_bytes_of_a_state(data: st.DataObject) -> None:
     content = json.dumps(valid_state()).encode()
@@ -118,7 +119,7 @@ def test_any_damage_to_the_bytes_of_a_state(data: st.DataObject) -> None:
     read_and_use(content[:start] + data.draw(st.binary(max_size=20)) + content[end:])
 
 
-@settings(RELAXED, max_examples=300)
+@settings(RELAXED, max_examples=examples(300))
 @given(st.binary(max_size=200) | trees.map(lambda tree: json.dumps(tree).encode()))
 def test_any_bytes_as_a_state(content: bytes) -> None:
     read_and_use(content)
@@ -138,7 +139,7 @@ SPEC_FIELDS = sorted(StackSpec.model_fields)
 MODEL_FIELDS = ["path", "name", "engine", "module", "replicas", "tensor_parallel", "seed", "args"]
 
 
-@settings(RELAXED, max_examples=1000)
+@settings(RELAXED, max_examples=examples(1000))
 @given(
     st.dictionaries(st.sampled_from(SPEC_FIELDS) | st.text(max_size=6), trees, max_size=3),
     st.dictionaries(st.sampled_from([*MODEL_FIELDS, "env"]) | st.text(max_size=6), trees),
@@ -155,7 +156,7 @@ PIECES = st.sampled_from([
 ])  # fmt: skip
 
 
-@settings(RELAXED, max_examples=1000)
+@settings(RELAXED, max_examples=examples(1000))
 @given(st.lists(PIECES | st.text(string.printable, max_size=4), max_size=40).map("".join))
 def test_any_text_as_a_stack_file(tmp_path: Path, text: str) -> None:
     file = tmp_path / "stack.yaml"
@@ -165,7 +166,7 @@ def test_any_text_as_a_stack_file(tmp_path: Path, text: str) -> None:
     load(file)
 
 
-@settings(RELAXED, max_examples=200)
+@settings(RELAXED, max_examples=examples(200))
 @given(st.binary(max_size=200))
 def test_any_bytes_as_a_stack_file(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "stack.yaml"
@@ -173,7 +174,7 @@ def test_any_bytes_as_a_stack_file(tmp_path: Path, content: bytes) -> None:
     load(file)
 
 
-@settings(RELAXED, max_examples=500)
+@settings(RELAXED, max_examples=examples(500))
 @given(
     st.lists(st.sampled_from([*SPEC_FIELDS, *MODEL_FIELDS, "0", "1", "", "²"]), max_size=4),
     st.lists(PIECES, max_size=6).map("".join) | st.text(max_size=20),

@@ -25,6 +25,7 @@ from rollway.gateway.journal import JournalFull
 from rollway.gateway.recorder import Recorder, Session, Turn
 from rollway.gateway.turns import Forgotten, Lost
 from tests.security.disks import Crash, FaultyDisk, kill, turn
+from tests.soak import examples
 
 _NAMES = st.sampled_from(["a", "b", "c"])
 _SHARED_MEMORY = Path("/dev/shm")
@@ -249,7 +250,7 @@ def no_background(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("no_background")
 class TestJournal(JournalMachine.TestCase):  # type: ignore[misc]
     settings = settings(
-        max_examples=500,
+        max_examples=examples(500),
         stateful_step_count=40,
         deadline=None,
         suppress_health_check=list(HealthCheck),
@@ -315,7 +316,7 @@ def _summary(recorder: Recorder) -> Any:
 
 
 @pytest.mark.timeout(600)
-@settings(max_examples=3000, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(3000), deadline=None, suppress_health_check=list(HealthCheck))
 @given(content=_files())
 def test_no_file_breaks_the_reader(fuzzed: Path, content: bytes) -> None:
     path = fuzzed / "journal.jsonl"

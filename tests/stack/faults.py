@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import shutil
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import aclosing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,16 +19,15 @@ from rollway.fleet.admin import DynamoAdmin
 from rollway.fleet.discovery import Worker
 from rollway.fleet.report import RefitMode
 from rollway.http import Http
-from rollway.rollout.client import Rollout, events
+from rollway.rollout.client import Rollout
 from rollway.rollout.sampling import Sampling
 from rollway.rollout.wire import Completion, DynamoAssembly, completion_request
 from tests.stack.policies import Policy
-from tests.stack.test_vllm_stack import TOLERANCE, _versions, fresh_prompt
+from tests.stack.serving import LONG, TOLERANCE, first_tokens, fresh_prompt
 
 T = TypeVar("T")
 
 SHORT = Sampling(max_tokens=6, ignore_eos=True)
-LONG = Sampling(max_tokens=400, ignore_eos=True)
 LONGER = Sampling(max_tokens=1000, ignore_eos=True)
 """Still under way when something has happened to it, also on a slow machine."""
 GREEDY = Sampling(max_tokens=12, temperature=0.0, ignore_eos=True)
@@ -73,35 +73,28 @@ def off(policy: Policy, prompt: list[int], completion: Completion) -> float:
     return policy.distance(prompt, completion.token_ids, completion.logprobs or [])
 
 
-async def move(
-    stack: Stack, policies: list[Policy], mode: RefitMode = "pause-all"
-) -> tuple[int, Policy]:
-    """Refit to the next version; neighbours are different policies."""
-    version = next(_versions)
-    policy = policies[version % len(policies)]
-    await stack.refit(version, policy.path, mode=mode)
-    return version, policy
+@dataclass(frozen=True)
+class Move:
+    """Refits to the next version; neighbours are different policies."""
+
+    versions: Iterator[int]
+    policies: list[Policy]
+
+    async def __call__(self, stack: Stack, mode: RefitMode = "pause-all") -> tuple[int, Policy]:
+        version = next(self.versions)
+        policy = self.policies[version % len(self.policies)]
+        await stack.refit(version, policy.path, mode=mode)
+        return version, policy
 
 
 async def under_way(stack: Stack, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
     """Begin some work, and return when requests that were sent to every worker after its own have
     got their first tokens."""
     task = asyncio.create_task(work)
-    await asyncio.sleep(0.3)
-    workers = await stack.fleet.workers()
-    await asyncio.gather(*(_some_tokens(stack, worker.instance_id) for worker in workers))
+    await asyncio.sleep(0.3)  # its requests go first
+    await first_tokens(stack.frontend_url, await stack.fleet.workers())
     assert not task.done()
     return task
-
-
-async def _some_tokens(stack: Stack, worker: int, count: int = 48) -> None:
-    body = completion_request("tiny", fresh_prompt(), LONG, pin=worker, stream=True)
-    url, seen = f"{stack.frontend_url}/v1/completions", 0
-    async with Http() as http, http.stream_lines(url, body, timeout=60.0) as lines:
-        async for event in events(lines):
-            seen += len((event.get("nvext") or {}).get("completion_token_ids") or [])
-            if seen >= count:
-                return
 
 
 async def tokens_pass(stack: Stack, count: int = 65) -> None:

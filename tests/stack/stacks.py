@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import rollway
+from rollway.stack.preset import cache_dir
 from rollway.sync import SyncStack
 from tests.stack import brake
+from tests.stack.faults import Move
 from tests.stack.policies import Policy, perturbed
-from tests.stack.tool_model import build_tool_model
+from tests.stack.tool_model import cached_tool_model
 
 VLLM_ARGS = {
     "dtype": "float32",
@@ -42,8 +45,8 @@ def vllm_stack(session_home: Path, base_model: Path, brake_file: Path) -> Iterat
 
 
 @pytest.fixture(scope="session")
-def tool_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tool_model(tmp_path_factory.mktemp("tool") / "model")
+def tool_model() -> Path:
+    return cached_tool_model(cache_dir() / "tests")
 
 
 @pytest.fixture(scope="session")
@@ -75,3 +78,14 @@ def policies(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list
     directory = tmp_path_factory.mktemp("policies")
     others = [perturbed(base_model, directory / f"p{seed}", seed) for seed in (1, 2)]
     return [Policy(path) for path in (base_model, *others)]
+
+
+@pytest.fixture(scope="session")
+def versions() -> Iterator[int]:
+    """Versions of the shared stack, each used once."""
+    return itertools.count(1)
+
+
+@pytest.fixture(scope="session")
+def move(versions: Iterator[int], policies: list[Policy]) -> Move:
+    return Move(versions, policies)

@@ -14,10 +14,11 @@ import torch
 from safetensors.torch import load_file
 
 import rollway
-from rollway.errors import RequestFailed, UsageError
+from rollway.errors import AdminError, RequestFailed, RolloutError, UsageError
+from rollway.fleet.admin import DynamoAdmin
 from rollway.http import Http
 from rollway.rollout.sampling import Sampling
-from rollway.rollout.wire import completion_request
+from rollway.rollout.wire import Completion, DynamoAssembly, completion_request
 from rollway.stack.state import StackDir
 from rollway.sync import SyncStack
 from rollway.weights.adapter import HOME
@@ -29,6 +30,7 @@ from rollway.weights.transports.nixl import NixlPublisher
 from rollway.weights.transports.shm import ShmPublisher
 from tests.stack.policies import ALPHA, RANK, Policy, write_adapter
 from tests.stack.stacks import VLLM_ARGS
+from tests.waiting import wait_until_async
 
 pytestmark = pytest.mark.stack
 
@@ -69,8 +71,8 @@ def made(policy: Policy, directory: Path, seed: int) -> tuple[Policy, Tensors]:
     return adapted, load_file(directory / f"adapter-{seed}" / "adapter_model.safetensors")
 
 
-async def ask(stack: SyncStack, model: str, taint: str) -> Any:
-    body = completion_request(model, PROMPT, SAMPLING, required_taint=taint)
+async def ask(stack: SyncStack, model: str, **options: Any) -> Any:
+    body = completion_request(model, PROMPT, SAMPLING, **options)
     async with Http() as http:
         return await http.post(f"{stack.frontend_url}/v1/completions", body, timeout=60.0)
 
@@ -85,6 +87,49 @@ def assert_answers(
         assert rollout.weight_version == version and rollout.logprobs is not None
         assert policy.distance(PROMPT, rollout.token_ids, rollout.logprobs) < TOLERANCE
         assert other.distance(PROMPT, rollout.token_ids, rollout.logprobs) > 0.01
+
+
+async def ask_plainly(stack: SyncStack, model: str) -> Completion:
+    """Return the answer of a model by its name, once the frontend lists it."""
+
+    async def answer() -> Any:
+        try:
+            return await ask(stack, model)
+        except RequestFailed as error:
+            if error.status not in (404, 503):
+                raise
+            return None
+
+    assembly = DynamoAssembly(SAMPLING, len(PROMPT))
+    assembly.add(await wait_until_async(answer, 5.0, every=0.1))
+    return assembly.finish()
+
+
+async def test_adapters_and_sleep_through_the_admin(
+    stack: SyncStack, policies: list[Policy], tmp_path: Path
+) -> None:
+    """`DynamoAdmin` on a fresh worker; later tests load adapters of their own."""
+    async with Http() as http, rollway.attach(stack.frontend_url) as client:
+        admin = DynamoAdmin(http, secret=stack.weights_secret)
+        (worker,) = await client.fleet.workers()
+        for seed in (1, 2):  # the second under the same name, which Dynamo would ignore
+            adapted = write_adapter(tmp_path / f"adapter-{seed}", policies[0], seed)
+            await admin.load_lora(worker, "style", tmp_path / f"adapter-{seed}")
+            answer = await ask_plainly(stack, "style")
+            assert adapted.distance(PROMPT, answer.token_ids, answer.logprobs or []) < TOLERANCE
+            assert policies[0].distance(PROMPT, answer.token_ids, answer.logprobs or []) > 0.01
+        assert set(await admin.models(stack.frontend_url)) == {"tiny", "style"}
+        await admin.unload_lora(worker, "style")
+        with pytest.raises(AdminError, match="refused `unload_lora`"):
+            await admin.unload_lora(worker, "style")
+
+        await admin.sleep(worker)
+        with pytest.raises(RolloutError):
+            await client.rollouts(patience=1.0).generate(PROMPT, SAMPLING)
+        await admin.wake(worker)
+        (rollout,) = await client.rollouts(patience=30.0).generate(PROMPT, SAMPLING)
+        distance = policies[0].distance(PROMPT, rollout.token_ids, rollout.logprobs or [])
+        assert rollout.weight_version == 0 and distance < TOLERANCE
 
 
 def test_versions_of_an_adapter(stack: SyncStack, policies: list[Policy], tmp_path: Path) -> None:
@@ -169,8 +214,8 @@ def test_new_weights_below_an_adapter(
         stack.refit(1, policies[1].path)
     assert_answers(stack, after, before, version=1, adapter=served)
     with pytest.raises(RequestFailed):  # nobody has that taint any more
-        asyncio.run(ask(stack, served, "rollway-v0"))
-    asyncio.run(ask(stack, served, "rollway-v1"))
+        asyncio.run(ask(stack, served, required_taint="rollway-v0"))
+    asyncio.run(ask(stack, served, required_taint="rollway-v1"))
 
 
 def test_a_worker_that_starts_anew_is_given_the_adapters(

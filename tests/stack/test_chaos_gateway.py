@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.conftest import Cli, Footprint
-from tests.stack.test_chaos import WITH_LIGHT_WORKERS
+from tests.light.spec import WITH_LIGHT_WORKERS
 
 SHORT = ("--gateway", "--agents", "16", "--json", "--quiet")
 

@@ -16,6 +16,7 @@ import pytest
 
 from rollway.stack.state import StackDir, StackState
 from tests.conftest import Cli, Footprint
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.stack
 
@@ -46,9 +47,10 @@ def test_the_demo_learns(cli: Cli, tmp_path: Path, footprint: Footprint) -> None
     assert footprint.new() == {}
 
 
-def test_without_refit_it_does_not_learn(cli: Cli, footprint: Footprint) -> None:
+@pytest.mark.parametrize("steps", [12, pytest.param(30, marks=pytest.mark.soak)])
+def test_without_refit_it_does_not_learn(cli: Cli, footprint: Footprint, steps: int) -> None:
     """The control: the trainer trains, the workers keep the base weights."""
-    report = run_demo(cli, "--no-refit", "--out", "run")
+    report = run_demo(cli, "--no-refit", "--steps", str(steps), "--out", "run")
     assert report["reward_last"] < 0.8
     assert report["reward_last"] < 3 * report["reward_first"]
     assert {step["weight_version"] for step in report["steps"]} == {0}
@@ -70,14 +72,16 @@ class DemoProcess:
         )  # fmt: skip
 
     def wait_for_phase(self, phase: str, seconds: float = 240.0) -> StackState:
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
+        def in_phase() -> StackState | None:
             state = StackDir("demo").read()
             if state is not None and (phase == "starting" or _in_phase(state, phase)):
                 return state
             assert self.process.poll() is None, "the demo ended by itself"
-            time.sleep(0.02)
-        raise AssertionError(f"the demo never was {phase}")
+            return None
+
+        state = wait_until(in_phase, seconds, every=0.02, what=f"a demo that is {phase}")
+        assert state is not None
+        return state
 
 
 def _in_phase(state: StackState, phase: str) -> bool:
@@ -88,18 +92,19 @@ def _in_phase(state: StackState, phase: str) -> bool:
 
 # Ten moments of the demo's life: before there is a stack, at each stage of its start, and at
 # random times of the training loop. On mockers a run takes seconds; the stages that only vLLM has
-# are killed on vLLM.
+# are killed on vLLM. Half of them are left to the soak.
+SOAK = pytest.mark.soak
 MOMENTS = [
-    ("mocker", "none", 0.0),
+    pytest.param("mocker", "none", 0.0, marks=SOAK),
     ("mocker", "none", 2.0),
-    ("mocker", "starting", 0.0),
+    pytest.param("mocker", "starting", 0.0, marks=SOAK),
     ("mocker", "starting", 0.3),
     ("mocker", "registered", 0.0),
-    ("mocker", "ready", 0.0),
+    pytest.param("mocker", "ready", 0.0, marks=SOAK),
     ("mocker", "ready", 1.0),
-    ("vllm", "starting", 12.0),
+    pytest.param("vllm", "starting", 12.0, marks=SOAK),
     ("vllm", "warming up", 0.5),
-    ("vllm", "ready", 6.0),
+    pytest.param("vllm", "ready", 6.0, marks=SOAK),
 ]
 
 
@@ -125,9 +130,14 @@ def test_killed_at_any_moment_nothing_remains(
 
 
 @pytest.mark.parametrize(
-    ("engine", "phase", "delay"), [("mocker", "none", 1.0), ("mocker", "starting", 0.2),
-                                   ("mocker", "ready", 0.5), ("vllm", "starting", 8.0)]
-)  # fmt: skip
+    ("engine", "phase", "delay"),
+    [
+        ("mocker", "none", 1.0),
+        ("mocker", "starting", 0.2),
+        ("mocker", "ready", 0.5),
+        pytest.param("vllm", "starting", 8.0, marks=SOAK),
+    ],
+)
 def test_interrupted_at_any_moment_nothing_remains(
     engine: str, phase: str, delay: float, tmp_path: Path, footprint: Footprint
 ) -> None:

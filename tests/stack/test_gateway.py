@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # otherwise its import goes to the network
-import litellm
 import openai
 import pytest
 
@@ -101,6 +100,8 @@ def test_the_openai_client_and_its_tools(served: Served, policy: Policy) -> None
 
 
 def test_litellm_and_its_tools(served: Served, policy: Policy) -> None:
+    import litellm  # takes seconds
+
     def ask(messages: list[Any]) -> Any:
         answer = litellm.completion(
             model="openai/caller", base_url=served.url, api_key="agent-2", messages=messages,

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +12,16 @@ import pytest
 
 import rollway
 from rollway.errors import SpecError
-from rollway.rollout.sampling import Sampling
 from rollway.stack.state import StackDir
 from rollway.sync import SyncStack
 from tests.conftest import Footprint
+from tests.light.spec import light
 from tests.stack.policies import Policy
-from tests.stack.test_light_stack import PROMPT, TOLERANCE, light, worst
+from tests.stack.serving import SHORT, TOLERANCE, worst
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(300)
-SHORT = Sampling(max_tokens=8, ignore_eos=True)
+PROMPT = list(range(40, 100))
 
 
 def own_address() -> str:
@@ -33,13 +32,6 @@ def own_address() -> str:
         except OSError:
             pytest.skip("this machine has no address but loopback")
         return str(probe.getsockname()[0])
-
-
-def wait_for(what: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
 
 
 def serving(stack: SyncStack, version: int) -> int:
@@ -78,9 +70,9 @@ def test_workers_of_two_supervisors_are_one_fleet(
             # Its own supervisor starts it again, and who refitted brings it up to date.
             assert worker.pid is not None
             os.kill(worker.pid, signal.SIGKILL)
-            wait_for(lambda: StackDir("second").read().processes[0].restarts == 1)  # type: ignore[union-attr]
-            wait_for(lambda: serving(first, 1) == 2)
-        wait_for(lambda: len(first.fleet.workers()) == 1)
+            wait_until(lambda: StackDir("second").read().processes[0].restarts == 1)  # type: ignore[union-attr]
+            wait_until(lambda: serving(first, 1) == 2)
+        wait_until(lambda: len(first.fleet.workers()) == 1)
         assert worst(policies[1], first.rollouts().generate(PROMPT, SHORT, n=2)) < TOLERANCE
     assert footprint.settle() == {}
 

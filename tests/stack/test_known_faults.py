@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -35,23 +35,19 @@ from tests.stack.faults import (
     LONGER,
     SHORT,
     Bare,
+    Move,
     assert_exact,
     damaged,
     flat,
     lose_a_layer,
-    move,
     off,
     rounded,
     tokens_pass,
     under_way,
 )
 from tests.stack.policies import Policy
-from tests.stack.test_vllm_stack import (
-    TOLERANCE,
-    _versions,
-    fresh_prompt,
-    worst,
-)
+from tests.stack.serving import TOLERANCE, fresh_prompt, worst
+from tests.waiting import wait_until_async
 
 pytestmark = pytest.mark.stack
 
@@ -78,9 +74,9 @@ def bare(http: Http, client: Stack) -> Bare:
 
 @pytest.mark.parametrize("mode", ["pause-all", "rolling", "in-flight"])
 async def test_01_no_key_or_value_of_old_weights_is_read(
-    client: Stack, bare: Bare, policies: list[Policy], mode: RefitMode, brake_file: Path
+    client: Stack, bare: Bare, policies: list[Policy], mode: RefitMode, brake_file: Path, move: Move
 ) -> None:
-    await move(client, policies)
+    await move(client)
     idle, busy = [fresh_prompt() for _ in range(4)], [fresh_prompt() for _ in range(8)]
     rollouts = client.rollouts()
     await rollouts.generate_batch(idle + busy, SHORT)
@@ -88,7 +84,7 @@ async def test_01_no_key_or_value_of_old_weights_is_read(
         await bare.ask(prompt, SHORT)
     with slowed(brake_file):
         running = await under_way(client, rollouts.generate_batch(busy, LONGER, n=2))
-        version, policy = await move(client, policies, mode)
+        version, policy = await move(client, mode)
     first = flat(await rollouts.generate_batch(idle, SHORT))
     assert [rollout.cached_tokens for rollout in first] == [0] * 4
     again = flat(await rollouts.generate_batch(idle + busy, SHORT, n=2))
@@ -102,13 +98,18 @@ async def test_01_no_key_or_value_of_old_weights_is_read(
 
 
 async def test_01_and_03_dynamo_alone_reads_old_kv_and_mixes_policies(
-    client: Stack, bare: Bare, policies: list[Policy], brake_file: Path
+    client: Stack,
+    bare: Bare,
+    policies: list[Policy],
+    brake_file: Path,
+    versions: Iterator[int],
+    move: Move,
 ) -> None:
     """What the tests around this one protect from is still there."""
-    _, old = await move(client, policies)
+    _, old = await move(client)
     prompt, worker = fresh_prompt(), (await client.fleet.workers())[0].instance_id
     requests = [bare.complete(prompt, LONGER, pin=worker) for _ in range(32)]
-    version = next(_versions)
+    version = next(versions)
     new = policies[version % len(policies)]
     with slowed(brake_file):
         running = await under_way(client, all_or_none(requests))
@@ -120,7 +121,7 @@ async def test_01_and_03_dynamo_alone_reads_old_kv_and_mixes_policies(
     assert max(apart) > CLEARLY_OTHER
     stale = await bare.complete(prompt, SHORT, pin=worker)
     assert stale.cached_tokens > 0 and off(new, prompt, stale) > CLEARLY_OTHER
-    _, new = await move(client, policies)
+    _, new = await move(client)
     assert off(new, prompt, await bare.complete(prompt, SHORT, pin=worker)) < TOLERANCE
 
 
@@ -128,9 +129,9 @@ async def test_01_and_03_dynamo_alone_reads_old_kv_and_mixes_policies(
 
 
 async def test_02_an_aborted_rollout_does_not_look_finished(
-    client: Stack, bare: Bare, policies: list[Policy], brake_file: Path
+    client: Stack, bare: Bare, policies: list[Policy], brake_file: Path, move: Move
 ) -> None:
-    await move(client, policies)
+    await move(client)
     prompt = fresh_prompt()
     ours = client.rollouts().generate(prompt, LONGER, n=16)
     plain = all_or_none(bare.ask(fresh_prompt(), LONGER) for _ in range(16))
@@ -149,9 +150,9 @@ async def test_02_an_aborted_rollout_does_not_look_finished(
 
 
 async def test_02_nor_does_one_that_was_aborted_by_its_id(
-    client: Stack, bare: Bare, http: Http, policies: list[Policy], brake_file: Path
+    client: Stack, bare: Bare, http: Http, policies: list[Policy], brake_file: Path, move: Move
 ) -> None:
-    await move(client, policies)
+    await move(client)
     (worker, _), prompt = await client.fleet.workers(), fresh_prompt()
     body = completion_request("tiny", prompt, LONGER, pin=worker.instance_id, stream=True)
     assembly, said = DynamoAssembly(LONGER, len(prompt)), []
@@ -176,14 +177,14 @@ async def test_02_nor_does_one_that_was_aborted_by_its_id(
 
 @pytest.mark.parametrize("refits", [1, 2])
 async def test_03_each_token_of_a_rollout_has_its_version(
-    client: Stack, policies: list[Policy], refits: int, brake_file: Path
+    client: Stack, policies: list[Policy], refits: int, brake_file: Path, move: Move
 ) -> None:
-    versions = [(await move(client, policies))[0]]
+    versions = [(await move(client))[0]]
     prompts = [fresh_prompt() for _ in range(12)]
     with slowed(brake_file):
         running = await under_way(client, client.rollouts().generate_batch(prompts, LONGER))
         for _ in range(refits):
-            versions.append((await move(client, policies, "in-flight"))[0])
+            versions.append((await move(client, "in-flight"))[0])
             await tokens_pass(client)
     rollouts = flat(await running)
     for rollout in rollouts:
@@ -198,10 +199,10 @@ async def test_03_each_token_of_a_rollout_has_its_version(
 
 @pytest.mark.parametrize("case", BAD)
 async def test_04_05_06_a_bad_checkpoint_is_refused_untouched(
-    client: Stack, policies: list[Policy], tmp_path: Path, case: str
+    client: Stack, policies: list[Policy], tmp_path: Path, case: str, versions: Iterator[int]
 ) -> None:
-    versions = await client.fleet.read_versions()
-    (version,) = set(versions.values())
+    served = await client.fleet.read_versions()
+    (version,) = set(served.values())
     damage, words = BAD[case]
     path = tmp_path / "bad"
     if damage is not None:
@@ -214,9 +215,9 @@ async def test_04_05_06_a_bad_checkpoint_is_refused_untouched(
     client.fleet.observer = note
     for mode in ("pause-all", "in-flight"):
         with pytest.raises(UsageError, match=words):
-            await client.refit(next(_versions), path, mode=mode)
+            await client.refit(next(versions), path, mode=mode)
     assert set(steps) <= {"preflight"}
-    assert await client.fleet.read_versions() == versions
+    assert await client.fleet.read_versions() == served
     for rollout in flat(
         await client.rollouts().generate_batch([fresh_prompt() for _ in range(4)], SHORT)
     ):
@@ -225,10 +226,10 @@ async def test_04_05_06_a_bad_checkpoint_is_refused_untouched(
 
 
 async def test_a_refused_refit_leaves_no_second_model_in_a_worker(
-    client: Stack, policies: list[Policy]
+    client: Stack, policies: list[Policy], versions: Iterator[int]
 ) -> None:
     """Workers stage the weights before the refit learns that the version names others."""
-    version = next(_versions)
+    version = next(versions)
     await client.refit(version, policies[1].path)
     with pytest.raises(UsageError, match="already names other weights"):
         await client.refit(version, policies[2].path)
@@ -239,41 +240,46 @@ async def test_a_refused_refit_leaves_no_second_model_in_a_worker(
 
 
 async def test_06_dynamo_alone_takes_half_a_checkpoint(
-    client: Stack, bare: Bare, policies: list[Policy], tmp_path: Path
+    client: Stack,
+    bare: Bare,
+    policies: list[Policy],
+    tmp_path: Path,
+    versions: Iterator[int],
+    move: Move,
 ) -> None:
-    _, old = await move(client, policies)
-    worker, prompt, version = (await client.fleet.workers())[0], fresh_prompt(), next(_versions)
+    _, old = await move(client)
+    worker, prompt, version = (await client.fleet.workers())[0], fresh_prompt(), next(versions)
     new = policies[version % len(policies)]
     half = damaged(new, tmp_path / "half", lose_a_layer)
     answer = await bare.load(worker, half, weight_version=version)
     assert answer["status"] == "ok" and answer["version"] == version
     mix = await bare.complete(prompt, SHORT, pin=worker.instance_id)
     assert min(off(old, prompt, mix), off(new, prompt, mix)) > CLEARLY_OTHER
-    await move(client, policies)
+    await move(client)
 
 
 async def test_06_another_dtype_is_taken_when_the_refit_says_so(
-    client: Stack, policies: list[Policy], tmp_path: Path
+    client: Stack, policies: list[Policy], tmp_path: Path, versions: Iterator[int], move: Move
 ) -> None:
     path = damaged(policies[1], tmp_path / "rounded", rounded)
-    await client.refit(next(_versions), FromDisk(path, allow_cast=True))
+    await client.refit(next(versions), FromDisk(path, allow_cast=True))
     group = await client.rollouts().generate(fresh_prompt(), SHORT, n=2)
     assert worst(Policy(path), group) < TOLERANCE
-    await move(client, policies)
+    await move(client)
 
 
 # --- 7, 8, 9: labels, paused workers, skew --------------------------------------------------------
 
 
 async def test_07_the_label_always_says_what_is_served(
-    client: Stack, bare: Bare, policies: list[Policy]
+    client: Stack, bare: Bare, policies: list[Policy], versions: Iterator[int], move: Move
 ) -> None:
-    version, _ = await move(client, policies)
+    version, _ = await move(client)
     worker = (await client.fleet.workers())[0]
     await bare.load(worker, policies[(version + 1) % len(policies)].path)
     assert await bare.admin.weight_version(worker) == version  # Dynamo's, of other weights
 
-    older, newer = next(_versions), next(_versions)
+    older, newer = next(versions), next(versions)
     async with rollway.attach(client.frontend_url) as other:
         both = await asyncio.gather(
             client.refit(newer, policies[newer % len(policies)].path),
@@ -292,9 +298,9 @@ async def test_07_the_label_always_says_what_is_served(
 
 
 async def test_08_no_request_hangs_on_a_paused_worker(
-    client: Stack, bare: Bare, policies: list[Policy]
+    client: Stack, bare: Bare, policies: list[Policy], move: Move
 ) -> None:
-    await move(client, policies)
+    await move(client)
     async with rollway.attach(client.frontend_url) as other:
         await client.fleet.pause()
         try:
@@ -311,17 +317,21 @@ async def test_08_no_request_hangs_on_a_paused_worker(
 
 
 async def test_08_generation_goes_on_during_a_rolling_refit(
-    client: Stack, policies: list[Policy]
+    client: Stack, policies: list[Policy], move: Move
 ) -> None:
-    old, _ = await move(client, policies)
+    old, _ = await move(client)
     windows: list[tuple[float, float]] = []
     seen: list[tuple[float, float, Rollout]] = []
 
     async def linger(step: str, worker: Worker) -> None:
         if step == "update":  # this worker generates nothing now
-            began = time.monotonic()
-            await asyncio.sleep(1.5)
-            windows.append((began, time.monotonic()))
+            opened = time.monotonic()
+
+            async def another_generated() -> bool:
+                return any(began > opened for began, *_ in seen)
+
+            await wait_until_async(another_generated, 20.0)
+            windows.append((opened, time.monotonic()))
 
     async def generate() -> None:
         began = time.monotonic()
@@ -329,7 +339,7 @@ async def test_08_generation_goes_on_during_a_rolling_refit(
         seen.append((began, time.monotonic(), rollout))
 
     client.fleet.observer = linger
-    refit = asyncio.create_task(move(client, policies, "rolling"))
+    refit = asyncio.create_task(move(client, "rolling"))
     async with asyncio.TaskGroup() as tasks:
         while not refit.done():
             tasks.create_task(generate())
@@ -344,9 +354,9 @@ async def test_08_generation_goes_on_during_a_rolling_refit(
 
 
 async def test_09_a_worker_with_other_weights_is_passed_over(
-    client: Stack, bare: Bare, policies: list[Policy]
+    client: Stack, bare: Bare, policies: list[Policy], move: Move
 ) -> None:
-    version, policy = await move(client, policies)
+    version, policy = await move(client)
     odd, _ = await client.fleet.workers()
     other = policies[(version + 1) % len(policies)]
     await bare.admin.set_taints(odd, [])
@@ -359,7 +369,7 @@ async def test_09_a_worker_with_other_weights_is_passed_over(
     for rollout in flat(await client.rollouts().generate_batch(prompts, SHORT, n=2)):
         assert rollout.weight_version == version
         assert_exact(policies, rollout)
-    version, policy = await move(client, policies)
+    version, policy = await move(client)
     assert set((await client.fleet.read_versions()).values()) == {version}
     healed = await bare.complete(prompts[0], SHORT, pin=odd.instance_id)
     assert off(policy, prompts[0], healed) < TOLERANCE

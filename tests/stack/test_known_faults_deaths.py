@@ -36,25 +36,28 @@ from tests.stack.faults import (
     LONG,
     SHORT,
     Bare,
+    Move,
     assert_exact,
     damaged,
     flat,
-    move,
     off,
     read,
     under_way,
 )
 from tests.stack.moe import build_moe
 from tests.stack.policies import Policy, perturbed
-from tests.stack.stacks import VLLM_ARGS
-from tests.stack.test_vllm_stack import (
+from tests.stack.serving import (
     TOLERANCE,
-    _kill,
-    _process,
-    _until_all_serve,
+    LongRollouts,
+    find_process,
     fresh_prompt,
+    kill,
+    some_rollouts,
+    wait_for_version,
     worst,
 )
+from tests.stack.stacks import VLLM_ARGS
+from tests.waiting import wait_until_async
 
 pytestmark = pytest.mark.stack
 
@@ -71,14 +74,16 @@ class Aftermath:
     ours: list[Rollout]
     plain: list[tuple[list[int], Any]]
     late: list[Rollout]
+    meanwhile: list[Rollout]
+    """Sampled while the worker restarted, and just after it was ready again."""
     orphans: set[ProcessId]
 
 
-async def _kill_a_worker(url: str, policies: list[Policy], brake_file: Path) -> Aftermath:
-    async with rollway.attach(url) as client, Http() as http:
-        bare = Bare(http, url, client.weights_secret)
-        version, _ = await move(client, policies)
-        victim = _process("tiny-0")
+async def _kill_a_worker(stack: SyncStack, move: Move, brake_file: Path) -> Aftermath:
+    async with rollway.attach(stack.frontend_url) as client, Http() as http:
+        bare = Bare(http, stack.frontend_url, client.weights_secret)
+        version, _ = await move(client)
+        victim = find_process("tiny-0")
         family = processes.descendants(victim.pid or 0)
         assert victim.instance is not None and len(family) >= 2
         prompts = [fresh_prompt() for _ in range(16)]
@@ -86,22 +91,28 @@ async def _kill_a_worker(url: str, policies: list[Policy], brake_file: Path) -> 
         plain = all_or_none(bare.ask(prompt, LONG) for prompt in prompts)
         with slowed(brake_file):
             running = await under_way(client, all_or_none([ours, plain]))
-            _kill("tiny-0")
+            kill("tiny-0")
         late = await client.rollouts().generate_batch([fresh_prompt() for _ in range(32)], SHORT)
         orphans = await asyncio.to_thread(processes.wait_gone, family, 15.0)
         groups, answers = await running
-        told = list(zip(prompts, answers, strict=True))
-        return Aftermath(version, victim.instance, flat(groups), told, flat(late), orphans)
+        meanwhile, ready = list[Rollout](), False
+        while not ready:
+            ready = find_process("tiny-0").state == "ready"
+            meanwhile += await asyncio.to_thread(some_rollouts, stack, 20 if ready else 4)
+            await asyncio.sleep(0.5)  # the restarting worker needs the cores
+    plain_answers = list(zip(prompts, answers, strict=True))
+    return Aftermath(
+        version, victim.instance, flat(groups), plain_answers, flat(late), meanwhile, orphans
+    )
 
 
 @pytest.fixture(scope="module")
-def aftermath(
-    vllm_stack: SyncStack, policies: list[Policy], session_home: Path, brake_file: Path
-) -> Aftermath:
+def aftermath(vllm_stack: SyncStack, move: Move, session_home: Path, brake_file: Path) -> Aftermath:
+    """kill -9 of the main process orphans its EngineCore."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ROLLWAY_HOME", str(session_home))
-        result = asyncio.run(_kill_a_worker(vllm_stack.frontend_url, policies, brake_file))
-        _until_all_serve(vllm_stack, result.version)
+        result = asyncio.run(_kill_a_worker(vllm_stack, move, brake_file))
+        wait_for_version(vllm_stack, result.version)
     return result
 
 
@@ -130,6 +141,34 @@ def test_11_an_answer_that_moved_names_no_worker(
 
 def test_12_a_dead_worker_leaves_no_orphans(aftermath: Aftermath) -> None:
     assert aftermath.orphans == set()
+
+
+def test_a_restarted_worker_gets_no_traffic_until_it_has_caught_up(
+    aftermath: Aftermath, policies: list[Policy]
+) -> None:
+    """It starts from the base checkpoint, and serves the fleet's version from then on."""
+    assert len(aftermath.meanwhile) > 20
+    for rollout in aftermath.meanwhile:
+        assert rollout.weight_version == aftermath.version
+        assert_exact(policies, rollout)
+
+
+@pytest.mark.soak
+def test_a_restarted_worker_continues_the_rollouts_of_another_that_dies(
+    aftermath: Aftermath, vllm_stack: SyncStack, policies: list[Policy], versions: Iterator[int]
+) -> None:
+    policy = policies[aftermath.version % len(policies)]
+    with LongRollouts(vllm_stack) as running:
+        kill("tiny-1")
+    assert not running.failures()
+    assert {rollout.weight_version for rollout in running.finished()} == {aftermath.version}
+    assert worst(policy, running.finished()) < TOLERANCE
+    wait_for_version(vllm_stack, aftermath.version)
+    version = next(versions)
+    vllm_stack.refit(version, policies[2].path)
+    rollouts = some_rollouts(vllm_stack)
+    assert len({rollout.worker_id for rollout in rollouts}) == 2
+    assert worst(policies[2], rollouts) < TOLERANCE
 
 
 # --- a stack of its own: experts; workers without our methods, with 4 and 13 ----------------------
@@ -201,15 +240,14 @@ async def _on_version_1(odd: Stack, policies: list[Policy]) -> Fleet:
 
 async def _assert_replaced(odd: Stack, before: Worker, policies: list[Policy]) -> None:
     """Another worker takes its place and is brought to version 1."""
-    fleet, deadline = odd.fleet_of("tiny"), time.monotonic() + 120.0
-    while True:
-        versions = {}
+
+    async def is_replaced() -> bool:
         with contextlib.suppress(NoWorkers):
-            versions = await fleet.read_versions()
-        if list(versions.values()) == [1] and before.instance_id not in versions:
-            break
-        assert time.monotonic() < deadline, versions
-        await asyncio.sleep(1.0)
+            versions = await odd.fleet_of("tiny").read_versions()
+            return list(versions.values()) == [1] and before.instance_id not in versions
+        return False
+
+    await wait_until_async(is_replaced, 120.0, every=0.5)
     (rollout,) = await odd.rollouts("tiny").generate(fresh_prompt(), SHORT)
     assert_exact(policies, rollout)
 

@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -22,6 +21,7 @@ from rollway.rollout.sampling import Sampling
 from rollway.stack import local
 from rollway.stack.state import StackDir, StackState
 from tests.conftest import Cli, Footprint
+from tests.waiting import wait_until, wait_until_async
 
 pytestmark = pytest.mark.stack
 
@@ -31,13 +31,6 @@ NO_LOGPROBS = Sampling(max_tokens=8, logprobs=False)
 def mocker_spec(base_model: Path, name: str = "t", **fields: object) -> rollway.StackSpec:
     model = {"path": str(base_model), "name": "tiny", "engine": "mocker", "replicas": 2}
     return rollway.make_spec({"name": name, "models": [model], **fields})
-
-
-def wait_for(condition: object, seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.1)
 
 
 def state_of(name: str) -> StackState:
@@ -66,10 +59,14 @@ async def test_the_same_words_work_in_async_code(base_model: Path, footprint: Fo
 async def test_cancelled_start_leaves_nothing(base_model: Path, footprint: Footprint) -> None:
     async def hold() -> None:
         async with rollway.up(mocker_spec(base_model)):
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()
+
+    async def is_starting() -> bool:
+        state = StackDir("t").read()
+        return state is not None and bool(state.processes)
 
     task = asyncio.create_task(hold())
-    await asyncio.sleep(0.4)
+    await wait_until_async(is_starting, every=0.01)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -116,7 +113,7 @@ def test_a_dead_worker_is_restarted_and_the_event_recorded(base_model: Path) -> 
         victim = next(p for p in state_of("t").processes if p.name == "tiny-0")
         assert victim.pid is not None
         os.kill(victim.pid, signal.SIGKILL)
-        wait_for(lambda: _process("tiny-0").restarts == 1 and _process("tiny-0").state == "ready")
+        wait_until(lambda: _process("tiny-0").restarts == 1 and _process("tiny-0").state == "ready")
         assert stack.rollouts().generate([1, 2, 3], NO_LOGPROBS, n=4)
         told = [(e["event"], e.get("process")) for e in StackDir("t").events()]
         assert ("exited", "tiny-0") in told
@@ -126,7 +123,7 @@ def test_a_dead_worker_is_restarted_and_the_event_recorded(base_model: Path) -> 
 def test_a_dead_frontend_is_restarted_on_its_port(base_model: Path) -> None:
     with rollway.up(mocker_spec(base_model)) as stack:
         os.kill(_process("frontend").pid or 0, signal.SIGKILL)
-        wait_for(lambda: _process("frontend").restarts == 1)
+        wait_until(lambda: _process("frontend").restarts == 1)
         group = stack.rollouts().generate([1, 2, 3], NO_LOGPROBS)  # retried until it is back
         assert len(group) == 1
 
@@ -135,12 +132,16 @@ def test_a_worker_that_always_dies_is_given_up(base_model: Path) -> None:
     quick = {"backoff_seconds": 0.1, "max_failures": 2}
     with rollway.up(mocker_spec(base_model, restart=quick)):
         deaths = 0
-        while _process("tiny-0").state != "failed":
-            state = _process("tiny-0")
-            if state.state in ("starting", "ready", "registered") and state.restarts == deaths:
-                os.kill(state.pid or 0, signal.SIGKILL)
+
+        def is_given_up() -> bool:
+            nonlocal deaths
+            process = _process("tiny-0")
+            if process.state in ("starting", "ready", "registered") and process.restarts == deaths:
+                os.kill(process.pid or 0, signal.SIGKILL)
                 deaths += 1
-            time.sleep(0.05)
+            return process.state == "failed"
+
+        wait_until(is_given_up)
         assert deaths == 3
         assert "not restarted" in _process("tiny-0").detail
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,34 +18,15 @@ from rollway.fleet.discovery import HealthListing, RlListing, StaticList, discov
 from rollway.fleet.fleet import Fleet
 from rollway.fleet.updates import FromDisk
 from rollway.http import Http
-from rollway.rollout.client import Rollout
-from rollway.rollout.sampling import Sampling
 from rollway.sync import SyncStack
 from rollway.weights.checkpoint import read_headers
 from tests.conftest import Cli
+from tests.light.spec import light
 from tests.stack.policies import Policy
+from tests.stack.serving import SHORT, TOLERANCE, worst
+from tests.waiting import wait_until, wait_until_async
 
-ROOT = Path(__file__).parents[2]
-TOLERANCE = 1e-4
 PROMPT = list(range(40, 100))
-SHORT = Sampling(max_tokens=8, ignore_eos=True)
-
-
-def light(base_model: Path, name: str, replicas: int = 2, **env: str) -> dict[str, Any]:
-    model = {
-        "path": str(base_model),
-        "name": "tiny",
-        "engine": "custom",
-        "module": "tests.light.worker",
-        "replicas": replicas,
-        "env": {"PYTHONPATH": str(ROOT), **env},
-    }
-    restart = {"backoff_seconds": 0.1, "max_failures": 100}
-    return {"name": name, "models": [model], "start_seconds": 120, "restart": restart}
-
-
-def worst(policy: Policy, rollouts: list[Rollout]) -> float:
-    return max(policy.distance(r.prompt_ids, r.token_ids, r.logprobs or []) for r in rollouts)
 
 
 @pytest.fixture
@@ -109,14 +88,13 @@ def test_a_restarted_worker_is_admitted_by_whoever_watches(
     status = json.loads(cli("status", "--json").stdout)["stacks"][0]
     victim = next(p for p in status["processes"] if p["instance"] == first)
     subprocess.run(["kill", "-9", str(victim["pid"])], check=True)
-    deadline = time.monotonic() + 60
-    while True:
+
+    def is_admitted() -> bool:
         versions = stack.fleet.read_versions()
         alive = [w.instance_id for w in stack.fleet.workers() if w.error is None]
-        if len(alive) == 2 and first not in alive and all(versions.get(i) == 1 for i in alive):
-            break
-        assert time.monotonic() < deadline, versions
-        time.sleep(0.5)
+        return len(alive) == 2 and first not in alive and all(versions.get(i) == 1 for i in alive)
+
+    wait_until(is_admitted, every=0.2)
     assert worst(policies[1], stack.rollouts().generate(PROMPT, SHORT, n=4)) < TOLERANCE
 
 
@@ -213,10 +191,11 @@ async def test_128_workers_are_moved_at_once(
     spec["models"][0]["args"] = {"count": 32}
     async with rollway.up({**spec, "warmup": False}) as stack, Http() as http:
         fleet = Fleet(http, stack.rl_url, secret=stack.weights_secret)
-        for _ in range(50):
-            if len(await fleet.workers()) == 128:
-                break
-            await asyncio.sleep(0.2)
+
+        async def all_listed() -> bool:
+            return len(await fleet.workers()) == 128
+
+        await wait_until_async(all_listed, every=0.2)
         report = await fleet.refit(1, FromDisk(policies[1].path))
         assert len(report.workers) == 128 and report.serving == 128
         assert {w.proof for w in report.workers} == {"parameters"}

@@ -23,8 +23,8 @@ from rollway.weights.transports.nixl import NixlPublisher
 from rollway.weights.transports.shm import ShmPublisher
 from tests.stack.moe import build_moe
 from tests.stack.policies import Policy, perturbed
+from tests.stack.serving import assert_serves, tensors
 from tests.stack.stacks import VLLM_ARGS
-from tests.stack.test_transports import assert_serves, tensors
 
 pytestmark = [
     pytest.mark.stack,

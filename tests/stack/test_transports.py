@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import rollway
 from rollway.errors import UsageError
 from rollway.fleet.discovery import Worker
 from rollway.fleet.updates import Offered, stage
-from rollway.rollout.sampling import Sampling
-from rollway.stack.state import ProcessState, StackDir
+from rollway.stack.state import StackDir
 from rollway.sync import SyncStack
 from rollway.weights.megatron.geometry import Topology
 from rollway.weights.store import SharedMemory, Store
@@ -29,32 +26,11 @@ from rollway.weights.transports.nixl import NixlPublisher
 from rollway.weights.transports.shards import joined, publish_shards
 from rollway.weights.transports.shm import ShmPublisher
 from tests.stack.policies import Policy
-from tests.stack.test_vllm_stack import TOLERANCE, _kill, _versions, fresh_prompt
+from tests.stack.serving import assert_serves, kill, read_state, tensors
 from tests.unit.weights.megatron_shards import held_by_ranks
+from tests.waiting import wait_until_async
 
 pytestmark = pytest.mark.stack
-
-
-def _processes() -> list[ProcessState]:
-    state = StackDir("shared").read()
-    assert state is not None
-    return state.processes
-
-
-SHORT = Sampling(max_tokens=8, ignore_eos=True)
-
-
-def tensors(policy: Policy) -> dict[str, torch.Tensor]:
-    return load_file(policy.path / "model.safetensors")
-
-
-def assert_serves(stack: SyncStack, policy: Policy, version: int) -> None:
-    """Log-probs are a fresh model's, on every worker, and nothing of older weights is cached."""
-    prompts = [fresh_prompt() for _ in range(6)]
-    for (rollout,) in stack.rollouts().generate_batch(prompts, SHORT):
-        assert rollout.weight_version == version
-        assert rollout.logprobs is not None
-        assert policy.distance(rollout.prompt_ids, rollout.token_ids, rollout.logprobs) < TOLERANCE
 
 
 @pytest.fixture
@@ -63,18 +39,22 @@ def shm(tmp_path: Path) -> Iterator[ShmPublisher]:
         yield publisher
 
 
-def test_shared_memory(vllm_stack: SyncStack, policies: list[Policy], shm: ShmPublisher) -> None:
+def test_shared_memory(
+    vllm_stack: SyncStack, policies: list[Policy], shm: ShmPublisher, versions: Iterator[int]
+) -> None:
     for policy in (policies[1], policies[2], policies[0]):
-        version = next(_versions)
+        version = next(versions)
         report = vllm_stack.refit(version, shm.publish(version, tensors(policy).items()))
         assert {worker.proof for worker in report.workers} == {"parameters"}
         assert_serves(vllm_stack, policy, version)
 
 
-def test_files(vllm_stack: SyncStack, policies: list[Policy], tmp_path: Path) -> None:
+def test_files(
+    vllm_stack: SyncStack, policies: list[Policy], tmp_path: Path, versions: Iterator[int]
+) -> None:
     publisher = FilesPublisher(tmp_path / "versions", policies[0].path, keep_recent=2)
     for policy in (policies[1], policies[2]):
-        version = next(_versions)
+        version = next(versions)
         report = vllm_stack.refit(version, publisher.publish(version, tensors(policy).items()))
         assert {worker.proof for worker in report.workers} == {"parameters"}
         assert_serves(vllm_stack, policy, version)
@@ -82,7 +62,11 @@ def test_files(vllm_stack: SyncStack, policies: list[Policy], tmp_path: Path) ->
 
 @pytest.mark.parametrize("carrier", ["directory", "shared memory"])
 def test_deltas(
-    vllm_stack: SyncStack, policies: list[Policy], tmp_path: Path, carrier: str
+    vllm_stack: SyncStack,
+    policies: list[Policy],
+    tmp_path: Path,
+    carrier: str,
+    versions: Iterator[int],
 ) -> None:
     with ExitStack() as cleanup:
         store = Store(tmp_path / "deltas")
@@ -90,13 +74,13 @@ def test_deltas(
             store = cleanup.enter_context(SharedMemory())
         publisher = DeltaPublisher(store, snapshot_every=3)
         for policy in (policies[1], policies[2], policies[0], policies[1]):
-            version = next(_versions)
+            version = next(versions)
             vllm_stack.refit(version, publisher.publish(version, tensors(policy).items()))
             assert_serves(vllm_stack, policy, version)
 
 
 def test_parameters_that_were_adopted_are_not_copied_to_publish(
-    vllm_stack: SyncStack, policies: list[Policy], shm: ShmPublisher
+    vllm_stack: SyncStack, policies: list[Policy], shm: ShmPublisher, versions: Iterator[int]
 ) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -104,36 +88,40 @@ def test_parameters_that_were_adopted_are_not_copied_to_publish(
     shm.adopt(dict(model.named_parameters()))
     for policy in (policies[1], policies[2]):
         model.load_state_dict(tensors(policy), strict=False)
-        version = next(_versions)
+        version = next(versions)
         vllm_stack.refit(version, shm.publish(version))
         assert_serves(vllm_stack, policy, version)
 
 
-def test_a_broadcast(vllm_stack: SyncStack, policies: list[Policy]) -> None:
+def test_a_broadcast(
+    vllm_stack: SyncStack, policies: list[Policy], versions: Iterator[int]
+) -> None:
     with CollectivePublisher() as publisher:
         for policy in (policies[1], policies[2]):
-            version = next(_versions)
+            version = next(versions)
             offer = publisher.publish(version, tensors(policy).items(), receivers=2)
             vllm_stack.refit(version, offer)
             publisher.wait(version, 10.0)
             assert_serves(vllm_stack, policy, version)
 
 
-def test_nixl(vllm_stack: SyncStack, policies: list[Policy]) -> None:
+def test_nixl(vllm_stack: SyncStack, policies: list[Policy], versions: Iterator[int]) -> None:
     pytest.importorskip("nixl_cu12", reason="there is no NIXL for this machine")
     with NixlPublisher(secret=vllm_stack.weights_secret) as publisher:
         for policy in (policies[1], policies[2]):
-            version = next(_versions)
+            version = next(versions)
             vllm_stack.refit(version, publisher.publish(version, tensors(policy).items()))
             assert_serves(vllm_stack, policy, version)
 
 
-def test_nixl_from_worker_to_worker(vllm_stack: SyncStack, policies: list[Policy]) -> None:
+def test_nixl_from_worker_to_worker(
+    vllm_stack: SyncStack, policies: list[Policy], versions: Iterator[int]
+) -> None:
     """The trainer gives a version to one worker, and that one to the other."""
     pytest.importorskip("nixl_cu12", reason="there is no NIXL for this machine")
     with NixlPublisher(secret=vllm_stack.weights_secret, fanout=True) as publisher:
         for policy in (policies[1], policies[2]):
-            version = next(_versions)
+            version = next(versions)
             vllm_stack.refit(version, publisher.publish(version, tensors(policy).items()))
             assert_serves(vllm_stack, policy, version)
             said = re.compile(rf"version {version} over nixl: .* from (trainer|receiver)")
@@ -143,10 +131,10 @@ def test_nixl_from_worker_to_worker(vllm_stack: SyncStack, policies: list[Policy
 
 @pytest.mark.parametrize("topology", [Topology(tp=2, pp=2), Topology(tp=4)])
 def test_shards_of_a_megatron_trainer(
-    vllm_stack: SyncStack, policies: list[Policy], topology: Topology
+    vllm_stack: SyncStack, policies: list[Policy], topology: Topology, versions: Iterator[int]
 ) -> None:
     """Every rank publishes what it owns; nothing is gathered on the trainer's side."""
-    version, policy = next(_versions), policies[1]
+    version, policy = next(versions), policies[1]
     with ExitStack() as cleanup:
         offers = [
             publish_shards(cleanup.enter_context(ShmPublisher()), version, held)
@@ -157,11 +145,11 @@ def test_shards_of_a_megatron_trainer(
 
 
 def test_weights_that_change_after_they_were_published_are_refused(
-    vllm_stack: SyncStack, policies: list[Policy], shm: ShmPublisher
+    vllm_stack: SyncStack, policies: list[Policy], shm: ShmPublisher, versions: Iterator[int]
 ) -> None:
     """A trainer that steps too early, or a byte that flips: nothing of it is served."""
     served = vllm_stack.fleet.read_versions()
-    version = next(_versions)
+    version = next(versions)
     offer = shm.publish(version, tensors(policies[1]).items())
     slot = Path("/dev/shm") / offer.where["slot"]
     with slot.open("r+b") as file:
@@ -175,10 +163,10 @@ def test_weights_that_change_after_they_were_published_are_refused(
 
 
 async def test_a_worker_that_dies_while_it_takes_weights_is_made_up_for(
-    vllm_stack: SyncStack, policies: list[Policy], shm: ShmPublisher
+    vllm_stack: SyncStack, policies: list[Policy], shm: ShmPublisher, versions: Iterator[int]
 ) -> None:
     """The others get the version; the one that takes its place gets it as well."""
-    version = next(_versions)
+    version = next(versions)
     async with rollway.attach(vllm_stack.frontend_url) as stack:
         killed = False
 
@@ -186,27 +174,28 @@ async def test_a_worker_that_dies_while_it_takes_weights_is_made_up_for(
             nonlocal killed
             if step == "preflight" and not killed:
                 killed = True
-                (victim,) = [p for p in _processes() if p.instance == worker.instance_id]
-                _kill(victim.name)
+                (victim,) = [p for p in read_state().processes if p.instance == worker.instance_id]
+                kill(victim.name)
 
         stack.fleet.observer = die
         offer = shm.publish(version, tensors(policies[1]).items())
         report = await stack.refit(version, offer)
         assert sorted(worker.state for worker in report.workers) == ["gone", "serving"]
-        deadline = time.monotonic() + 120
-        while list((await stack.fleet.read_versions()).values()) != [version, version]:
-            assert time.monotonic() < deadline
-            await asyncio.sleep(0.5)  # this process watches, and has the publisher's offer
+
+        async def all_serve() -> bool:
+            return list((await stack.fleet.read_versions()).values()) == [version, version]
+
+        await wait_until_async(all_serve, 120.0, every=0.5)  # this process watches, with the offer
     assert_serves(vllm_stack, policies[1], version)
 
 
 async def test_what_serves_is_not_touched_by_what_is_staged(
-    vllm_stack: SyncStack, policies: list[Policy], shm: ShmPublisher
+    vllm_stack: SyncStack, policies: list[Policy], shm: ShmPublisher, versions: Iterator[int]
 ) -> None:
     """The memory that one version was loaded into is used for the next."""
     async with rollway.attach("shared") as stack:
         for served, staged in ((1, 2), (2, 0)):
-            version, next_version = next(_versions), next(_versions)
+            version, next_version = next(versions), next(versions)
             offer = shm.publish(version, tensors(policies[served]).items())
             await stack.refit(version, offer)
             coming = shm.publish(next_version, tensors(policies[staged]).items())
@@ -216,9 +205,9 @@ async def test_what_serves_is_not_touched_by_what_is_staged(
 
 
 async def test_a_publisher_that_died_leaves_the_fleet_as_it_was(
-    vllm_stack: SyncStack, policies: list[Policy]
+    vllm_stack: SyncStack, policies: list[Policy], versions: Iterator[int]
 ) -> None:
-    served, version = vllm_stack.fleet.read_versions(), next(_versions)
+    served, version = vllm_stack.fleet.read_versions(), next(versions)
     with ShmPublisher() as publisher:
         offer = publisher.publish(version, tensors(policies[2]).items())
     with pytest.raises(UsageError, match="not in shared memory any more"):
@@ -227,9 +216,9 @@ async def test_a_publisher_that_died_leaves_the_fleet_as_it_was(
 
 
 async def test_an_offer_that_nobody_signed_is_refused(
-    vllm_stack: SyncStack, policies: list[Policy], shm: ShmPublisher
+    vllm_stack: SyncStack, policies: list[Policy], shm: ShmPublisher, versions: Iterator[int]
 ) -> None:
-    served, version = vllm_stack.fleet.read_versions(), next(_versions)
+    served, version = vllm_stack.fleet.read_versions(), next(versions)
     offer = shm.publish(version, tensors(policies[2]).items())
     with pytest.raises(UsageError, match="not signed with this stack's secret"):
         vllm_stack.refit(version, Offered(offer, secret="guessed"))

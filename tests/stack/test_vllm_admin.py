@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
@@ -33,11 +32,12 @@ from rollway.http import Http
 from rollway.orders import SECRET, sign
 from rollway.rollout.client import Rollout
 from rollway.rollout.sampling import Sampling
-from rollway.stack.preset import cache_dir
+from rollway.stack.preset import UNIPROCESS
 from rollway.weights.checkpoint import check_checkpoint
 from tests.stack import brake
 from tests.stack.policies import Policy, write_adapter
 from tests.stack.stacks import VLLM_ARGS
+from tests.waiting import has_become, wait_until_async
 
 pytestmark = pytest.mark.stack
 
@@ -70,14 +70,15 @@ SERVER_ENV = {
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "2",
-    "TORCHINDUCTOR_CACHE_DIR": str(cache_dir() / "torchinductor"),
+    "OMP_NUM_THREADS": "1",
+    "TORCH_COMPILE_DISABLE": "1",
 }
 SERVER_ARGS = {
     **VLLM_ARGS,
     "max-model-len": 2048,
     "served-model-name": "tiny",
     "block-size": 32,
+    "distributed-executor-backend": UNIPROCESS,
     "max-lora-rank": 8,
     "worker-extension-cls": "probe_extension.Probe",
 }
@@ -121,14 +122,17 @@ def server(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 def _wait_until_up(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    deadline = time.monotonic() + 180
-    while time.monotonic() < deadline and process.poll() is None:
+    def is_up() -> bool:
+        if process.poll() is not None:
+            return True
         try:
             urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2).close()
         except OSError:
-            time.sleep(0.2)
-        else:
-            return
+            return False
+        return True
+
+    if has_become(is_up, 180.0) and process.poll() is None:
+        return
     pytest.fail(f"The server did not start:\n{log.read_text(errors='replace')[-3000:]}")
 
 
@@ -193,10 +197,16 @@ async def under_way(
     """A request that is generating by now."""
     completion = Completion(fresh_prompt())
     task = asyncio.create_task(complete(http, server, completion, max_tokens, **more))
-    while len(completion.token_ids) < 3:
-        assert not task.done(), task
-        await asyncio.sleep(0.02)
+    await has_tokens(completion, task, 3)
     return completion, task
+
+
+async def has_tokens(completion: Completion, task: asyncio.Task[Completion], count: int) -> None:
+    async def enough() -> bool:
+        assert not task.done(), task
+        return len(completion.token_ids) >= count
+
+    await wait_until_async(enough, every=0.02)
 
 
 def check_order(path: Path) -> dict[str, Any]:
@@ -302,7 +312,7 @@ async def test_wait_lets_requests_finish_and_no_update_between_their_tokens(
     admin: VllmAdmin, server: Worker, http: Http, policies: list[Policy]
 ) -> None:
     version = await switch(admin, server, policies[0])
-    running, task = await under_way(http, server, 800)
+    running, task = await under_way(http, server, 300)
     pausing = asyncio.create_task(admin.pause(server, "wait"))
     await asyncio.sleep(0.1)
     with pytest.raises(AdminError, match="requests hold blocks"):
@@ -327,8 +337,7 @@ async def test_keep_freezes_and_goes_on_with_the_new_weights(
     assert len(running.token_ids) == before
     await admin.update_from_disk(server, policies[1].path, next(_versions))
     await admin.resume(server)
-    while len(running.token_ids) < before + 40:
-        await asyncio.sleep(0.02)
+    await has_tokens(running, task, before + 40)
     await admin.pause(server, "abort")
     await task
     ids, said = running.token_ids, running.logprobs
@@ -356,7 +365,7 @@ async def test_an_update_is_refused_while_kept_requests_hold_old_blocks(
 async def test_a_flush_is_refused_while_a_request_holds_blocks_and_abort_ends_it(
     admin: VllmAdmin, server: Worker, http: Http
 ) -> None:
-    bystander, other = await under_way(http, server, 400)
+    bystander, other = await under_way(http, server, 150)
     running, task = await under_way(http, server, request_id="mine")
     with pytest.raises(AdminError, match="requests hold blocks, and none was dropped"):
         await admin.flush_cache(server)
@@ -399,7 +408,7 @@ async def test_an_adapter_is_loaded_replaced_in_place_and_unloaded(
     base = await complete(http, server, Completion(prompt), 16)
     assert base.distance(policies[0]) <= TOLERANCE
 
-    running, task = await under_way(http, server, 200, model="style")
+    running, task = await under_way(http, server, 80, model="style")
     await admin.load_lora(server, "style", tmp_path / "adapter")  # also while it is in use
     await task
     assert running.distance(adapted) <= TOLERANCE

@@ -5,55 +5,47 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import os
-import random
 import re
 import shutil
-import signal
 import subprocess
 import sys
-import time
 import urllib.request
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import rollway
-from rollway import processes
 from rollway.errors import RolloutError, UsageError
 from rollway.rollout.client import Rollout
 from rollway.rollout.sampling import Sampling
-from rollway.stack.state import ProcessState, StackDir, StackState
 from rollway.sync import SyncStack
 from tests.conftest import Footprint
+from tests.stack.faults import under_way
 from tests.stack.policies import Policy
+from tests.stack.serving import (
+    LONG,
+    TOLERANCE,
+    LongRollouts,
+    find_process,
+    fresh_prompt,
+    generated_tokens,
+    kill,
+    worst,
+)
 from tests.stack.stacks import VLLM_ARGS
+from tests.waiting import wait_until, wait_until_async
 
 pytestmark = pytest.mark.stack
 
-TOLERANCE = 1e-4
-UNDER_WAY_SECONDS = 0.7
-"""32 rollouts of 400 tokens have begun by then and take some seconds more. (vLLM's own gauge of
-running requests is refreshed too rarely to wait for.)"""
-_random = random.Random(7)
-_versions = itertools.count(1)
-
-
-def fresh_prompt(length: int = 100) -> list[int]:
-    """A prompt nobody has sent before, so that nothing of it is cached."""
-    return [_random.randrange(10, 200) for _ in range(length)]
-
-
-def worst(policy: Policy, rollouts: list[Rollout]) -> float:
-    return max(policy.distance(r.prompt_ids, r.token_ids, r.logprobs or []) for r in rollouts)
-
 
 @pytest.fixture
-def served(vllm_stack: SyncStack, policies: list[Policy]) -> tuple[int, Policy]:
+def served(
+    vllm_stack: SyncStack, policies: list[Policy], versions: Iterator[int]
+) -> tuple[int, Policy]:
     """Puts the shared stack on a known policy under a new version."""
-    version = next(_versions)
+    version = next(versions)
     policy = policies[version % len(policies)]
     vllm_stack.refit(version, policy.path)
     return version, policy
@@ -80,10 +72,10 @@ def test_greedy_tokens_and_logprobs_equal_torch(
 
 
 def test_generation_config_does_not_touch_a_request(
-    vllm_stack: SyncStack, policies: list[Policy], base_model: Path
+    vllm_stack: SyncStack, policies: list[Policy], base_model: Path, versions: Iterator[int]
 ) -> None:
     """The checkpoint ships top_k 20 and top_p 0.9; the log-probs are of the whole distribution."""
-    vllm_stack.refit(next(_versions), policies[1].path)
+    vllm_stack.refit(next(versions), policies[1].path)
     shipped = json.loads((base_model / "generation_config.json").read_text())
     assert shipped["top_k"] == 20 and shipped["top_p"] < 1
     prompt, sampling = fresh_prompt(), Sampling(max_tokens=32, ignore_eos=True)
@@ -133,13 +125,14 @@ def test_the_router_hears_what_the_workers_have_cached(
         prompt = fresh_prompt()
         first = _plain_request(vllm_stack, prompt)
         assert first["nvext"]["timing"]["kv_hit_rate"] == 0
-        for _ in range(10):
-            time.sleep(0.5)  # events travel beside the answer
-            again = _plain_request(vllm_stack, prompt)
-            if again["nvext"]["timing"]["kv_hit_rate"] > 0.5:
-                break
-        assert again["nvext"]["timing"]["kv_hit_rate"] > 0.5
-        assert again["nvext"]["worker_id"] == first["nvext"]["worker_id"]
+
+        def is_cached(prompt: list[int] = prompt) -> Any:
+            again = _plain_request(vllm_stack, prompt)["nvext"]
+            return again if again["timing"]["kv_hit_rate"] > 0.5 else None
+
+        # Events travel beside the answer.
+        again = wait_until(is_cached, 10.0, every=0.2)
+        assert again["worker_id"] == first["nvext"]["worker_id"]
 
 
 def test_worker_ids_are_exact(vllm_stack: SyncStack, served: tuple[int, Policy]) -> None:
@@ -207,37 +200,28 @@ async def test_cancelling_ends_the_request_on_the_worker(
     vllm_stack: SyncStack, served: tuple[int, Policy]
 ) -> None:
     async with rollway.attach(vllm_stack.frontend_url) as stack:
-        long = Sampling(max_tokens=400, ignore_eos=True)
-        task = asyncio.create_task(stack.rollouts().generate(fresh_prompt(), long, n=32))
-        await asyncio.sleep(UNDER_WAY_SECONDS)
-        assert not task.done()
+        before = await asyncio.to_thread(generated_tokens, vllm_stack)
+        task = await under_way(stack, stack.rollouts().generate(fresh_prompt(), LONG, n=32))
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        await asyncio.sleep(2.0)
-        tokens = await asyncio.to_thread(_generated_tokens, vllm_stack)
-        await asyncio.sleep(2.0)
-        assert await asyncio.to_thread(_generated_tokens, vllm_stack) == tokens
 
+        async def is_idle() -> bool:
+            tokens = await asyncio.to_thread(generated_tokens, vllm_stack)
+            await asyncio.sleep(1.0)
+            return await asyncio.to_thread(generated_tokens, vllm_stack) == tokens
 
-def _generated_tokens(stack: SyncStack) -> float:
-    """How many tokens the engines have sampled so far."""
-    total = 0.0
-    for worker in stack.fleet.workers():
-        with urllib.request.urlopen(f"{worker.admin_url}/metrics", timeout=10) as answer:
-            for line in answer.read().decode().splitlines():
-                if line.startswith("vllm:generation_tokens_total"):
-                    total += float(line.split()[-1])
-    return total
+        await wait_until_async(is_idle, 20.0)
+    assert await asyncio.to_thread(generated_tokens, vllm_stack) < before + 32 * LONG.max_tokens
 
 
 def test_refit_changes_every_worker_and_no_old_kv_is_read(
-    vllm_stack: SyncStack, policies: list[Policy]
+    vllm_stack: SyncStack, policies: list[Policy], versions: Iterator[int]
 ) -> None:
     prompts = [fresh_prompt() for _ in range(6)]
     sampling = Sampling(max_tokens=8, ignore_eos=True)
     for _ in range(2):
-        version = next(_versions)
+        version = next(versions)
         policy = policies[version % len(policies)]
         report = vllm_stack.refit(version, policy.path)
         assert [worker.state for worker in report.workers] == ["serving", "serving"]
@@ -254,14 +238,12 @@ def test_refit_changes_every_worker_and_no_old_kv_is_read(
 
 
 async def test_requests_in_flight_are_stamped_with_what_sampled_them(
-    vllm_stack: SyncStack, policies: list[Policy]
+    vllm_stack: SyncStack, policies: list[Policy], versions: Iterator[int]
 ) -> None:
-    old, new = next(_versions), next(_versions)
+    old, new = next(versions), next(versions)
     async with rollway.attach(vllm_stack.frontend_url) as stack:
         await stack.refit(old, policies[old % len(policies)].path)
-        long = Sampling(max_tokens=400, ignore_eos=True)
-        running = asyncio.create_task(stack.rollouts().generate(fresh_prompt(), long, n=32))
-        await asyncio.sleep(UNDER_WAY_SECONDS)
+        running = await under_way(stack, stack.rollouts().generate(fresh_prompt(), LONG, n=32))
         refit = asyncio.create_task(stack.refit(new, policies[new % len(policies)].path))
         while not stack.fleet.versions.moving:
             await asyncio.sleep(0.005)
@@ -314,14 +296,17 @@ def test_impossible_requests_are_explained(
 
 
 def test_the_readme_example_runs(
-    vllm_stack: SyncStack, policies: list[Policy], monkeypatch: pytest.MonkeyPatch
+    vllm_stack: SyncStack,
+    policies: list[Policy],
+    monkeypatch: pytest.MonkeyPatch,
+    versions: Iterator[int],
 ) -> None:
     """Word for word, but for the paths, the version, and the stack, which is the shared one."""
     readme = (Path(__file__).parents[2] / "README.md").read_text()
     (example,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
     assert "/checkpoints/step-1" in example and "refit(1, " in example
     example = example.replace("/checkpoints/step-1", str(policies[1].path))
-    example = example.replace("refit(1, ", f"refit({next(_versions)}, ")
+    example = example.replace("refit(1, ", f"refit({next(versions)}, ")
     monkeypatch.setattr(rollway, "up", lambda **_: rollway.attach(vllm_stack.frontend_url))
     exec(example, {"prompt_ids": fresh_prompt()})
     vllm_stack.fleet.read_versions()
@@ -335,108 +320,15 @@ def test_status_names_the_weight_version(vllm_stack: SyncStack, served: tuple[in
     assert list(stacks["shared"]["weight_versions"].values()) == [served[0]] * 2
 
 
-def test_a_killed_worker_leaves_no_orphans_and_never_serves_stale_tokens(
-    vllm_stack: SyncStack, policies: list[Policy]
-) -> None:
-    """kill -9 of the main process orphans EngineCore and Worker. They are cleared, its rollouts go
-    on elsewhere, the worker is restarted from the base checkpoint, gets no traffic until it has
-    caught up, and serves the fleet's version from then on."""
-    version, policy = next(_versions), policies[1]
-    vllm_stack.refit(version, policy.path)
-    family = processes.descendants(_process("tiny-0").pid or 0)
-    assert len(family) >= 2
-    with LongRollouts(vllm_stack) as running:
-        _kill("tiny-0")
-        assert processes.wait_gone(family, 15.0) == set()
-    flat = running.finished()
-    assert len(flat) == running.count  # migrated, or sampled anew
-    while _process("tiny-0").state != "ready":
-        flat += _some_rollouts(vllm_stack)
-        time.sleep(1.0)  # the restarting worker needs the cores
-    for _ in range(5):
-        flat += _some_rollouts(vllm_stack)
-    assert {rollout.weight_version for rollout in flat} == {version}
-    assert worst(policy, flat) < TOLERANCE
-    _until_all_serve(vllm_stack, version)
-
-    with LongRollouts(vllm_stack) as running:
-        _kill("tiny-1")
-    assert not running.failures()  # continued by tiny-0, which has caught up
-    assert {rollout.weight_version for rollout in running.finished()} == {version}
-    assert worst(policy, running.finished()) < TOLERANCE
-    _until_all_serve(vllm_stack, version)
-
-    version = next(_versions)
-    vllm_stack.refit(version, policies[2].path)
-    flat = _some_rollouts(vllm_stack)
-    assert len({rollout.worker_id for rollout in flat}) == 2
-    assert worst(policies[2], flat) < TOLERANCE
-
-
-def _until_all_serve(stack: SyncStack, version: int, seconds: float = 120.0) -> None:
-    """Until restarted workers have been admitted, which nobody has to ask for."""
-    deadline = time.monotonic() + seconds
-    while True:
-        versions = list(stack.fleet.read_versions().values())
-        if versions == [version] * 2:
-            return
-        assert time.monotonic() < deadline, versions
-        time.sleep(1.0)
-
-
-class LongRollouts:
-    """Rollouts under way while the block runs; afterwards each has ended in one way or another."""
-
-    count = 32
-
-    def __init__(self, stack: SyncStack) -> None:
-        self._stack = stack
-        self._pool = ThreadPoolExecutor(self.count)
-
-    def __enter__(self) -> LongRollouts:
-        rollouts = self._stack.rollouts(timeout=90.0)
-        sampling = Sampling(max_tokens=400, ignore_eos=True)
-        self._futures = [
-            self._pool.submit(rollouts.generate, fresh_prompt(), sampling)
-            for _ in range(self.count)
-        ]
-        time.sleep(UNDER_WAY_SECONDS)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        wait(self._futures)
-        self._pool.shutdown()
-
-    def finished(self) -> list[Rollout]:
-        return [future.result()[0] for future in self._futures if future.exception() is None]
-
-    def failures(self) -> list[BaseException]:
-        return [error for future in self._futures if (error := future.exception()) is not None]
-
-
-def _some_rollouts(stack: SyncStack) -> list[Rollout]:
-    sampling = Sampling(max_tokens=8, ignore_eos=True)
-    groups = stack.rollouts().generate_batch([fresh_prompt() for _ in range(4)], sampling)
-    return [rollout for group in groups for rollout in group]
-
-
-def _process(name: str) -> ProcessState:
-    return next(process for process in _state().processes if process.name == name)
-
-
-def _kill(name: str) -> None:
-    os.kill(_process(name).pid or 0, signal.SIGKILL)
-
-
 def test_rollouts_survive_the_death_of_the_frontend(
     vllm_stack: SyncStack, served: tuple[int, Policy]
 ) -> None:
-    restarts = _process("frontend").restarts
+    restarts = find_process("frontend").restarts
     with LongRollouts(vllm_stack) as running:
-        _kill("frontend")
+        kill("frontend")
     flat = running.finished()
     assert len(flat) == running.count
-    assert _process("frontend").restarts == restarts + 1
+    assert find_process("frontend").restarts == restarts + 1
     assert {rollout.weight_version for rollout in flat} == {served[0]}
     assert worst(served[1], flat) < TOLERANCE
 
@@ -455,9 +347,3 @@ def test_vllm_over_real_etcd_and_nats(
         group = stack.rollouts().generate(fresh_prompt(), sampling, n=2)
         assert worst(policies[1], group) < TOLERANCE
     assert footprint.new() == {}
-
-
-def _state() -> StackState:
-    state = StackDir("shared").read()
-    assert state is not None
-    return state

@@ -7,14 +7,19 @@ not what its text would be encoded to.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import random
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from tests import awkward_tokenizer
 from tests.awkward_tokenizer import build
 
 TOOL = {
@@ -45,8 +50,25 @@ TEMPLATE = """
 STEPS = 600
 
 
+def cached_tool_model(directory: Path) -> Path:
+    """Return the checkpoint, trained once for each version of these recipes and of torch."""
+    recipes = b"".join(Path(file).read_bytes() for file in (__file__, awkward_tokenizer.__file__))
+    digest = hashlib.sha256(recipes + torch.__version__.encode()).hexdigest()[:16]
+    model = directory / f"tool-model-{digest}"
+    if not model.is_dir():
+        directory.mkdir(parents=True, exist_ok=True)
+        workspace = Path(tempfile.mkdtemp(dir=directory))
+        try:
+            built = build_tool_model(workspace / "model")
+            with contextlib.suppress(OSError):  # another run was quicker
+                built.rename(model)
+        finally:
+            shutil.rmtree(workspace, ignore_errors=True)
+    return model
+
+
 def build_tool_model(directory: Path) -> Path:
-    """Train it, in some seconds, and write a checkpoint."""
+    """Train it, in half a minute, and write a checkpoint."""
     build(directory, template=TEMPLATE)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
     torch.manual_seed(0)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from rollway.stack.state import StackState, known_stacks
 from tests.conftest import Footprint
-from tests.verl.test_modes import agrees
+from tests.verl.modes import agrees
 from tests.verl.training import end, prepare, read_output, read_steps, settings, start
+from tests.verl.waiting import wait_for
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -22,13 +21,6 @@ def run_settings(directory: Path, base_model: Path, training_steps: int) -> dict
     prepare(directory, base_model)
     overrides = settings(directory, trainer_gpus=2, ray_gpus=2, ray_cpus=24)
     return {**overrides, "trainer.total_training_steps": training_steps}
-
-
-def wait_for(condition: Callable[[], bool], seconds: float, directory: Path) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, read_output(directory)[-6000:]
-        time.sleep(0.5)
 
 
 def read_stack() -> StackState:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Footprint
-from tests.verl.test_modes import STEPS, agrees, summary
+from tests.verl.modes import STEPS, agrees, summary
 from tests.verl.training import Training, prepare, settings, train
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow, pytest.mark.timeout(1200)]

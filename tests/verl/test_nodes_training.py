@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Footprint
-from tests.verl.test_modes import agrees
-from tests.verl.test_nodes import run
+from tests.verl.modes import agrees
+from tests.verl.nodes import run
 from tests.verl.training import RAY_DIRECTORY, prepare, read_steps, settings
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow, pytest.mark.timeout(900)]

@@ -15,8 +15,8 @@ import pytest
 
 from tests.conftest import Footprint
 from tests.verl import recording
+from tests.verl.modes import STEPS, separate_engines
 from tests.verl.recording import Call, Record, assert_wire_matches_calls
-from tests.verl.test_modes import STEPS, separate_engines
 from tests.verl.training import Training, prepare, settings, train
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow, pytest.mark.timeout(1200)]

@@ -14,7 +14,7 @@ import pytest
 
 from rollway.demo.task import INSTRUCTION
 from tests.conftest import Footprint
-from tests.verl.test_modes import STEPS, agrees, summary
+from tests.verl.modes import STEPS, agrees, summary
 from tests.verl.training import prepare, settings, train
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow, pytest.mark.timeout(1200)]

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.verl import recording
+from tests.verl.modes import STEPS, agrees, summary
 from tests.verl.recording import Call, Sample, assert_wire_matches_calls
-from tests.verl.test_modes import STEPS, agrees, summary
 from tests.verl.training import HERE, prepare, settings, train
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow, pytest.mark.timeout(1200)]

@@ -39,7 +39,7 @@ def test_the_parts_of_retool_that_need_verl(tmp_path: Path) -> None:
     """They are skipped without verl. The conftest needs packages that verl's environment lacks."""
     command = [str(verl_python()), "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     result = subprocess.run(
-        [*command, "--noconftest", "-o", "addopts=", "tests/unit/test_retool_verl.py"],
+        [*command, "--noconftest", "-o", "addopts=", "tests/unit/verl/test_retool_verl.py"],
         capture_output=True,
         text=True,
         cwd=ROOT,

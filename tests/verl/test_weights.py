@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Footprint
-from tests.verl.test_deaths import wait_for
-from tests.verl.test_modes import STEPS, agrees, run, summary
+from tests.verl.modes import STEPS, agrees, run, summary
 from tests.verl.training import Training, environment, verl_python
+from tests.verl.waiting import wait_for
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow, pytest.mark.timeout(1200)]
 

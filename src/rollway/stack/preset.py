@@ -15,6 +15,7 @@ from rollway.config import ModelSpec, RawArgs, StackSpec
 from rollway.stack import machine
 
 LONGEST_ROLLOUT_SECONDS = 24 * 3600
+UNIPROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 # Dynamo 1.6.1 logs 2.4 KB for every request at level `info`, with the first token ids of the
 # prompt. Four fifths of it come from these targets, whose warnings and errors stay. One line of
 # 0.5 KB, of the target `request_span`, remains: Dynamo enables it after it has read the filter.
@@ -89,7 +90,7 @@ def get_worker_defaults(spec: StackSpec, model: ModelSpec) -> Defaults:
         # A stack that stops has no requests to drain; Dynamo would wait 5 s.
         env["DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS"] = "0.5"
     if not machine.gpus():
-        _add_cpu_profile(spec, args, env)
+        _add_cpu_profile(spec, model, args, env)
     return Defaults(args, env)
 
 
@@ -100,7 +101,7 @@ def _make_log_filter() -> dict[str, str]:
     return {"DYN_LOG": ",".join(["info", *(f"{target}=warn" for target in _REQUEST_LOGS)])}
 
 
-def _add_cpu_profile(spec: StackSpec, args: RawArgs, env: dict[str, str]) -> None:
+def _add_cpu_profile(spec: StackSpec, model: ModelSpec, args: RawArgs, env: dict[str, str]) -> None:
     """Add what vLLM needs on a machine without GPUs, for tests and the demo."""
     args.update(
         {
@@ -109,13 +110,23 @@ def _add_cpu_profile(spec: StackSpec, args: RawArgs, env: dict[str, str]) -> Non
             "kv-cache-memory-bytes": 512 * 2**20,  # vLLM would use gigabytes per worker
         }
     )
+    if model.tensor_parallel == 1 and not any("parallel" in name for name in model.args):
+        # Run the model in the engine's process, as on a GPU. On CPU vLLM would start a third
+        # process to bind its threads, which Rollway does not do: that costs 10 s of CPU time at
+        # each start, and two processes that spin while they wait for each other. vLLM overrules the
+        # name "uni".
+        args["distributed-executor-backend"] = UNIPROCESS
+    if model.args.get("enforce-eager", True):
+        # A function of the sampler is compiled even so, at the first request: 17 s the first time,
+        # 3 s from the cache.
+        env["TORCH_COMPILE_DISABLE"] = "1"
     workers = sum(m.replicas * m.tensor_parallel for m in spec.models if m.engine == "vllm")
     env.update(
         {
             # vLLM's default binding pins every worker to the same core.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": str(max(1, machine.cores() // workers)),
-            # The very first request compiles CPU kernels (17 s); a cache saves later starts it.
+            # Without `enforce-eager` the first start compiles; a cache saves later starts it.
             "TORCHINDUCTOR_CACHE_DIR": str(cache_dir() / "torchinductor"),
         }
     )

@@ -7,7 +7,7 @@
     plan      recipes, the names of the units of each, and which source serves which units
 
 Every element that a receiver needs is written exactly once, or the plan is refused. Bytes beyond
-the need move only where the plan gives a reason (tests/unit/test_plan_properties.py).
+the need move only where the plan gives a reason (tests/unit/weights/test_plan_properties.py).
 """
 
 from __future__ import annotations

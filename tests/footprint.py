@@ -1,0 +1,142 @@
+"""What a run could leave behind on the machine: processes, shared memory, directories, ports."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from rollway import processes
+from rollway.stack.lease import FIRST, LAST
+from rollway.stack.locks import lock_directory
+from tests.waiting import has_become
+
+RUN = "ROLLWAY_TEST_RUN"
+"""Every process that this pytest process starts inherits its id. Two run side by side under xdist,
+and neither may be blamed for what the other uses."""
+UNATTRIBUTED = {"shared memory", "scratch"}
+"""A file that no process holds open could be anybody's."""
+SECONDS_OF_OTHERS = 10.0
+
+
+def mark_own_processes() -> None:
+    os.environ[RUN] = str(os.getpid())
+
+
+class Footprint:
+    """What is on the machine now and was not before, except for what another test run has."""
+
+    def __init__(self) -> None:
+        self._before = _look(set())
+
+    def new(self) -> dict[str, set[str]]:
+        left = self._difference()
+        if left and left.keys() <= UNATTRIBUTED and "PYTEST_XDIST_WORKER" in os.environ:
+            # What the other run had for a moment goes; what this one left stays.
+            has_become(lambda: not self._difference(), SECONDS_OF_OTHERS)
+            left = self._difference()
+        return left
+
+    def settle(self, seconds: float = 30.0) -> dict[str, set[str]]:
+        """Return what is still there after some time to go."""
+        has_become(lambda: not self._difference(), seconds)
+        return self.new()
+
+    def _difference(self) -> dict[str, set[str]]:
+        now = _look(_foreign_pids())
+        left = {what: names - self._before[what] for what, names in now.items()}
+        return {what: names for what, names in left.items() if names}
+
+
+def _look(foreign: set[int]) -> dict[str, set[str]]:
+    sockets = _socket_inodes(foreign)
+    return {
+        "processes": _marked_processes(foreign),
+        "shared memory": {path.name for path in processes.SHM.iterdir()}
+        - processes.shared_memory(processes.ProcessId(pid, 0) for pid in foreign),
+        "scratch": _scratch(foreign),
+        "ports": _listening_ports(sockets),
+        "reservations": _reservations(foreign, sockets),
+    }
+
+
+def _foreign_pids() -> set[int]:
+    """Return the processes that carry another run's id."""
+    own = f"{RUN}={os.getpid()}".encode()
+    foreign = set()
+    for path in Path("/proc").iterdir():
+        if path.name.isdigit() and path.name != str(os.getpid()):
+            entries = _read(path / "environ").split(b"\0")
+            if any(entry.startswith(f"{RUN}=".encode()) for entry in entries) and (
+                own not in entries
+            ):
+                foreign.add(int(path.name))
+    return foreign
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:  # it has ended, or is another user's
+        return b""
+
+
+def _socket_inodes(pids: set[int]) -> set[str]:
+    inodes = set()
+    for pid in pids:
+        try:
+            for handle in os.scandir(f"/proc/{pid}/fd"):
+                target = os.readlink(handle.path)  # noqa: PTH115
+                if target.startswith("socket:["):
+                    inodes.add(target[8:-1])
+        except OSError:
+            continue
+    return inodes
+
+
+def _listening_ports(foreign: set[str]) -> set[str]:
+    """Return those of the range that Rollway chooses from."""
+    ports = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path("/proc/net", table).read_text().splitlines()[1:]:
+            fields = line.split()
+            port = int(fields[1].rpartition(":")[2], 16)
+            if fields[3] == "0A" and FIRST <= port < LAST and fields[9] not in foreign:
+                ports.add(str(port))
+    return ports
+
+
+def _reservations(foreign: set[int], sockets: set[str]) -> set[str]:
+    claims = set()
+    for line in Path("/proc/net/unix").read_text(errors="replace").splitlines():
+        fields = line.split()
+        if "@rollway/" in line and fields[6] not in sockets:
+            claims.add(fields[-1])
+    return claims | {path.name for path in lock_directory().iterdir() if _is_held(path, foreign)}
+
+
+def _is_held(lock: Path, foreign: set[int]) -> bool:
+    try:
+        pid, start = map(int, lock.read_text().split())
+    except (OSError, ValueError):
+        return False
+    return pid not in foreign and processes.ProcessId(pid, start).alive
+
+
+def _scratch(foreign: set[int]) -> set[str]:
+    names = {path.name for path in Path("/tmp").glob(f"rollway-{os.getuid()}-*")}
+    if names and foreign:
+        used = b"".join(_read(Path(f"/proc/{pid}/{file}")) for pid in foreign
+                        for file in ("environ", "cmdline"))  # fmt: skip
+        names = {name for name in names if name.encode() not in used}
+    return names
+
+
+def _marked_processes(foreign: set[int]) -> set[str]:
+    """Return every process that carries any stack's mark, and every supervisor."""
+    marked = set()
+    for path in Path("/proc").iterdir():
+        if path.name.isdigit() and int(path.name) not in foreign:
+            mark = processes.MARK.encode() + b"=" in _read(path / "environ")
+            if mark or b"rollway.stack.supervisor" in _read(path / "cmdline"):
+                marked.add(path.name)
+    return marked

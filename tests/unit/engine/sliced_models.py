@@ -1,0 +1,29 @@
+"""Shared by the tests of unit/engine."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from rollway.weights.checkpoint import TensorHeader
+from rollway.weights.planning.vllm_layout import engine_ranks, wants
+from tests.unit.weights.megatron_plans import DENSE as SMALL
+from tests.unit.weights.megatron_plans import MOE as SMALL_MOE
+
+DENSE, MOE = {**SMALL, "vocab_size": 250}, {**SMALL_MOE, "vocab_size": 250}
+
+
+Headers = dict[str, TensorHeader]
+
+
+def engine(config: dict[str, Any], headers: Headers, tp: int, ep: int, rank: int) -> Any:
+    """As far as anybody looks: the parameters of a rank, with their shapes."""
+    shapes = {
+        want.target: part.shape
+        for (want,) in wants(engine_ranks(config, tp, ep), headers).values()
+        if (part := want.parts[rank]) is not None
+    }
+    named = [(name, torch.empty(shape)) for name, shape in shapes.items()]
+    return SimpleNamespace(named_parameters=lambda: named)

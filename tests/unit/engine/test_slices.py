@@ -1,0 +1,96 @@
+"""What one rank of an engine is brought: its own part, where that is known and can be proved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rollway.engine.slices import Slices, hollow, slices
+from rollway.weights.checkpoint import TensorHeader
+from rollway.weights.layout import Box
+from rollway.weights.planning.vllm_layout import cells, engine_ranks
+from tests.unit.engine.sliced_models import DENSE, MOE, engine
+from tests.unit.weights.megatron_plans import model_of
+
+
+@pytest.mark.parametrize("config", [DENSE, MOE])
+@pytest.mark.parametrize(("tp", "ep"), [(2, 1), (4, 1), (8, 1), (2, 2), (4, 4)])
+def test_every_part_is_made_of_cells(config: dict[str, Any], tp: int, ep: int) -> None:
+    """Those of eight ranks do for engines of two and four, too."""
+    _, headers = model_of(config)
+    pieces = {name: list(cells(name, headers, 8)) for name in headers}
+    for place, rank in enumerate(engine_ranks(config, tp, ep)):
+        mine = slices(rank, headers, engine(config, headers, tp, ep, place))
+        assert mine.made_of(pieces).boxes == mine.boxes
+        assert "model.norm.weight" not in mine.boxes
+        assert "model.embed_tokens.weight" in mine.boxes
+        assert mine.boxes["model.layers.0.self_attn.q_proj.weight"] is not None
+        if config is MOE and ep > 1:
+            experts = [name for name in headers if ".experts." in name]
+            owned = [name for name in experts if mine.boxes[name] is not None]
+            assert len(owned) == len(experts) // ep
+
+
+def test_a_rank_that_holds_only_padding_takes_it_whole() -> None:
+    config = {**DENSE, "vocab_size": 30}  # 64 with padding, 16 for each of four
+    _, headers = model_of(config)
+    for place, rank in enumerate(engine_ranks(config, 4)):
+        mine = slices(rank, headers, engine(config, headers, 4, 1, place))
+        assert ("lm_head.weight" in mine.boxes) == (16 * place < 30)
+
+
+def test_what_is_not_known_is_taken_whole() -> None:
+    _, headers = model_of(DENSE)
+    headers["model.layers.0.mystery.weight"] = TensorHeader("F32", (8, 8), "")
+    rank = engine_ranks(DENSE, 2)[0]
+    model = engine(DENSE, model_of(DENSE)[1], 2, 1, 0)
+    assert "model.layers.0.mystery.weight" not in slices(rank, headers, model).boxes
+    # Another shape than our rules give it: this engine cuts in another way.
+    named = dict(model.named_parameters())
+    name = "model.layers.0.self_attn.qkv_proj"
+    named[f"{name}.weight"] = torch.empty(9, 9)
+    del named["model.embed_tokens.weight"]
+    other = slices(rank, headers, SimpleNamespace(named_parameters=named.items))  # type: ignore[arg-type]
+    left_out = slices(rank, headers, model).boxes.keys() - other.boxes.keys()
+    assert left_out == {
+        *(f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkv"),
+        "model.embed_tokens.weight",
+    }
+    assert slices(None, headers, model) == Slices()
+
+
+def test_parts_that_cannot_be_proved_are_taken_whole_with_those_they_are_fused_with() -> None:
+    _, headers = model_of(DENSE)
+    mine = slices(engine_ranks(DENSE, 2)[1], headers, engine(DENSE, headers, 2, 1, 1))
+    pieces = {name: list(cells(name, headers, 2)) for name in headers}
+    cut_elsewhere = "model.layers.1.self_attn.k_proj.weight"
+    pieces[cut_elsewhere] = [Box.whole(headers[cut_elsewhere].shape)]
+    left_out = mine.boxes.keys() - mine.made_of(pieces).boxes.keys()
+    assert left_out == {f"model.layers.1.self_attn.{part}_proj.weight" for part in "qkv"}
+    assert mine.made_of({}).boxes == mine.boxes  # nothing is cut through
+
+
+def test_a_hollow_tensor_costs_what_is_in_it() -> None:
+    before = _resident()
+    part = torch.ones(16, 1 << 14)
+    made = hollow(part, Box((100, 0), (116, 1 << 14)), (1 << 14, 1 << 14))  # 1 GiB
+    assert made.shape == (1 << 14, 1 << 14) and made.dtype == torch.float32
+    assert torch.equal(made[100:116], part)
+    assert made[99].sum() == made[116].sum() == 0
+    assert _resident() - before < 64 << 20
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int64])
+def test_a_hollow_tensor_of_any_dtype(dtype: torch.dtype) -> None:
+    part = torch.ones(2, 3).to(dtype)
+    made = hollow(part, Box((1, 2), (3, 5)), (4, 6))
+    assert made.dtype == dtype
+    assert made.float().sum() == 6 and torch.equal(made[1:3, 2:5].float(), part.float())
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096

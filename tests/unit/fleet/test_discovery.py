@@ -1,0 +1,167 @@
+"""Listing workers: three sources, joins and leaves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from rollway.errors import RequestFailed, Unreachable
+from rollway.fleet.discovery import HealthListing, RlListing, StaticList, Worker, discover
+from rollway.fleet.membership import Membership
+from rollway.http import Http
+from tests.unit.fleet.fake_fleet import FakeWorker, fake_fleet
+
+BIG = 2**64 - 59
+
+
+@asynccontextmanager
+async def serving(path: str, answer: Any) -> AsyncIterator[str]:
+    """Serve one GET route; `answer` is JSON, or a function that returns it."""
+
+    async def handle(_: web.Request) -> web.Response:
+        return web.json_response(answer() if callable(answer) else answer)
+
+    app = web.Application()
+    app.router.add_get(path, handle)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+def instance(number: int, endpoint: str = "generate", namespace: str = "rl") -> dict[str, Any]:
+    transport = {"tcp": f"127.0.0.1:4{number % 10}/abc/{namespace}/backend/{endpoint}"}
+    return {
+        "instance_id": number,
+        "endpoint": endpoint,
+        "component": "backend",
+        "namespace": namespace,
+        "transport": transport,
+    }
+
+
+async def test_health_instances_are_deduplicated_and_get_an_admin_address() -> None:
+    entries = [
+        instance(BIG),
+        instance(BIG, "rl"),
+        instance(BIG, "clear_kv_blocks"),
+        instance(7, namespace="rl-7f3a"),
+        instance(8, namespace="rlother"),
+    ]
+    async with serving("/health", {"instances": entries}) as url, Http() as http:
+        port = int(url.rpartition(":")[2])
+        workers = await discover(http, HealthListing(url, "rl", system_port=port))
+        assert [worker.instance_id for worker in workers] == [7, BIG]  # a suffix, not a longer name
+        assert {worker.admin_url for worker in workers} == {f"http://127.0.0.1:{port}"}
+        assert all(worker.error is None for worker in workers)
+        dead = await discover(http, HealthListing(url, "rl", system_port=9))
+        assert all("no connection" in (worker.error or "") for worker in dead)
+
+
+async def test_an_instance_without_an_address_is_listed_with_an_error() -> None:
+    entry = {**instance(1), "transport": {"nats_tcp": "rl.backend.generate"}}
+    async with serving("/health", {"instances": [entry]}) as url, Http() as http:
+        (worker,) = await discover(http, HealthListing(url))
+        assert worker.error == "its transport names no address"
+
+
+async def test_a_static_list_shows_which_workers_do_not_answer() -> None:
+    async with fake_fleet(FakeWorker(1)) as url, Http() as http:
+        (listed,) = await discover(http, RlListing(url))
+        source = StaticList((listed.admin_url, listed.admin_url + "/", "http://127.0.0.1:9"))
+        workers = await discover(http, source)
+        assert len({worker.instance_id for worker in workers}) == len(workers)
+        assert all(worker.instance_id < 0 for worker in workers)
+        broken = [worker for worker in workers if worker.error is not None]
+        assert [worker.admin_url for worker in broken] == ["http://127.0.0.1:9"]
+
+
+@pytest.mark.parametrize(
+    "answer", [{"workers": None}, [], {"workers": [{"instance_id": "7"}]}, {"workers": [7]}]
+)
+async def test_a_listing_of_the_wrong_shape_is_an_error(answer: Any) -> None:
+    async with serving("/v1/rl/workers", answer) as url, Http() as http:
+        with pytest.raises(RequestFailed):
+            await discover(http, RlListing(url))
+
+
+async def test_a_worker_that_cannot_be_administered_is_listed_with_the_reason() -> None:
+    entries = [
+        {"instance_id": 1, "system_url": "", "routes": ["pause_generation", "resume_generation"]},
+        {"instance_id": 2, "system_url": "http://127.0.0.1:1", "routes": ["flush_cache"]},
+        {
+            "instance_id": 3,
+            "system_url": "http://127.0.0.1:1",
+            "routes": ["control/pause_generation", "control/resume_generation"],
+        },
+    ]
+    async with serving("/v1/rl/workers", {"workers": entries}) as url, Http() as http:
+        first, second, third = await discover(http, RlListing(url))
+    assert "without an admin address" in (first.error or "")
+    assert "does not offer pause_generation, resume_generation" in (second.error or "")
+    assert third.error is None
+
+
+async def test_callers_at_the_same_time_share_a_listing() -> None:
+    calls = 0
+
+    def answer() -> dict[str, Any]:
+        nonlocal calls
+        calls += 1
+        return {"workers": []}
+
+    async with serving("/v1/rl/workers", answer) as url, Http() as http:
+        members = Membership(http, RlListing(url), keep_seconds=5.0)
+        await asyncio.gather(*(members.workers() for _ in range(10)))
+        await members.workers()
+        assert calls == 1
+        await members.workers(fresh=True)
+        assert calls == 2
+
+
+async def test_listeners_are_notified_and_a_failed_listing_is_not_a_leave() -> None:
+    fleet = [FakeWorker(1), FakeWorker(2, error="DeadlineExceeded")]
+    events: list[str] = []
+
+    async def joined(worker: Worker) -> None:
+        events.append(f"+{worker.instance_id}")
+
+    async def left(worker: Worker) -> None:
+        events.append(f"-{worker.instance_id}")
+
+    entries: dict[str, Any] = {}
+
+    def listing() -> dict[str, Any]:
+        return entries
+
+    async with serving("/v1/rl/workers", listing) as url, Http() as http:
+        members = Membership(http, RlListing(url))
+        members.on_join(joined)
+        members.on_leave(left)
+        routes = fleet[0].routes
+        first = {"instance_id": 1, "system_url": "http://h:1", "routes": routes, "model": "m"}
+        second = {"instance_id": 2, "system_url": "http://h:2", "routes": routes, "model": "m"}
+        entries["workers"] = [first, {**second, "error": "DeadlineExceeded"}]
+        assert await members.poll()
+        assert events == ["+1"]
+        entries["workers"] = None
+        assert not await members.poll()
+        entries["workers"] = [first, second]
+        await members.poll()
+        entries["workers"] = [second]
+        await members.poll()
+    assert events == ["+1", "+2", "-1"]
+
+
+async def test_an_unreachable_listing_raises() -> None:
+    async with Http() as http:
+        with pytest.raises(Unreachable):
+            await Membership(http, RlListing("http://127.0.0.1:9")).workers()

@@ -1,0 +1,54 @@
+"""What the tests of NIXL share: shards of a model, receiving, comparing."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from rollway.weights.layout import Box, Piece, Shard
+from rollway.weights.offer import Offer
+from rollway.weights.planning.sources import Source
+from rollway.weights.planning.targets import Described
+from rollway.weights.sources import Held
+from rollway.weights.transports.nixl import NixlReader
+from tests.unit.weights.nixl_source import Tensors
+from tests.unit.weights.planned import held_by
+
+nixl = pytest.mark.skipif(
+    importlib.util.find_spec("nixl_cu12") is None and importlib.util.find_spec("nixl_cu13") is None,
+    reason="NIXL is not installed (pip install rollway[nixl])",
+)
+
+
+def receive(reader: NixlReader, offer: Offer) -> Tensors:
+    return {name: tensor.clone() for name, tensor in reader.tensors(offer)}
+
+
+def same(actual: Tensors, expected: Tensors) -> bool:
+    assert actual.keys() == expected.keys()
+    return all(
+        actual[name].dtype == tensor.dtype and torch.equal(actual[name], tensor)
+        for name, tensor in expected.items()
+    )
+
+
+def held_tensors(
+    source: Source, model: dict[str, Any], shapes: Mapping[str, Described] | None = None
+) -> list[Held]:
+    """Return what a rank holds of a model; `shapes` are those of the whole tensors."""
+    held = []
+    for name, array in held_by(source, model).items():
+        offer = source.offers[name]
+        pieces = [
+            Piece(offer.names[part.tensor], part.box, name, part.at, part.transposed)
+            for part in offer.holding.held
+        ]
+        shape = shapes[name].shape if shapes else tuple(array.shape)
+        shard = Shard(name, offer.holding.dtype, shape, Box.whole(tuple(array.shape)))
+        held.append(Held(shard, torch.from_numpy(array), pieces, True))
+    return held

@@ -1,0 +1,389 @@
+"""Pull weights over real NIXL between real processes: exact, or refused in bounded time."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rollway.engine import receivers
+from rollway.errors import UsageError, WeightsError
+from rollway.orders import SECRET
+from rollway.weights.megatron.describe import Experts, describe
+from rollway.weights.megatron.geometry import ModelGeometry, Topology
+from rollway.weights.megatron.names import NameMap
+from rollway.weights.offer import Offer
+from rollway.weights.planning.holdings import Source
+from rollway.weights.planning.trainers import fsdp_sources, hf_source, megatron_sources
+from rollway.weights.slices import Slices
+from rollway.weights.sources import from_module
+from rollway.weights.transports.nixl import NixlPublisher, NixlReader
+from rollway.weights.transports.nixl.agent import check_devices, import_nixl
+from rollway.weights.transports.nixl.catalog_http import CatalogServer
+from tests.unit.weights.megatron_plans import DENSE, MOE, model_of
+from tests.unit.weights.nixl_pieces import held_tensors, nixl, receive, same
+from tests.unit.weights.nixl_source import WORD, Trainer, tensors_of
+
+
+@pytest.fixture
+def reader() -> Iterator[NixlReader]:
+    with NixlReader(secret=WORD, timeout=20) as reader:
+        yield reader
+
+
+def test_a_missing_package_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(name: str) -> None:
+        raise ImportError(name)
+
+    monkeypatch.setattr(importlib, "import_module", fail)
+    with pytest.raises(UsageError, match=r"pip install rollway\[nixl\]"):
+        import_nixl()
+    with pytest.raises(UsageError, match=r"pip install rollway\[nixl\]"):
+        NixlPublisher(secret=WORD)
+
+
+@nixl
+def test_versions_between_two_processes(reader: NixlReader) -> None:
+    """One plan and two sets of prepared reads serve all versions; both ends are idle afterwards."""
+    with Trainer() as trainer:
+        for version in range(4):
+            offer = trainer.publish(version)
+            assert reader.headers(offer)["0.weight"].shape == (64, 96)
+            assert same(receive(reader, offer), tensors_of(version))
+            assert reader.total.moved == offer.nbytes
+            assert trainer.ask("acknowledged", version) == {reader.name}
+        assert reader.plans == 1
+        assert len(reader.connections.prepared) == 2
+        before = time.process_time()
+        assert trainer.ask("idle", 1.0) < 0.05
+        assert time.process_time() - before < 0.05
+
+
+@nixl
+def test_small_windows_give_the_same_tensors(reader: NixlReader) -> None:
+    with Trainer() as trainer, NixlReader(secret=WORD, window_bytes=5000) as small:
+        offer = trainer.publish(0)
+        assert same(receive(small, offer), receive(reader, offer))
+        assert len(small.windows(small.look_up(offer)[1]).windows) > 5
+
+
+@nixl
+def test_a_tensor_is_not_overwritten_while_it_is_in_use() -> None:
+    """Also if windows are skipped, so that two in a row share a buffer."""
+    with Trainer() as trainer, NixlReader(secret=WORD, window_bytes=1) as reader:
+        group = reader.look_up(trainer.publish(0))[1]
+        names = [t.name for window in reader.windows(group).windows for t in window.targets]
+        wanted = tensors_of(0)
+        for name, tensor in reader.pull(group, set(names[1:8:2])):
+            time.sleep(0.01)
+            assert torch.equal(tensor, wanted[name])
+
+
+@nixl
+def test_pools_grow_with_the_model(reader: NixlReader) -> None:
+    with Trainer() as trainer:
+        for version, rows in enumerate((8, 64, 16, 256)):
+            offer = trainer.publish(version, 6, rows)
+            assert same(receive(reader, offer), tensors_of(version, 6, rows))
+
+
+@nixl
+def test_a_version_that_is_not_kept_is_refused(reader: NixlReader) -> None:
+    with Trainer(keep=2) as trainer:
+        offers = [trainer.publish(version) for version in range(3)]
+        with pytest.raises(WeightsError, match=r"Version 0 is not kept any more \(kept: 1, 2\)"):
+            receive(reader, offers[0])
+        for version in (1, 2):
+            assert same(receive(reader, offers[version]), tensors_of(version))
+
+
+@nixl
+def test_a_version_that_is_overwritten_meanwhile_is_refused() -> None:
+    with Trainer(keep=1) as trainer, NixlReader(secret=WORD, window_bytes=5000) as reader:
+        offer = trainer.publish(0)
+        tensors = reader.tensors(offer)
+        next(tensors)
+        trainer.publish(1)
+        with pytest.raises(WeightsError, match=r"Version 0 could not be pulled: .*not what was"):
+            for _ in tensors:
+                pass
+        assert trainer.ask("acknowledged", 0) == set()
+
+
+@nixl
+def test_a_flipped_byte_in_the_source_is_detected(reader: NixlReader) -> None:
+    with Trainer() as trainer:
+        trainer.ask("adopt", 0)
+        offer = trainer.ask("publish adopted", 0)
+        assert same(receive(reader, offer), tensors_of(0))
+        trainer.ask("flip", "3.weight")
+        seen = []
+        with pytest.raises(WeightsError, match=r"3.weight is not what was published"):
+            for name, _ in reader.tensors(offer):
+                seen.append(name)
+        assert "2.norm" in seen and "3.weight" not in seen
+        offer = trainer.ask("publish adopted", 1)  # as it is now
+        assert receive(reader, offer)["3.weight"].shape == (64, 96)
+
+
+@nixl
+def test_a_trainer_that_dies_is_noticed_in_bounded_time() -> None:
+    with Trainer() as trainer, NixlReader(secret=WORD, window_bytes=5000, timeout=5) as reader:
+        offer = trainer.publish(0)
+        tensors = reader.tensors(offer)
+        next(tensors)
+        trainer.kill()
+        began = time.monotonic()
+        with pytest.raises(WeightsError, match=r"Version 0 could not be pulled: .*has ended"):
+            for _ in tensors:
+                pass
+        assert time.monotonic() - began < 5
+        with pytest.raises(WeightsError, match="does not answer"):
+            reader.headers(offer)
+    with Trainer() as trainer, reader:  # the reader works with the next trainer
+        assert same(receive(reader, trainer.publish(0)), tensors_of(0))
+
+
+@nixl
+def test_a_trainer_that_hangs_is_abandoned() -> None:
+    """With `peer`, reads go over the network, where a stopped process does not answer."""
+    with (
+        Trainer(error_handling="peer", progress=True) as trainer,
+        NixlReader(secret=WORD, timeout=2) as reader,
+    ):
+        offer = trainer.publish(0)
+        assert same(receive(reader, offer), tensors_of(0))
+        group = reader.look_up(offer)[1]
+        os.kill(trainer.process.pid or 0, signal.SIGSTOP)
+        time.sleep(0.2)  # until all its threads are stopped
+        began = time.monotonic()
+        with pytest.raises(WeightsError, match=r"sent nothing within 2 s"):
+            for _ in reader.pull(group, set()):
+                pass
+        assert time.monotonic() - began < 10
+        os.kill(trainer.process.pid or 0, signal.SIGCONT)
+        reader.connections.abandon()
+        assert same(receive(reader, offer), tensors_of(0))
+
+
+@nixl
+def test_a_receiver_serves_others_when_the_trainer_dies() -> None:
+    with (
+        CatalogServer(secret=WORD) as catalog,
+        Trainer(catalog=catalog.url) as trainer,
+        NixlReader(secret=WORD, serve=True) as first,
+        NixlReader(secret=WORD, window_bytes=5000) as second,
+    ):
+        offer = trainer.publish(0)
+        tensors = second.tensors(offer)
+        name, tensor = next(tensors)
+        received = {name: tensor.clone()}
+        assert same(receive(first, offer), tensors_of(0))
+        trainer.kill()
+        for name, tensor in tensors:  # the rest comes from the first receiver
+            assert name not in received
+            received[name] = tensor.clone()
+        assert same(received, tensors_of(0))
+        assert catalog.acknowledged(0) == sorted([first.name, second.name])
+        first.close()
+        with pytest.raises(WeightsError):
+            receive(second, offer)
+
+
+@nixl
+def test_other_weights_than_were_offered_are_refused(reader: NixlReader) -> None:
+    with Trainer() as trainer:
+        offer = trainer.publish(0)
+        other = Offer("nixl", 0, "0" * 32, offer.nbytes, offer.where)
+        with pytest.raises(WeightsError, match="not what was offered"):
+            reader.headers(other)
+
+
+# --- ranks of a trainer, as agents of one process ------------------------------------------------
+
+
+def publish_and_receive(
+    sources: list[Source], model: dict[str, torch.Tensor], rounds: int = 1
+) -> None:
+    """Publish from all ranks, some rounds, and receive with one reader."""
+    first = NixlPublisher(secret=WORD, world=len(sources))
+    url = str(first.catalog.where()["catalog"])
+    others = [
+        NixlPublisher(secret=WORD, catalog=url, rank=rank, world=len(sources))
+        for rank in range(1, len(sources))
+    ]
+    ranks = [first, *others]
+    with NixlReader(secret=WORD, window_bytes=1000) as reader:
+        for version in range(rounds):
+            values = {name: tensor + version for name, tensor in model.items()}
+            arrays = {name: tensor.numpy() for name, tensor in values.items()}
+            for publisher, source in zip(ranks, sources, strict=True):
+                publisher.announce(version, held_tensors(source, arrays))
+            assert same(receive(reader, ranks[-1].offer(version, 5)), values)
+        assert reader.plans == 1
+    for publisher in reversed(ranks):
+        publisher.close()
+
+
+@nixl
+@pytest.mark.parametrize(
+    ("topology", "experts"),
+    [
+        (Topology(tp=2), Experts.GROUPED),
+        (Topology(tp=2, pp=2, ep=2, world=4), Experts.SEQUENTIAL),
+        (Topology(tp=4, etp=4), Experts.LEGACY),
+        (Topology(tp=2), None),
+    ],
+)
+def test_megatron_ranks_give_hugging_face_tensors(
+    topology: Topology, experts: Experts | None
+) -> None:
+    """Fused, interleaved, padded, transposed and replicated tensors are read as planned."""
+    config = MOE if experts else DENSE
+    arrays, headers = model_of(config)
+    geometry = replace(ModelGeometry.from_hf_config(config), padded_vocab=32)
+    names = NameMap(config["model_type"], geometry)
+    described = describe(headers, names, topology, experts=experts or Experts.GROUPED)
+    model = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    publish_and_receive(megatron_sources(described), model, rounds=3)
+
+
+@nixl
+def test_fsdp_ranks_give_hugging_face_tensors() -> None:
+    arrays, headers = model_of(MOE)
+    model = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    publish_and_receive(fsdp_sources(headers, 3), model, rounds=2)
+    publish_and_receive([hf_source(headers)], model)
+
+
+@nixl
+def test_ranks_publish_what_they_hold_of_a_module(reader: NixlReader) -> None:
+    """One rank publishes each replica; a rank that owns nothing still announces."""
+    module = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.LayerNorm(4))
+    with NixlPublisher(secret=WORD, world=3) as first:
+        url = str(first.catalog.where()["catalog"])
+        others = [NixlPublisher(secret=WORD, catalog=url, rank=r, world=3) for r in (1, 2)]
+        for rank, publisher in enumerate([first, *others]):
+            held = [] if rank == 2 else from_module(module, replica=(rank, 2))
+            with suppress(WeightsError):  # the other ranks have not announced yet
+                publisher.publish(0, held, timeout=0)
+        tensors = receive(reader, first.offer(0))
+        assert same(tensors, {name: p.detach() for name, p in module.named_parameters()})
+        for publisher in others:
+            publisher.close()
+
+
+@nixl
+def test_a_receiver_that_dies_disturbs_nobody(reader: NixlReader) -> None:
+    with Trainer(keep=1) as trainer:
+        context = multiprocessing.get_context("spawn")
+        near, far = context.Pipe()
+        other = context.Process(target=_receive_one, args=(far, trainer.publish(0)), daemon=True)
+        other.start()
+        assert near.recv() == "0.weight"
+        other.kill()
+        other.join()
+        assert same(receive(reader, trainer.publish(1)), tensors_of(1))
+        assert trainer.ask("acknowledged", 1) == {reader.name}
+
+
+def _receive_one(pipe: Connection, offer: Offer) -> None:
+    tensors = NixlReader(secret=WORD, window_bytes=5000).tensors(offer)
+    pipe.send(next(tensors)[0])
+    time.sleep(60)
+
+
+@nixl
+def test_a_missing_rank_is_reported_in_bounded_time() -> None:
+    with (
+        NixlPublisher(secret=WORD, world=2) as publisher,
+        pytest.raises(WeightsError, match=r"1 of 2 ranks .* waited for 0.2 s"),
+    ):
+        publisher.publish(0, tensors_of(0).items(), timeout=0.2)
+
+
+@nixl
+def test_replicas_that_differ_are_refused() -> None:
+    with NixlPublisher(secret=WORD, world=2) as first:
+        url = str(first.catalog.where()["catalog"])
+        with NixlPublisher(secret=WORD, catalog=url, rank=1, world=2) as second:
+            first.announce(0, [("norm", torch.ones(4))])
+            second.announce(0, [("norm", torch.tensor([1.0, 1, 1, 2]))])
+            with pytest.raises(WeightsError, match="different values of norm"):
+                first.offer(0)
+
+
+@nixl
+def test_a_restricted_reader_moves_only_its_tensors(reader: NixlReader) -> None:
+    """As with expert parallelism: a receiver reads its own experts and nothing of the others."""
+    with Trainer() as trainer:
+        offer = trainer.publish(0)
+        others = [name for name in reader.headers(offer) if not name.startswith("2.")]
+        slices = Slices(dict.fromkeys(others), {}, {name: name for name in others})
+        assert reader.restrict(offer, slices) == slices
+        tensors = receive(reader, offer)
+        assert tensors.keys() == {"2.weight", "2.norm"}
+        assert torch.equal(tensors["2.weight"], tensors_of(0)["2.weight"])
+        assert reader.total.moved == 64 * 96 * 2 + 33 * 4
+        assert reader.restrict(offer, Slices()) == Slices()
+        assert same(receive(reader, offer), tensors_of(0))
+
+
+@nixl
+def test_wrong_use_is_refused() -> None:
+    with pytest.raises(UsageError, match="At least one"):
+        NixlPublisher(0, secret=WORD)
+    with pytest.raises(UsageError, match="no rank 2"):
+        NixlPublisher(secret=WORD, rank=2, world=2)
+    with pytest.raises(UsageError, match="needs the catalog of rank 0"):
+        NixlPublisher(secret=WORD, rank=1, world=2)
+    with NixlPublisher(secret=WORD) as publisher:
+        for none in (None, []):
+            with pytest.raises(UsageError, match="no tensors"):
+                publisher.publish(0, none)
+        publisher.publish(3, [("a", torch.ones(2))])
+        with pytest.raises(UsageError, match="cannot follow"):
+            publisher.publish(3, [("a", torch.ones(2))])
+        with pytest.raises(UsageError, match="not contiguous"):
+            publisher.adopt([("a", torch.ones(4, 4).t())])
+
+
+def test_an_unknown_network_device_is_refused(tmp_path: Path) -> None:
+    for device in ("infiniband/mlx5_0", "net/eth0"):
+        (tmp_path / device).mkdir(parents=True)
+    check_devices(["mlx5_0:1", "eth0"], tmp_path)
+    with pytest.raises(UsageError, match=r"no network device mlx5_7:1. It has eth0, mlx5_0"):
+        check_devices(["mlx5_0:1", "mlx5_7:1"], tmp_path)
+
+
+@nixl
+def test_a_reader_can_be_pinned_to_a_network_device() -> None:
+    with (
+        Trainer(net_devices=("lo",)) as trainer,
+        NixlReader(secret=WORD, net_devices=("lo",)) as reader,
+    ):
+        assert same(receive(reader, trainer.publish(0)), tensors_of(0))
+
+
+@nixl
+def test_a_worker_receives_by_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SECRET, WORD)
+    with Trainer() as trainer:
+        offer = trainer.publish(0)
+        kept: dict[str, Any] = {}
+        receiver = receivers.receiver_for(offer, kept)
+        assert receiver is receivers.receiver_for(offer, kept)
+        assert set(receiver.headers(offer)) == set(tensors_of(0))
+        assert same({n: t.clone() for n, t in receiver.tensors(offer)}, tensors_of(0))

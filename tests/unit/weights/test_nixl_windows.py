@@ -1,0 +1,207 @@
+"""Run windows of reads on plain bytes: every layout gives the model, and nothing overlaps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from rollway.errors import UsageError, WeightsError
+from rollway.weights.layout import Box, Piece
+from rollway.weights.megatron.describe import Experts, describe
+from rollway.weights.megatron.geometry import ModelGeometry, Topology
+from rollway.weights.megatron.names import NameMap
+from rollway.weights.planning.costs import Costs
+from rollway.weights.planning.holdings import Source
+from rollway.weights.planning.plan import Receiver, plan
+from rollway.weights.planning.trainers import fsdp_sources, megatron_sources
+from rollway.weights.planning.vllm_layout import engine_ranks, wants
+from rollway.weights.planning.wants import LocalTensor, Wants, hf_target
+from rollway.weights.transports.nixl.listing import read_layout, write_layout
+from rollway.weights.transports.nixl.windows import (
+    ALIGNED,
+    BufferTensor,
+    Windows,
+    make_windows,
+    resolve_reads,
+)
+from tests.unit.weights.megatron_plans import MOE, model_of
+from tests.unit.weights.planned import DTYPE, Model, expected, held_by, slices
+
+Bytes = NDArray[np.uint8]
+
+
+def tensors_of(source: Source) -> dict[str, LocalTensor]:
+    return {n: LocalTensor(o.holding.dtype, o.holding.shape) for n, o in source.offers.items()}
+
+
+def memory_of(source: Source, model: Model) -> tuple[Bytes, list[int]]:
+    """A source's tensors in one run of bytes, as a pool has them, and where each starts."""
+    held = held_by(source, model)
+    addresses, parts, at = [], [], 0
+    for name in tensors_of(source):
+        raw = held[name].tobytes().ljust(-(-held[name].nbytes // ALIGNED) * ALIGNED, b"\0")
+        addresses.append(at)
+        parts.append(raw)
+        at += len(raw)
+    return np.frombuffer(b"".join(parts), dtype=np.uint8), addresses
+
+
+def run_windows(windows: Windows, sources: list[Source], model: Model) -> Model:
+    memory = {source.name: memory_of(source, model) for source in sources}
+    end = max(window.offset + window.nbytes for window in windows.windows)
+    buffer = np.zeros(end, dtype=np.uint8)
+    result: Model = {}
+
+    def view(tensor: BufferTensor) -> NDArray[np.int32]:
+        raw = buffer[tensor.offset : tensor.offset + tensor.nbytes]
+        return raw.view(np.int32).reshape(tensor.shape)
+
+    moved = 0
+    for window in windows.windows:
+        for source, reads in window.reads.items():
+            raw, addresses = memory[source]
+            remote, local, sizes = resolve_reads(reads, addresses, 0)
+            assert (np.diff(remote) > 0).all()
+            for there, here, size in zip(remote, local, sizes, strict=True):
+                assert window.offset <= here and here + size <= window.offset + window.nbytes
+                buffer[here : here + size] = raw[there : there + size]
+                moved += int(size)
+        for whole, copies in window.cuts:
+            for copy in copies:
+                values = view(whole)[slices(copy.box)]
+                values = values.swapaxes(-1, -2) if copy.transposed else values
+                target = next(t for t in window.targets if t.name == copy.target)
+                place = tuple(slice(a, a + n) for a, n in zip(copy.at, copy.shape, strict=True))
+                view(target)[place] = values.reshape(copy.shape)
+        for target in window.targets:
+            result[target.name] = view(target).copy()
+    assert moved == windows.total.moved
+    return result
+
+
+def windows_of(
+    sources: list[Source], wanted: Wants, costs: Costs, size: int, keep: bool
+) -> Windows:
+    plan_made = plan(sources, [Receiver("r")], wanted, costs)
+    pieces = {
+        (offer.names[held.tensor], held.box): None
+        for source in sources
+        for offer in source.offers.values()
+        for held in offer.holding.held
+    }
+    tensors = {source.name: tensors_of(source) for source in sources}
+    return make_windows(plan_made, "r", wanted, tensors, pieces, window_bytes=size, keep=keep)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    topology=st.sampled_from(
+        [Topology(), Topology(tp=2), Topology(tp=4, etp=4), Topology(tp=2, pp=2, ep=4, world=8)]
+    ),
+    experts=st.sampled_from(Experts),
+    block=st.sampled_from([0.0, 2.6e-6, 1.0]),
+    size=st.sampled_from([1, 700, 1 << 20]),
+    keep=st.booleans(),
+)
+def test_windows_give_the_model_from_any_megatron_layout(
+    topology: Topology, experts: Experts, block: float, size: int, keep: bool
+) -> None:
+    """Blocks may be free (all reads are strided) or expensive (tensors are read whole)."""
+    model, headers = model_of(MOE)
+    geometry = replace(ModelGeometry.from_hf_config(MOE), padded_vocab=32)
+    names = NameMap("qwen3_moe", geometry)
+    sources = megatron_sources(describe(headers, names, topology, experts=experts))
+    costs = Costs(pack_gb_per_s=0, block_seconds=block)
+    windows = windows_of(sources, hf_target(headers), costs, size, keep)
+    found = run_windows(windows, sources, model)
+    assert found.keys() == model.keys()
+    assert all(np.array_equal(found[name], model[name]) for name in model)
+    verified = {piece for checks in windows.checks.values() for _, piece in checks}
+    for name in model:
+        boxes = [box for piece, box in verified if piece == name]
+        assert sum(box.elements for box in boxes) == model[name].size
+    if keep:
+        ends = sorted((o.offset, o.offset + o.nbytes) for w in windows.windows for o in w.targets)
+        assert all(a[1] <= b[0] for a, b in pairwise(ends))
+
+
+def test_whole_experts_land_in_the_parameter_of_their_rank() -> None:
+    """With expert parallelism, whole pieces go into fused parameters and can be verified."""
+    model, headers = model_of(MOE)
+    experts = {name: one for name, one in headers.items() if ".experts." in name}
+    ranks = engine_ranks(MOE, tp=1, ep=2)
+    wanted = wants([ranks[1]], experts)
+    sources = fsdp_sources(experts, 1)
+    windows = windows_of(sources, wanted, Costs(pack_gb_per_s=0), 1 << 20, keep=False)
+    held = {name: array for name, array in model.items() if name in experts}
+    found = run_windows(windows, sources, held)
+    correct = expected(held, wanted, 0)
+    assert all(np.array_equal(found[name], correct[name]) for name in correct)
+    for target, checks in windows.checks.items():
+        for place, (name, box) in checks:
+            part = found[target][slices(place)].reshape(box.shape)
+            assert np.array_equal(part, held[name][slices(box)])
+    assert sum(map(len, windows.checks.values())) == len(experts) // 2
+
+
+def test_a_part_of_a_piece_cannot_be_verified() -> None:
+    _, headers = model_of(MOE)
+    rank = engine_ranks(MOE, tp=2)[0]
+    sources = fsdp_sources(headers, 1)
+    with pytest.raises(UsageError, match="cannot be verified"):
+        windows_of(sources, wants([rank], headers), Costs(pack_gb_per_s=0), 1, keep=False)
+
+
+def test_neighbouring_reads_are_merged() -> None:
+    rows = np.array([[1, 0, 256, 64], [0, 0, 0, 256], [2, 0, 400, 8]], dtype=np.int64)
+    remote, local, sizes = resolve_reads([rows], [1000, 1256, 2000], 10)
+    assert (remote.tolist(), local.tolist(), sizes.tolist()) == (
+        [1000, 2000],
+        [10, 410],
+        [320, 8],
+    )
+
+
+# --- layouts on the wire -------------------------------------------------------------------------
+
+LAYOUT = write_layout(
+    {"qkv": LocalTensor(DTYPE, (6, 4))},
+    [
+        Piece("q", Box((0, 0), (2, 4)), "qkv", (0, 0)),
+        Piece("k", Box((0, 0), (4, 4)), "qkv", (2, 0)),
+    ],
+)
+
+
+def test_a_layout_can_be_written_and_read() -> None:
+    layout = read_layout(LAYOUT)
+    assert layout.tensors == {"qkv": LocalTensor(DTYPE, (6, 4))}
+    assert [piece.name for piece in layout.pieces] == ["q", "k"]
+    with pytest.raises(UsageError, match="which is not published"):
+        write_layout({}, layout.pieces)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=200))
+def test_noise_is_refused_as_a_layout(raw: bytes) -> None:
+    with pytest.raises(WeightsError):
+        read_layout(raw)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, len(LAYOUT) - 1), st.integers(1, 255))
+def test_a_damaged_layout_is_refused_or_differs(at: int, by: int) -> None:
+    """Listings are signed in transit; this only checks that the error is a WeightsError."""
+    damaged = bytearray(LAYOUT)
+    damaged[at] ^= by
+    try:
+        layout = read_layout(bytes(damaged))
+    except WeightsError:
+        return
+    assert layout != read_layout(LAYOUT)

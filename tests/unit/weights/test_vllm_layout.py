@@ -1,0 +1,143 @@
+"""Our sharding rules give the same shapes and elements as vLLM's own loaders."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rollway.weights.layout import Box
+from rollway.weights.planning.targets import LocalTensor
+from rollway.weights.planning.vllm_layout import EngineTarget, wants
+
+torch = pytest.importorskip("torch")
+linear: Any = None
+embedding: Any = None
+
+HEADS, HEAD_DIM, HIDDEN, WIDTH, VOCAB = 8, 4, 16, 24, 130
+RANKS = [(kv, tp, t) for kv, tp in ((8, 2), (2, 4), (1, 8), (4, 4)) for t in range(tp)]
+F32 = {"params_dtype": torch.float32}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def vllm_layers() -> None:
+    """Import vLLM when a test needs it: it takes seconds, also for those who only collect."""
+    global linear, embedding
+    linear = pytest.importorskip("vllm.model_executor.layers.linear")
+    embedding = pytest.importorskip("vllm.model_executor.layers.vocab_parallel_embedding")
+
+
+def slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
+
+
+def placed(target: EngineTarget, tensors: dict[str, Any]) -> dict[str, Any]:
+    """Return a rank's parameters, filled by our rules; padding is 0."""
+    headers = {name: LocalTensor("F32", tuple(tensor.shape)) for name, tensor in tensors.items()}
+    filled: dict[str, Any] = {}
+    for name, (want,) in wants([target], headers).items():
+        part = want.parts[0]
+        if part is None:
+            continue
+        parameter = filled.setdefault(want.target, torch.zeros(part.shape))
+        values = tensors[name][slices(part.box)]
+        extent = (1,) * (len(part.at) - values.ndim) + tuple(values.shape)
+        place = tuple(slice(a, a + n) for a, n in zip(part.at, extent, strict=True))
+        parameter[place] = values
+    return filled
+
+
+def load(parameter: Any, *arguments: Any) -> None:
+    parameter.weight_loader(parameter, *arguments)
+
+
+@pytest.mark.parametrize(("kv_heads", "tp", "rank"), RANKS)
+def test_dense_layers_are_sharded_as_in_vllm(
+    monkeypatch: pytest.MonkeyPatch, kv_heads: int, tp: int, rank: int
+) -> None:
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor import parameter
+
+    for module in (linear, embedding, parameter):
+        monkeypatch.setattr(module, "get_tensor_model_parallel_rank", lambda: rank)
+        monkeypatch.setattr(module, "get_tensor_model_parallel_world_size", lambda: tp)
+    q, kv = HEADS * HEAD_DIM, kv_heads * HEAD_DIM
+    shapes = {
+        **{f"a.{part}_proj.weight": (q if part == "q" else kv, HIDDEN) for part in "qkv"},
+        **{f"a.{part}_proj.bias": (q if part == "q" else kv,) for part in "qkv"},
+        "a.o_proj.weight": (HIDDEN, q),
+        "a.o_proj.bias": (HIDDEN,),
+        "mlp.gate_proj.weight": (WIDTH, HIDDEN),
+        "mlp.up_proj.weight": (WIDTH, HIDDEN),
+        "model.embed_tokens.weight": (VOCAB, HIDDEN),
+        "lm_head.weight": (VOCAB, HIDDEN),
+    }
+    tensors = {name: torch.rand(shape) for name, shape in shapes.items()}
+    with set_current_vllm_config(VllmConfig()):
+        qkv = linear.QKVParallelLinear(HIDDEN, HEAD_DIM, HEADS, kv_heads, bias=True, **F32)
+        out = linear.RowParallelLinear(q, HIDDEN, bias=True, **F32)
+        both = linear.MergedColumnParallelLinear(HIDDEN, [WIDTH, WIDTH], bias=False, **F32)
+        tokens = embedding.VocabParallelEmbedding(VOCAB, HIDDEN, **F32)
+        head = embedding.ParallelLMHead(VOCAB, HIDDEN, **F32)
+    for kind in ("weight", "bias"):
+        for part in "qkv":
+            load(getattr(qkv, kind), tensors[f"a.{part}_proj.{kind}"], part)
+        load(getattr(out, kind), tensors[f"a.o_proj.{kind}"])
+    load(both.weight, tensors["mlp.gate_proj.weight"], 0)
+    load(both.weight, tensors["mlp.up_proj.weight"], 1)
+    load(tokens.weight, tensors["model.embed_tokens.weight"])
+    load(head.weight, tensors["lm_head.weight"])
+    loaded = {
+        "a.qkv_proj.weight": qkv.weight,
+        "a.qkv_proj.bias": qkv.bias,
+        "a.o_proj.weight": out.weight,
+        "a.o_proj.bias": out.bias,
+        "mlp.gate_up_proj.weight": both.weight,
+        "model.embed_tokens.weight": tokens.weight,
+        "lm_head.weight": head.weight,
+    }
+    target = EngineTarget(
+        heads=HEADS, kv_heads=kv_heads, head_dim=HEAD_DIM, tp_size=tp, tp_rank=rank
+    )
+    ours = placed(target, tensors)
+    only_padding = {name for name in loaded if name not in ours}
+    assert all(not loaded[name].any() for name in only_padding)
+    for name, values in ours.items():
+        assert torch.equal(values, loaded[name].data), name
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_experts_are_sharded_as_in_vllm(rank: int) -> None:
+    module = pytest.importorskip("vllm.model_executor.layers.fused_moe.routed_experts")
+    experts = module.RoutedExperts.__new__(module.RoutedExperts)
+    config = SimpleNamespace(
+        is_act_and_mul=True, moe_parallel_config=SimpleNamespace(tp_size=4, ep_size=1)
+    )
+    object.__setattr__(experts, "moe_config", config)
+    prefix = "mlp.experts.1"
+    tensors = {
+        f"{prefix}.gate_proj.weight": torch.rand(WIDTH, HIDDEN),
+        f"{prefix}.up_proj.weight": torch.rand(WIDTH, HIDDEN),
+        f"{prefix}.down_proj.weight": torch.rand(HIDDEN, WIDTH),
+    }
+    w13, w2 = torch.zeros(2, WIDTH // 2, HIDDEN), torch.zeros(2, HIDDEN, WIDTH // 4)
+    experts._load_w13(w13[1], 0, "w1", tensors[f"{prefix}.gate_proj.weight"], rank)
+    experts._load_w13(w13[1], 0, "w3", tensors[f"{prefix}.up_proj.weight"], rank)
+    experts._load_w2(w2[1], 1, tensors[f"{prefix}.down_proj.weight"], rank)
+    target = EngineTarget(heads=4, kv_heads=4, head_dim=4, experts=2, tp_size=4, tp_rank=rank)
+    ours = placed(target, tensors)
+    assert torch.equal(ours["mlp.experts.routed_experts.w13_weight"], w13)
+    assert torch.equal(ours["mlp.experts.routed_experts.w2_weight"], w2)
+
+
+@pytest.mark.parametrize(("experts", "ep"), [(8, 4), (7, 4), (5, 3)])
+def test_experts_are_assigned_to_ranks_as_in_vllm(experts: int, ep: int) -> None:
+    manager = pytest.importorskip("vllm.model_executor.layers.fused_moe.expert_map_manager")
+    for rank in range(ep):
+        count, places, _ = manager.determine_expert_map(ep, rank, experts)
+        target = EngineTarget(
+            heads=1, kv_heads=1, head_dim=1, experts=experts, ep_size=ep, ep_rank=rank
+        )
+        assert len(target.owned) == count
+        assert [int(places[expert]) for expert in target.owned] == list(range(count))
