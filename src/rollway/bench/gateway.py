@@ -247,23 +247,21 @@ class _Run:
         return [json.loads(line) for line in lines[:-1]]
 
     def _count(self) -> None:
-        """Count a request; at regular intervals, take a sample and print it."""
+        """Count a request; sample and print the gateway's resources at regular intervals."""
         figures = self.figures
         figures.requests += 1
         if figures.requests % max(1, self.total // _SAMPLES) == 0:
-            figures.samples.append(self._take_sample())
+            sample = Sample(
+                requests=figures.requests,
+                seconds=round(time.monotonic() - self.began, 2),
+                memory=self.gateway.memory()[0],
+                descriptors=self.gateway.descriptors(),
+                journal=size_of(self.journal),
+                log=sum(map(size_of, self.logs)),
+            )
+            figures.samples.append(sample)
         if figures.requests % max(1, self.total // 20) == 0 and figures.samples:
             self.say(_format_sample(figures.samples[-1]))
-
-    def _take_sample(self) -> Sample:
-        return Sample(
-            requests=self.figures.requests,
-            seconds=round(time.monotonic() - self.began, 2),
-            memory=self.gateway.memory()[0],
-            descriptors=self.gateway.descriptors(),
-            journal=size_of(self.journal),
-            log=sum(map(size_of, self.logs)),
-        )
 
     def _summarize(self) -> None:
         figures, samples = self.figures, self.figures.samples
