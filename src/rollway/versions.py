@@ -1,9 +1,9 @@
-"""Which weights each worker serves, as far as this process knows it for certain.
+"""Which weight version each worker serves, as far as this process knows it for certain.
 
-Written by refits, read by rollouts. A version names one set of weights for good. A request is sent
-with a ticket: the version it must be sampled from, the routing taint that only workers on that
-version carry, and the salt that keeps their KV cache apart. While a whole fleet changes, the gate
-is closed and new requests wait instead of landing on a worker that is about to change.
+Refits write it, rollouts read it. A version names one set of weights for good. Every request is
+sent with a ticket: the version that must sample it, the routing taint that only workers on that
+version carry, and a salt that separates their KV caches. While the whole fleet changes weights, the
+gate is closed, and new requests wait instead of reaching a worker that is about to change.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from dataclasses import dataclass
 from rollway.errors import RolloutError, UsageError
 
 BASE_VERSION = 0
-"""The checkpoint a worker starts from. Trainers number their updates from 1."""
+"""The version of the checkpoint that a worker starts with. Trainers number updates from 1."""
 
 
 def taint_of(version: int) -> str:
-    """The routing taint of a worker that serves `version`. A request that requires it reaches no
-    other worker, also when it migrates."""
+    """Return the routing taint of workers that serve `version`. A request that requires it reaches
+    no other worker, even after a migration."""
     return f"rollway-v{version}"
 
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """What one request is sent with."""
+    """The version, routing taint and cache salt of one request."""
 
     version: int | None
     taint: str | None
@@ -39,117 +39,126 @@ class VersionBook:
 
     def __init__(self) -> None:
         self.current: int | None = None
-        """What new requests are sampled from; None while nobody declared a version."""
+        """The version of new requests; None until a worker has declared one."""
         self.by_worker: dict[int, int] = {}
         self.tainted = False
-        """Whether the workers carry their version's taint, so that requests may require it."""
+        """Whether workers carry the taint of their version, so that requests can require it."""
         self.epoch = 0
-        """Goes up each time an update is issued. Without taints, an answer from another epoch
-        proves nothing."""
+        """The number of updates issued so far. Without taints, an answer whose ticket is from
+        another epoch cannot be attributed to a version."""
         self.changing = 0
-        """How many refits are under way."""
-        self._weights: dict[int, str] = {}
+        """The number of refits under way."""
+        self._identities: dict[int, str] = {}
         self._entered: dict[int, int] = {}
-        """What each worker last began to generate from, here."""
-        self._open = asyncio.Event()
-        self._open.set()
+        """The version that each worker was last resumed with by this process."""
+        self._gate = asyncio.Event()
+        self._gate.set()
 
     @property
     def moving(self) -> bool:
-        return not self._open.is_set()
+        return not self._gate.is_set()
 
     async def settled(self) -> None:
-        """Wait until requests may be sent."""
-        await self._open.wait()
+        """Wait until the gate is open."""
+        await self._gate.wait()
 
     def close(self) -> None:
-        self._open.clear()
+        """Close the gate: new requests wait."""
+        self._gate.clear()
 
     def open(self) -> None:
-        self._open.set()
+        self._gate.set()
 
     def claim(self, version: int, identity: str) -> None:
-        """Bind a version to one set of weights; refuse what would go back or mean two things."""
+        """Bind a version to one set of weights. Raise `UsageError` if the version is older than
+        what is served, or already names other weights."""
         newest = max(
             (v for v in (self.current, *self.by_worker.values()) if v is not None), default=None
         )
         if version < 0 or (newest is not None and version < newest):
             raise UsageError(
                 f"Version {version} is older than {newest}, which the fleet serves.",
-                "Versions only go up; give the next number.",
+                "Versions only go up; use the next number.",
             )
-        known = self._weights.get(version)
-        if version == newest and known is None:
+        if version == newest and version not in self._identities:
+            # Nobody knows which weights it names, so these may be others.
             raise UsageError(
                 f"Version {version} is served already.",
-                "Versions only go up; give the next number.",
+                "Versions only go up; use the next number.",
             )
-        self.refuse_others(version, identity)
-        self._weights[version] = identity
+        self.check_identity(version, identity)
+        self._identities[version] = identity
 
-    def refuse_others(self, version: int, identity: str) -> None:
-        """Raise if a version is known to name other weights than these."""
-        if self._weights.get(version, identity) != identity:
+    def check_identity(self, version: int, identity: str) -> None:
+        """Raise if the version is known to name other weights."""
+        if self._identities.get(version, identity) != identity:
             raise UsageError(
                 f"Version {version} already names other weights.",
-                "A version names one set of weights for good; give these the next number.",
+                "A version names one set of weights for good; use the next number.",
             )
 
-    def claimed(self, weights: Mapping[int, str]) -> None:
-        """What versions name according to other processes."""
-        self._weights = {**weights, **self._weights}
+    def learn_claims(self, identities: Mapping[int, str]) -> None:
+        """Add the claims of other processes; this process's own claims win."""
+        self._identities = {**identities, **self._identities}
 
     def served_by(self, version: int) -> list[int]:
-        return [worker for worker, has in self.by_worker.items() if has == version]
+        """Return the ids of the workers that are known to serve a version."""
+        return [worker for worker, served in self.by_worker.items() if served == version]
 
-    def issued(self, worker: int) -> None:
-        """An update goes out: the worker is not known to serve anything until `serves` says so."""
+    def mark_issued(self, worker: int) -> None:
+        """Note that an update is about to be sent: what the worker serves is unknown from now on,
+        until `mark_serving`."""
         self.epoch += 1
         self.by_worker.pop(worker, None)
 
-    def enters(self, worker: int, version: int) -> None:
-        """It is about to generate again: what it answers from now on may be of this version."""
+    def mark_entered(self, worker: int, version: int) -> None:
+        """Note that a worker is about to generate again. Call this before the resume: from the
+        resume on its answers may come from this version."""
         self._entered[worker] = version
 
-    def serves(self, worker: int, version: int) -> None:
+    def mark_serving(self, worker: int, version: int) -> None:
         self.by_worker[worker] = version
 
-    def gone(self, worker: int) -> None:
+    def forget(self, worker: int) -> None:
         self.by_worker.pop(worker, None)
 
     def learn(self, declared: Mapping[int, int]) -> None:
-        """Take over what the workers say of themselves. A refit elsewhere shows here: its version
-        becomes the current one; one that went back (all workers started anew) does not."""
+        """Replace the versions by worker with what the workers declare. A newer version (from a
+        refit by another process) becomes the current one; an older one (all workers restarted)
+        does not."""
         self.by_worker = dict(declared)
         newest = max(declared.values(), default=None)
         if newest is not None and (self.current is None or newest > self.current):
             self.current = newest
 
     def ticket(self, version: int | None = None) -> Ticket:
-        """For a request from `version`, or from the current one; refuses what nobody serves."""
+        """Return a ticket for `version`, or for the current one; raise if no worker serves it."""
         wanted = self.current if version is None else version
         if wanted is None:
             return Ticket(None, None, None, self.epoch)
         if not self.served_by(wanted):
             raise RolloutError(
                 f"No worker is known to serve weight version {wanted}.",
-                "The last refit failed or was interrupted, or all workers started anew: refit.",
+                "The last refit failed or was interrupted, or all workers restarted: refit.",
             )
         taint = taint_of(wanted) if self.tainted else None
         return Ticket(wanted, taint, f"v{wanted}", self.epoch)
 
     def vouches(self, ticket: Ticket, worker: int | None) -> bool:
-        """Whether an answer to this ticket was sampled from its version.
+        """Return whether this process attributes an answer to the version of its ticket.
 
-        With a taint it was, if the worker has not begun with another since: only workers on the
-        version are sent such requests, and what one still had queued when it changed was aborted;
-        but a stalled router may deliver even later than that. Without a taint, the worker must
-        have had that version all along; where nobody knows which one it was, all must have."""
+        `worker` is the worker that answered; None means unknown, so the condition must hold for
+        all workers."""
         if ticket.version is None:
             return True
         if ticket.taint is not None:
+            # The router sends the request only to workers on the version, and a refit aborts what
+            # is still queued. But a stalled router may deliver after that abort: the answer
+            # counts only if the worker was not resumed with newer weights meanwhile.
             newest = max(self._entered.values(), default=ticket.version)
             entered = newest if worker is None else self._entered.get(worker, ticket.version)
             return entered <= ticket.version
-        had = self.by_worker.values() if worker is None else [self.by_worker.get(worker)]
-        return self.epoch == ticket.epoch and set(had) == {ticket.version}
+        # Without taints any worker may have answered at any time: it must have had the version
+        # throughout, which holds if no update was issued since the ticket.
+        versions = self.by_worker.values() if worker is None else [self.by_worker.get(worker)]
+        return self.epoch == ticket.epoch and set(versions) == {ticket.version}

@@ -1,4 +1,4 @@
-"""An attacker writes a checkpoint, and the look refuses it before anything is loaded."""
+"""Hostile checkpoints are refused before anything is loaded."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from rollway.weights.checkpoint import (
     publish_checkpoint,
     read_headers,
 )
-from rollway.weights.inventory import inventories
-from rollway.weights.planning.hf_model import read_model
-from rollway.weights.weight_file import stored_tensors
+from rollway.weights.inspect import inventories
+from rollway.weights.planning.scenario import read_model
+from rollway.weights.weight_file import read_weight_file
 from tests.checkpoints import write_checkpoint
 
 INDEX = "model.safetensors.index.json"
@@ -89,7 +89,7 @@ HEADERS: dict[str, tuple[object, int]] = {
 
 
 @pytest.mark.parametrize("attack", HEADERS)
-def test_a_weight_file_whose_header_has(attack: str, tmp_path: Path) -> None:
+def test_a_weight_file_with_a_hostile_header_is_refused(attack: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path)
     header, data = HEADERS[attack]
     weight_file(header, data, tmp_path / "model.safetensors")
@@ -107,11 +107,11 @@ def test_a_header_longer_than_the_file_or_the_bound_is_not_read(tmp_path: Path) 
             if length == 100_000_001:
                 opened.truncate(length + 8)  # it has room on disk, and takes none
         with pytest.raises(UsageError, match="its header would have"):
-            stored_tensors(file)
+            read_weight_file(file)
 
 
-def test_valid_files_pass_whatever_wrote_them(tmp_path: Path) -> None:
-    """What safetensors reads is read: any order of names, no bytes, no dimensions, odd dtypes."""
+def test_valid_files_of_other_writers_pass(tmp_path: Path) -> None:
+    """Accept what safetensors accepts: any order of names, no bytes, no dimensions, odd dtypes."""
     headers: list[tuple[object, int]] = [
         ({"b": field(4, 8), "a": field(0, 4)}, 8),
         ({"a": field(0, 0, [0, 7]), "b": field(0, 4), "c": field(4, 4, [0])}, 4),
@@ -124,11 +124,11 @@ def test_valid_files_pass_whatever_wrote_them(tmp_path: Path) -> None:
     for number, (header, data) in enumerate(headers):
         file = weight_file(header, data, tmp_path / f"{number}.safetensors")
         names = {name for name, _ in safetensors.deserialize(file.read_bytes())}
-        assert stored_tensors(file).keys() == names
+        assert read_weight_file(file).keys() == names
 
 
 def shards(directory: Path, weight_map: object) -> Path:
-    """A checkpoint in two files, `a` in one and `b` in the other, with any index."""
+    """Write a checkpoint in two files, `a` in the first and `b` in the second, with any index."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text("{}")
     for name in "ab":
@@ -138,7 +138,7 @@ def shards(directory: Path, weight_map: object) -> Path:
     return directory
 
 
-def test_one_tensor_in_two_files(tmp_path: Path) -> None:
+def test_one_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
     shards(tmp_path, {"a": "a.safetensors", "b": "b.safetensors"})
     assert set(check_checkpoint(tmp_path).tensors) == {"a", "b"}
     save_file({"b": np.ones(3, np.float32), "a": np.zeros(3)}, tmp_path / "b.safetensors")
@@ -151,7 +151,7 @@ def test_one_tensor_in_two_files(tmp_path: Path) -> None:
     ["../b.safetensors", "..", ".", "", "/etc/passwd", "x/b.safetensors", "b\0.safetensors",
      "b\n.safetensors", "x" * 300, 7, None, ["b.safetensors"], "\ud800"],
 )  # fmt: skip
-def test_an_index_that_names_other_than_plain_files(name: object, tmp_path: Path) -> None:
+def test_an_index_with_paths_instead_of_file_names_is_refused(name: object, tmp_path: Path) -> None:
     shards(tmp_path / "v1", {"a": "a.safetensors", "b": name})
     save_file({"b": np.ones(3, np.float32)}, tmp_path / "b.safetensors")
     with pytest.raises(UsageError, match="names files elsewhere") as caught:
@@ -165,13 +165,13 @@ def test_an_index_that_names_other_than_plain_files(name: object, tmp_path: Path
      '{"weight_map": {"a": "a.safetensors", "a": "b.safetensors"}}',
      '{"weight_map": {"a\\u0000": "a.safetensors"}}', '{"weight_map": ' + "9" * 5000 + "}"],
 )  # fmt: skip
-def test_an_index_that_is_none(text: str, tmp_path: Path) -> None:
+def test_an_invalid_index_is_refused(text: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be read as an index"):
         check_checkpoint(shards(tmp_path, text))
 
 
 @pytest.mark.parametrize("text", [BRACKETS, '{"a":' + BRACKETS, "[1]", "7", "\0", "", "{"])
-def test_a_config_that_is_none(text: str, tmp_path: Path) -> None:
+def test_an_invalid_config_is_refused(text: str, tmp_path: Path) -> None:
     (write_checkpoint(tmp_path) / "config.json").write_text(text)
     with pytest.raises(UsageError, match=r"config\.json"):
         check_checkpoint(tmp_path)
@@ -195,7 +195,7 @@ def test_a_config_as_transformers_writes_it_passes(tmp_path: Path) -> None:
      {"torch_dtype": "\0"}, {"num_hidden_layers": -1}],
 )  # fmt: skip
 @pytest.mark.timeout(60)
-def test_a_config_whose_numbers_take_all_memory(config: Fields, tmp_path: Path) -> None:
+def test_a_config_with_huge_sizes_is_refused(config: Fields, tmp_path: Path) -> None:
     plain: Fields = {
         "model_type": "qwen3_moe", "num_hidden_layers": 2, "num_attention_heads": 2,
         "hidden_size": 8, "vocab_size": 8, "num_experts": 2, "moe_intermediate_size": 4,
@@ -228,7 +228,7 @@ STABLES: dict[str, str] = {
 
 @pytest.mark.parametrize("attack", STABLES)
 @pytest.mark.parametrize("whole", [True, False])
-def test_a_stable_file_with(attack: str, whole: bool, tmp_path: Path) -> None:
+def test_a_hostile_stable_file_is_refused(attack: str, whole: bool, tmp_path: Path) -> None:
     (tmp_path / "secret").write_bytes(b"s")
     write_checkpoint(tmp_path / "v1")
     (tmp_path / "v1" / STABLE).write_text(STABLES[attack])
@@ -242,7 +242,7 @@ def test_a_stable_file_of_another_trainer_passes(text: str, tmp_path: Path) -> N
     check_checkpoint(tmp_path)
 
 
-def test_files_that_are_links_out_of_the_roots(tmp_path: Path) -> None:
+def test_links_out_of_the_roots_are_refused(tmp_path: Path) -> None:
     root, outside = tmp_path / "root", write_checkpoint(tmp_path / "elsewhere")
     for name in ("model.safetensors", "config.json", STABLE, INDEX):
         inside = write_checkpoint(root / name / "v1")
@@ -258,7 +258,7 @@ def test_files_that_are_links_out_of_the_roots(tmp_path: Path) -> None:
         check_checkpoint(loop, roots=[root])
 
 
-def test_links_inside_of_the_roots_pass(tmp_path: Path) -> None:
+def test_links_inside_the_roots_pass(tmp_path: Path) -> None:
     """As the Hugging Face cache has them: snapshots/x/model.safetensors -> ../../blobs/y."""
     snapshot = write_checkpoint(tmp_path / "root" / "snapshots" / "x")
     (tmp_path / "root" / "blobs").mkdir()
@@ -271,8 +271,8 @@ def test_links_inside_of_the_roots_pass(tmp_path: Path) -> None:
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", STABLE, INDEX])
 @pytest.mark.parametrize("kind", ["fifo", "device", "directory", "socket"])
-def test_something_else_than_a_file(kind: str, name: str, tmp_path: Path) -> None:
-    """A FIFO has no writer, /dev/zero no end: the look waits for neither."""
+def test_fifos_and_devices_are_refused(kind: str, name: str, tmp_path: Path) -> None:
+    """A FIFO has no writer and /dev/zero has no end: the check waits for neither."""
     directory = write_checkpoint(tmp_path / "v1")
     (directory / name).unlink(missing_ok=True)
     if kind == "fifo":
@@ -288,7 +288,7 @@ def test_something_else_than_a_file(kind: str, name: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.timeout(60)
-def test_a_rank_of_a_trainer_that_is_a_fifo(tmp_path: Path) -> None:
+def test_a_fifo_in_place_of_a_rank_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "rank0.safetensors")
     with pytest.raises(UsageError, match="not a whole weight file"):
         inventories(tmp_path)
@@ -297,7 +297,7 @@ def test_a_rank_of_a_trainer_that_is_a_fifo(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", [BRACKETS, "{}", "[]", '{"position": [1]}', '{"position": {"tp": "\\u001b[2J"}}', "{"]
 )
-def test_a_rank_that_does_not_say_where_it_stands(text: str, tmp_path: Path) -> None:
+def test_a_rank_without_a_position_is_refused(text: str, tmp_path: Path) -> None:
     save_file({"a": np.ones(3, np.float32)}, tmp_path / "rank0.safetensors")
     (tmp_path / "rank0.json").write_text('{"position": {"tp": 0, "tp_size": 1}}')
     assert inventories(tmp_path)[0].position == {"tp": 0}
@@ -306,15 +306,15 @@ def test_a_rank_that_does_not_say_where_it_stands(text: str, tmp_path: Path) -> 
         inventories(tmp_path)
 
 
-def test_two_files_of_one_rank(tmp_path: Path) -> None:
+def test_two_files_of_one_rank_are_refused(tmp_path: Path) -> None:
     for name in ("rank1", "rank01"):
         save_file({"a": np.ones(3, np.float32)}, tmp_path / f"{name}.safetensors")
     with pytest.raises(UsageError, match="two files of one rank"):
         inventories(tmp_path)
 
 
-def test_a_file_that_changes_into_another_after_it_was_published(tmp_path: Path) -> None:
-    """Control for STABLE: what it lists is what is compared."""
+def test_a_file_that_changes_after_it_was_published_is_refused(tmp_path: Path) -> None:
+    """A control for STABLE: the files that it lists are compared."""
     target = publish_checkpoint(tmp_path / "v1", lambda path: write_checkpoint(path))
     check_checkpoint(target)
     (target / "config.json").unlink()
@@ -324,7 +324,7 @@ def test_a_file_that_changes_into_another_after_it_was_published(tmp_path: Path)
 
 
 @pytest.mark.parametrize("path", ["a\0b", "~nobody-of-this-name/x"])
-def test_a_path_that_is_none(path: str) -> None:
+def test_an_invalid_path_is_refused(path: str) -> None:
     with pytest.raises(UsageError):
         check_checkpoint(Path(path))
 
@@ -343,14 +343,14 @@ def nested(depth: int) -> list[Any]:
      {"x": nested(100_000)}, {"x": "\ud800"}, {"x": "y" * (2 << 20)}],
     ids=lambda change: next(iter(change)),
 )  # fmt: skip
-def test_an_adapter_config_of_wrong_values(change: Fields) -> None:
+def test_an_adapter_config_with_wrong_values_is_refused(change: Fields) -> None:
     plain: Fields = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
     check_config(plain)
     with pytest.raises(UsageError, match="adapter's config"):
         check_config(plain | change)
 
 
-def test_read_headers_refuses_as_the_whole_look_does(tmp_path: Path) -> None:
+def test_read_headers_refuses_what_check_checkpoint_refuses(tmp_path: Path) -> None:
     """Workers read headers alone before they load anything."""
     weight_file({"a": field(0, 8), "b": field(4, 12)}, 12, tmp_path / "model.safetensors")
     with pytest.raises(UsageError, match="overlaps"):

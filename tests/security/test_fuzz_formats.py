@@ -1,4 +1,4 @@
-"""Every format of weights that we read, fuzzed: valid ones that were damaged, and plain noise.
+"""Fuzz every weight format that we read, with damaged valid files and with plain noise.
 
 A reader may return, or raise a `RollwayError` that can be printed. Anything else is a finding: an
 untyped exception, a case that takes seconds, or more than half a gigabyte of memory.
@@ -28,23 +28,29 @@ from hypothesis import strategies as st
 from safetensors.numpy import save
 
 from rollway.errors import RollwayError
-from rollway.weights import delta, sidecar
+from rollway.weights import sidecar, weight_file
 from rollway.weights.adapter import Adapter, attached, check_config, detached
-from rollway.weights.catalog import Listing
-from rollway.weights.catalog_http import Call, CatalogServer
 from rollway.weights.checkpoint import STABLE, check_checkpoint, publish_checkpoint
-from rollway.weights.inventory import inventories
+from rollway.weights.inspect import inventories
 from rollway.weights.megatron.describe import describe
 from rollway.weights.megatron.geometry import ModelGeometry, Topology
 from rollway.weights.megatron.names import NameMap
 from rollway.weights.offer import Entry, Lies, Manifest, Offer, read_manifest, read_offer
-from rollway.weights.planning.hf_model import read_model
-from rollway.weights.store import Store
+from rollway.weights.planning.scenario import read_model
 from rollway.weights.transports import meeting
-from rollway.weights.transports.delta import DeltaPublisher, DeltaReader
-from rollway.weights.transports.nixl_cards import Card, Layouts, _Layout, _Piece, _Tensor
+from rollway.weights.transports.delta import DeltaPublisher, DeltaVersions, Store
+from rollway.weights.transports.delta import Manifest as DeltaManifest
+from rollway.weights.transports.delta import format as delta
+from rollway.weights.transports.nixl.catalog import Listing
+from rollway.weights.transports.nixl.catalog_http import Call, CatalogServer
+from rollway.weights.transports.nixl.listing import (
+    LayoutCache,
+    SourceMemory,
+    _Layout,
+    _Piece,
+    _Tensor,
+)
 from rollway.weights.transports.shards import _by_tensor
-from rollway.weights.weight_file import stored_tensors
 from tests.checkpoints import write_checkpoint
 from tests.unit.weights.megatron_models import headers, hf_shapes
 
@@ -52,7 +58,7 @@ CASES = 400
 DELTAS, DELTA_KEY = Store(Path()), f"manifests/{1:015d}.json"
 ROOM = 512 << 20
 SECONDS = 20.0
-"""Of one case; the machine may be busy, and a loop for ever takes longer."""
+"""Limit of one case; the machine may be busy, but an endless loop takes longer."""
 INDEX = "model.safetensors.index.json"
 TENSORS = {"a": np.ones((2, 3), np.float32), "b": np.ones(0, np.float32), "c": np.ones(5, np.int8)}
 CONFIG = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
@@ -65,16 +71,16 @@ HF_CONFIG = {
 
 @dataclass(frozen=True)
 class Format:
-    """A reader, and something valid for it to read."""
+    """A reader, and a valid input for it."""
 
     read: Callable[[bytes], object]
     valid: bytes
     as_json: bool = True
-    """Whether it can be changed field by field; else it is msgpack, or bytes alone."""
+    """Whether it can be changed by field; otherwise it is msgpack or plain bytes."""
 
 
 def in_file(name: str, look: Callable[[Path], object]) -> Callable[[bytes], object]:
-    """A reader of a directory in which one file is what was given."""
+    """Return a reader of a directory in which one file has the given bytes."""
 
     def read(raw: bytes) -> object:
         with tempfile.TemporaryDirectory() as directory:
@@ -87,11 +93,11 @@ def in_file(name: str, look: Callable[[Path], object]) -> Callable[[bytes], obje
 
 
 def read_weight_file(raw: bytes) -> None:
-    """What we accept, safetensors accepts too, and sees the same tensors in."""
+    """If we accept a file, safetensors accepts it too and reads the same tensors."""
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "model.safetensors"
         file.write_bytes(raw)
-        tensors = stored_tensors(file)
+        tensors = weight_file.read_weight_file(file)
     names = {name for name, _ in safetensors.deserialize(raw)}
     assert names == tensors.keys()
 
@@ -132,10 +138,10 @@ def read_offered_adapter(raw: bytes) -> None:
 
 
 def read_list(raw: bytes) -> None:
-    """Signed by its identity: what an attacker can change is in the list, and the offer fits it."""
+    """The offer fits the list: an attacker who changes the list can change its identity too."""
     try:
-        said = msgspec.json.decode(raw, type=Manifest)
-        offer = Offer("shm", said.version, said.identity, 0, {})
+        manifest = msgspec.json.decode(raw, type=Manifest)
+        offer = Offer("shm", manifest.version, manifest.identity, 0, {})
     except (msgspec.DecodeError, UnicodeDecodeError):
         offer = Offer("shm", 1, "12345678", 0, {})
     _by_tensor([read_manifest(raw, offer)])
@@ -143,15 +149,13 @@ def read_list(raw: bytes) -> None:
 
 def read_deltas(raw: bytes) -> None:
     (DELTAS.root / DELTA_KEY).write_bytes(_with_digest(raw))
-    DeltaReader(DELTAS).fetch({}, None, 1)
+    DeltaVersions(DELTAS).fetch({}, None, 1)
 
 
 def _with_digest(raw: bytes) -> bytes:
-    """An attacker makes the checksum anew."""
-    from rollway.weights.transports.delta import Manifest
-
+    """Recompute the checksum, as an attacker would."""
     try:
-        return msgspec.json.decode(raw, type=Manifest).to_bytes()
+        return msgspec.json.decode(raw, type=DeltaManifest).to_bytes()
     except (msgspec.DecodeError, UnicodeDecodeError):
         return raw
 
@@ -172,13 +176,13 @@ def read_call(raw: bytes) -> None:
             server._answer(name, call)
 
 
-def read_card(raw: bytes) -> None:
-    group = Layouts().group([Listing(1, "s", 0, 1, "trainer", raw)])
+def read_source_memory(raw: bytes) -> None:
+    group = LayoutCache().read_group([Listing(1, "s", 0, 1, "trainer", raw)])
     assert group.headers is not None
     assert group.digests is not None
     assert group.nbytes >= 0
-    for held in group.held:
-        held.source("s", "here")
+    for layout in group.layouts:
+        layout.as_source("s", "here")
 
 
 def _sidecar() -> bytes:
@@ -211,12 +215,12 @@ def _change() -> bytes:
     return delta.encode("a", old, new).to_bytes()
 
 
-def _card() -> bytes:
+def _source_memory() -> bytes:
     layout = _Layout([_Tensor("t", "F32", (2, 3))], [_Piece("w", (0, 0), (2, 3), 0, (0, 0), False)])
-    card = Card(
+    memory = SourceMemory(
         b"agent", "DRAM", 0, "none", "node", msgspec.msgpack.encode(layout), [64], bytes(16)
     )
-    return msgspec.msgpack.encode(card)
+    return msgspec.msgpack.encode(memory)
 
 
 def _offer() -> bytes:
@@ -261,7 +265,7 @@ FORMATS = {
         msgspec.msgpack.encode(Call(1, "m", ["x"], Listing(1, "s", 0, 1, "trainer", b"b"), 2)),
         False,
     ),
-    "NIXL card": Format(read_card, _card(), False),
+    "NIXL source": Format(read_source_memory, _source_memory(), False),
 }  # fmt: skip
 
 
@@ -296,7 +300,7 @@ NOISE = [
     struct.pack("<Q", 1 << 63) + b"{}", struct.pack("<Q", 2) + b"{}", b"RWD1\xff\xff\xff\x7f",
     b"\xde\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xdd\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff",
 ]  # fmt: skip
-"""A corpus of what has broken parsers before; msgpack's announce 4 GiB each."""
+"""Inputs that have broken parsers before; those of msgpack announce 4 GiB each."""
 
 
 @dataclass(frozen=True)
@@ -401,13 +405,13 @@ def attack(fmt: Format, raw: bytes) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_what_is_valid_is_read(name: str) -> None:
+def test_valid_inputs_are_read(name: str) -> None:
     """Control: the damage is what is refused."""
     FORMATS[name].read(FORMATS[name].valid)
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_noise(name: str) -> None:
+def test_noise_raises_only_typed_errors(name: str) -> None:
     for raw in NOISE:
         attack(FORMATS[name], raw)
     for size in range(min(200, len(FORMATS[name].valid))):
@@ -415,7 +419,7 @@ def test_noise(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_field_with_every_hostile_value(name: str) -> None:
+def test_hostile_values_in_every_field_raise_only_typed_errors(name: str) -> None:
     """The short way to most findings, without chance."""
     fmt = FORMATS[name]
     if not fmt.as_json:
@@ -427,7 +431,7 @@ def test_every_field_with_every_hostile_value(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_damaged_at_random(name: str) -> None:
+def test_random_damage_raises_only_typed_errors(name: str) -> None:
     fmt = FORMATS[name]
 
     @settings(

@@ -1,7 +1,7 @@
-"""Attacks on the code sandbox, each as the program of a model would run it.
+"""Attacks on the code sandbox, each run as a model's program would run it.
 
-Every attack runs twice where the tests are root: under root, where the program gets a user of its
-own, and under an ordinary user, who also runs a stand-in for the trainer.
+As root, every attack runs twice: once by root, where the program gets its own user id, and once by
+an ordinary user, who also runs a stand-in for the trainer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is 
 USER = 1234567
 """An ordinary user who owns nothing on the machine that runs the tests."""
 SECONDS = 60.0
-"""In which a condition must come true, on a slow machine."""
+"""Within which a condition must hold, on a slow machine."""
 LANDLOCK = ctypes.CDLL(None).syscall(444, None, ctypes.c_size_t(0), ctypes.c_uint32(1))
 ATTEMPT = """
 import ctypes, fcntl, os, signal, struct, sys
@@ -70,7 +70,7 @@ class Attacker:
             **self.identity(),
         )
         assert self.keeper.stdin
-        self.keeper.stdin.write(sandbox._job(code))
+        self.keeper.stdin.write(sandbox.encode_job(code))
         self.keeper.stdin.flush()
         return sandbox
 
@@ -79,7 +79,7 @@ class Attacker:
         assert self.keeper and self.keeper.stdin and self.keeper.stdout and self.keeper.stderr
         with self.keeper as keeper:
             assert keeper.stdout and keeper.stderr
-            outcome = sandbox._outcome(keeper.stdout.read(), keeper.stderr.read())
+            outcome = sandbox.read_outcome(keeper.stdout.read(), keeper.stderr.read())
             keeper.wait(SECONDS)
         return outcome
 
@@ -94,7 +94,7 @@ class Attacker:
             return {}
         return {"user": self.uid, "group": self.uid, "extra_groups": []}
 
-    def left(self) -> list[Path]:
+    def list_leftovers(self) -> list[Path]:
         return [path for path in self.scratch.iterdir() if path != self.jail]
 
 
@@ -102,11 +102,11 @@ class Attacker:
 def attacker(request: pytest.FixtureRequest) -> Iterator[Attacker]:
     root = os.getuid() == 0
     if request.param == "root" and not root:
-        pytest.skip("only root can run a program under a user of its own")
+        pytest.skip("only root can run a program under another user id")
     uid = USER if request.param == "user" and root else os.getuid()
     scratch = Path(tempfile.mkdtemp(prefix="sandbox-"))
     scratch.chmod(0o755)
-    copy = scratch / "jail.py"  # the installed file may lie where only its owner can read
+    copy = scratch / "jail.py"  # the installed file may be readable by its owner alone
     shutil.copyfile(sandbox_module.JAIL, copy)
     os.chown(scratch, uid, uid if uid == USER else -1)
     attacker = Attacker(uid, scratch, copy)
@@ -120,9 +120,9 @@ def attacker(request: pytest.FixtureRequest) -> Iterator[Attacker]:
     if attacker.keeper is not None:
         attacker.keeper.kill()
         attacker.keeper.wait()
-    for pid in living_in(scratch):  # of an attack that succeeded
+    for pid in living_in(scratch):  # left by an attack that succeeded
         os.kill(pid, signal.SIGKILL)
-    subprocess.run(["rm", "-rf", str(scratch)], check=False)  # deeper than shutil can
+    subprocess.run(["rm", "-rf", str(scratch)], check=False)  # the tree is too deep for shutil
 
 
 @pytest.fixture
@@ -158,7 +158,7 @@ def living_in(directory: Path) -> list[int]:
     return processes
 
 
-# --- Signals by the kernel's hand ---
+# --- Signals that the kernel sends for the program ---
 
 SIGNAL_BY_A_PIPE = """
 for target in TARGETS:
@@ -188,7 +188,7 @@ for target in TARGETS:
 
 
 @pytest.mark.parametrize("way", [SIGNAL_BY_A_PIPE, SIGNAL_BY_A_SOCKET], ids=["pipe", "socket"])
-def test_the_owner_of_a_descriptor_is_the_trainer_or_the_keeper(
+def test_a_program_cannot_make_the_kernel_signal_the_trainer_or_the_keeper(
     way: str, attacker: Attacker, trainer: subprocess.Popen[bytes]
 ) -> None:
     outcome = attacker.attack(f"TARGETS = [{trainer.pid}, os.getppid()]\n{way}")
@@ -197,7 +197,7 @@ def test_the_owner_of_a_descriptor_is_the_trainer_or_the_keeper(
 
 
 @pytest.mark.parametrize("way", [SIGNAL_BY_A_PIPE, SIGNAL_BY_A_SOCKET], ids=["pipe", "socket"])
-def test_the_kernel_signals_nobody_even_without_a_filter(
+def test_landlock_stops_those_signals_without_a_filter(
     way: str, attacker: Attacker, trainer: subprocess.Popen[bytes]
 ) -> None:
     if LANDLOCK < 6:
@@ -210,7 +210,7 @@ def test_the_kernel_signals_nobody_even_without_a_filter(
 
 
 @pytest.mark.parametrize("processes", [1, 4])
-def test_the_program_asks_not_to_die_with_its_keeper(attacker: Attacker, processes: int) -> None:
+def test_a_program_cannot_outlive_its_keeper(attacker: Attacker, processes: int) -> None:
     code = ATTEMPT + (
         "attempt(raw, PRCTL, 1, 0)\nattempt(raw, PRCTL, 2**32 + 1, 0)\n"
         "open('ready', 'w').close()\nsignal.pause()"
@@ -234,7 +234,7 @@ def test_a_child_of_the_program_does_not_outlive_the_keeper(attacker: Attacker) 
     wait_until(lambda: not living_in(attacker.scratch))
 
 
-def test_the_program_changes_how_the_trainer_is_scheduled(
+def test_a_program_cannot_change_the_scheduling_of_the_trainer(
     attacker: Attacker, trainer: subprocess.Popen[bytes]
 ) -> None:
     def scheduling() -> list[Any]:
@@ -266,7 +266,7 @@ attempt(raw, prctl, 62, 2, pid, 0, 0)
 # --- Metadata outside the working directory ---
 
 
-def test_the_program_changes_modes_times_and_attributes_of_the_users_files(
+def test_a_program_cannot_change_modes_times_and_attributes_of_the_users_files(
     attacker: Attacker,
 ) -> None:
     private = attacker.scratch / "ssh"
@@ -307,13 +307,13 @@ for path in ({str(private)!r}, {str(key)!r}):
         assert (old.st_mode, old.st_ctime_ns) == (new.st_mode, new.st_ctime_ns)
 
 
-def test_a_file_in_the_working_directory_is_still_written_and_renamed(attacker: Attacker) -> None:
+def test_a_program_can_write_and_rename_files_in_its_working_directory(attacker: Attacker) -> None:
     code = "import os\nopen('a', 'w').write('x')\nos.rename('a', 'b')\nos.mkdir('c')\nos.listdir()"
     outcome = attacker.run(code)
     assert outcome.ok and "'b'" in outcome.stdout and "'c'" in outcome.stdout
 
 
-# --- Directories that stay ---
+# --- Directories that are hard to remove ---
 
 DEEP = """
 import os
@@ -328,7 +328,7 @@ print("deep")
 def test_1500_nested_directories_cost_neither_the_report_nor_the_disk(attacker: Attacker) -> None:
     outcome = attacker.run(DEEP)
     assert outcome.ok and outcome.stdout == "deep\n"
-    assert attacker.left() == []
+    assert attacker.list_leftovers() == []
 
 
 @pytest.mark.parametrize("filtered", [True, False])
@@ -348,7 +348,7 @@ for path in ("a/b/c", "a/b", "a", "."):
         pass
 """
     assert attacker.run(code, network="deny" if filtered else "allow").ok
-    assert attacker.left() == [] and Path("/etc").is_dir()
+    assert attacker.list_leftovers() == [] and Path("/etc").is_dir()
 
 
 def test_a_link_to_a_directory_outside_is_removed_and_not_followed(attacker: Attacker) -> None:
@@ -357,10 +357,10 @@ def test_a_link_to_a_directory_outside_is_removed_and_not_followed(attacker: Att
     (outside / "kept").touch()
     os.chown(outside, attacker.uid, -1)
     assert attacker.run(f"import os\nos.symlink({str(outside)!r}, 'link')").ok
-    assert attacker.left() == [outside] and (outside / "kept").exists()
+    assert attacker.list_leftovers() == [outside] and (outside / "kept").exists()
 
 
-def test_what_a_killed_keeper_left_is_swept_at_the_next_start(attacker: Attacker) -> None:
+def test_the_next_start_sweeps_the_directory_of_a_killed_keeper(attacker: Attacker) -> None:
     code = "top = __import__('os').getcwd()\n" + DEEP
     attacker.start(code + "import signal\nopen(top + '/ready', 'w').close()\nsignal.pause()")
     wait_until(lambda: list(attacker.scratch.glob("*/ready")))
@@ -368,15 +368,15 @@ def test_what_a_killed_keeper_left_is_swept_at_the_next_start(attacker: Attacker
     attacker.keeper.kill()
     attacker.keeper.wait()
     wait_until(lambda: not living_in(attacker.scratch))
-    assert len(attacker.left()) == 1
+    assert len(attacker.list_leftovers()) == 1
     assert attacker.run("1").ok
-    assert attacker.left() == []
+    assert attacker.list_leftovers() == []
 
 
-def test_the_sweep_takes_nothing_of_a_living_keeper_nor_of_others(attacker: Attacker) -> None:
+def test_the_sweep_removes_nothing_of_a_living_keeper_or_of_other_users(attacker: Attacker) -> None:
     attacker.start("import signal\nopen('ready', 'w').close()\nsignal.pause()")
     wait_until(lambda: list(attacker.scratch.glob("*/ready")))
-    (living,) = attacker.left()
+    (living,) = attacker.list_leftovers()
     other = attacker.scratch / "rollway-code-of-another"
     other.mkdir()
     if attacker.uid != os.getuid() or os.getuid() == 0:
@@ -389,7 +389,7 @@ def test_the_sweep_takes_nothing_of_a_living_keeper_nor_of_others(attacker: Atta
     second = Attacker(attacker.uid, attacker.scratch, attacker.jail)
     assert second.run("1").ok
     kept = {living, foreign, named} | ({other} if os.getuid() == 0 else set())
-    assert set(attacker.left()) == kept and (living / "ready").exists()
+    assert set(attacker.list_leftovers()) == kept and (living / "ready").exists()
 
 
 # --- More processes, more memory, more threads ---
@@ -417,12 +417,12 @@ def test_the_new_mount_calls_are_refused(attacker: Attacker, processes: int) -> 
     assert outcome.stdout == "refused: 1\n" * 8
 
 
-def test_a_memfd_holds_no_memory_beyond_the_limit(attacker: Attacker) -> None:
+def test_memfds_are_refused(attacker: Attacker) -> None:
     code = "attempt(os.memfd_create, 'more')\nattempt(raw, 447, 0)"
     assert attacker.attack(code).stdout == "refused: 1\n" * 2
 
 
-def test_threads_are_bounded_alike_for_root_and_a_user(attacker: Attacker) -> None:
+def test_threads_are_bounded(attacker: Attacker) -> None:
     code = """
 import threading, time
 threading.stack_size(65536)
@@ -457,7 +457,7 @@ def test_the_network_does_not_reach_abstract_sockets(attacker: Attacker) -> None
         attacker.attack(code, network="allow")
 
 
-def test_io_uring_is_no_way_around_the_filter(attacker: Attacker) -> None:
+def test_io_uring_is_refused(attacker: Attacker) -> None:
     for network in ("deny", "allow"):
         outcome = attacker.attack("attempt(raw, 425, 8, 0)", network=network)
         assert outcome.stdout == "refused: 1\n"
@@ -466,21 +466,21 @@ def test_io_uring_is_no_way_around_the_filter(attacker: Attacker) -> None:
 # --- Where a layer is missing ---
 
 
-def test_check_names_the_promises_that_do_not_hold(attacker: Attacker) -> None:
+def test_missing_protections_name_the_layers_that_do_not_hold(attacker: Attacker) -> None:
     whole = attacker.run("1")
     if LANDLOCK >= 6:
-        assert whole.open_promises == ()
+        assert whole.missing_protections == ()
     change_jail(attacker, "    if version < 1:", "    if version < 100:")
-    without_landlock = attacker.run("1").open_promises
-    assert any("files" in promise for promise in without_landlock)
+    without_landlock = attacker.run("1").missing_protections
+    assert any("files" in sentence for sentence in without_landlock)
     change_jail(attacker, "PR_SET_SECCOMP, SECCOMP_MODE_FILTER", "PR_SET_SECCOMP, 1000")
-    without_both = attacker.run("1", network="allow").open_promises
+    without_both = attacker.run("1", network="allow").missing_protections
     assert len(without_both) > len(without_landlock)
-    assert any("processes" in promise for promise in without_both)
+    assert any("processes" in sentence for sentence in without_both)
 
 
-def test_the_program_is_root_where_no_other_user_is_mapped(attacker: Attacker) -> None:
-    """A user namespace with one user: root there, and nobody else to become."""
+def test_a_program_that_stays_root_has_no_capabilities(attacker: Attacker) -> None:
+    """A user namespace with one user maps root alone."""
     command = ["unshare", "--user", "--map-root-user"]
     probe = subprocess.run(
         [*command, "true"], **attacker.identity(), capture_output=True, check=False
@@ -506,7 +506,7 @@ print(os.getuid(), any(sets.raw))
         **attacker.identity(),
     ) as keeper:
         assert keeper.stdin and keeper.stdout and keeper.stderr
-        keeper.stdin.write(sandbox._job(code))
+        keeper.stdin.write(sandbox.encode_job(code))
         keeper.stdin.flush()
-        outcome = sandbox._outcome(keeper.stdout.read(), keeper.stderr.read())
+        outcome = sandbox.read_outcome(keeper.stdout.read(), keeper.stderr.read())
     assert outcome.stdout == "0 False\n", outcome

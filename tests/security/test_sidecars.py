@@ -1,4 +1,4 @@
-"""An attacker writes a sidecar whose numbers would take all memory, or all time."""
+"""Hostile sidecars whose numbers would use all memory or endless time are refused."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ROOM = 1 << 30
 
 @pytest.fixture(autouse=True)
 def little_memory() -> Iterator[None]:
-    """Let the reader take at most a gigabyte more, so that an attack is an error and no outage."""
+    """Limit memory to one more gigabyte, so that a successful attack fails the test alone."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + ROOM, hard))
@@ -45,7 +45,7 @@ def plain() -> dict[str, Any]:
     return fields
 
 
-def test_the_sidecar_that_is_attacked_is_whole() -> None:
+def test_the_sidecar_is_valid_before_it_is_changed() -> None:
     assert sidecar.load(json.dumps(plain())) == MODEL
 
 
@@ -66,7 +66,7 @@ MAY_BE_ZERO = ("experts", "tp", "first_layer")
     [(at, n) for at in PLACES for n in COUNTS if n or at[-1] not in MAY_BE_ZERO],
     ids=lambda value: value[-1] if isinstance(value, tuple) else str(value),
 )
-def test_a_count_that_would_be_a_set_of_that_size(place: tuple[str, ...], count: int) -> None:
+def test_huge_counts_are_refused_without_using_memory(place: tuple[str, ...], count: int) -> None:
     fields = plain()
     inner = fields
     for key in place[:-1]:
@@ -82,14 +82,14 @@ def test_a_count_that_would_be_a_set_of_that_size(place: tuple[str, ...], count:
 
 
 @pytest.mark.timeout(60)
-def test_a_world_and_layers_of_a_billion() -> None:
+def test_a_billion_ranks_and_layers_are_refused() -> None:
     for change in ({"world": 10**9}, {"geometry": plain()["geometry"] | {"layers": 10**9}}):
         with pytest.raises(UsageError, match=r"sidecar is wrong at world|too large"):
             sidecar.load(json.dumps(plain() | change))
 
 
 @pytest.mark.timeout(60)
-def test_many_tensors_that_are_each_cut_into_many_parts() -> None:
+def test_too_many_parts_are_refused() -> None:
     """Each of 600 short entries stands for 16,384 parts: 10 million in all."""
     heads, fields = 1 << 12, plain()
     fields["geometry"] |= {
@@ -115,7 +115,7 @@ def test_many_tensors_that_are_each_cut_into_many_parts() -> None:
 
 
 @pytest.mark.timeout(60)
-def test_a_matrix_cut_into_many_columns() -> None:
+def test_a_matrix_of_many_columns_is_checked_quickly() -> None:
     """Every column was compared with every other: 20,000 took minutes."""
     columns = [Box((0, n), (2, n + 1)) for n in range(20_000)]
     check_covered("w", (2, 20_000), columns)
@@ -134,7 +134,7 @@ def test_a_matrix_cut_into_many_columns() -> None:
         ("start", [2**53, 2**53]), ("role", "x" * 10_000), ("role", 7),
     ],
 )  # fmt: skip
-def test_a_tensor_of_no_kind(key: str, value: Any) -> None:
+def test_a_tensor_with_invalid_fields_is_refused(key: str, value: Any) -> None:
     fields = plain()
     fields["ranks"]["0"]["tensors"][QKV][key] = value
     with pytest.raises(UsageError):
@@ -142,14 +142,14 @@ def test_a_tensor_of_no_kind(key: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize("role", ["qkv_column", "expert_column", "column", "vocab_parallel"])
-def test_a_tensor_without_dimensions_that_should_be_cut(role: str) -> None:
+def test_a_sharded_tensor_without_dimensions_is_refused(role: str) -> None:
     fields = plain()
     fields["ranks"]["0"]["tensors"][QKV] |= {"role": role, "shape": [], "start": [], "local": []}
     with pytest.raises(UsageError, match="cannot be cut by its role"):
         sidecar.load(json.dumps(fields))
 
 
-def test_experts_in_one_tensor_of_one_dimension() -> None:
+def test_grouped_experts_with_one_dimension_are_refused() -> None:
     fields, name = plain(), "decoder.layers.0.mlp.experts.weight2"
     rank = fields["ranks"]["0"]
     rank["names"][name] = ["x"]
@@ -161,7 +161,7 @@ def test_experts_in_one_tensor_of_one_dimension() -> None:
 
 
 @pytest.mark.parametrize("rank", ["9" * 5000, "-1", "٣", "1_0", " 1", "", "x", "0\n", "4"])
-def test_a_rank_that_is_no_number(rank: str) -> None:
+def test_a_rank_without_a_number_is_refused(rank: str) -> None:
     fields = plain()
     fields["ranks"][rank] = fields["ranks"].pop("3")
     with pytest.raises(UsageError):
@@ -176,13 +176,13 @@ def test_a_rank_that_is_no_number(rank: str) -> None:
      '{"version":1,"\\ud800":1}', " " * ((64 << 20) + 1)],
     ids=range(8),
 )  # fmt: skip
-def test_a_text_that_is_no_sidecar(text: str) -> None:
+def test_other_texts_are_refused(text: str) -> None:
     with pytest.raises(UsageError) as caught:
         sidecar.load(text)
     assert len(str(caught.value)) < 1000
 
 
-def test_names_of_a_megabyte() -> None:
+def test_names_of_a_megabyte_are_refused() -> None:
     fields = plain()
     fields["ranks"]["0"]["names"][QKV][0] = "x" * (1 << 20)
     with pytest.raises(UsageError, match="4096") as caught:

@@ -16,15 +16,25 @@ import pytest
 import torch
 
 from rollway.errors import RollwayError, WeightsError
-from rollway.weights import delta
-from rollway.weights.catalog import Listing
-from rollway.weights.catalog_http import CatalogServer, HttpCatalog, Seal
 from rollway.weights.offer import Entry, Lies, Manifest, Offer, read_manifest, read_offer
-from rollway.weights.store import Store
 from rollway.weights.transports.collective import rendezvous
-from rollway.weights.transports.delta import DeltaPublisher, DeltaReader, DeltaReceiver, Object
+from rollway.weights.transports.delta import (
+    DeltaPublisher,
+    DeltaReader,
+    DeltaVersions,
+    Object,
+    Store,
+)
 from rollway.weights.transports.delta import Manifest as DeltaManifest
-from rollway.weights.transports.nixl_cards import _Layout, _Piece, _Tensor, read_layout
+from rollway.weights.transports.delta import format as delta
+from rollway.weights.transports.nixl.catalog import Listing
+from rollway.weights.transports.nixl.catalog_http import (
+    CatalogServer,
+    HttpCatalog,
+    Seal,
+    open_catalog,
+)
+from rollway.weights.transports.nixl.listing import _Layout, _Piece, _Tensor, read_layout
 from rollway.weights.transports.shm import ShmPublisher, ShmReader
 from rollway.weights.transports.shm.shards import group_by_tensor
 
@@ -159,7 +169,7 @@ def deltas(tmp_path: Path) -> tuple[Store, list[DeltaManifest]]:
     publisher = DeltaPublisher(store)
     for version in (1, 2, 3):
         publisher.publish(version, [("a", torch.full((64,), float(version)))])
-    return store, [publisher.manifest(version) for version in (1, 2, 3)]
+    return store, [publisher.versions.read_manifest(version) for version in (1, 2, 3)]
 
 
 @pytest.mark.timeout(60)
@@ -170,7 +180,7 @@ def test_versions_that_follow_each_other_in_a_circle(
     rewrite(store, msgspec.structs.replace(second, base=3))
     rewrite(store, msgspec.structs.replace(third, base=2))
     with pytest.raises(WeightsError, match="which is no older"):
-        DeltaReader(store).chain(None, 3)
+        DeltaVersions(store).find_chain(None, 3)
 
 
 @pytest.mark.timeout(60)
@@ -185,7 +195,7 @@ def test_a_change_that_is_longer_than_its_tensor(
     snapshot = Object(first.snapshot.key, 1 << 40)
     rewrite(store, msgspec.structs.replace(first, tensors={"a": entry}, snapshot=snapshot))
     with pytest.raises(WeightsError, match="is said to have"):
-        DeltaReader(store).fetch({}, None, 1)
+        DeltaVersions(store).fetch({}, None, 1)
 
 
 def test_a_snapshot_of_another_model_before_the_deltas(
@@ -195,7 +205,7 @@ def test_a_snapshot_of_another_model_before_the_deltas(
     entry = msgspec.structs.replace(first.tensors["a"], shape=(1 << 20,))
     rewrite(store, msgspec.structs.replace(first, tensors={"a": entry}))
     with pytest.raises(WeightsError, match="of another model"):
-        DeltaReader(store).fetch({}, None, 3)
+        DeltaVersions(store).fetch({}, None, 3)
 
 
 @pytest.mark.timeout(60)
@@ -203,13 +213,13 @@ def test_an_object_of_a_store_that_is_a_fifo(tmp_path: Path) -> None:
     (tmp_path / "manifests").mkdir()
     os.mkfifo(tmp_path / "manifests" / f"{1:015d}.json")
     with pytest.raises(WeightsError, match="no plain file"):
-        DeltaReader(Store(tmp_path)).manifest(1)
+        DeltaVersions(Store(tmp_path)).read_manifest(1)
 
 
 @pytest.mark.parametrize("where", [{}, {"root": "\0"}, {"root": 7}, {"root": "x" * 10_000}])
 def test_an_offer_of_deltas_that_are_nowhere(where: dict[str, Any]) -> None:
     with pytest.raises(WeightsError):
-        DeltaReceiver().headers(Offer("delta", 1, "12345678", 0, where))
+        DeltaReader().headers(Offer("delta", 1, "12345678", 0, where))
 
 
 @pytest.mark.timeout(60)
@@ -241,7 +251,7 @@ def test_a_change_of_an_empty_tensor_whose_strides_overflow() -> None:
 )  # fmt: skip
 def test_a_piece_outside_of_its_tensor(piece: Any) -> None:
     raw = msgspec.msgpack.encode(_Layout([_Tensor("a", "F32", (2,))], [_Piece(*piece)]))
-    with pytest.raises(WeightsError, match="lies outside of its tensor"):
+    with pytest.raises(WeightsError, match="is outside of its tensor"):
         read_layout(raw)
 
 
@@ -378,8 +388,6 @@ class Answering:
 
 @pytest.mark.parametrize("url", ["http://[", "http://h:99999", "ftp://h", "http://", "x" * 5000])
 def test_an_offer_of_a_catalog_that_is_nowhere(url: str) -> None:
-    from rollway.weights.catalog_http import open_catalog
-
     with pytest.raises(RollwayError):
         open_catalog({"catalog": url}, secret="s")
 
@@ -400,15 +408,15 @@ def test_deltas_and_json_bombs(tmp_path: Path) -> None:
     for text in ("[" * 100_000, plain[:-2] + "{" * 100_000, "", "\0", plain):
         file.write_text(text)
         with pytest.raises(WeightsError, match="damaged"):
-            DeltaReader(Store(tmp_path)).manifest(1)
+            DeltaVersions(Store(tmp_path)).read_manifest(1)
 
 
 def test_a_snapshot_that_lacks_a_tensor(tmp_path: Path) -> None:
     store = Store(tmp_path)
     publisher = DeltaPublisher(store)
     publisher.publish(1, [("a", torch.ones(3)), ("b", torch.ones(3))])
-    manifest = publisher.manifest(1)
+    manifest = publisher.versions.read_manifest(1)
     entry = msgspec.structs.replace(manifest.tensors["a"], snapshot=None)
     rewrite(store, msgspec.structs.replace(manifest, tensors={**manifest.tensors, "a": entry}))
     with pytest.raises(WeightsError, match="in none of its objects"):
-        DeltaReader(store).fetch({}, None, 1)
+        DeltaVersions(store).fetch({}, None, 1)

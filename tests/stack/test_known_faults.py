@@ -18,7 +18,7 @@ import pytest
 import rollway
 from rollway.api import Stack
 from rollway.chaos.naive import naive_refit
-from rollway.errors import RolloutError, Unreachable, UsageError
+from rollway.errors import AdminError, RolloutError, Unreachable, UsageError
 from rollway.fleet.discovery import Worker
 from rollway.fleet.report import RefitMode
 from rollway.fleet.updates import FromDisk
@@ -27,6 +27,7 @@ from rollway.rollout.client import Rollout
 from rollway.rollout.sender import all_or_none
 from rollway.rollout.wire import DynamoAssembly, completion_request
 from rollway.sync import SyncStack
+from rollway.weights.checkpoint import check_checkpoint
 from tests.stack.brake import slowed
 from tests.stack.faults import (
     BAD,
@@ -221,6 +222,20 @@ async def test_04_05_06_a_bad_checkpoint_is_refused_untouched(
     ):
         assert rollout.weight_version == version
         assert_exact(policies, rollout)
+
+
+async def test_a_refused_refit_leaves_no_second_model_in_a_worker(
+    client: Stack, policies: list[Policy]
+) -> None:
+    """Workers stage the weights before the refit learns that the version names others."""
+    version = next(_versions)
+    await client.refit(version, policies[1].path)
+    with pytest.raises(UsageError, match="already names other weights"):
+        await client.refit(version, policies[2].path)
+    staged = {"identity": check_checkpoint(policies[2].path).identity}
+    for worker in await client.fleet.workers():
+        with pytest.raises(AdminError):
+            await client.fleet.admin.call(worker, "rollway_staged", staged)
 
 
 async def test_06_dynamo_alone_takes_half_a_checkpoint(

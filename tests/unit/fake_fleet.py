@@ -1,7 +1,6 @@
-"""A stand-in for Dynamo workers: the admin routes with scripted failures, over real HTTP.
+"""Fake Dynamo workers: the admin routes with scripted failures, over real HTTP.
 
-It exists for faults that a real worker cannot be made to show on demand; what works is tested
-against real ones in tests/stack."""
+For faults that a real worker does not show on demand. tests/stack has the tests on real workers."""
 
 from __future__ import annotations
 
@@ -27,30 +26,30 @@ class FakeWorker:
     paused: bool = False
     calls: list[str] = field(default_factory=list)
     fail: dict[str, Any] = field(default_factory=dict)
-    """Route to what goes wrong: an HTTP status, a message, or seconds to hang."""
+    """The failure of each route: an HTTP status, a message, seconds to hang, or a list of these."""
     routes: list[str] = field(default_factory=lambda: list(ROUTES))
     error: str | None = None
     taints: list[str] = field(default_factory=list)
-    lies: bool = False
-    """Says ok to an update and keeps its version."""
+    ignores_updates: bool = False
+    """Whether it reports success for an update and keeps its version."""
 
     async def handle(self, request: web.Request) -> web.Response:
         route = request.match_info["route"]
         self.calls.append(route)
-        trouble = self.fail.get(route)
-        if isinstance(trouble, list):
-            trouble = trouble.pop(0) if trouble else None
-        if isinstance(trouble, float):
-            await asyncio.sleep(trouble)
-        elif isinstance(trouble, int):
-            return web.Response(status=trouble, text="trouble")
-        elif isinstance(trouble, str):
-            return _reply({"status": "error", "message": trouble})
+        failure = self.fail.get(route)
+        if isinstance(failure, list):
+            failure = failure.pop(0) if failure else None
+        if isinstance(failure, float):
+            await asyncio.sleep(failure)
+        elif isinstance(failure, int):
+            return web.Response(status=failure, text="failure")
+        elif isinstance(failure, str):
+            return _reply({"status": "error", "message": failure})
         body = await request.json()
         if route == "update_weights_from_disk":
             if not self.paused:
                 return _reply({"status": "error", "message": "must be paused"})
-            if not self.lies:
+            if not self.ignores_updates:
                 self.version = body["weight_version"]
         elif route == "set_weight_version":
             self.version = body["weight_version"]

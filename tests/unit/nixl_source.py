@@ -1,4 +1,4 @@
-"""A trainer rank in a process of its own that publishes over NIXL, told what to do by a pipe."""
+"""A trainer rank in another process that publishes over NIXL, controlled through a pipe."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ Tensors = dict[str, torch.Tensor]
 
 
 def tensors_of(version: int, layers: int = 6, rows: int = 64) -> Tensors:
-    """Of several dtypes and odd sizes; every version unlike every other."""
-    made: Tensors = {}
+    """Return tensors of several dtypes and odd sizes; every version differs from all others."""
+    tensors: Tensors = {}
     random = torch.Generator().manual_seed(version)
     for layer in range(layers):
-        made[f"{layer}.weight"] = torch.randn(rows, 96, generator=random).bfloat16()
-        made[f"{layer}.norm"] = torch.randn(33, generator=random)
-    made["scale"] = torch.tensor(float(version))
-    made["none"] = torch.empty(0, 4)
-    return made
+        tensors[f"{layer}.weight"] = torch.randn(rows, 96, generator=random).bfloat16()
+        tensors[f"{layer}.norm"] = torch.randn(33, generator=random)
+    tensors["scale"] = torch.tensor(float(version))
+    tensors["none"] = torch.empty(0, 4)
+    return tensors
 
 
 class Trainer:
-    """The near end of the pipe."""
+    """The test's end of the pipe."""
 
     def __init__(self, **options: Any) -> None:
         context = multiprocessing.get_context("spawn")
-        self._pipe, far = context.Pipe()
-        self.process = context.Process(target=_serve, args=(far, options), daemon=True)
+        self._pipe, other_end = context.Pipe()
+        self.process = context.Process(target=_serve, args=(other_end, options), daemon=True)
         self.process.start()
-        far.close()
+        other_end.close()
 
-    def ask(self, what: str, *args: Any) -> Any:
-        self._pipe.send((what, *args))
+    def ask(self, request: str, *args: Any) -> Any:
+        self._pipe.send((request, *args))
         assert self._pipe.poll(120), "the trainer does not answer"
         answer = self._pipe.recv()
         if isinstance(answer, Exception):
@@ -69,26 +69,26 @@ def _serve(pipe: Connection, options: dict[str, Any]) -> None:
     publisher = NixlPublisher(secret=WORD, **options)
     adopted: Tensors = {}
     while True:
-        what, *args = pipe.recv()
+        request, *args = pipe.recv()
         answer: Any = None
-        if what == "publish":
+        if request == "publish":
             version, layers, rows = args
             answer = publisher.publish(version, tensors_of(version, layers, rows).items())
-        elif what == "adopt":
+        elif request == "adopt":
             adopted = tensors_of(*args)
             publisher.adopt(adopted.items())
-        elif what == "publish adopted":
+        elif request == "publish adopted":
             answer = publisher.publish(*args)
-        elif what == "flip":
+        elif request == "flip":
             raw = adopted[args[0]].view(-1).view(torch.uint8)
             raw[5] ^= 1
-        elif what == "acknowledged":
+        elif request == "acknowledged":
             answer = publisher.acknowledged(*args)
-        elif what == "idle":
+        elif request == "idle":
             before = time.process_time()
             time.sleep(args[0])
             answer = (time.process_time() - before) / args[0]
-        elif what == "end":
+        elif request == "end":
             publisher.close()
             pipe.send(None)
             os._exit(0)

@@ -1,4 +1,4 @@
-"""Carry a plan out on small arrays, byte by byte as its methods say, and count what moves."""
+"""Run a plan on small arrays, by the methods it chose, and count the bytes that move."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from numpy.typing import NDArray
 
 from rollway.weights.layout import Box
 from rollway.weights.planning.costs import Method
-from rollway.weights.planning.holdings import Source
+from rollway.weights.planning.sources import Source
+from rollway.weights.planning.targets import LocalTensor, Wants
 from rollway.weights.planning.transfers import Plan, Transfer
-from rollway.weights.planning.wants import LocalTensor, Wants
 
 Array = NDArray[np.int32]
 Model = dict[str, Array]
@@ -17,7 +17,7 @@ DTYPE = "I32"
 
 
 def some_model(shapes: dict[str, tuple[int, ...]]) -> Model:
-    """Every element is unlike every other, and none is 0."""
+    """Return arrays in which every element is different, and none is 0."""
     model, first = {}, 1
     for name, shape in shapes.items():
         size = int(np.prod(shape))
@@ -35,7 +35,7 @@ def slices(box: Box) -> tuple[slice, ...]:
 
 
 def held_by(source: Source, model: Model) -> Model:
-    """The source's own tensors, filled as its pieces say; padding is -1."""
+    """Return the source's own tensors, filled as its boxes say; padding is -1."""
     arrays = {}
     for tensor, offer in source.offers.items():
         arrays[tensor] = np.full(offer.holding.shape, -1, np.int32)
@@ -49,7 +49,7 @@ def held_by(source: Source, model: Model) -> Model:
 
 
 def carried_out(plan: Plan, sources: list[Source], model: Model, wants: Wants) -> list[Model]:
-    """What every receiver has afterwards; an element written twice fails."""
+    """Return what every receiver has afterwards; fail if an element is written twice."""
     held = {source.name: held_by(source, model) for source in sources}
     received = []
     for number, receiver in enumerate(plan.receivers):
@@ -70,7 +70,7 @@ def carried_out(plan: Plan, sources: list[Source], model: Model, wants: Wants) -
 
 
 def _carry(transfer: Transfer, array: Array, mine: Model) -> int:
-    """One transfer; returns the bytes that were on the wire."""
+    """Run one transfer; return the bytes that were on the wire."""
     moved = 0
     for copy in transfer.copies:
         values = array[slices(copy.box)]
@@ -90,7 +90,7 @@ def _carry(transfer: Transfer, array: Array, mine: Model) -> int:
 
 
 def expected(model: Model, wants: Wants, number: int) -> Model:
-    """Straight from the whole tensors."""
+    """Return what a receiver should have, straight from the whole tensors."""
     mine: Model = {}
     for name, several in wants.items():
         for want in several:

@@ -1,8 +1,8 @@
 """A model of Dynamo's workers, their router and their admin routes, in memory and simulated time.
 
-It keeps what no real worker tells: which weights sampled each token, and whose KV it read. Breaches
-of the protocol that show only here are noted in `World.violations`; raised inside the protocol they
-would be handled as one more fault."""
+It records what no real worker reports: which weights sampled each token, and which weights computed
+the KV blocks that it read. Violations of the protocol are collected in `World.violations`: raised
+inside the protocol, they would be handled as one more fault."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 
 from rollway.errors import AdminError, RequestFailed, Unreachable, UsageError
-from rollway.fleet import fleet, membership, moves, refit
+from rollway.fleet import fleet, membership, refit, updates, worker_refit
 from rollway.fleet.admin import NoSuchMethod
 from rollway.fleet.discovery import Worker
 from rollway.fleet.updates import FromDisk
@@ -39,12 +39,12 @@ LISTED_DEAD_SECONDS = 10.0
 
 
 def weights_of(version: int | None) -> str:
-    """What a version names, and must never cease to name."""
+    """Return the weights that a version names, always the same ones."""
     return f"w{version}" if version else "base"
 
 
 class SimLoop(asyncio.SelectorEventLoop):
-    """Time passes when nobody has anything to do, and then at once."""
+    """An event loop whose time jumps to the next timer when no task can run."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -57,7 +57,7 @@ class SimLoop(asyncio.SelectorEventLoop):
     async def create_connection(
         self, factory: Any, _: Any = None, port: Any = None, **__: Any
     ) -> Any:
-        """What a probe of an admin port meets; a hung worker's kernel accepts."""
+        """Connect to an admin port; the kernel of a hung worker accepts."""
         if self.world is None or self.world.at(port) is None:
             raise ConnectionRefusedError
         return SimpleNamespace(close=lambda: None, is_closing=lambda: True), factory()
@@ -70,7 +70,7 @@ class _Clock(selectors.DefaultSelector):
 
     def select(self, timeout: float | None = None) -> list[Any]:
         if timeout is None:
-            raise RuntimeError("Nothing will ever happen again, and somebody waits for it.")
+            raise RuntimeError("A task waits for an event that can never happen.")
         self._loop.now += timeout
         return []
 
@@ -83,7 +83,7 @@ class SimRequest:
     salt: str | None
     tokens: list[int] = field(default_factory=list)
     kv: set[str] = field(default_factory=set)
-    """The weights that computed what it attends to."""
+    """The weights that computed the KV blocks it attends to."""
     moved: int = 0
     done: asyncio.Future[str] = field(default_factory=lambda: asyncio.Future())
 
@@ -98,19 +98,22 @@ class Call:
 
 
 class SimWorker:
-    """Its engine, and what its admin routes do; `fault` is what goes wrong while they do it."""
+    """The engine of a worker and its admin routes; `fault` names what goes wrong in a call."""
 
     def __init__(self, world: World, instance_id: int, port: int) -> None:
         rng = world.rng
         self.world, self.instance_id, self.port = world, instance_id, port
         self.weights, self.label = "base", None
+        self.staged: str | None = None
+        """A second model."""
+        self.staged_by, self._staged_at = 0, 0.0
         self.ready_at = float("inf") if world.supervised else world.now
         self.taints: tuple[str, ...] = ()
         self.routed: tuple[str, ...] = ()
-        """The taints as the router knows them."""
+        """The taints that the router has received."""
         self.lag = rng.choice([0.0, 0.01, 0.03])
         self.load_seconds = rng.choice([0.02, 0.4, 3.0])
-        # An engine that cannot drop its cache; where no taint keeps requests apart, it must.
+        # An engine that cannot drop its cache. Without taints to separate requests, it must.
         self.sticky = world.supervised and rng.random() < 0.3
         self.alive, self.paused, self.frozen = True, False, False
         self.died_at = self.hung_at = float("-inf")
@@ -118,9 +121,9 @@ class SimWorker:
         self.queued: list[SimRequest] = []
         self.running: list[SimRequest] = []
         self.late = 0
-        """How many requests came while it was paused."""
+        """The number of requests that arrived while it was paused."""
         self.issued_by: int | None = None
-        """The operation whose update is not known to have ended well."""
+        """The operation whose update may have failed."""
         self.entering: int | None = None
         self.paused_by, self.served, self.known = 0, 0, True
         self.awake, self._drained, self._work = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -152,7 +155,7 @@ class SimWorker:
             if len(request.tokens) >= request.max_tokens:
                 self.end(request, "length")
 
-    async def take(self, request: SimRequest) -> str:
+    async def serve(self, request: SimRequest) -> str:
         if not self.alive:
             return "died"
         request.done = asyncio.Future()
@@ -162,9 +165,9 @@ class SimWorker:
         return await request.done
 
     def end(self, request: SimRequest, reason: str) -> None:
-        for where in (self.queued, self.running):
-            if request in where:
-                where.remove(request)
+        for requests in (self.queued, self.running):
+            if request in requests:
+                requests.remove(request)
         if not request.done.done():
             request.done.set_result(reason)
         self.poke()
@@ -203,8 +206,8 @@ class SimWorker:
         op = OP.get()
         if self.entering == op == self.issued_by:
             self.issued_by = None
-        # To hear its canary, a worker whose load is being verified may generate.
-        if self.issued_by is not None and (self.issued_by != op or self.world.proving):
+        # A worker whose load is being verified by a canary may generate.
+        if self.issued_by is not None and (self.issued_by != op or self.world.verifying):
             self.world.broken(f"worker {self.instance_id} is resumed, its weights are unknown")
         self.paused = self.frozen = False
         self.poke()
@@ -223,13 +226,13 @@ class SimWorker:
         self.known = self.label is None or self.label >= 0
         self.set_label(version)
         if version >= 0:
-            self.issued_by = None  # the caller vouches for it
+            self.issued_by = None  # the caller has verified it
 
     def set_taints(self, taints: Sequence[str]) -> None:
         self.taints = tuple(taints)
         self.world.loop.call_later(self.lag, setattr, self, "routed", tuple(taints))
 
-    async def load(self, new: str, label: int, proved: bool, fault: str | None) -> None:
+    async def load(self, new: str, label: int, verified: bool, fault: str | None) -> None:
         async with self._engine:
             if not self.paused:
                 raise AdminError("It must be paused.")
@@ -237,29 +240,56 @@ class SimWorker:
                 self.world.broken(f"worker {self.instance_id} goes from {self.served} to {new}")
             old, self.weights = self.weights, f"{self.weights}|{new}"
             await asyncio.sleep(self.load_seconds)
-            # Of one in doubt no canary tells what it held, so a lie would pass for the truth.
-            lies = fault == "lie" and (self.world.proving or self.known)
+            # Of a worker in doubt there is no canary answer from before, so a lie would not show.
+            is_lie = fault == "lie" and (self.world.verifying or self.known)
             if fault != "half":
-                self.weights = old if lies else new
-            if proved and self.weights != new:
+                self.weights = old if is_lie else new
+            if verified and self.weights != new:
                 raise AdminError("It holds other parameters.")
+            self.staged = None
             self.set_label(label)
 
-    def check(self, path: str) -> None:
-        if not self.world.proving:
+    def stage(self, path: Path) -> None:
+        self.check(path.name)
+        self.staged, self.staged_by = path.name, OP.get()
+        self._staged_at = self.world.now + self.load_seconds
+
+    def check_staged(self, identity: str) -> None:
+        if self.staged != identity:
+            raise AdminError("It has not staged these weights.")
+        if self.world.now < self._staged_at:
+            raise AdminError("still staging")
+
+    def unstage(self, identity: str) -> None:
+        if self.staged == identity:
+            self.staged = None
+
+    def check(self, name: str) -> None:
+        if not self.world.verifying:
             raise NoSuchMethod("It has no such method.")
-        if "unfit" in path:
+        if "unfit" in name:
             raise AdminError("It has other shapes.")
 
 
 class World:
-    """The workers, the router in front of them, and the truth. It stands in for `Http` as well."""
+    """The workers, the router in front of them, and the truth. It also replaces `Http`, the
+    membership's listing and the version record."""
 
-    def __init__(self, loop: SimLoop, seed: int, *, proving: bool, shape: str = "stack") -> None:
+    def __init__(
+        self,
+        loop: SimLoop,
+        seed: int,
+        *,
+        verifying: bool,
+        staging: bool = False,
+        shape: str = "stack",
+    ) -> None:
         self.loop, self.rng = loop, random.Random(seed)
         loop.world = self
-        self.proving = proving
-        """Whether the workers compare their parameters themselves; otherwise canaries must do."""
+        self.verifying = verifying
+        """Whether the workers compare their parameters themselves; otherwise canaries must."""
+        self.staging = verifying and staging
+        """Whether the workers load an update beside the served model."""
         self.supervised, self.tainting = shape == "stack", shape != "untainted"
         self.workers: dict[int, SimWorker] = {}
         self.samples: dict[int, tuple[str, frozenset[str]]] = {}
@@ -269,8 +299,8 @@ class World:
         self.faults: dict[tuple[str, int], str] = {}
         self.violations: list[str] = []
         self.lock = asyncio.Lock()
-        self.shelf: tuple[int, Path] | None = None
-        self.named: dict[int, str] = {}
+        self.recipe: tuple[int, Path] | None = None
+        self.claimed: dict[int, str] = {}
         self.listed_at, self.listing_fails = 0.0, 0
 
     @property
@@ -284,9 +314,9 @@ class World:
         self.violations.append(f"{self.now:.3f} s: {what}")
 
     def join(self, ready_after: float = 0.0) -> SimWorker:
-        """A worker on base weights; its launcher taints it and then labels it."""
+        """Start a worker on base weights; its launcher taints it and then labels it."""
         number = len(self.workers) + 1
-        # A supervisor starts it with the ports of one that died.
+        # A supervisor starts it with the ports of a worker that died.
         free = {w.port for w in self.workers.values() if self.at(w.port) is None}
         worker = SimWorker(self, number, min(free, default=20_000 + number))
         self.workers[number] = worker
@@ -302,12 +332,12 @@ class World:
         if self.listing_fails:
             self.listing_fails -= 1
             raise Unreachable("The frontend restarts.")
-        found = []
+        listed = []
         for w in self.workers.values():
             if w.alive or self.now - w.died_at < LISTED_DEAD_SECONDS:
                 error = None if w.alive and w.awake.is_set() else "DeadlineExceeded"
-                found.append(Worker(w.instance_id, "m", f"http://sim:{w.port}", error=error))
-        return found
+                listed.append(Worker(w.instance_id, "m", f"http://sim:{w.port}", error=error))
+        return listed
 
     def sampled(self, weights: str, request: SimRequest) -> int:
         if request.greedy:
@@ -327,7 +357,7 @@ class World:
         except TimeoutError:
             raise Unreachable("no answer") from None
         finally:
-            for w in self.workers.values():  # the client has gone, or has its answer
+            for w in self.workers.values():  # the client has left, or has its answer
                 w.end(request, "aborted")
         ids = request.tokens
         return {
@@ -344,19 +374,20 @@ class World:
         self, request: SimRequest, taints: list[str], pin: int | None
     ) -> tuple[SimWorker, str]:
         while True:
-            able = [w for w in self.workers.values() if w.alive and {*taints} <= {*w.routed}]
+            alive = [w for w in self.workers.values() if w.alive]
+            candidates = [w for w in alive if {*taints} <= {*w.routed}]
             if pin is not None:
-                able = [w for w in self.workers.values() if w.alive and w.instance_id == pin]
-            if not able or (pin is not None and request.moved):
+                candidates = [w for w in alive if w.instance_id == pin]
+            if not candidates or (pin is not None and request.moved):
                 raise RequestFailed("no worker", status=500)
-            worker = self.rng.choice(able)
-            # No news can call it back now, also when the router stalls.
+            worker = self.rng.choice(candidates)
+            # From here on no new taint can stop the request, even if the router stalls.
             stalls = self.rng.random() < 0.05
             await asyncio.sleep(self.rng.uniform(0, 1.0 if stalls else 0.03))
-            reason = await worker.take(request)
+            reason = await worker.serve(request)
             if reason != "died":
                 return worker, reason
-            request.moved = len(request.tokens)  # the router goes on elsewhere
+            request.moved = len(request.tokens)  # the router continues it elsewhere
 
     async def observe(self, step: str, worker: Worker) -> None:
         await asyncio.sleep(0.001)
@@ -364,27 +395,27 @@ class World:
             self.workers[worker.instance_id].entering = OP.get()
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
-        """Put simulated time, listings and checkpoints under the real protocol."""
-        for module in (refit, moves, fleet, membership, sender):
+        """Run the real protocol on simulated time, listings and checkpoints."""
+        for module in (refit, worker_refit, updates, fleet, membership, sender):
             patch.setattr(module, "time", SimpleNamespace(monotonic=self.loop.time))
         patch.setattr(membership, "discover", self.listing)
         patch.setattr(fleet, "FromDisk", SimUpdate)
         patch.setattr(sender, "random", self.rng)
 
     def put(self, version: int, path: Path) -> None:
-        self.shelf = version, path
+        self.recipe = version, path
 
     def get(self) -> tuple[int, Path] | None:
-        return self.shelf
+        return self.recipe
 
     def claim(self, version: int, identity: str) -> None:
-        self.named[version] = identity
+        self.claimed[version] = identity
 
     def claims(self) -> dict[int, str]:
-        return dict(self.named)
+        return dict(self.claimed)
 
     def newest(self) -> int | None:
-        return max(self.named, default=None)
+        return max(self.claimed, default=None)
 
 
 class SimUpdate(FromDisk):
@@ -395,21 +426,21 @@ class SimUpdate(FromDisk):
             raise UsageError("No checkpoint.")
         self.checkpoint = Checkpoint(self.path, {}, self.path.name)
 
-    async def _touched(self) -> bool:
+    async def _has_changed(self) -> bool:
         return False
 
 
 class SimAdmin:
-    """`AdminAPI` over simulated workers, with the faults that the world has in store. A call
-    reaches whoever listens at the address; one over a held line reaches one worker or nobody."""
+    """`AdminAPI` over simulated workers, with the faults of `World.faults`. A call reaches the
+    worker that listens at the address; over a pinned connection it reaches one worker or none."""
 
     def __init__(self, world: World, owner: SimAdmin | None = None) -> None:
         self.world, self.taints = world, world.tainting
         self._owner = owner or self
-        self._end: SimWorker | None = None
-        self._cut = self.crashed = False
+        self._peer: SimWorker | None = None
+        self._is_broken = self.crashed = False
         self.calls_left, self.then = 0, lambda: None
-        """At the last of so many calls, `then` is done."""
+        """`then` is called at the last of this number of calls."""
 
     @asynccontextmanager
     async def held(self) -> AsyncIterator[SimAdmin]:
@@ -418,8 +449,8 @@ class SimAdmin:
     async def _call(
         self, worker: Worker, route: str, act: Callable[..., Any], detail: Any, limit: float = 10.0
     ) -> Any:
-        owner, sim = self._owner, self._end or self.world.at(int(worker.admin_url[-5:]))
-        if worker.error is not None or sim is None or self._cut or owner.crashed:
+        owner, sim = self._owner, self._peer or self.world.at(int(worker.admin_url[-5:]))
+        if worker.error is not None or sim is None or self._is_broken or owner.crashed:
             raise _lost(worker)
         call = Call(OP.get(), route, sim.instance_id, detail)
         self.world.log.append(call)
@@ -429,7 +460,7 @@ class SimAdmin:
         if route == "update":
             sim.issued_by = call.op
         if owner is not self:
-            self._end, self._cut = sim, True  # a call that is given up breaks its connection
+            self._peer, self._is_broken = sim, True  # a call that is cancelled breaks it
         fault = self.world.faults.pop((route, sim.instance_id), None)
         await asyncio.sleep(self.world.rng.uniform(0.0005, 0.003))
         if fault == "die":
@@ -439,28 +470,28 @@ class SimAdmin:
         if not sim.alive or fault == "before" or owner.crashed:
             raise _lost(worker)
 
-        async def heard() -> Any:
-            """Once it wakes up, also when the caller has left."""
+        async def run() -> Any:
+            """Run once the worker wakes up, even if the caller has left."""
             await sim.awake.wait()
             if fault == "refuse":
                 raise AdminError(f"{worker} refuses.")
-            said = act(sim, fault) if sim.alive else None
-            return await said if inspect.isawaitable(said) else said
+            answer = act(sim, fault) if sim.alive else None
+            return await answer if inspect.isawaitable(answer) else answer
 
-        task = self.world.loop.create_task(heard())
+        task = self.world.loop.create_task(run())
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
             async with asyncio.timeout(limit):
-                said = await asyncio.shield(task)
+                answer = await asyncio.shield(task)
         except TimeoutError:
             raise _lost(worker) from None
         except AdminError:
-            self._cut = False
+            self._is_broken = False
             raise
         if fault == "lost" or not sim.alive or owner.crashed:
             raise _lost(worker)
-        call.ok, self._cut = True, False
-        return said
+        call.ok, self._is_broken = True, False
+        return answer
 
     async def pause(self, worker: Worker, mode: str = "wait", *, clear_cache: bool = True) -> None:
         await self._call(worker, "pause", lambda w, _: w.pause(mode, clear_cache), mode, 300.0)
@@ -480,22 +511,37 @@ class SimAdmin:
     async def update_distributed(
         self, worker: Worker, version: int, method: str, arguments: Mapping[str, Any]
     ) -> None:
-        path = Path(json.loads(arguments["order"]["body"])["path"])
+        if method == updates.SWAP_METHOD:
+            weights = arguments["identity"]
+        else:
+            weights = Path(json.loads(arguments["order"]["body"])["path"]).name
 
         def act(sim: SimWorker, fault: str | None) -> Any:
-            return sim.load(path.name, version, True, fault)
+            if method == updates.SWAP_METHOD:
+                sim.check_staged(weights)
+            return sim.load(weights, version, True, fault)
 
         await self._call(worker, "update", act, version, 720.0)
 
     async def call(self, worker: Worker, method: str, arguments: Mapping[str, Any]) -> None:
-        if method == "rollway_stage":
-            raise NoSuchMethod("Workers of this fleet load in place.")
-        path = json.loads(arguments["order"]["body"])["path"]
-        await self._call(worker, "check", lambda w, _: w.check(path), method, 300.0)
+        if method == updates.STAGE_METHOD:
+            if not self.world.staging:
+                raise NoSuchMethod("Workers of this fleet load in place.")
+            path = Path(arguments["offer"]["where"]["path"])
+            await self._call(worker, "check", lambda w, _: w.stage(path), method, 300.0)
+        elif method == updates.STAGED_METHOD:
+            identity = arguments["identity"]
+            await self._call(worker, "staged", lambda w, _: w.check_staged(identity), method)
+        elif method == updates.UNSTAGE_METHOD:
+            identity = arguments["identity"]
+            await self._call(worker, "unstage", lambda w, _: w.unstage(identity), method)
+        else:
+            name = Path(json.loads(arguments["order"]["body"])["path"]).name
+            await self._call(worker, "check", lambda w, _: w.check(name), method, 300.0)
 
     async def weight_version(self, worker: Worker) -> int | None:
-        said: int | None = await self._call(worker, "version", lambda w, _: w.label, None)
-        return said
+        label: int | None = await self._call(worker, "version", lambda w, _: w.label, None)
+        return label
 
     async def declare_version(self, worker: Worker, version: int) -> None:
         await self._call(worker, "declare", lambda w, _: w.declare(version), version)

@@ -1,4 +1,4 @@
-"""LoRA adapters: what is signed, where it is written, what fits, and who loads it when."""
+"""LoRA adapters: signatures, directories, shapes, and the order in which workers load them."""
 
 from __future__ import annotations
 
@@ -267,7 +267,7 @@ def test_a_worker_without_adapters_says_how_to_have_them() -> None:
 
 
 class Admin:
-    """Workers that do as they are told, but for what is scripted to fail."""
+    """Two workers; worker 8 fails in the methods that a test scripts."""
 
     def __init__(self, **fails: str) -> None:
         self.fails = fails
@@ -305,7 +305,7 @@ async def load(adapters: Adapters, version: int, keep: int = 2, **fields: Any) -
     return await adapters.load(WORKERS, "style", version, OFFER, {**CONFIG, **fields}, keep)
 
 
-async def test_older_versions_stay_as_long_as_they_are_kept() -> None:
+async def test_versions_beyond_keep_are_unloaded() -> None:
     admin = Admin()
     adapters = Adapters(admin, "secret")  # type: ignore[arg-type]
     assert [await load(adapters, version) for version in (1, 2, 3)][-1] == "style@3"
@@ -319,7 +319,7 @@ async def test_older_versions_stay_as_long_as_they_are_kept() -> None:
         adapters.newest("style")
 
 
-async def test_nobody_loads_what_one_worker_refuses() -> None:
+async def test_no_worker_loads_an_adapter_that_another_refuses() -> None:
     admin = Admin(rollway_adapter_ready="the shape is wrong")
     adapters = Adapters(admin, "secret")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="the shape is wrong"):
@@ -330,7 +330,7 @@ async def test_nobody_loads_what_one_worker_refuses() -> None:
     }  # fmt: skip
 
 
-async def test_one_that_cannot_be_proved_is_unloaded_everywhere() -> None:
+async def test_an_adapter_that_cannot_be_verified_is_unloaded_everywhere() -> None:
     admin = Admin()
     adapters = Adapters(admin, "secret")  # type: ignore[arg-type]
     await load(adapters, 1)
@@ -341,7 +341,7 @@ async def test_one_that_cannot_be_proved_is_unloaded_everywhere() -> None:
     assert adapters.newest("style") == "style@1"
 
 
-async def test_who_joins_is_given_what_is_loaded() -> None:
+async def test_a_joining_worker_loads_the_adapters() -> None:
     admin = Admin()
     adapters = Adapters(admin, "secret")  # type: ignore[arg-type]
     await adapters.load(WORKERS[:1], "style", 1, OFFER, CONFIG, 2)

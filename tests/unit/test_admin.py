@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from rollway.errors import AdminError, Unreachable
-from rollway.fleet.admin import IN_DOUBT, DynamoAdmin, NoSuchMethod, unproven, whole_version
+from rollway.fleet.admin import IN_DOUBT, DynamoAdmin, NoSuchMethod, parse_label, unverified_label
 from rollway.fleet.discovery import Worker
 from rollway.http import Http
 
@@ -26,7 +26,7 @@ def fine(route: str, body: dict[str, Any]) -> Any:
 
 @asynccontextmanager
 async def worker(script: Script = fine, **fields: Any) -> AsyncIterator[tuple[Worker, Calls]]:
-    """A worker that answers as the script says; None drops the connection."""
+    """Serve a worker that answers by a script; the answer None drops the connection."""
     calls: Calls = []
 
     async def handle(request: web.Request) -> web.Response:
@@ -62,7 +62,7 @@ async def test_routes_are_called_in_the_style_the_worker_advertises() -> None:
         assert [route for route, _ in calls] == [
             "control/pause_generation", "update/model_taints", "control/sleep",
         ]  # fmt: skip
-        async with worker() as (unknown, calls):  # found by /health or by hand: no list of routes
+        async with worker() as (unknown, calls):  # found by /health or in a static list: no routes
             await admin.pause(unknown)
             await admin.wake(unknown, ["weights"])
         assert [route for route, _ in calls] == ["pause_generation", "control/wake_up"]
@@ -70,9 +70,9 @@ async def test_routes_are_called_in_the_style_the_worker_advertises() -> None:
 
 
 async def test_an_engine_method_is_called_without_touching_version_or_cache() -> None:
-    async with worker() as (one, calls), Http() as http:
-        await DynamoAdmin(http).call(one, "look", {"path": "/x"})
-        await DynamoAdmin(http).update_distributed(one, 7, "receive", {"names": ["a"]})
+    async with worker() as (target, calls), Http() as http:
+        await DynamoAdmin(http).call(target, "look", {"path": "/x"})
+        await DynamoAdmin(http).update_distributed(target, 7, "receive", {"names": ["a"]})
     assert calls[0][1] == {
         "path": "/x",
         "engine_rpc": "look",
@@ -92,38 +92,42 @@ async def test_an_engine_method_is_called_without_touching_version_or_cache() ->
         ("the checkpoint has nothing for 2 parameters", False),
     ],
 )
-async def test_a_missing_method_is_told_from_one_that_failed(message: str, missing: bool) -> None:
+async def test_a_missing_method_and_a_failed_method_are_different_errors(
+    message: str, missing: bool
+) -> None:
     def refuse(route: str, body: dict[str, Any]) -> Any:
         return {"status": "error", "message": message}
 
-    async with worker(refuse) as (one, _), Http() as http:
+    async with worker(refuse) as (target, _), Http() as http:
         with pytest.raises(AdminError) as error:
-            await DynamoAdmin(http).call(one, "look", {})
+            await DynamoAdmin(http).call(target, "look", {})
     assert isinstance(error.value, NoSuchMethod) is missing
 
 
-async def test_what_the_engine_raised_is_shown_without_the_words_around_it() -> None:
-    words = "Call to collective_rpc method failed: Worker failed with error 'a is missing', please "
+async def test_the_error_shows_what_the_engine_raised_without_the_text_around_it() -> None:
+    prefix = (
+        "Call to collective_rpc method failed: Worker failed with error 'a is missing', please "
+    )
 
     def refuse(route: str, body: dict[str, Any]) -> Any:
-        return {"status": "error", "message": words + "check the stack trace above"}
+        return {"status": "error", "message": prefix + "check the stack trace above"}
 
-    async with worker(refuse) as (one, _), Http() as http:
+    async with worker(refuse) as (target, _), Http() as http:
         with pytest.raises(
             AdminError, match=r"refused `update_weights_from_disk`: a is missing\.$"
         ):
-            await DynamoAdmin(http).update_from_disk(one, Path("/x"), 1)
+            await DynamoAdmin(http).update_from_disk(target, Path("/x"), 1)
 
 
-async def test_a_rendezvous_that_fails_is_explained() -> None:
-    async with worker(lambda route, body: None) as (one, calls), Http() as http:
+async def test_a_failed_rendezvous_has_a_hint() -> None:
+    async with worker(lambda route, body: None) as (target, calls), Http() as http:
         with pytest.raises(AdminError, match=r"did not join the weight group.*") as error:
-            await DynamoAdmin(http).init_group(one, {"port": 1})
+            await DynamoAdmin(http).init_group(target, {"port": 1})
         assert "DYN_RL_INIT_WEIGHTS_TIMEOUT_S" in error.value.hint
-    assert len(calls) == 1  # a worker that may be joining is not asked twice
+    assert len(calls) == 1  # a worker that may be joining is not called twice
 
 
-async def test_an_adapter_whose_name_is_taken_is_loaded_anew() -> None:
+async def test_an_adapter_whose_name_is_in_use_is_reloaded() -> None:
     loaded: set[str] = set()
 
     def adapters(route: str, body: dict[str, Any]) -> Any:
@@ -138,11 +142,11 @@ async def test_an_adapter_whose_name_is_taken_is_loaded_anew() -> None:
         loaded.add(name)
         return {"status": "success", "message": f"LoRA adapter '{name}' loaded"}
 
-    async with worker(adapters) as (one, calls), Http() as http:
+    async with worker(adapters) as (target, calls), Http() as http:
         admin = DynamoAdmin(http)
-        await admin.load_lora(one, "style", Path("/adapters/a"))
-        await admin.load_lora(one, "style", Path("/adapters/b"))
-        await admin.unload_lora(one, "style")
+        await admin.load_lora(target, "style", Path("/adapters/a"))
+        await admin.load_lora(target, "style", Path("/adapters/b"))
+        await admin.unload_lora(target, "style")
     assert [route for route, _ in calls] == [
         "load_lora", "flush_cache",
         "load_lora", "unload_lora", "load_lora", "flush_cache", "unload_lora",
@@ -156,22 +160,22 @@ async def test_a_held_line_never_reaches_a_second_process() -> None:
     def script(route: str, body: dict[str, Any]) -> Any:
         return None if drop[0] else {"status": "ok", "version": 3}
 
-    async with worker(script) as (one, calls), Http() as http:
-        async with DynamoAdmin(http).held() as line:
-            assert await line.weight_version(one) == 3
-            assert await line.weight_version(one) == 3
+    async with worker(script) as (target, calls), Http() as http:
+        async with DynamoAdmin(http).held() as connection:
+            assert await connection.weight_version(target) == 3
+            assert await connection.weight_version(target) == 3
             drop[0] = True
             with pytest.raises(AdminError):
-                await line.flush_cache(one)
+                await connection.flush_cache(target)
             drop[0] = False
             before = len(calls)
             with pytest.raises(AdminError, match="may reach another process"):
-                await line.set_taints(one, ["rollway-v3"])
+                await connection.set_taints(target, ["rollway-v3"])
             assert len(calls) == before
-        assert await DynamoAdmin(http).weight_version(one) == 3
+        assert await DynamoAdmin(http).weight_version(target) == 3
 
 
-async def test_a_closed_client_says_so() -> None:
+async def test_a_closed_client_raises() -> None:
     http = Http()
     await http.close()
     with pytest.raises(Unreachable, match="closed"):
@@ -179,15 +183,15 @@ async def test_a_closed_client_says_so() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "version"),
+    ("label", "version"),
     [
         (None, None),
         (7, 7),
         ("7", 7),
         (-1, IN_DOUBT),
-        (unproven(3), unproven(3)),
+        (unverified_label(3), unverified_label(3)),
         ("step-3", IN_DOUBT),
     ],
 )
-def test_a_label_as_a_version(said: Any, version: int | None) -> None:
-    assert whole_version(said) == version
+def test_a_label_is_parsed_as_a_version(label: Any, version: int | None) -> None:
+    assert parse_label(label) == version

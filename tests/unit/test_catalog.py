@@ -1,4 +1,4 @@
-"""The catalog of versions: who may speak to it, who is sent to whom, and what it forgets."""
+"""The catalog of versions: signatures, the choice of sources, and limits."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 
 from rollway.errors import UsageError, WeightsError
 from rollway.orders import SECRET
-from rollway.weights import catalog_http
-from rollway.weights.catalog import Listing, MemoryCatalog, NotYet, wait_for
-from rollway.weights.catalog_http import (
+from rollway.weights.transports.nixl import catalog_http
+from rollway.weights.transports.nixl.catalog import Listing, MemoryCatalog, NotYet, wait_for
+from rollway.weights.transports.nixl.catalog_http import (
     Answer,
     Call,
     CatalogServer,
@@ -29,15 +29,15 @@ from rollway.weights.catalog_http import (
     Seal,
     open_catalog,
 )
-from rollway.weights.catalog_modelexpress import ModelExpressCatalog
+from rollway.weights.transports.nixl.catalog_modelexpress import ModelExpressCatalog
 
 WORD = "a secret of this test"
 
 
 @pytest.fixture
 def server() -> Iterator[CatalogServer]:
-    with CatalogServer(secret=WORD) as made:
-        yield made
+    with CatalogServer(secret=WORD) as catalog:
+        yield catalog
 
 
 def listing(version: int = 1, source: str = "t0", rank: int = 0, world: int = 1) -> Listing:
@@ -61,10 +61,10 @@ def sent(
         connection.close()
 
 
-# --- who has what --------------------------------------------------------------------------------
+# --- sources of a version ------------------------------------------------------------------------
 
 
-def test_a_version_is_there_when_all_ranks_have_announced_it(server: CatalogServer) -> None:
+def test_a_version_is_found_once_all_ranks_have_announced_it(server: CatalogServer) -> None:
     client = HttpCatalog(server.url, secret=WORD)
     with pytest.raises(NotYet, match="Nobody has announced version 1"):
         client.look_up(1, "r")
@@ -72,7 +72,7 @@ def test_a_version_is_there_when_all_ranks_have_announced_it(server: CatalogServ
     with pytest.raises(NotYet, match="1 of 2 ranks"):
         client.look_up(1, "r")
     client.announce(listing(source="t0", rank=0, world=2))
-    assert [one.body for one in client.look_up(1, "r")] == [b"body of t0", b"body of t1"]
+    assert [listing.body for listing in client.look_up(1, "r")] == [b"body of t0", b"body of t1"]
     client.acknowledge(1, "r")
     assert client.acknowledged(1) == server.acknowledged(1) == ["r"]
 
@@ -84,7 +84,7 @@ def test_waiting_for_ranks_ends() -> None:
     assert time.monotonic() - began < 1
 
 
-def test_a_version_that_is_not_kept_says_which_are(server: CatalogServer) -> None:
+def test_the_error_for_an_old_version_lists_the_kept_ones(server: CatalogServer) -> None:
     client = HttpCatalog(server.url, secret=WORD)
     for version in (1, 2, 3):
         client.announce(listing(version))
@@ -92,14 +92,14 @@ def test_a_version_that_is_not_kept_says_which_are(server: CatalogServer) -> Non
     client.withdraw(1, "t0")  # again is no error
     with pytest.raises(
         WeightsError, match=r"Version 1 is not kept any more \(kept: 2, 3\)"
-    ) as told:
+    ) as caught:
         client.look_up(1, "r")
-    assert not isinstance(told.value, NotYet)
+    assert not isinstance(caught.value, NotYet)
     client.acknowledge(1, "r")
     assert client.acknowledged(1) == []
 
 
-def test_a_version_without_one_of_its_ranks_is_not_whole_any_more() -> None:
+def test_a_version_without_one_of_its_ranks_is_incomplete_again() -> None:
     catalog = MemoryCatalog()
     catalog.announce(listing(source="t0", rank=0, world=2))
     catalog.announce(listing(source="t1", rank=1, world=2))
@@ -108,11 +108,11 @@ def test_a_version_without_one_of_its_ranks_is_not_whole_any_more() -> None:
         catalog.look_up(1, "r")
 
 
-def test_a_rank_that_was_started_anew_replaces_what_it_was() -> None:
+def test_a_restarted_rank_replaces_its_listing() -> None:
     catalog = MemoryCatalog()
     catalog.announce(listing(source="old", rank=0, world=1))
     catalog.announce(listing(source="new", rank=0, world=1))
-    assert [one.source for one in catalog.look_up(1, "r")] == ["new"]
+    assert [listing.source for listing in catalog.look_up(1, "r")] == ["new"]
     catalog.announce(listing(source="a", rank=0, world=2))
     with pytest.raises(NotYet):
         catalog.look_up(1, "r")
@@ -131,30 +131,30 @@ def test_receivers_that_serve_form_a_tree() -> None:
     assert catalog.look_up(1, "r2")[0].source != "r2"  # nobody reads from itself
 
 
-def test_receivers_that_come_at_once_take_turns(server: CatalogServer) -> None:
-    """The trainer gives to one; whoever has it, to two at a time."""
+def test_receivers_that_arrive_at_once_take_turns(server: CatalogServer) -> None:
+    """The trainer serves one receiver; each receiver that has the version serves two at a time."""
     catalog = HttpCatalog(server.url, secret=WORD)
     catalog.announce(listing())
     for name in ("r1", "r2"):
-        catalog.look_up(1, name)  # only to see what there is; that takes nobody's turn for long
-    with pytest.raises(NotYet, match="giving it to others"):
+        catalog.look_up(1, name)  # reads headers only, and must not block a turn for long
+    with pytest.raises(NotYet, match="serving others"):
         catalog.look_up(1, "r1", fanout=2)
     assert catalog.look_up(1, "r2", fanout=2)[0].source == "t0"
     for _ in range(2):
-        with pytest.raises(NotYet, match="giving it to others"):
+        with pytest.raises(NotYet, match="serving others"):
             catalog.look_up(1, "r1", fanout=2)
     catalog.announce(served(1, "r2"))
     catalog.acknowledge(1, "r2")
     assert [catalog.look_up(1, name, fanout=2)[0].source for name in ("r1", "r3")] == ["r2"] * 2
-    with pytest.raises(NotYet, match="giving it to others"):
+    with pytest.raises(NotYet, match="serving others"):
         catalog.look_up(1, "r4", fanout=2)
-    assert catalog.look_up(1, "r4")[0].source == "t0"  # one that does not wait
+    assert catalog.look_up(1, "r4")[0].source == "t0"  # without waiting for a turn
     catalog.acknowledge(1, "r1")
     assert catalog.look_up(1, "r4", fanout=2)[0].source == "r2"
     assert catalog.look_up(1, "r5", ["r2"], fanout=2)[0].source == "t0"
 
 
-def test_one_that_fails_gives_up_its_turn() -> None:
+def test_a_receiver_that_fails_gives_up_its_turn() -> None:
     catalog = MemoryCatalog()
     catalog.announce(listing())
     assert catalog.look_up(1, "r1", fanout=2)[0].source == "t0"
@@ -177,7 +177,7 @@ def test_receivers_come_and_go() -> None:
         catalog.look_up(1, "r2")
 
 
-def test_failed_sources_are_left_out() -> None:
+def test_failed_sources_are_excluded() -> None:
     catalog = MemoryCatalog()
     catalog.announce(listing())
     catalog.announce(served(1, "r1"))
@@ -192,15 +192,15 @@ def test_the_catalog_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         catalog.announce(listing(version))
     with pytest.raises(UsageError, match="64 versions"):
         catalog.announce(listing(64))
-    monkeypatch.setattr("rollway.weights.catalog._MOST_BYTES", 100)
+    monkeypatch.setattr("rollway.weights.transports.nixl.catalog._MOST_BYTES", 100)
     with pytest.raises(UsageError, match="full"):
         catalog.announce(listing(3, source="another"))
-    monkeypatch.setattr("rollway.weights.catalog._MOST_MEMBERS", 1)
+    monkeypatch.setattr("rollway.weights.transports.nixl.catalog._MOST_MEMBERS", 1)
     with pytest.raises(UsageError, match="members"):
         catalog.look_up(3, "r")
 
 
-def test_ranks_that_cannot_be_are_refused() -> None:
+def test_invalid_ranks_are_refused() -> None:
     with pytest.raises(UsageError, match="no rank 2 among 2"):
         MemoryCatalog().announce(listing(rank=2, world=2))
     with pytest.raises(UsageError, match="all of a version"):
@@ -209,7 +209,7 @@ def test_ranks_that_cannot_be_are_refused() -> None:
         MemoryCatalog().where()
 
 
-# --- who may speak -------------------------------------------------------------------------------
+# --- signatures ----------------------------------------------------------------------------------
 
 
 def test_a_catalog_needs_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,7 +223,7 @@ def test_a_catalog_needs_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
         HttpCatalog(server.url, secret=WORD).announce(listing())
 
 
-def test_a_client_with_another_secret_is_refused_and_knows_why(server: CatalogServer) -> None:
+def test_a_client_with_another_secret_gets_the_reason(server: CatalogServer) -> None:
     with pytest.raises(WeightsError, match=r"does not have this stack's secret \(401\)"):
         HttpCatalog(server.url, secret="another").announce(listing())
     assert server.versions() == []
@@ -266,7 +266,7 @@ def test_an_old_request_is_refused(server: CatalogServer, monkeypatch: pytest.Mo
         assert status == 401 and b"too old" in text
 
 
-def test_numbers_are_forgotten_when_they_are_too_old_to_matter(
+def test_numbers_of_expired_requests_are_forgotten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seal, clock = Seal(WORD), [1000.0]
@@ -294,10 +294,10 @@ def test_a_changed_answer_is_refused(
 ) -> None:
     client = HttpCatalog(server.url, secret=WORD)
     client.announce(listing())
-    honest = client._post
+    post = client._post
 
     def forged(path: str, body: bytes, headers: dict[str, str]) -> tuple[int, str, bytes]:
-        status, mac, raw = honest(path, body, headers)
+        status, mac, raw = post(path, body, headers)
         return status, mac, raw.replace(b"body of t0", b"body of x0")
 
     monkeypatch.setattr(client, "_post", forged)
@@ -305,7 +305,7 @@ def test_a_changed_answer_is_refused(
         client.look_up(1, "r")
 
 
-# --- sizes and nonsense --------------------------------------------------------------------------
+# --- sizes and noise -----------------------------------------------------------------------------
 
 
 def test_sizes_are_bounded_at_both_ends(
@@ -327,7 +327,7 @@ def test_sizes_are_bounded_at_both_ends(
     assert server.versions() == [1]
 
 
-def test_a_body_is_not_read_from_a_stranger(server: CatalogServer) -> None:
+def test_the_body_of_an_unsigned_request_is_not_read(server: CatalogServer) -> None:
     parts = urllib.parse.urlsplit(server.url)
     connection = http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=10)
     connection.putrequest("POST", "/v1/announce")
@@ -339,7 +339,7 @@ def test_a_body_is_not_read_from_a_stranger(server: CatalogServer) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.binary(max_size=300), st.sampled_from(catalog_http._CALLS))
-def test_signed_nonsense_is_refused_and_changes_nothing(raw: bytes, name: str) -> None:
+def test_signed_noise_is_refused_and_changes_nothing(raw: bytes, name: str) -> None:
     server = _fuzzed()
     headers = Seal(WORD).request_headers(f"/v1/{name}", raw)
     status, _, mac = sent(server, f"/v1/{name}", raw, headers)
@@ -355,7 +355,7 @@ def test_signed_nonsense_is_refused_and_changes_nothing(raw: bytes, name: str) -
     ),
     st.binary(max_size=50),
 )
-def test_unsigned_nonsense_is_refused(headers: dict[str, str], raw: bytes) -> None:
+def test_unsigned_noise_is_refused(headers: dict[str, str], raw: bytes) -> None:
     assert sent(_fuzzed(), "/v1/announce", raw, headers)[0] == 401
 
 
@@ -369,16 +369,16 @@ def _fuzzed() -> CatalogServer:
     return _KEPT[0]
 
 
-def test_a_catalog_that_is_gone_is_told_in_bounded_time() -> None:
+def test_a_closed_catalog_is_reported_in_bounded_time() -> None:
     with CatalogServer(secret=WORD) as server:
         client = HttpCatalog(server.url, secret=WORD, timeout=2)
     began = time.monotonic()
-    with pytest.raises(WeightsError, match="cannot be asked"):
+    with pytest.raises(WeightsError, match="does not answer"):
         client.look_up(1, "r")
     assert time.monotonic() - began < 3
 
 
-def test_an_address_that_is_none_is_refused(server: CatalogServer) -> None:
+def test_an_invalid_address_is_refused(server: CatalogServer) -> None:
     for url in ("ftp://host:1", "http://:80", "host:80", "http://host:99999"):
         with pytest.raises(UsageError, match="not the address"):
             HttpCatalog(url, secret=WORD)
@@ -389,7 +389,7 @@ def test_an_address_that_is_none_is_refused(server: CatalogServer) -> None:
         CatalogServer(port=port, secret=WORD)
 
 
-# --- ModelExpress, by a stand-in -----------------------------------------------------------------
+# --- ModelExpress, with a stand-in ---------------------------------------------------------------
 
 
 class StandIn:
@@ -399,9 +399,9 @@ class StandIn:
 
     @classmethod
     def connect(cls, *, server_url: str, rpc_timeout_seconds: float = 30.0) -> StandIn:
-        made = cls()
-        made.versions = {}
-        return made
+        client = cls()
+        client.versions = {}
+        return client
 
     def create_weight_version(
         self, *, model_name: str, idempotency_key: str, payload_format: str, uid: str
@@ -438,7 +438,7 @@ def modelexpress(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("modelexpress")
-def test_modelexpress_decides_which_versions_there_are(server: CatalogServer) -> None:
+def test_modelexpress_decides_which_versions_exist(server: CatalogServer) -> None:
     catalog = ModelExpressCatalog(server, "mx:8001", "qwen")
     catalog.announce(listing(source="t0", rank=0, world=2))
     with pytest.raises(NotYet, match="not ready"):
@@ -470,6 +470,6 @@ def test_modelexpress_is_pinned_at_both_ends(monkeypatch: pytest.MonkeyPatch) ->
         ModelExpressCatalog(MemoryCatalog(), "mx:8001", "")
 
 
-def test_modelexpress_that_is_not_installed_is_told() -> None:
+def test_a_missing_modelexpress_is_reported() -> None:
     with pytest.raises(UsageError, match=r"pip install modelexpress==0.7.0"):
         ModelExpressCatalog(MemoryCatalog(), "mx:8001", "qwen")

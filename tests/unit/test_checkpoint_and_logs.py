@@ -1,4 +1,4 @@
-"""Checkpoints that appear whole or not at all, and logs that explain a failure."""
+"""Checkpoints appear whole or not at all, and logs explain a failure."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def test_a_checkpoint_appears_at_once(tmp_path: Path) -> None:
     check_checkpoint(target)
     assert (target / STABLE).is_file()
     modes = {path.stat().st_mode for path in target.iterdir()}
-    assert len(modes) == 1  # every file as readable as any other
+    assert len(modes) == 1  # all files are equally readable
     assert [path.name for path in tmp_path.iterdir()] == ["v1"]
 
 
-def test_a_writer_that_dies_leaves_nothing(tmp_path: Path) -> None:
+def test_a_writer_that_fails_leaves_nothing(tmp_path: Path) -> None:
     def write(directory: Path) -> None:
         write_model(directory)
         raise RuntimeError("disk full")
@@ -51,7 +51,7 @@ def test_a_writer_that_dies_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_every_shard_of_the_index_must_be_there(tmp_path: Path) -> None:
+def test_every_file_and_tensor_of_the_index_must_exist(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     index = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -90,7 +90,7 @@ def test_a_byte_that_changed_after_publishing_is_noticed(tmp_path: Path) -> None
     assert check_checkpoint(target, whole=False).identity == before
 
 
-def test_only_the_allowed_roots(tmp_path: Path) -> None:
+def test_paths_outside_the_allowed_roots_are_refused(tmp_path: Path) -> None:
     inside = write_checkpoint(tmp_path / "root" / "a")
     outside = write_checkpoint(tmp_path / "elsewhere")
     link = tmp_path / "root" / "link"
@@ -107,10 +107,10 @@ def test_differences_are_named(tmp_path: Path) -> None:
     other = read_headers(
         write_checkpoint(tmp_path / "b", shapes={"model.norm.weight": (5,), "extra": (1,)})
     )
-    words = "; ".join(differences(other, served))
-    assert "model.embed_tokens.weight is missing" in words
-    assert "extra is not part of the model" in words
-    assert "model.norm.weight is F32[5], served is F32[4]" in words
+    sentences = "; ".join(differences(other, served))
+    assert "model.embed_tokens.weight is missing" in sentences
+    assert "extra is not part of the model" in sentences
+    assert "model.norm.weight is F32[5], served is F32[4]" in sentences
 
 
 def test_the_tail_ends_with_the_error_that_matters(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import logging
 from pathlib import Path
 
@@ -11,9 +12,9 @@ import torch
 
 from rollway.engine.receivers import reader_for
 from rollway.errors import UsageError
+from rollway.orders import SECRET
 from rollway.weights.layout import Box, Piece, Shard
 from rollway.weights.sources import Held, from_module
-from rollway.weights.transports import nixl_agent
 from rollway.weights.transports.base import Publisher
 from rollway.weights.transports.choose import (
     AutomaticPublisher,
@@ -23,6 +24,8 @@ from rollway.weights.transports.choose import (
 )
 from tests.checkpoints import write_checkpoint
 
+HAS_NIXL = any(importlib.util.find_spec(name) for name in ("nixl_cu12", "nixl_cu13"))
+IMPORT_NIXL = "rollway.weights.transports.nixl.agent.import_nixl"
 HERE = Destination("s", "secret", "/model")
 ELSEWHERE = dataclasses.replace(HERE, addresses=frozenset({"10.0.0.1", "10.0.0.2"}))
 
@@ -46,7 +49,7 @@ def test_between_machines_a_directory_is_used_or_nixl(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert choose_transport("auto", ELSEWHERE, directory=tmp_path).transport == "files"
-    monkeypatch.setattr(nixl_agent, "import_nixl", lambda: None)
+    monkeypatch.setattr(IMPORT_NIXL, lambda: None)
     assert choose_transport("auto", ELSEWHERE).transport == "nixl"
     sharded = choose_transport("auto", ELSEWHERE, directory=tmp_path, is_sharded=True)
     assert sharded.transport == "nixl"  # a directory of checkpoints holds whole tensors
@@ -54,7 +57,7 @@ def test_between_machines_a_directory_is_used_or_nixl(
     def missing() -> None:
         raise UsageError("NIXL is not installed.")
 
-    monkeypatch.setattr(nixl_agent, "import_nixl", missing)
+    monkeypatch.setattr(IMPORT_NIXL, missing)
     with pytest.raises(UsageError, match="no transport that reaches them"):
         choose_transport("auto", ELSEWHERE)
 
@@ -96,8 +99,23 @@ def test_shards_go_by_a_transport_that_carries_them() -> None:
         assert publisher.publish(1, [half()]).where.keys() == {"ranks"}
 
 
-@pytest.mark.parametrize("transport", ["shm", "cuda_ipc", "files", "collective"])
-def test_every_publisher_keeps_the_contract(transport: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "transport",
+    [
+        "shm",
+        "cuda_ipc",
+        "files",
+        "delta",
+        "collective",
+        pytest.param(
+            "nixl", marks=pytest.mark.skipif(not HAS_NIXL, reason="NIXL is not installed")
+        ),
+    ],
+)
+def test_every_publisher_keeps_the_contract(
+    transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SECRET, HERE.secret)
     destination = dataclasses.replace(HERE, model=write_checkpoint(tmp_path / "model"))
     module = torch.nn.Linear(4, 3)
     with open_publisher(
@@ -121,13 +139,13 @@ def test_every_publisher_keeps_the_contract(transport: str, tmp_path: Path) -> N
             reader.release()
             reader.close()
         assert offers[1].identity == offers[2].identity
-        if transport in ("shm", "cuda_ipc"):
+        if transport in ("shm", "cuda_ipc", "nixl"):
             publisher.adopt(module.named_parameters())
             assert publisher.publish(3).identity == offers[1].identity
         else:
             with pytest.raises(UsageError, match="cannot adopt"):
                 publisher.adopt(module.named_parameters())
-        if transport != "shm":
+        if transport not in ("shm", "nixl"):
             with pytest.raises(UsageError, match="only a part of w"):
                 publisher.publish(4, [half()])
         publisher.cancel()

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollway.errors import RollwayError, UsageError, WeightsError
-from rollway.weights import changes, delta
-from rollway.weights.delta import Encoded, apply, decode, encode
-from rollway.weights.digest import bits
+from rollway.weights.digest import bits, changes
 from rollway.weights.digest.bits import DTYPES, digest, raw_bytes
+from rollway.weights.transports.delta import format as delta
+from rollway.weights.transports.delta.format import Encoded, apply, decode, encode
 
 SHAPES = st.one_of(
     st.sampled_from([(), (0,), (3, 0), (1,), (7,), (64, 33)]),

@@ -15,11 +15,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollway.bench.delta import bench_delta
 from rollway.errors import RollwayError, UsageError, WeightsError
 from rollway.weights.digest.bits import digest, raw_bytes
-from rollway.weights.store import SharedMemory, Store
-from rollway.weights.transports.delta import DeltaPublisher, DeltaReader
+from rollway.weights.layout import Box, Piece, Shard
+from rollway.weights.sources import Held
+from rollway.weights.transports.delta import (
+    DeltaPublisher,
+    DeltaReader,
+    DeltaVersions,
+    SharedMemory,
+    Store,
+)
 
 State = dict[str, torch.Tensor]
 
@@ -59,7 +65,7 @@ class History:
     def __init__(self, root: Path, **options: int) -> None:
         self.store = Store(root)
         self.publisher = DeltaPublisher(self.store, **options)
-        self.reader = DeltaReader(self.store)
+        self.reader = DeltaVersions(self.store)
         self.state = model()
         self.truth: dict[int, State] = {}
 
@@ -69,23 +75,23 @@ class History:
             self.publisher.publish(version, self.state.items())
             self.truth[version] = copy(self.state)
 
-    def way(self, held: int | None, wanted: int) -> list[str]:
-        return [str(step) for step in self.reader.chain(held, wanted)]
+    def chain(self, held: int | None, wanted: int) -> list[str]:
+        return [str(step) for step in self.reader.find_chain(held, wanted)]
 
 
-def test_the_shortest_way_is_taken(tmp_path: Path) -> None:
+def test_the_chain_with_the_fewest_bytes_is_chosen(tmp_path: Path) -> None:
     history = History(tmp_path, snapshot_every=4, keep_recent=100)
     history.publish(1, 2, 3, 4, 5, 6, 7)
-    assert history.way(None, 1) == ["snapshot 1"]
-    assert history.way(None, 3) == ["snapshot 1", "delta 1->2", "delta 2->3"]
-    assert history.way(None, 5) == ["snapshot 5"]
-    assert history.way(4, 5) == ["delta 4->5"]  # who follows never needs a snapshot
-    assert history.way(3, 7) == [f"delta {n}->{n + 1}" for n in (3, 4, 5, 6)]
-    assert history.way(99, 6) == ["snapshot 5", "delta 5->6"]
-    assert history.way(7, 2) == ["snapshot 1", "delta 1->2"]  # back, too
-    assert history.way(5, 5) == []
+    assert history.chain(None, 1) == ["snapshot 1"]
+    assert history.chain(None, 3) == ["snapshot 1", "delta 1->2", "delta 2->3"]
+    assert history.chain(None, 5) == ["snapshot 5"]
+    assert history.chain(4, 5) == ["delta 4->5"]  # a follower never needs a snapshot
+    assert history.chain(3, 7) == [f"delta {n}->{n + 1}" for n in (3, 4, 5, 6)]
+    assert history.chain(99, 6) == ["snapshot 5", "delta 5->6"]
+    assert history.chain(7, 2) == ["snapshot 1", "delta 1->2"]  # backwards too
+    assert history.chain(5, 5) == []
     with pytest.raises(WeightsError, match="is not there"):
-        history.reader.chain(3, 8)
+        history.reader.find_chain(3, 8)
 
 
 @given(st.integers(1, 5), st.integers(1, 4), st.lists(st.integers(1, 3), min_size=1, max_size=10))
@@ -104,17 +110,19 @@ def test_every_kept_version_can_be_read_from_anywhere(
         kept = sorted(history.truth)[-keep:]
         for wanted in kept:
             fresh: State = {}
-            history.reader.apply_chain(fresh, history.reader.chain(None, wanted))
+            history.reader.stage(fresh, history.reader.find_chain(None, wanted)).install()
             assert same(fresh, history.truth[wanted])
         if random.Random(version).random() < 0.5:
             wanted = random.Random(version).choice(kept)
-            history.reader.apply_chain(follower, history.reader.chain(held, wanted))
+            history.reader.stage(follower, history.reader.find_chain(held, wanted)).install()
             held = wanted
             assert same(follower, history.truth[wanted])
     # At most a snapshot's distance of older versions stays for the sake of the kept ones.
-    assert len(history.reader.versions()) <= keep + every - 1
-    manifests = [history.reader.manifest(version) for version in history.reader.versions()]
-    objects = sorted(each.key for manifest in manifests for each in manifest.objects)
+    assert len(history.reader.list_versions()) <= keep + every - 1
+    manifests = [
+        history.reader.read_manifest(version) for version in history.reader.list_versions()
+    ]
+    objects = sorted(item.key for manifest in manifests for item in manifest.objects)
     assert history.store.keys("objects/") == objects
 
 
@@ -123,53 +131,52 @@ def test_a_delta_is_small_and_live_tensors_stay_in_place(tmp_path: Path) -> None
     publisher = DeltaPublisher(store)
     weight = torch.randn(1000, 1000)
     publisher.publish(1, [("w", weight)])
-    full = publisher.manifest(1)
+    full = publisher.versions.read_manifest(1)
     live = {"w": weight.clone()}
     where = live["w"].data_ptr()
     weight.view(-1)[::100] += 0.001
     publisher.publish(2, [("w", weight)])
-    manifest = publisher.manifest(2)
+    manifest = publisher.versions.read_manifest(2)
     assert manifest.delta is not None and full.snapshot is not None
     assert manifest.delta.size < 0.02 * full.snapshot.size
-    staged = publisher.stage(live, publisher.chain(1, 2))
+    staged = publisher.versions.stage(live, publisher.versions.find_chain(1, 2))
     assert not torch.equal(live["w"], weight)  # nothing yet
     staged.install()
     assert torch.equal(live["w"], weight)
     assert live["w"].data_ptr() == where
 
 
-def test_shared_memory_carries_the_same(tmp_path: Path) -> None:
+def test_shared_memory_stores_the_same_versions() -> None:
     with SharedMemory("test") as store:
         publisher = DeltaPublisher(store)
         state = model()
         publisher.publish(1, state.items())
         train(state, 2)
         publisher.publish(2, state.items())
-        reader = DeltaReader(Store(store.root, mapped=True))
-        reader.wait_for(2, timeout=1)
+        reader = DeltaVersions(Store(store.root, mapped=True))
         live: State = {}
-        reader.apply_chain(live, reader.chain(None, 2))
+        reader.stage(live, reader.find_chain(None, 2)).install()
         assert same(live, state)
 
 
 @pytest.fixture
 def history(tmp_path: Path) -> History:
-    found = History(tmp_path, snapshot_every=3, keep_recent=10)
-    found.publish(1, 2, 3, 4, 5)
-    return found
+    history = History(tmp_path, snapshot_every=3, keep_recent=10)
+    history.publish(1, 2, 3, 4, 5)
+    return history
 
 
 def test_a_wrong_base_changes_nothing(history: History) -> None:
     for truth, held in ((2, 3), (1, 4), (5, 2)):
         live = copy(history.truth[truth])
         with pytest.raises(WeightsError, match=r"not of version|not of the version"):
-            history.reader.apply_chain(live, history.reader.chain(held, 5)[:1])
+            history.reader.stage(live, history.reader.find_chain(held, 5)[:1]).install()
         assert same(live, history.truth[truth])
     live = copy(history.truth[2])
     live["frozen"][3] = 7  # which no delta touches
     kept = copy(live)
     with pytest.raises(WeightsError, match="frozen does not match its checksum in version 5"):
-        history.reader.apply_chain(live, history.reader.chain(2, 5))
+        history.reader.stage(live, history.reader.find_chain(2, 5)).install()
     assert same(live, kept)
 
 
@@ -177,38 +184,38 @@ def test_another_model_is_refused(history: History) -> None:
     live = copy(history.truth[4])
     del live["embed"]
     with pytest.raises(WeightsError, match="differ in embed"):
-        history.reader.apply_chain(live, history.reader.chain(4, 5))
+        history.reader.stage(live, history.reader.find_chain(4, 5)).install()
     live["embed"] = torch.zeros(50, 9, dtype=torch.bfloat16)
     with pytest.raises(WeightsError, match=r"the tensor is BF16\[50, 9\]"):
-        history.reader.apply_chain(live, history.reader.chain(4, 5))
-    with pytest.raises(WeightsError, match="no embed that a change could apply to"):
-        history.reader.apply_chain({}, history.reader.chain(4, 5))
+        history.reader.stage(live, history.reader.find_chain(4, 5)).install()
+    with pytest.raises(WeightsError, match="no embed to apply a change to"):
+        history.reader.stage({}, history.reader.find_chain(4, 5)).install()
 
 
-def test_a_truncated_object(history: History) -> None:
-    chain = history.reader.chain(4, 5)
+def test_a_truncated_object_is_refused(history: History) -> None:
+    chain = history.reader.find_chain(4, 5)
     path = history.store.root / chain[0].object.key
     path.write_bytes(path.read_bytes()[:-1])
     live = copy(history.truth[4])
     with pytest.raises(WeightsError, match=r"delta 4->5 has .* bytes instead of"):
-        history.reader.apply_chain(live, chain)
+        history.reader.stage(live, chain).install()
     assert same(live, history.truth[4])
 
 
-def test_a_missing_link(history: History) -> None:
-    history.store.delete(history.reader.manifest(3).delta.key)  # type: ignore[union-attr]
+def test_a_missing_delta_is_an_error_or_bypassed(history: History) -> None:
+    history.store.delete(history.reader.read_manifest(3).delta.key)  # type: ignore[union-attr]
     live = copy(history.truth[2])
     with pytest.raises(WeightsError, match="is not there"):
-        history.reader.apply_chain(live, history.reader.chain(2, 5))
+        history.reader.stage(live, history.reader.find_chain(2, 5)).install()
     assert same(live, history.truth[2])
     history.store.delete(history.store.keys("manifests/000000000000003")[0])
-    assert history.way(2, 5) == ["snapshot 4", "delta 4->5"]  # around it
+    assert history.chain(2, 5) == ["snapshot 4", "delta 4->5"]  # bypasses it
     with pytest.raises(WeightsError, match="is not there"):
-        history.reader.chain(2, 3)
+        history.reader.find_chain(2, 3)
 
 
-def test_a_kept_version_can_be_had_whatever_is_held(history: History) -> None:
-    history.store.delete(history.reader.manifest(3).delta.key)  # type: ignore[union-attr]
+def test_a_kept_version_can_be_read_whatever_is_held(history: History) -> None:
+    history.store.delete(history.reader.read_manifest(3).delta.key)  # type: ignore[union-attr]
     for held, state in ((2, history.truth[2]), (4, history.truth[1]), (9, history.truth[3])):
         live = copy(state)
         history.reader.fetch(live, held, 5).install()
@@ -218,7 +225,7 @@ def test_a_kept_version_can_be_had_whatever_is_held(history: History) -> None:
 
 
 def test_a_reader_of_kept_versions_never_fails(tmp_path: Path) -> None:
-    """A slow reader, and a publisher that forgets all but what it promised to keep."""
+    """A slow reader, and a publisher that removes all but the versions it keeps."""
     keep, last = 3, 30
     history = History(tmp_path, snapshot_every=4, keep_recent=keep)
     history.publish(1)
@@ -237,12 +244,12 @@ def test_a_reader_of_kept_versions_never_fails(tmp_path: Path) -> None:
     held = None
     while held != last:
         with reading:
-            at = history.reader.latest() or 1
+            at = max(history.reader.list_versions(), default=1)
             reading.notify()
         history.reader.fetch(live, held, at).install()
         held = at
         assert {name: digest(tensor) for name, tensor in live.items()} == {
-            name: entry.digest for name, entry in history.reader.manifest(at).tensors.items()
+            name: entry.digest for name, entry in history.reader.read_manifest(at).tensors.items()
         }
     publisher.join()
     assert same(live, history.truth[last])
@@ -250,11 +257,11 @@ def test_a_reader_of_kept_versions_never_fails(tmp_path: Path) -> None:
 
 @given(st.data())
 @settings(max_examples=150)
-def test_a_flipped_byte_is_found(
+def test_a_flipped_byte_is_detected(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     history = shared_history(tmp_path_factory)
-    chain = history.reader.chain(*data.draw(st.sampled_from([(None, 4), (2, 5), (None, 5)])))
+    chain = history.reader.find_chain(*data.draw(st.sampled_from([(None, 4), (2, 5), (None, 5)])))
     held = {2: history.truth[2]}.get(2 if chain[0].kind == "delta" else 0, {})
     path = history.store.root / data.draw(
         st.sampled_from(
@@ -271,8 +278,8 @@ def test_a_flipped_byte_is_found(
     try:
         path.write_bytes(bad)
         wanted = chain[-1].manifest.version
-        steps = history.reader.chain(2 if held else None, wanted)
-        history.reader.apply_chain(live, steps)
+        steps = history.reader.find_chain(2 if held else None, wanted)
+        history.reader.stage(live, steps).install()
     except WeightsError:
         assert same(live, held)
     else:
@@ -296,7 +303,7 @@ def test_any_manifest_is_refused(tmp_path_factory: pytest.TempPathFactory, data:
     store = Store(tmp_path_factory.mktemp("manifest"))
     store.put("manifests/000000000000001.json", data)
     with pytest.raises(WeightsError, match="damaged"):
-        DeltaReader(store).chain(None, 1)
+        DeltaVersions(store).find_chain(None, 1)
 
 
 def test_a_failed_publish_is_invisible_and_the_next_one_is_right(history: History) -> None:
@@ -311,9 +318,9 @@ def test_a_failed_publish_is_invisible_and_the_next_one_is_right(history: Histor
         history.publisher.publish(6, broken())
     assert history.store.keys() == before
     history.publish(6, 7)
-    assert history.way(5, 7) == ["snapshot 6", "delta 6->7"]
+    assert history.chain(5, 7) == ["snapshot 6", "delta 6->7"]
     live: State = {}
-    history.reader.apply_chain(live, history.reader.chain(None, 7))
+    history.reader.stage(live, history.reader.find_chain(None, 7)).install()
     assert same(live, history.truth[7])
 
 
@@ -321,19 +328,21 @@ Change = Callable[[State], object]
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
-        (lambda state: state.pop("embed"), "did not come: embed"),
+        (lambda state: state.pop("embed"), "are missing: embed"),
         (lambda state: state.update(more=torch.ones(1)), "more came twice, or was not part"),
         (lambda state: state.update(embed=torch.ones(1)), "only values may change"),
     ],
 )
-def test_the_same_tensors_every_time(history: History, change: Change, words: str) -> None:
+def test_other_tensors_than_last_time_are_refused(
+    history: History, change: Change, message: str
+) -> None:
     state = copy(history.state)
     change(state)
-    with pytest.raises(UsageError, match=words):
+    with pytest.raises(UsageError, match=message):
         history.publisher.publish(6, state.items())
-    assert history.reader.latest() == 5
+    assert history.reader.list_versions()[-1] == 5
 
 
 def test_wrong_use_is_refused(tmp_path: Path) -> None:
@@ -352,20 +361,19 @@ def test_wrong_use_is_refused(tmp_path: Path) -> None:
         publisher.publish(1, [("a", torch.ones(1))])
 
 
-def test_a_new_publisher_goes_on_where_another_stopped(history: History) -> None:
+def test_a_new_publisher_resumes_where_another_stopped(history: History) -> None:
     again = DeltaPublisher(history.store, keep_recent=2)
     train(history.state, 6)
     again.publish(6, history.state.items())
-    assert history.way(5, 6) == ["snapshot 6"]
-    assert history.reader.versions() == [4, 5, 6]  # 5 is kept, and 4 is its snapshot
+    assert history.chain(5, 6) == ["snapshot 6"]
+    assert history.reader.list_versions() == [4, 5, 6]  # 5 is kept, and 4 is its snapshot
 
 
 def test_a_killed_publisher_leaves_whole_versions_and_the_next_cleans_up(tmp_path: Path) -> None:
     code = f"""
 import sys, torch
 from pathlib import Path
-from rollway.weights.store import Store
-from rollway.weights.transports.delta import DeltaPublisher
+from rollway.weights.transports.delta import DeltaPublisher, Store
 store = Store(Path({str(tmp_path)!r}))
 publisher = DeltaPublisher(store, snapshot_every=2)
 weight = torch.arange(100000.0)
@@ -404,16 +412,16 @@ publisher.publish(2, stream())
         process.kill()
         process.wait()
         live: State = {}
-        reader = DeltaReader(store)
-        assert reader.versions() == [1]
-        reader.apply_chain(live, reader.chain(None, 1))
+        reader = DeltaVersions(store)
+        assert reader.list_versions() == [1]
+        reader.stage(live, reader.find_chain(None, 1)).install()
         assert torch.equal(live["b"], torch.arange(100000.0))
         DeltaPublisher(store).publish(2, live.items())
         assert len([path for path in root.rglob("*") if path.is_file()]) == 4
 
 
-def test_a_manifest_says_what_a_version_is(history: History) -> None:
-    manifest = history.reader.manifest(5)
+def test_a_manifest_lists_digests_and_extents(history: History) -> None:
+    manifest = history.reader.read_manifest(5)
     assert {name: entry.digest for name, entry in manifest.tensors.items()} == {
         name: digest(tensor) for name, tensor in history.truth[5].items()
     }
@@ -422,7 +430,37 @@ def test_a_manifest_says_what_a_version_is(history: History) -> None:
     assert text["tensors"]["frozen"]["delta"] is None  # it did not change
 
 
-def test_the_bench_proves_what_it_measures() -> None:
-    figures = bench_delta(megabytes=8)
-    assert figures.bytes_fraction < 0.02
-    assert set(figures.as_json()["install_seconds"]) == {"files", "shared_memory"}
+def test_a_reader_follows_offers_and_frees_its_tensors_at_close(tmp_path: Path) -> None:
+    state = model()
+    reader = DeltaReader()
+    with DeltaPublisher(Store(tmp_path), hold_on_cpu=True) as publisher:
+        for version in (1, 2, 3):
+            train(state, version)
+            offer = publisher.publish(version, state.items())
+            assert reader.headers(offer).keys() == state.keys()
+            assert same({name: tensor.clone() for name, tensor in reader.tensors(offer)}, state)
+    reader.close()
+    assert same(dict(reader.tensors(offer)), state)  # from a snapshot again
+
+
+def test_a_temporary_store_goes_with_its_publisher(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    with DeltaPublisher(Store(root), temporary=True) as publisher:
+        publisher.publish(1, model().items())
+        assert root.exists()
+    assert not root.exists()
+
+
+def test_whole_held_tensors_are_published_and_parts_refused(tmp_path: Path) -> None:
+    def held(box: Box) -> Held:
+        tensor = torch.ones(box.shape)
+        return Held(Shard("w", "F32", (4,), box), tensor, [Piece("w", box, "w", (0,))], True)
+
+    publisher = DeltaPublisher(Store(tmp_path))
+    assert publisher.publish(1, [held(Box((0,), (4,)))]).nbytes == 16
+    with pytest.raises(UsageError, match="only a part of w"):
+        publisher.publish(2, [held(Box((0,), (2,)))])
+    with pytest.raises(UsageError, match="no tensors"):
+        publisher.publish(2)
+    with pytest.raises(UsageError, match="cannot adopt"):
+        publisher.adopt(model().items())

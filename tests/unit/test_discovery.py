@@ -1,4 +1,4 @@
-"""Finding workers: three sources, addresses by name and by number, membership over time."""
+"""Listing workers: three sources, joins and leaves."""
 
 from __future__ import annotations
 
@@ -10,15 +10,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from rollway.errors import RequestFailed, Unreachable, UsageError
-from rollway.fleet.discovery import (
-    HealthListing,
-    RlListing,
-    StaticList,
-    Worker,
-    discover,
-    find,
-)
+from rollway.errors import RequestFailed, Unreachable
+from rollway.fleet.discovery import HealthListing, RlListing, StaticList, Worker, discover
 from rollway.fleet.membership import Membership
 from rollway.http import Http
 from tests.unit.fake_fleet import FakeWorker, fake_fleet
@@ -28,7 +21,7 @@ BIG = 2**64 - 59
 
 @asynccontextmanager
 async def serving(path: str, answer: Any) -> AsyncIterator[str]:
-    """One GET route; `answer` is JSON, or a function that makes it."""
+    """Serve one GET route; `answer` is JSON, or a function that returns it."""
 
     async def handle(_: web.Request) -> web.Response:
         return web.json_response(answer() if callable(answer) else answer)
@@ -65,22 +58,22 @@ async def test_health_instances_are_deduplicated_and_get_an_admin_address() -> N
     ]
     async with serving("/health", {"instances": entries}) as url, Http() as http:
         port = int(url.rpartition(":")[2])
-        found = await discover(http, HealthListing(url, "rl", system_port=port))
-        assert [worker.instance_id for worker in found] == [7, BIG]  # a suffix, not a longer name
-        assert {worker.admin_url for worker in found} == {f"http://127.0.0.1:{port}"}
-        assert all(worker.error is None for worker in found)
+        workers = await discover(http, HealthListing(url, "rl", system_port=port))
+        assert [worker.instance_id for worker in workers] == [7, BIG]  # a suffix, not a longer name
+        assert {worker.admin_url for worker in workers} == {f"http://127.0.0.1:{port}"}
+        assert all(worker.error is None for worker in workers)
         dead = await discover(http, HealthListing(url, "rl", system_port=9))
         assert all("no connection" in (worker.error or "") for worker in dead)
 
 
-async def test_an_instance_without_an_address_is_reported() -> None:
+async def test_an_instance_without_an_address_is_listed_with_an_error() -> None:
     entry = {**instance(1), "transport": {"nats_tcp": "rl.backend.generate"}}
     async with serving("/health", {"instances": [entry]}) as url, Http() as http:
         (worker,) = await discover(http, HealthListing(url))
         assert worker.error == "its transport names no address"
 
 
-async def test_a_static_list_says_who_does_not_answer() -> None:
+async def test_a_static_list_shows_which_workers_do_not_answer() -> None:
     async with fake_fleet(FakeWorker(1)) as url, Http() as http:
         (listed,) = await discover(http, RlListing(url))
         source = StaticList((listed.admin_url, listed.admin_url + "/", "http://127.0.0.1:9"))
@@ -117,28 +110,7 @@ async def test_a_worker_that_cannot_be_administered_is_listed_with_the_reason() 
     assert third.error is None
 
 
-async def test_a_worker_is_found_by_name_or_by_address_and_never_guessed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    named = Worker(1, "m", "http://localhost:9001")
-    other = Worker(2, "m", "http://127.0.0.1:9002")
-    fleet = [named, other]
-    assert await find(fleet, "http://localhost:9001") is named
-    assert await find(fleet, "127.0.0.1:9001") is named
-    assert await find(fleet, "localhost:9002") is other
-    assert await find(fleet, "127.0.0.1:9003") is None
-    assert await find(fleet, "no-such-host.invalid:9001") is None
-
-    async def everywhere(host: str, port: int | None) -> set[tuple[str, int | None]]:
-        return {("10.0.0.7", port)}
-
-    monkeypatch.setattr("rollway.fleet.discovery._addresses", everywhere)
-    twin = Worker(3, "m", "http://pod-7.workers:9001")
-    with pytest.raises(UsageError, match="address of 2 workers"):
-        await find([named, twin], "10.0.0.7:9001")
-
-
-async def test_callers_at_one_moment_share_a_listing() -> None:
+async def test_callers_at_the_same_time_share_a_listing() -> None:
     calls = 0
 
     def answer() -> dict[str, Any]:
@@ -155,15 +127,15 @@ async def test_callers_at_one_moment_share_a_listing() -> None:
         assert calls == 2
 
 
-async def test_joins_and_leaves_are_told_and_a_failed_listing_is_not_a_leave() -> None:
+async def test_listeners_are_notified_and_a_failed_listing_is_not_a_leave() -> None:
     fleet = [FakeWorker(1), FakeWorker(2, error="DeadlineExceeded")]
-    told: list[str] = []
+    events: list[str] = []
 
     async def joined(worker: Worker) -> None:
-        told.append(f"+{worker.instance_id}")
+        events.append(f"+{worker.instance_id}")
 
     async def left(worker: Worker) -> None:
-        told.append(f"-{worker.instance_id}")
+        events.append(f"-{worker.instance_id}")
 
     entries: dict[str, Any] = {}
 
@@ -175,21 +147,21 @@ async def test_joins_and_leaves_are_told_and_a_failed_listing_is_not_a_leave() -
         members.on_join(joined)
         members.on_leave(left)
         routes = fleet[0].routes
-        one = {"instance_id": 1, "system_url": "http://h:1", "routes": routes, "model": "m"}
-        two = {"instance_id": 2, "system_url": "http://h:2", "routes": routes, "model": "m"}
-        entries["workers"] = [one, {**two, "error": "DeadlineExceeded"}]
+        first = {"instance_id": 1, "system_url": "http://h:1", "routes": routes, "model": "m"}
+        second = {"instance_id": 2, "system_url": "http://h:2", "routes": routes, "model": "m"}
+        entries["workers"] = [first, {**second, "error": "DeadlineExceeded"}]
         assert await members.poll()
-        assert told == ["+1"]
+        assert events == ["+1"]
         entries["workers"] = None
         assert not await members.poll()
-        entries["workers"] = [one, two]
+        entries["workers"] = [first, second]
         await members.poll()
-        entries["workers"] = [two]
+        entries["workers"] = [second]
         await members.poll()
-    assert told == ["+1", "+2", "-1"]
+    assert events == ["+1", "+2", "-1"]
 
 
-async def test_a_listing_that_cannot_be_had_raises() -> None:
+async def test_an_unreachable_listing_raises() -> None:
     async with Http() as http:
         with pytest.raises(Unreachable):
             await Membership(http, RlListing("http://127.0.0.1:9")).workers()

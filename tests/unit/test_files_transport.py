@@ -1,11 +1,10 @@
-"""Versions as checkpoint directories: whole when seen, kept as long as promised."""
+"""Versions as checkpoint directories: complete when they appear, kept as long as configured."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from rollway.errors import UsageError, WeightsError
+from rollway.errors import UsageError
 from rollway.weights import leftovers
 from rollway.weights.checkpoint import check_checkpoint
-from rollway.weights.transports.files import FilesPublisher, FilesReader, VersionDirectory
+from rollway.weights.transports.files import FilesPublisher, FilesReader
 from tests.checkpoints import write_checkpoint
 
 
@@ -42,7 +41,7 @@ def tensors(value: float) -> dict[str, torch.Tensor]:
 def test_a_version_is_a_whole_checkpoint(tmp_path: Path, model: Path) -> None:
     publisher = FilesPublisher(tmp_path / "versions", model)
     path = Path(publisher.publish(3, tensors(1.5).items()).where["path"])
-    assert path == VersionDirectory(tmp_path / "versions").path(3)
+    assert path == publisher.path(3)
     assert set(check_checkpoint(path).tensors) == {"a", "b", "c"}
     assert {file.name for file in path.iterdir()} == {
         *("config.json", "tokenizer.json", "model.safetensors", "STABLE")
@@ -117,13 +116,13 @@ def test_wrong_use_is_refused(tmp_path: Path, model: Path) -> None:
         publisher.publish(4, [("a", torch.ones(1)), ("a", torch.ones(1))])
     with pytest.raises(UsageError, match="no tensors"):
         publisher.publish(4, [])
-    assert publisher.stored.versions() == [3]
+    assert publisher.versions() == [3]
     assert [path.name for path in root.iterdir()] == ["v3"]
 
 
 @given(st.integers(1, 5), st.lists(st.integers(1, 4), min_size=1, max_size=10))
 @settings(max_examples=25)
-def test_the_newest_are_kept(
+def test_the_newest_versions_are_kept(
     tmp_path_factory: pytest.TempPathFactory, keep: int, steps: list[int]
 ) -> None:
     base = tmp_path_factory.mktemp("files")
@@ -133,26 +132,9 @@ def test_the_newest_are_kept(
     for step in steps:
         published.append((published[-1] if published else 0) + step)
         publisher.publish(published[-1], tensors(published[-1]).items())
-        assert publisher.stored.versions() == published[-keep:]
+        assert publisher.versions() == published[-keep:]
         for version in published[-keep:]:
-            check_checkpoint(publisher.stored.path(version))
-
-
-def test_a_reader_waits(tmp_path: Path, model: Path) -> None:
-    root = tmp_path / "versions"
-    reader = VersionDirectory(root)
-    assert reader.latest() is None
-    with pytest.raises(WeightsError, match="did not appear within"):
-        reader.wait_for(1, timeout=0.05)
-    publisher = FilesPublisher(root, model)
-    later = threading.Timer(0.1, publisher.publish, (1, tensors(1).items()))
-    later.start()
-    reader.wait_for(1, timeout=30)
-    later.join()
-    publisher.publish(5, tensors(1).items())
-    assert reader.latest() == 5
-    with pytest.raises(WeightsError, match="version 5 is already"):
-        reader.wait_for(3, timeout=30)
+            check_checkpoint(publisher.path(version))
 
 
 def test_a_killed_publisher_leaves_whole_versions_and_the_next_cleans_up(
@@ -182,15 +164,15 @@ publisher.publish(2, stream())
     assert len(list(root.iterdir())) == 2
     process.kill()
     process.wait()
-    assert VersionDirectory(root).versions() == [1]
-    check_checkpoint(root / "v1")
     publisher = FilesPublisher(root, model)
+    assert publisher.versions() == [1]
+    check_checkpoint(root / "v1")
     assert [path.name for path in root.iterdir()] == ["v1"]
     publisher.publish(2, tensors(2).items())
-    assert publisher.stored.versions() == [1, 2]
+    assert publisher.versions() == [1, 2]
 
 
-def test_leftovers_of_other_machines_go_when_they_are_old(tmp_path: Path, model: Path) -> None:
+def test_old_leftovers_of_other_machines_are_removed(tmp_path: Path, model: Path) -> None:
     root = tmp_path / "versions"
     fresh, old, legacy = (
         root / f".v{number}.0123456789ab-7-{number}.partial" for number in (1, 2, 3)

@@ -1,4 +1,4 @@
-"""Admin calls and refits when workers misbehave (a scripted stand-in, see fake_fleet.py)."""
+"""Admin calls and refits when workers misbehave (scripted, see fake_fleet.py)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rollway.errors import (
     Unreachable,
     UsageError,
 )
-from rollway.fleet.admin import leaving
+from rollway.fleet.admin import leaving_label
 from rollway.fleet.discovery import Worker
 from rollway.fleet.fleet import Fleet
 from rollway.http import Http
@@ -43,7 +43,7 @@ async def test_instance_ids_are_exact_and_failures_listed() -> None:
             await Fleet(http, url).resume()
 
 
-async def test_no_listing_and_no_workers_are_told_apart() -> None:
+async def test_no_listing_and_no_workers_are_different_errors() -> None:
     async with Http() as http:
         with pytest.raises(Unreachable, match="DYN_RL_PORT"):
             await Fleet(http, "http://127.0.0.1:9").workers()
@@ -72,7 +72,7 @@ async def test_a_refit_moves_every_worker(checkpoint: Path) -> None:
 
 
 async def test_a_checkpoint_that_changes_while_it_is_loaded_is_not_served(checkpoint: Path) -> None:
-    """It was not published with digests, so only its files' times can tell."""
+    """It was not published with digests, so only its files' times show the change."""
     weights = checkpoint / "model.safetensors"
 
     async def damage(step: str, worker: Worker) -> None:
@@ -89,14 +89,16 @@ async def test_a_checkpoint_that_changes_while_it_is_loaded_is_not_served(checkp
         assert [w.state for w in failure.value.report.workers] == ["in doubt"]
 
 
-async def test_a_joiner_does_not_get_a_checkpoint_that_was_changed_since(checkpoint: Path) -> None:
+async def test_a_joining_worker_does_not_load_a_checkpoint_that_was_changed(
+    checkpoint: Path,
+) -> None:
     first, second = FakeWorker(1), FakeWorker(2)
     workers = [first]
     async with fake_fleet(*workers) as url, Http() as http:
         fleet = Fleet(http, url)
         await fleet.refit(7, checkpoint)
         os.utime(checkpoint / "model.safetensors")
-        first.version = 0  # as if it had been started anew
+        first.version = 0  # as if it had restarted
         with pytest.raises(UsageError, match="names other weights"):
             await fleet.admit()
         assert second.version == 0 and first.version == 0
@@ -136,7 +138,7 @@ async def test_an_update_is_sent_once_and_its_worker_stays_paused(checkpoint: Pa
     assert bad.paused and "resume_generation" not in bad.calls
     assert bad.taints == []  # the router sends it nothing that asks for a version
     assert not good.paused
-    assert bad.version == leaving(0)
+    assert bad.version == leaving_label(0)
     assert [worker.state for worker in failure.value.report.workers] == ["serving", "in doubt"]
 
 
@@ -155,10 +157,10 @@ async def test_a_refit_that_is_cancelled_vouches_only_for_what_it_knows(checkpoi
         assert fleet.versions.by_worker == {1: 7}
         assert fleet.versions.current == 7
         assert not fleet.versions.moving and not fleet.versions.changing
-    assert slow.paused and slow.version == leaving(0) and slow.taints == []
+    assert slow.paused and slow.version == leaving_label(0) and slow.taints == []
 
 
-async def test_a_rollout_is_refused_when_nobody_serves_its_version(checkpoint: Path) -> None:
+async def test_a_rollout_is_refused_when_no_worker_serves_its_version(checkpoint: Path) -> None:
     only = FakeWorker(1, fail={"update_weights_from_disk": 500})
     async with fake_fleet(only) as url, Http() as http:
         fleet = Fleet(http, url)
@@ -196,20 +198,20 @@ async def test_of_two_refits_at_once_the_older_version_does_not_win(checkpoint: 
     assert worker.version == 6
 
 
-async def test_a_worker_that_says_ok_and_does_nothing_is_caught(checkpoint: Path) -> None:
-    async with fake_fleet(FakeWorker(1, lies=True)) as url, Http() as http:
-        with pytest.raises(RefitError, match="has not taken the update"):
+async def test_an_update_that_succeeds_without_an_effect_is_noticed(checkpoint: Path) -> None:
+    async with fake_fleet(FakeWorker(1, ignores_updates=True)) as url, Http() as http:
+        with pytest.raises(RefitError, match="has not applied the update"):
             await Fleet(http, url).refit(7, checkpoint)
 
 
-async def test_calls_that_can_be_repeated_are() -> None:
+async def test_calls_that_are_safe_to_repeat_are_retried() -> None:
     worker = FakeWorker(1, fail={"resume_generation": [503, 500]})
     async with fake_fleet(worker) as url, Http() as http:
         await Fleet(http, url).resume()
     assert worker.calls.count("resume_generation") == 3
 
 
-async def test_a_hung_worker_is_bounded() -> None:
+async def test_a_call_to_a_hung_worker_times_out() -> None:
     worker = FakeWorker(1, fail={"flush_cache": 2.0})
     async with fake_fleet(worker) as url, Http() as http:
         fleet = Fleet(http, url, timeouts=AdminTimeouts(probe=0.1))
@@ -223,7 +225,7 @@ async def test_a_worker_without_the_route_is_named() -> None:
             await Fleet(http, url).resume()
 
 
-async def test_versions_go_up_only(checkpoint: Path) -> None:
+async def test_versions_only_go_up(checkpoint: Path) -> None:
     worker = FakeWorker(1)
     async with fake_fleet(worker) as url, Http() as http:
         fleet = Fleet(http, url)
@@ -234,12 +236,12 @@ async def test_versions_go_up_only(checkpoint: Path) -> None:
         with pytest.raises(UsageError, match="7 already names other weights"):
             await fleet.refit(7, other)
         updates = worker.calls.count("update_weights_from_disk")
-        again = await fleet.refit(7, checkpoint)  # the same weights: nothing is left to do
+        again = await fleet.refit(7, checkpoint)  # the same weights: nothing to do
         assert [state.proof for state in again.workers] == ["earlier refit"]
     assert worker.calls.count("update_weights_from_disk") == updates == 1
 
 
-async def test_a_bad_checkpoint_touches_nobody(tmp_path: Path) -> None:
+async def test_a_bad_checkpoint_touches_no_worker(tmp_path: Path) -> None:
     worker = FakeWorker(1)
     async with fake_fleet(worker) as url, Http() as http:
         with pytest.raises(UsageError, match=r"no config\.json"):
@@ -247,7 +249,7 @@ async def test_a_bad_checkpoint_touches_nobody(tmp_path: Path) -> None:
     assert worker.calls == []
 
 
-async def test_the_newest_version_is_the_fleets_and_laggards_are_left_out() -> None:
+async def test_the_newest_declared_version_is_the_current_one() -> None:
     async with (
         fake_fleet(FakeWorker(1, version=4), FakeWorker(2, version=4)) as url,
         Http() as http,
@@ -268,7 +270,7 @@ async def test_the_newest_version_is_the_fleets_and_laggards_are_left_out() -> N
         assert fleet.versions.current == 5
 
 
-async def test_liveness() -> None:
+async def test_health_reports_whether_a_worker_is_alive() -> None:
     dead = FakeWorker(2, fail={"liveness_probe": 500})
     async with fake_fleet(FakeWorker(1), dead) as url, Http() as http:
         fleet = Fleet(http, url)

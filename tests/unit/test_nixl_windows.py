@@ -1,4 +1,4 @@
-"""Windows of reads, carried out on plain bytes: every layout gives the model, nothing overlaps."""
+"""Run windows of reads on plain bytes: every layout gives the model, and nothing overlaps."""
 
 from __future__ import annotations
 
@@ -22,8 +22,14 @@ from rollway.weights.planning.plan import Receiver, plan
 from rollway.weights.planning.trainers import fsdp_sources, megatron_sources
 from rollway.weights.planning.vllm_layout import engine_ranks, wants
 from rollway.weights.planning.wants import LocalTensor, Wants, hf_target
-from rollway.weights.transports.nixl_cards import read_layout, write_layout
-from rollway.weights.transports.nixl_windows import ALIGNED, Landed, Reads, Windows, make_windows
+from rollway.weights.transports.nixl.listing import read_layout, write_layout
+from rollway.weights.transports.nixl.windows import (
+    ALIGNED,
+    BufferTensor,
+    Reads,
+    Windows,
+    make_windows,
+)
 from tests.unit.planned import DTYPE, Model, expected, held_by, slices
 from tests.unit.test_plan_megatron import MOE, model_of
 
@@ -46,42 +52,43 @@ def memory_of(source: Source, model: Model) -> tuple[Bytes, list[int]]:
     return np.frombuffer(b"".join(parts), dtype=np.uint8), addresses
 
 
-def carried_out(windows: Windows, sources: list[Source], model: Model) -> Model:
+def run_windows(windows: Windows, sources: list[Source], model: Model) -> Model:
     memory = {source.name: memory_of(source, model) for source in sources}
     end = max(window.offset + window.nbytes for window in windows.windows)
     buffer = np.zeros(end, dtype=np.uint8)
-    found: Model = {}
+    result: Model = {}
 
-    def view(one: Landed) -> NDArray[np.int32]:
-        return buffer[one.offset : one.offset + one.nbytes].view(np.int32).reshape(one.shape)
+    def view(tensor: BufferTensor) -> NDArray[np.int32]:
+        raw = buffer[tensor.offset : tensor.offset + tensor.nbytes]
+        return raw.view(np.int32).reshape(tensor.shape)
 
     moved = 0
     for window in windows.windows:
         for source, reads in window.reads.items():
             raw, addresses = memory[source]
-            remote, local, sizes = reads.placed(addresses, 0)
+            remote, local, sizes = reads.resolve(addresses, 0)
             assert (np.diff(remote) > 0).all()
             for there, here, size in zip(remote, local, sizes, strict=True):
                 assert window.offset <= here and here + size <= window.offset + window.nbytes
                 buffer[here : here + size] = raw[there : there + size]
                 moved += int(size)
-        for landed, copies in window.replays:
+        for whole, copies in window.cuts:
             for copy in copies:
-                values = view(landed)[slices(copy.box)]
+                values = view(whole)[slices(copy.box)]
                 values = values.swapaxes(-1, -2) if copy.transposed else values
-                target = next(one for one in window.targets if one.name == copy.target)
+                target = next(t for t in window.targets if t.name == copy.target)
                 place = tuple(slice(a, a + n) for a, n in zip(copy.at, copy.shape, strict=True))
                 view(target)[place] = values.reshape(copy.shape)
         for target in window.targets:
-            found[target.name] = view(target).copy()
+            result[target.name] = view(target).copy()
     assert moved == windows.total.moved
-    return found
+    return result
 
 
 def windows_of(
     sources: list[Source], wanted: Wants, costs: Costs, size: int, keep: bool
 ) -> Windows:
-    made = plan(sources, [Receiver("r")], wanted, costs)
+    plan_made = plan(sources, [Receiver("r")], wanted, costs)
     pieces = {
         (offer.names[held.tensor], held.box): None
         for source in sources
@@ -89,7 +96,7 @@ def windows_of(
         for held in offer.holding.held
     }
     tensors = {source.name: tensors_of(source) for source in sources}
-    return make_windows(made, "r", wanted, tensors, pieces, window_bytes=size, keep=keep)
+    return make_windows(plan_made, "r", wanted, tensors, pieces, window_bytes=size, keep=keep)
 
 
 @settings(max_examples=40, deadline=None)
@@ -105,19 +112,19 @@ def windows_of(
 def test_windows_give_the_model_from_any_megatron_layout(
     topology: Topology, experts: Experts, block: float, size: int, keep: bool
 ) -> None:
-    """Whether blocks are free (then all are strided) or dear (then tensors are taken whole)."""
+    """Blocks may be free (all reads are strided) or expensive (tensors are read whole)."""
     model, headers = model_of(MOE)
     geometry = replace(ModelGeometry.from_hf_config(MOE), padded_vocab=32)
     names = NameMap("qwen3_moe", geometry)
     sources = megatron_sources(describe(headers, names, topology, experts=experts))
     costs = Costs(pack_gb_per_s=0, block_seconds=block)
     windows = windows_of(sources, hf_target(headers), costs, size, keep)
-    found = carried_out(windows, sources, model)
+    found = run_windows(windows, sources, model)
     assert found.keys() == model.keys()
     assert all(np.array_equal(found[name], model[name]) for name in model)
-    proved = {proof.piece for some in windows.proofs.values() for proof in some}
+    verified = {check.piece for checks in windows.checks.values() for check in checks}
     for name in model:
-        boxes = [box for piece, box in proved if piece == name]
+        boxes = [box for piece, box in verified if piece == name]
         assert sum(box.elements for box in boxes) == model[name].size
     if keep:
         ends = sorted((o.offset, o.offset + o.nbytes) for w in windows.windows for o in w.targets)
@@ -125,7 +132,7 @@ def test_windows_give_the_model_from_any_megatron_layout(
 
 
 def test_whole_experts_land_in_the_parameter_of_their_rank() -> None:
-    """With expert parallelism pieces are taken whole, into fused parameters, and can be proved."""
+    """With expert parallelism, whole pieces go into fused parameters and can be verified."""
     model, headers = model_of(MOE)
     experts = {name: one for name, one in headers.items() if ".experts." in name}
     ranks = engine_ranks(MOE, tp=1, ep=2)
@@ -133,28 +140,28 @@ def test_whole_experts_land_in_the_parameter_of_their_rank() -> None:
     sources = fsdp_sources(experts, 1)
     windows = windows_of(sources, wanted, Costs(pack_gb_per_s=0), 1 << 20, keep=False)
     held = {name: array for name, array in model.items() if name in experts}
-    found = carried_out(windows, sources, held)
+    found = run_windows(windows, sources, held)
     correct = expected(held, wanted, 0)
     assert all(np.array_equal(found[name], correct[name]) for name in correct)
-    for target, proofs in windows.proofs.items():
-        for proof in proofs:
-            name, box = proof.piece
-            part = found[target][slices(proof.box)].reshape(box.shape)
+    for target, checks in windows.checks.items():
+        for check in checks:
+            name, box = check.piece
+            part = found[target][slices(check.box)].reshape(box.shape)
             assert np.array_equal(part, held[name][slices(box)])
-    assert sum(map(len, windows.proofs.values())) == len(experts) // 2
+    assert sum(map(len, windows.checks.values())) == len(experts) // 2
 
 
-def test_a_part_of_a_piece_cannot_be_proved() -> None:
+def test_a_part_of_a_piece_cannot_be_verified() -> None:
     _, headers = model_of(MOE)
     rank = engine_ranks(MOE, tp=2)[0]
     sources = fsdp_sources(headers, 1)
-    with pytest.raises(UsageError, match="cannot be proved"):
+    with pytest.raises(UsageError, match="cannot be verified"):
         windows_of(sources, wants([rank], headers), Costs(pack_gb_per_s=0), 1, keep=False)
 
 
-def test_neighbours_become_one_read() -> None:
+def test_neighbouring_reads_are_merged() -> None:
     rows = np.array([[1, 0, 256, 64], [0, 0, 0, 256], [2, 0, 400, 8]], dtype=np.int64)
-    remote, local, sizes = Reads([rows]).placed([1000, 1256, 2000], 10)
+    remote, local, sizes = Reads([rows]).resolve([1000, 1256, 2000], 10)
     assert (remote.tolist(), local.tolist(), sizes.tolist()) == (
         [1000, 2000],
         [10, 410],
@@ -162,7 +169,7 @@ def test_neighbours_become_one_read() -> None:
     )
 
 
-# --- layouts as they travel ----------------------------------------------------------------------
+# --- layouts on the wire -------------------------------------------------------------------------
 
 LAYOUT = write_layout(
     {"qkv": LocalTensor(DTYPE, (6, 4))},
@@ -173,29 +180,29 @@ LAYOUT = write_layout(
 )
 
 
-def test_a_layout_comes_back() -> None:
-    held = read_layout(LAYOUT)
-    assert held.tensors == {"qkv": LocalTensor(DTYPE, (6, 4))}
-    assert [piece.name for piece in held.pieces] == ["q", "k"]
-    with pytest.raises(UsageError, match="which is not given"):
-        write_layout({}, held.pieces)
+def test_a_layout_can_be_written_and_read() -> None:
+    layout = read_layout(LAYOUT)
+    assert layout.tensors == {"qkv": LocalTensor(DTYPE, (6, 4))}
+    assert [piece.name for piece in layout.pieces] == ["q", "k"]
+    with pytest.raises(UsageError, match="which is not published"):
+        write_layout({}, layout.pieces)
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=200))
-def test_nonsense_is_no_layout(raw: bytes) -> None:
+def test_noise_is_refused_as_a_layout(raw: bytes) -> None:
     with pytest.raises(WeightsError):
         read_layout(raw)
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, len(LAYOUT) - 1), st.integers(1, 255))
-def test_a_damaged_layout_is_refused_or_is_another(at: int, by: int) -> None:
-    """It is signed on its way; this is about never failing in an unforeseen manner."""
+def test_a_damaged_layout_is_refused_or_differs(at: int, by: int) -> None:
+    """Listings are signed in transit; this only checks that the error is a WeightsError."""
     damaged = bytearray(LAYOUT)
     damaged[at] ^= by
     try:
-        held = read_layout(bytes(damaged))
+        layout = read_layout(bytes(damaged))
     except WeightsError:
         return
-    assert held != read_layout(LAYOUT)
+    assert layout != read_layout(LAYOUT)

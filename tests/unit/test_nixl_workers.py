@@ -1,4 +1,4 @@
-"""Workers over real NIXL: a rank takes its part and no more, and gives on what it took whole."""
+"""Workers over real NIXL: a rank receives only its part, and serves peers what it has whole."""
 
 from __future__ import annotations
 
@@ -11,22 +11,19 @@ from typing import Any
 import pytest
 import torch
 
-from rollway.engine.nixl_receiver import NixlReceiver
-from rollway.engine.slices import Slices, slices
+from rollway.engine.slices import slices
 from rollway.errors import UsageError, WeightsError
 from rollway.orders import SECRET
-from rollway.weights.catalog_http import CatalogServer, HttpCatalog
-from rollway.weights.layout import Box, Piece
+from rollway.weights.layout import Box, Piece, Shard
 from rollway.weights.offer import Offer
 from rollway.weights.planning.trainers import fsdp_sources
-from rollway.weights.planning.transfers import Total
 from rollway.weights.planning.vllm_layout import engine_ranks
-from rollway.weights.sources import from_module
-from rollway.weights.transports.nixl import NixlPublisher
-from rollway.weights.transports.nixl_reader import NixlReader
+from rollway.weights.slices import Slices
+from rollway.weights.sources import Held, from_module
+from rollway.weights.transports.nixl import NixlPublisher, NixlReader
+from rollway.weights.transports.nixl.catalog_http import CatalogServer, HttpCatalog
 from tests.unit.nixl_source import WORD, Tensors, Trainer, tensors_of
-from tests.unit.planned import held_by
-from tests.unit.test_nixl import nixl, pieces_of, same
+from tests.unit.test_nixl import held_tensors, nixl, receive, same
 from tests.unit.test_plan_megatron import model_of
 from tests.unit.test_slices import DENSE, MOE, engine
 
@@ -44,19 +41,8 @@ def cleanup() -> Iterator[ExitStack]:
         yield stack
 
 
-def worker(cleanup: ExitStack) -> NixlReceiver:
-    made = NixlReceiver()
-    cleanup.callback(made.close)
-    return made
-
-
-def taken(receiver: NixlReceiver, offer: Offer) -> Tensors:
-    return {name: tensor.clone() for name, tensor in receiver.tensors(offer)}
-
-
-def total(receiver: NixlReceiver) -> Total:
-    assert receiver.total is not None
-    return receiver.total
+def open_reader(cleanup: ExitStack) -> NixlReader:
+    return cleanup.enter_context(NixlReader())
 
 
 def tensors_like(config: dict[str, Any]) -> Tensors:
@@ -64,90 +50,90 @@ def tensors_like(config: dict[str, Any]) -> Tensors:
 
 
 def parts(model: Tensors, mine: Slices) -> Tensors:
-    found = {}
+    sliced = {}
     for name, tensor in model.items():
         box = mine.boxes.get(name, Box.whole(tuple(tensor.shape)))
         if box is not None:
             ranges = zip(box.start, box.stop, strict=True)
-            found[name] = tensor[tuple(slice(a, b) for a, b in ranges)]
-    return found
+            sliced[name] = tensor[tuple(slice(a, b) for a, b in ranges)]
+    return sliced
 
 
 @pytest.mark.parametrize(
     ("config", "tp", "ep"), [(DENSE, 2, 1), (DENSE, 4, 1), (MOE, 2, 1), (MOE, 2, 2)]
 )
-def test_ranks_take_their_parts_and_no_more(
+def test_ranks_receive_only_their_parts(
     cleanup: ExitStack, config: dict[str, Any], tp: int, ep: int
 ) -> None:
-    """Of tensors that were copied to publish them every part is one run of memory."""
+    """Every part of a tensor that was copied to publish it is one run of memory."""
     headers = model_of(config)[1]
     publisher = cleanup.enter_context(NixlPublisher(engine_ranks=4))
-    workers = [worker(cleanup) for _ in range(tp)]
+    readers = [open_reader(cleanup) for _ in range(tp)]
     for version in range(2):
-        model = {name: one + version for name, one in tensors_like(config).items()}
+        model = {name: tensor + version for name, tensor in tensors_like(config).items()}
         offer = publisher.publish(version, model.items())
-        for place, (rank, one) in enumerate(
-            zip(engine_ranks(config, tp, ep), workers, strict=True)
-        ):
-            assert one.headers(offer).keys() == model.keys()
-            rank = engine_ranks(config, tp, ep)[place]
+        ranks = zip(engine_ranks(config, tp, ep), readers, strict=True)
+        for place, (rank, reader) in enumerate(ranks):
+            assert reader.headers(offer).keys() == model.keys()
             wanted = slices(rank, headers, engine(config, headers, tp, ep, place))
-            mine = one.narrow(offer, wanted)
+            mine = reader.restrict(offer, wanted)
             assert mine == wanted
             expected = parts(model, mine)
-            assert same(taken(one, offer), expected)
+            assert same(receive(reader, offer), expected)
             needed = sum(tensor.nbytes for tensor in expected.values())
-            assert total(one).moved == total(one).needed == needed < 0.8 * offer.nbytes
+            assert reader.total.moved == reader.total.needed == needed < 0.8 * offer.nbytes
 
 
-def test_a_worker_of_one_rank_takes_divided_tensors_whole(cleanup: ExitStack) -> None:
+def test_a_worker_of_one_rank_receives_split_tensors_whole(cleanup: ExitStack) -> None:
     model = tensors_like(DENSE)
     publisher = cleanup.enter_context(NixlPublisher(engine_ranks=2))
     offer = publisher.publish(0, model.items())
-    one = worker(cleanup)
-    assert one.narrow(offer, Slices()) == Slices()
-    assert same(taken(one, offer), model)
-    assert total(one).moved == total(one).needed == offer.nbytes
+    reader = open_reader(cleanup)
+    assert reader.restrict(offer, Slices()) == Slices()
+    assert same(receive(reader, offer), model)
+    assert reader.total.moved == reader.total.needed == offer.nbytes
 
 
-def test_parts_without_a_digest_are_taken_whole(cleanup: ExitStack) -> None:
-    """Of a publisher that does not divide, or divides for fewer ranks."""
+def test_parts_without_a_digest_are_received_whole(cleanup: ExitStack) -> None:
+    """The publisher does not split tensors, or splits them for fewer ranks."""
     headers, model = model_of(DENSE)[1], tensors_like(DENSE)
     rank = engine_ranks(DENSE, 4)[1]
-    for divided in (1, 2):
-        publisher = cleanup.enter_context(NixlPublisher(engine_ranks=divided))
+    for engine_size in (1, 2):
+        publisher = cleanup.enter_context(NixlPublisher(engine_ranks=engine_size))
         offer = publisher.publish(0, model.items())
-        one = worker(cleanup)
-        mine = one.narrow(offer, slices(rank, headers, engine(DENSE, headers, 4, 1, 1)))
+        reader = open_reader(cleanup)
+        mine = reader.restrict(offer, slices(rank, headers, engine(DENSE, headers, 4, 1, 1)))
         assert "model.layers.0.self_attn.q_proj.weight" not in mine.boxes
-        assert same(taken(one, offer), parts(model, mine))
+        assert same(receive(reader, offer), parts(model, mine))
 
 
-def test_parts_of_tensors_that_were_adopted(cleanup: ExitStack) -> None:
-    """They lie as they lie: what is cut across rows may be taken whole, and says so."""
+def test_parts_of_adopted_tensors(cleanup: ExitStack) -> None:
+    """Adopted tensors are not rearranged: those cut across rows may be read whole."""
     headers, model = model_of(DENSE)[1], tensors_like(DENSE)
     publisher = cleanup.enter_context(NixlPublisher(engine_ranks=2))
     publisher.adopt(model.items())
     offer = publisher.publish(0)
-    one = worker(cleanup)
+    reader = open_reader(cleanup)
     wanted = slices(engine_ranks(DENSE, 2)[1], headers, engine(DENSE, headers, 2, 1, 1))
-    mine = one.narrow(offer, wanted)
+    mine = reader.restrict(offer, wanted)
     assert mine == wanted
-    assert same(taken(one, offer), parts(model, mine))
-    assert total(one).needed < total(one).moved < offer.nbytes
-    assert sum(total(one).reasons.values()) == total(one).moved - total(one).needed
+    assert same(receive(reader, offer), parts(model, mine))
+    assert reader.total.needed < reader.total.moved < offer.nbytes
+    assert sum(reader.total.reasons.values()) == reader.total.moved - reader.total.needed
 
-    # A byte that changed is found by the rank whose part it is in, and by no other.
+    # Only the rank whose part contains a changed byte detects it.
     model["lm_head.weight"][:1] += 1
-    assert same(taken(one, offer), parts(model, mine))
-    other = worker(cleanup)
-    other.narrow(offer, slices(engine_ranks(DENSE, 2)[0], headers, engine(DENSE, headers, 2, 1, 0)))
+    assert same(receive(reader, offer), parts(model, mine))
+    other = open_reader(cleanup)
+    other.restrict(
+        offer, slices(engine_ranks(DENSE, 2)[0], headers, engine(DENSE, headers, 2, 1, 0))
+    )
     with pytest.raises(WeightsError, match=r"lm_head.weight is not what was published"):
-        taken(other, offer)
+        receive(other, offer)
 
 
-def test_parts_of_what_several_ranks_of_a_trainer_hold(cleanup: ExitStack) -> None:
-    """Cut among three by rows, and again where two ranks of an engine cut."""
+def test_parts_of_tensors_that_several_trainer_ranks_hold(cleanup: ExitStack) -> None:
+    """Three trainer ranks cut rows, and two engine ranks cut again."""
     arrays, headers = model_of(DENSE)
     sources = fsdp_sources(headers, 3)
     catalog = cleanup.enter_context(CatalogServer())
@@ -156,113 +142,112 @@ def test_parts_of_what_several_ranks_of_a_trainer_hold(cleanup: ExitStack) -> No
         for r in range(3)
     ]
     for publisher, source in zip(ranks, sources, strict=True):
-        local = [(name, torch.from_numpy(one)) for name, one in held_by(source, arrays).items()]
-        publisher.announce(0, local, pieces_of(source), headers)
+        publisher.announce(0, held_tensors(source, arrays, headers))
     offer = ranks[0].offer(0)
     model = tensors_like(DENSE)
     for place, rank in enumerate(engine_ranks(DENSE, 2)):
-        one = worker(cleanup)
+        reader = open_reader(cleanup)
         wanted = slices(rank, headers, engine(DENSE, headers, 2, 1, place))
-        mine = one.narrow(offer, wanted)
+        mine = reader.restrict(offer, wanted)
         assert mine == wanted
-        assert same(taken(one, offer), parts(model, mine))
-        assert total(one).moved == total(one).needed
+        assert same(receive(reader, offer), parts(model, mine))
+        assert reader.total.moved == reader.total.needed
 
 
-def test_a_module_is_divided_by_the_shapes_that_its_shards_tell(cleanup: ExitStack) -> None:
+def test_a_module_is_split_by_the_shapes_of_its_shards(cleanup: ExitStack) -> None:
     class Layer(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.o_proj = torch.nn.Linear(8, 4)
 
     publisher = cleanup.enter_context(NixlPublisher(engine_ranks=2))
-    offer = publisher.publish_held(0, from_module(Layer(), replica=(0, 1)))
-    one = worker(cleanup)
+    offer = publisher.publish(0, from_module(Layer(), replica=(0, 1)))
+    reader = open_reader(cleanup)
     box = Box((0, 4), (4, 8))
     mine = Slices(
         {"o_proj.weight": box}, {"o_proj.weight": (4, 8)}, {"o_proj.weight": "o_proj.weight"}
     )
-    assert one.narrow(offer, mine) == mine
-    assert taken(one, offer)["o_proj.weight"].shape == (4, 4)
+    assert reader.restrict(offer, mine) == mine
+    assert receive(reader, offer)["o_proj.weight"].shape == (4, 4)
 
 
 # --- fan-out -------------------------------------------------------------------------------------
 
 
-def given_by_trainer(workers: list[NixlReceiver]) -> int:
+def trainer_bytes(readers: list[NixlReader]) -> int:
     return sum(
         count
-        for one in workers
-        for source, count in total(one).sources.items()
+        for reader in readers
+        for source, count in reader.total.sources.items()
         if source.startswith("trainer")
     )
 
 
 @pytest.mark.parametrize("count", [3, 6])
-def test_a_trainer_gives_a_version_to_one_worker_and_that_to_others(
+def test_a_trainer_serves_one_worker_and_workers_serve_the_others(
     cleanup: ExitStack, count: int
 ) -> None:
-    """All come at once, as in a refit; twice, so that pools and plans are used again."""
+    """All arrive at once, as in a refit; twice, so that pools and plans are reused."""
     trainer = cleanup.enter_context(Trainer(fanout=True))
-    workers = [worker(cleanup) for _ in range(count)]
+    readers = [open_reader(cleanup) for _ in range(count)]
     pool = cleanup.enter_context(ThreadPoolExecutor(count))
 
-    def take(one: NixlReceiver, offer: Offer) -> Tensors:
-        assert one.headers(offer)
-        one.narrow(offer, Slices())
-        return taken(one, offer)
+    def receive_whole(reader: NixlReader, offer: Offer) -> Tensors:
+        assert reader.headers(offer)
+        reader.restrict(offer, Slices())
+        return receive(reader, offer)
 
     for version in range(2):
         offer = trainer.publish(version)
-        for found in pool.map(take, workers, [offer] * count):
-            assert same(found, tensors_of(version))
-        assert given_by_trainer(workers) == offer.nbytes
-        for one in workers:
-            assert total(one).moved == offer.nbytes
+        for tensors in pool.map(receive_whole, readers, [offer] * count):
+            assert same(tensors, tensors_of(version))
+        assert trainer_bytes(readers) == offer.nbytes
+        for reader in readers:
+            assert reader.total.moved == offer.nbytes
 
 
-def test_without_fan_out_the_trainer_gives_to_all(cleanup: ExitStack) -> None:
+def test_without_fan_out_the_trainer_serves_all(cleanup: ExitStack) -> None:
     trainer = cleanup.enter_context(Trainer())
-    workers = [worker(cleanup) for _ in range(3)]
+    readers = [open_reader(cleanup) for _ in range(3)]
     offer = trainer.publish(0)
-    for one in workers:
-        assert same(taken(one, offer), tensors_of(0))
-    assert given_by_trainer(workers) == 3 * offer.nbytes
+    for reader in readers:
+        assert same(receive(reader, offer), tensors_of(0))
+    assert trainer_bytes(readers) == 3 * offer.nbytes
 
 
-def test_workers_have_it_from_the_first_when_the_trainer_is_dead(cleanup: ExitStack) -> None:
+def test_workers_receive_from_the_first_one_when_the_trainer_is_dead(cleanup: ExitStack) -> None:
     catalog = cleanup.enter_context(CatalogServer())
     trainer = cleanup.enter_context(Trainer(catalog=catalog.url, fanout=True))
-    first, *others = workers = [worker(cleanup) for _ in range(3)]
+    first, *others = readers = [open_reader(cleanup) for _ in range(3)]
     offer = trainer.publish(0)
-    assert same(taken(first, offer), tensors_of(0))
+    assert same(receive(first, offer), tensors_of(0))
     trainer.kill()
-    for one in others:
-        assert same(taken(one, offer), tensors_of(0))
-    assert given_by_trainer(workers) == offer.nbytes
+    for reader in others:
+        assert same(receive(reader, offer), tensors_of(0))
+    assert trainer_bytes(readers) == offer.nbytes
 
 
-def test_one_that_died_in_its_turn_is_waited_for_a_while(cleanup: ExitStack) -> None:
+def test_a_receiver_that_died_in_its_turn_delays_others_briefly(cleanup: ExitStack) -> None:
     trainer = cleanup.enter_context(Trainer(fanout=True))
     offer = trainer.publish(0)
     catalog = HttpCatalog(str(offer.where["catalog"]))
-    assert catalog.look_up(0, "one that dies", fanout=2)
+    assert catalog.look_up(0, "dead", fanout=2)
     reader = cleanup.enter_context(NixlReader(serve=True, patience=0.5))
     began = time.monotonic()
-    found = {name: tensor.clone() for name, tensor in reader.tensors(offer)}
-    assert time.monotonic() - began > 0.2  # it asks ever less often, and not beyond its end
-    assert same(found, tensors_of(0))
+    tensors = receive(reader, offer)
+    assert time.monotonic() - began > 0.2  # pauses grow, and the last ends before `patience` does
+    assert same(tensors, tensors_of(0))
 
 
-def test_what_is_dropped_is_given_to_nobody(cleanup: ExitStack) -> None:
+def test_a_released_version_is_not_served(cleanup: ExitStack) -> None:
     catalog = cleanup.enter_context(CatalogServer())
     trainer = cleanup.enter_context(Trainer(catalog=catalog.url, fanout=True))
-    one = worker(cleanup)
+    reader = open_reader(cleanup)
     offer = trainer.publish(0)
-    taken(one, offer)
+    receive(reader, offer)
     assert len(catalog.look_up(0, "other")) == 1
     assert catalog.look_up(0, "other")[0].role == "receiver"
-    one.let_go()
+    reader.release()
     assert catalog.look_up(0, "other")[0].role == "trainer"
 
 
@@ -270,19 +255,20 @@ def test_parts_come_from_a_worker_that_has_the_whole(cleanup: ExitStack) -> None
     headers, model = model_of(DENSE)[1], tensors_like(DENSE)
     publisher = cleanup.enter_context(NixlPublisher(engine_ranks=2, fanout=True))
     offer = publisher.publish(0, model.items())
-    whole, rank = worker(cleanup), worker(cleanup)
-    assert same(taken(whole, offer), model)
+    whole, rank = open_reader(cleanup), open_reader(cleanup)
+    assert same(receive(whole, offer), model)
     wanted = slices(engine_ranks(DENSE, 2)[1], headers, engine(DENSE, headers, 2, 1, 1))
-    mine = rank.narrow(offer, wanted)
+    mine = rank.restrict(offer, wanted)
     assert mine == wanted
-    assert same(taken(rank, offer), parts(model, mine))
-    assert given_by_trainer([whole, rank]) == offer.nbytes
+    assert same(receive(rank, offer), parts(model, mine))
+    assert trainer_bytes([whole, rank]) == offer.nbytes
 
 
-def test_wrong_use_is_told() -> None:
+def test_wrong_use_is_refused() -> None:
     with pytest.raises(UsageError, match="at least one rank, not 0"):
         NixlPublisher(engine_ranks=0)
     with NixlPublisher(engine_ranks=2) as publisher:
         stray = [Piece("o_proj.weight", Box((0, 0), (4, 4)), "elsewhere", (0, 0))]
-        with pytest.raises(UsageError, match="lies in elsewhere, which is not given"):
-            publisher.publish(0, [("a", torch.ones(2))], stray)
+        shard = Shard("a", "F32", (2,), Box((0,), (2,)))
+        with pytest.raises(UsageError, match="is in elsewhere, which is not published"):
+            publisher.publish(0, [Held(shard, torch.ones(2), stray, True)])

@@ -1,4 +1,4 @@
-"""From any Megatron topology to any engine: exact, in every kind of layout Megatron has."""
+"""Plans from any Megatron topology to any engine are exact, for all of Megatron's layouts."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from rollway.weights.megatron.describe import Experts, Norms, describe
 from rollway.weights.megatron.geometry import ModelGeometry, Topology
 from rollway.weights.megatron.names import NameMap
 from rollway.weights.planning.costs import Costs
-from rollway.weights.planning.hf_model import hf_headers
 from rollway.weights.planning.plan import Receiver, plan
-from rollway.weights.planning.trainers import megatron_sources
+from rollway.weights.planning.scenario import hf_headers
+from rollway.weights.planning.sources import megatron_sources
 from rollway.weights.planning.vllm_layout import engine_ranks, wants
 from tests.unit.planned import DTYPE, Model, carried_out, expected, some_model
 
@@ -77,13 +77,13 @@ def test_any_topology_to_any_engine(
     sources = megatron_sources(described)
     ranks = engine_ranks(config, *engine)
     wanted = wants(ranks, headers)
-    made = plan(sources, [Receiver(f"r{n}") for n in range(len(ranks))], wanted, costs)
-    for rank, mine in enumerate(carried_out(made, sources, model, wanted)):
+    result = plan(sources, [Receiver(f"r{n}") for n in range(len(ranks))], wanted, costs)
+    for rank, mine in enumerate(carried_out(result, sources, model, wanted)):
         for target, values in expected(model, wanted, rank).items():
             np.testing.assert_array_equal(mine[target], values, err_msg=target)
 
 
-def test_a_stage_that_is_missing_is_named() -> None:
+def test_the_error_names_a_tensor_of_a_missing_stage() -> None:
     _, headers = model_of(DENSE)
     names = NameMap("qwen2", ModelGeometry.from_hf_config(DENSE))
     sources = megatron_sources(describe(headers, names, Topology(pp=2)))

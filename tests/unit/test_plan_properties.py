@@ -1,4 +1,4 @@
-"""Plans are exact: whatever the cut, every receiver gets its bytes, and no others are moved."""
+"""Plans are exact: every receiver gets its bytes and no others, for every way of sharding."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollway.weights.layout import Box, Need, Piece
+from rollway.weights.layout import Box, Piece
 from rollway.weights.planning.costs import Costs
-from rollway.weights.planning.holdings import Source, source_of_pieces
 from rollway.weights.planning.plan import Receiver, plan
-from rollway.weights.planning.vllm_layout import EngineTarget, needs, wants
-from rollway.weights.planning.wants import LocalTensor, Wants, hf_target, needs_of, wants_of_needs
+from rollway.weights.planning.sources import Source, source_of_pieces
+from rollway.weights.planning.targets import LocalTensor, TargetPart, Want, Wants, hf_target
+from rollway.weights.planning.vllm_layout import EngineTarget, part_of, wants
 from tests.unit.planned import DTYPE, Model, carried_out, expected, headers, some_model
 
 COSTS = [
@@ -26,15 +26,19 @@ COSTS = [
 
 def assert_exact(sources: list[Source], ranks: int, wanted: Wants, model: Model, c: Costs) -> None:
     receivers = [Receiver(f"engine{rank}") for rank in range(ranks)]
-    made = plan(sources, receivers, wanted, c)
-    for rank, mine in enumerate(carried_out(made, sources, model, wanted)):
+    result = plan(sources, receivers, wanted, c)
+    for rank, mine in enumerate(carried_out(result, sources, model, wanted)):
         should = expected(model, wanted, rank)
         assert mine.keys() == should.keys()
         for target, values in should.items():
             np.testing.assert_array_equal(mine[target], values, err_msg=target)
-    total = made.total
+    total = result.total
     assert total.needed == sum(
-        4 * need.box.elements for rank in range(ranks) for need in needs_of(wanted, rank)
+        4 * part.box.elements
+        for several in wanted.values()
+        for target in several
+        for part in target.parts
+        if part is not None
     )
     assert (total.moved - total.needed) == sum(total.reasons.values())
 
@@ -65,7 +69,7 @@ def grids(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
 
 @st.composite
 def trainers(draw: st.DrawFn, model: Model) -> list[Source]:
-    """Ranks that hold the model in any way: cut anywhere, fused, transposed, padded, doubled."""
+    """Ranks that hold the model in any way: sharded anywhere, transposed, padded, replicated."""
     count = draw(st.integers(1, 4))
     tensors: list[dict[str, LocalTensor]] = [{} for _ in range(count)]
     pieces: list[list[Piece]] = [[] for _ in range(count)]
@@ -81,7 +85,7 @@ def trainers(draw: st.DrawFn, model: Model) -> list[Source]:
                 source = f"{name}/{number}"
                 tensors[rank][source] = LocalTensor(DTYPE, shape)
                 pieces[rank].append(Piece(name, box, source, at, transposed))
-    if draw(st.booleans()):  # somebody also has everything, as a checkpoint would
+    if draw(st.booleans()):  # one more rank has everything, as a checkpoint would
         tensors.append(headers(model))
         pieces.append([Piece(n, Box.whole(a.shape), n, (0,) * a.ndim) for n, a in model.items()])
     return [
@@ -92,7 +96,7 @@ def trainers(draw: st.DrawFn, model: Model) -> list[Source]:
 
 @st.composite
 def fused_trainers(draw: st.DrawFn, model: Model, fused: list[list[str]]) -> list[Source]:
-    """Ranks that hold rows of several tensors below each other in one, and cut them alike."""
+    """Ranks that fuse rows of several tensors into one, and shard them alike."""
     ranks = draw(st.sampled_from([1, 2, 4]))
     sources = []
     for rank in range(ranks):
@@ -176,7 +180,7 @@ def test_any_trainer_to_any_engine(data: st.DataObject) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(st.data())
-def test_fused_and_cut_alike_or_not(data: st.DataObject) -> None:
+def test_fused_trainers_to_any_engine(data: st.DataObject) -> None:
     ranks, model = data.draw(engines())
     model = {name: array for name, array in model.items() if array.ndim == 2}
     groups: dict[str, list[str]] = {}
@@ -192,37 +196,36 @@ def test_fused_and_cut_alike_or_not(data: st.DataObject) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.data())
-def test_plain_needs_of_any_shape(data: st.DataObject) -> None:
+def test_boxes_of_any_shape(data: st.DataObject) -> None:
     model = some_model({"a": (5, 4), "b": (6,), "c": (2, 3, 4), "scalar": ()})
     every = data.draw(trainers({n: a for n, a in model.items() if a.ndim in (1, 2)}))
     rest = {n: a for n, a in model.items() if a.ndim not in (1, 2)}
     holder = [Piece(n, Box.whole(a.shape), n, (0,) * a.ndim) for n, a in rest.items()]
     sources = [*every, source_of_pieces("rest", headers(rest), holder)]
-    mine: list[list[Need]] = [[], []]
-    tensors: list[dict[str, LocalTensor]] = [{}, {}]
+    wanted: dict[str, list[Want]] = {}
     for rank in range(2):
         for name, array in model.items():
             for number, box in enumerate(data.draw(grids(array.shape))):
                 if data.draw(st.booleans()):
-                    target = f"{name}#{number}"
-                    mine[rank].append(Need(name, box, target, (0,) * array.ndim))
-                    tensors[rank][target] = LocalTensor(DTYPE, box.shape)
-    wanted = wants_of_needs(mine, tensors)
-    assert [set(needs_of(wanted, rank)) for rank in range(2)] == [set(m) for m in mine]
+                    part = TargetPart(box, (0,) * array.ndim, box.shape)
+                    parts = (part, None) if rank == 0 else (None, part)
+                    target = Want(f"{name}#{number}", DTYPE, parts)
+                    wanted.setdefault(name, []).append(target)
     assert_exact(sources, 2, wanted, model, data.draw(st.sampled_from(COSTS)))
 
 
-def test_one_rank_or_all_ranks_say_the_same() -> None:
+def test_the_part_of_one_rank_is_that_of_all_ranks_together() -> None:
     model = some_model({"model.embed_tokens.weight": (100, 4), "model.norm.weight": (4,)})
     ranks = [
         EngineTarget(heads=4, kv_heads=1, head_dim=2, tp_size=2, tp_rank=rank) for rank in (0, 1)
     ]
     together = wants(ranks, headers(model))
     for number, rank in enumerate(ranks):
-        assert needs(rank, headers(model)) == needs_of(together, number)
+        for name, (target,) in together.items():
+            assert part_of(name, headers(model), rank) == (target.target, target.parts[number])
 
 
-def test_a_checkpoint_goes_over_as_it_is() -> None:
+def test_a_checkpoint_is_received_as_it_is() -> None:
     model = some_model({"a": (3, 4), "b": (5,)})
     pieces = [Piece(n, Box.whole(a.shape), n, (0,) * a.ndim) for n, a in model.items()]
     sources = [source_of_pieces("trainer", headers(model), pieces)]

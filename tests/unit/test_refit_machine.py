@@ -1,7 +1,7 @@
-"""Whatever joins, leaves, hangs or fails while weights move: the promises of a refit hold.
+"""The promises of a refit hold, whatever joins, leaves, hangs or fails while weights change.
 
 Hypothesis drives the real fleet, refits and rollouts over simulated workers (sim_fleet.py). The
-saboteurs at the end switch off one protection each; the same checks must then fail."""
+sabotages at the end switch off one protection each; the same checks must then fail."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from rollway.errors import RollwayError, UsageError
 from rollway.fleet.canary import canary
 from rollway.fleet.fleet import Fleet
-from rollway.fleet.refit import Refit
 from rollway.fleet.report import RefitMode
+from rollway.fleet.worker_refit import WorkerRefit
 from rollway.rollout.client import Rollout, Rollouts
 from rollway.rollout.sampling import Sampling
 from rollway.versions import VersionBook, taint_of
@@ -31,15 +31,15 @@ from tests.unit.sim_fleet import OP, Call, SimAdmin, SimLoop, SimUpdate, SimWork
 MODES: list[RefitMode] = ["pause-all", "rolling", "in-flight"]
 TOUCHING = ("pause", "resume", "flush", "update", "declare", "taint")
 FAULTS = ("before", "lost", "refuse", "hang", "die", "lie")
-"""Nothing done, done and the answer lost, refused, hung, dead, and ok said with nothing done."""
+"""Nothing done, done but the answer lost, refused, hung, dead, and success without an effect."""
 DRAIN_SECONDS = 2000.0
-"""Longer than every timeout together: what is not over then is lost."""
+"""Longer than all timeouts together: an operation that has not ended by then never ends."""
 
 Tasks = set[asyncio.Task[Any]]
 
 
 class Coordinator:
-    """A process that refits and samples: a real `Fleet` and `Rollouts`, and checks around them."""
+    """A process that refits and samples: a real `Fleet` and `Rollouts`, with checks."""
 
     def __init__(self, world: World, *, replacing: bool = False) -> None:
         self.world, self.admin = world, SimAdmin(world)
@@ -54,12 +54,12 @@ class Coordinator:
             supervised=lambda _: world.supervised,
             shelf=world,
         )
-        self.book = self.fleet.versions
+        self.versions = self.fleet.versions
         self.fleet.observer = world.observe
-        self.book.tainted = world.supervised
+        self.versions.tainted = world.supervised
         bounds = {"timeout": 200.0, "patience": 10.0}
-        known = {"refresh": self.fleet.refresh, "confirms": self.fleet.confirms}
-        self.rollouts = Rollouts(http, "sim", "m", self.book, **known, **bounds)
+        checks = {"refresh": self.fleet.refresh, "confirms": self.fleet.confirms}
+        self.rollouts = Rollouts(http, "sim", "m", self.versions, **checks, **bounds)
         self.under_way: Tasks = set()
         self.sampling: Tasks = set()
         self.user_paused, self.trouble = False, ""
@@ -75,12 +75,12 @@ class Coordinator:
         task = self.world.loop.create_task(work)
         into.add(task)
         task.add_done_callback(into.discard)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._check_error)
         return task
 
-    def _ended(self, task: asyncio.Task[Any]) -> None:
+    def _check_error(self, task: asyncio.Task[Any]) -> None:
         if not task.cancelled() and task.exception() is not None:
-            self.world.broken(f"{task.exception()!r} is no error that a user should meet")
+            self.world.broken(f"{task.exception()!r} is no error for users")
 
     # --- operations --------------------------------------------------------------------------
 
@@ -108,17 +108,17 @@ class Coordinator:
         return outcome
 
     async def traffic(self, times: int, length: int = 8) -> None:
-        """So dense that some request is always under way when something changes."""
+        """Send requests so often that some are always under way when weights change."""
         for _ in range(times):
             self.start(self.sample(length), self.sampling)
             await asyncio.sleep(0.01)
 
     async def sample(self, length: int) -> None:
         try:
-            found = await self.rollouts.generate([1, 2], Sampling(max_tokens=length))
+            (rollout,) = await self.rollouts.generate([1, 2], Sampling(max_tokens=length))
         except RollwayError:
             return
-        self._check_rollout(found[0])
+        self._check_rollout(rollout)
 
     async def _operation(self, work: Callable[[], Awaitable[Any]], version: int | None) -> str:
         world, op, began = self.world, next(self.world.ops), self.world.now
@@ -140,6 +140,8 @@ class Coordinator:
         self._check_calls([call for call in touching if call.op == op], outcome)
         paused = {c.worker: c.ok for c in reversed(touching) if (c.op, c.route) == (op, "pause")}
         for worker in [w for w in world.workers.values() if w.alive and w.hung_at < began]:
+            if worker.staged is not None and worker.staged_by == op:
+                world.broken(f"worker {worker.instance_id} keeps a second model")
             calls = [call for call in touching if call.worker == worker.instance_id]
             if any(call.op != op for call in calls):
                 continue  # another process has begun since
@@ -169,7 +171,8 @@ class Coordinator:
                     self.world.broken(f"worker {worker} failed and then got {call.route}")
 
     def _check_serving(self, worker: SimWorker, version: int) -> None:
-        """After a refit that returned. Who got ready after the last listing is a joiner."""
+        """Check a worker after a refit that returned. A worker that got ready after the last
+        listing is a joiner."""
         if worker.ready_at >= self.world.listed_at or self._paused_by_user(worker):
             return
         taints = (taint_of(version),) if self.world.tainting else ()
@@ -179,10 +182,10 @@ class Coordinator:
             self.world.broken(f"a refit to {version} returned, {name} is {state}")
 
     def _check_undone(self, worker: SimWorker, mine: list[Call]) -> None:
-        """After a refit that could not pause everybody: who got no update is back."""
+        """Check that a worker without an update is back after a failed pause."""
         routes = [call.route for call in mine]
         lost = any(not call.ok for call in mine if call.route != "pause")
-        marked = any(call.route == "declare" for call in mine)  # only one whose version is known
+        marked = any(call.route == "declare" for call in mine)  # its version was known
         known = (marked or (worker.label or 0) >= 0) and not self._paused_by_user(worker)
         if worker.paused and known and not lost and "pause" in routes and "update" not in routes:
             self.world.broken(f"worker {worker.instance_id} was left paused")
@@ -200,22 +203,23 @@ class Coordinator:
                 if weights != sim_fleet.weights_of(span.version) or kv != {weights}:
                     world.broken(f"stamped {span.version}: sampled from {weights}, KV of {kv}")
 
-    def check_book(self) -> None:
-        current = -1 if self.book.current is None else self.book.current
+    def check_versions(self) -> None:
+        current = -1 if self.versions.current is None else self.versions.current
         if current < self._seen:
             self.world.broken(f"the current version went from {self._seen} to {current}")
         self._seen = current
-        shut = self.book.moving and not self.user_paused
-        if not self.under_way and (self.book.changing or shut):
-            self.world.broken(f"nothing is under way, changing={self.book.changing}, {shut=}")
+        shut = self.versions.moving and not self.user_paused
+        if not self.under_way and (self.versions.changing or shut):
+            self.world.broken(f"nothing is under way, changing={self.versions.changing}, {shut=}")
 
 
 class RefitMachine(RuleBasedStateMachine):
-    """Two processes, their workers, and everything that can happen to them."""
+    """Two processes, their workers, and all events that can happen to them."""
 
     @initialize(
         seed=st.integers(0, 10_000),
-        proving=st.booleans(),
+        verifying=st.booleans(),
+        staging=st.booleans(),
         shape=st.sampled_from(["stack", "stack", "attached", "untainted"]),
         count=st.integers(1, 3),
         replacing=st.booleans(),
@@ -223,46 +227,47 @@ class RefitMachine(RuleBasedStateMachine):
     def begin(
         self,
         seed: int,
-        proving: bool,
+        verifying: bool,
+        staging: bool = False,
         shape: str = "stack",
         count: int = 2,
         replacing: bool = False,
     ) -> None:
         self.loop, self.patch = SimLoop(), pytest.MonkeyPatch()
-        self.world = World(self.loop, seed, proving=proving, shape=shape)
+        self.world = World(self.loop, seed, verifying=verifying, staging=staging, shape=shape)
         self.world.install(self.patch)
         self.replacing = replacing and shape == "stack"
         self.tried = 0
         for _ in range(count):
             self.world.join()
         self._pass(0.1)
-        # Without the launcher's taints, stamps rest on what one process knows: only one refits.
-        self.everyone = [self._coordinator() for _ in range(2 if shape == "stack" else 1)]
+        # Without the launcher's taints, versions rest on what one process knows: only one refits.
+        self.processes = [self._coordinator() for _ in range(2 if shape == "stack" else 1)]
         self._pass(0.1)
 
     def _coordinator(self) -> Coordinator:
-        made = Coordinator(self.world, replacing=self.replacing)
-        made.start(made.fleet.refresh(), made.sampling)
-        return made
+        coordinator = Coordinator(self.world, replacing=self.replacing)
+        coordinator.start(coordinator.fleet.refresh(), coordinator.sampling)
+        return coordinator
 
     def _pass(self, seconds: float) -> None:
         self.loop.run_until_complete(asyncio.sleep(seconds))
 
-    def _who(self, index: int) -> Coordinator:
-        return self.everyone[index % len(self.everyone)]
+    def _process(self, index: int) -> Coordinator:
+        return self.processes[index % len(self.processes)]
 
     def _worker(self, index: int) -> SimWorker | None:
         alive = [w for w in self.world.workers.values() if w.alive]
         return alive[index % len(alive)] if alive else None
 
-    def _crash(self, who: Coordinator) -> None:
-        """The process dies: no call of it reaches anybody any more, another takes its place."""
-        who.admin.crashed = True
-        for task in who.sampling:
+    def _crash(self, process: Coordinator) -> None:
+        """Kill the process: its calls reach no worker any more, and another process follows."""
+        process.admin.crashed = True
+        for task in process.sampling:
             task.cancel()
-        self.everyone[self.everyone.index(who)] = self._coordinator()
+        self.processes[self.processes.index(process)] = self._coordinator()
 
-    # --- what happens ------------------------------------------------------------------------
+    # --- events ------------------------------------------------------------------------------
 
     @rule(seconds=st.sampled_from([0.01, 0.05, 0.2, 1.0, 6.0, 40.0]))
     def time_passes(self, seconds: float) -> None:
@@ -289,7 +294,7 @@ class RefitMachine(RuleBasedStateMachine):
 
     @rule(i=st.integers(0, 1), times=st.sampled_from([1, 5, 40]), length=st.integers(1, 30))
     def samples(self, i: int, times: int, length: int) -> None:
-        self._who(i).start(self._who(i).traffic(times, length), self._who(i).sampling)
+        self._process(i).start(self._process(i).traffic(times, length), self._process(i).sampling)
 
     @rule(
         i=st.integers(0, 1),
@@ -317,81 +322,81 @@ class RefitMachine(RuleBasedStateMachine):
         half: bool = False,
         busy: bool = False,
     ) -> None:
-        who = self._who(i)
+        process = self._process(i)
         if busy:
             self.samples(i, 40, 8)
             self._pass(0.1)
         for route, index, kind in faults:
             worker = self._worker(index)
             if kind == "lie" and route not in ("update", "flush"):
-                continue  # nobody could tell
+                continue  # it would not show
             if worker is not None:
-                # Half a load that passes for a whole one shows in the parameters only.
-                kind = "half" if kind == "lie" and half and self.world.proving else kind
+                # Half a load that is reported as a success shows in the parameters only.
+                kind = "half" if kind == "lie" and half and self.world.verifying else kind
                 self.world.faults[route, worker.instance_id] = kind
         self.tried += 1
-        task = who.start(who.refit(self.tried, "", mode), who.under_way)
+        task = process.start(process.refit(self.tried, "", mode), process.under_way)
         if fuse is not None:
             crash = fuse[1] == "crash"
-            who.admin.calls_left = fuse[0]
-            who.admin.then = lambda: self._crash(who) if crash else task.cancel()
+            process.admin.calls_left = fuse[0]
+            process.admin.then = lambda: self._crash(process) if crash else task.cancel()
         self._pass(seconds)
 
     @rule(i=st.integers(0, 1), back=st.integers(0, 2), mode=st.sampled_from(MODES))
     def refits_again(self, i: int, back: int, mode: RefitMode) -> None:
-        who = self._who(i)
+        process = self._process(i)
         if back < self.tried:
-            who.start(who.refit(self.tried - back, "", mode), who.under_way)
+            process.start(process.refit(self.tried - back, "", mode), process.under_way)
 
     @rule(i=st.integers(0, 1), weights=st.sampled_from(["bad", "unfit", "other"]))
     def refits_wrongly(self, i: int, weights: str) -> None:
-        """No checkpoint, one of other shapes, or a version that is taken."""
-        who = self._who(i)
+        """Refit with no checkpoint, with one of other shapes, or with a version that is in use."""
+        process = self._process(i)
         self.tried += 1
-        version = (who.book.current or 0) if weights == "other" else self.tried
-        if version and (weights != "unfit" or self.world.proving):
-            who.start(who.refit(version, weights), who.under_way)
+        version = (process.versions.current or 0) if weights == "other" else self.tried
+        if version and (weights != "unfit" or self.world.verifying):
+            process.start(process.refit(version, weights), process.under_way)
 
     @rule(i=st.integers(0, 1))
     def admits(self, i: int) -> None:
-        self._who(i).start(self._who(i).admit(), self._who(i).under_way)
+        self._process(i).start(self._process(i).admit(), self._process(i).under_way)
 
     @rule(i=st.integers(0, 1), mode=st.sampled_from(["wait", "keep", "abort"]))
     def user_pauses(self, i: int, mode: str) -> None:
-        self._who(i).start(self._who(i).pause(mode), self._who(i).under_way)
+        self._process(i).start(self._process(i).pause(mode), self._process(i).under_way)
 
     @rule(i=st.integers(0, 1))
     def user_resumes(self, i: int) -> None:
-        self._who(i).start(self._who(i).resume(), self._who(i).under_way)
+        self._process(i).start(self._process(i).resume(), self._process(i).under_way)
 
-    # --- what must hold ----------------------------------------------------------------------
+    # --- promises ----------------------------------------------------------------------------
 
     @invariant()
     def holds(self) -> None:
-        for who in getattr(self, "everyone", []):
-            who.check_book()
+        for process in getattr(self, "processes", []):
+            process.check_versions()
             assert not self.world.violations, self.world.violations
 
     def settles(self) -> None:
-        """Left alone everything comes to an end, and one more refit puts the fleet right."""
+        """Check that everything ends by itself, and that one more refit repairs the fleet."""
         self._pass(DRAIN_SECONDS)
-        for who in self.everyone:
-            assert not who.under_way, "an operation never ends"
-            assert not who.sampling, "a rollout is lost"
+        for process in self.processes:
+            assert not process.under_way, "an operation never ends"
+            assert not process.sampling, "a rollout is lost"
         self.holds()
         self.world.faults.clear()
         self.world.listing_fails = 0
         self.world.join()
         self._pass(DRAIN_SECONDS)
         run = self.loop.run_until_complete
-        for who in self.everyone:
-            who.admin.calls_left = 0
-            run(who.resume())
-        who, version = self.everyone[0], self.tried + 1
-        outcome = run(who.refit(version, "", "in-flight"))
-        assert outcome == "done", f"the last refit was {outcome}: {who.trouble}"
-        found = run(who.rollouts.generate([1], Sampling(max_tokens=3)))
-        assert found[0].weight_version == version
+        for process in self.processes:
+            process.admin.calls_left = 0
+            run(process.resume())
+        process, version = self.processes[0], self.tried + 1
+        outcome = run(process.refit(version, "", "in-flight"))
+        assert outcome == "done", f"the last refit was {outcome}: {process.trouble}"
+        (rollout,) = run(process.rollouts.generate([1], Sampling(max_tokens=3)))
+        assert rollout.weight_version == version
         self.holds()
 
     def teardown(self) -> None:
@@ -415,17 +420,17 @@ TestRefitMachine.settings = settings(
 )
 
 
-# --- what it has found, as short as it gets --------------------------------------------------
+# --- faults that the machine has found, as short as possible ---------------------------------
 
 
 @contextmanager
 def machine(**options: Any) -> Iterator[RefitMachine]:
-    made = RefitMachine()
-    made.begin(seed=1, **options)
+    refit_machine = RefitMachine()
+    refit_machine.begin(seed=1, **options)
     try:
-        yield made
+        yield refit_machine
     finally:
-        made.close()
+        refit_machine.close()
 
 
 def joins_during_a_refit(m: RefitMachine) -> None:
@@ -438,7 +443,7 @@ def gets_its_label_during_a_refit(m: RefitMachine) -> None:
     m.refits(0)
 
 
-def does_not_hear_that_it_is_in_doubt(m: RefitMachine) -> None:
+def misses_its_label(m: RefitMachine) -> None:
     m.refits(0, faults=[("declare", 0, "before")])
 
 
@@ -449,7 +454,7 @@ def is_resumed_by_a_user_during_a_refit(m: RefitMachine) -> None:
         m.time_passes(6.0)
 
 
-def is_resumed_by_a_user_after_an_unproven_load(m: RefitMachine) -> None:
+def is_resumed_by_a_user_after_an_unverified_load(m: RefitMachine) -> None:
     m.refits(0, faults=[("flush", 0, "before")])
     m.user_resumes(0)
 
@@ -483,39 +488,41 @@ def is_restored_while_the_refit_is_cancelled(m: RefitMachine) -> None:
         m.refits(0, faults=[("pause", 0, "before")], fuse=(call, "cancel"))
 
 
-def is_heard_and_the_answer_is_lost(m: RefitMachine) -> None:
+def resumes_and_its_answer_is_lost(m: RefitMachine) -> None:
     m.refits(0, faults=[("resume", 0, "lost")])
 
 
-@pytest.mark.parametrize("proving", [True, False], ids=["parameters", "canary"])
+@pytest.mark.parametrize("verifying", [True, False], ids=["parameters", "canary"])
 @pytest.mark.parametrize(
     "happens",
     [
         joins_during_a_refit,
         gets_its_label_during_a_refit,
-        does_not_hear_that_it_is_in_doubt,
+        misses_its_label,
         is_resumed_by_a_user_during_a_refit,
-        is_resumed_by_a_user_after_an_unproven_load,
+        is_resumed_by_a_user_after_an_unverified_load,
         is_in_doubt_when_the_next_pause_fails,
         is_in_doubt_when_a_users_pause_fails,
         has_the_weights_and_is_out_of_service,
         joins_after_a_refused_refit,
         is_restored_while_the_refit_is_cancelled,
-        is_heard_and_the_answer_is_lost,
+        resumes_and_its_answer_is_lost,
     ],
 )
-def test_a_worker_that(happens: Callable[[RefitMachine], None], proving: bool) -> None:
-    with machine(proving=proving) as m:
+def test_the_promises_hold_for_a_worker_that(
+    happens: Callable[[RefitMachine], None], verifying: bool
+) -> None:
+    with machine(verifying=verifying) as m:
         happens(m)
         m.time_passes(6.0)
         m.settles()
 
 
-def test_what_a_worker_samples_beside_its_canary_is_not_believed() -> None:
-    """A stalled router delivers while a canary is heard, the refit is cancelled, and another
-    process asks the worker whether it had changed."""
+def test_answers_sampled_beside_a_canary_are_discarded() -> None:
+    """A stalled router delivers a request during a canary, the refit is cancelled, and another
+    process asks the worker for its version."""
     m = RefitMachine()
-    m.begin(seed=267, proving=False, count=3)
+    m.begin(seed=267, verifying=False, count=3)
     m.refits(
         0, "rolling", [("resume", 0, "before"), ("taint", 1, "before")], busy=True, seconds=0.5
     )
@@ -527,38 +534,109 @@ def test_what_a_worker_samples_beside_its_canary_is_not_believed() -> None:
     m.teardown()
 
 
+# --- a refit that ends early frees staged updates --------------------------------------------
+
+
+def another_worker_refuses_the_update(m: RefitMachine) -> str:
+    m.world.faults["check", 2] = "refuse"
+    return m.loop.run_until_complete(m.processes[0].refit(2))
+
+
+def the_version_is_taken(m: RefitMachine) -> str:
+    return m.loop.run_until_complete(m.processes[0].refit(1, "other"))
+
+
+def the_version_is_served_already(m: RefitMachine) -> str:
+    return m.loop.run_until_complete(m.processes[0].refit(1))
+
+
+def a_pause_fails(m: RefitMachine) -> str:
+    m.world.faults["pause", 2] = "refuse"
+    return m.loop.run_until_complete(m.processes[0].refit(2))
+
+
+def the_update_fails(m: RefitMachine) -> str:
+    m.world.faults["update", 1] = m.world.faults["update", 2] = "refuse"
+    return m.loop.run_until_complete(m.processes[0].refit(2))
+
+
+def the_refit_is_cancelled_while_workers_stage(m: RefitMachine) -> str:
+    task = m.loop.create_task(m.processes[0].refit(2))
+    while not all(worker.staged for worker in m.world.workers.values()):
+        m.time_passes(0.001)
+    task.cancel()
+    return m.loop.run_until_complete(task)
+
+
+def the_refit_is_cancelled_before_the_swap(m: RefitMachine) -> str:
+    task = m.loop.create_task(m.processes[0].refit(2))
+    while not any(worker.paused for worker in m.world.workers.values()):
+        m.time_passes(0.001)
+    task.cancel()
+    return m.loop.run_until_complete(task)
+
+
+@pytest.mark.parametrize(
+    ("happens", "outcome"),
+    [
+        (another_worker_refuses_the_update, "refused"),
+        (the_version_is_taken, "refused"),
+        (the_version_is_served_already, "done"),
+        (a_pause_fails, "failed"),
+        (the_update_fails, "failed"),
+        (the_refit_is_cancelled_while_workers_stage, "cancelled"),
+        (the_refit_is_cancelled_before_the_swap, "cancelled"),
+    ],
+)
+def test_no_worker_keeps_a_second_model_when(
+    happens: Callable[[RefitMachine], str], outcome: str
+) -> None:
+    with machine(verifying=True, staging=True) as m:
+        for worker in m.world.workers.values():
+            worker.load_seconds = 0.2
+        assert m.loop.run_until_complete(m.processes[0].refit(1)) == "done"
+        staged = sum(call.detail == "rollway_stage" for call in m.world.log)
+        assert happens(m) == outcome
+        assert sum(call.detail == "rollway_stage" for call in m.world.log) > staged
+        assert [worker.staged for worker in m.world.workers.values()] == [None, None]
+        m.holds()
+
+
 # --- the same checks, with one protection switched off ---------------------------------------
 
 
-def story(sabotage: Callable[[pytest.MonkeyPatch], None], shape: str, proving: bool) -> int:
-    """Traffic through every mode, then what each protection is there for; tells how many requests
-    came late."""
-    with machine(shape=shape, proving=proving) as m:
-        run, who, world = m.loop.run_until_complete, m.everyone[0], m.world
+Sabotage = Callable[[pytest.MonkeyPatch], None]
+
+
+def run_story(sabotage: Sabotage, shape: str, verifying: bool, staging: bool = False) -> int:
+    """Run traffic through every mode, then an event for each protection. Return how many requests
+    arrived late."""
+    with machine(shape=shape, verifying=verifying, staging=staging) as m:
+        run, process, world = m.loop.run_until_complete, m.processes[0], m.world
         sabotage(m.patch)
         for worker in world.workers.values():
             worker.lag, worker.load_seconds, worker.sticky = 0.05, 0.01, world.supervised
         world.workers[2].load_seconds = 0.5  # the others serve meanwhile
 
-        def then(work: Coroutine[Any, Any, str], outcome: str) -> None:
-            got = run(work)
+        def then(work: Coroutine[Any, Any, str], expected: str) -> None:
+            outcome = run(work)
             m.holds()
-            assert got == outcome, who.trouble
+            assert outcome == expected, process.trouble
 
         for version, mode in enumerate(MODES * 2, 1):
-            for process in m.everyone:
-                process.start(process.traffic(80, 4), process.sampling)
+            for sampler in m.processes:
+                sampler.start(sampler.traffic(80, 4), sampler.sampling)
             m._pass(0.2)
-            then(who.refit(version, "", mode), "done")
+            then(process.refit(version, "", mode), "done")
             m._pass(2.0)
-        then(who.refit(5), "refused")
-        then(who.refit(6, "other"), "refused")
+        then(process.refit(5), "refused")
+        then(process.refit(6, "other"), "refused")
         world.faults["pause", 1] = "refuse"
-        then(who.refit(7), "failed")
-        world.faults["update", 1] = "half" if proving else "refuse"
-        then(who.refit(8, "", "rolling"), "failed")
-        who.start(who.traffic(20), who.sampling)
-        then(who.resume(), "failed")
+        then(process.refit(7), "failed")
+        world.faults["update", 1] = "half" if verifying else "refuse"
+        then(process.refit(8, "", "rolling"), "failed")
+        process.start(process.traffic(20), process.sampling)
+        then(process.resume(), "failed")
         m.tried = 8
         m.settles()
         return sum(worker.late for worker in world.workers.values())
@@ -568,8 +646,8 @@ def nothing(patch: pytest.MonkeyPatch) -> None: ...
 
 
 def late_answers_are_believed(patch: pytest.MonkeyPatch) -> None:
-    """What a router sends late is aborted, and kept away, but a stalled one sends even later."""
-    patch.setattr(VersionBook, "enters", lambda *_: None)
+    """Requests that arrive late are aborted, but a stalled router sends even later."""
+    patch.setattr(VersionBook, "mark_entered", lambda *_: None)
 
 
 def no_salt(patch: pytest.MonkeyPatch) -> None:
@@ -580,14 +658,14 @@ def no_salt(patch: pytest.MonkeyPatch) -> None:
 
 
 def failed_workers_are_resumed(patch: pytest.MonkeyPatch) -> None:
-    real = Refit._move_one
+    real = WorkerRefit.install
 
-    async def move_one(self: Refit, worker: Any) -> None:
-        await real(self, worker)
-        if self._state(worker).state == "in doubt":
-            await self.admin.resume(worker)
+    async def install(self: WorkerRefit) -> None:
+        await real(self)
+        if self.report.state == "in doubt":
+            await self.plan.admin.resume(self.worker)
 
-    patch.setattr(Refit, "_move_one", move_one)
+    patch.setattr(WorkerRefit, "install", install)
 
 
 def no_label_says_in_doubt(patch: pytest.MonkeyPatch) -> None:
@@ -596,11 +674,16 @@ def no_label_says_in_doubt(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_failed_pause_is_not_undone(patch: pytest.MonkeyPatch) -> None:
-    async def restore(self: Refit, group: list[Any]) -> None:
-        for worker in group:
-            self._state(worker).state = "restored"
+    async def restore(self: WorkerRefit) -> None:
+        self.report.state = "restored"
 
-    patch.setattr(Refit, "_restore", restore)
+    patch.setattr(WorkerRefit, "restore", restore)
+
+
+def staged_updates_are_kept(patch: pytest.MonkeyPatch) -> None:
+    async def discard(self: WorkerRefit) -> None: ...
+
+    patch.setattr(WorkerRefit, "discard", discard)
 
 
 def updates_are_sent_again(patch: pytest.MonkeyPatch) -> None:
@@ -628,10 +711,10 @@ def every_answer_is_believed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Rollouts, "_vouched", yes)
 
 
-@pytest.mark.parametrize("proving", [True, False], ids=["parameters", "canary"])
+@pytest.mark.parametrize("verifying", [True, False], ids=["parameters", "canary"])
 @pytest.mark.parametrize("shape", ["stack", "untainted"])
-def test_requests_that_come_late_are_aborted_not_served(shape: str, proving: bool) -> None:
-    assert story(nothing, shape, proving) > 0
+def test_requests_that_come_late_are_aborted_not_served(shape: str, verifying: bool) -> None:
+    assert run_story(nothing, shape, verifying) > 0
 
 
 @pytest.mark.parametrize(
@@ -642,14 +725,14 @@ def test_requests_that_come_late_are_aborted_not_served(shape: str, proving: boo
         (failed_workers_are_resumed, "stack", "failed and then got resume"),
         (no_label_says_in_doubt, "stack", "returned, worker 1 is"),
         (a_failed_pause_is_not_undone, "stack", "left paused"),
+        (staged_updates_are_kept, "stack", "keeps a second model"),
         (updates_are_sent_again, "stack", "2 updates"),
         (versions_go_back, "stack", "goes from 6 to w5"),
         (the_gate_stays_shut, "stack", "shut=True"),
         (every_answer_is_believed, "untainted", "stamped"),
     ],
 )
-def test_a_protection_that_is_missing_is_noticed(
-    sabotage: Callable[[pytest.MonkeyPatch], None], shape: str, notices: str
-) -> None:
+def test_a_missing_protection_is_noticed(sabotage: Sabotage, shape: str, notices: str) -> None:
+    staging = sabotage is staged_updates_are_kept
     with pytest.raises(AssertionError, match=notices):
-        story(sabotage, shape, proving=True)
+        run_story(sabotage, shape, verifying=True, staging=staging)

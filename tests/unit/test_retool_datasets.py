@@ -1,4 +1,4 @@
-"""Rows of every source become the same row of verl, wherever they were loaded from."""
+"""Rows of every source map to the same row of verl, wherever they were loaded from."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def test_every_source_maps_to_the_same_row() -> None:
         }
 
 
-def test_a_mapped_row_stays_as_it_is() -> None:
+def test_mapping_a_row_again_changes_nothing() -> None:
     for source, row in ROWS.items():
         once = map_row(row, 3, source)
         assert map_row(once, 3, source) == once
 
 
-def test_what_comes_before_the_problem_is_kept() -> None:
+def test_messages_before_the_problem_are_kept() -> None:
     row = {**ROWS["math_dapo"], "prompt": [{"role": "system", "content": "Think."}]}
     row["prompt"] += [{"role": "user", "content": PROBLEM}]
     prompt = map_row(row, 0, "math_dapo")["prompt"]
@@ -71,15 +71,15 @@ def test_a_row_without_answer_is_refused() -> None:
         ("hub/datasets--BytedTsinghua-SIA--DAPO-Math-17k/snapshots/0f/x.parquet", "math_dapo"),
     ],
 )
-def test_a_source_is_known_by_name_and_by_path(entry: str, source: str) -> None:
+def test_a_source_is_recognised_by_name_and_by_path(entry: str, source: str) -> None:
     assert recognise(entry) == (source, entry)
 
 
-def test_a_bare_name_is_the_one_on_the_hub() -> None:
+def test_a_bare_name_is_loaded_from_the_hub() -> None:
     assert recognise("aime_2025") == ("aime_2025", "yentinglin/aime_2025")
 
 
-def test_a_path_that_does_not_tell_can_be_told() -> None:
+def test_a_source_can_be_named_before_an_unknown_path() -> None:
     assert recognise("aime_2025:/data/val.parquet") == ("aime_2025", "/data/val.parquet")
     with pytest.raises(UsageError, match=r"aime_2025:/data/val\.parquet"):
         recognise("/data/val.parquet")

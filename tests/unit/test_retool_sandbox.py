@@ -1,4 +1,4 @@
-"""Programs that a model may write, harmless or not: each ends within bounds and leaves nothing."""
+"""Programs that a model may write, harmful or not: each stays within limits and leaves nothing."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from rollway.integrations.verl.retool.sandbox import (
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is for Linux")
 
 SECONDS = 20.0
-"""In which a program that is ended at once must be gone, on a slow machine."""
+"""Within which a killed program must be gone, on a slow machine."""
 
 
 @pytest.fixture
 def scratch() -> Iterator[Path]:
-    """Unlike `tmp_path`, one that every user can walk through."""
+    """Make a directory that every user can enter, unlike `tmp_path`."""
     path = Path(tempfile.mkdtemp(prefix="retool-"))
     path.chmod(0o755)
     yield path
@@ -45,19 +45,19 @@ def scratch() -> Iterator[Path]:
 
 
 def living_in(scratch: Path) -> list[int]:
-    """The processes whose working directory is, or was, below `scratch`."""
-    found = []
+    """List the processes whose working directory is, or was, below `scratch`."""
+    processes = []
     for entry in Path("/proc").iterdir():
         try:
             if entry.name.isdigit() and str((entry / "cwd").readlink()).startswith(str(scratch)):
-                found.append(int(entry.name))
+                processes.append(int(entry.name))
         except OSError:
             continue
-    return found
+    return processes
 
 
-async def outcome_of(code: str, scratch: Path, **options: object) -> Outcome:
-    """Run it, and see that nothing is left of it."""
+async def run(code: str, scratch: Path, **options: object) -> Outcome:
+    """Run a program and assert that it leaves nothing."""
     limits = {name: options.pop(name) for name in list(options) if name in Limits.__slots__}
     sandbox = Sandbox(Limits(**{"timeout": 15, **limits}), scratch=str(scratch), **options)  # type: ignore[arg-type]
     outcome = await sandbox.run(code)
@@ -66,7 +66,7 @@ async def outcome_of(code: str, scratch: Path, **options: object) -> Outcome:
     return outcome
 
 
-# --- What works ---
+# --- What programs can do ---
 
 
 @pytest.mark.parametrize(
@@ -93,120 +93,120 @@ async def outcome_of(code: str, scratch: Path, **options: object) -> Outcome:
     ],
 )
 async def test_prints_what_a_notebook_would(code: str, printed: str, scratch: Path) -> None:
-    outcome = await outcome_of(code, scratch)
+    outcome = await run(code, scratch)
     assert outcome.stdout == printed
     assert outcome.ok or "EOFError" in outcome.stderr
 
 
 async def test_a_traceback_has_the_models_own_lines_and_no_path(scratch: Path) -> None:
-    outcome = await outcome_of("# a comment\n\nx = 0\n1 / x", scratch)
+    outcome = await run("# a comment\n\nx = 0\n1 / x", scratch)
     assert outcome.code == 1
     assert outcome.stderr.splitlines()[1:3] == [
         '  File "main.py", line 4, in <module>',
         "    1 / x",
     ]
-    broken = await outcome_of("def f(:", scratch)
+    broken = await run("def f(:", scratch)
     assert "SyntaxError" in broken.stderr and str(scratch) not in broken.stderr
 
 
-def test_code_is_taken_out_of_its_fences() -> None:
+def test_code_is_extracted_from_fences() -> None:
     assert extract_code("see:\n```python\nx = 1\n```\nand\n```\nx\n```") == "x = 1\n\nx\n"
     assert extract_code("```py\r\n1\r\n```") == "1\r\n"
     assert extract_code("x = 1") == "x = 1"
 
 
-# --- What is bounded ---
+# --- Limits ---
 
 
-async def test_an_endless_loop_is_ended(scratch: Path) -> None:
-    outcome = await outcome_of("while True: pass", scratch, timeout=1.0)
+async def test_an_endless_loop_is_killed(scratch: Path) -> None:
+    outcome = await run("while True: pass", scratch, timeout=1.0)
     assert outcome.ending == "timeout" and 1 <= outcome.seconds < SECONDS
 
 
-async def test_a_program_that_ignores_signals_is_ended(scratch: Path) -> None:
+async def test_a_program_that_ignores_signals_is_killed(scratch: Path) -> None:
     code = (
         "import signal\nfor s in range(1, 32):\n    try: signal.signal(s, signal.SIG_IGN)\n"
         "    except OSError: pass\nwhile True: pass"
     )
-    assert (await outcome_of(code, scratch, timeout=1.0)).ending == "timeout"
+    assert (await run(code, scratch, timeout=1.0)).ending == "timeout"
 
 
 async def test_processor_time_is_bounded(scratch: Path) -> None:
-    outcome = await outcome_of("while True: pass", scratch, cpu_seconds=1)
+    outcome = await run("while True: pass", scratch, cpu_seconds=1)
     assert outcome.ending == "cpu" and outcome.seconds < 15
 
 
 async def test_memory_is_bounded(scratch: Path) -> None:
-    outcome = await outcome_of("x = []\nwhile True: x.append(bytearray(10**7))", scratch)
+    outcome = await run("x = []\nwhile True: x.append(bytearray(10**7))", scratch)
     assert "MemoryError" in outcome.stderr and outcome.code == 1
 
 
 async def test_files_are_bounded(scratch: Path) -> None:
-    outcome = await outcome_of("open('f', 'wb').write(b'x' * 3 * 2**20)", scratch, file_mb=2)
+    outcome = await run("open('f', 'wb').write(b'x' * 3 * 2**20)", scratch, file_mb=2)
     assert "File too large" in outcome.stderr
-    many = await outcome_of("f = [open('f', 'w') for _ in range(1000)]", scratch)
+    many = await run("f = [open('f', 'w') for _ in range(1000)]", scratch)
     assert "Too many open files" in many.stderr
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
-async def test_a_flood_of_output_is_cut_and_ended(stream: str, scratch: Path) -> None:
+async def test_a_program_with_too_much_output_is_killed(stream: str, scratch: Path) -> None:
     code = f"import sys\nwhile True: sys.{stream}.write('x' * 1000)"
-    outcome = await outcome_of(code, scratch, output_bytes=5000)
+    outcome = await run(code, scratch, output_bytes=5000)
     assert outcome.ending == "output" and outcome.seconds < SECONDS
     assert len(getattr(outcome, stream)) == 5000
 
 
 async def test_output_just_over_the_limit_is_cut_too(scratch: Path) -> None:
-    outcome = await outcome_of("print('x' * 5001, end='')", scratch, output_bytes=5000)
+    outcome = await run("print('x' * 5001, end='')", scratch, output_bytes=5000)
     assert outcome.ending == "output" and len(outcome.stdout) == 5000
-    whole = await outcome_of("print('x' * 5000, end='')", scratch, output_bytes=5000)
+    whole = await run("print('x' * 5000, end='')", scratch, output_bytes=5000)
     assert whole.ok and len(whole.stdout) == 5000
 
 
 async def test_no_other_process_can_be_started(scratch: Path) -> None:
     for start in ("os.fork()", "os.posix_spawn('/bin/true', ['true'], {})", "os.system('true')"):
-        outcome = await outcome_of(f"import os\nprint(repr({start}))", scratch)
+        outcome = await run(f"import os\nprint(repr({start}))", scratch)
         assert outcome.stdout in ("", "32512\n"), start  # 127: the shell could not be run
-    spawned = await outcome_of("import subprocess\nsubprocess.run(['true'])", scratch)
+    spawned = await run("import subprocess\nsubprocess.run(['true'])", scratch)
     assert "PermissionError" in spawned.stderr
 
 
-async def test_a_fork_bomb_is_ended(scratch: Path) -> None:
+async def test_a_fork_bomb_is_killed(scratch: Path) -> None:
     code = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
-    assert (await outcome_of(code, scratch, timeout=1.0)).ending == "timeout"
-    allowed = await outcome_of(code, scratch, processes=8)
+    assert (await run(code, scratch, timeout=1.0)).ending == "timeout"
+    allowed = await run(code, scratch, processes=8)
     assert allowed.ending == "processes" and allowed.seconds < SECONDS
 
 
-async def test_a_child_left_in_the_background_is_ended(scratch: Path) -> None:
+async def test_a_child_in_the_background_is_killed(scratch: Path) -> None:
     code = "import os, time\nif os.fork() == 0:\n    time.sleep(1000)\nprint('parent')"
-    outcome = await outcome_of(code, scratch, processes=4)
+    outcome = await run(code, scratch, processes=4)
     assert outcome.stdout == "parent\n" and outcome.ok and outcome.seconds < SECONDS
 
 
 async def test_a_child_cannot_leave_its_group(scratch: Path) -> None:
     for escape in ("os.setsid()", "os.setpgid(0, 0)"):
         code = f"import os\nif os.fork() == 0:\n    {escape}\nelse:\n    os.wait()"
-        assert "PermissionError" in (await outcome_of(code, scratch, processes=4)).stderr
+        assert "PermissionError" in (await run(code, scratch, processes=4)).stderr
 
 
 async def test_a_deeply_nested_program_harms_only_itself(scratch: Path) -> None:
-    outcome = await outcome_of("-" * 100_000 + "1", scratch)
+    outcome = await run("-" * 100_000 + "1", scratch)
     assert not outcome.ok
-    long = await outcome_of("x" * 200_000, scratch)
+    long = await run("x" * 200_000, scratch)
     assert "longer than" in long.stderr
 
 
-# --- What is out of reach ---
+# --- What programs cannot reach ---
 
 
 async def test_there_is_no_network(scratch: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         code = f"import socket\nsocket.create_connection(('127.0.0.1', {port}), 5)\nprint('in')"
-        outcome = await outcome_of(code, scratch)
+        outcome = await run(code, scratch)
         assert "PermissionError" in outcome.stderr and outcome.stdout == ""
-        allowed = await outcome_of(code, scratch, network="allow")
+        allowed = await run(code, scratch, network="allow")
         assert allowed.stdout == "in\n"
 
 
@@ -214,32 +214,34 @@ async def test_there_is_no_network(scratch: Path) -> None:
 @pytest.mark.parametrize("kind", ["SOCK_STREAM", "SOCK_DGRAM", "SOCK_RAW"])
 async def test_there_is_no_socket_of_any_kind(family: str, kind: str, scratch: Path) -> None:
     code = f"import socket\nsocket.socket(socket.{family}, socket.{kind})\nprint('in')"
-    assert "PermissionError" in (await outcome_of(code, scratch)).stderr
+    assert "PermissionError" in (await run(code, scratch)).stderr
 
 
-async def test_a_pair_of_sockets_is_no_way_out(scratch: Path) -> None:
+async def test_a_pair_of_datagram_sockets_is_refused(scratch: Path) -> None:
     code = "import socket\nsocket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)"
-    assert "PermissionError" in (await outcome_of(code, scratch)).stderr
+    assert "PermissionError" in (await run(code, scratch)).stderr
 
 
-async def test_the_environment_is_not_there(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_environment_is_unreadable(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    outcome = await outcome_of("import os\nprint(os.environ, os.getcwd())", scratch)
+    outcome = await run("import os\nprint(os.environ, os.getcwd())", scratch)
     assert "HF_TOKEN" not in outcome.stdout and os.environ["HOME"] not in outcome.stdout
     code = f"for p in {os.getpid()}, 'self':\n    print(open(f'/proc/{{p}}/environ').read())"
-    outcome = await outcome_of(code, scratch)
+    outcome = await run(code, scratch)
     if outcome.confined["files"] or outcome.confined["user"]:
         assert "hf_secret" not in outcome.stdout and "PermissionError" in outcome.stderr
 
 
-async def test_files_of_the_user_are_not_there(scratch: Path, tmp_path: Path) -> None:
+async def test_files_of_the_user_are_unreadable(scratch: Path, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("s3cret")
-    outcome = await outcome_of(f"print(open({str(secret)!r}).read())", scratch)
+    outcome = await run(f"print(open({str(secret)!r}).read())", scratch)
     if outcome.confined["files"] or outcome.confined["user"]:
         assert "PermissionError" in outcome.stderr
     if outcome.confined["files"]:
-        outcome = await outcome_of("open('/tmp/left-behind', 'w')", scratch)
+        outcome = await run("open('/tmp/left-behind', 'w')", scratch)
         assert "PermissionError" in outcome.stderr
 
 
@@ -253,7 +255,7 @@ async def test_other_processes_are_out_of_reach(scratch: Path) -> None:
         f"os.sched_setaffinity({me}, [0])",
         f"os.pidfd_open({me})",
     ):
-        outcome = await outcome_of(f"import os, resource\n{attempt}\nprint('in')", scratch)
+        outcome = await run(f"import os, resource\n{attempt}\nprint('in')", scratch)
         assert "PermissionError" in outcome.stderr, attempt
 
 
@@ -267,7 +269,7 @@ def verdict(code: bytes, architecture: int, number: int, *arguments: int) -> int
     while True:
         operation, then, otherwise, constant = struct.unpack_from("<HBBI", code, 8 * place)
         place += 1
-        if operation == system_calls.GIVE:
+        if operation == system_calls.RETURN:
             return int(constant)
         if operation == system_calls.LOAD:
             (value,) = struct.unpack_from("<I", data, constant)
@@ -285,7 +287,9 @@ def verdict(code: bytes, architecture: int, number: int, *arguments: int) -> int
 @pytest.mark.parametrize("machine", list(system_calls.SYSTEM_CALLS))
 @pytest.mark.parametrize("processes", [False, True])
 @pytest.mark.parametrize("metadata", [False, True])
-def test_a_filter_refuses_what_it_should(machine: str, processes: bool, metadata: bool) -> None:
+def test_a_filter_refuses_restricted_calls_alone(
+    machine: str, processes: bool, metadata: bool
+) -> None:
     architecture, calls = system_calls.SYSTEM_CALLS[machine]
     code = system_calls.assemble(machine, network=False, processes=processes, metadata=metadata)
     assert code is not None
@@ -331,7 +335,7 @@ def test_there_is_no_filter_for_an_unknown_machine() -> None:
         ("aarch64", "asm-generic/unistd.h"),
     ],
 )
-def test_the_numbers_are_those_of_the_kernels_headers(machine: str, header: str) -> None:
+def test_call_numbers_match_the_kernels_headers(machine: str, header: str) -> None:
     path = Path("/usr/include", header)
     if not path.exists():
         pytest.skip(f"there is no {path}")
@@ -344,32 +348,32 @@ def test_the_numbers_are_those_of_the_kernels_headers(machine: str, header: str)
 # --- The caller ---
 
 
-async def test_programs_run_beside_each_other_up_to_a_number(scratch: Path) -> None:
+async def test_at_most_max_concurrent_programs_run_at_once(scratch: Path) -> None:
     sandbox = Sandbox(Limits(timeout=30), scratch=str(scratch), max_concurrent=2)
     code = "import time\ntime.sleep(0.5)"
     began = time.monotonic()
-    runs = [asyncio.create_task(sandbox.run(code)) for _ in range(4)]
+    tasks = [asyncio.create_task(sandbox.run(code)) for _ in range(4)]
     most = 0
-    while not all(run.done() for run in runs):
+    while not all(task.done() for task in tasks):
         most = max(most, len(list(scratch.iterdir())))
         await asyncio.sleep(0.02)
     assert most <= 2 and time.monotonic() - began >= 1.0
-    assert all(run.result().ok for run in runs)
+    assert all(task.result().ok for task in tasks)
 
 
-async def test_a_cancelled_call_ends_its_program(scratch: Path) -> None:
+async def test_cancelling_a_call_kills_its_program(scratch: Path) -> None:
     sandbox = Sandbox(scratch=str(scratch))
-    run = asyncio.create_task(sandbox.run("while True: pass"))
+    task = asyncio.create_task(sandbox.run("while True: pass"))
     while not living_in(scratch):
         await asyncio.sleep(0.02)
-    run.cancel()
+    task.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await run
+        await task
     assert living_in(scratch) == [] and list(scratch.iterdir()) == []
     assert (await sandbox.run("1")).ok
 
 
-def test_the_death_of_the_caller_ends_the_program(scratch: Path) -> None:
+def test_the_death_of_the_caller_kills_the_program(scratch: Path) -> None:
     code = (
         "import asyncio\nfrom rollway.integrations.verl.retool.sandbox import Sandbox\n"
         f"asyncio.run(Sandbox(scratch={str(scratch)!r}).run('while True: pass'))"
@@ -380,14 +384,14 @@ def test_the_death_of_the_caller_ends_the_program(scratch: Path) -> None:
     wait_until(lambda: not living_in(scratch) and not list(scratch.iterdir()))
 
 
-def wait_until(happened) -> None:  # type: ignore[no-untyped-def]
+def wait_until(condition) -> None:  # type: ignore[no-untyped-def]
     end = time.monotonic() + SECONDS
-    while not happened():
+    while not condition():
         assert time.monotonic() < end
         time.sleep(0.02)
 
 
-def test_check_says_what_is_missing(scratch: Path, tmp_path: Path) -> None:
+def test_check_names_what_is_missing(scratch: Path, tmp_path: Path) -> None:
     assert Sandbox(scratch=str(scratch)).check().confined["calls"]
     with pytest.raises(UsageError, match="no interpreter"):
         Sandbox(interpreter="/no/such/python")
@@ -403,34 +407,34 @@ def test_check_says_what_is_missing(scratch: Path, tmp_path: Path) -> None:
         Sandbox(network="perhaps")  # type: ignore[arg-type]
 
 
-def test_check_says_so_when_the_interpreter_ended_before_its_job_came(
+def test_check_reports_an_interpreter_that_ended_before_it_read_its_job(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def late(sandbox: Sandbox, code: str) -> bytes:
         time.sleep(1.0)
         return b"{}\n"
 
-    monkeypatch.setattr(Sandbox, "_job", late)
+    monkeypatch.setattr(Sandbox, "encode_job", late)
     with pytest.raises(SandboxError, match=r"Python 3\.9"):
         Sandbox(interpreter="/bin/false").check()
 
 
-async def test_without_a_filter_it_refuses_unless_the_network_is_allowed(
+async def test_without_a_filter_the_network_must_be_allowed(
     scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(system_calls, "SYSTEM_CALLS", {})
     with pytest.raises(UsageError, match="network: allow"):
         Sandbox(scratch=str(scratch)).check()
     code = "import os, time\nif os.fork() == 0:\n    os.setsid(); time.sleep(1000)\nprint('parent')"
-    outcome = await outcome_of(code, scratch, network="allow")
+    outcome = await run(code, scratch, network="allow")
     assert outcome.stdout == "parent\n" and not outcome.confined["calls"]
 
 
-def test_check_logs_the_promises_that_do_not_hold(
+def test_check_logs_missing_protections(
     scratch: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(system_calls, "SYSTEM_CALLS", {})
     with caplog.at_level(logging.WARNING):
         outcome = Sandbox(scratch=str(scratch), network="allow").check()
-    assert outcome.open_promises
-    assert all(promise in caplog.text for promise in outcome.open_promises)
+    assert outcome.missing_protections
+    assert all(sentence in caplog.text for sentence in outcome.missing_protections)

@@ -20,8 +20,8 @@ MODEL = "actor_rollout_ref.model.path=some/model"
 # --- Without verl ---
 
 
-def test_what_the_user_says_wins() -> None:
-    chosen = train.overrides(["data.train_batch_size=8", "++algorithm.adv_estimator=rloo"])
+def test_the_users_overrides_replace_defaults() -> None:
+    chosen = train.list_overrides(["data.train_batch_size=8", "++algorithm.adv_estimator=rloo"])
     assert chosen[-2:] == ["data.train_batch_size=8", "++algorithm.adv_estimator=rloo"]
     keys = [override.lstrip("+").partition("=")[0] for override in chosen]
     assert len(keys) == len(set(keys))
@@ -95,7 +95,7 @@ def test_verl_loads_every_source_into_one_dataset(files: list[str]) -> None:
     assert directory[0]["raw_prompt"] == rows[0]["raw_prompt"]
 
 
-def test_max_samples_takes_the_rows_that_verl_takes(files: list[str], tmp_path: Path) -> None:
+def test_max_samples_keeps_the_rows_that_verl_keeps(files: list[str], tmp_path: Path) -> None:
     from verl.trainer.ppo.utils import create_rl_dataset
     from verl.utils.dataset.rl_dataset import RLHFDataset
 
@@ -113,7 +113,7 @@ def test_max_samples_takes_the_rows_that_verl_takes(files: list[str], tmp_path: 
         assert mapped_twice["raw_prompt"] == verls["raw_prompt"]
 
 
-def test_the_score_is_that_of_the_recipe() -> None:
+def test_wrong_answers_score_higher_with_calls() -> None:
     pytest.importorskip("verl")
     from omegaconf import OmegaConf
     from verl.trainer.ppo.reward import get_custom_reward_fn
@@ -124,7 +124,7 @@ def test_the_score_is_that_of_the_recipe() -> None:
     score = get_custom_reward_fn(OmegaConf.create({"reward": {"custom_reward_function": function}}))
     assert score is not None
 
-    def of(solution: str, turns: int | None) -> dict[str, Any]:
+    def score_of(solution: str, turns: int | None) -> dict[str, Any]:
         return score(
             data_source="aime_2025",
             solution_str=solution,
@@ -132,12 +132,12 @@ def test_the_score_is_that_of_the_recipe() -> None:
             extra_info={"num_turns": turns},
         )
 
-    assert of(r"so \boxed{4}", 2) == {"score": 1.0, "acc": True, "pred": "4"}
-    assert of("so 4", 2) == {"score": -1.0, "acc": False, "pred": ""}
-    assert of(r"\boxed{5}", 4)["score"] == pytest.approx(-0.9)
-    assert of(r"\boxed{5}", 20)["score"] == -0.6
+    assert score_of(r"so \boxed{4}", 2) == {"score": 1.0, "acc": True, "pred": "4"}
+    assert score_of("so 4", 2) == {"score": -1.0, "acc": False, "pred": ""}
+    assert score_of(r"\boxed{5}", 4)["score"] == pytest.approx(-0.9)
+    assert score_of(r"\boxed{5}", 20)["score"] == -0.6
     with pytest.raises(Exception, match="how many turns"):
-        of(r"\boxed{5}", None)
+        score_of(r"\boxed{5}", None)
 
 
 async def test_verl_makes_the_tool_and_calls_it() -> None:
@@ -164,8 +164,8 @@ async def test_the_agent_loop_gets_its_answers() -> None:
     )
 
     async def call(arguments: Any) -> tuple[str, float]:
-        made = FunctionCall(name="code_interpreter", arguments=json.dumps(arguments))
-        response, reward, _ = await ToolAgentLoop._call_tool(loop, made, {}, SimpleNamespace())
+        function = FunctionCall(name="code_interpreter", arguments=json.dumps(arguments))
+        response, reward, _ = await ToolAgentLoop._call_tool(loop, function, {}, SimpleNamespace())
         return response.text, reward
 
     assert await call({"code": "```python\nsum(range(5))\n```"}) == ("10", 0.0)
@@ -175,13 +175,13 @@ async def test_the_agent_loop_gets_its_answers() -> None:
     assert "ZeroDivisionError" in (await call({"code": "1/0"}))[0]
 
 
-def test_the_tool_refuses_what_it_does_not_know() -> None:
+def test_the_tool_refuses_unknown_options() -> None:
     pytest.importorskip("verl")
     from rollway.errors import UsageError
-    from rollway.integrations.verl.retool.code_tool import answer, sandbox_from
+    from rollway.integrations.verl.retool.code_tool import format_answer, make_sandbox
     from rollway.integrations.verl.retool.sandbox import Limits, Outcome
 
     with pytest.raises(UsageError, match="no option time_out"):
-        sandbox_from({"type": "native", "time_out": 3})
+        make_sandbox({"type": "native", "time_out": 3})
     outcome = Outcome("1\n2\n", "", "timeout", -9, 3.0, {})
-    assert answer(outcome, Limits(timeout=3)) == "1\n2\n[stopped after 3 s]"
+    assert format_answer(outcome, Limits(timeout=3)) == "1\n2\n[stopped after 3 s]"

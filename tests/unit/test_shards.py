@@ -41,7 +41,7 @@ def test_a_megatron_model_is_read_from_its_ranks(
             publisher = cleanup.enter_context(ShmPublisher(directory=tmp_path))
             offers.append(publisher.publish(3, held))
         offer = join_offers(offers)
-        # What several ranks hold is published by one.
+        # A tensor that several ranks hold is published once.
         assert offer.nbytes == sum(tensor.nbytes for tensor in truth.values())
         reader = ShmReader(tmp_path)
         assert {n: h.shape for n, h in reader.headers(offer).items()} == {

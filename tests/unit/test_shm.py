@@ -23,18 +23,18 @@ Tensors = dict[str, torch.Tensor]
 
 def tensors(seed: int) -> Tensors:
     generator = torch.Generator().manual_seed(seed)
-    made = {
+    tensors_by_name = {
         f"w{number}": torch.randn(7, 5 + number, generator=generator).to(dtype)
         for number, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16))
     }
-    made["fp8"] = torch.randn(3, 3, generator=generator).to(torch.float8_e4m3fn)
-    made["flag"] = torch.tensor([True, False, True])
-    made["scalar"] = torch.tensor(3.5)
-    made["empty"] = torch.empty(0, 4)
-    return made
+    tensors_by_name["fp8"] = torch.randn(3, 3, generator=generator).to(torch.float8_e4m3fn)
+    tensors_by_name["flag"] = torch.tensor([True, False, True])
+    tensors_by_name["scalar"] = torch.tensor(3.5)
+    tensors_by_name["empty"] = torch.empty(0, 4)
+    return tensors_by_name
 
 
-def taken(reader: ShmReader, offer: Offer) -> Tensors:
+def receive(reader: ShmReader, offer: Offer) -> Tensors:
     return {name: tensor.clone() for name, tensor in reader.tensors(offer)}
 
 
@@ -55,21 +55,21 @@ def test_versions_are_read_as_they_were_published(tmp_path: Path) -> None:
     with ShmPublisher(keep=2, directory=tmp_path) as publisher:
         offers = {v: publisher.publish(v, tensors(v).items()) for v in (1, 2)}
         for version, offer in offers.items():  # both are kept
-            assert same(taken(reader, offer), tensors(version))
+            assert same(receive(reader, offer), tensors(version))
             assert reader.headers(offer).keys() == tensors(1).keys()
         third = publisher.publish(3, tensors(3).items())
-        assert same(taken(reader, third), tensors(3))
+        assert same(receive(reader, third), tensors(3))
         with pytest.raises(WeightsError, match="holds version 3"):
-            taken(reader, offers[1])
-        assert same(taken(reader, offers[2]), tensors(2))
+            receive(reader, offers[1])
+        assert same(receive(reader, offers[2]), tensors(2))
         assert offers[1].identity != offers[2].identity
         assert publisher.publish(4, tensors(2).items()).identity == offers[2].identity
     with pytest.raises(WeightsError, match="not in the publisher's memory any more"):
-        taken(reader, third)
+        receive(reader, third)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_adopted_parameters_are_published_where_they_are(tmp_path: Path) -> None:
+def test_adopted_parameters_are_published_in_place(tmp_path: Path) -> None:
     layer = torch.nn.Linear(4, 3)
     with ShmPublisher(directory=tmp_path) as publisher:
         publisher.adopt(layer.named_parameters())
@@ -79,8 +79,8 @@ def test_adopted_parameters_are_published_where_they_are(tmp_path: Path) -> None
                 layer.weight += 1
             offer = publisher.publish(version)
             assert layer.weight.data_ptr() == before
-            found = taken(ShmReader(tmp_path), offer)
-            assert torch.equal(found["weight"], layer.weight)
+            received = receive(ShmReader(tmp_path), offer)
+            assert torch.equal(received["weight"], layer.weight)
         stepped = ShmReader(tmp_path).tensors(offer)
         next(stepped)
         with torch.no_grad():
@@ -90,7 +90,7 @@ def test_adopted_parameters_are_published_where_they_are(tmp_path: Path) -> None
             list(stepped)
 
 
-def test_a_tensor_that_its_reader_sums_up_is_not_read_again(tmp_path: Path) -> None:
+def test_a_tensor_that_the_caller_sums_is_not_read_again(tmp_path: Path) -> None:
     layer = torch.nn.Linear(4, 3)
     with ShmPublisher(directory=tmp_path) as publisher:
         publisher.adopt(layer.named_parameters())
@@ -106,7 +106,7 @@ def test_a_tensor_that_its_reader_sums_up_is_not_read_again(tmp_path: Path) -> N
             next(reading)
 
 
-def test_nothing_is_written_over_parameters_that_were_adopted(tmp_path: Path) -> None:
+def test_adopted_parameters_are_never_overwritten(tmp_path: Path) -> None:
     layer = torch.nn.Linear(4, 3)
     with ShmPublisher(keep=1, directory=tmp_path) as publisher:
         publisher.adopt(layer.named_parameters())
@@ -115,7 +115,7 @@ def test_nothing_is_written_over_parameters_that_were_adopted(tmp_path: Path) ->
         assert torch.equal(layer.weight, before)
 
 
-def test_a_version_that_is_written_over_while_it_is_read_is_refused(tmp_path: Path) -> None:
+def test_a_version_that_is_overwritten_while_it_is_read_is_refused(tmp_path: Path) -> None:
     with ShmPublisher(keep=1, directory=tmp_path) as publisher:
         reading = ShmReader(tmp_path).tensors(publisher.publish(1, tensors(1).items()))
         next(reading)
@@ -125,7 +125,7 @@ def test_a_version_that_is_written_over_while_it_is_read_is_refused(tmp_path: Pa
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "manifest", "gone"])
-def test_damage_is_named(tmp_path: Path, damage: str) -> None:
+def test_damage_is_an_error(tmp_path: Path, damage: str) -> None:
     with ShmPublisher(directory=tmp_path) as publisher:
         offer = publisher.publish(1, tensors(1).items())
         slot = tmp_path / offer.where["slot"]
@@ -139,7 +139,7 @@ def test_damage_is_named(tmp_path: Path, damage: str) -> None:
         else:
             slot.unlink()
         with pytest.raises(WeightsError):
-            taken(ShmReader(tmp_path), offer)
+            receive(ShmReader(tmp_path), offer)
 
 
 @pytest.mark.parametrize("slot", ["../etc/passwd", "/etc/passwd", "other", ""])
@@ -173,7 +173,7 @@ def test_a_killed_publisher_leaves_nothing(tmp_path: Path) -> None:
         time.sleep(0.05)
 
 
-def test_what_a_publisher_and_its_guard_left_is_removed_by_the_next(tmp_path: Path) -> None:
+def test_leftovers_of_a_dead_publisher_are_removed_by_the_next(tmp_path: Path) -> None:
     dead = subprocess.run(
         [sys.executable, "-c", "from rollway.weights import leftovers; print(leftovers.mark())"],
         capture_output=True,
@@ -192,19 +192,19 @@ def test_offers_are_signed_and_checked() -> None:
     assert parse_offer(offer.as_json()) == offer
     with pytest.raises(WeightsError, match="started without a secret"):
         read_offer(signed.as_json(), "")
-    for wrong in (
+    for unsigned in (
         offer,
         offer.signed("other"),
         signed.__class__(**{**signed.as_json(), "version": 4}),
     ):
         with pytest.raises(WeightsError, match="not signed with this stack's secret"):
-            read_offer(wrong.as_json(), "secret")
+            read_offer(unsigned.as_json(), "secret")
     for raw in ({}, {**offer.as_json(), "code": "x"}, {**offer.as_json(), "transport": "pickle"}):
         with pytest.raises(WeightsError, match="is no offer"):
             read_offer(raw, "")
 
 
-def test_mistakes_are_named(tmp_path: Path) -> None:
+def test_wrong_use_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="At least one version"):
         ShmPublisher(keep=0, directory=tmp_path)
     with pytest.raises(UsageError, match="no shared memory"):

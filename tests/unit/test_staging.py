@@ -1,4 +1,4 @@
-"""How a refit waits for workers that take weights beside their work."""
+"""How a refit waits for workers that stage weights while they generate."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ WORKER = Worker(7, "m", "http://w", world_size=2)
 
 
 class Admin:
-    """A worker of two ranks, as far as staging is concerned."""
+    """The staging methods of a worker with two ranks; `answers` are those of `rollway_staged`."""
 
-    def __init__(self, *answers: str | None, knocks: int = 2) -> None:
+    def __init__(self, *answers: str | None, notifications: int = 2) -> None:
         self.answers = list(answers)
-        self.knocks = knocks
+        self.notifications = notifications
         self.calls: list[str] = []
         self.offer: Offer | None = None
 
@@ -33,47 +33,60 @@ class Admin:
         self.calls.append(method)
         if method == "rollway_stage":
             self.offer = read_offer(arguments["offer"], "secret")
-            for _ in range(self.knocks):
-                with socket.socket(socket.AF_UNIX) as line:
-                    line.setblocking(False)
-                    await asyncio.get_running_loop().sock_connect(line, f"\0{arguments['tell']}")
+            for _ in range(self.notifications):
+                with socket.socket(socket.AF_UNIX) as client:
+                    client.setblocking(False)
+                    await asyncio.get_running_loop().sock_connect(client, f"\0{arguments['tell']}")
             return
         answer = self.answers.pop(0)
         if answer is not None:
             raise AdminError(answer)
 
 
-async def test_a_worker_that_knocks_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(updates, "ASK_SECONDS", 3600.0)  # only a knock is heard before that
+async def test_a_worker_that_notifies_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        updates, "ASK_SECONDS", 3600.0
+    )  # only a notification ends the wait before that
     admin = Admin(None)
     await asyncio.wait_for(stage(admin, WORKER, OFFER, "secret"), 30)  # type: ignore[arg-type]
     assert admin.calls == ["rollway_stage", "rollway_staged"]
     assert admin.offer is not None and admin.offer.identity == OFFER.identity
 
 
-@pytest.mark.parametrize("knocks", [0, 1])
-async def test_one_that_cannot_knock_is_asked_now_and_then(knocks: int) -> None:
-    admin = Admin("refused: still staging version 3.", None, knocks=knocks)
+@pytest.mark.parametrize("notifications", [0, 1])
+async def test_a_worker_that_cannot_notify_is_asked_repeatedly(notifications: int) -> None:
+    admin = Admin("refused: still staging version 3.", None, notifications=notifications)
     await stage(admin, WORKER, OFFER, "secret")  # type: ignore[arg-type]
     assert admin.calls == ["rollway_stage", "rollway_staged", "rollway_staged"]
 
 
-async def test_what_a_worker_refuses_is_a_mistake_of_the_caller() -> None:
+async def test_a_refusal_is_a_usage_error() -> None:
     admin = Admin("worker 7 refused: w of version 3 changed while it was read.")
     with pytest.raises(UsageError, match="changed while it was read"):
         await Offered(OFFER, "secret").preflight(admin, WORKER)  # type: ignore[arg-type]
 
 
-async def test_one_that_never_has_them_is_given_up() -> None:
+async def test_staging_has_a_time_limit() -> None:
     admin = Admin(*["still staging"] * 9)
     with pytest.raises(UsageError, match="has not got the weights within 0 s"):
         await stage(admin, WORKER, OFFER, "secret", seconds=0.0)  # type: ignore[arg-type]
 
 
-async def test_one_without_our_methods_is_named() -> None:
+async def test_the_error_names_a_worker_that_cannot_stage() -> None:
     class Foreign(Admin):
         async def call(self, worker: Worker, method: str, arguments: Mapping[str, Any]) -> None:
             raise NoSuchMethod("It has none.")
 
     with pytest.raises(UsageError, match="cannot stage weights: It has none"):
         await Offered(OFFER, "secret").preflight(Foreign(), WORKER)  # type: ignore[arg-type]
+
+
+async def test_an_offer_is_discarded_by_its_identity() -> None:
+    calls = []
+
+    class Recording(Admin):
+        async def call(self, worker: Worker, method: str, arguments: Mapping[str, Any]) -> None:
+            calls.append((method, arguments))
+
+    await Offered(OFFER, "secret").discard(Recording(), WORKER)  # type: ignore[arg-type]
+    assert calls == [("rollway_unstage", {"identity": OFFER.identity})]

@@ -14,7 +14,7 @@ import pytest
 
 from rollway.errors import UsageError, WeightsError
 from rollway.weights import leftovers
-from rollway.weights.store import SharedMemory, Store, sweep_shared_memory
+from rollway.weights.transports.delta.store import SharedMemory, Store, sweep_shared_memory
 
 
 def test_objects_come_and_go(tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ def test_pieces_of_an_object(tmp_path: Path, mapped: bool) -> None:
     store.put("x", b"0123456789")
     store.put("empty", b"")
     with store.open("x") as blob:
-        store.delete("x")  # who has it open can go on
+        store.delete("x")  # a reader that has it open continues
         assert bytes(blob.read(3, 4)) == b"3456"
         with pytest.raises(WeightsError, match="cut short"):
             blob.read(8, 3)
@@ -122,7 +122,7 @@ def _mark_of_a_dead_process() -> str:
 
 def _killed_publisher() -> tuple[subprocess.Popen[str], Path]:
     code = (
-        "from rollway.weights.store import SharedMemory\n"
+        "from rollway.weights.transports.delta.store import SharedMemory\n"
         "store = SharedMemory('test'); store.put('x', bytes(1000))\n"
         "print(store.root, flush=True); input()"
     )

@@ -1,6 +1,6 @@
-"""verl's hand-over as a worker receives it: exact, and nothing a message could call is called.
+"""Weights of verl's own sender, received in a worker: exact, and messages cannot run code.
 
-The sender here speaks as verl's does; tests/verl has verl's own.
+The sender here imitates verl's; tests/verl uses verl's own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from rollway.engine.verl_buckets import VerlBucketsReceiver, _read
+from rollway.engine.verl_buckets import VerlBucketsReceiver, parse_message
 from rollway.errors import UsageError, WeightsError
 from rollway.weights.offer import Offer
 
@@ -33,12 +33,12 @@ def weights() -> Tensors:
 
 
 def meta(tensor: torch.Tensor, **other: Any) -> dict[str, Any]:
-    said = {"name": "?", "shape": tensor.shape, "dtype": tensor.dtype, "offset": 64}
-    return {**said, "handle": None, **other}
+    fields = {"name": "?", "shape": tensor.shape, "dtype": tensor.dtype, "offset": 64}
+    return {**fields, "handle": None, **other}
 
 
 class Sender:
-    """One bucket at `tmp_path`, and whatever messages it is told to send."""
+    """One bucket in a directory, and any messages."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -49,7 +49,7 @@ class Sender:
         self.socket = self.context.socket(zmq.REQ)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.SNDTIMEO, 3000)
-        self.alone = threading.Event()
+        self.receiver_ended = threading.Event()
         self.socket.bind(f"ipc://{self.path}")
         self.acknowledged = 0
 
@@ -58,20 +58,22 @@ class Sender:
             file.seek(offset)
             file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
 
-    def say(self, message: Any, *, raw: bool = False) -> None:
+    def send_message(self, message: Any, *, raw: bool = False) -> None:
         self.socket.send(message if raw else pickle.dumps(message))
         while not self.socket.poll(20):
-            if self.alone.is_set():
+            if self.receiver_ended.is_set():
                 raise zmq.Again
         self.socket.recv()
         self.acknowledged += 1
 
-    def send(self, given: Tensors) -> None:
-        """A bucket for each tensor."""
-        self.say({"name": self.bucket.name, "size": SIZE})
-        for number, (name, tensor) in enumerate(given.items(), 1):
+    def send(self, tensors: Tensors) -> None:
+        """Send a bucket for each tensor."""
+        self.send_message({"name": self.bucket.name, "size": SIZE})
+        for number, (name, tensor) in enumerate(tensors.items(), 1):
             self.write(tensor, 64)
-            self.say({"bucket_meta": {name: meta(tensor)}, "is_last": number == len(given)})
+            self.send_message(
+                {"bucket_meta": {name: meta(tensor)}, "is_last": number == len(tensors)}
+            )
 
     def close(self) -> None:
         self.socket.close()
@@ -80,9 +82,9 @@ class Sender:
 
 @pytest.fixture
 def sender(tmp_path: Path) -> Iterator[Sender]:
-    made = Sender(tmp_path)
-    yield made
-    made.close()
+    bucket_sender = Sender(tmp_path)
+    yield bucket_sender
+    bucket_sender.close()
 
 
 def offer(sender: Sender, seconds: float = 3.0) -> Offer:
@@ -93,40 +95,40 @@ def offer(sender: Sender, seconds: float = 3.0) -> Offer:
     return Offer("verl_buckets", 1, "i" * 16, 54, where, repeatable=False)
 
 
-def received(sender: Sender, work: Callable[[], None], seconds: float = 3.0) -> Tensors:
-    """What arrives at an engine's second rank while the work is done."""
+def receive(sender: Sender, work: Callable[[], None], seconds: float = 3.0) -> Tensors:
+    """Run `work` on a thread, and return what an engine's second rank receives meanwhile."""
 
-    def quietly() -> None:
-        with contextlib.suppress(zmq.Again):  # the receiver went away
+    def run() -> None:
+        with contextlib.suppress(zmq.Again):  # the receiver has ended
             work()
 
-    thread = threading.Thread(target=quietly)
+    thread = threading.Thread(target=run)
     thread.start()
     try:
         receiver = VerlBucketsReceiver(lambda: 1, sender.directory)
         return {n: t.clone() for n, t in receiver.tensors(offer(sender, seconds))}
     finally:
-        sender.alone.set()
+        sender.receiver_ended.set()
         thread.join()
 
 
-def test_what_arrives_is_what_was_sent(sender: Sender) -> None:
-    found = received(sender, lambda: sender.send(weights()))
-    assert all(torch.equal(found[name], one) for name, one in weights().items())
+def test_received_tensors_equal_the_sent_ones(sender: Sender) -> None:
+    tensors = receive(sender, lambda: sender.send(weights()))
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in weights().items())
     assert sender.acknowledged == 3
     headers = VerlBucketsReceiver(lambda: 1).headers(offer(sender))
     assert headers["b"].shape == (5,)
 
 
-def test_other_tensors_than_the_models_are_refused(sender: Sender) -> None:
+def test_tensors_that_differ_from_the_models_are_refused(sender: Sender) -> None:
     with pytest.raises(UsageError, match="b is missing"):
-        received(sender, lambda: sender.send({"a": weights()["a"]}))
+        receive(sender, lambda: sender.send({"a": weights()["a"]}))
 
 
-def after_the_first(sender: Sender, message: Any, *, raw: bool = False) -> Callable[[], None]:
+def send_second(sender: Sender, message: Any, *, raw: bool = False) -> Callable[[], None]:
     def work() -> None:
-        sender.say({"name": sender.bucket.name, "size": SIZE})
-        sender.say(message, raw=raw)
+        sender.send_message({"name": sender.bucket.name, "size": SIZE})
+        sender.send_message(message, raw=raw)
 
     return work
 
@@ -139,30 +141,30 @@ class Calls:
         return self._what, self._arguments
 
 
-def test_a_message_that_would_call_something_calls_nothing(sender: Sender, tmp_path: Path) -> None:
+def test_a_message_cannot_call_anything(sender: Sender, tmp_path: Path) -> None:
     bad = {"bucket_meta": {}, "is_last": Calls(os.mkdir, str(tmp_path / "called"))}
     with pytest.raises(WeightsError, match=r"names (posix|os)\.mkdir"):
-        received(sender, after_the_first(sender, bad))
+        receive(sender, send_second(sender, bad))
     assert not (tmp_path / "called").exists()
 
 
 @pytest.mark.parametrize("what", [eval, getattr, torch.load, torch.empty, torch.Tensor, bytearray])
-def test_only_shapes_and_dtypes_have_names(what: Any) -> None:
-    with pytest.raises(WeightsError, match="which it never does"):
-        _read(pickle.dumps({"x": Calls(what, "1")}))
+def test_messages_may_name_shapes_and_dtypes_alone(what: Any) -> None:
+    with pytest.raises(WeightsError, match="which is not allowed"):
+        parse_message(pickle.dumps({"x": Calls(what, "1")}))
     plain = {"shape": torch.Size([2, 3]), "dtype": torch.bfloat16, "n": [1, True, None, "x"]}
-    assert _read(pickle.dumps(plain)) == plain
+    assert parse_message(pickle.dumps(plain)) == plain
 
 
 @given(st.binary(max_size=200))
 @settings(max_examples=300, deadline=None)
-def test_bytes_that_are_no_message_are_an_error(raw: bytes) -> None:
+def test_arbitrary_bytes_are_an_error(raw: bytes) -> None:
     with contextlib.suppress(WeightsError):
-        assert isinstance(_read(raw), dict)
+        assert isinstance(parse_message(raw), dict)
 
 
 @pytest.mark.parametrize(
-    ("wrong", "words"),
+    ("wrong", "cause"),
     [
         ({"offset": SIZE - 8}, "outside of its bucket"),
         ({"offset": -8}, "outside of its bucket"),
@@ -170,39 +172,41 @@ def test_bytes_that_are_no_message_are_an_error(raw: bytes) -> None:
         ({"offset": 1.0}, "outside of its bucket"),
         ({"shape": torch.Size([1 << 40])}, "outside of its bucket"),
         ({"shape": torch.Size([-1])}, "outside of its bucket"),
-        ({"shape": "ab"}, "what a is"),
+        ({"shape": "ab"}, "does not describe a fully"),
         ({"dtype": "float32"}, "through the bucket"),
         ({"handle": ("f", ())}, "through the bucket"),
     ],
 )
-def test_a_tensor_lies_in_its_bucket(sender: Sender, wrong: dict[str, Any], words: str) -> None:
-    listed = {"a": meta(weights()["a"], **wrong)}
-    with pytest.raises(WeightsError, match=words):
-        received(sender, after_the_first(sender, {"bucket_meta": listed, "is_last": True}))
+def test_a_tensor_must_be_inside_its_bucket(
+    sender: Sender, wrong: dict[str, Any], cause: str
+) -> None:
+    entries = {"a": meta(weights()["a"], **wrong)}
+    with pytest.raises(WeightsError, match=cause):
+        receive(sender, send_second(sender, {"bucket_meta": entries, "is_last": True}))
 
 
 @pytest.mark.parametrize(
-    ("message", "words"),
+    ("message", "cause"),
     [
-        ({"name": "../model/model.safetensors", "size": 8}, "no bucket of verl's"),
-        ({"name": "rollway-weights-1", "size": 8}, "no bucket of verl's"),
+        ({"name": "../model/model.safetensors", "size": 8}, "not a bucket of verl's"),
+        ({"name": "rollway-weights-1", "size": 8}, "not a bucket of verl's"),
         ({"name": "verl_weights_2", "size": 8}, "cannot be read"),
         ({"name": "verl_weights_1", "size": SIZE + 1}, "does not hold"),
         ({"name": "verl_weights_1"}, "names no bucket"),
-        ([1], "is no mapping"),
+        ([1], "is not a mapping"),
     ],
 )
-def test_a_bucket_is_one_of_verls(sender: Sender, message: Any, words: str) -> None:
-    with pytest.raises(WeightsError, match=words):
-        received(sender, lambda: sender.say(message))
+def test_a_bucket_must_be_one_of_verls(sender: Sender, message: Any, cause: str) -> None:
+    with pytest.raises(WeightsError, match=cause):
+        receive(sender, lambda: sender.send_message(message))
 
 
-def test_a_sender_that_says_nothing_is_not_waited_for_without_end(sender: Sender) -> None:
+def test_waiting_for_a_sender_has_a_limit(sender: Sender) -> None:
     with pytest.raises(WeightsError, match=r"within 0\.3 s"):
-        received(sender, lambda: None, seconds=0.3)
+        receive(sender, lambda: None, seconds=0.3)
     sender.path.unlink()
-    with pytest.raises(WeightsError, match="Nobody sends weights"):
-        received(sender, lambda: None, seconds=0.3)
+    with pytest.raises(WeightsError, match="No rank sends weights"):
+        receive(sender, lambda: None, seconds=0.3)
     sender.path.write_text("no socket")
-    with pytest.raises(WeightsError, match="no socket of this user"):
-        received(sender, lambda: None, seconds=0.3)
+    with pytest.raises(WeightsError, match="not a socket of this user"):
+        receive(sender, lambda: None, seconds=0.3)

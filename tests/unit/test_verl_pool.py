@@ -1,7 +1,7 @@
 """The actor between verl and a stack: aborts, rejected and waiting requests, sleep, versions.
 
-The stack is a stand-in, and so is verl's `TokenOutput`, since verl is in an environment of its own;
-tests/verl has the real ones.
+The stack is a stand-in, and so is verl's `TokenOutput`, since verl needs another environment;
+tests/verl uses the real ones.
 """
 
 from __future__ import annotations
@@ -18,15 +18,13 @@ from typing import Any
 import pytest
 
 from rollway.config import StackSpec
-from rollway.errors import RolloutError, StartError, UsageError, WeightsError
+from rollway.errors import RolloutError, StartError, WeightsError
 from rollway.fleet.discovery import Worker
 from rollway.integrations.verl import pool as pool_module
-from rollway.integrations.verl import updates
-from rollway.integrations.verl.gate import Gate
-from rollway.integrations.verl.options import Options
+from rollway.integrations.verl import requests as requests_module
 from rollway.integrations.verl.pool import Pool
-from rollway.integrations.verl.traffic import Traffic, read_log
-from rollway.integrations.verl.updates import across_machines
+from rollway.integrations.verl.request_log import read_log
+from rollway.integrations.verl.requests import Gate
 from rollway.rollout.sampling import Sampling
 from rollway.rollout.teacher import Scores
 from rollway.rollout.trajectory import Rollout, Span
@@ -35,7 +33,7 @@ from rollway.weights.offer import Offer
 
 @dataclass
 class Engines:
-    """As a fleet, as its admin, and as the client: what they were told, and what they sample."""
+    """A stand-in for the fleet, its admin and the client; it records calls and samples tokens."""
 
     calls: list[str] = field(default_factory=list)
     paused: asyncio.Event = field(default_factory=asyncio.Event)
@@ -43,13 +41,15 @@ class Engines:
     version: int = 0
     in_flight: int = 0
     adapter: str | None = None
-    deaf: bool = False
-    """Whether a request has not reached an engine, so that no abort ends it."""
+    unreachable: bool = False
+    """Whether requests do not reach an engine, so that no abort ends them."""
     aborts: int = 1
-    """The abort that ends a request: the second for one that a router delivered late."""
+    """The number of the abort that ends a request; 2: a router delivered it after the first."""
     answer_seconds: float = 0.0
-    """From the abort to the answer."""
+    """Time from the abort to the answer."""
     control_seconds: float = 0.0
+    names: str = "ab"
+    """The names of its workers, a letter each."""
 
     async def pause(self, mode: str) -> None:
         self.calls.append(f"pause {mode}")
@@ -64,14 +64,14 @@ class Engines:
     async def flush_cache(self) -> None:
         self.calls.append("flush")
 
-    async def workers(self) -> list[str]:
-        return ["a", "b"]
+    async def workers(self) -> list[SimpleNamespace]:
+        return [SimpleNamespace(name=name, error="") for name in self.names]
 
-    async def sleep(self, worker: str) -> None:
-        self.calls.append(f"sleep {worker}")
+    async def sleep(self, worker: SimpleNamespace) -> None:
+        self.calls.append(f"sleep {worker.name}")
 
-    async def wake(self, worker: str) -> None:
-        self.calls.append(f"wake {worker}")
+    async def wake(self, worker: SimpleNamespace) -> None:
+        self.calls.append(f"wake {worker.name}")
 
     async def refit(self, version: int, offer: Offer, *, allow_cast: bool) -> Any:
         await asyncio.sleep(self.control_seconds)
@@ -99,12 +99,12 @@ class Engines:
         self.calls.append(f"generate in {group}")
         version = self.version
         waits = [asyncio.create_task(self.finish.wait())]
-        if not self.deaf:
+        if not self.unreachable:
             waits.append(asyncio.create_task(self.paused.wait()))
-        self.in_flight += not self.deaf
+        self.in_flight += not self.unreachable
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         await asyncio.sleep(self.answer_seconds)
-        self.in_flight -= not self.deaf
+        self.in_flight -= not self.unreachable
         whole = self.finish.is_set()
         ids = [7, 8, 9] if whole else [7]
         spans = (Span(0, len(ids), version, 1),)
@@ -124,9 +124,18 @@ def pool(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> Pool:
     for name in ("verl", "verl.workers", "verl.workers.rollout"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(pool_module, "AGAIN_SECONDS", 0.05)
-    rollout = SimpleNamespace(engine_kwargs={}, prompt_length=8, response_length=8)
-    made = Pool("hybrid", rollout, SimpleNamespace(), expected=2)
+    monkeypatch.setattr(requests_module, "ABORT_INTERVAL_SECONDS", 0.05)
+    return make_pool(engines)
+
+
+def make_pool(engines: Engines, *, frees_memory: bool = False, **options: Any) -> Pool:
+    rollout = SimpleNamespace(
+        engine_kwargs={"dynamo": options},
+        prompt_length=8,
+        response_length=8,
+        tensor_model_parallel_size=1,
+    )
+    pool = Pool("hybrid", rollout, SimpleNamespace(path="/models/tiny"), expected=2)
     fleet = SimpleNamespace(
         pause=engines.pause,
         resume=engines.resume,
@@ -135,35 +144,46 @@ def pool(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> Pool:
         admin=engines,
         load_adapter=engines.load_adapter,
     )
-    made._stack = SimpleNamespace(  # type: ignore[assignment]
+    stack = SimpleNamespace(
         fleet=fleet,
         refit=engines.refit,
         rollouts=engines.rollouts,
         teacher=engines.teacher,
         name="s",
+        weights_secret="",
     )
-    made._rollouts = engines  # type: ignore[assignment]
-    return made
+    pool.serve(stack, frees_memory=frees_memory)  # type: ignore[arg-type]
+    return pool
 
 
-def ask(pool: Pool, name: str = "r") -> asyncio.Task[Any]:
+def make_offer(version: int, **where: Any) -> dict[str, Any]:
+    return Offer("shm", version, "identity", 10, where).as_json()
+
+
+async def settle() -> None:
+    """Run all tasks as far as they get without time passing; the stand-ins need no timers."""
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
+def request(pool: Pool, name: str = "r") -> asyncio.Task[Any]:
     params = {"temperature": 1.0, "logprobs": True}
-    asked: Awaitable[Any] = pool.generate([1, 2], params, name, group_id="g", trajectory_id="t")
-    return asyncio.ensure_future(asked)
+    answer: Awaitable[Any] = pool.generate([1, 2], params, name, group_id="g", trajectory_id="t")
+    return asyncio.ensure_future(answer)
 
 
-async def test_what_is_under_way_is_answered_with_what_it_has(pool: Pool, engines: Engines) -> None:
-    first = ask(pool)
-    await asyncio.sleep(0.01)
-    # verl asks every replica, and all of them are this pool.
+async def test_an_abort_answers_with_the_tokens_so_far(pool: Pool, engines: Engines) -> None:
+    first = request(pool)
+    await settle()
+    # verl calls every replica, and all replicas are this pool.
     counts = await asyncio.gather(pool.abort_all_requests(), pool.abort_all_requests())
     output = await first
     assert (output.token_ids, output.log_probs, output.stop_reason) == ([7], [-0.5], "aborted")
     assert counts[0] == {"aborted_count": 1, "request_ids": ["r"]}
     assert engines.calls == ["generate in g", "pause abort"]
 
-    waiting = ask(pool)
-    await asyncio.sleep(0.05)
+    waiting = request(pool)
+    await settle()
     assert not waiting.done()
     engines.finish.set()
     await asyncio.gather(pool.resume_generation(), pool.resume_generation())
@@ -172,38 +192,36 @@ async def test_what_is_under_way_is_answered_with_what_it_has(pool: Pool, engine
     assert engines.calls.count("resume") == 1
 
 
-async def test_requests_to_a_pool_that_leaves_are_rejected(pool: Pool) -> None:
+async def test_a_rejecting_abort_rejects_later_requests(pool: Pool) -> None:
     await pool.abort_all_requests(reject_request=True)
-    output = await asyncio.wait_for(ask(pool), 1)
+    output = await asyncio.wait_for(request(pool), 1)
     assert (output.token_ids, output.stop_reason, output.extra_fields) == ([], "aborted", {})
 
 
-async def test_a_request_that_no_engine_has_seen_ends_with_nothing(
-    pool: Pool, engines: Engines
-) -> None:
-    engines.deaf = True
-    lost = ask(pool)
-    await asyncio.sleep(0.01)
+async def test_an_abort_cancels_a_request_that_no_engine_has(pool: Pool, engines: Engines) -> None:
+    engines.unreachable = True
+    lost = request(pool)
+    await settle()
     await pool.abort_all_requests()
     output = await asyncio.wait_for(lost, 1)
     assert (output.token_ids, output.stop_reason) == ([], "aborted")
 
 
-async def test_an_answer_that_takes_its_time_keeps_its_tokens(pool: Pool, engines: Engines) -> None:
-    engines.answer_seconds = 10 * pool_module.AGAIN_SECONDS
-    slow = ask(pool)
-    await asyncio.sleep(0.01)
+async def test_an_abort_waits_for_slow_answers(pool: Pool, engines: Engines) -> None:
+    engines.answer_seconds = 10 * requests_module.ABORT_INTERVAL_SECONDS
+    slow = request(pool)
+    await settle()
     await pool.abort_all_requests()
-    assert all(task.done() for task in pool._running.values())
+    assert engines.in_flight == 0
     assert (await slow).token_ids == [7]
 
 
-async def test_what_a_router_delivers_after_the_abort_is_aborted_too(
+async def test_a_request_that_a_router_delivers_after_the_abort_is_aborted_too(
     pool: Pool, engines: Engines
 ) -> None:
     engines.aborts = 2
-    late = ask(pool)
-    await asyncio.sleep(0.01)
+    late = request(pool)
+    await settle()
     await pool.abort_all_requests()
     assert (await late).stop_reason == "aborted"
     assert engines.calls.count("pause abort") == 2
@@ -211,43 +229,41 @@ async def test_what_a_router_delivers_after_the_abort_is_aborted_too(
 
 async def test_an_abort_that_does_not_end_is_an_error(pool: Pool, engines: Engines) -> None:
     engines.aborts = 1_000_000
-    pool._options.abort_seconds = 0.1
-    stuck = ask(pool)
-    await asyncio.sleep(0.01)
+    pool = make_pool(engines, abort_seconds=0.1)
+    stuck = request(pool)
+    await settle()
     with pytest.raises(RolloutError, match="1 requests could not be aborted"):
         await pool.abort_all_requests()
     engines.finish.set()
     await stuck
 
 
-async def test_a_waiting_request_is_turned_away_when_its_pool_leaves(pool: Pool) -> None:
+async def test_a_rejecting_abort_rejects_waiting_requests(pool: Pool) -> None:
     await pool.abort_all_requests()
-    waiting = ask(pool)
-    await asyncio.sleep(0.01)
+    waiting = request(pool)
+    await settle()
     await pool.abort_all_requests(reject_request=True)
     assert (await asyncio.wait_for(waiting, 1)).stop_reason == "aborted"
 
 
-async def test_a_pool_that_left_turns_requests_away_in_its_sleep(
-    pool: Pool, engines: Engines
-) -> None:
-    pool._frees = True
+async def test_a_sleeping_pool_still_rejects_requests(pool: Pool, engines: Engines) -> None:
+    pool = make_pool(engines, frees_memory=True)
     await pool.abort_all_requests(reject_request=True)
     await pool.sleep()
-    assert (await asyncio.wait_for(ask(pool), 1)).stop_reason == "aborted"
+    assert (await asyncio.wait_for(request(pool), 1)).stop_reason == "aborted"
     await pool.wake_up()
     engines.finish.set()
-    assert (await ask(pool)).stop_reason == "completed"
+    assert (await request(pool)).stop_reason == "completed"
 
 
-async def test_who_waits_does_not_slip_through_a_gate_that_is_shut_again() -> None:
+async def test_a_request_keeps_waiting_at_a_gate_that_opens_and_shuts_at_once() -> None:
     gate = Gate()
     gate.shut()
-    waiting = asyncio.ensure_future(gate.admits())
-    await asyncio.sleep(0.01)
+    waiting = asyncio.ensure_future(gate.admit())
+    await settle()
     gate.open()
     gate.shut()
-    await asyncio.sleep(0.01)
+    await settle()
     assert not waiting.done()
     gate.open()
     assert await waiting
@@ -257,21 +273,20 @@ async def test_an_abort_during_a_resume_leaves_the_gate_shut(pool: Pool, engines
     await pool.abort_all_requests()
     engines.control_seconds = 0.05
     resuming = asyncio.ensure_future(pool.resume_generation())
-    await asyncio.sleep(0.01)
+    await settle()
     await pool.abort_all_requests(reject_request=True)
     await resuming
-    assert (await asyncio.wait_for(ask(pool), 1)).stop_reason == "aborted"
+    assert (await asyncio.wait_for(request(pool), 1)).stop_reason == "aborted"
     assert engines.calls == ["pause abort", "resume", "pause abort"]
 
 
-async def test_an_abort_during_a_refit_comes_after_it(pool: Pool, engines: Engines) -> None:
+async def test_an_abort_waits_for_a_refit(pool: Pool, engines: Engines) -> None:
     engines.control_seconds = 0.05
-    offer = Offer("shm", 1, "identity", 10, {}).as_json()
-    refitting = asyncio.ensure_future(pool.refit(offer, 1))
-    await asyncio.sleep(0.01)
+    refitting = asyncio.ensure_future(pool.refit(make_offer(1), 1))
+    await settle()
     aborting = asyncio.ensure_future(pool.abort_all_requests())
-    await asyncio.sleep(0.01)
-    late = ask(pool)
+    await settle()
+    late = request(pool)
     await asyncio.gather(refitting, aborting)
     assert engines.calls == ["refit 1", "pause abort"] and not late.done()
     engines.finish.set()
@@ -282,21 +297,20 @@ async def test_an_abort_during_a_refit_comes_after_it(pool: Pool, engines: Engin
 async def test_the_pieces_of_a_trajectory_add_up_across_versions(
     pool: Pool, engines: Engines
 ) -> None:
-    """As verl's client goes on: with prompt and tokens so far, until the answer is whole."""
-    offer = Offer("shm", 1, "identity", 10, {}).as_json()
-    await pool.refit(offer, 4)
-    first = ask(pool)
-    await asyncio.sleep(0.01)
+    """verl's client continues with the prompt and the tokens so far, until the answer is whole."""
+    await pool.refit(make_offer(1), 4)
+    first = request(pool)
+    await settle()
     await pool.abort_all_requests()
-    await pool.refit(offer, 5)
-    second = ask(pool)
+    await pool.refit(make_offer(2), 5)
+    second = request(pool)
     engines.finish.set()
     await pool.resume_generation()
     steps = [(await piece).extra_fields["global_steps"] for piece in (first, second)]
     assert steps == [4, 5]
 
 
-async def test_a_prompt_without_room_for_an_answer_is_counted_with_the_others(pool: Pool) -> None:
+async def test_a_prompt_that_fills_the_context_has_an_empty_answer_with_a_step(pool: Pool) -> None:
     await pool.set_global_steps(3)
     output = await pool.generate(list(range(16)), {"logprobs": True}, "r")
     assert (output.token_ids, output.stop_reason) == ([], "completed")
@@ -307,31 +321,31 @@ async def test_tokens_carry_the_step_whose_weights_they_came_from(
     pool: Pool, engines: Engines
 ) -> None:
     engines.finish.set()
-    assert (await ask(pool)).extra_fields["global_steps"] is None  # nobody has trained yet
-    offer = Offer("shm", 1, "identity", 10, {}).as_json()
-    assert (await pool.refit(offer, 40))["paused_seconds"] == 0.1
-    assert (await ask(pool)).extra_fields["global_steps"] == 40
+    assert (await request(pool)).extra_fields["global_steps"] is None  # before the first update
+    reply = await pool.refit(make_offer(1), 40)
+    assert reply.figures["paused_seconds"] == 0.1
+    assert (await request(pool)).extra_fields["global_steps"] == 40
     await pool.set_global_steps(41)
-    assert (await ask(pool)).extra_fields["min_global_steps"] == 41
+    assert (await request(pool)).extra_fields["min_global_steps"] == 41
 
 
-async def test_engines_sleep_when_nothing_runs_and_answer_when_their_cache_is_back(
+async def test_engines_sleep_after_the_last_answer_and_serve_when_their_cache_is_back(
     pool: Pool, engines: Engines
 ) -> None:
-    pool._frees = True
-    running = ask(pool)
-    await asyncio.sleep(0.01)
+    pool = make_pool(engines, frees_memory=True)
+    running = request(pool)
+    await settle()
     sleeping = [asyncio.ensure_future(pool.sleep()) for _ in range(2)]
-    await asyncio.sleep(0.01)
+    await settle()
     assert "sleep a" not in engines.calls
     engines.finish.set()
     await asyncio.gather(*sleeping)
     assert (await running).stop_reason == "completed"
     assert sorted(c for c in engines.calls if c.startswith("sleep")) == ["sleep a", "sleep b"]
 
-    waiting = ask(pool)
+    waiting = request(pool)
     await pool.wake_up(tags=["weights"])
-    await asyncio.sleep(0.02)
+    await settle()
     assert not waiting.done() and "wake a" in engines.calls
     await pool.wake_up(tags=["kv_cache"])
     assert (await waiting).stop_reason == "completed"
@@ -341,76 +355,77 @@ async def test_engines_sleep_when_nothing_runs_and_answer_when_their_cache_is_ba
 async def test_engines_beside_the_trainer_are_updated_in_verls_order(
     pool: Pool, engines: Engines
 ) -> None:
-    pool._frees = True
+    pool = make_pool(engines, frees_memory=True)
     engines.finish.set()
     await pool.sleep()
-    waiting = ask(pool)
+    waiting = request(pool)
     await pool.wake_up(tags=["weights"])
-    await pool.refit(Offer("shm", 1, "identity", 10, {}).as_json(), 7)
+    await pool.refit(make_offer(1), 7)
     await pool.clear_kv_cache()
     await pool.set_global_steps(7)
-    await asyncio.sleep(0.02)
+    await settle()
     assert not waiting.done()
     await pool.wake_up(tags=["kv_cache"])
     assert (await waiting).extra_fields["global_steps"] == 7
-    told = ["sleep", "sleep", "wake", "wake", "refit", "flush", "generate"]
-    assert [call.split()[0] for call in engines.calls] == told
+    expected = ["sleep", "sleep", "wake", "wake", "refit", "flush", "generate"]
+    assert [call.split()[0] for call in engines.calls] == expected
 
 
-async def test_engines_apart_are_updated_in_verls_order(pool: Pool, engines: Engines) -> None:
-    cut = ask(pool)
-    await asyncio.sleep(0.01)
+async def test_separate_engines_are_updated_in_verls_order(pool: Pool, engines: Engines) -> None:
+    cut = request(pool)
+    await settle()
     await pool.abort_all_requests(reject_request=False)
     assert (await cut).stop_reason == "aborted"
-    waiting = ask(pool)
+    waiting = request(pool)
     await pool.release_kv_cache()
-    await pool.refit(Offer("shm", 1, "identity", 10, {}).as_json(), 7)
+    await pool.refit(make_offer(1), 7)
     await pool.clear_kv_cache()
     await pool.set_global_steps(7)
     await pool.resume_kv_cache()
-    await asyncio.sleep(0.02)
+    await settle()
     assert not waiting.done()
     engines.finish.set()
     await pool.resume_generation()
     assert (await waiting).extra_fields["global_steps"] == 7
-    told = ["generate", "pause", "refit", "flush", "resume", "generate"]
-    assert [call.split()[0] for call in engines.calls] == told
+    expected = ["generate", "pause", "refit", "flush", "resume", "generate"]
+    assert [call.split()[0] for call in engines.calls] == expected
 
 
-async def test_without_freeing_engines_sleep_changes_nothing(pool: Pool, engines: Engines) -> None:
+async def test_sleep_does_nothing_if_engines_keep_their_memory(
+    pool: Pool, engines: Engines
+) -> None:
     engines.finish.set()
     await pool.sleep()
-    assert (await ask(pool)).stop_reason == "completed"
+    assert (await request(pool)).stop_reason == "completed"
     assert engines.calls == ["generate in g"]
 
 
-async def test_what_was_cached_is_told_with_the_next_weights_and_logged(
+async def test_cache_hits_are_logged_and_printed_with_the_next_weights(
     pool: Pool, engines: Engines, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log = tmp_path / "new" / "answers.jsonl"
-    pool._traffic = Traffic(log)
+    pool = make_pool(engines, request_log=log)
     engines.finish.set()
-    await asyncio.gather(ask(pool), ask(pool))
-    offer = Offer("shm", 1, "identity", 10, {}).as_json()
-    await pool.refit(offer, 1)
+    await asyncio.gather(request(pool), request(pool))
+    await pool.refit(make_offer(1), 1)
     assert "2 requests, 0.0% of 4 prompt tokens from cache" in capsys.readouterr().out
-    await pool.refit(offer, 2)
+    await pool.refit(make_offer(2), 2)
     assert "requests" not in capsys.readouterr().out
     first, _ = read_log(log)
     assert (first.group, first.trajectory, first.worker) == ("g", "t", 1)
     assert (first.prompt_tokens, first.cached_tokens, first.output_tokens) == (2, 0, 3)
 
 
-async def test_affinity_can_change_while_it_serves(pool: Pool, engines: Engines) -> None:
+async def test_affinity_can_change_while_the_pool_serves(pool: Pool, engines: Engines) -> None:
     engines.finish.set()
     for affinity in ("group", "trajectory", "off"):
         await pool.set_affinity(affinity)  # type: ignore[arg-type]
-        await ask(pool)
+        await request(pool)
     assert engines.calls == ["generate in g", "generate in t", "generate in None"]
 
 
 class FarNode:
-    """A Node actor as its handle looks: what it was told to run, and how it ends."""
+    """A stand-in for the handle of a Node actor: what it was asked to run, and how it ends."""
 
     def __init__(self) -> None:
         self.spec: dict[str, Any] = {}
@@ -419,14 +434,18 @@ class FarNode:
         self.fails: Exception | None = None
         self.start = SimpleNamespace(remote=self._start)
         self.stop = SimpleNamespace(remote=self._stop)
-        self.ended = SimpleNamespace(remote=lambda: self.over)
+        self.wait_until_unsupervised = SimpleNamespace(remote=lambda: self.over)
         self.replace = SimpleNamespace(remote=self._replace)
         self.fleet = SimpleNamespace(
-            supervised_by=lambda way: setattr(self, "way", way), workers=self._workers
+            supervised_by=lambda replace: setattr(self, "replace_worker", replace),
+            workers=self._workers,
+            pause=self._pause,
         )
 
     async def _workers(self) -> list[Any]:
         return []
+
+    async def _pause(self, mode: str) -> None: ...
 
     async def _start(self, spec: dict[str, Any]) -> None:
         self.spec = spec
@@ -450,7 +469,7 @@ INVITATION = {
 
 @pytest.fixture
 async def far(monkeypatch: pytest.MonkeyPatch, engines: Engines) -> FarNode:
-    """The second of two nodes; the first is the pool's, whose stack is a stand-in."""
+    """Return the second of two nodes; the first is the pool's, whose stack is a stand-in."""
     node = FarNode()
 
     @asynccontextmanager
@@ -466,23 +485,23 @@ async def far(monkeypatch: pytest.MonkeyPatch, engines: Engines) -> FarNode:
         )
 
     monkeypatch.setattr(pool_module, "up", up)
-    monkeypatch.setattr(pool_module.nodes, "own_node", lambda: "one")
+    monkeypatch.setattr(pool_module.nodes, "get_own_node", lambda: "one")
     addresses = {"one": "127.0.0.1", "two": "127.0.0.2"}
-    monkeypatch.setattr(pool_module.nodes, "address_of", addresses.__getitem__)
-    monkeypatch.setattr(pool_module.nodes, "actor_on", {"two": node}.__getitem__)
+    monkeypatch.setattr(pool_module.nodes, "get_address", addresses.__getitem__)
+    monkeypatch.setattr(pool_module.nodes, "create_actor", {"two": node}.__getitem__)
     return node
 
 
-def spread_pool() -> Pool:
+def spread_pool(expected: int = 3, **options: Any) -> Pool:
     rollout = SimpleNamespace(
-        engine_kwargs={"dynamo": {"log_dir": "/logs"}},
+        engine_kwargs={"dynamo": {"log_dir": "/logs", **options}},
         prompt_length=8,
         response_length=8,
         tensor_model_parallel_size=1,
         seed=5,
         free_cache_engine=False,
     )
-    return Pool("hybrid", rollout, SimpleNamespace(path="/models/tiny"), expected=3)
+    return Pool("hybrid", rollout, SimpleNamespace(path="/models/tiny"), expected)
 
 
 async def join_all(pool: Pool) -> list[Any]:
@@ -494,18 +513,18 @@ async def join_all(pool: Pool) -> list[Any]:
 async def test_workers_of_another_node_join_the_pools_stack(far: FarNode, pool: Pool) -> None:
     spread = spread_pool()
     addresses = await join_all(spread)
-    assert len(set(addresses)) == 3  # verl would take equal ones for one server
+    assert len(set(addresses)) == 3  # verl treats equal ones as one server
     spec = StackSpec.model_validate(far.spec)
-    # Nodes are ranked by their first replicas, whoever came first and wherever the pool is.
+    # Nodes are ranked by their first replicas, whichever joined first and wherever the pool is.
     assert (spec.models[0].replicas, spec.models[0].seed) == (2, 5)
     assert far.calls == ["pool's stack: seed 7 at 127.0.0.1"]
     assert spec.admin_host == "127.0.0.2" and spec.etcd_endpoints == "http://10.0.0.1:2379"
     assert spec.join is not None and spec.join.namespace == "n"
     assert str(spec.log_dir) == "/logs/hybrid/node-1"
-    assert (await spread.about()).addresses == {"127.0.0.1", "127.0.0.2"}
-    # A worker that hangs is ended by whoever runs it.
-    assert await far.way(Worker(7, "tiny", "http://127.0.0.2:1"))  # type: ignore[attr-defined]
-    assert not await far.way(Worker(8, "tiny", "http://127.0.0.2:2"))  # type: ignore[attr-defined]
+    assert (await spread.info()).destination.addresses == {"127.0.0.1", "127.0.0.2"}
+    # The node that runs a worker replaces it.
+    assert await far.replace_worker(Worker(7, "tiny", "http://127.0.0.2:1"))  # type: ignore[attr-defined]
+    assert not await far.replace_worker(Worker(8, "tiny", "http://127.0.0.2:2"))  # type: ignore[attr-defined]
     await spread.shutdown()
     assert far.calls[-3:] == ["replace 7", "replace 8", "stop"]
 
@@ -513,19 +532,19 @@ async def test_workers_of_another_node_join_the_pools_stack(far: FarNode, pool: 
 async def test_a_node_that_dies_ends_the_run_with_its_cause(far: FarNode, pool: Pool) -> None:
     spread = spread_pool()
     await join_all(spread)
-    spread._gate.shut()
-    waiting = ask(spread)
-    await asyncio.sleep(0.01)
+    await spread.abort_all_requests()
+    waiting = request(spread)
+    await settle()
     far.over.set_exception(RuntimeError("out of\nmemory"))
-    for asked in (waiting, spread.refit({}, 1), spread.about(), spread.abort_all_requests()):
-        with pytest.raises((RolloutError, WeightsError), match=r"node 127\.0\.0\.2|no offer"):
-            await asyncio.wait_for(asked, 1)
+    for call in (waiting, spread.refit(make_offer(1), 1), spread.info(), spread.sleep()):
+        with pytest.raises(RolloutError, match=r"node 127\.0\.0\.2"):
+            await asyncio.wait_for(call, 1)
     with pytest.raises(RolloutError, match="died: out of memory"):
-        await ask(spread)
+        await request(spread)
     await spread.shutdown()
 
 
-async def test_a_node_that_cannot_start_is_the_cause_that_is_told(far: FarNode, pool: Pool) -> None:
+async def test_a_node_that_cannot_start_fails_the_pool(far: FarNode, pool: Pool) -> None:
     far.fails = StartError("policy-0 exited with status 1 while the stack was starting.")
     spread = spread_pool()
     for result in await join_all(spread):
@@ -533,61 +552,65 @@ async def test_a_node_that_cannot_start_is_the_cause_that_is_told(far: FarNode, 
     assert far.calls[-1] == "stop"
 
 
-def test_weights_for_other_nodes_take_a_way_that_leads_there(
-    monkeypatch: pytest.MonkeyPatch,
+async def test_an_offer_for_another_number_of_receivers_is_refused_with_the_right_one(
+    pool: Pool, engines: Engines
 ) -> None:
-    assert across_machines(Options(weights="auto", weights_dir=Path("/shared"))) == "files"
-    assert across_machines(Options(weights="nixl")) == "nixl"
-    for near in ("shm", "cuda_ipc"):
-        with pytest.raises(UsageError, match="memory of one machine"):
-            across_machines(Options(weights=near))
+    engines.names = "abc"
+    reply = await pool.refit(make_offer(1, receivers=2), 1)
+    assert not reply.accepted and engines.calls == []
+    assert (reply.info.receivers, reply.info.next_version) == (3, 1)
+    reply = await pool.refit(make_offer(1, receivers=3), 1)
+    assert reply.accepted and engines.calls == ["refit 1"]
+    assert (reply.info.receivers, reply.info.next_version) == (3, 2)
 
-    def missing() -> None:
-        raise UsageError("NIXL is not installed.")
 
-    monkeypatch.setattr(updates, "import_nixl", missing)
-    with pytest.raises(UsageError, match="nothing says how new weights get there"):
-        across_machines(Options())
+async def test_the_pool_alone_assigns_versions(pool: Pool, engines: Engines) -> None:
+    assert (await pool.info()).next_version == 1
+    with pytest.raises(WeightsError, match="Version 2 was published, and the pool expects 1"):
+        await pool.refit(make_offer(2), 1)
+    assert engines.calls == []
 
 
 async def test_tokens_carry_the_step_of_the_adapter_they_were_sampled_with(
     pool: Pool, engines: Engines
 ) -> None:
     engines.finish.set()
-    offer = Offer("shm", 1, "identity", 10, {}).as_json()
-    await pool.refit(offer, 0)  # the base, once
-    await pool.load_adapter(offer, {"r": 8}, 0)
-    await pool.load_adapter(offer, {"r": 8}, 1)
+    await pool.refit(make_offer(1), 0)  # the base, once
+    await pool.load_adapter(make_offer(2), {"r": 8}, 0)
+    reply = await pool.load_adapter(make_offer(3), {"r": 8}, 1)
+    assert reply.info.next_version == 4
     assert engines.calls == [
         "refit 1",
         "load policy@2 of rank 8, keep 2",
         "load policy@3 of rank 8, keep 2",
     ]
-    assert (await ask(pool)).extra_fields["global_steps"] == 1
+    assert (await request(pool)).extra_fields["global_steps"] == 1
     assert engines.adapter == "policy@3" and engines.version == 1
 
 
-async def test_a_teacher_gives_a_row_for_each_token_it_is_shown(pool: Pool) -> None:
+async def test_a_teacher_returns_a_row_for_each_prompt_token(pool: Pool) -> None:
     params = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False}
     output = await pool.generate([4, 5, 6], params, "r")
     assert output.extra_fields["prompt_ids"] == [[5], [6], [0]]
     assert output.extra_fields["prompt_logprobs"] == [[-0.5], [-0.25], [0.0]]
-    with pytest.raises(RolloutError, match="its 32 likeliest tokens"):
+    with pytest.raises(RolloutError, match="32 most likely tokens"):
         await pool.generate([4, 5, 6], {**params, "prompt_logprobs": 32}, "r")
 
 
-@pytest.mark.parametrize("asked", [None, "vllm"])
-async def test_a_pool_whose_stack_did_not_start_says_why(
+@pytest.mark.parametrize("chosen", [None, "vllm"])
+async def test_a_pool_whose_stack_did_not_start_returns_the_cause(
     pool: Pool,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
-    asked: str | None,
+    chosen: str | None,
 ) -> None:
-    async def fails() -> None:
+    @asynccontextmanager
+    async def fails(spec: StackSpec) -> AsyncIterator[Any]:
         raise StartError("worker-0 exited with status 1.", "Dynamo is not installed.")
+        yield
 
-    monkeypatch.setattr(pool, "_start", fails)
-    pool._options = pool._options.model_copy(update={"fallback": asked})
+    monkeypatch.setattr(pool_module, "up", fails)
+    pool = spread_pool(expected=2, fallback=chosen)
     assert await pool.failure() == ""
     for result in await asyncio.gather(
         *(pool.join(replica, "node", []) for replica in range(2)), return_exceptions=True
@@ -595,4 +618,4 @@ async def test_a_pool_whose_stack_did_not_start_says_why(
         assert isinstance(result, StartError)
     assert await pool.failure() == "worker-0 exited with status 1. Dynamo is not installed."
     warned = capfd.readouterr().err.count("THIS RUN DOES NOT USE DYNAMO")
-    assert warned == (1 if asked else 0)  # once, whatever the number of replicas
+    assert warned == (1 if chosen else 0)  # once, whatever the number of replicas

@@ -1,4 +1,4 @@
-"""`VllmAdmin` when a server misbehaves (a scripted stand-in; what works is in tests/stack)."""
+"""`VllmAdmin` when a server misbehaves (scripted; tests/stack has the tests on real servers)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ANSWERS: dict[str, Any] = {
 
 
 class Server:
-    """Answers as vLLM does when all is well, or with what a test scripts for a route."""
+    """A server that answers like vLLM, or with the answer that a test scripts for a route."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -52,7 +52,7 @@ class Server:
 
 
 def failed(message: str) -> tuple[int, Any]:
-    """How vLLM words what an engine raised."""
+    """Return vLLM's answer for an exception of the engine."""
     return 500, {"error": {"message": message, "type": "InternalServerError", "code": 500}}
 
 
@@ -84,13 +84,15 @@ async def test_an_update_is_sent_once_and_declares_nothing_when_it_fails(
         await admin.update_from_disk(server.worker, Path("/new"), 7)
     assert server.calls == ["is_paused", "reset_prefix_cache", "collective_rpc"]
     assert str(server.worker) in failure.value.message
-    # Callers tell by the cause whether the server was heard.
+    # The cause shows callers whether the server answered.
     kind = Unreachable if trouble == DROP else RequestFailed
     assert isinstance(failure.value.__cause__, kind)
 
 
 @pytest.mark.parametrize("trouble", [DROP, (500, {"error": "Failed to pause generation: x"})])
-async def test_what_may_be_repeated_is(server: Server, admin: VllmAdmin, trouble: Any) -> None:
+async def test_calls_that_are_safe_to_repeat_are_retried(
+    server: Server, admin: VllmAdmin, trouble: Any
+) -> None:
     server.trouble["pause"] = [trouble, trouble]
     await admin.pause(server.worker)
     assert server.calls == ["pause"] * 3
@@ -101,7 +103,7 @@ async def test_what_may_be_repeated_is(server: Server, admin: VllmAdmin, trouble
 
 
 @pytest.mark.parametrize(
-    ("trouble", "said"),
+    ("trouble", "reason"),
     [
         (failed("Call to collective_rpc method failed: it broke."), "it broke."),
         (
@@ -117,19 +119,19 @@ async def test_what_may_be_repeated_is(server: Server, admin: VllmAdmin, trouble
         ((500, ""), "(empty body)."),
     ],
 )
-async def test_the_reason_is_told_without_what_is_around_it(
-    server: Server, admin: VllmAdmin, trouble: Any, said: str
+async def test_the_error_shows_the_reason_without_the_text_around_it(
+    server: Server, admin: VllmAdmin, trouble: Any, reason: str
 ) -> None:
     server.trouble["collective_rpc"] = trouble
     with pytest.raises(AdminError) as failure:
         await admin.call(server.worker, "rollway_check", {})
-    assert f"refused `rollway_check`: {said}" in failure.value.message
+    assert f"refused `rollway_check`: {reason}" in failure.value.message
 
 
-async def test_a_missing_method_is_told_apart_from_a_method_that_fails(
+async def test_a_missing_method_and_a_failed_method_are_different_errors(
     server: Server, admin: VllmAdmin
 ) -> None:
-    # The words of a server with one worker in the engine's own process (a single GPU).
+    # The message of a server whose only worker is in the engine's process (a single GPU).
     server.trouble["collective_rpc"] = failed("Method 'rollway_check' is not implemented.")
     with pytest.raises(NoSuchMethod):
         await admin.call(server.worker, "rollway_check", {})
@@ -139,9 +141,7 @@ async def test_a_missing_method_is_told_apart_from_a_method_that_fails(
     assert not isinstance(failure.value, NoSuchMethod)
 
 
-async def test_a_server_without_the_routes_is_told_how_to_get_them(
-    server: Server, admin: VllmAdmin
-) -> None:
+async def test_the_error_for_a_missing_route_has_a_hint(server: Server, admin: VllmAdmin) -> None:
     server.trouble = dict.fromkeys(ANSWERS)
     with pytest.raises(AdminError, match=r"no route /pause\. .*VLLM_SERVER_DEV_MODE=1"):
         await admin.pause(server.worker)
@@ -152,7 +152,7 @@ async def test_a_server_without_the_routes_is_told_how_to_get_them(
 
 
 @pytest.mark.parametrize("page", ["<html>", "", [1]])
-async def test_an_answer_that_is_not_vllms_is_no_success(
+async def test_an_answer_from_another_server_is_an_error(
     server: Server, admin: VllmAdmin, page: Any
 ) -> None:
     server.trouble = dict.fromkeys(ANSWERS, (200, page))
@@ -164,7 +164,7 @@ async def test_an_answer_that_is_not_vllms_is_no_success(
         await admin.flush_cache(server.worker)
 
 
-async def test_health_is_the_engines(server: Server, admin: VllmAdmin) -> None:
+async def test_health_is_that_of_the_engine(server: Server, admin: VllmAdmin) -> None:
     server.trouble["health"] = (200, "")
     assert await admin.health(server.worker)
     for trouble in ((503, ""), DROP):

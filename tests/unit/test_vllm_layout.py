@@ -1,4 +1,4 @@
-"""Our rules for vLLM's cuts, against vLLM's own loaders: same shapes, same elements."""
+"""Our sharding rules give the same shapes and elements as vLLM's own loaders."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from rollway.weights.layout import Box
+from rollway.weights.planning.targets import LocalTensor
 from rollway.weights.planning.vllm_layout import EngineTarget, wants
-from rollway.weights.planning.wants import LocalTensor
 
 torch = pytest.importorskip("torch")
 linear = pytest.importorskip("vllm.model_executor.layers.linear")
@@ -25,7 +25,7 @@ def slices(box: Box) -> tuple[slice, ...]:
 
 
 def placed(target: EngineTarget, tensors: dict[str, Any]) -> dict[str, Any]:
-    """A rank's parameters, filled by our rules; padding stays 0."""
+    """Return a rank's parameters, filled by our rules; padding is 0."""
     headers = {name: LocalTensor("F32", tuple(tensor.shape)) for name, tensor in tensors.items()}
     filled: dict[str, Any] = {}
     for name, (want,) in wants([target], headers).items():
@@ -45,7 +45,7 @@ def load(parameter: Any, *arguments: Any) -> None:
 
 
 @pytest.mark.parametrize(("kv_heads", "tp", "rank"), RANKS)
-def test_dense_layers_are_cut_as_vllm_cuts_them(
+def test_dense_layers_are_sharded_as_in_vllm(
     monkeypatch: pytest.MonkeyPatch, kv_heads: int, tp: int, rank: int
 ) -> None:
     from vllm.config import VllmConfig, set_current_vllm_config
@@ -100,7 +100,7 @@ def test_dense_layers_are_cut_as_vllm_cuts_them(
 
 
 @pytest.mark.parametrize("rank", range(4))
-def test_experts_are_cut_as_vllm_cuts_them(rank: int) -> None:
+def test_experts_are_sharded_as_in_vllm(rank: int) -> None:
     module = pytest.importorskip("vllm.model_executor.layers.fused_moe.routed_experts")
     experts = module.RoutedExperts.__new__(module.RoutedExperts)
     config = SimpleNamespace(
@@ -124,7 +124,7 @@ def test_experts_are_cut_as_vllm_cuts_them(rank: int) -> None:
 
 
 @pytest.mark.parametrize(("experts", "ep"), [(8, 4), (7, 4), (5, 3)])
-def test_experts_are_owned_as_vllm_shares_them_out(experts: int, ep: int) -> None:
+def test_experts_are_assigned_to_ranks_as_in_vllm(experts: int, ep: int) -> None:
     manager = pytest.importorskip("vllm.model_executor.layers.fused_moe.expert_map_manager")
     for rank in range(ep):
         count, places, _ = manager.determine_expert_map(ep, rank, experts)

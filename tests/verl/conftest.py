@@ -1,4 +1,4 @@
-"""These runs need two environments: this one, with the engine, and another with verl."""
+"""These tests need two environments: this one, with the engine, and another with verl."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """verl's own figures, step by step: docs/verl.md has them from here."""
+    """Print verl's own figures step by step; docs/verl.md quotes them."""
     if RUNS:
         terminalreporter.section("verl's metrics at each step")
     for name, steps in RUNS:

@@ -1,6 +1,7 @@
-"""verl's trainer on a Ray cluster of two nodes on this machine: `on_two_nodes.py TEMP_DIR WORD…`,
-where the words are settings for `verl.trainer.main_ppo`. Each node has one GPU, which is only
-counted, and CPUs enough."""
+"""Run verl's trainer on a Ray cluster of two nodes on this machine.
+
+`on_two_nodes.py TEMP_DIR OVERRIDE…`, with overrides for `verl.trainer.main_ppo`. Each node has one
+GPU, which Ray only counts, and enough CPUs."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from ray.cluster_utils import Cluster
 NODE = {"num_cpus": 20, "num_gpus": 1, "object_store_memory": 150 << 20}
 
 
-def two_nodes(temp_dir: str) -> Cluster:
-    """Two raylets on one machine are two nodes to Ray."""
+def start_two_nodes(temp_dir: str) -> Cluster:
+    """Start two raylets on this machine, which are two nodes to Ray."""
     head = {**NODE, "temp_dir": temp_dir, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     cluster.add_node(**NODE)
@@ -21,10 +22,12 @@ def two_nodes(temp_dir: str) -> Cluster:
 
 
 def main() -> int:
-    cluster = two_nodes(sys.argv[1])
-    words = [*sys.argv[2:], f"+ray_kwargs.ray_init.address={cluster.address}"]
+    cluster = start_two_nodes(sys.argv[1])
+    overrides = [*sys.argv[2:], f"+ray_kwargs.ray_init.address={cluster.address}"]
     try:
-        return subprocess.run([sys.executable, "-m", "verl.trainer.main_ppo", *words]).returncode
+        return subprocess.run(
+            [sys.executable, "-m", "verl.trainer.main_ppo", *overrides]
+        ).returncode
     finally:
         cluster.shutdown()
 

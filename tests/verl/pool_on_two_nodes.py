@@ -1,7 +1,7 @@
-"""A pool over two nodes: `pool_on_two_nodes.py MODEL DIRECTORY TEMP_DIR`, with verl's interpreter.
+"""Run a pool on two nodes: `pool_on_two_nodes.py MODEL DIRECTORY TEMP_DIR`, by verl's Python.
 
 The trainer is a stand-in, an actor on each node; the replicas, the pool, its stacks and the weights
-are the real ones. What was seen is written as JSON.
+are real. Observations are written as JSON.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from typing import Any
 import ray
 import torch
 from omegaconf import OmegaConf
-from on_two_nodes import two_nodes
+from on_two_nodes import start_two_nodes
 from safetensors.torch import load_file
 
 import rollway
 from rollway.integrations.verl.options import read_options
+from rollway.integrations.verl.publish import WeightSender
 from rollway.integrations.verl.replica import DynamoReplica
-from rollway.integrations.verl.updates import Publishing
 from rollway.rollout.sampling import Sampling
 from rollway.stack.state import StackState, known_stacks
 
@@ -36,7 +36,7 @@ SHORT = Sampling(max_tokens=8, ignore_eos=True)
 
 @ray.remote(num_gpus=1, num_cpus=1)
 class Trainer:
-    """Of a rank of a trainer, a pool asks only where it is."""
+    """A stand-in for a rank of a trainer; a pool only asks where it is."""
 
 
 def rollout_config(directory: Path) -> Any:
@@ -60,38 +60,38 @@ def rollout_config(directory: Path) -> Any:
     return OmegaConf.create({"_target_": "verl.workers.config.RolloutConfig", **fields})
 
 
-async def until(what: Callable[[], Awaitable[bool]], seconds: float) -> None:
+async def until(condition: Callable[[], Awaitable[bool]], seconds: float) -> None:
     deadline = time.monotonic() + seconds
-    while not await what():
+    while not await condition():
         if time.monotonic() > deadline:
-            raise TimeoutError("it did not come to that")
+            raise TimeoutError("the condition did not become true")
         await asyncio.sleep(1.0)
 
 
-def stacks() -> tuple[StackState, StackState]:
-    """The pool's, and that of the other node."""
+def read_stacks() -> tuple[StackState, StackState]:
+    """Return the pool's stack and the other node's."""
     first, second = sorted(known_stacks(), key=lambda state: len(state.name))
     return first, second
 
 
-async def served(name: str) -> tuple[set[int | None], set[int | None]]:
-    """The versions of all workers, and which of them answered some requests."""
+async def probe(name: str) -> tuple[set[int | None], set[int | None]]:
+    """Return the versions of all workers, and which workers answered a few requests."""
     async with rollway.attach(name, watch=False) as stack:
         versions = set((await stack.fleet.read_versions()).values())
         client = stack.rollouts()
         groups = await asyncio.gather(
             *(client.generate([n, *PROMPT], SHORT, group=f"g{n}") for n in range(1, 13))
         )
-    return versions, {span.worker_id for (one,) in groups for span in one.spans}
+    return versions, {span.worker_id for (rollout,) in groups for span in rollout.spans}
 
 
-async def generated(pool: Any) -> Any:
+async def generate(pool: Any) -> Any:
     params = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "logprobs": True, "max_tokens": 8}
     return await pool.generate.remote(prompt_ids=PROMPT, sampling_params=params, request_id="r")
 
 
-async def serving(count: int, version: int) -> bool:
-    async with rollway.attach(stacks()[0].name, watch=False) as stack:
+async def all_serve(count: int, version: int) -> bool:
+    async with rollway.attach(read_stacks()[0].name, watch=False) as stack:
         return list((await stack.fleet.read_versions()).values()) == [version] * count
 
 
@@ -99,19 +99,19 @@ async def run(model: Path, directory: Path) -> dict[str, Any]:
     seen: dict[str, Any] = {}
     group = SimpleNamespace(workers=[Trainer.remote() for _ in range(2)], world_size=2)
     config = rollout_config(directory)
-    described = SimpleNamespace(path=str(model), local_path=str(model), trust_remote_code=False)
-    replicas = [DynamoReplica(rank, config, described, gpus_per_node=1) for rank in range(2)]
+    model_config = SimpleNamespace(path=str(model), local_path=str(model), trust_remote_code=False)
+    replicas = [DynamoReplica(rank, config, model_config, gpus_per_node=1) for rank in range(2)]
     began = time.monotonic()
     await asyncio.gather(*(replica.init_hybrid(group) for replica in replicas))
     seen["start_seconds"] = round(time.monotonic() - began, 1)
     seen["addresses"] = [replica.server_address for replica in replicas]
     pool = replicas[0].server_handle
-    first, second = stacks()
-    seen["roles"] = [[process.role for process in one.processes] for one in (first, second)]
+    first, second = read_stacks()
+    seen["roles"] = [[process.role for process in stack.processes] for stack in (first, second)]
 
-    versions, workers = await served(first.name)
+    versions, workers = await probe(first.name)
     seen["before"] = {"versions": sorted(versions, key=str), "workers": len(workers)}
-    seen["step_before"] = (await generated(pool)).extra_fields["global_steps"]
+    seen["step_before"] = (await generate(pool)).extra_fields["global_steps"]
 
     generator = torch.Generator().manual_seed(1)
     weights = {
@@ -119,21 +119,21 @@ async def run(model: Path, directory: Path) -> dict[str, Any]:
         for name, tensor in load_file(model / "model.safetensors").items()
     }
     options = read_options(config.engine_kwargs)
-    publishing = Publishing(options, 1 << 20)  # kept: what it has published goes with it
-    seen["refit"] = await publishing.send(weights.items(), pool, 7)
-    versions, workers = await served(first.name)
+    sender = WeightSender(options, 1 << 20)  # its versions end with it
+    seen["refit"] = await sender.send(weights.items(), pool, 7)
+    versions, workers = await probe(first.name)
     seen["after"] = {"versions": sorted(versions, key=str), "workers": len(workers)}
-    seen["step_after"] = (await generated(pool)).extra_fields["global_steps"]
+    seen["step_after"] = (await generate(pool)).extra_fields["global_steps"]
 
     (process,) = second.processes
     os.kill(process.pid or 0, signal.SIGKILL)
     began = time.monotonic()
-    seen["step_without_it"] = (await generated(pool)).extra_fields["global_steps"]
+    seen["step_without_it"] = (await generate(pool)).extra_fields["global_steps"]
 
-    async def back() -> bool:
-        return stacks()[1].processes[0].restarts == 1 and await serving(2, 1)
+    async def is_back() -> bool:
+        return read_stacks()[1].processes[0].restarts == 1 and await all_serve(2, 1)
 
-    await until(back, 200)
+    await until(is_back, 200)
     seen["healed_seconds"] = round(time.monotonic() - began, 1)
 
     os.kill(_parent(second.supervisor_pid), signal.SIGKILL)
@@ -141,7 +141,7 @@ async def run(model: Path, directory: Path) -> dict[str, Any]:
 
     async def fails() -> bool:
         try:
-            await generated(pool)
+            await generate(pool)
         except ray.exceptions.RayTaskError as error:
             seen["cause"] = str(error).splitlines()[-1]
             return True
@@ -158,7 +158,7 @@ def _parent(pid: int) -> int:
 
 def main() -> None:
     model, directory = Path(sys.argv[1]), Path(sys.argv[2])
-    cluster = two_nodes(sys.argv[3])
+    cluster = start_two_nodes(sys.argv[3])
     ray.init(address=cluster.address, log_to_driver=True)
     try:
         seen = asyncio.run(run(model, directory))

@@ -1,4 +1,4 @@
-"""Processes of a run are killed in the middle of its steps."""
+"""Runs whose processes are killed in the middle of a step."""
 
 from __future__ import annotations
 
@@ -13,45 +13,45 @@ import pytest
 from rollway.stack.state import StackState, known_stacks
 from tests.conftest import Footprint
 from tests.verl.test_modes import agrees
-from tests.verl.training import end, output, prepare, settings, start, steps
+from tests.verl.training import end, prepare, read_output, read_steps, settings, start
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 def run_settings(directory: Path, base_model: Path, training_steps: int) -> dict[str, object]:
     prepare(directory, base_model)
-    found = settings(directory, trainer_gpus=2, ray_gpus=2, ray_cpus=24)
-    return {**found, "trainer.total_training_steps": training_steps}
+    overrides = settings(directory, trainer_gpus=2, ray_gpus=2, ray_cpus=24)
+    return {**overrides, "trainer.total_training_steps": training_steps}
 
 
-def wait_for(what: Callable[[], bool], seconds: float, directory: Path) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float, directory: Path) -> None:
     deadline = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < deadline, output(directory)[-6000:]
+    while not condition():
+        assert time.monotonic() < deadline, read_output(directory)[-6000:]
         time.sleep(0.5)
 
 
-def stack() -> StackState:
+def read_stack() -> StackState:
     (only,) = known_stacks()
     return only
 
 
 @pytest.mark.parametrize("role", ["worker", "frontend"])
-def test_a_run_goes_on_when_a_part_of_its_stack_died(
+def test_a_run_survives_the_death_of_a_worker_or_frontend(
     tmp_path: Path, base_model: Path, footprint: Footprint, role: str
 ) -> None:
     process = start(tmp_path, run_settings(tmp_path, base_model, 6))
     try:
-        wait_for(lambda: len(steps(tmp_path)) >= 1, 600, tmp_path)
-        part = next(one for one in stack().processes if one.role == role)
-        assert part.pid is not None
-        os.kill(part.pid, signal.SIGKILL)
+        wait_for(lambda: len(read_steps(tmp_path)) >= 1, 600, tmp_path)
+        victim = next(process for process in read_stack().processes if process.role == role)
+        assert victim.pid is not None
+        os.kill(victim.pid, signal.SIGKILL)
         process.wait(600)
     finally:
         end(process)
-    assert process.returncode == 0, output(tmp_path)[-6000:]
-    assert len(steps(tmp_path)) == 6
-    assert all(agrees(step) for step in steps(tmp_path))
+    assert process.returncode == 0, read_output(tmp_path)[-6000:]
+    assert len(read_steps(tmp_path)) == 6
+    assert all(agrees(step) for step in read_steps(tmp_path))
     assert footprint.settle(90) == {}
 
 
@@ -60,7 +60,7 @@ def test_nothing_is_left_when_the_driver_is_killed(
 ) -> None:
     process = start(tmp_path, run_settings(tmp_path, base_model, 50))
     try:
-        wait_for(lambda: len(steps(tmp_path)) >= 1, 600, tmp_path)
+        wait_for(lambda: len(read_steps(tmp_path)) >= 1, 600, tmp_path)
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
         assert footprint.settle(90) == {}

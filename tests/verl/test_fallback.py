@@ -1,6 +1,6 @@
-"""A stack that cannot start, here for want of Dynamo: an error, or verl's own rollout if asked for.
+"""A stack that cannot start, here without Dynamo: an error, or verl's own rollout with `fallback`.
 
-verl's own vLLM is a stand-in here; verl's trainer, and how it comes to that vLLM, are real.
+verl's own vLLM is a stand-in here; verl's trainer, and its way to vLLM, are real.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ CAUSE = "Dynamo is not installed in the Python that runs the workers"
 
 def without_dynamo(directory: Path, base_model: Path) -> dict[str, Any]:
     prepare(directory, base_model)
-    found = settings(directory, trainer_gpus=2, ray_gpus=2, ray_cpus=24)
+    overrides = settings(directory, trainer_gpus=2, ray_gpus=2, ray_cpus=24)
     python = "+actor_rollout_ref.rollout.engine_kwargs.dynamo.python"
-    return {**found, python: verl_python(), "trainer.total_training_steps": 2}
+    return {**overrides, python: verl_python(), "trainer.total_training_steps": 2}
 
 
-def test_without_being_asked_the_run_ends_with_the_cause(
+def test_without_a_fallback_the_run_ends_with_the_cause(
     tmp_path: Path, base_model: Path, footprint: Footprint
 ) -> None:
     overrides = without_dynamo(tmp_path, base_model)
@@ -38,15 +38,15 @@ def test_without_being_asked_the_run_ends_with_the_cause(
     assert footprint.settle() == {}
 
 
-def test_verls_own_rollout_takes_over_when_asked_for(tmp_path: Path, base_model: Path) -> None:
+def test_the_fallback_uses_verls_own_rollout(tmp_path: Path, base_model: Path) -> None:
     overrides = without_dynamo(tmp_path, base_model)
     overrides["+actor_rollout_ref.rollout.engine_kwargs.dynamo.fallback"] = "vllm"
     training = train(tmp_path, overrides, ["verl_stand_in_vllm"], seconds=400)
-    said = training.output
-    assert training.returncode == 0, said[-6000:]
-    assert re.search(rf"THIS RUN DOES NOT USE DYNAMO\..* The cause: .*{CAUSE}", said)
-    for rank in range(2):  # every rank hands its weights over, as verl's own do
-        assert f"stand-in for verl's vLLM: replica {rank} serves" in said
+    output = training.output
+    assert training.returncode == 0, output[-6000:]
+    assert re.search(rf"THIS RUN DOES NOT USE DYNAMO\..* The cause: .*{CAUSE}", output)
+    for rank in range(2):  # every rank sends its weights, as verl's own do
+        assert f"stand-in for verl's vLLM: replica {rank} serves" in output
         for step in range(3):
-            assert re.search(rf"vLLM: rank {rank} had [1-9]\d* tensors of {step}\b", said)
+            assert re.search(rf"vLLM: rank {rank} had [1-9]\d* tensors of {step}\b", output)
     assert len(training.steps) == 2

@@ -1,9 +1,9 @@
-"""verl, unmodified, trains on Rollway, and its own metrics say that it samples from the policy.
+"""Unmodified verl trains on Rollway, and its own metrics show that it samples from the policy.
 
-verl computes the log-probs of every sampled token again with the trainer's weights. They agree with
-the engine's only if every engine has just these weights, of the last step, when it samples. So no
-rollout is begun before the weights of its step are there (`num_warmup_batches=0`), and steps are
-so large that old weights could not be taken for new ones; the control shows that.
+verl recomputes the log-probs of every sampled token with the trainer's weights. They agree with the
+engine's only if every engine has exactly these weights, of the last step, when it samples. So no
+rollout begins before the weights of its step have arrived (`num_warmup_batches=0`), and steps are
+so large that old weights would show; the control verifies that.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def run(
 
 
 def separate_engines() -> dict[str, Any]:
-    """Two engines that the trainer does not share, beside the one that it does."""
+    """Return overrides for two engines on other GPUs, besides the one on the trainer's."""
     rollout = "actor_rollout_ref.rollout"
     return {
         f"{rollout}.nnodes": 1,
@@ -87,6 +87,6 @@ def test_without_updates_the_same_metrics_fail(tmp_path: Path, base_model: Path)
     training = run(tmp_path, base_model, "sync", modules=["verl_frozen"])
     assert training.returncode == 0, training.output[-6000:]
     first, *later = training.steps
-    assert agrees(first), summary(training)  # both began with the same checkpoint
+    assert agrees(first), summary(training)  # both start from the same checkpoint
     assert len(later) == STEPS - 1
     assert not any(agrees(step) for step in later), summary(training)

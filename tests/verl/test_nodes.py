@@ -1,4 +1,4 @@
-"""A pool whose replicas are on two nodes: both serve, both are refitted, deaths are dealt with."""
+"""A pool on two nodes: both serve, both are refitted, and deaths have the right effect."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Footprint
-from tests.verl.training import HERE, RAY_DIRECTORY, end, environment, output, verl_python
+from tests.verl.training import HERE, RAY_DIRECTORY, end, environment, read_output, verl_python
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-def run(directory: Path, script: str, *words: object) -> None:
-    """A script for verl's interpreter, to its end; Ray's processes are in its session."""
-    command = [verl_python(), HERE / script, *words]
+def run(directory: Path, script: str, *arguments: object) -> None:
+    """Run a script in verl's environment to its end; Ray's processes are in its session."""
+    command = [verl_python(), HERE / script, *arguments]
     with (directory / "output.log").open("wb") as log:
         process = subprocess.Popen(
-            [str(word) for word in command],
+            [str(part) for part in command],
             cwd=directory,
             env={**environment(directory), "ENGINE_PYTHON": sys.executable},
             stdin=subprocess.DEVNULL,
@@ -32,7 +32,7 @@ def run(directory: Path, script: str, *words: object) -> None:
         process.wait(800)
     finally:
         end(process)
-    assert process.returncode == 0, output(directory)[-6000:]
+    assert process.returncode == 0, read_output(directory)[-6000:]
 
 
 def test_a_pool_over_two_nodes_from_start_to_end(

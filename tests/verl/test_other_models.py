@@ -1,7 +1,7 @@
-"""Teachers and reward models that Rollway serves to verl, in pools beside the policy's.
+"""Teachers and reward models that Rollway serves to verl, in other pools than the policy's.
 
-The teacher is the model that the policy begins as. So at the first step both think the same of
-every sampled token, and at later ones, after steps that an engine cannot miss, they do not.
+The teacher is the model that the policy starts from. So at the first step both give every sampled
+token the same probability; later, after large steps, they do not.
 """
 
 from __future__ import annotations

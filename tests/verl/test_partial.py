@@ -1,9 +1,9 @@
-"""Weights come in the middle of long answers: verl's trainer on trajectories of several versions.
+"""Weights arrive in the middle of long answers: verl trains on trajectories of several versions.
 
-Answers are longer than a step of the trainer and more than the engine takes at once, so every
-update finds some half done. They are cut, and verl's client goes on with the tokens so far on the
-new weights. The plug-in `verl_record` keeps every request, every sample and the weights of every
-step; torch then computes the log-probs of each piece with the weights of the step it names.
+Answers take longer than a step of the trainer and are more than the engine runs at once, so every
+update interrupts some. verl's client continues them from the tokens so far, with the new weights.
+The plug-in `verl_record` records every request, every sample and the weights of every step; torch
+then recomputes the log-probs of each piece with the weights of the step it names.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 
 from tests.conftest import Footprint
 from tests.verl import recording
-from tests.verl.recording import Call, Record, assert_wire_is_what_was_asked
+from tests.verl.recording import Call, Record, assert_wire_matches_calls
 from tests.verl.test_modes import STEPS, separate_engines
 from tests.verl.training import Training, prepare, settings, train
 
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.stack, pytest.mark.slow, pytest.mark.timeout(1200)]
 ANSWER = 384
 ROUNDING = 1e-3
 TELLING = 8
-"""Tokens by which weights can be told apart."""
+"""Tokens that suffice to tell weights apart."""
 
 
 def run(directory: Path, base_model: Path) -> Training:
@@ -52,7 +52,7 @@ def test_trajectories_of_several_versions_are_exact(
     spans = [step["training/off_policy/trajectory_spans/max"] for step in training.steps]
     assert max(spans) >= 2, spans
     record = recording.read(tmp_path)
-    assert_wire_is_what_was_asked(record)
+    assert_wire_matches_calls(record)
     assert_samples_are_their_pieces(record)
     assert_logprobs_are_of_their_step(tmp_path, record)
     assert footprint.settle() == {}
@@ -79,21 +79,21 @@ def assert_samples_are_their_pieces(record: Record) -> None:
 
 
 def assert_logprobs_are_of_their_step(directory: Path, record: Record) -> None:
-    """And not of the step before or after: those weights give others."""
+    """Assert that log-probs match the weights of their step, and of no other step."""
     trained = [record.trajectory_of(sample) for sample in record.samples]
     pieces = [call for calls in trained for call in calls if call.tokens and len(calls) > 1]
     steps = {call.step for call in pieces}
     assert None not in steps
     for step in steps:
-        mine = [call for call in pieces if call.step == step]
+        of_step = [call for call in pieces if call.step == step]
         others = [call for call in pieces if call.step != step and len(call.tokens) >= TELLING]
-        assert all(error < ROUNDING for error in errors(directory, step, mine))
+        assert all(error < ROUNDING for error in errors(directory, step, of_step))
         assert all(error > 10 * ROUNDING for error in errors(directory, step, others))
 
 
 def errors(directory: Path, step: int | None, calls: list[Call]) -> list[float]:
-    """The largest difference in each piece between the engine's log-probs and torch's."""
-    computed = recording.logprobs(directory, step, calls)
+    """Return the largest difference in each piece between the engine's log-probs and torch's."""
+    computed = recording.compute_logprobs(directory, step, calls)
     return [
         max(abs(a - b) for a, b in zip(call.logprobs, values, strict=True))
         for call, values in zip(calls, computed, strict=True)

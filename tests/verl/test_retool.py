@@ -1,7 +1,7 @@
 """The ReTool recipe as a user starts it: its datasets, its score and its sandboxed code tool.
 
-The policy is the demo's, which writes digits: a 9 stands for a call of the tool. What the programs
-print comes back into the conversation, which the trainer's log-probs check.
+The demo's policy writes digits: a 9 stands for a call of the tool. The programs' output enters the
+conversation, which the trainer's log-probs verify.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ RECIPES = (
     "actor_rollout_ref.rollout.name",
     "actor_rollout_ref.rollout.calculate_log_probs",
 )
-"""What the recipe says itself."""
+"""Overrides that the recipe sets itself."""
 
 
 def write_rows(directory: Path) -> tuple[Path, Path]:
-    """As DAPO-Math and AIME 2025 have them on the hub."""
+    """Write rows as DAPO-Math and AIME 2025 have them on the hub."""
     dapo, aime = directory / "dapo-math-17k.jsonl", directory / "aime_2025.jsonl"
     problems = [f"{INSTRUCTION}{number % 10}" for number in range(40)]
     rows: list[dict[str, Any]] = [
@@ -49,14 +49,14 @@ def write_rows(directory: Path) -> tuple[Path, Path]:
     return dapo, aime
 
 
-def test_programs_of_the_policy_run_in_the_middle_of_its_answers(
+def test_the_policys_programs_run_between_its_turns(
     tmp_path: Path, base_model: Path, footprint: Footprint
 ) -> None:
     prepare(tmp_path, base_model)
     dapo, aime = write_rows(tmp_path)
-    usual = settings(tmp_path, trainer_gpus=2, ray_gpus=2, ray_cpus=24)
+    common = settings(tmp_path, trainer_gpus=2, ray_gpus=2, ray_cpus=24)
     overrides = {
-        **{name: value for name, value in usual.items() if name not in RECIPES},
+        **{name: value for name, value in common.items() if name not in RECIPES},
         "data.train_files": dapo,
         "data.val_files": aime,
         "data.max_prompt_length": 320,
@@ -73,5 +73,5 @@ def test_programs_of_the_policy_run_in_the_middle_of_its_answers(
     first = training.steps[0]
     assert first["num_turns/mean"] > 2.5  # a prompt and an answer are two
     assert -1.0 <= first["critic/score/min"] <= first["critic/score/max"] <= -0.6
-    assert first["critic/score/max"] > -1.0  # a call of the tool makes a wrong answer cheaper
+    assert first["critic/score/max"] > -1.0  # a call of the tool raises a wrong answer's score
     assert footprint.settle() == {}

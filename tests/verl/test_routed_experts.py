@@ -1,4 +1,4 @@
-"""Routed experts as verl's client and its conversion take them, without an engine."""
+"""Routed experts through verl's client and its conversion, without an engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.verl.training import HERE, environment, verl_python
 
 
 @pytest.mark.slow
-def test_every_row_is_of_its_token_also_after_aborts(tmp_path: Path) -> None:
+def test_every_row_belongs_to_its_token_even_after_aborts(tmp_path: Path) -> None:
     ran = subprocess.run(
         [str(verl_python()), str(HERE / "plugin" / "verl_experts.py")],
         env=environment(tmp_path),

@@ -1,8 +1,8 @@
 """verl's own tool agent on Rollway: several turns, every token id as it was sampled.
 
-What the engines were asked and answered is compared, id by id, with what the trainer is handed. And
-the trainer computes the log-probs of the whole conversation again: had it been given other ids than
-the engine went on from, those of all tokens after them would be others.
+The requests and answers of the engines are compared, id by id, with the trainer's samples. The
+trainer also recomputes the log-probs of the whole conversation: if an id differed from the
+engine's, the log-probs of all later tokens would differ.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from tests.verl import recording
-from tests.verl.recording import Call, Sample, assert_wire_is_what_was_asked
+from tests.verl.recording import Call, Sample, assert_wire_matches_calls
 from tests.verl.test_modes import STEPS, agrees, summary
 from tests.verl.training import HERE, prepare, settings, train
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 ANSWER = 128
-TOOL_SAYS = "\nafter 9 comes 0:"
+TOOL_ANSWER = "\nafter 9 comes 0:"
 
 
 def test_the_turns_of_a_tool_agent_are_exact(tmp_path: Path, base_model: Path) -> None:
@@ -41,7 +41,7 @@ def test_the_turns_of_a_tool_agent_are_exact(tmp_path: Path, base_model: Path) -
     assert all(agrees(step) for step in training.steps), summary(training)
     assert training.steps[0]["num_turns/mean"] > 2.5  # a prompt and an answer are two
     record = recording.read(tmp_path)
-    assert_wire_is_what_was_asked(record)
+    assert_wire_matches_calls(record)
     trajectories = [record.trajectory_of(sample) for sample in record.samples]
     assert max(map(len, trajectories)) > 1
     tool = tool_tokens(tmp_path)
@@ -53,12 +53,12 @@ def tool_tokens(directory: Path) -> list[int]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(directory / "model")
-    found: list[int] = tokenizer.encode(TOOL_SAYS, add_special_tokens=False)
-    return found
+    tokens: list[int] = tokenizer.encode(TOOL_ANSWER, add_special_tokens=False)
+    return tokens
 
 
 def assert_sample_is_its_turns(sample: Sample, turns: list[Call], tool: list[int]) -> None:
-    """The turns follow each other with the tool's words in between, which are masked out."""
+    """Assert that turns follow each other, with the tool's masked answer in between."""
     prompt = turns[0].prompt
     ids, mask, logprobs = list(prompt), [0] * len(prompt), [0.0] * len(prompt)
     for turn in turns:

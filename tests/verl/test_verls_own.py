@@ -23,26 +23,26 @@ FILES = [
 def test_verls_own_tests_pass(tmp_path: Path) -> None:
     python = str(verl_python())
     where = "import importlib.util as u; print(u.find_spec('verl').submodule_search_locations[0])"
-    found = subprocess.run([python, "-c", where], capture_output=True, text=True, cwd=tmp_path)
-    tests = Path(found.stdout.strip()).parent / "tests"  # verl's wheel brings them
+    located = subprocess.run([python, "-c", where], capture_output=True, text=True, cwd=tmp_path)
+    tests = Path(located.stdout.strip()).parent / "tests"  # verl's wheel contains them
     command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    ran = subprocess.run(
+    result = subprocess.run(
         [*command, *(str(tests / name) for name in FILES)],
         capture_output=True,
         text=True,
         cwd=tmp_path,
     )
-    assert ran.returncode == 0, ran.stdout[-6000:]
+    assert result.returncode == 0, result.stdout[-6000:]
 
 
 def test_the_parts_of_retool_that_need_verl(tmp_path: Path) -> None:
-    """They are skipped where verl is not; the conftest needs what verl's environment has not."""
+    """They are skipped without verl. The conftest needs packages that verl's environment lacks."""
     command = [str(verl_python()), "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    ran = subprocess.run(
+    result = subprocess.run(
         [*command, "--noconftest", "-o", "addopts=", "tests/unit/test_retool_verl.py"],
         capture_output=True,
         text=True,
         cwd=ROOT,
         env=environment(tmp_path),
     )
-    assert ran.returncode == 0 and "skipped" not in ran.stdout, ran.stdout[-6000:]
+    assert result.returncode == 0 and "skipped" not in result.stdout, result.stdout[-6000:]

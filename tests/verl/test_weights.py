@@ -1,4 +1,4 @@
-"""Every way in which weights can go from verl's trainer to engines, in runs of its own trainer."""
+"""Every transport from verl's trainer to engines, in runs of verl's own trainer."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def check(training: Training) -> None:
     ("weights", "beside"),
     [("files", "auto"), ("delta", "collective"), ("collective", "files"), ("nixl", "nixl")],
 )
-def test_engines_of_their_own_are_brought_every_step(
+def test_separate_engines_receive_every_step(
     tmp_path: Path, base_model: Path, footprint: Footprint, weights: str, beside: str
 ) -> None:
-    """And the engine beside the trainer, by other means."""
+    """The engine beside the trainer uses another transport."""
     if weights == "nixl":
         needs_nixl()
     published = tmp_path / "published"
@@ -44,35 +44,35 @@ def test_engines_of_their_own_are_brought_every_step(
     }
     check(run(tmp_path, base_model, "separate_async", more=more))
     assert footprint.settle() == {}
-    # What was published goes with the run.
+    # Published versions are removed with the run.
     wait_for(lambda: not published.exists() or not any(published.iterdir()), 30, tmp_path)
 
 
-def test_engines_that_share_the_trainers_machine_take_changes(
+def test_engines_on_the_trainers_machine_receive_deltas(
     tmp_path: Path, base_model: Path, footprint: Footprint
 ) -> None:
-    """Of a model whose head is its embedding, which verl sends twice."""
+    """The model's head is its embedding, which verl sends twice."""
     directory = tmp_path / "published"
     more = {f"+{SHARED}.weights": "delta", f"+{SHARED}.weights_dir": str(directory)}
     check(run(tmp_path, base_model, "sync", more=more, tied=True))
     assert footprint.settle() == {}
 
 
-def test_every_rank_hands_its_weights_to_the_engine_beside_it(
+def test_every_rank_sends_its_weights_to_the_engine_beside_it(
     tmp_path: Path, base_model: Path, footprint: Footprint
 ) -> None:
     check(run(tmp_path, base_model, "sync", more={f"+{SHARED}.weights": "verl_buckets"}))
     assert footprint.settle() == {}
 
 
-def test_a_trainer_without_nixl_says_so(tmp_path: Path) -> None:
+def test_a_trainer_without_nixl_is_named_in_the_error(tmp_path: Path) -> None:
     program = (
         "import sys\n"
         "from rollway.weights.transports.nixl_agent import _PACKAGES\n"
         "sys.modules.update(dict.fromkeys(_PACKAGES))  # as if they were not installed\n"
         "from rollway.integrations.verl.options import WeightOptions\n"
-        "from rollway.integrations.verl.updates import Publishing\n"
-        "Publishing(WeightOptions(weights='nixl'), 1)"
+        "from rollway.integrations.verl.publish import WeightSender\n"
+        "WeightSender(WeightOptions(weights='nixl'), 1)"
     )
     command = [str(verl_python()), "-c", program]
     ran = subprocess.run(command, capture_output=True, text=True, env=environment(tmp_path))
@@ -80,8 +80,8 @@ def test_a_trainer_without_nixl_says_so(tmp_path: Path) -> None:
 
 
 def has_nixl() -> bool:
-    words = "import importlib.util as u, sys; sys.exit(u.find_spec('nixl_cu12') is None)"
-    return not subprocess.run([str(verl_python()), "-c", words]).returncode
+    program = "import importlib.util as u, sys; sys.exit(u.find_spec('nixl_cu12') is None)"
+    return not subprocess.run([str(verl_python()), "-c", program]).returncode
 
 
 def needs_nixl() -> None:

@@ -1,4 +1,4 @@
-"""Runs of verl's own trainer, as a user would start them, on a machine without GPUs."""
+"""Run verl's own trainer as a user would, on a machine without GPUs."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from rollway.demo.task import INSTRUCTION
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 VERL_PYTHON = "ROLLWAY_VERL_PYTHON"
-"""Environment variable: the interpreter that has verl, where it is not that of .venv-verl."""
+"""Environment variable: the interpreter that has verl, if it is not that of .venv-verl."""
 RAY_DIRECTORY = Path(tempfile.gettempdir(), f"rollway-ray-{os.getpid()}")
-"""Short: Ray puts sockets there, whose paths may have 107 characters."""
+"""A short path: Ray puts sockets there, whose paths may have 107 characters."""
 MAIN = "verl.trainer.main_ppo"
 ANSWER = 16
 
@@ -31,8 +31,8 @@ Step = Mapping[str, float]
 
 
 def verl_python() -> Path | None:
-    said = Path(os.environ.get(VERL_PYTHON) or ROOT / ".venv-verl" / "bin" / "python")
-    return said if said.is_file() else None
+    path = Path(os.environ.get(VERL_PYTHON) or ROOT / ".venv-verl" / "bin" / "python")
+    return path if path.is_file() else None
 
 
 @dataclass
@@ -45,14 +45,14 @@ class Training:
 
 
 def prepare(directory: Path, base_model: Path) -> None:
-    """A model and data files, as verl wants them."""
+    """Write the model and data files that verl needs."""
     copy_bare(base_model, directory / "model")
     rows = [json.dumps(_question(number)) for number in range(40)]
     (directory / "data.jsonl").write_text("\n".join(rows) + "\n")
 
 
 def tie_embeddings(directory: Path) -> None:
-    """Make the prepared model one whose head is its embedding, and has no tensor of its own."""
+    """Tie the prepared model's head to its embedding, and remove the head's tensor."""
     from safetensors.torch import load_file, save_file
 
     model = directory / "model"
@@ -75,7 +75,7 @@ def _question(number: int) -> dict[str, Any]:
 
 
 def settings(directory: Path, *, trainer_gpus: int, ray_gpus: int, ray_cpus: int) -> dict[str, Any]:
-    """What all runs have in common, in the words of verl's config. GPUs are only counted."""
+    """Return the overrides that all runs share. Ray only counts the GPUs."""
     rollout, actor = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
     return {
         # The run.
@@ -138,7 +138,7 @@ def environment(directory: Path, modules: Sequence[str] = ()) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(map(str, path)),
         "VERL_USE_EXTERNAL_MODULES": ",".join(["verl_on_cpu", *modules]),
         "VERL_PLATFORM": "cpu",
-        "VERL_ENGINE_DEVICE": "cuda",  # there is no engine for a CPU; that one takes any device
+        "VERL_ENGINE_DEVICE": "cuda",  # verl has no engine for CPUs; this one runs on any device
         "VERL_FILE_LOGGER_PATH": str(directory / "metrics.jsonl"),
         "ROLLWAY_RECORD": str(directory / "record"),
         "RAY_raylet_start_wait_time_s": "200",
@@ -155,8 +155,8 @@ def start(
     modules: Sequence[str] = (),
     module: str = MAIN,
 ) -> subprocess.Popen[bytes]:
-    words = [f"{name}={value}" for name, value in overrides.items()]
-    command = [str(verl_python()), "-m", module, *words]
+    arguments = [f"{name}={value}" for name, value in overrides.items()]
+    command = [str(verl_python()), "-m", module, *arguments]
     with (directory / "output.log").open("wb") as log:
         return subprocess.Popen(
             command,
@@ -170,7 +170,7 @@ def start(
 
 
 RUNS: list[tuple[str, list[Step]]] = []
-"""Of this session: the test and verl's metrics, which are printed when all have ended."""
+"""The tests of this session and verl's metrics, printed at its end."""
 
 
 def train(
@@ -181,30 +181,32 @@ def train(
     module: str = MAIN,
     seconds: float = 900.0,
 ) -> Training:
-    """Run to the end; a run that takes longer is ended, with all that it started."""
+    """Run to the end; kill a run that takes longer, with all its processes."""
     process = start(directory, overrides, modules, module)
     try:
         process.wait(seconds)
     finally:
         end(process)
-    RUNS.append((os.environ.get("PYTEST_CURRENT_TEST", "").partition(" ")[0], steps(directory)))
-    return Training(steps(directory), output(directory), process.returncode)
+    RUNS.append(
+        (os.environ.get("PYTEST_CURRENT_TEST", "").partition(" ")[0], read_steps(directory))
+    )
+    return Training(read_steps(directory), read_output(directory), process.returncode)
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Ray starts its processes in the driver's session."""
+    """Kill a run, with Ray's processes, which are in its session."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     shutil.rmtree(RAY_DIRECTORY, ignore_errors=True)
 
 
-def output(directory: Path) -> str:
+def read_output(directory: Path) -> str:
     return (directory / "output.log").read_text(errors="replace")
 
 
-def steps(directory: Path) -> list[Step]:
-    """verl's metrics, as its file logger wrote them, a line for each step."""
+def read_steps(directory: Path) -> list[Step]:
+    """Return verl's metrics of each step, from its file logger."""
     path = directory / "metrics.jsonl"
     lines = path.read_text().splitlines() if path.is_file() else []
     return [json.loads(line)["data"] for line in lines]

@@ -23,9 +23,16 @@ from torch import Tensor
 
 from rollway.bench.figures import round_floats
 from rollway.errors import UsageError
-from rollway.weights.changes import Compared, changed, compared, gaps, planes, zigzag
 from rollway.weights.digest import bits
 from rollway.weights.digest.bits import digest, digests, integers
+from rollway.weights.digest.changes import (
+    Comparison,
+    compare_pairs,
+    encode_gaps,
+    find_changes,
+    split_planes,
+    zigzag,
+)
 from rollway.weights.megatron.describe import describe
 from rollway.weights.megatron.geometry import ModelGeometry, Topology
 from rollway.weights.megatron.names import NameMap
@@ -192,25 +199,25 @@ def _compare(bench: _Bench, config: dict[str, Any]) -> dict[str, Any]:
     old = _make_model(config, bench.device)
     pairs = [(integers(old[name]), integers(new)) for name, new in _change_some(old).items()]
 
-    def find() -> tuple[Compared, tuple[Tensor, Tensor, Tensor]]:
-        comparison = compared(pairs)
+    def find() -> tuple[Comparison, tuple[Tensor, Tensor, Tensor]]:
+        comparison = compare_pairs(pairs)
         return comparison, comparison.gather(0, len(pairs))
 
     def pack() -> int:
         comparison, (positions, old_bits, new_bits) = find()
-        stream, _ = gaps(positions, [count for count in comparison.counts if count])
-        return int(stream.numel() + planes(zigzag(new_bits - old_bits)).contiguous().numel())
+        stream, _ = encode_gaps(positions, [count for count in comparison.counts if count])
+        return int(stream.numel() + split_planes(zigzag(new_bits - old_bits)).contiguous().numel())
 
     def one_by_one() -> int:
-        return sum(changed(*pair)[0].numel() for pair in pairs)
+        return sum(find_changes(*pair)[0].numel() for pair in pairs)
 
     count = one_by_one()
     if find()[1][0].numel() != count:
         raise RuntimeError("comparing all tensors together finds other changes than one by one")
     works: dict[str, Work] = {
         "": find,
-        "count_": lambda: compared(pairs),
-        "count_and_digest_": lambda: compared(pairs, with_digests=True),
+        "count_": lambda: compare_pairs(pairs),
+        "count_and_digest_": lambda: compare_pairs(pairs, with_digests=True),
         "with_packing_": pack,
         "one_by_one_": one_by_one,
     }
@@ -221,7 +228,7 @@ def _compare(bench: _Bench, config: dict[str, Any]) -> dict[str, Any]:
 
 def _encode(bench: _Bench, config: dict[str, Any]) -> dict[str, Any]:
     """Encode a delta: from tensors on the device to compressed bytes on the host, with digests."""
-    from rollway.weights import delta
+    from rollway.weights.transports.delta import format as delta
 
     old = _make_model(config, bench.device)
     new = _change_some(old)

@@ -34,9 +34,8 @@ from rollway.stack.state import StackDir
 from rollway.versions import taint_of
 from rollway.weights.digest.bits import raw_bytes
 from rollway.weights.offer import Offer
-from rollway.weights.store import Store
 from rollway.weights.transports.collective import CollectivePublisher
-from rollway.weights.transports.delta import DeltaPublisher
+from rollway.weights.transports.delta import DeltaPublisher, Store
 from rollway.weights.transports.files import FilesPublisher
 from rollway.weights.transports.nixl import NixlPublisher
 from rollway.weights.transports.shm import ShmPublisher
@@ -234,7 +233,7 @@ def _make_cases(bench: _Bench, cleanup: ExitStack) -> dict[str, _Case]:
             parameter.data.copy_(state[name])
 
     def get_delta_share(offer: Offer) -> float:
-        written = deltas.manifest(offer.version).delta
+        written = deltas.versions.read_manifest(offer.version).delta
         return 1.0 if written is None else written.size / offer.nbytes
 
     cases = {

@@ -1,10 +1,8 @@
-"""`rollway bench verl`: what verl's own agent loops find in the engines' prefix caches, by what is
-kept on one engine.
+"""`rollway bench verl`: measure the prefix-cache hits of verl's own agent loops for each affinity.
 
 The same prompts go through verl's `AgentLoopManager` and `LLMServerManager` to
-`rollout.name=dynamo`. Arms with one kind of router take turns in one stack, whose caches are
-cleared before every batch, as for new weights. Hits are counted by the engine that answered,
-request by request.
+`rollout.name=dynamo`. Arms with the same router mode alternate in one stack, whose caches are
+cleared before every batch, as for new weights. The engines count the hits of each request.
 """
 
 from __future__ import annotations
@@ -28,9 +26,7 @@ from rollway.bench import verl_traffic as traffic
 from rollway.bench.verl_traffic import Batch, Load
 from rollway.errors import RollwayError, UsageError
 from rollway.integrations.verl.options import Affinity
-from rollway.integrations.verl.traffic import Answer, read_log
-
-Say = Callable[[str], None]
+from rollway.integrations.verl.request_log import RequestRecord, read_log
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,41 +43,42 @@ ARMS = (
     Arm("round robin", "round-robin", "off"),
 )
 BASELINE = "off"
+RATES = ("hit_rate", "first_turns", "later_turns", "together")
 WORKERS = 4
 CACHE_BLOCKS = 416
-"""Of 32 tokens, in each engine: the smaller load fits however it is spread, the larger does not."""
+"""Blocks of 32 tokens in each engine: the smaller load always fits, the larger never does."""
 LOADS = (Load("fits", 8), Load("scarce", 24))
 BATCHES = 2
 _WARM_UP = Load("warm-up", WORKERS)
 _SECONDS = 1800.0
-"""For one stack and its batches."""
+"""Limit for one stack and its batches."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchFigures:
-    """One batch in one arm."""
+    """The figures of one batch in one arm."""
 
     hit_rate: float
-    """Prompt tokens that were cached, of all prompt tokens."""
+    """Fraction of prompt tokens that were cached."""
     first_turns: float
-    """The same of the first requests of the trajectories alone, and of all later ones."""
+    """The same for the first requests of trajectories, and for all later ones."""
     later_turns: float
     together: float
-    """Requests that went to the worker most used by their group, of all requests."""
+    """Fraction of requests that went to the worker most used by their group."""
     ms_per_token: float
-    """From the first request to the last answer, tools included, by all sampled tokens."""
+    """Time from the first request to the last answer, tools included, per sampled token."""
     requests: int
 
     @classmethod
-    def of(cls, answers: Sequence[Answer], seconds: float) -> BatchFigures:
-        first, later = turns(answers)
+    def compute(cls, records: Sequence[RequestRecord], seconds: float) -> BatchFigures:
+        first, later = split_turns(records)
         return cls(
-            hit_rate=hit_rate(answers),
-            first_turns=hit_rate(first),
-            later_turns=hit_rate(later),
-            together=together(answers),
-            ms_per_token=1000 * seconds / sum(answer.output_tokens for answer in answers),
-            requests=len(answers),
+            hit_rate=measure_hit_rate(records),
+            first_turns=measure_hit_rate(first),
+            later_turns=measure_hit_rate(later),
+            together=measure_togetherness(records),
+            ms_per_token=1000 * seconds / sum(record.output_tokens for record in records),
+            requests=len(records),
         )
 
 
@@ -104,7 +101,7 @@ class VerlReport:
     rows: list[ArmFigures]
 
     def time_ratio(self, row: ArmFigures) -> float | None:
-        """Time per token against the arm without affinity, under the same load."""
+        """Return the time per token relative to the arm without affinity, under the same load."""
         for other in self.rows:
             if (other.arm, other.load) == (BASELINE, row.load):
                 return row.mean("ms_per_token") / other.mean("ms_per_token")
@@ -121,10 +118,7 @@ class VerlReport:
                 {
                     "arm": row.arm,
                     "load": row.load,
-                    "hit_rate": round(row.mean("hit_rate"), 4),
-                    "first_turns": round(row.mean("first_turns"), 4),
-                    "later_turns": round(row.mean("later_turns"), 4),
-                    "together": round(row.mean("together"), 4),
+                    **{name: round(row.mean(name), 4) for name in RATES},
                     "ms_per_token": round(row.mean("ms_per_token"), 3),
                     "time_ratio": self.time_ratio(row),
                     "batches": [asdict(batch) for batch in row.batches],
@@ -134,61 +128,60 @@ class VerlReport:
         }
 
 
-def hit_rate(answers: Iterable[Answer]) -> float:
-    cached = prompt = 0
-    for answer in answers:
-        cached += answer.cached_tokens
-        prompt += answer.prompt_tokens
-    return cached / prompt if prompt else 0.0
+def measure_hit_rate(records: Sequence[RequestRecord]) -> float:
+    prompt = sum(record.prompt_tokens for record in records)
+    return sum(record.cached_tokens for record in records) / prompt if prompt else 0.0
 
 
-def turns(answers: Iterable[Answer]) -> tuple[list[Answer], list[Answer]]:
-    """First turns, and later ones: a trajectory asks again only after it was answered."""
-    first: dict[str | None, Answer] = {}
+def split_turns(
+    records: Iterable[RequestRecord],
+) -> tuple[list[RequestRecord], list[RequestRecord]]:
+    """Split into first and later turns; records are in the order of their answers."""
+    first: dict[str | None, RequestRecord] = {}
     later = []
-    for answer in answers:
-        if first.setdefault(answer.trajectory, answer) is not answer:
-            later.append(answer)
+    for record in records:
+        if first.setdefault(record.trajectory, record) is not record:
+            later.append(record)
     return list(first.values()), later
 
 
-def together(answers: Sequence[Answer]) -> float:
+def measure_togetherness(records: Sequence[RequestRecord]) -> float:
     by_group: dict[str | None, Counter[int | None]] = defaultdict(Counter)
-    for answer in answers:
-        by_group[answer.group][answer.worker] += 1
+    for record in records:
+        by_group[record.group][record.worker] += 1
     most = sum(max(workers.values()) for workers in by_group.values())
-    return most / len(answers) if answers else 0.0
+    return most / len(records) if records else 0.0
 
 
 # --- runs ----------------------------------------------------------------------------------------
 
 
 def bench_verl(
-    python: Path, model: Path, scratch: Path, arms: Sequence[Arm], say: Say
+    python: Path, model: Path, scratch: Path, arms: Sequence[Arm], report: Callable[[str], None]
 ) -> VerlReport:
     if not python.is_file():
         raise UsageError(
             f"There is no interpreter {python}.",
-            "`make setup-verl` makes one; or name that of your verl environment: --verl-python.",
+            "Run `make setup-verl`, or name the one of your verl environment: --verl-python.",
         )
-    found: list[ArmFigures] = []
+    rows: list[ArmFigures] = []
     for router_mode in dict.fromkeys(arm.router_mode for arm in arms):
-        mine = [arm for arm in arms if arm.router_mode == router_mode]
-        for figures in measured(router_mode, mine, python, model, scratch / router_mode):
-            found.append(figures)
-            say(
+        group = [arm for arm in arms if arm.router_mode == router_mode]
+        for figures in measure_arms(router_mode, group, python, model, scratch / router_mode):
+            rows.append(figures)
+            report(
                 f"{figures.arm}, {figures.load}: {figures.mean('hit_rate'):.3f} hits, "
                 f"{figures.mean('ms_per_token'):.2f} ms per token"
             )
-    return VerlReport([row for load in LOADS for row in found if row.load == load.name])
+    return VerlReport([row for load in LOADS for row in rows if row.load == load.name])
 
 
-def measured(
+def measure_arms(
     router_mode: str, arms: Sequence[Arm], python: Path, model: Path, directory: Path
 ) -> list[ArmFigures]:
-    """The arms that share a stack; answers that are there already are only read."""
+    """Measure arms that share a stack; results that exist already are only read."""
     results = directory / "results"
-    if not all((results / f"{_name(*one)}.seconds").is_file() for one in order(arms)):
+    if not all((results / f"{_name(*run)}.seconds").is_file() for run in list_runs(arms)):
         shutil.rmtree(directory, ignore_errors=True)
         results.mkdir(parents=True)
         run_stack(router_mode, arms, python, model, directory)
@@ -196,7 +189,7 @@ def measured(
         ArmFigures(
             arm.name,
             load.name,
-            tuple(_read(arm, Batch(load, number), results) for number in range(BATCHES)),
+            tuple(_read_batch(arm, Batch(load, number), results) for number in range(BATCHES)),
         )
         for load in LOADS
         for arm in arms
@@ -206,18 +199,27 @@ def measured(
 def run_stack(
     router_mode: str, arms: Sequence[Arm], python: Path, model: Path, directory: Path
 ) -> None:
-    """All batches, in verl's environment, to its end."""
-    ray_directory = Path(tempfile.mkdtemp(prefix="rollway-ray-"))  # short: sockets
-    said = overrides(router_mode, model, directory)
+    """Run all batches in verl's environment."""
+    # A short path, since Ray puts sockets there.
+    ray_directory = Path(tempfile.mkdtemp(prefix="rollway-ray-"))
+    overrides = list_overrides(router_mode, model, directory)
     job = {
-        "overrides": [f"{name}={value}" for name, value in said],
-        "batches": [_entry(arm, batch) for arm, batch in order(arms)],
+        "overrides": [f"{name}={value}" for name, value in overrides],
+        "batches": [
+            {
+                "name": _name(arm, batch),
+                "load": asdict(batch.load),
+                "number": batch.number,
+                "affinity": arm.affinity,
+            }
+            for arm, batch in list_runs(arms)
+        ],
         "request_log": str(directory / "answers.jsonl"),
         "results": str(directory / "results"),
         "ray": {
             "address": "local",
             "include_dashboard": False,
-            "num_cpus": 4 * WORKERS + 8,  # as many as verl books, not as many as there are
+            "num_cpus": 4 * WORKERS + 8,  # what verl reserves, not what the machine has
             "num_gpus": WORKERS,
             "object_store_memory": 200 << 20,
             "_temp_dir": str(ray_directory),
@@ -225,36 +227,27 @@ def run_stack(
     }
     (directory / "job.json").write_text(json.dumps(job, indent=2))
     try:
-        _drive(python, directory)
+        _run_driver(python, directory)
     finally:
         shutil.rmtree(ray_directory, ignore_errors=True)
 
 
-def order(arms: Sequence[Arm]) -> list[tuple[Arm, Batch]]:
-    """Arms take turns, forward and backward; before them all, one batch that nobody counts and that
-    reaches every worker."""
-    found = [(Arm("warm-up", "", "off"), Batch(_WARM_UP, 0))]
+def list_runs(arms: Sequence[Arm]) -> list[tuple[Arm, Batch]]:
+    """List all batches in order: a warm-up that reaches every worker and is not counted, then arms
+    alternately forward and backward, so that no arm always runs first."""
+    runs = [(Arm("warm-up", "", "off"), Batch(_WARM_UP, 0))]
     for number in range(BATCHES):
         for load in LOADS:
-            found += [(arm, Batch(load, number)) for arm in arms[:: 1 if number % 2 == 0 else -1]]
-    return found
-
-
-def _entry(arm: Arm, batch: Batch) -> dict[str, Any]:
-    return {
-        "name": _name(arm, batch),
-        "load": asdict(batch.load),
-        "number": batch.number,
-        "affinity": arm.affinity,
-    }
+            runs += [(arm, Batch(load, number)) for arm in arms[:: 1 if number % 2 == 0 else -1]]
+    return runs
 
 
 def _name(arm: Arm, batch: Batch) -> str:
     return f"{arm.name}-{batch.name}".replace(" ", "-")
 
 
-def overrides(router_mode: str, model: Path, directory: Path) -> list[tuple[str, Any]]:
-    """In the words of verl's config. GPUs are only counted, by Ray."""
+def list_overrides(router_mode: str, model: Path, directory: Path) -> list[tuple[str, Any]]:
+    """List overrides of verl's config. Ray only counts the GPUs."""
     rollout = "actor_rollout_ref.rollout"
     dynamo = f"+{rollout}.engine_kwargs.dynamo"
     multi_turn = f"{rollout}.multi_turn"
@@ -283,7 +276,7 @@ def overrides(router_mode: str, model: Path, directory: Path) -> list[tuple[str,
     ]
 
 
-def _drive(python: Path, directory: Path) -> None:
+def _run_driver(python: Path, directory: Path) -> None:
     output = directory / "output.log"
     with output.open("wb") as log:
         process = subprocess.Popen(
@@ -305,14 +298,14 @@ def _drive(python: Path, directory: Path) -> None:
         returncode = process.wait(_SECONDS)
     finally:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # Ray's processes are in the driver's session
+            os.killpg(process.pid, signal.SIGKILL)  # Ray's processes are in its session
         process.wait()
     if returncode:
         last = "\n".join(output.read_text(errors="replace").splitlines()[-30:])
         raise RollwayError(f"verl's agent loops ended with {returncode}:\n{last}")
 
 
-def _read(arm: Arm, batch: Batch, results: Path) -> BatchFigures:
+def _read_batch(arm: Arm, batch: Batch, results: Path) -> BatchFigures:
     name = _name(arm, batch)
-    answers = read_log(results / f"{name}.jsonl")
-    return BatchFigures.of(answers, float((results / f"{name}.seconds").read_text()))
+    records = read_log(results / f"{name}.jsonl")
+    return BatchFigures.compute(records, float((results / f"{name}.seconds").read_text()))

@@ -1,10 +1,10 @@
-"""The part of `rollway bench verl` that runs in verl's environment: verl's own servers, client and
-agent loops, unmodified, without a trainer.
+"""Run the batches of `rollway bench verl` in verl's environment: verl's own servers, client and
+agent loops, without a trainer.
 
     python -m rollway.bench.verl_driver JOB.json
 
-The job has overrides of verl's config, and batches with what each keeps on one engine. The pool
-adds a line to a file for every answer; after each batch the file is put aside under its name.
+The job has overrides of verl's config, and batches with their affinities. The pool logs every
+answer to a file; after each batch the file is renamed to the batch's name.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ def main() -> None:
         config = compose(config_name="ppo_trainer", overrides=job["overrides"])
     ray.init(**job["ray"])
     try:
-        asyncio.run(drive(config, job))
+        asyncio.run(run_batches(config, job))
     finally:
         ray.shutdown()
 
 
-async def drive(config: Any, job: dict[str, Any]) -> None:
+async def run_batches(config: Any, job: dict[str, Any]) -> None:
     log, results = Path(job["request_log"]), Path(job["results"])
     servers = await LLMServerManager.create(config=config)
     agents = await AgentLoopManager.create(config=config, llm_client=servers.get_client())
-    replica = servers.get_replicas()[0]  # all of them are one pool
+    replica = servers.get_replicas()[0]  # all replicas are one pool
     try:
-        for one in job["batches"]:
-            batch = Batch(Load(**one["load"]), one["number"])
-            await replica.servers[0].set_affinity.remote(one["affinity"])
+        for run in job["batches"]:
+            batch = Batch(Load(**run["load"]), run["number"])
+            await replica.servers[0].set_affinity.remote(run["affinity"])
             await replica.clear_kv_cache()  # as verl does for each step's weights
-            began = time.monotonic()
-            await agents.generate_sequences(asked(batch))
-            seconds = time.monotonic() - began
-            log.rename(results / f"{one['name']}.jsonl")
-            (results / f"{one['name']}.seconds").write_text(str(seconds))
+            start = time.monotonic()
+            await agents.generate_sequences(make_prompts(batch))
+            seconds = time.monotonic() - start
+            log.rename(results / f"{run['name']}.jsonl")
+            (results / f"{run['name']}.seconds").write_text(str(seconds))
     finally:
         await replica.servers[0].shutdown.remote()
 
 
-def asked(batch: Batch) -> DataProto:
+def make_prompts(batch: Batch) -> DataProto:
     messages = batch.messages()
     prompts = np.empty(len(messages), dtype=object)
     prompts[:] = messages

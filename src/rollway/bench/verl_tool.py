@@ -1,8 +1,7 @@
-"""A tool for verl's own tool agent, loaded by it (`multi_turn.function_tool_path`).
+"""A tool for verl's own tool agent, which loads it from `multi_turn.function_tool_path`.
 
-The demo's policy writes digits and knows no words for a tool call, so an answer is one, and it ends
-with a 9. What the tool says depends on what it was told, as that of a real one does: rollouts of a
-group part here.
+The demo's policy writes digits and cannot express a tool call, so every answer counts as one; it
+ends with a 9. As with a real tool, the result depends on the call, so rollouts of a group diverge.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from typing import Any
 from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
 from verl.tools.function_tool import function_tool
 
-from rollway.bench.verl_traffic import OBSERVATION_TOKENS, TOOL, TOOL_SECONDS, words
+from rollway.bench.verl_traffic import OBSERVATION_TOKENS, TOOL, TOOL_SECONDS, make_text
 
 
 @ToolParser.register(TOOL)
-class EveryAnswer(ToolParser):  # type: ignore[misc]
+class EveryAnswerIsACall(ToolParser):  # type: ignore[misc]
     @property
     def stop_token_ids(self) -> list[int]:
         return list(self.tokenizer.encode("9", add_special_tokens=False))
@@ -40,4 +39,4 @@ async def look_up(digits: str) -> str:
         digits: What to look up.
     """
     await asyncio.sleep(TOOL_SECONDS * Random(digits).uniform(0.5, 1.5))
-    return f"\n{words(digits, OBSERVATION_TOKENS)}\nStart:0"
+    return f"\n{make_text(digits, OBSERVATION_TOKENS)}\nStart:0"

@@ -1,6 +1,6 @@
-"""What `rollway bench verl` has verl's agents ask, said once for both of its environments.
+"""The prompts of `rollway bench verl`, for both of its environments.
 
-Rollouts of a prompt share all of it, prompts share a system prompt. The tokenizer has one token per
+Rollouts of a prompt share all of it; prompts share a system prompt. The tokenizer has one token per
 byte, so characters are tokens.
 """
 
@@ -12,23 +12,23 @@ from random import Random
 from rollway.demo.task import INSTRUCTION
 
 ROLLOUTS = 8
-"""Of each prompt."""
+"""Rollouts of each prompt."""
 TURNS = 4
 SYSTEM_TOKENS = 256
 QUESTION_TOKENS = 384
-"""Before the instruction, which has 137."""
+"""Tokens before the instruction, which has 137."""
 OBSERVATION_TOKENS = 96
 TOOL = "look_up"
 TOOL_SECONDS = 0.25
-"""On average."""
+"""Average duration of a call."""
 LONGEST_PROMPT = 832
 LONGEST_RESPONSE = 1024
-"""Of all turns and observations; a turn has 9 tokens on average, now and then 60."""
+"""Of all turns and observations; a turn has 9 tokens on average, and sometimes 60."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """So many prompts at once, a batch of the trainer."""
+    """The number of prompts in a batch."""
 
     name: str
     prompts: int
@@ -36,8 +36,8 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One batch of a load. Each has prompts of its own, as the steps of a trainer have, and every
-    arm gets the same ones."""
+    """One batch of a load. Its prompts differ from those of other batches, and every arm gets the
+    same ones."""
 
     load: Load
     number: int
@@ -47,24 +47,24 @@ class Batch:
         return f"{self.load.name}-{self.number}"
 
     def messages(self) -> list[list[dict[str, str]]]:
-        """A conversation's beginning for each rollout, those of a prompt one after the other."""
+        """Return the first messages of each rollout; rollouts of a prompt are adjacent."""
         return [
-            _messages(f"{self.name}/{prompt}", start=prompt % 10)
+            _make_messages(f"{self.name}/{prompt}", start=prompt % 10)
             for prompt in range(self.load.prompts)
             for _ in range(ROLLOUTS)
         ]
 
 
-def _messages(name: str, start: int) -> list[dict[str, str]]:
-    question = f"{words(name, QUESTION_TOKENS)}\n{INSTRUCTION}{start}"
+def _make_messages(name: str, start: int) -> list[dict[str, str]]:
+    question = f"{make_text(name, QUESTION_TOKENS)}\n{INSTRUCTION}{start}"
     return [
-        {"role": "system", "content": words("system", SYSTEM_TOKENS - 1) + "\n"},
+        {"role": "system", "content": make_text("system", SYSTEM_TOKENS - 1) + "\n"},
         {"role": "user", "content": question},
     ]
 
 
-def words(seed: str, length: int) -> str:
-    """Text of so many characters, always the same for a seed."""
+def make_text(seed: str, length: int) -> str:
+    """Return text of this length, always the same for a seed."""
     rng = Random(seed)
     text = ""
     while len(text) < length:

@@ -1,9 +1,8 @@
-"""Agents that hold conversations through the gateway and remember every answer they were given.
+"""Agents that hold conversations through the gateway and remember every answer.
 
-Each user message carries a mark of its own, `<conversation#number>`. A session holds two
-conversations at once, and now and then an agent goes back and takes another turn. So a trajectory
-can be told apart from every other one by its marks, and every acknowledged turn has a prompt that
-no other turn has.
+Each user message has a unique mark, `<conversation#number>`. A session has two conversations at
+once, and sometimes an agent steps back and takes another turn. So marks distinguish every
+trajectory, and every acknowledged turn has a unique prompt.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ _RARELY, _OFTEN = 0.03, 0.5
 _TURNS_PER_SESSION = (4, 9)
 _LONGEST_CONVERSATION = 5  # so that a context of 512 tokens is enough
 _EXPECTED = (200, 502, 503, 507)
-"""502, 503: the stack behind the gateway. 507: the disk under its journal."""
+"""502 and 503 come from the stack behind the gateway, 507 from the journal's disk."""
 
 
 @dataclass(frozen=True, slots=True)
 class Acknowledged:
-    """A turn that an agent was told is recorded."""
+    """A turn that the gateway acknowledged as recorded."""
 
     prompt_ids: list[int]
     token_ids: list[int]
@@ -42,15 +41,15 @@ class Acknowledged:
 
 @dataclass(slots=True)
 class Episode:
-    """One session, as its agent knows it."""
+    """A session, as its agent knows it."""
 
     name: str
     sent: set[tuple[str, ...]] = field(default_factory=set)
-    """The marks of each request's messages, answered or not."""
+    """The marks of each request, whether answered or not."""
     acknowledged: list[Acknowledged] = field(default_factory=list)
     fate: Literal["kept", "deleting", "deleted"] = "kept"
     unsure: bool = False
-    """A DELETE was sent whose answer never came: the next one may find nothing."""
+    """Whether the answer to a DELETE never arrived: the next DELETE may find nothing."""
     finished: bool = False
 
 
@@ -65,7 +64,7 @@ class Ledger:
     acknowledged: int = 0
     streamed: int = 0
     not_recorded: int = 0
-    """Answers that say so: their session was deleted meanwhile."""
+    """Answers that say so, because their session was deleted meanwhile."""
     vanished: int = 0
     slow: int = 0
     cut: int = 0
@@ -88,7 +87,7 @@ class Ledger:
 
 @dataclass(slots=True)
 class Answer:
-    """What a client learns from a reply, streamed or not."""
+    """A parsed reply, streamed or not."""
 
     status: int
     text: str = ""
@@ -98,7 +97,7 @@ class Answer:
 
     @classmethod
     def read(cls, reply: Reply) -> Answer:
-        """Take a reply apart; `trouble` says why it is no answer in OpenAI's form."""
+        """Parse a reply; `trouble` says why it does not have OpenAI's form."""
         try:
             if reply.body.startswith(b"data:"):
                 return cls._read_events(reply.body)
@@ -157,19 +156,19 @@ class _Conversation:
     marks: tuple[str, ...] = ()
 
     def step_back(self) -> None:
-        """Forget the last exchange: what follows is a fork."""
+        """Drop the last exchange, so that the next turn is a fork."""
         self.messages, self.marks = self.messages[:-2], self.marks[:-1]
 
 
 class Agents:
-    """Many agents at once, that can be held and released."""
+    """Many concurrent agents, which can be held and released."""
 
     def __init__(
         self, address: Callable[[], Address], model: str, *, count: int, seed: int, bound: float
     ) -> None:
         self.ledger = Ledger()
         self.emphasis = CALM
-        """The behaviour that agents show often for now."""
+        """The behaviour that agents currently show often."""
         self._address = address
         self._model = model
         self._count = count
@@ -191,7 +190,7 @@ class Agents:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def raise_failures(self) -> None:
-        """Raise what an agent died of: a mistake of chaos itself."""
+        """Raise the error of an agent that died: a bug of chaos itself."""
         for task in self._tasks:
             if task.done() and not task.cancelled():
                 task.result()
@@ -200,15 +199,15 @@ class Agents:
         self._gate.set()
 
     def hold(self) -> None:
-        """Let no new request begin; those in flight go on."""
+        """Start no new requests; those in flight continue."""
         self._gate.clear()
 
     async def wait_idle(self) -> None:
-        """Wait until no request is in flight; each is bounded."""
+        """Wait until no request is in flight; each has a time limit."""
         await self._idle.wait()
 
     async def delete(self, episode: Episode) -> None:
-        """Delete a session; it stays `deleting` until the gateway says that it is gone."""
+        """Delete a session; it stays `deleting` until the gateway confirms it."""
         episode.fate = "deleting"
         reply = await self._call("DELETE", f"/v1/rollway/trajectories/{episode.name}")
         if reply is None:
@@ -286,7 +285,7 @@ class Agents:
             talk.messages = [*messages, {"role": "assistant", "content": answer.text}]
             talk.marks = marks
         else:
-            await asyncio.sleep(0.1)  # as a client would before it tries again
+            await asyncio.sleep(0.1)  # like a client before a retry
 
     def _acknowledge(self, episode: Episode, answer: Answer, stream: bool) -> None:
         self.ledger.streamed += stream
@@ -297,7 +296,7 @@ class Agents:
             episode.acknowledged.append(answer.bundle)
 
     def _judge_status(self, answer: Answer) -> bool:
-        """Count an answer; tell whether it is a good one."""
+        """Count an answer; return whether it is a success."""
         self.ledger.statuses[answer.status] += 1
         good = answer.status == 200 and not answer.trouble
         if answer.trouble or answer.status not in _EXPECTED or (good and answer.bundle is None):
@@ -315,7 +314,7 @@ class Agents:
         manner: Manner = POLITE,
         begun: asyncio.Event | None = None,
     ) -> Reply | None:
-        """The reply; None when there is none, and the ledger says why."""
+        """Return the reply, or None if there is none; the ledger then says why."""
         raw = b"" if body is None else json.dumps(body).encode()
         headers = {"x-rollway-session": session} if session else {}
         ledger = self.ledger

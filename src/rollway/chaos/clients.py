@@ -1,6 +1,6 @@
-"""HTTP clients that behave badly on purpose: slow senders, slow readers, and clients that vanish.
+"""HTTP clients that misbehave on purpose: slow senders, slow readers, and clients that vanish.
 
-One request per connection, over plain sockets: a well-behaved HTTP library could do none of this.
+They send one request per connection over plain sockets, because an HTTP library cannot misbehave.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Literal
 
 _SEND_PIECES = 12
 _SMALL_BUFFER = 1024
-"""Bytes that the kernel and the reader may hold for a slow reader: the server soon feels it."""
+"""The buffer of a slow reader, so small that the server soon notices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Manner:
     send_pause: float = 0.0
     """Seconds between pieces of the body."""
     read_pause: float = 0.0
-    """Seconds between single bytes of the answer; 0 to read as fast as it comes."""
+    """Seconds between single bytes of the answer; 0 reads as fast as possible."""
     vanish: Literal["", "request", "answer"] = ""
     """Reset the connection in the middle of the request, or once the answer has begun."""
 
@@ -33,7 +33,7 @@ POLITE = Manner()
 
 
 class Vanished(Exception):
-    """The client has reset its connection, as its manner says."""
+    """The client reset its connection, as its manner demands."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ async def call(
 ) -> Reply:
     """Send one request and read its whole answer; set `begun` when the answer begins.
 
-    Raises OSError or EOFError when the connection ends before the answer is whole."""
+    Raises OSError or EOFError if the connection ends before the answer is complete."""
     limit = _SMALL_BUFFER if manner.read_pause else 2**20
     raw = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     raw.setblocking(False)
@@ -115,7 +115,7 @@ async def _send(writer: asyncio.StreamWriter, head: bytes, body: bytes, manner: 
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:
-    """Close with a reset instead of a goodbye, as a killed machine's router would."""
+    """Close the connection with a reset, as if the machine had died."""
     raw: socket.socket = writer.get_extra_info("socket")
     raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     writer.transport.abort()
@@ -146,7 +146,7 @@ async def _read_rest(reader: asyncio.StreamReader, pause: float) -> bytes:
 
 
 def _unpack(fields: Mapping[str, str], raw: bytes) -> bytes:
-    """Return the body without its framing; raise EOFError when a part of it is missing."""
+    """Return the body without its framing; raise EOFError if a part is missing."""
     if fields.get("transfer-encoding", "").lower() != "chunked":
         if len(raw) != int(fields.get("content-length", len(raw))):
             raise EOFError("the answer was cut")

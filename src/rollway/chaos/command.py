@@ -1,4 +1,4 @@
-"""What `rollway chaos` runs: a spec, made ready for being broken, and a progress line."""
+"""Runs `rollway chaos`: prepares the spec, and prints progress."""
 
 from __future__ import annotations
 
@@ -44,17 +44,18 @@ def run_command(
     overrides: Sequence[str],
     quiet: bool,
 ) -> Report:
+    """Run `rollway chaos`."""
     unknown = [fault for fault in faults if fault not in WHERE]
     if unknown:
-        raise UsageError(f"There is no fault `{unknown[0]}`.", f"There are: {', '.join(WHERE)}.")
+        raise UsageError(f"There is no fault `{unknown[0]}`.", f"Use one of {', '.join(WHERE)}.")
     if rounds < 1:
-        raise UsageError(f"{rounds} rounds.", "Ask for at least one.")
+        raise UsageError(f"--rounds is {rounds}.", "Use at least 1.")
     options = ChaosOptions(rounds, seed, tuple(faults) or tuple(WHERE), unprotected=unprotected)
     spec = make_spec(stack or _REAL_WORKERS, overrides=[*demo_path(stack), *overrides])
 
-    def progress(words: str) -> None:
+    def progress(message: str) -> None:
         if not quiet:
-            print(words, file=sys.stderr, flush=True)
+            print(message, file=sys.stderr, flush=True)
 
     return asyncio.run(run_chaos(spec, options, progress))
 
@@ -74,10 +75,10 @@ def run_gateway_command(
     unknown = [fault for fault in faults if fault not in FAULTS]
     if unknown:
         raise UsageError(
-            f"There is no fault `{unknown[0]}` of the gateway.", f"There are: {', '.join(FAULTS)}."
+            f"There is no gateway fault `{unknown[0]}`.", f"Use one of {', '.join(FAULTS)}."
         )
     if rounds < 1 or agents < 1:
-        raise UsageError(f"{rounds} rounds with {agents} agents.", "Give at least one of each.")
+        raise UsageError(f"{rounds} rounds with {agents} agents.", "Use at least one of each.")
     options = GatewayChaosOptions(rounds, agents, seed, tuple(faults) or FAULTS, old_journal)
     workers = {**_REAL_WORKERS, "name": "chaos-gateway"}
     spec = make_spec(stack or workers, overrides=[*demo_path(stack), *overrides])

@@ -1,7 +1,7 @@
-"""What can go wrong while weights move, done to real processes, files and connections.
+"""Faults during a refit, injected into real processes, files and connections.
 
-Each fault strikes at one step of the refit protocol. `Injector` is told of every step (it is the
-fleet's observer) and lets the armed fault strike at the first worker that reaches its step.
+Each fault strikes at one step of the refit protocol. `Injector` observes the fleet's steps and
+injects the armed fault at the first worker that reaches its step.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ WHERE: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Strike:
-    """One fault at one step."""
+    """A fault at a step of the protocol."""
 
     fault: str
     step: str
 
 
 class ResettingHttp(Http):
-    """Real requests; when armed, the next one is sent and its connection reset before an answer
-    can come: the server may have acted on it or not."""
+    """Sends real requests. When armed, it resets the next connection after the request was sent and
+    before an answer arrives, so the server may or may not have acted on it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,14 +90,14 @@ class ResettingHttp(Http):
 
 @dataclass(slots=True)
 class Injector:
-    """Lets one strike at a time happen."""
+    """Injects one fault at a time."""
 
     stack: str
     http: ResettingHttp
     join: Callable[[], Awaitable[None]]
     strike: Strike = Strike("none", BEFORE)
     path: Path | None = None
-    """The checkpoint of this refit; a copy that may be damaged."""
+    """The checkpoint of this refit, a copy that may be damaged."""
     refit: asyncio.Task[Any] | None = None
     struck: bool = False
     joined: dict[int, int] = field(default_factory=dict)
@@ -111,13 +111,13 @@ class Injector:
             await self._act(worker)
 
     async def before(self) -> None:
-        """Strikes that come before the refit begins."""
+        """Inject a fault that comes before the refit."""
         if self.strike.step == BEFORE:
             self.struck = True
             await self._act(None)
 
     async def after(self) -> None:
-        """Let what was stopped go on."""
+        """Continue the processes that were stopped."""
         for task in self._later:
             await task
         self._later.clear()
@@ -135,10 +135,10 @@ class Injector:
             assert self.refit is not None
             self.refit.cancel()
         elif fault == "frontend_stall":
-            for frontend in self._named("frontend"):
+            for frontend in self._find_processes("frontend"):
                 self._later.append(asyncio.create_task(self._stall(frontend.pid, 0.0)))
         elif fault == "frontend_restart":
-            for frontend in self._named("frontend"):
+            for frontend in self._find_processes("frontend"):
                 frontend.send(signal.SIGKILL)
         elif fault == "supervisor_crash":
             self._kill_supervisor()
@@ -156,7 +156,7 @@ class Injector:
         elif fault == "hang_worker":
             self._stop(leader)
         else:
-            # A worker that stalls while it reads is what a slow disk looks like from outside.
+            # From outside, a slow disk looks like a worker that stalls while it reads.
             delay = 0.005 if fault == "slow_disk" else 0.0
             self._later.append(asyncio.create_task(self._stall(leader, delay)))
 
@@ -180,13 +180,13 @@ class Injector:
         if worker.instance_id in self.joined:
             return self.joined[worker.instance_id]
         state = StackDir(self.stack).read()
-        named = state.processes if state else []
-        return next((p.pid for p in named if p.instance == worker.instance_id), None)
+        known = state.processes if state else []
+        return next((p.pid for p in known if p.instance == worker.instance_id), None)
 
-    def _named(self, name: str) -> list[ProcessId]:
+    def _find_processes(self, name: str) -> list[ProcessId]:
         state = StackDir(self.stack).read()
-        named = state.processes if state else []
-        return [p.id for p in named if p.name == name and p.id is not None]
+        known = state.processes if state else []
+        return [p.id for p in known if p.name == name and p.id is not None]
 
     def _kill_supervisor(self) -> None:
         state = StackDir(self.stack).read()
@@ -204,14 +204,14 @@ class Injector:
             del data[len(data) // 2 :]
         elif fault == "corrupt_checkpoint":
             data[-40:] = os.urandom(40)
-        else:  # wrong: another shape of the same size, as its writer meant it
+        else:  # wrong_checkpoint: a valid file with another shape of the same size
             (self.path / STABLE).unlink(missing_ok=True)
-            data = bytearray(_transposed(bytes(data)))
+            data = bytearray(_transpose(bytes(data)))
         weights.write_bytes(data)
 
 
-def _transposed(data: bytes) -> bytes:
-    """A weight file whose first matrix has its sides swapped in the header."""
+def _transpose(data: bytes) -> bytes:
+    """Return a weight file whose header has the sides of the first matrix swapped."""
     (length,) = struct.unpack("<Q", data[:8])
     header = msgspec.json.decode(data[8 : 8 + length])
     for name, fields in header.items():
@@ -225,10 +225,10 @@ def _transposed(data: bytes) -> bytes:
 
 
 def session(leader: int) -> list[ProcessId]:
-    """All processes of a worker: they share the session of the one that was started."""
-    found = []
+    """Return all processes of a worker: they share the session of their leader."""
+    members = []
     for process in [*processes.descendants(leader), ProcessId.of(leader)]:
         with contextlib.suppress(ProcessLookupError):
             if process is not None and os.getsid(process.pid) == leader:
-                found.append(process)
-    return found
+                members.append(process)
+    return members

@@ -1,8 +1,8 @@
-"""`rollway chaos --gateway`: break the gateway under many agents, and judge every turn.
+"""`rollway chaos --gateway`: breaks the gateway under many agents, and checks every turn.
 
-A round lets agents talk while one thing goes wrong, kills the gateway in the middle of it, starts
-it on the same journal, and compares all that agents were told with what a trainer can fetch. The
-stack and the gateway are chaos' own; the journal lies on a small disk.
+In a round, agents talk while one fault is injected. Then the gateway is killed and restarted on the
+same journal, and everything that agents received is compared with what a trainer can fetch. Chaos
+starts its own stack and gateway; the journal is on a small disk.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ FAULTS = (KILL, FULL_DISK, *BEHAVIOURS)
 _OLD_JOURNAL = "rollway.chaos.old_journal"
 _DISK_MEBIBYTES = 32
 _FILLS = 3
-"""How often the disk fills up in one round: each time one write is cut short."""
+"""How often the disk fills up in one round; each time a write is cut short."""
 _MEMORY_GROWTH = 256 * 2**20
-"""How much a gateway may take beyond what it has when it starts; it keeps a few MiB of turns."""
+"""How much a gateway's memory may grow after its start; it keeps a few MiB of turns."""
 _PERIOD = 0.05
 Progress = Callable[[str], None]
 
 
 @dataclass(slots=True)
 class GatewayChaosOptions:
-    """What a run does."""
+    """The options of a run."""
 
     rounds: int = 20
     agents: int = 64
@@ -52,18 +52,18 @@ class GatewayChaosOptions:
     faults: tuple[str, ...] = FAULTS
     old_journal: bool = False
     bound: float = 60.0
-    """Seconds within which every request ends."""
+    """Seconds within which every request must end."""
 
 
 @dataclass(slots=True)
 class GatewayRound:
-    """What one round did, and what was judged after it."""
+    """A round and its outcome."""
 
     number: int
     fault: str
     struck: bool = False
     turns: int = 0
-    """Acknowledged in this round."""
+    """Turns that were acknowledged in this round."""
     sessions: int = 0
     seconds: float = 0.0
     lost_turns: int = 0
@@ -74,7 +74,7 @@ class GatewayRound:
 
 @dataclass(slots=True)
 class GatewayReport:
-    """The one JSON object."""
+    """The figures of a run, printed as JSON."""
 
     rounds: int = 0
     agents: int = 0
@@ -124,24 +124,24 @@ class GatewayReport:
         return broken if self.memory_bounded else [*broken, "memory_bounded"]
 
     @property
-    def clean(self) -> bool:
-        """Whether every promise held and every round did what it was for."""
+    def is_clean(self) -> bool:
+        """Whether every promise held and every fault was injected."""
         return not self.broken and self.turns_checked > 0 and all(r.struck for r in self.detail)
 
     def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "broken": self.broken, "clean": self.clean}
+        return {**asdict(self), "broken": self.broken, "clean": self.is_clean}
 
 
 async def run_gateway_chaos(
     spec: StackSpec, options: GatewayChaosOptions, progress: Progress
 ) -> GatewayReport:
-    """Run the rounds; the report says which promises held."""
+    """Run the rounds and return the report."""
     with tempfile.TemporaryDirectory(prefix="rollway-chaos-gateway-") as scratch:
         return await GatewayChaos(spec, options, Path(scratch), progress).run()
 
 
 class GatewayChaos:
-    """One run."""
+    """A run of chaos against the gateway."""
 
     def __init__(
         self, spec: StackSpec, options: GatewayChaosOptions, scratch: Path, progress: Progress
@@ -173,12 +173,12 @@ class GatewayChaos:
                     self.report.detail.append(GatewayRound(number, fault))
                     await self._round(self.report.detail[-1])
                 await self._calm_round()
-            except RollwayError as error:  # what is known until then is worth a report
+            except RollwayError as error:  # report what was checked until then
                 self.report.detail[-1].error = error.message
                 self.report.hangs += 1
             self.agents.raise_failures()
             self._sum_up()
-        self._look_for_leftovers()
+        self._find_leftovers()
         self.report.seconds = round(time.monotonic() - began, 1)
         return self.report
 
@@ -213,7 +213,7 @@ class GatewayChaos:
         exits.push_async_callback(self.agents.stop)
 
     async def _restart(self) -> None:
-        """Kill the gateway under whatever it does, and start it on the same journal."""
+        """Kill the gateway at work, and restart it on the same journal."""
         self._measure()
         await self.gateway.kill()
         self.report.gateway_kills += 1
@@ -231,7 +231,7 @@ class GatewayChaos:
     # --- rounds ----------------------------------------------------------------------------------
 
     def _faults(self) -> list[str]:
-        """Every fault, shuffled, over and over."""
+        """Return every fault, shuffled and repeated."""
         faults: list[str] = []
         while len(faults) < self.options.rounds:
             cycle = list(self.options.faults)
@@ -240,7 +240,7 @@ class GatewayChaos:
         return faults[: self.options.rounds]
 
     async def _calm_round(self) -> None:
-        """Judge a gateway that nobody has killed since: what it keeps in memory."""
+        """Check a gateway that was not killed: what it keeps in memory."""
         entry = GatewayRound(len(self.report.detail) + 1, CALM, struck=True)
         self.report.detail.append(entry)
         began, before = time.monotonic(), self.ledger.acknowledged
@@ -267,7 +267,7 @@ class GatewayChaos:
             await self._restart()
             entry.struck = True
         else:
-            await self._until(lambda: self._behaviour_count(entry.fault) >= marker + 3)
+            await self._wait_until(lambda: self._behaviour_count(entry.fault) >= marker + 3)
             entry.struck = True
         await self._wait_for_turns(2 * self.options.agents)
         self.agents.hold()
@@ -283,14 +283,14 @@ class GatewayChaos:
         return dict(zip(BEHAVIOURS, counts, strict=True)).get(fault, 0)
 
     async def _fill_disk(self, entry: GatewayRound) -> None:
-        """Fill the disk and make room, some times; at last start a gateway on the full disk."""
-        told = self.ledger.statuses[507]
+        """Fill and free the disk several times; finally restart the gateway on a full disk."""
+        refused = self.ledger.statuses[507]
         for _ in range(_FILLS):
             await self._fill_until_refused()
             self.disk.free(self.gateway.pid)
             await self._wait_for_turns(self.options.agents)
         await self._fill_until_refused()
-        entry.struck = self.ledger.statuses[507] > told
+        entry.struck = self.ledger.statuses[507] > refused
         try:
             if self.disk.mounted:
                 await self._restart()
@@ -303,24 +303,26 @@ class GatewayChaos:
             self.disk.free(self.gateway.pid)
 
     async def _fill_until_refused(self) -> None:
-        """Fill the disk and wait until some turns were refused, in whatever way."""
+        """Fill the disk and wait until some turns were refused."""
         before = self._refusals()
         self.disk.fill(self.gateway.pid)
-        if not await self._until(lambda: self._refusals() > before + 3):
+        if not await self._wait_until(lambda: self._refusals() > before + 3):
             self.ledger.note("no turn was refused while the disk was full")
 
     def _refusals(self) -> int:
         return self.ledger.statuses[507] + self.ledger.statuses[500]
 
     async def _wait_for_turns(self, count: int) -> None:
-        """Wait for that many more acknowledged turns; raise when they do not come."""
+        """Wait for that many more acknowledged turns; raise if they do not arrive."""
         target = self.ledger.acknowledged + count
-        if not await self._until(lambda: self.ledger.acknowledged >= target):
+        if not await self._wait_until(lambda: self.ledger.acknowledged >= target):
             raise RollwayError(
                 f"The agents got fewer than {count} turns within {self.options.bound:g} s."
             )
 
-    async def _until(self, condition: Callable[[], bool], seconds: float | None = None) -> bool:
+    async def _wait_until(
+        self, condition: Callable[[], bool], seconds: float | None = None
+    ) -> bool:
         deadline = time.monotonic() + (seconds or self.options.bound)
         while not condition():
             self.agents.raise_failures()
@@ -332,20 +334,20 @@ class GatewayChaos:
     # --- judging ---------------------------------------------------------------------------------
 
     async def _judge(self, entry: GatewayRound) -> None:
-        """Judge what the gateway has read from its journal; then delete what is over and done."""
-        deleted = set(self.ledger.deleted)  # now: agents may delete more while this looks
+        """Check what the gateway read from its journal; then delete finished sessions."""
+        deleted = set(self.ledger.deleted)  # copy it: agents may delete more meanwhile
         listed = await self.gateway.sessions()
-        kept = [e for e in self.ledger.episodes.values() if e.fate == "kept"]
+        current = [e for e in self.ledger.episodes.values() if e.fate == "kept"]
         fetched: dict[str, list[TokenSequence]] = {}
-        for episode in kept:
+        for episode in current:
             fetched[episode.name] = await self.gateway.trajectories(episode.name)
-        verdict = judge(kept, deleted, listed, fetched, self.decode)
+        verdict = judge(current, deleted, listed, fetched, self.decode)
         self._add(entry, verdict)
         entry.sessions = len(listed)
         self.ledger.deleted -= verdict.spoiled
         for name in verdict.spoiled:
             self.ledger.episodes.pop(name, None)
-        for episode in kept:
+        for episode in current:
             if episode.finished:
                 await self.agents.delete(episode)
 
@@ -378,13 +380,13 @@ class GatewayChaos:
         report.statuses = {str(status): n for status, n in sorted(ledger.statuses.items())}
         report.examples = [*ledger.examples, *report.examples][:20]
 
-    def _look_for_leftovers(self) -> None:
-        left = [f"process {process.pid}" for process in processes.members(self.run_id)]
+    def _find_leftovers(self) -> None:
+        leftovers = [f"process {process.pid}" for process in processes.members(self.run_id)]
         if processes.ProcessId.of(self.gateway.pid) is not None:
-            left.append(f"process {self.gateway.pid} (gateway)")
-        if self.disk.left_behind:
-            left.append(f"directory or mount {self.disk.path}")
-        self.report.leftovers = left
+            leftovers.append(f"process {self.gateway.pid} (gateway)")
+        if self.disk.still_exists:
+            leftovers.append(f"directory or mount {self.disk.path}")
+        self.report.leftovers = leftovers
 
 
 def _decoder(model: Path) -> Decode:

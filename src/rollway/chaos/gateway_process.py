@@ -1,4 +1,4 @@
-"""A gateway as a process of its own, to be killed, started again, and watched."""
+"""A gateway process that can be killed, restarted and measured."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _GATEWAY = "rollway.cli"
 
 
 class GatewayProcess:
-    """`rollway gateway`, with what a trainer asks it."""
+    """`rollway gateway`, and a trainer's requests to it."""
 
     def __init__(
         self, arguments: Sequence[str], log: Path, *, bound: float, module: str = _GATEWAY
@@ -41,7 +41,7 @@ class GatewayProcess:
 
     async def start(self) -> None:
         """Start it and wait until it listens."""
-        # Owned by this process: it ends even when this one is killed.
+        # It must end with this process, even if this one is killed.
         with self.log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
                 *self._command,
@@ -65,11 +65,11 @@ class GatewayProcess:
         self.address = Address("127.0.0.1", url.port)
 
     async def kill(self) -> None:
-        """End it with SIGKILL."""
+        """Kill it with SIGKILL."""
         await self._end(signal.SIGKILL)
 
     async def stop(self) -> None:
-        """End it as a user does, and with SIGKILL if that takes too long."""
+        """Stop it with SIGTERM, and with SIGKILL if that takes too long."""
         try:
             async with asyncio.timeout(20.0):
                 await self._end(signal.SIGTERM)
@@ -83,14 +83,15 @@ class GatewayProcess:
             self._process.send_signal(number)
         await self._process.wait()
 
-    # --- what a trainer asks ---------------------------------------------------------------------
+    # --- a trainer's requests ---------------------------------------------------------------------
 
     async def sessions(self) -> list[str]:
-        """The names of all sessions."""
+        """Return the names of all sessions."""
         return list((await self._get("/v1/rollway/sessions"))["sessions"])
 
     async def trajectories(self, session: str) -> list[TokenSequence]:
-        """All trajectories of a session, page by page; none when there is no such session."""
+        """Return all trajectories of a session, from all pages; none if there is no such
+        session."""
         path = f"/v1/rollway/trajectories/{quote(session, safe='')}"
         sequences: list[TokenSequence] = []
         query = ""
@@ -117,10 +118,10 @@ class GatewayProcess:
             raise RequestFailed(f"GET {path}: {reply.status}, {text}", status=reply.status)
         return json.loads(reply.body)
 
-    # --- what it uses ----------------------------------------------------------------------------
+    # --- resources ----------------------------------------------------------------------------
 
     def memory(self) -> tuple[int, int]:
-        """Resident bytes, now and at most."""
+        """Return the resident bytes: now, and the peak."""
         fields = {}
         for line in Path("/proc", str(self.pid), "status").read_text().splitlines():
             name, _, value = line.partition(":")
@@ -132,7 +133,7 @@ class GatewayProcess:
 
 
 def size_of(path: Path) -> int:
-    """Bytes of a file, or of all files below a directory; 0 where nothing is."""
+    """Return the bytes of a file, or of all files below a directory; 0 if it does not exist."""
     files = [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file()]
     total = 0
     for file in files:

@@ -1,4 +1,4 @@
-"""Workers that join a running stack from outside: a copy of one of its own, on ports of its own."""
+"""Starts workers that join a running stack: copies of one of its workers on other ports."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rollway.stack.state import StackDir
 
 
 class Joiner:
-    """Starts such workers, notices when they are there, and ends them."""
+    """Starts such workers, waits until they are listed, and stops them."""
 
     def __init__(self, stack: str, http: Http) -> None:
         self._stack = stack
@@ -30,7 +30,7 @@ class Joiner:
         self._children: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> None:
-        """A copy of the first worker's command line and environment."""
+        """Start a worker with the first worker's command line and environment."""
         state = StackDir(self._stack).read()
         worker = next((p for p in state.processes if p.role == "worker"), None) if state else None
         if worker is None or worker.pid is None:
@@ -42,7 +42,7 @@ class Joiner:
         port = self._lease.port(0, LOOPBACK, "a joining worker's admin port")
         events = self._lease.port(0, "0.0.0.0", "a joining worker's KV-event port")
         env["DYN_SYSTEM_PORT"] = str(port)
-        argv = [re.sub(r"tcp://\*:\d+", f"tcp://*:{events}", word) for word in argv]
+        argv = [re.sub(r"tcp://\*:\d+", f"tcp://*:{events}", argument) for argument in argv]
         with Path(worker.log).with_name("joined.log").open("ab") as log:
             child = subprocess.Popen(
                 argv, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
@@ -51,8 +51,8 @@ class Joiner:
         self._children.append(child)
         self._waiting[port] = child
 
-    async def all_there(self, injector: Injector) -> bool:
-        """Whether those that were started are listed, or have died."""
+    async def are_listed(self, injector: Injector) -> bool:
+        """Return whether all started workers are listed, or have died."""
         state = StackDir(self._stack).read()
         listed = await discover(self._http, RlListing(state.rl)) if state else []
         for port, child in list(self._waiting.items()):

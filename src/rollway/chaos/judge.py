@@ -1,7 +1,7 @@
-"""Whether the gateway kept what it promised, by what agents know and what a trainer fetches.
+"""Checks the gateway's promises: compares what agents know with what a trainer fetches.
 
 Every acknowledged turn is in exactly one trajectory as trainable tokens, byte for byte. No
-trajectory has messages that no agent sent in this order. No deleted session is there.
+trajectory has messages that no agent sent in this order. No deleted session is back.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ _MARK = re.compile(r"<c\d+#\d+>")
 
 @dataclass(slots=True)
 class Verdict:
-    """How many promises were kept and broken."""
+    """The number of checks and broken promises."""
 
     turns_checked: int = 0
     trajectories: int = 0
     lost_turns: int = 0
-    """Acknowledged, and in no trajectory as it was told, or not to be trained on."""
+    """Acknowledged turns that no trajectory contains unchanged and in its loss."""
     doubled_turns: int = 0
-    """To be trained on in two trajectories."""
+    """Turns that are in the loss of two trajectories."""
     mixed_trajectories: int = 0
-    """With messages that nobody sent in this order: of two conversations, or of two branches."""
+    """Trajectories that mix two conversations or two branches."""
     returned_sessions: int = 0
-    """Deleted, and back."""
+    """Deleted sessions that came back."""
     spoiled: set[str] = field(default_factory=set)
-    """Sessions of broken promises; whoever judges again leaves them out, to count each once."""
+    """Sessions with a broken promise; later checks skip them, so that each counts once."""
     examples: list[str] = field(default_factory=list)
 
     def note(self, session: str, text: str) -> None:
@@ -48,13 +48,13 @@ def judge(
     fetched: Mapping[str, Sequence[TokenSequence]],
     decode: Decode,
 ) -> Verdict:
-    """Compare what agents know with what the gateway has."""
+    """Compare what agents know with what the gateway returns."""
     verdict = Verdict()
     for name in sorted(set(deleted) & set(listed)):
         verdict.returned_sessions += 1
-        verdict.note(name, "it was deleted and is back")
+        verdict.note(name, "it was deleted and came back")
     for episode in episodes:
-        if episode.fate == "kept":  # of one that is being deleted nothing is certain
+        if episode.fate == "kept":  # nothing is certain about a session that is being deleted
             sequences = fetched.get(episode.name, [])
             _judge_turns(verdict, episode, sequences)
             _judge_trajectories(verdict, episode, sequences, decode)
@@ -74,7 +74,7 @@ def _judge_turns(verdict: Verdict, episode: Episode, sequences: Sequence[TokenSe
 
 
 def _trains(sequence: TokenSequence, turn: Acknowledged) -> bool:
-    """Whether a trajectory has this turn, after the very prompt it was sampled for, in its loss."""
+    """Return whether a trajectory has this turn after its exact prompt, and in its loss."""
     start, end = len(turn.prompt_ids), len(turn.prompt_ids) + len(turn.token_ids)
     return (
         sequence.token_ids[start:end] == turn.token_ids

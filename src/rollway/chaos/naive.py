@@ -1,7 +1,7 @@
-"""The control: refits as Dynamo's own guide has them, with every protection of Rollway left out.
+"""The control: refits as in Dynamo's own guide, without any protection of Rollway.
 
-Pause with requests kept and the cache kept, load, resume; no check before, none after, nothing on
-the requests. A chaos run that finds no stale token here could not find any."""
+It pauses with requests and cache kept, loads, and resumes, without any check. If a chaos run finds
+no stale token here, it could not find any."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rollway.versions import Ticket, VersionBook
 
 
 class NaiveBook(VersionBook):
-    """Believes that every answer came from the version that is current."""
+    """Attributes every answer to the current version."""
 
     def ticket(self, version: int | None = None) -> Ticket:
         return Ticket(self.current, None, None, self.epoch)
@@ -24,6 +24,7 @@ class NaiveBook(VersionBook):
 
 
 async def naive_refit(fleet: Fleet, version: int, path: Path) -> None:
+    """Refit without protections."""
     admin: AdminAPI = fleet.admin
     workers = [worker for worker in await fleet.workers() if worker.error is None]
 

@@ -2,10 +2,10 @@
 
     python -m rollway.chaos.old_journal gateway …        # as `rollway gateway …`
 
-A write that is cut short counts as whole, and the next line is glued to it. A parent is a position
-among the turns of a session, so that every turn behind a lost line goes on from the wrong one. A
-turn that was in flight when its session was deleted brings the session back. The file is written
-anew at each start, so that there is no start on a full disk.
+A short write counts as complete, and the next line is appended to it. A parent is a position among
+the turns of a session, so every turn after a lost line continues the wrong one. A turn in flight
+restores its deleted session. The file is rewritten at each start, so the gateway cannot start on a
+full disk.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rollway.gateway.recorder import Session, Turn
 
 
 class OldRecorder:
-    """What the gateway needs of a recorder, with the journal as it was."""
+    """A recorder with the old journal."""
 
     def __init__(self, journal: Path, **options: Any) -> None:
         self.sessions: dict[str, Session] = {}
@@ -42,8 +42,8 @@ class OldRecorder:
         return self.sessions.setdefault(name, Session(name))
 
     def add(self, session: Session, turn: Turn) -> bool:
-        self._file.write(_line(session, turn))  # how much of it was written nobody looks at
-        self.open(turn.session).add(turn)  # also when it was deleted meanwhile
+        self._file.write(_line(session, turn))  # ignores how much was written
+        self.open(turn.session).add(turn)  # also if it was deleted meanwhile
         return True
 
     def add_all(self, session: Session, turns: Sequence[Turn]) -> bool:
@@ -80,7 +80,7 @@ class OldRecorder:
                 turn.parent = None if parent is None else str(parent)
                 session.add(turn)
             except (ValueError, KeyError, TypeError):
-                continue  # the positions of all that follow are wrong now
+                continue  # now the positions of all later turns are wrong
 
     def _rewrite(self, journal: Path) -> None:
         scratch = journal.with_suffix(".new")

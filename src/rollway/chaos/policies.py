@@ -1,4 +1,5 @@
-"""Sets of weights that differ clearly, and what each would answer: the judge of every token."""
+"""Sets of clearly different weights, and the log-probs that each gives: the reference for
+tokens."""
 
 from __future__ import annotations
 
@@ -14,12 +15,12 @@ from rollway.demo.grpo import token_logprobs
 from rollway.weights.checkpoint import publish_checkpoint
 
 COUNT = 4
-"""Versions take turns with these, so that neighbours always differ."""
+"""The number of sets. Versions cycle through them, so that neighbours always differ."""
 _BATCH = 32
 
 
 class Policies:
-    """The base checkpoint and some others of its shape; version v serves number v modulo COUNT."""
+    """The base checkpoint and others of its shape; version v serves number v modulo COUNT."""
 
     def __init__(self, base: Path, directory: Path) -> None:
         self.paths = [base]
@@ -35,15 +36,16 @@ class Policies:
     def logprobs(
         self, version: int, prompts: list[list[int]], completions: list[list[int]]
     ) -> list[list[float]]:
-        """Of each token of each completion, by a plain float32 forward in torch."""
-        found: list[list[float]] = []
+        """Return the log-prob of each token, by a plain float32 forward pass in torch."""
+        logprobs: list[list[float]] = []
         for start in range(0, len(prompts), _BATCH):
-            some = slice(start, start + _BATCH)
+            batch = slice(start, start + _BATCH)
             with torch.no_grad():
                 model = self._models[version % COUNT]
-                rows = token_logprobs(model, prompts[some], completions[some]).tolist()
-            found += [row[: len(ids)] for row, ids in zip(rows, completions[some], strict=True)]
-        return found
+                rows = token_logprobs(model, prompts[batch], completions[batch]).tolist()
+            pairs = zip(rows, completions[batch], strict=True)
+            logprobs += [row[: len(ids)] for row, ids in pairs]
+        return logprobs
 
 
 hf_logging.disable_progress_bar()
@@ -55,7 +57,7 @@ def _load(path: Path) -> torch.nn.Module:
 
 
 def perturb(base: Path, seed: int, directory: Path) -> None:
-    """Write a checkpoint of the same shape with clearly other weights."""
+    """Write a checkpoint of the same shape with clearly different weights."""
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -63,6 +65,6 @@ def perturb(base: Path, seed: int, directory: Path) -> None:
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.add_(noise * parameter.std() * 1.5)
     model.save_pretrained(directory)
-    for extra in base.iterdir():  # tokenizer and the like, as a trainer would save them
+    for extra in base.iterdir():  # the tokenizer and other files, as a trainer saves them
         if extra.is_file() and not (directory / extra.name).exists():
             shutil.copy(extra, directory)

@@ -1,8 +1,8 @@
-"""`rollway chaos`: refit again and again under traffic while things break, and judge every token.
+"""`rollway chaos`: refits under traffic and injected faults, and checks every token.
 
-A round arms one fault, refits, lets the fleet heal, and sends requests on warm prefixes. All the
-while callers generate, and each token they get is compared with what the version it is stamped with
-would have said. The stack is chaos' own: it starts it, breaks it, and ends it.
+A round arms one fault, refits, waits until the fleet has recovered, and sends requests on warm
+prefixes. Callers generate all the while. Each token is compared with a forward pass of the version
+it is stamped with. Chaos starts, breaks and stops its own stack.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Progress = Callable[[str], None]
 
 @dataclass(slots=True)
 class ChaosOptions:
-    """What a run does."""
+    """The options of a run."""
 
     rounds: int = 20
     seed: int = 0
@@ -56,7 +56,7 @@ class ChaosOptions:
 
 @dataclass(slots=True)
 class Round:
-    """What one round did, and how it went."""
+    """A round and its outcome."""
 
     number: int
     fault: str
@@ -72,7 +72,7 @@ class Round:
 
 @dataclass(slots=True)
 class Report:
-    """The one JSON object."""
+    """The figures of a run, printed as JSON."""
 
     rounds: int = 0
     faults: dict[str, int] = field(default_factory=dict)
@@ -93,7 +93,8 @@ class Report:
     examples: list[str] = field(default_factory=list)
 
     @property
-    def clean(self) -> bool:
+    def is_clean(self) -> bool:
+        """Whether every promise held and tokens were checked."""
         bad = (self.stale_tokens, self.wrong_logprobs, self.lost_rollouts, self.hangs, self.orphans)
         return not any(bad) and self.tokens_checked > 0
 
@@ -102,14 +103,14 @@ class Report:
 
 
 async def run_chaos(spec: StackSpec, options: ChaosOptions, progress: Progress) -> Report:
-    """Run the rounds; the report says what was found."""
+    """Run the rounds and return the report."""
     with tempfile.TemporaryDirectory(prefix="rollway-chaos-") as scratch:
         chaos = Chaos(spec, options, Path(scratch), progress)
         return await chaos.run()
 
 
 class Chaos:
-    """One run."""
+    """A run of chaos."""
 
     def __init__(
         self, spec: StackSpec, options: ChaosOptions, scratch: Path, progress: Progress
@@ -123,7 +124,7 @@ class Chaos:
         if not (base / "model.safetensors").is_file():
             raise UsageError(
                 f"{base} is not a checkpoint directory with a model.safetensors.",
-                "Chaos needs one that it can copy and change: a small model.",
+                "Use a small model: chaos copies and changes its checkpoint.",
             )
         self.vocabulary = int(json.loads((base / "config.json").read_text())["vocab_size"])
         self.policies = Policies(base, scratch)
@@ -145,7 +146,7 @@ class Chaos:
             try:
                 for number, strike in enumerate(self._strikes(), start=1):
                     await self._round(number, strike)
-            except RollwayError as error:  # what was found until then is worth telling
+            except RollwayError as error:  # report what was checked until then
                 self.report.detail[-1].error = error.message
                 self.report.hangs += 1
             await self.traffic.stop()
@@ -159,7 +160,7 @@ class Chaos:
     # --- the stack -----------------------------------------------------------------------------
 
     async def _open(self) -> None:
-        """Start the stack; after a supervisor's death, start it anew."""
+        """Start the stack; also after its supervisor was killed."""
         self.progress("starting the stack")
         self.exits = AsyncExitStack()
         self.stack = await self.exits.enter_async_context(up(self.spec))
@@ -189,7 +190,7 @@ class Chaos:
                 callers=self.options.callers,
                 hang_seconds=self.options.hang_seconds,
             )
-            if self.options.unprotected:  # no restarts to make room for
+            if self.options.unprotected:  # there are no restarts that need the cores
                 self.traffic.think_seconds = 0.0
 
     async def _close(self) -> None:
@@ -197,17 +198,17 @@ class Chaos:
         if hasattr(self, "joiner"):
             await self.joiner.end_all()
         await self.exits.aclose()
-        left = [p for run in self.run_ids for p in processes.members(run)]
-        self.report.orphans = len(left)
+        orphans = [p for run in self.run_ids for p in processes.members(run)]
+        self.report.orphans = len(orphans)
 
     async def _join(self) -> None:
-        """A worker that shows up while weights move."""
+        """Start a worker that joins while weights change."""
         self.joiner.start()
 
     # --- rounds --------------------------------------------------------------------------------
 
     def _strikes(self) -> list[Strike]:
-        """Every fault at every step it can strike at, shuffled, over and over."""
+        """Return every fault at every possible step, shuffled and repeated."""
         if self.options.unprotected:
             return [Strike("none", "before")] * self.options.rounds
         every = [Strike(fault, step) for fault in self.options.faults for step in WHERE[fault]]
@@ -229,7 +230,7 @@ class Chaos:
             entry.outcome, entry.mode = "done", "naive"
             self.traffic.served = self.version
         else:
-            await self._struck_refit(entry, strike)
+            await self._refit_with_fault(entry, strike)
         entry.seconds = round(time.monotonic() - began, 3)
         began = time.monotonic()
         if not self.options.unprotected:
@@ -238,8 +239,8 @@ class Chaos:
         await self.traffic.check()
         entry.heal_seconds = round(time.monotonic() - began, 3)
 
-    async def _struck_refit(self, entry: Round, strike: Strike) -> None:
-        """Refit with a fault armed; whatever it does must end in a result or a typed error."""
+    async def _refit_with_fault(self, entry: Round, strike: Strike) -> None:
+        """Refit with a fault armed. It must end in a result or a typed error."""
         path = self.scratch / f"v{entry.version}"
         shutil.copytree(self.policies.path(entry.version), path)
         injector = self.injector
@@ -257,7 +258,7 @@ class Chaos:
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
-                raise  # not the refit: this run
+                raise  # this run was cancelled, not the refit
             entry.outcome = "cancelled"
         except UsageError as error:
             entry.outcome, entry.error = "refused", error.message[:300]
@@ -270,7 +271,7 @@ class Chaos:
         await injector.after()
 
     async def _heal(self) -> None:
-        """Until every worker is back and on one version. What a trainer would do: refit again."""
+        """Wait until every worker serves one version; refit again, as a trainer would."""
         deadline = time.monotonic() + self.options.heal_seconds
         while time.monotonic() < deadline:
             state = StackDir(self.stack.name).read()
@@ -278,32 +279,32 @@ class Chaos:
                 await self._reopen()
                 continue
             ready = all(process.state == "ready" for process in state.processes)
-            # Workers that start need the cores; some traffic goes on all the same.
+            # Starting workers need the cores, so reduce the traffic, but do not stop it.
             self.traffic.think_seconds = BUSY_SECONDS if ready else CALM_SECONDS
             if ready:
                 try:
-                    if not await self.joiner.all_there(self.injector):
+                    if not await self.joiner.are_listed(self.injector):
                         await asyncio.sleep(0.5)
                         continue
-                    if await self._whole():
+                    if await self._is_whole():
                         return
                     with contextlib.suppress(RollwayError):
                         await self.fleet.admit()
-                    if await self._whole():
+                    if await self._is_whole():
                         return
                     await self._next_version()
                 except RollwayError as error:
                     self.progress(f"healing: {error.message[:120]}")
             await asyncio.sleep(0.5)
-        raise RollwayError(f"The fleet was not whole after {self.options.heal_seconds:g} s.")
+        raise RollwayError(f"The fleet did not recover within {self.options.heal_seconds:g} s.")
 
-    async def _whole(self) -> bool:
-        """Whether as many workers as there should be answer, all on the current version; the dead
-        stay listed for a while."""
+    async def _is_whole(self) -> bool:
+        """Return whether all workers of the spec answer and serve the current version. Dead
+        workers stay listed for a while."""
         alive = [worker for worker in await self.fleet.workers() if worker.error is None]
         versions = await self.fleet.read_versions()
-        on_it = [w for w in alive if versions.get(w.instance_id) == self.fleet.versions.current]
-        return len(on_it) == len(alive) >= self.spec.models[0].replicas
+        current = [w for w in alive if versions.get(w.instance_id) == self.fleet.versions.current]
+        return len(current) == len(alive) >= self.spec.models[0].replicas
 
     async def _next_version(self) -> None:
         self.version += 1
@@ -311,7 +312,7 @@ class Chaos:
         self.traffic.served = self.version
 
     async def _reopen(self) -> None:
-        """The supervisor died and took the stack with it."""
+        """Start the stack again after its supervisor died."""
         await self.traffic.hold()
         await self.joiner.end_all()
         await self.exits.aclose()

@@ -1,8 +1,8 @@
 """A directory whose disk can be filled and freed on demand.
 
-A tmpfs of some MiB where mounting is permitted. Elsewhere the gateway's own limit on the size of
-files stands in for it: a write beyond it is cut short in the same way, but only that process is
-concerned, and it cannot be started while its disk is full.
+It is a tmpfs of some MiB where mounting is permitted. Elsewhere the gateway's limit on file sizes
+stands in for it: writes beyond it are cut short in the same way, but only for that process, which
+cannot be started on a full disk then.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from pathlib import Path
 
 _FILLER = "filler"
 _SOURCE = "rollway-chaos-"
-"""Before the process id of the owner, in the list of mounts."""
+"""The name in the list of mounts, before the process id of the owner."""
 _LITTLE_ROOM = 256
-"""Bytes left under a limit: less than a turn needs, so that a write is cut in its middle."""
+"""Bytes that stay free under a limit: less than a turn needs, so that a write is cut."""
 
 
 class SmallDisk:
     """The disk of one journal."""
 
     def __init__(self, path: Path, *, mebibytes: int) -> None:
-        """Mount at `path`, which is created."""
+        """Create `path` and mount there."""
         _unmount_leftovers()
         self.path = path
         self.journal = path / "journal.jsonl"
@@ -41,7 +41,7 @@ class SmallDisk:
         return "tmpfs" if self.mounted else "file size limit (mounting a tmpfs is not permitted)"
 
     def fill(self, pid: int) -> None:
-        """Leave no room for the gateway with this process id."""
+        """Leave no space for the gateway with this process id."""
         if not self.mounted:
             size = self.journal.stat().st_size if self.journal.exists() else 0
             _limit(pid, size + _LITTLE_ROOM)
@@ -53,21 +53,21 @@ class SmallDisk:
                         pass
 
     def free(self, pid: int) -> None:
-        """Make room again."""
+        """Free the space again."""
         if not self.mounted:
             _limit(pid, resource.RLIM_INFINITY)
             return
         (self.path / _FILLER).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Unmount; the directory is empty then, and goes."""
+        """Unmount and remove the directory."""
         if self.mounted:
             subprocess.run(["umount", str(self.path)], capture_output=True, check=False)
         if not self.path.is_mount():
             shutil.rmtree(self.path, ignore_errors=True)
 
     @property
-    def left_behind(self) -> bool:
+    def still_exists(self) -> bool:
         return self.path.exists()
 
 
@@ -77,7 +77,7 @@ def _limit(pid: int, size: int) -> None:
 
 
 def _unmount_leftovers() -> None:
-    """Unmount what a run that was killed has left."""
+    """Unmount the leftovers of killed runs."""
     for line in Path("/proc/mounts").read_text().splitlines():
         source, path, *_ = line.split(" ")
         owner = source.removeprefix(_SOURCE)

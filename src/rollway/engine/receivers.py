@@ -15,11 +15,11 @@ __all__ = ["Receiver", "checkpoint_tensors", "reader_for", "receiver_for"]
 
 _READERS = {
     "files": ("rollway.weights.transports.files", "FilesReader"),
-    "delta": ("rollway.weights.transports.delta", "DeltaReceiver"),
+    "delta": ("rollway.weights.transports.delta", "DeltaReader"),
     "shm": ("rollway.weights.transports.shm", "ShmReader"),
     "cuda_ipc": ("rollway.weights.transports.cuda_ipc", "CudaIpcReader"),
     "collective": ("rollway.weights.transports.collective", "CollectiveReader"),
-    "nixl": ("rollway.engine.nixl_receiver", "NixlReceiver"),
+    "nixl": ("rollway.weights.transports.nixl", "NixlReader"),
     "verl_buckets": ("rollway.engine.verl_buckets", "VerlBucketsReceiver"),
 }
 

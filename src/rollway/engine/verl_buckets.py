@@ -1,11 +1,11 @@
-"""verl's own hand-over of weights, received in a worker: buckets of shared memory, one at a time.
+"""Receive weights from verl's own sender in a worker: buckets of shared memory, one at a time.
 
     a rank of verl's trainer                         a rank of an engine
-    binds a Unix socket, makes a bucket ── name ───► maps it
-    fills it with tensors ── what lies where ──────► loads them ── done ──► fills it again …
+    bind a Unix socket, make a bucket ── name ─────► map it
+    fill it with tensors ── list of tensors ───────► load them ── done ──► fill it again …
 
-verl pickles its messages. Whatever could call code is refused here before it is read: a message may
-name torch's dtypes and `torch.Size`, and is otherwise made of plain values. The socket and the
+verl pickles its messages. A restricted unpickler reads them: a message may name torch's dtypes and
+`torch.Size`, and otherwise consists of plain values, so it cannot run code. The socket and the
 bucket must belong to the user that this process runs as.
 """
 
@@ -27,157 +27,156 @@ import torch
 from torch import Tensor
 
 from rollway.errors import WeightsError
-from rollway.weights.checkpoint import (
-    TensorHeader,
-    differences,
-    read_headers,
-    refuse_differences,
-)
+from rollway.weights.checkpoint import TensorHeader, differences, read_headers, refuse_differences
 from rollway.weights.digest.bits import DTYPES, dtype_name
 from rollway.weights.offer import Count, Offer
-from rollway.weights.transports.base import Reader
+from rollway.weights.transports.base import Reader, never
 from rollway.weights.transports.shm import SHM, mapped, plain_file
 
 _PREFIX = "verl_weights_"
-_MOST_MESSAGE_BYTES = 64 << 20
+_MAX_MESSAGE_BYTES = 64 << 20
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
 
 
-class Where(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Of an offer: a socket for each rank of the engine, and a checkpoint with the same tensors."""
+class BucketSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The `where` of an offer."""
 
     sockets: Annotated[list[str], msgspec.Meta(min_length=1, max_length=1 << 10)]
+    """A socket for each rank of the engine."""
     like: str
+    """A checkpoint with the same tensors."""
     seconds: Annotated[float, msgspec.Meta(gt=0, le=86400)]
-    """Within which each message must come."""
+    """Within which each message must arrive."""
 
 
 class Bucket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """verl's first message: the memory that all tensors come through."""
+    """verl's first message: the memory that all tensors pass through."""
 
     name: Annotated[str, msgspec.Meta(max_length=128)]
     size: Count
 
 
 class VerlBucketsReceiver(Reader):
-    """Takes what one rank of the trainer sends; `rank` is that of this process in its engine."""
+    """Receives from one rank of the trainer; `rank` returns this process's rank in its engine."""
 
     def __init__(self, rank: Callable[[], int], directory: Path = SHM) -> None:
         self._rank, self._directory = rank, directory
 
     def headers(self, offer: Offer) -> dict[str, TensorHeader]:
-        """As in the checkpoint: what comes is known when it is there, and compared then."""
-        return read_headers(Path(_where(offer).like))
+        """Return the checkpoint's headers; `tensors` compares the messages with them."""
+        return read_headers(Path(_read_source(offer).like))
 
     def tensors(
-        self, offer: Offer, summed: Callable[[str], bool] = lambda _: False
+        self, offer: Offer, summed: Callable[[str], bool] = never
     ) -> Iterator[tuple[str, Tensor]]:
-        """Each tensor in the bucket, valid until the next is asked for."""
-        where = _where(offer)
-        came: dict[str, TensorHeader] = {}
-        with _connected(Path(where.sockets[self._rank()]), where.seconds) as socket:
-            memory = self._mapped(_bucket(socket.recv()))
-            last: Any = False
-            while not last:
-                socket.send(b"")  # what was read so far may be written over
-                message = _read(socket.recv())
-                listed, last = message.get("bucket_meta"), message.get("is_last")
-                if not isinstance(listed, dict) or not isinstance(last, bool):
+        """Yield each tensor in the bucket, valid until the next is requested."""
+        source = _read_source(offer)
+        received: dict[str, TensorHeader] = {}
+        with _connect(Path(source.sockets[self._rank()]), source.seconds) as socket:
+            memory = self._map(_parse_bucket(socket.recv()))
+            is_last: Any = False
+            while not is_last:
+                socket.send(b"")  # permits verl to overwrite the bucket
+                message = parse_message(socket.recv())
+                entries, is_last = message.get("bucket_meta"), message.get("is_last")
+                if not isinstance(entries, dict) or not isinstance(is_last, bool):
                     raise WeightsError("A message of verl's has no list of tensors.")
-                for name, meta in listed.items():
+                for name, meta in entries.items():
                     tensor = _view(memory, str(name), meta)
-                    if name in came:
-                        raise WeightsError(f"{name} came twice.")
-                    came[str(name)] = TensorHeader(dtype_name(tensor), tuple(tensor.shape), "")
+                    if name in received:
+                        raise WeightsError(f"verl sent {name} twice.")
+                    received[str(name)] = TensorHeader(dtype_name(tensor), tuple(tensor.shape), "")
                     yield name, tensor
-            words = differences(came, read_headers(Path(where.like)), allow_cast=True)
-            refuse_differences(words, f"version {offer.version}")
+            mismatches = differences(received, read_headers(Path(source.like)), allow_cast=True)
+            refuse_differences(mismatches, f"version {offer.version}")
+            # Acknowledged only now, so that verl's sender fails if its tensors were wrong.
             socket.send(b"")
 
-    def _mapped(self, bucket: Bucket) -> Tensor:
+    def _map(self, bucket: Bucket) -> Tensor:
         if Path(bucket.name).name != bucket.name or not bucket.name.startswith(_PREFIX):
-            raise WeightsError(f"`{bucket.name}` is no bucket of verl's.")
+            raise WeightsError(f"`{bucket.name}` is not a bucket of verl's.")
         path = self._directory / bucket.name
-        with plain_file(path) as (handle, found):
-            if found.st_uid != os.getuid():
-                raise WeightsError(f"{path} is not this user's.")
-            if not 0 < bucket.size <= found.st_size:
+        with plain_file(path) as (handle, status):
+            if status.st_uid != os.getuid():
+                raise WeightsError(f"{path} belongs to another user.")
+            if not 0 < bucket.size <= status.st_size:
                 raise WeightsError(f"{path} does not hold {bucket.size} bytes.")
-            return mapped(handle, found.st_size, whole=False)[: bucket.size]
+            return mapped(handle, status.st_size, whole=False)[: bucket.size]
 
 
-def _where(offer: Offer) -> Where:
+def _read_source(offer: Offer) -> BucketSource:
     try:
-        return msgspec.convert(offer.where, Where)
+        return msgspec.convert(offer.where, BucketSource)
     except msgspec.ValidationError as error:
         raise WeightsError(f"This offer names no socket of verl's: {error}.") from error
 
 
 @contextmanager
-def _connected(path: Path, seconds: float) -> Iterator[Any]:
-    """A socket of a sender that is there, or comes within some time."""
+def _connect(path: Path, seconds: float) -> Iterator[Any]:
+    """Connect to a sender's socket, which may appear only after some time."""
     import zmq
 
     deadline = time.monotonic() + seconds
     while not path.exists():
         if time.monotonic() > deadline:
-            raise WeightsError(f"Nobody sends weights at {path}.")
+            raise WeightsError(f"No rank sends weights at {path}.")
         time.sleep(0.01)
-    found = path.lstat()
-    if not stat.S_ISSOCK(found.st_mode) or found.st_uid != os.getuid():
-        raise WeightsError(f"{path} is no socket of this user's.")
+    status = path.lstat()
+    if not stat.S_ISSOCK(status.st_mode) or status.st_uid != os.getuid():
+        raise WeightsError(f"{path} is not a socket of this user.")
     with zmq.Context() as context, context.socket(zmq.REP) as socket:
-        socket.setsockopt(zmq.MAXMSGSIZE, _MOST_MESSAGE_BYTES)
+        socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
         socket.setsockopt(zmq.RCVTIMEO, int(1000 * seconds))
-        socket.setsockopt(zmq.LINGER, int(1000 * min(seconds, 5.0)))  # the last answer still goes
+        # Closing must still deliver the last acknowledgement.
+        socket.setsockopt(zmq.LINGER, int(1000 * min(seconds, 5.0)))
         socket.connect(f"ipc://{path}")
         try:
             yield socket
         except zmq.Again as error:
-            raise WeightsError(f"No weights came at {path} within {seconds:g} s.") from error
+            raise WeightsError(f"No weights arrived at {path} within {seconds:g} s.") from error
 
 
-class _Plain(pickle._Unpickler):
-    """Reads what verl sends and nothing that could do anything. The one that is written in Python:
-    a few bytes have the other one fill gigabytes."""
+class _PlainUnpickler(pickle._Unpickler):
+    """Reads plain values, shapes and dtypes. It is Python's own implementation, not C's: a few
+    bytes can make the C one allocate gigabytes."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and name == "Size":
             return torch.Size
         if module == "torch" and name in _DTYPES:
             return _DTYPES[name]
-        raise WeightsError(f"A message of verl's names {module}.{name}, which it never does.")
+        raise WeightsError(f"A message of verl's names {module}.{name}, which is not allowed.")
 
 
-def _read(raw: bytes) -> dict[str, Any]:
+def parse_message(raw: bytes) -> dict[str, Any]:
     try:
-        message = _Plain(io.BytesIO(raw)).load()
+        message = _PlainUnpickler(io.BytesIO(raw)).load()
     except WeightsError:
         raise
-    except Exception as error:  # a pickle that is none fails in many ways
+    except Exception as error:  # an invalid pickle fails in many ways
         raise WeightsError(f"A message of verl's cannot be read: {error}.") from error
     if not isinstance(message, dict):
-        raise WeightsError("A message of verl's is no mapping.")
+        raise WeightsError("A message of verl's is not a mapping.")
     return message
 
 
-def _bucket(raw: bytes) -> Bucket:
+def _parse_bucket(raw: bytes) -> Bucket:
     try:
-        return msgspec.convert(_read(raw), Bucket)
+        return msgspec.convert(parse_message(raw), Bucket)
     except msgspec.ValidationError as error:
         raise WeightsError(f"verl names no bucket of shared memory: {error}.") from error
 
 
 def _view(memory: Tensor, name: str, meta: Any) -> Tensor:
-    """A tensor, where verl says that it lies."""
+    """Return a tensor as a view of the bucket, after checking that it is inside."""
     try:
         shape, dtype, offset = torch.Size(meta["shape"]), meta["dtype"], meta["offset"]
         if meta["handle"] is not None or not isinstance(dtype, torch.dtype):
-            raise WeightsError(f"{name} does not come through the bucket.")
+            raise WeightsError(f"verl did not send {name} through the bucket.")
         nbytes = math.prod(shape) * dtype.itemsize
-        fits = type(offset) is int and min(0, offset, *shape) >= 0
-        if not fits or offset % dtype.itemsize or offset + nbytes > memory.numel():
-            raise WeightsError(f"{name} is said to lie outside of its bucket.")
+        is_valid = type(offset) is int and min(0, offset, *shape) >= 0
+        if not is_valid or offset % dtype.itemsize or offset + nbytes > memory.numel():
+            raise WeightsError(f"verl places {name} outside of its bucket.")
     except (KeyError, TypeError, AttributeError) as error:
-        raise WeightsError(f"verl does not say what {name} is: {error}.") from error
+        raise WeightsError(f"verl does not describe {name} fully: {error}.") from error
     return memory[offset : offset + nbytes].view(dtype).view(shape)

@@ -111,12 +111,12 @@ class WorkerExtension:
         _find_staged(self, identity).swap()
         self._rollway_staging = None
 
-    def rollway_unstage(self) -> None:
-        """Discard staged weights that will not be served."""
+    def rollway_unstage(self, identity: str = "") -> None:
+        """Discard staged weights that will not be served; with an identity, only those."""
         staging = _staging(self)
-        if staging is not None:
+        if staging is not None and identity in ("", staging.offer.identity):
             staging.discard()
-        self._rollway_staging = None
+            self._rollway_staging = None
 
     def rollway_adapter(self, offer: dict[str, Any], tell: str = "") -> None:
         """Start receiving an adapter; `rollway_adapter_ready` returns the outcome."""

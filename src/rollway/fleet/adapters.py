@@ -1,15 +1,15 @@
-"""LoRA adapters of a fleet: what a publisher offered, brought to every worker and served by name.
+"""LoRA adapters of a fleet: every worker receives a published adapter and serves it by name.
 
-    offer + config ─► every worker takes and proves it      refused here: nothing was touched
+    offer + config ─► every worker receives and verifies it      refused: dropped, raised
                               │
                               ▼
-    every worker loads it as `name@version` and proves that it computes with it
-                              │            └─ one failed: unloaded again everywhere, raised
+    every worker loads it as `name@version` and verifies that it computes with it
+                              │            └─ one failed: unloaded everywhere, raised
                               ▼
-    versions of the name beyond `keep` are unloaded, once their requests have ended
+    older versions of the name beyond `keep` are unloaded, once their requests have ended
 
-Generation goes on all the while. A version never changes what an older one answers: it has a name
-of its own, also for the KV cache.
+Generation continues meanwhile. A new version never changes the answers of an older one: each
+version has its own name, also in the KV cache.
 """
 
 from __future__ import annotations
@@ -23,21 +23,20 @@ from typing import Any
 
 from rollway.errors import AdminError, UsageError
 from rollway.fleet.admin import AdminAPI, NoSuchMethod, on_all
-from rollway.fleet.discovery import Worker
-from rollway.fleet.moves import is_dead
-from rollway.fleet.updates import errand
+from rollway.fleet.discovery import Worker, is_dead
+from rollway.fleet.updates import start_and_wait
 from rollway.weights.adapter import Adapter, attached, check_config, directory_of, served_name
 from rollway.weights.offer import Offer
 
 log = logging.getLogger(__name__)
 
-BRING, READY = "rollway_adapter", "rollway_adapter_ready"
-LOADED, DROP = "rollway_adapter_loaded", "rollway_adapter_drop"
-"""Of `rollway.engine.worker.WorkerExtension`."""
+# Methods of `rollway.engine.worker.WorkerExtension`.
+RECEIVE_METHOD, READY_METHOD = "rollway_adapter", "rollway_adapter_ready"
+LOADED_METHOD, DROP_METHOD = "rollway_adapter_loaded", "rollway_adapter_drop"
 
 
 @dataclass(slots=True)
-class Version:
+class AdapterVersion:
     """One version of an adapter, as it was offered."""
 
     served: str
@@ -45,27 +44,27 @@ class Version:
     offer: Offer
     config: dict[str, Any]
     workers: set[int] = field(default_factory=set)
-    """Those that were asked to take it."""
+    """Workers that were asked to load it."""
 
     def on(self, worker: Worker) -> Adapter:
         return Adapter(self.served, self.config, f"{worker.instance_id} {worker.admin_url}")
 
 
 class Adapters:
-    """What this process has loaded."""
+    """The adapters that this process has loaded."""
 
     def __init__(self, admin: AdminAPI, secret: str) -> None:
         self._admin = admin
         self._secret = secret
-        self._versions: dict[str, list[Version]] = {}
+        self._versions: dict[str, list[AdapterVersion]] = {}
 
     @property
     def loaded(self) -> list[str]:
-        """Every version that is kept, by its full name."""
-        return [version.served for version in self._all()]
+        """The full names of all loaded versions."""
+        return [version.served for version in self._list_versions()]
 
     def newest(self, name: str) -> str:
-        """What requests for an adapter are sent to; a full name is taken as it is."""
+        """Return the full name of the newest version of an adapter; a full name stays as it is."""
         if "@" in name:
             return name
         if not self._versions.get(name):
@@ -84,103 +83,110 @@ class Adapters:
         config: Mapping[str, Any],
         keep: int,
     ) -> str:
+        """Load a version on all workers or on none, and return its full name."""
         check_config(config)
         if keep < 1:
             raise UsageError(f"keep is {keep}.", "Keep at least the version that is loaded.")
-        new = Version(served_name(name, version), version, offer, dict(config))
+        new = AdapterVersion(served_name(name, version), version, offer, dict(config))
         known = self._versions.setdefault(name, [])
         if known and version < known[-1].number:
             raise UsageError(
                 f"Version {version} is older than {known[-1].served}, which is loaded.",
-                "Versions only go up; give the next number.",
+                "Versions only go up; use the next number.",
             )
+        others = [version for version in known if version.served != new.served]
         try:
-            await self._everywhere(workers, partial(self._bring, new))
-            await self._everywhere(workers, partial(self._serve, new))
+            await self._call_all(workers, partial(self._send, new))
+            await self._call_all(workers, partial(self._serve, new))
         except BaseException:
-            if not any(one.served == new.served for one in known):
+            if len(others) == len(known):  # else it was loaded before, and stays
                 await on_all(workers, partial(self._remove, new.served))
             raise
         new.workers = {worker.instance_id for worker in workers}
-        known[:] = [one for one in known if one.served != new.served] + [new]
+        known[:] = [*others, new]
         while len(known) > keep:
             await self._unload(workers, known.pop(0).served)
         return new.served
 
     async def unload(self, workers: Sequence[Worker], name: str) -> None:
-        """All versions of an adapter, or one (`name@version`)."""
-        plain, _, version = name.partition("@")
+        """Unload all versions of an adapter, or one version (`name@version`)."""
+        plain, _, number = name.partition("@")
         known = self._versions.get(plain, [])
-        chosen = [one for one in known if not version or one.served == name]
-        known[:] = [one for one in known if one not in chosen]
-        for served in [one.served for one in chosen] or [name]:
+        chosen = [version for version in known if not number or version.served == name]
+        known[:] = [version for version in known if version not in chosen]
+        # A full name that another process has loaded can be unloaded as well.
+        for served in [version.served for version in chosen] or [name]:
             await self._unload(workers, served)
 
     def missing(self, workers: Sequence[Worker]) -> dict[str, list[Worker]]:
-        """Who was not asked to take a version that can still be had, by its name."""
-        found = {}
-        for version in self._all():
+        """Return by full name the workers that can still load a version and were never asked."""
+        missing = {}
+        for version in self._list_versions():
             new = [w for w in workers if w.instance_id not in version.workers and not w.error]
             if new and version.offer.repeatable:
-                found[version.served] = new
-        return found
+                missing[version.served] = new
+        return missing
 
     async def catch_up(self, workers: Sequence[Worker]) -> None:
-        """Bring what is loaded to workers that have joined since. What they refuse (its publisher
-        may have ended) they go without: nobody sends them requests for it."""
+        """Load the adapters on workers that joined later."""
         missing = self.missing(workers)
-        for version in self._all():
+        for version in self._list_versions():
             new = missing.get(version.served, [])
             try:
-                await self._everywhere(new, partial(self._bring, version))
-                await self._everywhere(new, partial(self._serve, version))
+                await self._call_all(new, partial(self._send, version))
+                await self._call_all(new, partial(self._serve, version))
             except UsageError as error:
+                # Its publisher may have ended. Workers without the adapter get no requests for it.
                 log.warning("%s is not on every worker: %s", version.served, error.message)
             version.workers |= {worker.instance_id for worker in new}
 
-    def _all(self) -> list[Version]:
+    def _list_versions(self) -> list[AdapterVersion]:
         return [version for known in self._versions.values() for version in known]
 
-    async def _bring(self, version: Version, worker: Worker) -> None:
+    async def _send(self, version: AdapterVersion, worker: Worker) -> None:
+        """Have a worker receive and verify the adapter's files."""
         offer = attached(version.offer, version.on(worker)).signed(self._secret)
-        begin, done = {"offer": offer.as_json()}, {"served": version.served}
+        start = RECEIVE_METHOD, {"offer": offer.as_json()}
         try:
-            await errand(self._admin, worker, (BRING, begin), (READY, done))
+            await start_and_wait(
+                self._admin, worker, start, (READY_METHOD, {"served": version.served})
+            )
         except NoSuchMethod as error:
             raise UsageError(
-                f"{worker} cannot take adapters this way: {error.message}",
+                f"{worker} cannot receive adapters: {error.message}",
                 "Start it with --worker-extension-cls rollway.engine.worker.WorkerExtension, or "
                 "load the adapter from files (AdminAPI.load_lora).",
             ) from error
 
-    async def _serve(self, version: Version, worker: Worker) -> None:
+    async def _serve(self, version: AdapterVersion, worker: Worker) -> None:
+        """Have a worker load the adapter and verify that its layers hold it."""
         directory = directory_of(version.offer, version.on(worker))
         number = await self._admin.load_lora(worker, version.served, directory, fresh=True)
         arguments = {"served": version.served, "number": number}
-        await self._admin.call(worker, LOADED, arguments)
+        await self._admin.call(worker, LOADED_METHOD, arguments)
 
     async def _unload(self, workers: Sequence[Worker], served: str) -> None:
-        for result in await on_all(workers, partial(self._unload_one, served)):
+        async def unload(worker: Worker) -> None:
+            await self._admin.unload_lora(worker, served)
+            await self._admin.call(worker, DROP_METHOD, {"served": served})
+
+        for result in await on_all(workers, unload):
             if isinstance(result, AdminError):
                 log.warning("%s is still loaded: %s", served, result.message)
             elif isinstance(result, BaseException):
                 raise result
 
-    async def _unload_one(self, served: str, worker: Worker) -> None:
-        await self._admin.unload_lora(worker, served)
-        await self._admin.call(worker, DROP, {"served": served})
-
     async def _remove(self, served: str, worker: Worker) -> None:
-        """After a failure: it may be loaded, or only brought, or neither."""
+        """Clean up after a failure: the adapter may be loaded, only received, or neither."""
         with contextlib.suppress(AdminError):
             await self._admin.unload_lora(worker, served)
         with contextlib.suppress(AdminError):
-            await self._admin.call(worker, DROP, {"served": served})
+            await self._admin.call(worker, DROP_METHOD, {"served": served})
 
-    async def _everywhere(
+    async def _call_all(
         self, workers: Sequence[Worker], call: Callable[[Worker], Awaitable[None]]
     ) -> None:
-        """The first failure is raised, unless its worker has died meanwhile."""
+        """Make one call on every worker. Raise the first failure, unless its worker has died."""
         for worker, result in zip(workers, await on_all(workers, call), strict=True):
             if isinstance(result, BaseException):
                 if isinstance(result, AdminError) and await is_dead(worker):

@@ -1,8 +1,8 @@
-"""What can be asked of one worker, whatever serves it: `AdminAPI`, and Dynamo's way of it.
+"""The admin calls of one worker: the `AdminAPI` protocol, and its implementation for Dynamo.
 
-Dynamo answers HTTP 200 also when a call failed, with `status: error` in the body; here that is an
-`AdminError`. Calls that may be repeated without harm are retried; a call that changes weights is
-sent once, since one whose answer was lost may have been applied.
+Dynamo answers HTTP 200 even when a call failed, with `status: error` in the body; here that raises
+`AdminError`. Calls that are safe to repeat are retried. A call that changes weights is sent once:
+if its answer was lost, the update may have been applied.
 """
 
 from __future__ import annotations
@@ -15,86 +15,88 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
 from rollway.config import AdminTimeouts
-from rollway.errors import AdminError, RequestFailed, RollwayError, Unreachable
+from rollway.errors import AdminError, NoWorkers, RequestFailed, RollwayError, Unreachable
 from rollway.fleet.discovery import Worker
 from rollway.http import IDEMPOTENT, ONCE, Http, Retry
 from rollway.orders import DOOR, ORDER, OTHER_PROCESS, READ_ONLY, SECRET, UNSIGNED, sign
 
 T = TypeVar("T")
+W = TypeVar("W")
 
 PauseMode = Literal["wait", "keep", "abort"]
 MAX_PARALLEL_CALLS = 128
 IN_DOUBT = -1
-"""The label of a worker while its weights change, and after a change that failed. Any negative
-label means that; see `unproven` and `leaving`."""
-# A worker that waits longer than this for the other side of a weight group ends itself
+"""The label of a worker whose weights are unknown. Every negative label means that no version is
+served; see `unverified_label` and `leaving_label`."""
+# A worker that waits longer than this for the other side of a weight group exits
 # (DYN_RL_INIT_WEIGHTS_TIMEOUT_S).
 RENDEZVOUS_SECONDS = 30.0
 
-# There, but on no list of routes.
+# Dynamo serves these routes, but does not list them.
 _UNADVERTISED = {
     "sleep": "control/sleep",
     "wake_up": "control/wake_up",
     "model_taints": "update/model_taints",
 }
-_WRAPPED = re.compile(r"Worker failed with error '(.*?)'(?:, please check|$)", re.DOTALL)
+_FAILED_CALL = re.compile(r"^Call to \w+ method failed: ")
+# The end is missing where a long message was cut.
+_WRAPPED = re.compile(r"Worker failed with error '(.*?)(?:'(?:, please check|$)|$)", re.DOTALL)
 _NO_METHOD = "has no attribute '{0}'", "Method '{0}' is not implemented"
 
 
 class NoSuchMethod(AdminError):
-    """The worker has no such route, or its engine no such method: no code of ours runs in it."""
+    """The worker lacks the route, or its engine lacks the method (no worker extension)."""
 
 
 class AdminAPI(Protocol):
-    """The admin surface of a worker. Every call raises `AdminError` with the worker and reason."""
+    """The admin calls of a worker. Each raises `AdminError` with the worker and the reason."""
 
     taints: bool
-    """Whether a router heeds what `set_taints` says."""
+    """Whether a router respects `set_taints`."""
 
     def held(self) -> AbstractAsyncContextManager[AdminAPI]:
-        """The same for one worker, as long as it is one and the same process: calls fail once the
-        connection breaks, rather than reach a successor at its address."""
+        """Return a client for one worker that is pinned to one connection. Once that breaks, its
+        calls fail: they never reach another process at the same address."""
         ...
 
     async def health(self, worker: Worker) -> bool: ...
 
     async def models(self, openai_url: str) -> list[str]:
-        """What the server at its OpenAI address serves; admin calls go elsewhere."""
+        """Return the model names at an OpenAI base URL (admin calls use another address)."""
         ...
 
     async def pause(
         self, worker: Worker, mode: PauseMode = "wait", *, clear_cache: bool = True
     ) -> None:
         """Stop generating. `wait` lets running requests finish, `keep` freezes them, `abort` ends
-        them and those that queue. The KV cache is cleared unless told otherwise: blocks of one
-        policy must not serve the next."""
+        running and queued ones. Blocks of one policy must not serve the next, so the KV cache is
+        cleared by default."""
         ...
 
     async def resume(self, worker: Worker) -> None: ...
 
     async def flush_cache(self, worker: Worker) -> None:
-        """Drop cached prefixes. Sure only when nothing runs: held blocks stay."""
+        """Drop cached prefixes, except blocks that running requests hold."""
         ...
 
     async def update_from_disk(self, worker: Worker, path: Path, version: int) -> None:
-        """Have the engine load a checkpoint directory that it can read, by its own method. The
-        worker must be paused."""
+        """Load a checkpoint directory by the engine's own method. The worker must be paused."""
         ...
 
     async def update_distributed(
         self, worker: Worker, version: int, method: str, arguments: Mapping[str, Any]
     ) -> None:
-        """Have an engine method receive weights; the worker must be paused."""
+        """Run an engine method that receives weights. The worker must be paused."""
         ...
 
     async def call(self, worker: Worker, method: str, arguments: Mapping[str, Any]) -> None:
-        """Run an engine method that changes no weights; `NoSuchMethod` when there is none."""
+        """Run an engine method that changes no weights; raise `NoSuchMethod` if it is missing."""
         ...
 
     async def init_group(
         self, worker: Worker, arguments: Mapping[str, Any], *, method: str | None = None
     ) -> None:
-        """Join a group for weight transfer: the trainer must be joining it at the same time."""
+        """Join a group for weight transfer; the trainer must join it at the same time."""
         ...
 
     async def destroy_group(
@@ -104,25 +106,24 @@ class AdminAPI(Protocol):
     async def load_lora(
         self, worker: Worker, name: str, path: Path, *, fresh: bool = False
     ) -> int | None:
-        """Load an adapter, or load it anew when the name is taken. `fresh` says that name and path
-        never meant anything else: then it is not, and no cache is flushed. Returns the engine's
-        number for it, where that is told."""
+        """Load an adapter; reload it if the name is in use. `fresh` promises that this name and
+        path never stood for other weights, so neither a reload nor a cache flush is needed. Return
+        the engine's number of the adapter, or None if the engine does not report it."""
         ...
 
     async def unload_lora(self, worker: Worker, name: str) -> None: ...
 
     async def weight_version(self, worker: Worker) -> int | None:
-        """The version the worker declares; None when it never declared one, negative when it is
-        between two."""
+        """Return the worker's label: its version, None if it never declared one, or a negative
+        number while it serves no known version."""
         ...
 
     async def declare_version(self, worker: Worker, version: int) -> None:
-        """Set the label alone; `IN_DOUBT` says that what the worker holds is not known."""
+        """Set the label only; `IN_DOUBT` means that the worker's weights are unknown."""
         ...
 
     async def set_taints(self, worker: Worker, taints: Sequence[str]) -> None:
-        """Say which requests the router may send here: those that require one of these, and those
-        that require none."""
+        """Set the taints: the router sends requests here that require one of them, or none."""
         ...
 
     async def abort(self, worker: Worker, request_id: str) -> None: ...
@@ -137,11 +138,6 @@ class DynamoAdmin:
 
     taints = True
 
-    @asynccontextmanager
-    async def held(self) -> AsyncIterator[AdminAPI]:
-        async with self._http.one_connection() as http:
-            yield DynamoAdmin(http, self._timeouts, self._secret, self._processes)
-
     def __init__(
         self,
         http: Http,
@@ -152,9 +148,14 @@ class DynamoAdmin:
         self._http = http
         self._timeouts = timeouts or AdminTimeouts()
         self._secret = secret
-        """What orders to the workers are signed with; empty for workers that take any."""
+        """Signs orders to the workers; empty for workers that accept unsigned calls."""
         self._processes = {} if processes is None else processes
-        """The name of the process behind each admin address; empty for one without a guard."""
+        """The name of the process at each admin address; empty for a process without a guard."""
+
+    @asynccontextmanager
+    async def held(self) -> AsyncIterator[AdminAPI]:
+        async with self._http.one_connection() as http:
+            yield DynamoAdmin(http, self._timeouts, self._secret, self._processes)
 
     async def health(self, worker: Worker) -> bool:
         try:
@@ -164,7 +165,7 @@ class DynamoAdmin:
         return reply.get("alive") is True
 
     async def models(self, openai_url: str) -> list[str]:
-        return await served_models(self._http, openai_url, self._timeouts.probe)
+        return await list_models(self._http, openai_url, self._timeouts.probe)
 
     async def pause(
         self, worker: Worker, mode: PauseMode = "wait", *, clear_cache: bool = True
@@ -179,30 +180,22 @@ class DynamoAdmin:
         await self._post(worker, "flush_cache", {})
 
     async def update_from_disk(self, worker: Worker, path: Path, version: int) -> None:
-        body = {"model_path": str(path), "weight_version": version}
-        await self._post(
-            worker, "update_weights_from_disk", body, self._timeouts.update, retry=ONCE
-        )
+        body, limit = {"model_path": str(path), "weight_version": version}, self._timeouts.update
+        await self._post(worker, "update_weights_from_disk", body, limit, retry=ONCE)
 
     async def update_distributed(
         self, worker: Worker, version: int, method: str, arguments: Mapping[str, Any]
     ) -> None:
         body = {**arguments, "engine_rpc": method, "weight_version": version}
-        await self._post(
-            worker, "update_weights_from_distributed", body, self._timeouts.update, retry=ONCE
-        )
+        limit = self._timeouts.update
+        await self._post(worker, "update_weights_from_distributed", body, limit, retry=ONCE)
 
     async def call(self, worker: Worker, method: str, arguments: Mapping[str, Any]) -> None:
-        # Without a version and with the cache left alone, this route just runs the method.
-        body = {
-            **arguments,
-            "engine_rpc": method,
-            "allow_unpaused": True,
-            "reset_prefix_cache": False,
-        }
-        await self._post(
-            worker, "update_weights_from_distributed", body, self._timeouts.pause, retry=ONCE
-        )
+        # Without a version and with the cache left alone, this route only runs the method.
+        body = {**arguments, "engine_rpc": method}
+        body |= {"allow_unpaused": True, "reset_prefix_cache": False}
+        limit = self._timeouts.pause
+        await self._post(worker, "update_weights_from_distributed", body, limit, retry=ONCE)
 
     async def init_group(
         self, worker: Worker, arguments: Mapping[str, Any], *, method: str | None = None
@@ -216,9 +209,9 @@ class DynamoAdmin:
                 raise
             raise AdminError(
                 f"{worker} did not join the weight group: {error.message}",
-                f"A worker that waits {RENDEZVOUS_SECONDS:g} s for the other side of the group "
-                "ends itself (DYN_RL_INIT_WEIGHTS_TIMEOUT_S). Is the trainer joining the group, "
-                "at an address the worker can reach, with the same world size?",
+                "Check that the trainer joins the group with the same world size, at an address "
+                f"the worker can reach. A worker that waits {RENDEZVOUS_SECONDS:g} s for the other "
+                "side exits (DYN_RL_INIT_WEIGHTS_TIMEOUT_S).",
             ) from error
 
     async def destroy_group(
@@ -233,11 +226,11 @@ class DynamoAdmin:
         body = {"lora_name": name, "source": {"uri": path.resolve().as_uri()}}
         reply = await self._post(worker, "load_lora", body, self._timeouts.update, retry=ONCE)
         if "already loaded" in str(reply.get("message", "")) and not fresh:
-            # Without hot-swap Dynamo says success and keeps the old adapter.
+            # Dynamo reports success and keeps the old adapter.
             await self.unload_lora(worker, name)
             reply = await self._post(worker, "load_lora", body, self._timeouts.update, retry=ONCE)
         if not fresh:
-            # What the old adapter computed is cached under the same name and path.
+            # The old adapter's blocks are cached under the same name and path.
             await self.flush_cache(worker)
         number = reply.get("lora_id")
         return number if isinstance(number, int) else None
@@ -248,7 +241,7 @@ class DynamoAdmin:
 
     async def weight_version(self, worker: Worker) -> int | None:
         reply = await self._post(worker, "get_weight_version", {})
-        return whole_version(reply.get("version"))
+        return parse_label(reply.get("version"))
 
     async def declare_version(self, worker: Worker, version: int) -> None:
         await self._post(worker, "set_weight_version", {"weight_version": version})
@@ -277,16 +270,16 @@ class DynamoAdmin:
         if worker.error is not None:
             raise AdminError(
                 f"{worker} is listed with an error: {worker.error}.",
-                "It is hung or dead; a supervised worker is restarted by its stack.",
+                "It hangs or is dead; a stack restarts the workers that it supervises.",
             )
-        route = _route(worker, name)
+        route = _find_route(worker, name)
         limit = timeout or self._timeouts.probe
         try:
             reply = await self.send(worker, route, body, limit, retry)
         except (RequestFailed, Unreachable) as error:
             raise AdminError(f"{worker}: {error.message}", error.hint) from error
         if not isinstance(reply, dict) or reply.get("status") not in ("ok", "success"):
-            raise _refused(worker, name, str(body.get("engine_rpc", "")), reply)
+            raise _refusal(worker, name, str(body.get("engine_rpc", "")), reply)
         return reply
 
     async def send(
@@ -297,57 +290,56 @@ class DynamoAdmin:
         timeout: float,
         retry: Retry = ONCE,
     ) -> Any:
-        """Call a route, and return the worker's answer, whatever it says."""
-        reply = await self._order(worker, route, body, timeout, retry)
-        if self._secret and _for_another_process(reply):
-            # Refused before anything was done, so it may be sent again: another process has the
-            # worker's address now, with or without a guard.
+        """Call a route and return the worker's answer, errors included."""
+        reply = await self._send_order(worker, route, body, timeout, retry)
+        if self._secret and _is_for_another_process(reply):
+            # The worker refused before it did anything, so even an update may be sent again:
+            # another process, with or without a guard, has the worker's address now.
             self._processes.pop(worker.admin_url, None)
-            reply = await self._order(worker, route, body, timeout, retry)
+            reply = await self._send_order(worker, route, body, timeout, retry)
         return reply
 
-    async def _order(
+    async def _send_order(
         self, worker: Worker, route: str, body: Mapping[str, Any], timeout: float, retry: Retry
     ) -> Any:
-        """Send a call, signed where the worker asks for that."""
+        """Send a call, signed if the worker demands it."""
         url = f"{worker.admin_url}/engine/{route}"
         process = ""
         if self._secret and route not in READ_ONLY:
-            process = await self._process_of(worker)
+            process = await self._get_process(worker)
         if not process:
             return await self._http.post(url, body, timeout=timeout, retry=retry)
 
         def sign_body() -> dict[str, Any]:
+            # Once per attempt: a worker accepts the number of an order only once.
             return {ORDER: sign(self._secret, route, process, body)}
 
         return await self._http.post(url, sign_body, timeout=timeout, retry=retry)
 
-    async def _process_of(self, worker: Worker) -> str:
-        """Ask a worker once which process it is; empty for one that has no guard."""
+    async def _get_process(self, worker: Worker) -> str:
+        """Fetch the name of the worker's process, once; empty for a worker without a guard."""
         process = self._processes.get(worker.admin_url)
         if process is None:
             url = f"{worker.admin_url}/engine/{DOOR}"
+            limit, process = self._timeouts.probe, ""
             try:
-                reply = await self._http.post(
-                    url, {}, timeout=self._timeouts.probe, retry=IDEMPOTENT
-                )
+                reply = await self._http.post(url, {}, timeout=limit, retry=IDEMPOTENT)
                 process = str(reply.get("process") or "") if isinstance(reply, dict) else ""
             except RequestFailed as error:
                 if error.status != 404:
                     raise
-                process = ""
             self._processes[worker.admin_url] = process
         return process
 
 
-def _for_another_process(reply: Any) -> bool:
-    """Whether an order was refused because of who it was signed for, or not signed at all."""
+def _is_for_another_process(reply: Any) -> bool:
+    """Return whether an order was refused because it is unsigned or signed for another process."""
     message = str(reply.get("message", "")) if isinstance(reply, dict) else ""
     return message.startswith((OTHER_PROCESS, UNSIGNED))
 
 
-async def served_models(http: Http, openai_url: str, timeout: float) -> list[str]:
-    """The model names at an OpenAI base URL, with or without its /v1."""
+async def list_models(http: Http, openai_url: str, timeout: float) -> list[str]:
+    """Return the model names at an OpenAI base URL, with or without its /v1."""
     base = openai_url.rstrip("/").removesuffix("/v1")
     answer = await http.get(f"{base}/v1/models", timeout=timeout)
     try:
@@ -357,56 +349,73 @@ async def served_models(http: Http, openai_url: str, timeout: float) -> list[str
 
 
 async def on_all(
-    workers: Iterable[Worker], call: Callable[[Worker], Awaitable[T]]
+    workers: Iterable[W], call: Callable[[W], Awaitable[T]]
 ) -> list[T | BaseException]:
-    """One call on every worker at once, bounded; failures are in the list, in place."""
+    """Make one call on every worker, a bounded number at once. Return the results in order; the
+    result of a call that failed is its exception."""
     slots = asyncio.Semaphore(MAX_PARALLEL_CALLS)
 
-    async def bounded(worker: Worker) -> T:
+    async def call_one(worker: W) -> T:
         async with slots:
             return await call(worker)
 
-    return await asyncio.gather(*map(bounded, workers), return_exceptions=True)
+    return await asyncio.gather(*map(call_one, workers), return_exceptions=True)
 
 
-def not_answering(silent: Sequence[Worker], of: int) -> AdminError:
+def silent_workers_error(silent: Sequence[Worker], listed: int) -> AdminError:
+    reasons = "; ".join(f"{worker}: {worker.error}" for worker in silent)
     return AdminError(
-        f"{len(silent)} of {of} workers do not answer: "
-        + "; ".join(f"{worker}: {worker.error}" for worker in silent)
-        + ".",
-        "Wait for them to recover or leave (a dead one is listed for about 10 s).",
+        f"{len(silent)} of {listed} workers do not answer: {reasons}.",
+        "Wait until they recover or leave (a dead worker is listed for about 10 s).",
     )
 
 
-def unproven(version: int) -> int:
-    """The label of a worker that has loaded a version and is not in service with it yet: should
-    nobody live to finish that, it is still in doubt."""
+def no_workers_error(source: object) -> NoWorkers:
+    return NoWorkers(
+        f"No RL worker is listed at {source}.",
+        "Start workers with --enable-rl; the mocker engine has no admin routes.",
+    )
+
+
+def unverified_label(version: int) -> int:
+    """Return the label of a worker that has loaded a version and has not entered service yet."""
     return IN_DOUBT - 1 - 2 * version
 
 
-def leaving(version: int) -> int:
-    """The label of a worker that is out of service to be changed, and has served nothing since."""
+def leaving_label(version: int) -> int:
+    """Return the label of a worker that left service and has generated nothing since `version`."""
     return IN_DOUBT - 2 - 2 * version
 
 
-def whole_version(said: Any) -> int | None:
-    """A label as a version; one that is not a number (another tool's) says nothing of ours."""
-    if said is None:
+def parse_label(label: Any) -> int | None:
+    """Return a label as a version; a label that is no number was set by another tool."""
+    if label is None:
         return None
-    whole = isinstance(said, int) and not isinstance(said, bool)
-    digits = isinstance(said, str) and re.fullmatch(r"-?\d+", said) is not None
-    return int(said) if whole or digits else IN_DOUBT
+    is_int = isinstance(label, int) and not isinstance(label, bool)
+    has_digits = isinstance(label, str) and re.fullmatch(r"-?\d+", label) is not None
+    return int(label) if is_int or has_digits else IN_DOUBT
 
 
-def _route(worker: Worker, name: str) -> str:
-    """The path of a route in the style that the worker advertises."""
+def unwrap_engine_error(message: str) -> str:
+    """Return the message that an engine method raised, without vLLM's text around it."""
+    message = _FAILED_CALL.sub("", message)
+    wrapped = _WRAPPED.search(message)
+    return wrapped.group(1) if wrapped else message
+
+
+def is_missing_method(method: str, message: str) -> bool:
+    return any(text.format(method) in message for text in _NO_METHOD)
+
+
+def _find_route(worker: Worker, name: str) -> str:
+    """Return the path of a route in the style that the worker advertises."""
     styles = (name, f"control/{name}", f"update/{name}")
     advertised = next((path for path in styles if path in worker.routes), None)
     if advertised is not None:
         return advertised
     if name in _UNADVERTISED:
         return _UNADVERTISED[name]
-    if not worker.routes:  # found in a way that does not tell: flat is what vLLM workers have
+    if not worker.routes:  # its source lists no routes; vLLM workers have flat ones
         return name
     raise NoSuchMethod(
         f"{worker} does not offer `{name}`.",
@@ -414,17 +423,15 @@ def _route(worker: Worker, name: str) -> str:
     )
 
 
-def _refused(worker: Worker, name: str, method: str, reply: Any) -> AdminError:
-    said = str((reply.get("message") if isinstance(reply, dict) else reply) or "no reason given")
-    wrapped = _WRAPPED.search(said)
-    if wrapped:  # what the engine's method raised, without vLLM's words around it
-        said = wrapped.group(1)
-    if method and any(words.format(method) in said for words in _NO_METHOD):
-        return NoSuchMethod(f"{worker} has no such engine method: {said.rstrip('.')}.")
+def _refusal(worker: Worker, name: str, method: str, reply: Any) -> AdminError:
+    message = str((reply.get("message") if isinstance(reply, dict) else reply) or "no reason given")
+    reason = unwrap_engine_error(message).rstrip(".")
+    if method and is_missing_method(method, reason):
+        return NoSuchMethod(f"{worker} has no such engine method: {reason}.")
     hint = ""
-    if said.startswith(UNSIGNED):
+    if reason.startswith(UNSIGNED):
         hint = (
             "Attach to the stack by its name as the user who started it, or set "
             f"{SECRET} to the stack's secret."
         )
-    return AdminError(f"{worker} refused `{name}`: {said.rstrip('.')}.", hint)
+    return AdminError(f"{worker} refused `{name}`: {reason}.", hint)

@@ -1,8 +1,8 @@
-"""Canary generations: does a worker answer as its weights should?
+"""Canary generations verify the weights of workers that cannot compare their parameters.
 
-For workers in which no code of ours can compare parameters. Each is asked for the same few greedy
-tokens before and after an update. Its answer must change when the weights did, and must agree with
-that of the others on the new version, or with what the trainer expects.
+A refit asks each of these workers for the same few greedy tokens before and after the update. The
+answer must change, and it must agree with the other workers on the new version, or with the answer
+that the trainer expects.
 """
 
 from __future__ import annotations
@@ -18,22 +18,25 @@ from rollway.rollout.sampling import Sampling
 from rollway.rollout.wire import DynamoAssembly, completion_request
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8]
+TOLERANCE = 5e-3
+"""The largest difference of two log-probs that still agree."""
 _SAMPLING = Sampling(max_tokens=8, temperature=0.0, ignore_eos=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a worker said to the canary's prompt."""
+    """A worker's answer to the canary prompt."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
 
-    def agrees(self, other: Answer, tolerance: float) -> bool:
-        """Up to the first token on which they part; there, a near tie may fall either way."""
+    def agrees(self, other: Answer) -> bool:
+        """Return whether the log-probs are equal within the tolerance, up to the first token that
+        differs. From there on the texts differ; at that token, a near tie may go either way."""
         for mine, theirs, a, b in zip(
             self.token_ids, other.token_ids, self.logprobs, other.logprobs, strict=False
         ):
-            if not (math.isfinite(a) and abs(a - b) <= tolerance):
+            if not (math.isfinite(a) and abs(a - b) <= TOLERANCE):
                 return False
             if mine != theirs:
                 return True
@@ -41,46 +44,11 @@ class Answer:
 
 
 Ask = Callable[[Worker], Awaitable[Answer]]
-
-
-@dataclass(slots=True)
-class Agreement:
-    """The canaries of one refit."""
-
-    ask: Ask
-    expected: Answer | None = None
-    tolerance: float = 5e-3
-    _before: dict[int, Answer] = field(default_factory=dict)
-    _agreed: Answer | None = None
-
-    async def before(self, worker: Worker) -> None:
-        self._before[worker.instance_id] = await self.ask(worker)
-
-    async def agree_with(self, worker: Worker) -> None:
-        """Take the answer of a worker that serves the version for the right one."""
-        self._agreed = await self.ask(worker)
-
-    async def after(self, worker: Worker) -> None:
-        answer = await self.ask(worker)
-        if answer == self._before.get(worker.instance_id):
-            raise AdminError(
-                f"{worker} answers the canary exactly as before the update.",
-                "It did not load the new weights; or they are the old ones, then no refit is due.",
-            )
-        wanted = self.expected or self._agreed
-        if wanted is None:
-            self._agreed = answer
-        elif not answer.agrees(wanted, self.tolerance):
-            raise AdminError(
-                f"{worker} answers the canary otherwise than "
-                f"{'expected' if self.expected else 'the other workers'}: log-probs "
-                f"{[round(x, 4) for x in answer.logprobs]} against "
-                f"{[round(x, 4) for x in wanted.logprobs]}."
-            )
+"""Asks one worker the canary prompt."""
 
 
 def canary(http: Http, frontend_url: str, model: str, *, timeout: float = 60.0) -> Ask:
-    """How to ask one worker, past the routing."""
+    """Return a function that asks one worker, whatever the router would choose."""
     url = f"{frontend_url.rstrip('/')}/v1/completions"
     runs = 0
 
@@ -91,7 +59,7 @@ def canary(http: Http, frontend_url: str, model: str, *, timeout: float = 60.0) 
             model,
             PROMPT,
             _SAMPLING,
-            cache_salt=f"canary-{runs}",  # its prefix must be computed anew each time
+            cache_salt=f"canary-{runs}",  # a cached prefix would be of the old weights
             pin=worker.instance_id,
         )
         assembly = DynamoAssembly(_SAMPLING, len(PROMPT))
@@ -103,3 +71,42 @@ def canary(http: Http, frontend_url: str, model: str, *, timeout: float = 60.0) 
         return Answer(tuple(completion.token_ids), tuple(completion.logprobs or ()))
 
     return ask
+
+
+@dataclass(slots=True)
+class CanaryCheck:
+    """The canary answers of one refit, and the comparison of them."""
+
+    ask: Ask
+    expected: Answer | None = None
+    """The trainer's answer; without it, the first worker's answer counts."""
+    _before: dict[int, Answer] = field(default_factory=dict)
+    _reference: Answer | None = None
+
+    async def record_before(self, worker: Worker) -> None:
+        """Ask a worker before its update."""
+        self._before[worker.instance_id] = await self.ask(worker)
+
+    async def use_as_reference(self, worker: Worker) -> None:
+        """Ask a worker that already serves the version; others must agree with its answer."""
+        self._reference = await self.ask(worker)
+
+    async def verify(self, worker: Worker) -> None:
+        """Ask a worker after its update; raise `AdminError` unless its answer is right."""
+        answer = await self.ask(worker)
+        if answer == self._before.get(worker.instance_id):
+            raise AdminError(
+                f"{worker} answers the canary exactly as before the update.",
+                "It did not load the new weights, or they equal the old ones; then no refit is "
+                "needed.",
+            )
+        wanted = self.expected or self._reference
+        if wanted is None:
+            self._reference = answer
+        elif not answer.agrees(wanted):
+            raise AdminError(
+                f"{worker} answers the canary differently than "
+                f"{'expected' if self.expected else 'the other workers'}: log-probs "
+                f"{[round(value, 4) for value in answer.logprobs]} against "
+                f"{[round(value, 4) for value in wanted.logprobs]}."
+            )

@@ -1,22 +1,21 @@
-"""Which workers are there, from whichever place can tell: `discover(http, source)`.
+"""List the workers of a stack: `discover(http, source)`.
 
-Three sources. The RL listing of a Dynamo frontend knows most: instance ids, admin addresses, routes
-and models. The frontend's `/health` knows instances and their addresses, from which the admin
-address follows. A static list of admin addresses knows only these. A worker that cannot be used is
-listed with the reason in `error`, never left out: who is missing from a list cannot be waited for.
+There are three sources. The RL listing of a Dynamo frontend has instance ids, admin addresses,
+routes and models. The frontend's `/health` has instances and their addresses, from which the admin
+address follows. A static list has admin addresses only. A worker that cannot be used is listed with
+the reason in `error` and never left out: a refit must wait for it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import socket
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlsplit
 
-from rollway.errors import RequestFailed, Unreachable, UsageError
+from rollway.errors import RequestFailed, Unreachable
 from rollway.http import IDEMPOTENT, Http, Retry
 
 # The frontend gives a hung worker 5 s before it lists it with an error.
@@ -27,15 +26,15 @@ NEEDED_ROUTES = frozenset({"pause_generation", "resume_generation"})
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """One worker: who it is, what it serves, and where its admin routes are."""
+    """One worker: its id, its model and the address of its admin routes."""
 
     instance_id: int
-    """Dynamo's id, an unsigned 64-bit number: exact in Python, not in a double. Negative where the
-    source does not tell: then requests cannot be pinned to this worker."""
+    """Dynamo's id, an unsigned 64-bit number: exact in Python, not in a double. Negative if the
+    source has no ids; then requests cannot be pinned to this worker."""
     model: str
     admin_url: str
     routes: frozenset[str] = frozenset()
-    """Empty where the source does not tell."""
+    """Empty if the source lists no routes."""
     world_size: int = 1
     error: str | None = None
 
@@ -45,7 +44,7 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class RlListing:
-    """`GET /v1/rl/workers`, which the frontend serves on a port of its own."""
+    """`GET /v1/rl/workers`, which the frontend serves on a separate port."""
 
     url: str
 
@@ -56,14 +55,14 @@ class HealthListing:
 
     url: str
     namespace: str = ""
-    """Only workers of this namespace, or of one that begins with it and a dash: deployments add a
-    suffix of their own. All of them when empty."""
+    """Only workers of this namespace, or of a namespace that starts with it and a dash, because
+    deployments add a suffix. Empty means all workers."""
     system_port: int = DEFAULT_SYSTEM_PORT
 
 
 @dataclass(frozen=True, slots=True)
 class StaticList:
-    """Admin addresses that somebody wrote down."""
+    """A fixed list of admin addresses."""
 
     urls: tuple[str, ...]
     model: str = ""
@@ -73,113 +72,108 @@ Source = RlListing | HealthListing | StaticList
 
 
 async def discover(http: Http, source: Source, *, retry: Retry = IDEMPOTENT) -> list[Worker]:
-    """The workers of a source, ordered by instance id."""
+    """Return the workers of a source, ordered by instance id."""
     if isinstance(source, RlListing):
-        found = await _rl_listing(http, source.url, retry)
+        workers = await _read_rl_listing(http, source.url, retry)
     elif isinstance(source, HealthListing):
-        found = await _health_listing(http, source, retry)
+        workers = await _read_health_listing(http, source, retry)
     else:
-        found = await _static_list(http, source)
-    return sorted(found, key=lambda worker: worker.instance_id)
+        urls = dict.fromkeys(url.rstrip("/") for url in source.urls)
+        workers = [Worker(_make_stand_in_id(url), source.model, url) for url in urls]
+        workers = await asyncio.gather(*(_probe(http, worker) for worker in workers))
+    return sorted(workers, key=lambda worker: worker.instance_id)
 
 
-async def find(workers: Iterable[Worker], address: str) -> Worker | None:
-    """The worker at an admin address or host:port, by name or by what the name resolves to; None
-    rather than a guess."""
-    wanted = _host_and_port(address)
-    candidates = list(workers)
-    for worker in candidates:
-        if _host_and_port(worker.admin_url) == wanted:
-            return worker
-    resolved = await _addresses(*wanted)
-    matching = [w for w in candidates if resolved & await _addresses(*_host_and_port(w.admin_url))]
-    if len(matching) > 1:
-        raise UsageError(
-            f"{address} is the address of {len(matching)} workers.", "Name one by its port as well."
-        )
-    return matching[0] if matching else None
+async def is_dead(worker: Worker, listed: Sequence[Worker] = ()) -> bool:
+    """Return whether a silent worker is dead, not slow: nothing listens at its admin address, or a
+    listed successor with the same ports does."""
+    if any(w.admin_url == worker.admin_url and w.error is None for w in listed):
+        return worker.error is not None
+    host, port = _split_address(worker.admin_url)
+    if port is None:
+        return False
+    try:
+        async with asyncio.timeout(2.0):
+            _, writer = await asyncio.open_connection(host, port)
+    except ConnectionRefusedError:
+        return True
+    except (OSError, TimeoutError):
+        return False  # the network, or a full backlog: it may be alive
+    writer.close()
+    return False
 
 
-async def _rl_listing(http: Http, base: str, retry: Retry) -> list[Worker]:
+async def _read_rl_listing(http: Http, base: str, retry: Retry) -> list[Worker]:
     url = f"{base.rstrip('/')}/v1/rl/workers"
     try:
         listing = await http.get(url, timeout=LISTING_SECONDS, retry=retry)
     except Unreachable as error:
         raise Unreachable(
             f"No RL worker listing: {error.message}",
-            "The frontend serves it on a port of its own (DYN_ENABLE_RL=true, DYN_RL_PORT); "
+            "The frontend serves it on a separate port (DYN_ENABLE_RL=true, DYN_RL_PORT); "
             "pass that address as `rl_url`.",
         ) from error
     entries = listing.get("workers") if isinstance(listing, dict) else None
     if not isinstance(entries, list):
         raise RequestFailed(f"{url} answered without a list of workers.", status=200)
-    return [_listed(entry) for entry in entries]
+    return [_parse_entry(entry) for entry in entries]
 
 
-def _listed(entry: Any) -> Worker:
+def _parse_entry(entry: Any) -> Worker:
     error = entry.get("error") if isinstance(entry, dict) else None
     worker = Worker(
-        instance_id=_instance_id(entry),
+        instance_id=_get_instance_id(entry),
         model=entry.get("model") or "",
         admin_url=(entry.get("system_url") or "").rstrip("/"),
         routes=frozenset(entry.get("routes") or ()),
         world_size=entry.get("world_size") or 1,
         error=str(error) if error else None,
     )
-    if worker.error is None and not worker.admin_url:
+    if worker.error is not None:
+        return worker
+    if not worker.admin_url:
         return replace(worker, error="it is listed without an admin address (DYN_SYSTEM_PORT)")
-    return _checked_routes(worker)
+    lacking = sorted(NEEDED_ROUTES - {route.rpartition("/")[2] for route in worker.routes})
+    if lacking:
+        return replace(worker, error=f"it does not offer {', '.join(lacking)} (--enable-rl)")
+    return worker
 
 
-async def _health_listing(http: Http, source: HealthListing, retry: Retry) -> list[Worker]:
+async def _read_health_listing(http: Http, source: HealthListing, retry: Retry) -> list[Worker]:
     url = f"{source.url.rstrip('/')}/health"
     answer = await http.get(url, timeout=LISTING_SECONDS, retry=retry)
     instances = answer.get("instances") if isinstance(answer, dict) else None
     if not isinstance(instances, list):
         raise RequestFailed(f"{url} answered without a list of instances.", status=200)
-    found: dict[int, Worker] = {}
-    for entry in instances:  # an instance is there once for each of its endpoints
-        instance = _instance_id(entry)
-        if not _in_namespace(str(entry.get("namespace", "")), source.namespace):
+    workers: dict[int, Worker] = {}
+    for entry in instances:  # an instance is listed once for each of its endpoints
+        instance = _get_instance_id(entry)
+        namespace = str(entry.get("namespace", ""))
+        if source.namespace and not f"{namespace}-".startswith(f"{source.namespace}-"):
             continue
-        if entry.get("endpoint") not in (None, "generate", "rl") or instance in found:
+        if entry.get("endpoint") not in (None, "generate", "rl") or instance in workers:
             continue
-        host = _transport_host(entry.get("transport"))
+        host = _get_transport_host(entry.get("transport"))
         admin = f"http://{host}:{source.system_port}" if host else ""
         error = None if host else "its transport names no address"
-        found[instance] = Worker(instance, "", admin, error=error)
-    probed = await asyncio.gather(*(_probed(http, worker) for worker in found.values()))
-    return list(probed)
+        workers[instance] = Worker(instance, "", admin, error=error)
+    return list(await asyncio.gather(*(_probe(http, worker) for worker in workers.values())))
 
 
-async def _static_list(http: Http, source: StaticList) -> list[Worker]:
-    urls = dict.fromkeys(url.rstrip("/") for url in source.urls)
-    workers = [Worker(_stand_in_id(url), source.model, url) for url in urls]
-    return list(await asyncio.gather(*(_probed(http, worker) for worker in workers)))
-
-
-async def _probed(http: Http, worker: Worker) -> Worker:
-    """The worker, with an error if its admin address does not answer."""
+async def _probe(http: Http, worker: Worker) -> Worker:
+    """Return the worker, with an error if its admin address does not answer."""
     if worker.error is not None:
         return worker
     try:
         await http.get_text(f"{worker.admin_url}/health", timeout=5.0)
     except RequestFailed:
-        return worker  # something answers; a worker's /health says 503 while it serves, too
+        return worker  # it answers; a worker's /health may be 503 while it serves
     except Unreachable as error:
         return replace(worker, error=error.message)
     return worker
 
 
-def _checked_routes(worker: Worker) -> Worker:
-    names = {route.rpartition("/")[2] for route in worker.routes}
-    lacking = sorted(NEEDED_ROUTES - names)
-    if worker.error is None and lacking:
-        return replace(worker, error=f"it does not offer {', '.join(lacking)} (--enable-rl)")
-    return worker
-
-
-def _instance_id(entry: Any) -> int:
+def _get_instance_id(entry: Any) -> int:
     instance = entry.get("instance_id") if isinstance(entry, dict) else None
     if not isinstance(instance, int) or isinstance(instance, bool):
         raise RequestFailed(
@@ -188,36 +182,24 @@ def _instance_id(entry: Any) -> int:
     return instance
 
 
-def _stand_in_id(url: str) -> int:
+def _make_stand_in_id(url: str) -> int:
+    """Return a stable negative id for a worker whose instance id is unknown."""
     digest = hashlib.sha256(url.encode()).digest()
     return -int.from_bytes(digest[:7], "big") - 1
 
 
-def _in_namespace(name: str, wanted: str) -> bool:
-    return not wanted or name == wanted or name.startswith(f"{wanted}-")
-
-
-def _transport_host(transport: Any) -> str:
-    """The host in `{"tcp": "10.0.0.7:43601/…"}` or `{"nats_tcp": …}`; empty when there is none."""
-    said = transport.get("tcp") if isinstance(transport, dict) else transport
-    host, port = _host_and_port(str(said).partition("/")[0]) if said else ("", None)
+def _get_transport_host(transport: Any) -> str:
+    """Return the host in `{"tcp": "10.0.0.7:43601/…"}`; empty for other transports."""
+    address = transport.get("tcp") if isinstance(transport, dict) else transport
+    host, port = _split_address(str(address).partition("/")[0]) if address else ("", None)
     if not host or port is None:
         return ""
     return f"[{host}]" if ":" in host else host
 
 
-def _host_and_port(address: str) -> tuple[str, int | None]:
+def _split_address(address: str) -> tuple[str, int | None]:
     parts = urlsplit(address if "://" in address else f"//{address}")
     try:
         return (parts.hostname or ""), parts.port
     except ValueError:
         return "", None
-
-
-async def _addresses(host: str, port: int | None) -> set[tuple[str, int | None]]:
-    """Every (address, port) that a name stands for; none when it does not resolve."""
-    try:
-        found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError:
-        return set()
-    return {(str(entry[4][0]), port) for entry in found}

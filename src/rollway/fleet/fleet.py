@@ -1,8 +1,8 @@
-"""The workers as one thing: list, pause, refit, resume all of them, and know what each serves.
+"""All workers of a model as one object: list, pause, refit and resume them, know what each serves.
 
-`refit` is the heart; its protocol is in rollway.fleet.refit. `watch` keeps the fleet whole between
-refits: a worker that joins, also one that was restarted, starts from the base checkpoint, and is
-brought to the current version before it gets any traffic.
+`refit` runs the protocol of rollway.fleet.refit. `watch` maintains the fleet between refits: a
+worker that joins or restarts has the base checkpoint, and is moved to the current version before it
+gets any requests.
 """
 
 from __future__ import annotations
@@ -16,52 +16,52 @@ from pathlib import Path
 from typing import Any, Protocol, get_args
 
 from rollway.config import AdminTimeouts
-from rollway.errors import AdminError, NoWorkers, RollwayError, UsageError
+from rollway.errors import AdminError, RollwayError, UsageError
 from rollway.fleet.adapters import Adapters
 from rollway.fleet.admin import (
     AdminAPI,
     DynamoAdmin,
     PauseMode,
-    leaving,
-    not_answering,
+    leaving_label,
+    no_workers_error,
     on_all,
-    unproven,
+    silent_workers_error,
+    unverified_label,
 )
-from rollway.fleet.canary import Agreement, Answer, Ask
-from rollway.fleet.discovery import RlListing, Source, Worker
+from rollway.fleet.canary import Answer, Ask, CanaryCheck
+from rollway.fleet.discovery import RlListing, Source, Worker, is_dead
 from rollway.fleet.membership import POLL_SECONDS, Membership
-from rollway.fleet.moves import (
+from rollway.fleet.refit import Refit, Supervised
+from rollway.fleet.report import RefitMode, RefitReport, WorkerReport
+from rollway.fleet.updates import FromDisk, Offered, Update, Weights
+from rollway.fleet.worker_refit import (
     ROUTING_SECONDS,
     Observer,
+    RefitPlan,
     Replace,
-    Supervised,
-    is_dead,
-    route,
-    to_the_end,
+    run_to_the_end,
+    set_taints,
 )
-from rollway.fleet.refit import Refit
-from rollway.fleet.report import RefitMode, RefitReport, WorkerRefit
-from rollway.fleet.updates import FromDisk, Offered, Update, Weights
 from rollway.http import Http
 from rollway.orders import stack_secret
 from rollway.versions import Ticket, VersionBook, taint_of
 from rollway.weights.checkpoint import TensorHeader, check_checkpoint, read_headers
 from rollway.weights.offer import Offer
 
-__all__ = ["Fleet", "RefitReport", "WorkerRefit"]
+__all__ = ["Fleet", "RefitReport", "WorkerReport"]
 
 log = logging.getLogger(__name__)
 
 Guard = Callable[[], AbstractAsyncContextManager[Any]]
-"""Keeps two refits of one fleet apart, also those of two processes."""
+"""Returns a lock that keeps refits of one fleet apart, also those of several processes."""
 
 _REFRESH_SECONDS = 1.0
-_CONFIRM_SECONDS = 0.02
-"""Answers that come within this time share one question to their worker."""
+_SHARE_SECONDS = 0.02
+"""Answers that arrive within this time share one question to their worker."""
 
 
-class Shelf(Protocol):
-    """Where other processes find how the current version was made."""
+class VersionRecord(Protocol):
+    """A record, shared with other processes, of the versions and of how to load the current one."""
 
     def put(self, version: int, path: Path) -> None: ...
 
@@ -74,7 +74,7 @@ class Shelf(Protocol):
     def claims(self) -> dict[int, str]: ...
 
     def newest(self) -> int | None:
-        """The newest version that anybody has claimed; cheap."""
+        """Return the newest claimed version; cheap, because it is called for every answer."""
         ...
 
 
@@ -95,7 +95,7 @@ class Fleet:
         replace: Replace | None = None,
         guard: Guard = nullcontext,
         supervised: Supervised = lambda _: False,
-        shelf: Shelf | None = None,
+        shelf: VersionRecord | None = None,
         secret: str | None = None,
     ) -> None:
         self.model = model
@@ -105,73 +105,74 @@ class Fleet:
         self.membership = Membership(
             http, RlListing(source) if isinstance(source, str) else source, model
         )
-        self.membership.on_leave(self._left)
+        self.membership.on_leave(self._forget)
         self.observer: Observer | None = None
-        """Told of each step of a refit, with its worker, before it is taken."""
+        """Called with each step of a refit and its worker, before the step."""
+        self.adapters = Adapters(self.admin, self._secret)
         self._roots = roots
         self._reference = reference
         self._canary = canary
         self._replace = replace
         self._guard = guard
         self._supervised = supervised
-        self._shelf = shelf
-        self.adapters = Adapters(self.admin, self._secret)
-        self._refitting = asyncio.Lock()
+        self._record = shelf
+        self._lock = asyncio.Lock()
         self._recipe: tuple[int, Update] | None = None
+        """The last version that this process refitted to, and its update."""
         self._doubtful: set[int] = set()
         self._refreshed_at = float("-inf")
         self._claimed_before: int | None = None
-        """What was claimed when this process last began to change weights."""
-        self._asking: dict[int, asyncio.Task[int | None]] = {}
+        """The newest claim when this process last began to change weights."""
+        self._questions: dict[int, asyncio.Task[int | None]] = {}
 
     def supervised_by(self, replace: Replace) -> None:
-        """Say that every worker has a supervisor, wherever it is, which `replace` reaches."""
+        """Declare that every worker has a supervisor, which `replace` reaches."""
         self._replace, self._supervised = replace, lambda _: True
 
     async def workers(self, *, fresh: bool = True) -> list[Worker]:
-        """Who is there, those in error included; `fresh=False` may be a moment old."""
+        """Return all workers, those in error included; `fresh=False` accepts a recent listing."""
         return await self.membership.workers(fresh=fresh)
 
     async def pause(self, mode: PauseMode = "wait", *, clear_cache: bool = True) -> None:
-        """Pause every worker and take it out of the routing, where it would only collect requests
-        that hang; if one fails the others are resumed again."""
-        async with self._refitting, self._guard():
-            workers = await self._usable()
+        """Pause every worker and take it out of the routing, where it would collect requests that
+        hang. If one fails, the others are resumed."""
+        async with self._lock, self._guard():
+            workers = await self._list_usable()
 
             async def pause(worker: Worker) -> None:
-                await route(self.admin, self.versions, worker, [])
+                await set_taints(self.admin, self.versions, worker, [])
                 await self.admin.pause(worker, mode, clear_cache=clear_cache)
                 if self.versions.tainted and mode != "keep":
-                    # What a router sent before it heard of it would hang until the resume.
+                    # Requests that a router sent meanwhile would hang until the resume.
                     await asyncio.sleep(ROUTING_SECONDS)
                     await self.admin.pause(worker, "abort", clear_cache=clear_cache)
 
             async def undo() -> None:
-                await on_all(workers, self._back)
+                await on_all(workers, self._put_back)
                 self.versions.open()
 
             self.versions.close()
             try:
-                await self._all(workers, pause)
+                await self._call_all(workers, pause)
             except BaseException:
-                await to_the_end(undo())
+                await run_to_the_end(undo())
                 raise
 
     async def resume(self) -> None:
-        """Resume every worker whose weights are known; one that a refit left in doubt stays
-        paused, and is named in the error, as is one that does not answer."""
-        async with self._refitting, self._guard():
+        """Resume every worker whose weights are known. Raise if a worker is in doubt, which stays
+        paused, or does not answer."""
+        async with self._lock, self._guard():
             workers = await self.workers()
-            there = [worker for worker in workers if worker.error is None]
-            declared = await self._declared(there)
-            doubtful = [w for w in there if (declared[w.instance_id] or 0) < 0]
+            answering = [worker for worker in workers if worker.error is None]
+            labels = await self._read_labels(answering)
+            doubtful = [w for w in answering if (labels[w.instance_id] or 0) < 0]
             try:
-                await self._all([w for w in there if w not in doubtful], self._back)
+                await self._call_all([w for w in answering if w not in doubtful], self._put_back)
             finally:
                 self.versions.open()
             silent = [w for w in workers if w.error is not None and not await is_dead(w, workers)]
             if silent:
-                raise not_answering(silent, len(workers))
+                raise silent_workers_error(silent, len(workers))
             if doubtful:
                 raise AdminError(
                     f"{len(doubtful)} of {len(workers)} workers were left between two versions and "
@@ -180,24 +181,23 @@ class Fleet:
                 )
 
     async def flush_cache(self) -> None:
-        await self._all(await self._usable(), self.admin.flush_cache)
+        await self._call_all(await self._list_usable(), self.admin.flush_cache)
 
     async def read_versions(self) -> dict[int, int | None]:
-        """The version each worker declares, by instance id; None where it declares none or does not
-        answer, `IN_DOUBT` where a change of its weights is under way or has failed. Also brings
-        the book up to date, unless this process is changing weights right now."""
+        """Return the version that each worker declares: None if it declares none or is silent,
+        negative if its weights are changing or in doubt. Also update `versions`."""
         epoch = self.versions.epoch
         workers = await self.workers()
         if not workers:
-            raise self._no_workers()
-        by_id = await self._declared(workers)
+            raise no_workers_error(self.membership.source)
+        labels = await self._read_labels(workers)
+        # A refit of this process knows better than labels that were read while it ran.
         if self.versions.epoch == epoch and not self.versions.changing:
-            self.versions.learn({i: v for i, v in by_id.items() if v is not None and v >= 0})
-        return by_id
+            self.versions.learn({i: v for i, v in labels.items() if v is not None and v >= 0})
+        return labels
 
     async def refresh(self, *, now: bool = False) -> None:
-        """Look again, at most once a second unless told to, and never raising; for a request that
-        found nobody: another process may have refitted, or a worker may have caught up."""
+        """Read the versions again, at most once a second unless `now`; never raise."""
         if not now and time.monotonic() - self._refreshed_at < _REFRESH_SECONDS:
             return
         self._refreshed_at = time.monotonic()
@@ -207,44 +207,53 @@ class Fleet:
             log.debug("versions cannot be read: %s", error.message)
 
     async def confirms(self, ticket: Ticket, instance: int | None) -> bool:
-        """Whether what a worker has just answered is of its ticket's version, as far as other
-        processes go. Since versions only go up, one that still declares it has served nothing
-        else in between."""
+        """Return whether the worker that has just answered still serves the ticket's version; with
+        `instance` None, whether all workers do."""
+        # `VersionBook.vouches` covers refits by this process, this covers refits by others.
+        # Versions only go up, so a worker whose label is still the ticket's version *after* the
+        # answer has served nothing else in between.
         assert ticket.version is not None
-        fine = {ticket.version}
+        accepted = {ticket.version}
         if ticket.taint is not None:
-            if self._shelf is not None:
-                # What this process is changing itself, its own book knows.
-                mine = self.versions.changing > 0
-                claimed = self._claimed_before if mine else self._shelf.newest()
+            if self._record is not None:
+                # Every process records its claim before it touches a worker. If the newest claim
+                # is not above the ticket's version, nobody has begun, and no question is needed.
+                # During a refit of this process the newest claim is its own, so the claim from
+                # before counts (the guard keeps other processes out meanwhile).
+                is_ours = self.versions.changing > 0
+                claimed = self._claimed_before if is_ours else self._record.newest()
                 if claimed is None or claimed <= ticket.version:
-                    return True  # nobody else has begun to change anything
-            # Out of the routing and not generating again yet, or with these very weights.
-            fine |= {leaving(ticket.version), unproven(ticket.version)}
-        # Anybody may have answered where no router was told otherwise, also who has just joined.
-        anybody = instance is None and ticket.taint is None
+                    return True
+            # With a taint, only a worker on the version got the request. These labels say that it
+            # left service after that version and has not generated since, or has loaded these
+            # very weights and not entered service.
+            accepted |= {leaving_label(ticket.version), unverified_label(ticket.version)}
+        # Without taints any worker may have answered, even one that joined a moment ago and is
+        # missing from a recent listing.
+        may_be_new = instance is None and ticket.taint is None
         try:
-            asked = [
+            candidates = [
                 worker
-                for worker in await self.workers(fresh=anybody)
+                for worker in await self.workers(fresh=may_be_new)
                 if instance in (None, worker.instance_id) and worker.error is None
             ]
-            told = [await self._label_from_now(worker) for worker in asked]
+            labels = [await self._read_label_from_now(worker) for worker in candidates]
         except RollwayError:
-            return False
-        return bool(told) and fine.issuperset(told)
+            return False  # without an answer nothing is known, and the rollout is repeated
+        return bool(labels) and accepted.issuperset(labels)
 
-    async def _label_from_now(self, worker: Worker) -> int | None:
-        """What a worker declares, asked after this call; callers at the same time share it."""
+    async def _read_label_from_now(self, worker: Worker) -> int | None:
+        """Return a worker's label, read after this call began. Calls at the same time share it."""
 
         async def ask() -> int | None:
-            await asyncio.sleep(_CONFIRM_SECONDS)
-            del self._asking[worker.instance_id]
+            await asyncio.sleep(_SHARE_SECONDS)
+            # Before the question: a caller that comes later must not get an older label.
+            del self._questions[worker.instance_id]
             return await self.admin.weight_version(worker)
 
-        task = self._asking.get(worker.instance_id)
+        task = self._questions.get(worker.instance_id)
         if task is None:
-            task = self._asking[worker.instance_id] = asyncio.create_task(ask())
+            task = self._questions[worker.instance_id] = asyncio.create_task(ask())
             task.add_done_callback(lambda t: t.cancelled() or t.exception())
         return await asyncio.shield(task)
 
@@ -258,64 +267,52 @@ class Fleet:
         expected: Answer | None = None,
         allow_cast: bool = False,
     ) -> RefitReport:
-        """Bring every worker to `version`; `update` is what a publisher offered, a checkpoint
-        directory that all of them can read, or another `Update`. A second refit waits for the
-        first."""
+        """Move every worker to `version`. `update` is a publisher's offer, a checkpoint directory
+        that all workers can read, or another `Update`. A second refit waits for the first."""
         if mode not in get_args(RefitMode) or not 0.0 < share <= 1.0:
             raise UsageError(
-                f"A refit cannot be made with mode {mode!r} and share {share!r}.",
+                f"A refit is not possible with mode {mode!r} and share {share!r}.",
                 f"Modes are {', '.join(get_args(RefitMode))}; a share is above 0 and at most 1.",
             )
-        if isinstance(update, Offer) and update.transport == "files":
-            update = Path(update.where["path"])  # any worker that sees the directory can take it
-        if isinstance(update, Offer):
-            update = Offered(update, self._secret, allow_cast)
-        if isinstance(update, str | Path):
-            update = FromDisk(Path(update), self._roots, await self._served(), allow_cast)
-        if isinstance(update, FromDisk) and not update.secret:
-            update.secret = self._secret
-        async with self._refitting, self._guard():
-            refit = self._new_refit(version, update, expected)
+        chosen = await self._make_update(update, allow_cast)
+        async with self._lock, self._guard():
+            refit = self._make_refit(version, chosen, expected)
             refit.mode, refit.share = mode, share
-            if self._shelf is not None:
-                self._claimed_before = self._shelf.newest()
-                self.versions.claimed(self._shelf.claims())
-                refit.record = self._shelf.claim
+            self._learn_claims()
             try:
                 return await refit.run()
             finally:
-                if refit.claimed and self.versions.current == version:
-                    self._keep_recipe(version, update)
+                if refit.is_claimed and self.versions.current == version:
+                    self._recipe = (version, chosen)
+                    if self._record is not None and isinstance(chosen, FromDisk):
+                        self._record.put(version, chosen.path)
                 self._note_doubts(refit)
 
     async def load_adapter(
         self, name: str, version: int, offer: Offer, config: Mapping[str, Any], *, keep: int = 2
     ) -> str:
-        """Bring a LoRA adapter that a publisher offered to every worker, beside the versions of it
-        that are served; returns the name that requests for it have, `name@version`. The newest
-        `keep` versions stay loaded."""
+        """Load a published LoRA adapter on every worker, beside its older versions, and return the
+        name for requests, `name@version`. The newest `keep` versions stay loaded."""
         if offer.transport == "files":
-            where = Path(offer.where["path"])
-            await asyncio.to_thread(check_checkpoint, where, roots=self._roots, whole=False)
-        async with self._refitting, self._guard():
-            workers = await self._usable()
+            path = Path(offer.where["path"])
+            await asyncio.to_thread(check_checkpoint, path, roots=self._roots, whole=False)
+        async with self._lock, self._guard():
+            workers = await self._list_usable()
             return await self.adapters.load(workers, name, version, offer, config, keep)
 
     async def unload_adapter(self, name: str) -> None:
-        """Unload all versions of an adapter, or one, `name@version`; their requests end first."""
-        async with self._refitting, self._guard():
-            await self.adapters.unload(await self._usable(), name)
+        """Unload an adapter, or one version (`name@version`), once its requests have ended."""
+        async with self._lock, self._guard():
+            await self.adapters.unload(await self._list_usable(), name)
 
     async def admit(self) -> RefitReport | None:
-        """Bring workers that are not on the current version to it, the others going on; None when
-        there is nothing to do, or nothing to do it with."""
-        async with self._refitting, self._guard():
-            if self._shelf is not None:
-                self._claimed_before = self._shelf.newest()
-                self.versions.claimed(self._shelf.claims())
+        """Move workers that are behind to the current version while the others generate. Return
+        None if none is behind, or if the weights cannot be loaded again."""
+        async with self._lock, self._guard():
+            self._learn_claims()
             await self.read_versions()
             listed = await self.workers(fresh=False)
-            recipe = self._current_recipe()
+            recipe = self._find_recipe()
             if recipe is None or not recipe[1].repeatable:
                 return None
             version, update = recipe
@@ -323,94 +320,109 @@ class Fleet:
                 self.versions.by_worker.get(w.instance_id) == version for w in listed if not w.error
             ):
                 return None
-            refit = self._new_refit(version, update, None)
+            refit = self._make_refit(version, update, None)
             try:
                 return await refit.catch_up()
             finally:
                 self._note_doubts(refit)
 
     async def watch(self, seconds: float = POLL_SECONDS) -> None:
-        """Until cancelled: notice who joins and leaves, and admit those who join."""
-
+        """Notice joins and leaves, and admit workers that join, until cancelled."""
         while True:
-            if await self.membership.poll() and await self._somebody_is_behind():
+            if await self.membership.poll() and await self._is_any_behind():
                 try:
                     await self.admit()
                 except RollwayError as error:
-                    log.warning("a worker could not be brought up to date: %s", error)
+                    log.warning("a worker could not be moved to the current version: %s", error)
                 except Exception:
-                    log.exception("a worker could not be brought up to date")
+                    log.exception("a worker could not be moved to the current version")
             try:
                 await self._admit_to_adapters()
             except RollwayError as error:
-                log.warning("a worker could not be given its adapters: %s", error)
+                log.warning("a worker could not load the adapters: %s", error)
             await asyncio.sleep(seconds)
 
     async def _admit_to_adapters(self) -> None:
-        """Give workers that have joined, and are up to date, the adapters that the others have."""
+        """Load the adapters on workers that have joined and are on the current version."""
         if not self.adapters.loaded:
             return
         listed = await self.workers(fresh=False)
         if self.adapters.missing(listed):
-            async with self._refitting, self._guard():
-                current, had = self.versions.current, self.versions.by_worker
-                there = [w for w in listed if had.get(w.instance_id) == current]
-                await self.adapters.catch_up(there)
+            async with self._lock, self._guard():
+                current, served = self.versions.current, self.versions.by_worker
+                ready = [w for w in listed if served.get(w.instance_id) == current]
+                await self.adapters.catch_up(ready)
 
-    async def _somebody_is_behind(self) -> bool:
-        known, current = self.versions.by_worker, self.versions.current
+    async def _is_any_behind(self) -> bool:
+        served, current = self.versions.by_worker, self.versions.current
         return any(
-            worker.error is None and (current is None or known.get(worker.instance_id) != current)
+            worker.error is None and (current is None or served.get(worker.instance_id) != current)
             for worker in await self.workers(fresh=False)
         )
 
-    async def _back(self, worker: Worker) -> None:
-        """Into service as what it is."""
-        async with self.admin.held() as line:
-            version = await line.weight_version(worker)
-            if version is not None and version < 0:
-                return  # nobody knows what it would serve
-            await line.resume(worker)
-            await route(line, self.versions, worker, [] if version is None else [taint_of(version)])
+    async def _put_back(self, worker: Worker) -> None:
+        """Resume a worker with its own version, unless it is in doubt."""
+        async with self.admin.held() as connection:
+            version = await connection.weight_version(worker)
+            if version is None or version >= 0:
+                await connection.resume(worker)
+                taints = [] if version is None else [taint_of(version)]
+                await set_taints(connection, self.versions, worker, taints)
 
-    def _new_refit(self, version: int, update: Update, expected: Answer | None) -> Refit:
-        agreement = None
-        if self._canary is not None:
-            agreement = Agreement(self._canary, expected)
-        return Refit(
+    async def _make_update(self, weights: Weights, allow_cast: bool) -> Update:
+        if isinstance(weights, Offer) and weights.transport == "files":
+            weights = Path(weights.where["path"])  # workers without the extension can load it too
+        if isinstance(weights, Offer):
+            return Offered(weights, self._secret, allow_cast)
+        if isinstance(weights, str | Path):
+            served = await self._read_served_headers()
+            return FromDisk(Path(weights), self._roots, served, allow_cast, secret=self._secret)
+        if isinstance(weights, FromDisk) and not weights.secret:
+            weights.secret = self._secret
+        return weights
+
+    def _make_refit(self, version: int, update: Update, expected: Answer | None) -> Refit:
+        plan = RefitPlan(
             self.admin,
-            self.membership,
             self.versions,
             update,
             version,
-            agreement=agreement,
+            canaries=None if self._canary is None else CanaryCheck(self._canary, expected),
             replace=self._replace,
             observer=self.observer,
-            skip=frozenset(self._doubtful),
+        )
+        return Refit(
+            plan,
+            self.membership,
             supervised=self._supervised,
+            skip=frozenset(self._doubtful),
+            record=None if self._record is None else self._record.claim,
         )
 
-    def _keep_recipe(self, version: int, update: Update) -> None:
-        self._recipe = (version, update)
-        if self._shelf is not None and isinstance(update, FromDisk):
-            self._shelf.put(version, update.path)
+    def _learn_claims(self) -> None:
+        if self._record is not None:
+            self._claimed_before = self._record.newest()
+            self.versions.learn_claims(self._record.claims())
 
-    def _current_recipe(self) -> tuple[int, Update] | None:
-        """How to make the current version: of this process, or left by the one that made it."""
+    def _find_recipe(self) -> tuple[int, Update] | None:
+        """Return the current version and its update, from this process or from the record."""
         current = self.versions.current
         if self._recipe is not None and self._recipe[0] == current:
             return self._recipe
-        found = self._shelf.get() if self._shelf is not None else None
-        if found is None or found[0] != current:
+        recorded = self._record.get() if self._record is not None else None
+        if recorded is None or recorded[0] != current:
             return None
-        return current, FromDisk(found[1], self._roots, secret=self._secret)
+        return current, FromDisk(recorded[1], self._roots, secret=self._secret)
 
     def _note_doubts(self, refit: Refit) -> None:
-        doubtful = {i for i, state in refit.states.items() if state.state == "in doubt"}
-        self._doubtful = (self._doubtful - refit.states.keys()) | doubtful
+        for instance, worker in refit.workers.items():
+            if worker.report.state == "in doubt":
+                self._doubtful.add(instance)
+            elif worker.report.state != "untouched":
+                self._doubtful.discard(instance)
 
-    async def _served(self) -> dict[str, TensorHeader] | None:
-        """Names, shapes and dtypes of what is served, if this process can tell."""
+    async def _read_served_headers(self) -> dict[str, TensorHeader] | None:
+        """Return the tensor headers of the served model; None if this process cannot know them."""
         if self._reference is not None and self._reference.is_dir():
             return await asyncio.to_thread(read_headers, self._reference)
         if self._recipe is not None and isinstance(self._recipe[1], FromDisk):
@@ -418,36 +430,30 @@ class Fleet:
             return None if checkpoint is None else checkpoint.tensors
         return None
 
-    async def _left(self, worker: Worker) -> None:
-        self.versions.gone(worker.instance_id)
+    async def _forget(self, worker: Worker) -> None:
+        self.versions.forget(worker.instance_id)
 
-    async def _declared(self, workers: Sequence[Worker]) -> dict[int, int | None]:
+    async def _read_labels(self, workers: Sequence[Worker]) -> dict[int, int | None]:
         answering = [worker for worker in workers if worker.error is None]
-        told = await on_all(answering, self.admin.weight_version)
-        by_id: dict[int, int | None] = {worker.instance_id: None for worker in workers}
-        for worker, version in zip(answering, told, strict=True):
-            if isinstance(version, int):
-                by_id[worker.instance_id] = version
-        return by_id
+        results = await on_all(answering, self.admin.weight_version)
+        labels: dict[int, int | None] = {worker.instance_id: None for worker in workers}
+        for worker, label in zip(answering, results, strict=True):
+            if isinstance(label, int):
+                labels[worker.instance_id] = label
+        return labels
 
-    async def _usable(self) -> list[Worker]:
-        """The workers, all of them answering; a worker in error must not be passed over."""
+    async def _list_usable(self) -> list[Worker]:
+        """Return all workers; raise if any does not answer."""
         workers = await self.workers()
         silent = [worker for worker in workers if worker.error is not None]
         if silent:
-            raise not_answering(silent, len(workers))
+            raise silent_workers_error(silent, len(workers))
         if not workers:
-            raise self._no_workers()
+            raise no_workers_error(self.membership.source)
         return workers
 
-    def _no_workers(self) -> NoWorkers:
-        return NoWorkers(
-            f"No RL worker is listed at {self.membership.source}.",
-            "Workers need --enable-rl, and the mocker engine has no admin routes.",
-        )
-
-    async def _all(self, workers: Sequence[Worker], call: Callable[[Worker], Any]) -> None:
-        """One call on every worker at once; the first failure is raised at the end."""
+    async def _call_all(self, workers: Sequence[Worker], call: Callable[[Worker], Any]) -> None:
+        """Make one call on every worker at once, and raise the first failure at the end."""
         for result in await on_all(workers, call):
             if isinstance(result, BaseException):
                 raise result

@@ -1,8 +1,8 @@
-"""Who belongs to the fleet, remembered between listings.
+"""The workers of a fleet, remembered between listings.
 
-Every listing makes the frontend probe all workers, and one that hangs holds it up for 5 s, so what
-was found is kept for a moment, and callers who ask at once share one listing. `poll` asks again and
-tells who joined and who left; a listing that failed tells nothing, and changes nothing.
+Every listing makes the frontend probe all workers, and a hung worker delays it by 5 s. So a listing
+is reused for a moment, and callers at the same time share one. `poll` lists again and notifies
+listeners of joins and leaves. A listing that failed changes nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from rollway.errors import RollwayError
-from rollway.fleet.discovery import Source, Worker, discover
+from rollway.fleet.discovery import Source, Worker, discover, is_dead
 from rollway.http import Http
 
 log = logging.getLogger(__name__)
@@ -22,6 +22,8 @@ Listener = Callable[[Worker], Awaitable[None]]
 
 KEEP_SECONDS = 2.0
 POLL_SECONDS = 5.0
+DYING_SECONDS = (0.0, 0.3, 0.7, 1.5)
+"""The waits before each check whether a silent worker has died."""
 
 
 class Membership:
@@ -38,71 +40,81 @@ class Membership:
         self.source = source
         self._http = http
         self._model = model
-        self._keep = keep_seconds
+        self._keep_seconds = keep_seconds
         self._known: list[Worker] = []
         self._models: dict[int, str] = {}
         self._listed_at = float("-inf")
         self._listing: asyncio.Task[list[Worker]] | None = None
-        self._joined: list[Listener] = []
-        self._left: list[Listener] = []
+        self._join_listeners: list[Listener] = []
+        self._leave_listeners: list[Listener] = []
         self._announced: dict[int, Worker] = {}
-        self._reachable = True
+        self._is_reachable = True
 
     def on_join(self, listener: Listener) -> None:
-        self._joined.append(listener)
+        self._join_listeners.append(listener)
 
     def on_leave(self, listener: Listener) -> None:
-        self._left.append(listener)
+        self._leave_listeners.append(listener)
 
     async def workers(self, *, fresh: bool = False) -> list[Worker]:
-        """Who is there; `fresh` asks now, otherwise a recent answer will do."""
-        if not fresh and time.monotonic() - self._listed_at < self._keep:
+        """Return the workers; `fresh` lists them now, otherwise a recent listing is used."""
+        if not fresh and time.monotonic() - self._listed_at < self._keep_seconds:
             return list(self._known)
+        # A fresh listing must start now: one that is under way may be of an older state.
         if fresh or self._listing is None or self._listing.done():
-            # A fresh one must not be an answer to an older question.
             self._listing = asyncio.create_task(self._list())
-            # A caller may have gone before it fails; that is not worth a word.
-            self._listing.add_done_callback(lambda t: t.cancelled() or t.exception())
+            # If every caller was cancelled, nobody reads the exception.
+            self._listing.add_done_callback(lambda task: task.cancelled() or task.exception())
         return list(await asyncio.shield(self._listing))
 
     async def poll(self) -> bool:
-        """List once and tell the listeners; the first listing is news too. False when there was
-        no listing to be had."""
+        """List the workers and notify listeners of joins (all workers at the first poll) and
+        leaves. Return False if the listing failed."""
         try:
-            now = {worker.instance_id: worker for worker in await self.workers(fresh=True)}
+            listed = {worker.instance_id: worker for worker in await self.workers(fresh=True)}
         except RollwayError as error:
-            if self._reachable:
+            if self._is_reachable:  # log an outage once
                 log.warning("the workers cannot be listed: %s", error.message)
-            self._reachable = False
+            self._is_reachable = False
             return False
-        self._reachable = True
-        await self._announce(now)
+        self._is_reachable = True
+        before, self._announced = self._announced, listed
+        for instance, worker in before.items():
+            if instance not in listed:
+                await _notify(self._leave_listeners, worker)
+        for instance, worker in listed.items():
+            # A worker that could not be probed when it was first listed joins now.
+            known = before.get(instance)
+            if worker.error is None and (known is None or known.error is not None):
+                await _notify(self._join_listeners, worker)
         return True
 
-    async def _announce(self, now: dict[int, Worker]) -> None:
-        before, self._announced = self._announced, now
-        for instance, worker in before.items():
-            if instance not in now:
-                await _tell(self._left, worker)
-        for instance, worker in now.items():
-            # One that could not be probed when it first showed has not really joined yet.
-            was = before.get(instance)
-            if worker.error is None and (was is None or was.error is not None):
-                await _tell(self._joined, worker)
+    async def has_died(self, worker: Worker) -> bool:
+        """Return whether a worker that did not answer has died. A process takes a moment to exit,
+        and its successor may already listen at the same address."""
+        for seconds in DYING_SECONDS:
+            await asyncio.sleep(seconds)
+            if await is_dead(worker):
+                return True
+            listed = await self.workers(fresh=True)
+            at_address = {w.instance_id for w in listed if w.admin_url == worker.admin_url}
+            if at_address and worker.instance_id not in {w.instance_id for w in listed}:
+                return True
+        return False
 
     async def _list(self) -> list[Worker]:
-        found = await discover(self._http, self.source)
-        # One in error may be listed without its model; whose it was is remembered.
+        listed = await discover(self._http, self.source)
+        # A worker in error may be listed without its model, so its model is remembered.
         self._models = {
-            w.instance_id: w.model or self._models.get(w.instance_id, "") for w in found
+            w.instance_id: w.model or self._models.get(w.instance_id, "") for w in listed
         }
         ours = (self._model, "") if self._model is not None else self._models.values()
-        self._known = [w for w in found if self._models[w.instance_id] in ours]
+        self._known = [w for w in listed if self._models[w.instance_id] in ours]
         self._listed_at = time.monotonic()
         return self._known
 
 
-async def _tell(listeners: list[Listener], worker: Worker) -> None:
+async def _notify(listeners: list[Listener], worker: Worker) -> None:
     for listener in listeners:
         try:
             await listener(worker)

@@ -1,258 +1,354 @@
-"""One refit: bring workers to a new version so that nothing is ever sampled from another one.
+"""One refit: move workers to a new version so that nothing is ever sampled from another one.
 
-    look at the weights ─► ask every worker ─► claim the version      refused here: nothing touched
-                                                    │
-    for a group of workers at a time:               ▼
-      leave the routing ─► pause ──────────────► a pause failed: all back as they were, raised
+    check the weights ─► every worker checks, stages ─► claim the version    refused: discard, raise
+                                                             │
+    for one group of workers at a time:                      ▼
+      all leave the routing and pause ─────────────────► a pause failed: restore all, raise
                              │
-      each worker on its own:▼
-      label "between versions" ─► load ─► flush KV ─► verify ─► end what still queued
-        ─► enter the routing as the new version ─► resume
-              └─ anything failed: it stays paused, outside the routing, in doubt; replaced if ours
+      each worker by itself: ▼
+      update ─► flush KV ─► verify ─► abort late requests ─► enter the routing ─► resume ─► label
+              └─ any failure: it stays paused, outside the routing, in doubt; replaced if supervised
                              │
-    list again: workers that joined meanwhile are moved too, a bounded number of times
+    list again: move workers that joined meanwhile, in a bounded number of passes
+                             │
+    at the end, however it ended: discard updates that are staged and were not applied
 
-Nothing is sent twice to a worker once an update was issued to it.
+`rollway.fleet.worker_refit` has the steps of one worker. Nothing is sent twice to a worker once an
+update was issued to it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
 
-from rollway.errors import AdminError, NoWorkers, RollwayError, UsageError
-from rollway.fleet.admin import not_answering, on_all
-from rollway.fleet.discovery import Worker
-from rollway.fleet.moves import Mover, is_dead
-from rollway.fleet.report import RefitReport, refit_error
-from rollway.versions import taint_of
+from rollway.errors import AdminError, RollwayError, UsageError
+from rollway.fleet.admin import PauseMode, no_workers_error, on_all, silent_workers_error
+from rollway.fleet.discovery import Worker, is_dead
+from rollway.fleet.membership import Membership
+from rollway.fleet.report import RefitMode, RefitReport, WorkerReport, refit_error
+from rollway.fleet.worker_refit import RefitPlan, WorkerRefit, run_to_the_end
 
+log = logging.getLogger(__name__)
+
+Supervised = Callable[[Worker], bool]
 MAX_PASSES = 3
-_DYING_SECONDS = (0.0, 0.3, 0.7, 1.5)
-"""Between looks at a worker that did not answer."""
+ANSWER_SECONDS = 15.0
+"""How long a listed worker may fail to answer; a dead worker is listed for about 10 s."""
+DISCARD_SECONDS = 10.0
+"""The longest time that discarding staged updates may add to a refit."""
 
 
 @dataclass(slots=True)
-class Refit(Mover):
-    """One run of the protocol."""
+class Refit:
+    """One run of the protocol over the whole fleet."""
+
+    plan: RefitPlan
+    membership: Membership
+    mode: RefitMode = "pause-all"
+    share: float = 0.5
+    supervised: Supervised = lambda _: False
+    """Whether a supervisor labels the worker once it is ready."""
+    skip: frozenset[int] = frozenset()
+    """Workers that `catch_up` leaves alone, because an update to them has failed."""
+    record: Callable[[int, str], None] | None = None
+    """Records for other processes which weights a version names."""
+    workers: dict[int, WorkerRefit] = field(default_factory=dict)
+    is_claimed: bool = False
+    """Whether the version belongs to this refit; before that, no worker was touched."""
 
     async def run(self) -> RefitReport:
+        """Move all workers to the version; raise unless every live worker serves it."""
         began = time.monotonic()
-        report = RefitReport(self.version, self.mode)
-        await self.update.prepare()
-        workers = await self._answering()
-        await self._preflight(workers)
-        if self.mode == "rolling" and not self.update.repeatable:
+        report = RefitReport(self.plan.version, self.mode)
+        await self.plan.update.prepare()
+        if self.mode == "rolling" and not self.plan.update.repeatable:
             raise UsageError(
-                "These weights can be brought to the workers only once, all at the same time.",
+                "These weights can be sent only once, to all workers at the same time.",
                 "Refit with mode pause-all or in-flight.",
             )
-        self.book.claim(self.version, self.update.identity)
-        if self.record is not None:
-            self.record(self.version, self.update.identity)
-        self.claimed = True
-        workers = [w for w in workers if w.instance_id not in self.states]
-        there = [worker for worker in workers if self._is_there(worker)]
-        workers = [worker for worker in workers if worker not in there]
-        for worker, result in zip(there, await on_all(there, self._stays), strict=True):
-            if isinstance(result, BaseException):
-                self._state(worker).state, self._state(worker).error = "in doubt", str(result)
-        self.book.changing += 1
-        trouble: RollwayError | None = None
-        try:
-            while workers and report.passes < MAX_PASSES:
-                report.passes += 1
-                for group in self._groups(workers):
-                    seconds = await self._move(group, first=report.passes == 1)
-                    report.paused_seconds = max(report.paused_seconds, seconds)
-                    if not self.book.served_by(self.version):
-                        # Not one of them got there: the others are better left as they are.
-                        raise AdminError("None of the first workers took the new weights.")
-                workers = await self._joined()
-                if workers and not self.update.repeatable:
-                    raise AdminError(
-                        f"{len(workers)} workers joined too late for an update that cannot be "
-                        "repeated; the next refit takes them along."
-                    )
-        except RollwayError as error:
-            trouble = error
-        finally:
-            self.book.changing -= 1
-            report.workers = sorted(self.states.values(), key=lambda state: state.instance_id)
-            report.seconds = time.monotonic() - began
-        if trouble is not None:
-            raise refit_error(report, trouble) from trouble
-        self._judge(report, left_over=workers)
+        async with self._discard_afterwards():
+            workers = await self._preflight(await self._list_answering())
+            self._claim()
+            workers = await self._keep_current(workers)
+            trouble: RollwayError | None = None
+            with self._changing(report, began):
+                try:
+                    workers = await self._move_all(workers, report)
+                except RollwayError as error:
+                    trouble = error
+            if trouble is not None:
+                raise refit_error(report, trouble) from trouble
+            for worker in workers:
+                worker.report.error = f"it joined after {MAX_PASSES} passes"
+            self._check_outcome(report)
         return report
 
     async def catch_up(self) -> RefitReport:
-        """Bring those that are not on a version that others serve already to it."""
+        """Move workers that are behind to a version that others already serve."""
         began = time.monotonic()
-        report = RefitReport(self.version, "rolling", passes=1)
-        await self.update.prepare()
-        self.book.refuse_others(self.version, self.update.identity)
-        behind = [w for w in await self._behind() if w.instance_id not in self.skip]
+        report = RefitReport(self.plan.version, "rolling", passes=1)
+        await self.plan.update.prepare()
+        self.plan.versions.check_identity(self.plan.version, self.plan.update.identity)
+        behind = await self._list_behind(self.skip)
         if not behind:
-            return report  # only such as are left alone, or not ready
-        self.book.changing += 1
-        try:
-            await self._preflight(behind)
-            behind = [worker for worker in behind if worker.instance_id not in self.states]
-            await self._hear_one_that_serves(behind)
-            if behind:
-                report.paused_seconds = await self._move(behind, first=False)
-        finally:
-            self.book.changing -= 1
-            report.workers = list(self.states.values())
-            report.seconds = time.monotonic() - began
-        self._judge(report, left_over=[])
+            return report  # those that are behind are to be skipped, or not ready
+        async with self._discard_afterwards():
+            with self._changing(report, began):
+                behind = await self._preflight(behind)
+                await self._ask_for_reference(behind)
+                if behind:
+                    report.paused_seconds = await self._move(behind, is_first_pass=False)
+            self._check_outcome(report)
         return report
 
-    # --- before anything is touched ----------------------------------------------------------
+    # --- before any worker is touched --------------------------------------------------------
 
-    async def _answering(self) -> list[Worker]:
-        """All workers, every one of them answering. A worker that does not must not be passed
-        over: it is waited for, and replaced where that is possible."""
-        deadline = time.monotonic() + self.answer_seconds
+    async def _list_answering(self) -> list[WorkerRefit]:
+        """Return the workers once all of them answer, without those that are not ready yet.
+
+        A silent worker cannot be left out: it may be hung, still hold the old version and answer
+        requests later. So it must answer, be dead, or be replaced."""
+        deadline = time.monotonic() + ANSWER_SECONDS
         while True:
-            workers = await self.membership.workers(fresh=True)
-            silent = [worker for worker in workers if worker.error is not None]
-            if not workers and not self.book.by_worker:
-                break  # nobody was ever there
-            if not silent and workers:
-                return await self._labelled(workers)
-            dead = [worker for worker in silent if await is_dead(worker, workers)]
-            if len(dead) == len(silent) < len(workers):
+            listed = await self.membership.workers(fresh=True)
+            silent = [worker for worker in listed if worker.error is not None]
+            # An empty list is final only if there never was a worker: a frontend that restarts
+            # lists none for a moment.
+            if not listed and not self.plan.versions.by_worker:
+                break
+            if listed and not silent:
+                return await self._track_ready(listed)
+            # The frontend lists a dead worker for about 10 s. There is no need to wait for that,
+            # but somebody must be left, and every silent worker must be known to be dead.
+            dead = [worker for worker in silent if await is_dead(worker, listed)]
+            if len(dead) == len(silent) < len(listed):
                 for worker in dead:
-                    self._state(worker).state = "gone"
-                return await self._labelled([w for w in workers if w.error is None])
+                    self._track(worker).report.state = "gone"
+                return await self._track_ready([w for w in listed if w.error is None])
             if time.monotonic() > deadline:
                 break
             await asyncio.sleep(0.5)
-        if not workers:
-            raise NoWorkers(
-                "No RL worker is listed.",
-                "Workers need --enable-rl, and the mocker engine has no admin routes.",
-            )
+        if not listed:
+            raise no_workers_error(self.membership.source)
+        # They hang. A supervisor can replace them; the successors join during a later pass.
         for worker in silent:
-            if not await self._replaced(worker):
-                raise not_answering(silent, len(workers))
-        return await self._labelled([worker for worker in workers if worker.error is None])
+            if not await self._track(worker).replace():
+                raise silent_workers_error(silent, len(listed))
+        return await self._track_ready([worker for worker in listed if worker.error is None])
 
-    async def _labelled(self, workers: list[Worker]) -> list[Worker]:
-        """Without those that their supervisor is still getting ready: they take no traffic, and
-        join later."""
-        supervised = [worker for worker in workers if self.supervised(worker)]
-        told = await on_all(supervised, self.admin.weight_version)
-        joining = [w for w, label in zip(supervised, told, strict=True) if label is None]
-        for worker in joining:
-            self._state(worker).state = "joining"
-        return [worker for worker in workers if worker not in joining]
+    async def _track_ready(self, listed: Sequence[Worker]) -> list[WorkerRefit]:
+        """Track these workers, and return those that are ready. A supervised worker without a
+        label is still starting: it gets no requests, and joins later."""
+        supervised = [worker for worker in listed if self.supervised(worker)]
+        labels = await on_all(supervised, self.plan.admin.weight_version)
+        starting = [w for w, label in zip(supervised, labels, strict=True) if label is None]
+        for worker in starting:
+            self._track(worker).report.state = "joining"
+        return [self._track(worker) for worker in listed if worker not in starting]
 
-    async def _preflight(self, workers: Sequence[Worker]) -> None:
-        async def ask(worker: Worker) -> None:
-            await self._step("preflight", worker)
-            if await self.update.preflight(self.admin, worker):
-                self.proving.add(worker.instance_id)
-            declared = await self.admin.weight_version(worker)
-            self.labels[worker.instance_id] = declared
-            if declared is not None and declared >= 0:
-                self.book.serves(worker.instance_id, declared)
-            else:
-                self.book.gone(worker.instance_id)
-            # One in doubt is paused: it could not answer.
-            heard = declared is None or declared >= 0
-            if self.agreement is not None and heard and worker.instance_id not in self.proving:
-                await self.agreement.before(worker)
+    def _track(self, worker: Worker) -> WorkerRefit:
+        tracked = self.workers.get(worker.instance_id)
+        if tracked is None:
+            tracked = WorkerRefit(self.plan, worker, WorkerReport(worker.instance_id))
+            self.workers[worker.instance_id] = tracked
+        tracked.worker = worker  # as it was last listed
+        return tracked
 
-        for worker, result in zip(workers, await on_all(workers, ask), strict=True):
-            if isinstance(result, BaseException):
-                if not (isinstance(result, AdminError) and await self._has_died(worker)):
-                    raise result
-                self._state(worker).state = "gone"
+    async def _preflight(self, workers: Sequence[WorkerRefit]) -> list[WorkerRefit]:
+        """Have every worker check and stage the update; raise if one refuses. Return live ones."""
+        for worker, error in await self._call_all(workers, WorkerRefit.prepare):
+            is_silent = isinstance(error, AdminError)
+            if not (is_silent and await self.membership.has_died(worker.worker)):
+                raise error
+            worker.report.state = "gone"
+        return [worker for worker in workers if worker.report.state != "gone"]
 
-    async def _has_died(self, worker: Worker) -> bool:
-        """Whether one that did not answer is dead. A process takes a moment to go, and its
-        successor, at the same address, may be there by then."""
-        for seconds in _DYING_SECONDS:
-            await asyncio.sleep(seconds)
-            if await is_dead(worker):
-                return True
-            listed = await self.membership.workers(fresh=True)
-            if any(w.admin_url == worker.admin_url for w in listed) and worker.instance_id not in {
-                w.instance_id for w in listed
-            }:
-                return True
-        return False
+    def _claim(self) -> None:
+        """Bind the version to these weights. After the preflight, which reads what is served."""
+        plan = self.plan
+        plan.versions.claim(plan.version, plan.update.identity)
+        if self.record is not None:
+            self.record(plan.version, plan.update.identity)
+        self.is_claimed = True
 
-    def _is_there(self, worker: Worker) -> bool:
-        """Whether a worker serves the version already: its weights are these, as claimed."""
-        there = self.labels.get(worker.instance_id) == self.version
-        if there:
-            state = self._state(worker)
-            state.state, state.version, state.proof = "serving", self.version, "earlier refit"
-        return there
+    async def _keep_current(self, workers: Sequence[WorkerRefit]) -> list[WorkerRefit]:
+        """Put workers that have the version into service, and return the others."""
+        current = [worker for worker in workers if worker.note_if_current()]
+        for worker, error in await self._call_all(current, WorkerRefit.stay):
+            worker.mark_in_doubt(error)
+        return [worker for worker in workers if worker not in current]
 
-    async def _stays(self, worker: Worker) -> None:
-        """It has these weights; an interrupted refit may have left it out of service."""
-        async with self.admin.held() as line:
-            await self._same_process(line, worker)
-            await self._taint(line, worker, [taint_of(self.version)])
-            await line.resume(worker)
+    async def _ask_for_reference(self, behind: Sequence[WorkerRefit]) -> None:
+        """Ask a worker on the version for the right canary answer, if any worker needs a canary."""
+        canaries = self.plan.canaries
+        if canaries is None or all(worker.verifies_itself for worker in behind):
+            return
+        ids = self.plan.versions.served_by(self.plan.version)
+        listed = await self.membership.workers()
+        serving = [w for w in listed if w.instance_id in ids and w.error is None]
+        if serving:
+            await canaries.use_as_reference(serving[0])
 
-    def _groups(self, workers: Sequence[Worker]) -> list[list[Worker]]:
+    # --- groups of workers ---------------------------------------------------------------------
+
+    @contextmanager
+    def _changing(self, report: RefitReport, began: float) -> Iterator[None]:
+        """Count this refit as under way, and complete its report at the end."""
+        self.plan.versions.changing += 1
+        try:
+            yield
+        finally:
+            self.plan.versions.changing -= 1
+            states = (worker.report for worker in self.workers.values())
+            report.workers = sorted(states, key=lambda state: state.instance_id)
+            report.seconds = time.monotonic() - began
+
+    async def _move_all(self, workers: list[WorkerRefit], report: RefitReport) -> list[WorkerRefit]:
+        """Move these workers and those that join meanwhile; return those that joined too late."""
+        while workers and report.passes < MAX_PASSES:
+            report.passes += 1
+            for group in self._split_in_groups(workers):
+                seconds = await self._move(group, is_first_pass=report.passes == 1)
+                report.paused_seconds = max(report.paused_seconds, seconds)
+                if not self.plan.versions.served_by(self.plan.version):
+                    # The other groups would fail as well: they had better serve the old version.
+                    raise AdminError("None of the first workers loaded the new weights.")
+            workers = await self._list_joined()
+            if workers and not self.plan.update.repeatable:
+                raise AdminError(
+                    f"{len(workers)} workers joined too late for an update that cannot be "
+                    "repeated; the next refit includes them."
+                )
+        return workers
+
+    def _split_in_groups(self, workers: Sequence[WorkerRefit]) -> list[list[WorkerRefit]]:
         if self.mode != "rolling":
             return [list(workers)]
         size = max(1, min(len(workers) - 1, round(len(workers) * self.share)))
         return [list(workers[start : start + size]) for start in range(0, len(workers), size)]
 
-    async def _hear_one_that_serves(self, behind: Sequence[Worker]) -> None:
-        """For joiners that only a canary can prove: what the others answer is right."""
-        if self.agreement is None or all(w.instance_id in self.proving for w in behind):
-            return
-        serving = self.book.served_by(self.version)
-        for worker in await self.membership.workers():
-            if worker.instance_id in serving and worker.error is None:
-                await self.agreement.agree_with(worker)
-                return
+    async def _move(self, group: Sequence[WorkerRefit], *, is_first_pass: bool) -> float:
+        """Pause a group and move it to the version; return how long it was out of service."""
+        versions = self.plan.versions
+        current = versions.current
+        serving = set() if current is None else set(versions.served_by(current))
+        nobody_left = serving <= {worker.instance_id for worker in group}
+        if (self.mode != "rolling" and is_first_pass) or nobody_left:
+            versions.close()
+        began = time.monotonic()
+        try:
+            async with AsyncExitStack() as connections:
+                paused = await self._pause(group, connections)
+                installs = [asyncio.create_task(worker.install()) for worker in paused]
+                try:
+                    await asyncio.gather(*installs)
+                except BaseException:
+                    # The connections close here: not before every worker is in service or out.
+                    await asyncio.gather(*installs, return_exceptions=True)
+                    raise
+        finally:
+            versions.open()
+        return time.monotonic() - began
+
+    async def _pause(
+        self, group: Sequence[WorkerRefit], connections: AsyncExitStack
+    ) -> list[WorkerRefit]:
+        """Take workers out of service, and return those that are there. A worker that has died
+        needs no pause. If any other cannot be paused, restore the whole group and raise."""
+        mode: PauseMode = "abort" if self.mode == "in-flight" else "wait"
+
+        async def pause(worker: WorkerRefit) -> None:
+            await worker.leave_service(connections)
+            await worker.pause(mode)
+
+        failures: list[tuple[WorkerRefit, BaseException]] = []
+        is_complete = False
+        try:
+            for worker, error in await self._call_all(group, pause):
+                if not await worker.note_if_lost():
+                    failures.append((worker, error))
+            is_complete = not failures
+        finally:
+            if not is_complete:
+                # A pause that timed out or was cancelled here may still take effect in the worker,
+                # so all are resumed; that does no harm to a worker that was not paused.
+                await run_to_the_end(self._restore(group))
+        for worker, error in failures:
+            worker.report.error = str(error)
+        if failures:
+            raise AdminError(
+                f"Not every worker could be paused: {failures[0][1]}",
+                "The others were put back into service.",
+            )
+        return [worker for worker in group if worker.report.state == "paused"]
+
+    async def _restore(self, group: Sequence[WorkerRefit]) -> None:
+        for worker, error in await self._call_all(group, WorkerRefit.restore):
+            if not await worker.note_if_lost():
+                worker.mark_in_doubt(error)
+                self.plan.versions.forget(worker.instance_id)
 
     # --- afterwards ----------------------------------------------------------------------------
 
-    async def _behind(self) -> list[Worker]:
-        """Workers that answer, are not on the version and were not given up."""
+    async def _list_behind(self, skip: Iterable[int] = ()) -> list[WorkerRefit]:
+        """Return ready workers that are not on the version and that this refit has not touched."""
+        excluded = {*self.plan.versions.served_by(self.plan.version), *skip}
+        for instance, worker in self.workers.items():
+            if worker.report.state not in ("untouched", "joining"):
+                excluded.add(instance)
         listed = await self.membership.workers(fresh=True)
-        out = {i for i, state in self.states.items() if state.state not in ("untouched", "joining")}
-        out |= set(self.book.served_by(self.version))
-        return await self._labelled(
-            [worker for worker in listed if worker.error is None and worker.instance_id not in out]
+        return await self._track_ready(
+            [w for w in listed if w.error is None and w.instance_id not in excluded]
         )
 
-    async def _joined(self) -> list[Worker]:
-        """Those that are still to be moved; a new one that does not answer is an error, since
-        nobody can say what it serves."""
-        behind = await self._behind()
+    async def _list_joined(self) -> list[WorkerRefit]:
+        """Return workers that joined during this refit and must be moved. A new worker that does
+        not answer makes the refit fail, since nobody knows what it serves."""
+        behind = await self._list_behind()
         listed = await self.membership.workers()
         for worker in listed:
-            new = worker.instance_id not in self.states
-            if worker.error is not None and new and not await is_dead(worker, listed):
-                self._state(worker).error = worker.error
+            is_new = worker.instance_id not in self.workers
+            if worker.error is not None and is_new and not await is_dead(worker, listed):
+                self._track(worker).report.error = worker.error
         try:
-            await self._preflight(behind)
+            behind = await self._preflight(behind)
         except UsageError as error:
             raise AdminError(error.message, error.hint) from error
-        behind = [w for w in behind if self._state(w).state != "gone"]
-        return [worker for worker in behind if not self._is_there(worker)]
+        return [worker for worker in behind if not worker.note_if_current()]
 
-    def _judge(self, report: RefitReport, left_over: Sequence[Worker]) -> None:
+    def _check_outcome(self, report: RefitReport) -> None:
         """Raise unless every live worker is on the version."""
-        for worker in left_over:
-            self._state(worker).error = f"it joined after {MAX_PASSES} passes"
-        report.workers = sorted(self.states.values(), key=lambda state: state.instance_id)
-        fine = ("serving", "gone", "replaced", "joining")
-        if all(state.state in fine for state in report.workers) and (
-            report.serving or self.book.served_by(self.version)
-        ):
-            return
-        raise refit_error(report)
+        good = ("serving", "gone", "replaced", "joining")
+        is_served = report.serving or self.plan.versions.served_by(self.plan.version)
+        if not is_served or any(worker.state not in good for worker in report.workers):
+            raise refit_error(report)
+
+    @asynccontextmanager
+    async def _discard_afterwards(self) -> AsyncIterator[None]:
+        """At the end, free updates that workers staged and that were not applied: no worker keeps
+        a second model. The error that ended the refit is never replaced by one from here."""
+        try:
+            yield
+        finally:
+            await run_to_the_end(self._discard())
+
+    async def _discard(self) -> None:
+        holding = [worker for worker in self.workers.values() if worker.may_hold_update]
+        try:
+            async with asyncio.timeout(DISCARD_SECONDS):
+                for worker, error in await self._call_all(holding, WorkerRefit.discard):
+                    log.warning("%s may keep staged weights: %s", worker.worker, error)
+        except TimeoutError:
+            log.warning("staged weights could not be discarded within %g s", DISCARD_SECONDS)
+
+    async def _call_all(
+        self, workers: Sequence[WorkerRefit], call: Callable[[WorkerRefit], Awaitable[None]]
+    ) -> list[tuple[WorkerRefit, BaseException]]:
+        """Make one call on every worker, and return those that failed with their errors."""
+        results = zip(workers, await on_all(workers, call), strict=True)
+        return [(worker, error) for worker, error in results if error is not None]

@@ -1,4 +1,4 @@
-"""What a refit tells: the state of every worker, with times."""
+"""The report of a refit: the final state of every worker, with times."""
 
 from __future__ import annotations
 
@@ -8,32 +8,27 @@ from typing import Any, Literal
 from rollway.errors import RefitError, RollwayError
 
 RefitMode = Literal["pause-all", "rolling", "in-flight"]
-"""pause-all: all at once, running requests finish first. in-flight: all at once, running requests
-are cut short and continued on the new weights. rolling: a share of the workers at a time, so that
-generation never stops."""
+"""pause-all: all workers at once, running requests finish first. in-flight: all workers at once,
+running requests are aborted and continued on the new weights. rolling: a share of the workers at a
+time, so that generation never stops."""
 
 State = Literal[
-    "untouched",
-    "paused",
-    "updating",
-    "in doubt",
-    "serving",
-    "restored",
-    "gone",
-    "replaced",
+    "untouched", "paused", "updating", "in doubt", "serving", "restored", "gone", "replaced",
     "joining",
-]
+]  # fmt: skip
+"""See the drawing in rollway.fleet.worker_refit."""
 
 
 @dataclass(slots=True)
-class WorkerRefit:
+class WorkerReport:
     """What a refit did to one worker."""
 
     instance_id: int
     state: State = "untouched"
     version: int | None = None
     proof: str = ""
-    """What shows that it serves the new weights: its parameters, a canary, or its word alone."""
+    """How the weights were verified: `parameters`, `canary`, `declared` (by its label alone) or
+    `earlier refit`."""
     pause_seconds: float = 0.0
     update_seconds: float = 0.0
     resume_seconds: float = 0.0
@@ -50,10 +45,11 @@ class RefitReport:
     paused_seconds: float = 0.0
     """From the first pause to the last resume; with `rolling`, of the slowest share."""
     passes: int = 0
-    workers: list[WorkerRefit] = field(default_factory=list)
+    workers: list[WorkerReport] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        """Instance ids as text: JSON readers with doubles would round them."""
+        """Return the report as JSON types, with instance ids as text: readers that store numbers
+        as doubles would round them."""
         plain = asdict(self)
         for worker in plain["workers"]:
             worker["instance_id"] = str(worker["instance_id"])
@@ -61,17 +57,20 @@ class RefitReport:
 
     @property
     def serving(self) -> int:
+        """The number of workers that serve the version."""
         return sum(worker.state == "serving" for worker in self.workers)
 
 
 def refit_error(report: RefitReport, cause: RollwayError | None = None) -> RefitError:
+    """Return the error of a refit that did not reach every worker."""
     states = "; ".join(
-        f"worker {s.instance_id}: {s.state}" + (f" ({s.error})" if s.error else "")
-        for s in report.workers
+        f"worker {worker.instance_id}: {worker.state}"
+        + (f" ({worker.error})" if worker.error else "")
+        for worker in report.workers
     )
-    why = f" {cause.message}" if cause else ""
+    reason = f" {cause.message}" if cause else ""
     return RefitError(
-        f"Not every worker is on version {report.version}.{why} {states}.",
+        f"Not every worker is on version {report.version}.{reason} {states}.",
         "Workers in doubt stay paused, so that nothing is sampled from them. Refit again with a "
         "good checkpoint, or restart them.",
         report=report,

@@ -1,8 +1,11 @@
 """Where new weights come from: an `Update` is what a refit applies to every worker.
 
-`FromDisk` loads a checkpoint directory, `Offered` is what a publisher of `rollway.weights` has
-announced, `FromEngineMethod` has a named method of the engine fetch them. All are looked at before
-any worker is touched; what is offered is even brought to every worker while it generates.
+`FromDisk` loads a checkpoint directory. `Offered` holds weights that a publisher of
+`rollway.weights` has announced. `FromEngineMethod` runs a method of the user's engine extension.
+Every update is checked before any worker is touched. Workers with Rollway's extension even stage it
+while they generate: they load and verify the weights beside the served model, and the pause is only
+a swap. A staged update that will not be applied is discarded, because it is a second model in the
+worker's memory.
 """
 
 from __future__ import annotations
@@ -32,39 +35,45 @@ from rollway.weights.checkpoint import (
 )
 from rollway.weights.offer import STILL, Offer
 
+# Methods of `rollway.engine.worker.WorkerExtension`.
 CHECK_METHOD, LOAD_METHOD = "rollway_check", "rollway_load"
-STAGE_METHOD, STAGED_METHOD, SWAP_METHOD = "rollway_stage", "rollway_staged", "rollway_swap"
-"""Of `rollway.engine.worker.WorkerExtension`."""
+STAGE_METHOD, STAGED_METHOD = "rollway_stage", "rollway_staged"
+SWAP_METHOD, UNSTAGE_METHOD = "rollway_swap", "rollway_unstage"
 STAGE_SECONDS = 720.0
 ASK_SECONDS = 0.5
-"""After which a worker that has not knocked is asked, and then ever less often."""
+"""The first wait before a worker that sent no notification is asked; later waits are longer."""
 
 
 class Update(Protocol):
-    """One set of weights, and the way to bring it to a worker."""
+    """One set of weights, and the way to load it into a worker."""
 
     repeatable: bool
-    """Whether a worker that comes later can get it too."""
+    """Whether workers that join later can load it too."""
 
     @property
     def identity(self) -> str:
-        """Equal for equal weights, as far as can be told; known once `prepare` is done."""
+        """A name that is equal for equal weights, as far as can be known; set by `prepare`."""
         ...
 
     async def prepare(self) -> None:
-        """Look at it; raises `UsageError` before any worker knows of it."""
+        """Check the weights; raise `UsageError` before any worker is involved."""
         ...
 
     async def preflight(self, admin: AdminAPI, worker: Worker) -> bool:
-        """Ask a worker whether it could serve these weights; raises if not. Returns whether the
-        worker itself will prove what it loaded."""
+        """Raise if a worker cannot serve these weights, which it may stage. Return whether the
+        worker itself verifies what it loads."""
         ...
 
-    async def apply(self, admin: AdminAPI, worker: Worker, version: int) -> None: ...
+    async def apply(self, admin: AdminAPI, worker: Worker, version: int) -> None:
+        """Load the weights into a paused worker and set its label to `version`."""
+        ...
+
+    async def discard(self, admin: AdminAPI, worker: Worker) -> None:
+        """Free what `preflight` staged in a worker; nothing by default."""
 
 
 Weights = Update | Offer | Path | str
-"""What a refit can be given."""
+"""The types that a refit accepts."""
 
 
 @dataclass(slots=True)
@@ -74,17 +83,19 @@ class FromDisk:
     path: Path
     roots: Sequence[Path] = ()
     served: dict[str, TensorHeader] | None = None
-    """What the workers serve, for those that cannot be asked."""
+    """The tensors of the served model, for workers that cannot compare them."""
     allow_cast: bool = False
     whole: bool = True
     """Whether every byte is compared with the digests in STABLE."""
     repeatable: bool = True
     staged: bool = True
-    """Whether workers that can load it beside the model that serves, before they are paused."""
+    """Whether workers load it beside the served model before they are paused, where they can."""
     secret: str = ""
     checkpoint: Checkpoint | None = None
-    _staged: set[int] = field(default_factory=set)
-    _proving: set[int] = field(default_factory=set)
+    _staging: set[int] = field(default_factory=set)
+    """Workers that were asked to stage it and have the method for that."""
+    _verifying: set[int] = field(default_factory=set)
+    """Workers that load it in place by Rollway's method, which verifies the parameters."""
     _stamps: dict[str, tuple[int, int, int]] = field(default_factory=dict)
 
     @property
@@ -93,26 +104,28 @@ class FromDisk:
         return self.checkpoint.identity
 
     async def prepare(self) -> None:
-        def look() -> Checkpoint:
+        def check() -> Checkpoint:
             path = Path(self.path).expanduser().resolve()
+            # Before the files are read, so that a write during the check is noticed as well.
             self._stamps = stamps(path) if path.is_dir() else {}
             return check_checkpoint(path, roots=self.roots, whole=self.whole)
 
-        self.checkpoint = await asyncio.to_thread(look)
+        self.checkpoint = await asyncio.to_thread(check)
         self.path = self.checkpoint.path
 
     async def preflight(self, admin: AdminAPI, worker: Worker) -> bool:
-        """Have it staged; a worker that cannot do that is asked whether it could load it."""
-        try:
-            if self.staged:
+        """Stage the checkpoint; ask a worker that cannot stage whether it could load it."""
+        if self.staged:
+            self._staging.add(worker.instance_id)  # first: the call may be cancelled
+            try:
                 await stage(admin, worker, self._offer(), self.secret, self.allow_cast)
-                self._staged.add(worker.instance_id)
+            except NoSuchMethod:
+                self._staging.discard(worker.instance_id)
+            else:
                 return True
-        except NoSuchMethod:
-            pass
-        return await self._checked(admin, worker)
+        return await self._check_in(admin, worker)
 
-    async def _checked(self, admin: AdminAPI, worker: Worker) -> bool:
+    async def _check_in(self, admin: AdminAPI, worker: Worker) -> bool:
         assert self.checkpoint is not None
         arguments = {"path": str(self.path), "allow_cast": self.allow_cast}
         order = sign(self.secret, CHECK_METHOD, "", arguments)
@@ -120,35 +133,38 @@ class FromDisk:
             await admin.call(worker, CHECK_METHOD, {"order": order})
         except NoSuchMethod:
             if self.served is not None:
-                words = differences(
-                    self.checkpoint.tensors, self.served, allow_cast=self.allow_cast
-                )
-                refuse_differences(words, self.path)
+                tensors = self.checkpoint.tensors
+                mismatches = differences(tensors, self.served, allow_cast=self.allow_cast)
+                refuse_differences(mismatches, self.path)
             return False
         except AdminError as error:
-            raise _refusal(error) from error
-        self._proving.add(worker.instance_id)
+            raise _as_usage_error(error) from error
+        self._verifying.add(worker.instance_id)
         return True
 
     async def apply(self, admin: AdminAPI, worker: Worker, version: int) -> None:
-        if worker.instance_id in self._staged:
+        if worker.instance_id in self._staging:
             await swap(admin, worker, self._offer(), version)
-        elif worker.instance_id in self._proving:
+        elif worker.instance_id in self._verifying:
             arguments = {"path": str(self.path), "identity": self.identity, "version": version}
             order = sign(self.secret, LOAD_METHOD, "", arguments)
             await admin.update_distributed(worker, version, LOAD_METHOD, {"order": order})
         else:
             await admin.update_from_disk(worker, self.path, version)
-        # What a worker has read is what was looked at only if nobody wrote in between.
-        if await self._touched():
+        # The worker read the files that `prepare` checked only if nobody wrote in between.
+        if await self._has_changed():
             raise AdminError(f"{self.path} changed while {worker} was loading it.")
+
+    async def discard(self, admin: AdminAPI, worker: Worker) -> None:
+        if worker.instance_id in self._staging:
+            await unstage(admin, worker, self._offer())
 
     def _offer(self) -> Offer:
         assert self.checkpoint is not None
         where = {"path": str(self.path), "whole": self.whole}
         return Offer("files", 0, self.identity, self.checkpoint.nbytes, where)
 
-    async def _touched(self) -> bool:
+    async def _has_changed(self) -> bool:
         try:
             return await asyncio.to_thread(stamps, Path(self.path)) != self._stamps
         except UsageError:
@@ -157,12 +173,11 @@ class FromDisk:
 
 @dataclass(slots=True)
 class Offered:
-    """Weights that a publisher has announced. Every worker takes and proves them before any is
-    paused; the pause is only the swap."""
+    """Weights that a publisher has announced."""
 
     offer: Offer
     secret: str = ""
-    """What the workers' offers are signed with."""
+    """Signs the offer to the workers."""
     allow_cast: bool = False
     stage_seconds: float = STAGE_SECONDS
     repeatable: bool = True
@@ -175,7 +190,7 @@ class Offered:
         return self.offer.identity
 
     async def prepare(self) -> None:
-        """It was looked at when it was published."""
+        """Do nothing: the publisher has checked the weights."""
 
     async def preflight(self, admin: AdminAPI, worker: Worker) -> bool:
         try:
@@ -191,6 +206,9 @@ class Offered:
     async def apply(self, admin: AdminAPI, worker: Worker, version: int) -> None:
         await swap(admin, worker, self.offer, version)
 
+    async def discard(self, admin: AdminAPI, worker: Worker) -> None:
+        await unstage(admin, worker, self.offer)
+
 
 async def stage(
     admin: AdminAPI,
@@ -200,82 +218,87 @@ async def stage(
     allow_cast: bool = False,
     seconds: float = STAGE_SECONDS,
 ) -> None:
-    """Have a worker take and prove weights while it generates; `NoSuchMethod` if it cannot."""
-    begin = {"offer": offer.signed(secret).as_json(), "allow_cast": allow_cast}
-    done = {"identity": offer.identity}
-    await errand(admin, worker, (STAGE_METHOD, begin), (STAGED_METHOD, done), seconds)
+    """Have a worker receive and verify weights while it generates, if it has the methods."""
+    start = {"offer": offer.signed(secret).as_json(), "allow_cast": allow_cast}
+    check = {"identity": offer.identity}
+    await start_and_wait(admin, worker, (STAGE_METHOD, start), (STAGED_METHOD, check), seconds)
+
+
+async def swap(admin: AdminAPI, worker: Worker, offer: Offer, version: int) -> None:
+    """Have a paused worker serve the weights that it staged."""
+    await admin.update_distributed(worker, version, SWAP_METHOD, {"identity": offer.identity})
+
+
+async def unstage(admin: AdminAPI, worker: Worker, offer: Offer) -> None:
+    """Have a worker free these staged weights; weights of another offer stay."""
+    await admin.call(worker, UNSTAGE_METHOD, {"identity": offer.identity})
 
 
 Call = tuple[str, Mapping[str, Any]]
 """An engine method and its arguments."""
 
 
-async def errand(
-    admin: AdminAPI, worker: Worker, begin: Call, done: Call, seconds: float = STAGE_SECONDS
+async def start_and_wait(
+    admin: AdminAPI, worker: Worker, start: Call, check: Call, seconds: float = STAGE_SECONDS
 ) -> None:
-    """Have a worker begin something, and wait until it says that it is done, or why not."""
-    deadline, pause = time.monotonic() + seconds, ASK_SECONDS
+    """Start a background task in a worker and wait until `check` does not raise any more."""
+    method, arguments = start
+    deadline, wait = time.monotonic() + seconds, ASK_SECONDS
     try:
-        async with _knocks(worker.world_size) as (name, knocked):
-            await admin.call(worker, begin[0], {**begin[1], "tell": name})
+        async with _notifications(worker.world_size) as (socket_name, notified):
+            await admin.call(worker, method, {**arguments, "tell": socket_name})
             while True:
-                # A worker elsewhere cannot knock; it is asked now and then.
+                # A worker on another machine cannot reach the socket, so it is asked repeatedly.
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(knocked.wait(), pause)
+                    await asyncio.wait_for(notified.wait(), wait)
                 try:
-                    return await admin.call(worker, *done)
+                    return await admin.call(worker, *check)
                 except AdminError as error:
                     if STILL not in error.message:
                         raise
                 if time.monotonic() > deadline:
                     raise AdminError(f"{worker} has not got the weights within {seconds:g} s.")
-                knocked.clear()
-                pause = min(2.0, 2 * pause)
+                notified.clear()
+                wait = min(2.0, 2 * wait)
     except NoSuchMethod:
         raise
     except AdminError as error:
-        raise _refusal(error) from error
+        raise _as_usage_error(error) from error
 
 
 @asynccontextmanager
-async def _knocks(expected: int) -> AsyncIterator[tuple[str, asyncio.Event]]:
-    """A socket of this machine, and whether so many have knocked: one for each rank."""
-    name, knocked, count = f"rollway/staged/{secrets.token_hex(8)}", asyncio.Event(), 0
+async def _notifications(expected: int) -> AsyncIterator[tuple[str, asyncio.Event]]:
+    """Yield the name of a unix socket, and an event that is set after `expected` connections."""
+    name, notified, count = f"rollway/staged/{secrets.token_hex(8)}", asyncio.Event(), 0
 
-    async def knock(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def accept(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         nonlocal count
         count += 1
         if count >= expected:
-            knocked.set()
+            notified.set()
         writer.close()
 
-    server = await asyncio.start_unix_server(knock, f"\0{name}")
+    server = await asyncio.start_unix_server(accept, f"\0{name}")
     try:
-        yield name, knocked
+        yield name, notified
     finally:
         server.close()
 
 
-async def swap(admin: AdminAPI, worker: Worker, offer: Offer, version: int) -> None:
-    """Have a paused worker serve what it staged."""
-    await admin.update_distributed(worker, version, SWAP_METHOD, {"identity": offer.identity})
-
-
-def _refusal(error: AdminError) -> RollwayError:
-    """A worker's no, as a caller's mistake; unless it was not asked, or could not answer."""
+def _as_usage_error(error: AdminError) -> RollwayError:
+    """Return a worker's refusal as a mistake of the caller."""
+    # An error with a cause is no refusal: the call or its answer was lost.
     return error if error.__cause__ is not None else UsageError(error.message, error.hint)
 
 
 @dataclass(slots=True)
 class FromEngineMethod:
-    """Weights that a method of the engine fetches: over a collective, from shared memory, …
-
-    The engine code is the user's (`--worker-extension-cls`), and so is the other side."""
+    """Weights that a method of the user's engine extension (`--worker-extension-cls`) fetches."""
 
     method: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
     name: str = ""
-    """Names the set of weights; two updates with one name are the same weights."""
+    """Names the set of weights: two updates with the same name hold the same weights."""
     repeatable: bool = False
 
     @property
@@ -291,3 +314,6 @@ class FromEngineMethod:
 
     async def apply(self, admin: AdminAPI, worker: Worker, version: int) -> None:
         await admin.update_distributed(worker, version, self.method, self.arguments)
+
+    async def discard(self, admin: AdminAPI, worker: Worker) -> None:
+        """Do nothing: the engine fetches the weights only in `apply`."""

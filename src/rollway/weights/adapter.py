@@ -1,11 +1,12 @@
-"""What goes with the tensors of a LoRA adapter: its config, and the name that it is served under.
+"""LoRA adapters beside their tensors: the config, and the name under which a version is served.
 
-Every version has a name of its own, `style@2`. An engine knows an adapter's cached blocks by its
-name and path, Dynamo answers "success" to a load under a name that is taken and keeps the old one:
-with a new name neither can mix two versions, and what runs on the old one ends on it.
+Every version has its own name, for example `style@2`. An engine identifies an adapter's cached
+blocks by its name and path, and Dynamo answers "success" to a load under a name that is in use and
+keeps the old adapter. With a new name neither can mix two versions, and requests that run on the
+old version finish on it.
 
-The config travels in the signed offer, since it decides what the tensors mean. The directory that
-a worker writes is derived from both, and from nothing that a caller could choose as a path.
+The config is part of the signed offer, because it decides what the tensors mean. The directory that
+a worker writes is derived from both; a caller cannot choose any part of its path.
 """
 
 from __future__ import annotations
@@ -28,23 +29,24 @@ from rollway.weights.offer import Offer
 HOME = Path("/dev/shm")
 _KEY, _PREFIX, _OWNER = "adapter", "rollway-adapters-", ".owner"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-# Fields of PEFT's config that vLLM passes over; served without them, it is another adapter.
 _MOST_CONFIG_BYTES = 1 << 20
 _MOST_RANK = 1 << 16
+# vLLM ignores these fields of PEFT's config; served without them, it is another adapter.
 _IGNORED = ("rank_pattern", "alpha_pattern", "layer_replication", "fan_in_fan_out", "lora_bias")
+_GIVE_DICT = "Give the dict of adapter_config.json."
 
 
 class Adapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One version of an adapter, beside its tensors."""
+    """One version of an adapter, without its tensors."""
 
     served: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}@[0-9]{1,16}\Z")]
     config: dict[str, Any]
     place: Annotated[str, msgspec.Meta(max_length=256)]
-    """Whose copy it is: workers of one machine must not remove each other's."""
+    """The worker that has this copy: workers of one machine must not remove each other's."""
 
 
 def served_name(name: str, version: int) -> str:
-    """The model name of requests for one version of an adapter."""
+    """Return the model name that requests use for one version of an adapter."""
     if not _NAME.fullmatch(name):
         raise UsageError(
             f"`{name}` cannot be the name of an adapter.",
@@ -56,22 +58,24 @@ def served_name(name: str, version: int) -> str:
 
 
 def version_of(served: str) -> int:
-    """The version in a name that `served_name` made."""
+    """Return the version in a name that `served_name` returned."""
     return int(served.rpartition("@")[2])
 
 
 def is_adapter(model: str) -> bool:
-    """Whether a model name that a server lists is that of an adapter of ours."""
+    """Return whether a model name that a server lists is the name of an adapter of ours."""
     name, at, version = model.rpartition("@")
     return bool(at and _NAME.fullmatch(name) and version.isdecimal())
 
 
 def check_config(config: Mapping[str, Any]) -> None:
-    """Refuse what would be served as something else; the engine checks the rest."""
-    said = [field for field in _IGNORED if config.get(field)]
-    if said:
+    """Raise `UsageError` if vLLM would serve another adapter than this config describes.
+
+    The engine checks the rest."""
+    ignored = [field for field in _IGNORED if config.get(field)]
+    if ignored:
         raise UsageError(
-            f"The adapter's config has {said[0]}, which vLLM would pass over in silence.",
+            f"The adapter's config has {ignored[0]}, which vLLM would ignore silently.",
             "Train with one rank and one alpha for all layers.",
         )
     for field in ("r", "lora_alpha", "target_modules"):
@@ -82,41 +86,37 @@ def check_config(config: Mapping[str, Any]) -> None:
         size = len(msgspec.json.encode(dict(config)))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise UsageError(
-            f"The adapter's config is not plain JSON: {str(error)[:300]}.",
-            "Give the dict of adapter_config.json.",
+            f"The adapter's config is not plain JSON: {str(error)[:300]}.", _GIVE_DICT
         ) from error
     if size > _MOST_CONFIG_BYTES:
         raise UsageError(
-            f"The adapter's config takes {size} bytes, more than {_MOST_CONFIG_BYTES}.",
-            "Give the dict of adapter_config.json.",
+            f"The adapter's config takes {size} bytes, more than {_MOST_CONFIG_BYTES}.", _GIVE_DICT
         )
 
 
 def _check_values(config: Mapping[str, Any]) -> None:
-    """The fields that are used as numbers or names are such."""
     rank, alpha, modules = (config[field] for field in ("r", "lora_alpha", "target_modules"))
-    several = isinstance(modules, list | tuple | set | frozenset)
+    is_list = isinstance(modules, list | tuple | set | frozenset)
     wrong = {
         "r": type(rank) is not int or not 0 < rank <= _MOST_RANK,
         "lora_alpha": type(alpha) not in (int, float) or not math.isfinite(alpha),
         "target_modules": not isinstance(modules, str)
-        and not (several and all(isinstance(one, str) for one in modules)),
+        and not (is_list and all(isinstance(module, str) for module in modules)),
     }
     for field in (field for field, is_wrong in wrong.items() if is_wrong):
         raise UsageError(
-            f"The adapter's config has a {field} that cannot be: {ascii(config[field])[:80]}.",
-            "Give the dict of adapter_config.json.",
+            f"The adapter's config has an invalid {field}: {ascii(config[field])[:80]}.", _GIVE_DICT
         )
 
 
 def attached(offer: Offer, adapter: Adapter) -> Offer:
-    """The offer of an adapter's tensors with the rest of it, to be signed as one."""
+    """Return the offer of an adapter's tensors with the adapter in it, to be signed as one."""
     where = {**offer.where, _KEY: msgspec.to_builtins(adapter)}
     return msgspec.structs.replace(offer, where=where, mac="")
 
 
 def detached(offer: Offer) -> tuple[Offer, Adapter]:
-    """Both again, as the transport and the engine need them."""
+    """Return the transport's offer and the adapter that `attached` put together."""
     where = dict(offer.where)
     try:
         adapter = msgspec.convert(where.pop(_KEY), Adapter)
@@ -129,17 +129,17 @@ def detached(offer: Offer) -> tuple[Offer, Adapter]:
 
 
 def home_of(place: str) -> Path:
-    """The directory of one worker's adapters."""
+    """Return the directory of one worker's adapters."""
     return HOME / f"{_PREFIX}{_digest(place)}"
 
 
 def directory_of(offer: Offer, adapter: Adapter) -> Path:
-    """Where a worker puts it; equal only for equal weights with an equal config."""
+    """Return where a worker writes an adapter; equal only for equal weights and equal configs."""
     return home_of(adapter.place) / _digest(adapter.served, offer.identity, adapter.config)
 
 
 def remove_abandoned() -> None:
-    """Remove the adapters of workers that have ended without doing so."""
+    """Remove the adapters of workers that have ended without removing them."""
     for home in HOME.glob(f"{_PREFIX}*"):
         owners = list(home.glob(f"*{_OWNER}"))
         if owners and all(leftovers.gone(path.name, 0.0) for path in owners):
@@ -147,13 +147,16 @@ def remove_abandoned() -> None:
 
 
 def take_home(place: str) -> Path:
-    """Make the directory of this worker's adapters, for it alone, and sign it as its owner."""
+    """Create the private directory of this worker's adapters, marked with this process."""
     remove_abandoned()
     home = home_of(place)
     home.mkdir(mode=0o700, exist_ok=True)
-    found = home.lstat()
-    if home.is_symlink() or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise WeightsError(f"{home} is there already and is not this worker's.")
+    # /dev/shm is open to all users: another one may have created the directory, or a link, first.
+    status = home.lstat()
+    if home.is_symlink() or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise WeightsError(
+            f"{home} is there already and is not this worker's.", "Remove it, or ask its owner to."
+        )
     (home / f"{leftovers.mark()}{_OWNER}").touch()
     return home
 

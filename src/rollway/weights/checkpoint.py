@@ -1,9 +1,10 @@
-"""Checkpoint directories: write one that readers never see half of, and check one before use.
+"""Write checkpoint directories atomically, and check them before a worker loads them.
 
-`publish_checkpoint` writes `STABLE` last and renames last, for readers that look for either; in
-it are size and SHA-256 of every file. Dynamo answers 200 to a missing directory, to one with wrong
-shapes and to an incomplete one, and damages the worker, so `check_checkpoint` looks first, also at
-checkpoints that others wrote. No torch here: headers are read, and bytes are hashed, as they are.
+`publish_checkpoint` writes the file `STABLE` last and renames the directory last, for readers that
+look for either of them. `STABLE` has the size and the SHA-256 of every file. Dynamo answers 200 to
+a load of a missing directory, of wrong shapes and of an incomplete checkpoint, and damages the
+worker; so `check_checkpoint` runs first, also for checkpoints from other programs. This module
+does not import torch: it reads headers and hashes bytes.
 """
 
 from __future__ import annotations
@@ -31,19 +32,22 @@ from rollway.weights.untrusted import (
     read_plain,
     reason,
 )
-from rollway.weights.weight_file import HALF_WRITTEN, stored_tensors
+from rollway.weights.weight_file import HALF_WRITTEN, read_weight_file
 
 STABLE = "STABLE"
 _INDEX = "model.safetensors.index.json"
-_WHOLE = "model.safetensors"
+_SINGLE_FILE = "model.safetensors"
 _MOST_INDEX = _MOST_STABLE = 128 << 20
 _MOST_CONFIG = 16 << 20
-_DIGEST = re.compile(r"[0-9a-f]{64}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_WRITE_AGAIN = "Write the checkpoint again."
+
+FileDigests = dict[str, dict[str, Any]]  # Size and SHA-256 by file name, as `STABLE` has them
 
 
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
-    """What a weight file says about one tensor."""
+    """Dtype and shape of a tensor, and the weight file that contains it."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -55,22 +59,34 @@ class TensorHeader:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A whole checkpoint, looked at: where it is, what it holds, and which bytes these are."""
+    """A checkpoint that passed `check_checkpoint`."""
 
     path: Path
     tensors: dict[str, TensorHeader]
     identity: str
-    """Equal for equal files; tells one set of weights from another that claims its version."""
+    """Equal for equal files; tells apart two sets of weights that claim the same version."""
 
     @property
     def nbytes(self) -> int:
         return sum(
-            math.prod(one.shape) * ELEMENT_BYTES.get(one.dtype, 1) for one in self.tensors.values()
+            math.prod(tensor.shape) * ELEMENT_BYTES.get(tensor.dtype, 1)
+            for tensor in self.tensors.values()
         )
 
 
 def publish_checkpoint(directory: Path, write: Callable[[Path], object]) -> Path:
-    """Let `write(dir)` fill a scratch directory, then make it appear as `directory` at once."""
+    """Write a checkpoint directory that readers see either whole or not at all.
+
+    Parameters:
+        directory: the path of the checkpoint; it must not exist yet.
+        write: called with a scratch directory beside it, into which it saves all files, for
+            example `model.save_pretrained`.
+
+    Returns `directory`.
+
+    Raises whatever `write` raises, and `OSError` if the disk is full or `directory` exists. The
+    scratch directory is removed then.
+    """
     scratch = directory.with_name(leftovers.scratch_name(directory.name))
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
@@ -78,10 +94,12 @@ def publish_checkpoint(directory: Path, write: Callable[[Path], object]) -> Path
         write(scratch)
         files = sorted(path for path in scratch.iterdir() if path.is_file())
         for path in files:
-            path.chmod(_readable())  # safetensors writes for its owner alone
+            path.chmod(_default_mode())  # safetensors makes files that only their owner can read
             sync(path)
+        # The order must not change: STABLE says that all files are on disk, the rename that
+        # STABLE is.
         stable = scratch / STABLE
-        stable.write_text(json.dumps({"files": _digests(files)}, indent=1))
+        stable.write_text(json.dumps({"files": _digest_files(files)}, indent=1))
         sync(stable)
         sync(scratch)
         scratch.rename(directory)
@@ -95,48 +113,65 @@ def publish_checkpoint(directory: Path, write: Callable[[Path], object]) -> Path
 def check_checkpoint(
     directory: Path, *, roots: Sequence[Path] = (), whole: bool = True
 ) -> Checkpoint:
-    """Refuse what cannot be a whole checkpoint; the reason is in the error.
+    """Read a checkpoint's headers and verify that the checkpoint is complete.
 
-    With `whole`, every byte is compared with what `STABLE` says, where that was written."""
-    path = _real(directory)
-    _check_root(path, roots)
+    Parameters:
+        directory: the checkpoint directory.
+        roots: directories that it must be in, links included; any directory if empty.
+        whole: also compare the digest of every file with `STABLE`, where the file exists.
+
+    Raises `UsageError` with the reason if the checkpoint cannot be used.
+    """
+    path = _resolve(directory)
+    allowed = [root.expanduser().resolve() for root in roots]
+    if allowed and not any(path.is_relative_to(root) for root in allowed):
+        raise UsageError(
+            f"{path} is outside the allowed checkpoint roots ({', '.join(map(str, allowed))}).",
+            "Publish checkpoints below one of them, or change `checkpoint_roots` of the stack.",
+        )
     if path.is_dir():
-        _check_links(path, roots)
-        _check_config(path)
+        _check_links(path, allowed)
+        if not (path / "config.json").exists():
+            raise UsageError(
+                f"{path} has no config.json.", "Save the model's config with its weights."
+            )
+        read_config(path / "config.json")
     tensors = read_headers(path)
-    said = _said_by_stable(path)
-    if said is not None and whole:
-        _check_bytes(path, said)
-    return Checkpoint(path, tensors, _identity(path, tensors, said))
+    recorded = _read_stable(path)
+    if recorded is not None and whole:
+        _check_digests(path, recorded)
+    return Checkpoint(path, tensors, _identify(path, tensors, recorded))
 
 
 def stamps(directory: Path) -> dict[str, tuple[int, int, int]]:
-    """Size, time and place of every file: they show that something was written since."""
+    """Return size, mtime and inode of every file; they change when a file is written."""
     try:
         files = sorted(path for path in directory.iterdir() if path.is_file())
         return {path.name: _stat(path) for path in files}
     except OSError as error:
-        raise UsageError(f"{directory} cannot be read: {error.strerror}.") from error
+        raise UsageError(
+            f"{directory} cannot be read: {error.strerror}.", "Let this user read it."
+        ) from error
 
 
 def read_headers(directory: Path) -> dict[str, TensorHeader]:
-    """Name, dtype and shape of every tensor, from the weight files' headers alone."""
+    """Return dtype and shape of every tensor by name, from the headers of the weight files."""
     if not directory.is_dir():
         raise UsageError(f"There is no checkpoint directory {directory}.", "Check the path.")
-    indexed = _index(directory)
-    names = [_WHOLE] if indexed is None else sorted(set(indexed.values()))
-    missing = [name for name in names if not (directory / name).exists()]
+    indexed = _read_index(directory)
+    files = [_SINGLE_FILE] if indexed is None else sorted(set(indexed.values()))
+    missing = [name for name in files if not (directory / name).exists()]
     if missing:
         raise UsageError(f"{directory} lacks weight files: {', '.join(missing[:5])}.", HALF_WRITTEN)
     tensors: dict[str, TensorHeader] = {}
-    for name in names:
-        for tensor, stored in stored_tensors(directory / name).items():
-            if tensor in tensors:
+    for file in files:
+        for name, stored in read_weight_file(directory / file).items():
+            if name in tensors:
                 raise UsageError(
-                    f"{directory} has {tensor} in {tensors[tensor].file} and in {name}.",
-                    "Save each tensor in one file: which of them counts would be chance.",
+                    f"{directory} has {name} in {tensors[name].file} and in {file}.",
+                    "Save each tensor in one file: readers would use either of the two.",
                 )
-            tensors[tensor] = TensorHeader(stored.dtype, stored.shape, name)
+            tensors[name] = TensorHeader(stored.dtype, stored.shape, file)
     absent = sorted(set(indexed) - set(tensors)) if indexed else []
     if absent:
         raise UsageError(
@@ -149,68 +184,27 @@ def read_headers(directory: Path) -> dict[str, TensorHeader]:
 def differences(
     new: dict[str, TensorHeader], served: dict[str, TensorHeader], *, allow_cast: bool = False
 ) -> list[str]:
-    """How `new` differs from what is served, in words; empty when it can take its place."""
-    words = [f"{name} is missing" for name in sorted(served.keys() - new.keys())]
-    words += [f"{name} is not part of the model" for name in sorted(new.keys() - served.keys())]
+    """Return a sentence for each way in which `new` does not fit the served model.
+
+    The list is empty if `new` can replace `served`. `allow_cast` accepts other dtypes."""
+    sentences = [f"{name} is missing" for name in sorted(served.keys() - new.keys())]
+    sentences += [f"{name} is not part of the model" for name in sorted(new.keys() - served.keys())]
     for name in sorted(new.keys() & served.keys()):
         mine, theirs = new[name], served[name]
         if mine.shape != theirs.shape or (mine.dtype != theirs.dtype and not allow_cast):
-            words.append(f"{name} is {mine}, served is {theirs}")
-    return words
+            sentences.append(f"{name} is {mine}, served is {theirs}")
+    return sentences
 
 
-def refuse_differences(words: Sequence[str], path: Path | str) -> None:
-    """Raise when there are any; the message names the first few."""
-    if words:
-        more = f" and {len(words) - 5} more" if len(words) > 5 else ""
+def refuse_differences(sentences: Sequence[str], path: Path | str) -> None:
+    """Raise `UsageError` if there are any differences; the message has the first five."""
+    if sentences:
+        more = f" and {len(sentences) - 5} more" if len(sentences) > 5 else ""
         raise UsageError(
-            f"{path} does not fit the model that is served: {'; '.join(words[:5])}{more}.",
+            f"{path} does not fit the model that is served: {'; '.join(sentences[:5])}{more}.",
             "Save a checkpoint of the served architecture, with all tensors; another dtype is "
             "accepted from Python, with refit(version, FromDisk(path, allow_cast=True)).",
         )
-
-
-def _check_root(path: Path, roots: Sequence[Path]) -> None:
-    allowed = [root.expanduser().resolve() for root in roots]
-    if allowed and not any(path.is_relative_to(root) for root in allowed):
-        raise UsageError(
-            f"{path} is outside the allowed checkpoint roots ({', '.join(map(str, allowed))}).",
-            "Publish checkpoints below one of them, or change `checkpoint_roots` of the stack.",
-        )
-
-
-def _check_links(directory: Path, roots: Sequence[Path]) -> None:
-    """Refuse files that are links to places that the directory itself could not be in."""
-    allowed = [root.expanduser().resolve() for root in roots]
-    for file in _list_files(directory) if allowed else ():
-        if file.is_symlink() and not any(_real(file).is_relative_to(root) for root in allowed):
-            raise UsageError(
-                f"{file} is a link to a file outside the allowed checkpoint roots.",
-                "Copy the file into the checkpoint, or change `checkpoint_roots` of the stack.",
-            )
-
-
-def _list_files(directory: Path) -> list[Path]:
-    try:
-        return sorted(directory.iterdir())
-    except OSError as error:
-        raise UsageError(
-            f"{directory} cannot be read: {reason(error)}.", "Let this user read it."
-        ) from error
-
-
-def _real(path: Path) -> Path:
-    try:
-        return path.expanduser().resolve()
-    except (OSError, RuntimeError, ValueError) as error:  # a link to itself, NUL, no such user
-        raise UsageError(f"{str(path)!a} leads nowhere: {error}.", "Check the path.") from error
-
-
-def _check_config(directory: Path) -> None:
-    file = directory / "config.json"
-    if not file.exists():
-        raise UsageError(f"{directory} has no config.json.", "It is not a whole checkpoint.")
-    read_config(file)
 
 
 def read_config(file: Path) -> dict[str, Any]:
@@ -225,21 +219,55 @@ def read_config(file: Path) -> dict[str, Any]:
     except ValueError as error:
         raise UsageError(f"{file} is not JSON ({reason(error)}).", HALF_WRITTEN) from error
     if not isinstance(config, dict):
-        raise UsageError(f"{file} holds no JSON object.", "Save the model's config again.")
+        raise UsageError(f"{file} does not contain a JSON object.", "Save the config again.")
     return config
 
 
-def _index(directory: Path) -> dict[str, str] | None:
-    """Tensor name to file, for a checkpoint in several files."""
+def sync(path: Path) -> None:
+    """Flush a file, or the entries of a directory, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _check_links(directory: Path, allowed: Sequence[Path]) -> None:
+    """Refuse links to files in places where the directory itself would be refused."""
+    if not allowed:
+        return
+    try:
+        files = sorted(directory.iterdir())
+    except OSError as error:
+        raise UsageError(
+            f"{directory} cannot be read: {reason(error)}.", "Let this user read it."
+        ) from error
+    for file in files:
+        if file.is_symlink() and not any(_resolve(file).is_relative_to(root) for root in allowed):
+            raise UsageError(
+                f"{file} is a link to a file outside the allowed checkpoint roots.",
+                "Copy the file into the checkpoint, or change `checkpoint_roots` of the stack.",
+            )
+
+
+def _resolve(path: Path) -> Path:
+    try:
+        return path.expanduser().resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # a link to itself, NUL, no such user
+        raise UsageError(f"{str(path)!a} leads nowhere: {error}.", "Check the path.") from error
+
+
+def _read_index(directory: Path) -> dict[str, str] | None:
+    """Return the file of each tensor, or None for a checkpoint in a single file."""
     index = directory / _INDEX
     if not index.exists():
         return None
     try:
         fields = parse_json(read_plain(index, _MOST_INDEX))
-        where = fields.get("weight_map") if isinstance(fields, dict) else None
-        if not isinstance(where, dict):
+        weight_map = fields.get("weight_map") if isinstance(fields, dict) else None
+        if not isinstance(weight_map, dict):
             raise ValueError("it has no weight_map")
-        names = {check_tensor_name(name): file for name, file in where.items()}
+        names = {check_tensor_name(name): file for name, file in weight_map.items()}
     except (OSError, ValueError) as error:
         raise UsageError(
             f"{index} cannot be read as an index of weight files ({reason(error)}).", HALF_WRITTEN
@@ -252,8 +280,8 @@ def _index(directory: Path) -> dict[str, str] | None:
         ) from error
 
 
-def _said_by_stable(directory: Path) -> dict[str, dict[str, Any]] | None:
-    """What the publisher recorded; None for a checkpoint that somebody else wrote.
+def _read_stable(directory: Path) -> FileDigests | None:
+    """Return the digests that the publisher recorded, or None if another program wrote the files.
 
     Other trainers write a file of this name too, often an empty one."""
     stable = directory / STABLE
@@ -267,50 +295,48 @@ def _said_by_stable(directory: Path) -> dict[str, dict[str, Any]] | None:
         if not isinstance(fields, dict) or "files" not in fields:
             return None
         if not isinstance(fields["files"], dict):
-            raise ValueError("its list of files is none")
-        return {check_file_name(name): _digest(f) for name, f in fields["files"].items()}
+            raise ValueError("its list of files is not an object")
+        return {check_file_name(name): _check_digest(f) for name, f in fields["files"].items()}
     except (OSError, ValueError) as error:
         raise UsageError(
-            f"{stable} cannot be read as a list of files ({reason(error)}).",
-            "Write the checkpoint again.",
+            f"{stable} cannot be read as a list of files ({reason(error)}).", _WRITE_AGAIN
         ) from error
 
 
-def _digest(fields: Any) -> dict[str, Any]:
-    """Size and SHA-256 of one file, as `STABLE` has them."""
+def _check_digest(fields: Any) -> dict[str, Any]:
+    """Return the size and SHA-256 of one file if they are well-formed."""
     if (
         not isinstance(fields, dict)
         or fields.keys() != {"size", "sha256"}
         or type(fields["size"]) is not int
         or not isinstance(fields["sha256"], str)
-        or not _DIGEST.fullmatch(fields["sha256"])
+        or not _SHA256.fullmatch(fields["sha256"])
     ):
         raise ValueError("a file has no size or no SHA-256")
     return fields
 
 
-def _check_bytes(directory: Path, said: dict[str, dict[str, Any]]) -> None:
-    files = [directory / name for name in said]
+def _check_digests(directory: Path, recorded: FileDigests) -> None:
+    files = [directory / name for name in recorded]
     missing = [path.name for path in files if not path.is_file()]
     if missing:
-        raise UsageError(f"{directory} lost files: {', '.join(missing[:5])}.", HALF_WRITTEN)
+        raise UsageError(f"{directory} lost files: {', '.join(missing[:5])}.", _WRITE_AGAIN)
     try:
-        now = _digests(files)
+        current = _digest_files(files)
     except OSError as error:
         raise UsageError(
-            f"{error.filename or directory} cannot be read: {reason(error)}.",
-            "Write the checkpoint again.",
+            f"{error.filename or directory} cannot be read: {reason(error)}.", _WRITE_AGAIN
         ) from error
-    changed = [name for name, digest in said.items() if now[name] != digest]
+    changed = [name for name, digest in recorded.items() if current[name] != digest]
     if changed:
         raise UsageError(
             f"{directory} is corrupt: {', '.join(changed[:5])} changed after it was published.",
-            "Write the checkpoint again.",
+            _WRITE_AGAIN,
         )
 
 
-def _digests(files: Sequence[Path]) -> dict[str, dict[str, Any]]:
-    """Size and SHA-256 of each file; hashing lets go of the GIL, so files go side by side."""
+def _digest_files(files: Sequence[Path]) -> FileDigests:
+    """Return size and SHA-256 of each file; threads help, since hashing releases the GIL."""
 
     def digest(path: Path) -> dict[str, Any]:
         with open_plain(path) as handle, os.fdopen(handle, "rb", closefd=False) as file:
@@ -323,13 +349,11 @@ def _digests(files: Sequence[Path]) -> dict[str, dict[str, Any]]:
         return dict(zip((path.name for path in files), pool.map(digest, files), strict=True))
 
 
-def _identity(
-    path: Path, tensors: dict[str, TensorHeader], said: dict[str, dict[str, Any]] | None
-) -> str:
-    """By digests where they were recorded; else by size and time of the weight files."""
+def _identify(path: Path, tensors: dict[str, TensorHeader], recorded: FileDigests | None) -> str:
+    """Return an identity from recorded digests, or else from size and mtime of the files."""
     files = sorted({tensor.file for tensor in tensors.values()})
-    if said is not None and all(name in said for name in files):
-        facts: list[Any] = [(name, said[name]["sha256"]) for name in files]
+    if recorded is not None and all(name in recorded for name in files):
+        facts: list[Any] = [(name, recorded[name]["sha256"]) for name in files]
     else:
         facts = [(name, *_stat(path / name)) for name in files]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
@@ -340,17 +364,8 @@ def _stat(path: Path) -> tuple[int, int, int]:
     return stat.st_size, stat.st_mtime_ns, stat.st_ino
 
 
-def _readable() -> int:
-    """The mode a plain `open` would give: workers may run as another user."""
+def _default_mode() -> int:
+    """Return the mode that a plain `open` would give; workers may run as another user."""
     umask = os.umask(0)
     os.umask(umask)
     return 0o666 & ~umask
-
-
-def sync(path: Path) -> None:
-    """Have a file, or the names in a directory, outlive the machine."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -1,8 +1,8 @@
-"""Many copies, prepared once and made again and again.
+"""Copy many tensors, prepared once and repeated for every version.
 
-A GPU copies a megabyte sooner than Python asks for the next one. So what lies in one run on both
-sides is copied many tensors at a time, and as words of eight bytes; what is large goes by itself,
-which is as fast as memory allows. On a CPU each copy is made as it is.
+A GPU copies a megabyte faster than Python can request the next copy. So small tensors that are
+contiguous at both ends are copied many at a time, as words of eight bytes. Large tensors are
+copied one by one, which already runs at the speed of memory. On a CPU every copy is a plain one.
 """
 
 from __future__ import annotations
@@ -14,40 +14,39 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rollway.weights.digest.bits import by_triton, started_digests
+from rollway.weights.digest.checksums import by_triton, started_digests
 
 if TYPE_CHECKING:
     from rollway.weights.digest.gpu import Summing
 
-_LARGE = 16 << 20
-"""From this many bytes on, a copy of its own costs nothing."""
+_LARGE = 16 << 20  # From this many bytes on, the cost of one more request does not matter
 _WORD = torch.int64
 
 
 @dataclass(slots=True)
 class Copies:
-    """What goes where; addresses must stay what they are."""
+    """Prepared copies between tensors whose addresses must not change."""
 
     _single: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     _targets: list[Tensor] = field(default_factory=list)
     _sources: list[Tensor] = field(default_factory=list)
 
     def add(self, target: Tensor, source: Tensor) -> None:
-        """`source` will be copied over `target`, which has its shape and dtype."""
+        """Add a copy of `source` to `target`, which has the same shape and dtype."""
         target, source = target.detach(), source.detach()
         if target.device.type == "cpu" or source.device != target.device:
             self._single.append((target, source))
             return
-        target, source = _wider(target, source)
-        run = target.is_contiguous() and source.is_contiguous()
-        if not run or target.nbytes >= _LARGE or target.dtype != _WORD:
+        target, source = view_as_words(target, source)
+        contiguous = target.is_contiguous() and source.is_contiguous()
+        if not contiguous or target.nbytes >= _LARGE or target.dtype != _WORD:
             self._single.append((target, source))
         else:
             self._targets.append(target.view(-1))
             self._sources.append(source.view(-1))
 
     def run(self) -> None:
-        """Copy everything, in the order of the device's current stream."""
+        """Enqueue all copies on the device's current stream."""
         for target, source in self._single:
             target.copy_(source, non_blocking=True)
         if self._targets:
@@ -55,7 +54,7 @@ class Copies:
 
 
 def copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
-    """Copy the second of each pair over the first, once."""
+    """Copy the second tensor of each pair over the first, once."""
     copies = Copies()
     for target, source in pairs:
         copies.add(target, source)
@@ -63,61 +62,66 @@ def copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
 
 
 class SummedCopies:
-    """Copies whose digests are made of what was copied: on the way, where one kernel does both."""
+    """Prepared copies that also give a digest of every copied tensor.
+
+    With Triton one kernel copies and digests in a single pass over the bytes."""
 
     def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Each pair is a target and its source; all are on one device."""
+        """Prepare copies from (target, source) pairs, all on one device."""
         self.size = len(pairs)
-        self._runs: Summing | None = None
-        together: list[int] = []
+        self._kernel: Summing | None = None
+        fused: list[int] = []
         if pairs and by_triton(pairs[0][0].device):
             from rollway.weights.digest.gpu import Summing
 
-            together = [i for i, pair in enumerate(pairs) if all(map(_is_run, pair))]
-            if together:
-                targets, sources = zip(*(pairs[i] for i in together), strict=True)
-                self._runs = Summing(sources, targets)
-        self._together = together
-        apart = set(range(len(pairs))) - set(together)
-        self._apart = {i: pairs[i] for i in sorted(apart)}
+            fused = [i for i, pair in enumerate(pairs) if all(map(_is_aligned_run, pair))]
+            if fused:
+                targets, sources = zip(*(pairs[i] for i in fused), strict=True)
+                self._kernel = Summing(sources, targets)
+        self._fused = fused
+        self._others = {i: pairs[i] for i in sorted(set(range(len(pairs))) - set(fused))}
 
     @property
     def keeps_tensors(self) -> bool:
-        """Whether sources stay in memory for as long as this does."""
-        return bool(self._apart)
+        """Whether sources stay in memory for as long as this object does."""
+        return bool(self._others)
 
     def start(self) -> Callable[[], list[str]]:
-        """Begin, in the order of the device's current stream; the answer waits for the end."""
-        runs = self._runs.start() if self._runs is not None else list
-        copy_all(list(self._apart.values()))
-        apart = [target for target, _ in self._apart.values()]
-        rest = started_digests(apart) if apart else list
+        """Enqueue copies and digests on the current stream; return a function that waits for the
+        digests, in the order of the pairs."""
+        fused_digests = self._kernel.start() if self._kernel is not None else list
+        copy_all(list(self._others.values()))
+        targets = [target for target, _ in self._others.values()]
+        other_digests = started_digests(targets) if targets else list
 
-        def digests() -> list[str]:
-            found = [""] * self.size
-            for places, made in ((self._together, runs()), (self._apart, rest())):
-                for i, each in zip(places, made, strict=True):
-                    found[i] = each
-            return found
+        def wait() -> list[str]:
+            digests = [""] * self.size
+            for indices, values in (
+                (self._fused, fused_digests()),
+                (self._others, other_digests()),
+            ):
+                for i, digest in zip(indices, values, strict=True):
+                    digests[i] = digest
+            return digests
 
-        return digests
+        return wait
 
 
-def _is_run(tensor: Tensor) -> bool:
+def _is_aligned_run(tensor: Tensor) -> bool:
     return tensor.is_contiguous() and not tensor.data_ptr() % 8
 
 
-def _wider(target: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
-    """Both as words of eight bytes, where both can be seen so."""
-    if target.dtype == source.dtype and _fits(target) and _fits(source):
+def view_as_words(target: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both tensors viewed as words of eight bytes, or as they are if that is impossible."""
+    if target.dtype == source.dtype and _has_whole_words(target) and _has_whole_words(source):
         return target.view(_WORD), source.view(_WORD)
     return target, source
 
 
-def _fits(tensor: Tensor) -> bool:
-    """Whether its rows are whole words that begin where words do."""
+def _has_whole_words(tensor: Tensor) -> bool:
+    """Return whether every row consists of whole, aligned words of eight bytes."""
     if tensor.dim() == 0 or tensor.stride(-1) != 1:
         return False
-    each = 8 // tensor.element_size()
+    per_word = 8 // tensor.element_size()
     steps = (tensor.shape[-1], tensor.storage_offset(), *tensor.stride()[:-1])
-    return all(step % each == 0 for step in steps)
+    return all(step % per_word == 0 for step in steps)

@@ -1,7 +1,7 @@
-"""Whether boxes make up a whole tensor: every element once, none twice. And who tells a replica.
+"""Check that boxes cover a tensor exactly once, and choose which replica publishes a tensor.
 
-Both ends of a transfer rely on it: what is missing would be served from the version before, and
-what two sources claim would depend on who came last.
+Both ends of a transfer rely on the check. A missing element would be served from the version
+before; an element with two sources would depend on which of them was written last.
 """
 
 from __future__ import annotations
@@ -16,49 +16,56 @@ from rollway.errors import UsageError
 from rollway.weights.layout import Box, Shape
 
 
-def owner(name: str, replicas: int) -> int:
-    """Which of the replicas of a tensor publishes it: spread out, and the same on every rank."""
+def publishing_replica(name: str, replicas: int) -> int:
+    """Return which replica of a tensor publishes it.
+
+    All ranks get the same answer without asking each other, and tensors are spread over the
+    replicas."""
     return crc32(name.encode()) % replicas
 
 
 def check_covered(name: str, shape: Shape, boxes: Iterable[Box]) -> None:
-    """Raise unless the boxes cover a tensor of this shape exactly once."""
-    fault = _fault(shape, tuple(boxes))
+    """Raise `UsageError` unless the boxes cover a tensor of this shape exactly once."""
+    fault = _find_fault(shape, tuple(boxes))
     if fault:
         raise UsageError(f"{name} {fault[0]}", fault[1])
 
 
+# Without the tensor's name: the layers of a model are sharded alike, so most calls are repeats.
 @lru_cache(maxsize=65536)
-def _fault(shape: Shape, boxes: tuple[Box, ...]) -> tuple[str, str] | None:
-    """What is wrong, and a hint; without names, because many tensors are cut alike."""
+def _find_fault(shape: Shape, boxes: tuple[Box, ...]) -> tuple[str, str] | None:
+    """Return the fault and its fix, or None."""
     whole = Box.whole(shape)
     for box in boxes:
         if len(box.start) != len(shape) or (shape and box.cut(whole) != box):
-            return f"has the shape {list(shape)}; {_words(box)} lies outside.", ""
-    twice = _overlap(boxes)
+            return (
+                f"has the shape {list(shape)}; {_show(box)} is outside of it.",
+                "Check the shapes and positions that the ranks report.",
+            )
+    twice = find_overlap(boxes)
     if twice:
         return (
-            f"is claimed twice: {_words(twice[0])} and {_words(twice[1])}.",
-            "Two tensors are mapped to it, or two ranks say that they are at the same position.",
+            f"is claimed twice: {_show(twice[0])} and {_show(twice[1])}.",
+            "Check the names and positions: two tensors have this name, or two ranks have the "
+            "same position.",
         )
-    found, wanted = sum(box.elements for box in boxes), math.prod(shape)
-    if found != wanted:
+    covered, expected = sum(box.elements for box in boxes), math.prod(shape)
+    if covered != expected:
         return (
-            f"is not whole: {found} of its {wanted} elements have a source.",
-            "A rank or a tensor is missing.",
+            f"is not whole: {covered} of its {expected} elements have a source.",
+            "Include every rank and every tensor of the trainer.",
         )
     return None
 
 
-def _overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
-    """The first two boxes that have something in common.
-
-    They are compared along the axis on which they overlap least: along another one, each of the
-    columns of a matrix would be compared with all others."""
+def find_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
+    """Return the first two boxes that have an element in common."""
     if len(boxes) < 2:
         return None
     if not boxes[0].start:
         return boxes[0], boxes[1]
+    # Sweep along the axis on which the boxes overlap least. Along another axis, each column of a
+    # matrix would be compared with all other columns: quadratic, which a hostile sidecar could use.
     axis = min(range(len(boxes[0].start)), key=lambda a: _crowding(boxes, a))
     ordered = sorted(boxes, key=lambda box: (box.start[axis], box.start))
     for i, box in enumerate(ordered):
@@ -71,11 +78,11 @@ def _overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
 
 
 def _crowding(boxes: Sequence[Box], axis: int) -> float:
-    """How many boxes lie at one place of an axis, on average."""
+    """Return how many boxes share a coordinate of an axis, on average."""
     first = min(box.start[axis] for box in boxes)
     last = max(box.stop[axis] for box in boxes)
     return sum(box.stop[axis] - box.start[axis] for box in boxes) / max(1, last - first)
 
 
-def _words(box: Box) -> str:
+def _show(box: Box) -> str:
     return "[" + ", ".join(f"{a}:{b}" for a, b in zip(box.start, box.stop, strict=True)) + "]"

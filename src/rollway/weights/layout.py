@@ -1,10 +1,9 @@
-"""Where the elements of a sharded model lie: tensors, boxes of them, and who holds which.
+"""Describe where the elements of a sharded model are stored.
 
-Three words carry the rest of this package. A `Shard` is what one rank of a trainer holds of one of
-its own tensors. A `Piece` is a box of a Hugging Face tensor that lies inside a shard: every layout
-a trainer can have (cut, fused, interleaved, padded) is a list of pieces. A `Need` is a box of a
-Hugging Face tensor that one rank of an engine wants. Planning intersects pieces with needs, so
-nothing here ever counts rows. No torch: a planner may run where no trainer is installed.
+A `Shard` is the part of one of its own tensors that a trainer's rank holds. A `Placed` box is a
+block of one tensor that is stored inside another one. Every layout a trainer can have (sharded,
+fused, interleaved, padded) is a list of placed boxes, so planning is the intersection of boxes.
+This module does not import torch: a planner may run on a machine without a trainer.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ ELEMENT_BYTES = {
     **{"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2},
     **{"U16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I8": 1, "U8": 1, "BOOL": 1},
 }
-"""By the names that safetensors files use."""
+"""Keys are the dtype names of safetensors files."""
 
 Shape = tuple[int, ...]
 
 
 class Role(StrEnum):
-    """How a trainer's tensor is cut over its ranks, and what is fused in it."""
+    """How a trainer's tensor is sharded over its ranks, and which tensors are fused in it."""
 
     QKV_COLUMN = "qkv_column"
     GATED_MLP_COLUMN = "gated_mlp_column"
@@ -37,7 +36,7 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A block of a tensor: from `start` up to `stop`, in every dimension."""
+    """A block of a tensor: from `start` up to (not including) `stop`, in every dimension."""
 
     start: Shape
     stop: Shape
@@ -54,39 +53,71 @@ class Box:
     def elements(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The index that selects this box from a tensor or an array."""
+        return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
+
     def cut(self, other: Box) -> Box | None:
-        """What both have in common; None when that is nothing."""
+        """Return the intersection with `other`, or None if it is empty."""
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
         return Box(start, stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None
 
-    def moved(self, by: Shape) -> Box:
+    def shift(self, by: Shape) -> Box:
         return Box(
             tuple(a + d for a, d in zip(self.start, by, strict=True)),
             tuple(b + d for b, d in zip(self.stop, by, strict=True)),
         )
 
     def seen_from(self, origin: Shape) -> Box:
-        return self.moved(tuple(-a for a in origin))
+        """Return this box in coordinates that begin at `origin`."""
+        return self.shift(tuple(-a for a in origin))
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """What one rank holds of a tensor: `box`, in the coordinates of the whole tensor."""
+    """The part of a tensor that one rank holds: `box`, in the coordinates of the whole tensor."""
 
     name: str
     dtype: str
-    shape: Shape
-    """Of the whole tensor, as the trainer's own layout has it when its ranks are joined."""
+    shape: Shape  # The shape of the whole tensor in the trainer's own layout, all ranks joined
     box: Box
     role: Role = Role.REPLICATED
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """A box of a Hugging Face tensor, and where it starts inside a rank's local tensor.
+class Placed:
+    """A box of one tensor, and the position `at` where it starts in another tensor.
 
-    Both boxes have the same extents, except that those of a `transposed` one are swapped."""
+    The other tensor may have more dimensions in front (experts are stacked there); the box is one
+    element thick in these. If `transposed`, its last two dimensions are swapped there."""
+
+    box: Box
+    at: Shape
+    transposed: bool = False
+    tensor: int = 0
+    """The number of the tensor that is meant, where a list has boxes of several tensors."""
+
+    @property
+    def extent(self) -> Shape:
+        """The shape that the box has in the other tensor."""
+        return self.destination.shape
+
+    @property
+    def destination(self) -> Box:
+        """The box that this one fills in the other tensor."""
+        shape = swap_last(self.box.shape) if self.transposed else self.box.shape
+        # A box that was cut out of a stack has more dimensions than its target, one thick.
+        extra = max(0, len(shape) - len(self.at))
+        return place_at(self.at, Box.whole(shape[extra:]))
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of the Hugging Face tensor `name`, and where it starts in a rank's tensor `source`.
+
+    It is a `Placed` box with the names of both tensors."""
 
     name: str
     box: Box
@@ -95,11 +126,12 @@ class Piece:
     transposed: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Need:
-    """A box of a Hugging Face tensor, and where a receiver's own tensor wants it."""
+def place_at(at: Shape, box: Box) -> Box:
+    """Move `box` by `at`; dimensions that it lacks are added in front, one element thick."""
+    missing = len(at) - len(box.start)
+    return Box((0,) * missing + box.start, (1,) * missing + box.stop).shift(at)
 
-    name: str
-    box: Box
-    target: str
-    at: Shape
+
+def swap_last(shape: Shape) -> Shape:
+    """Return `shape` with its last two dimensions swapped."""
+    return (*shape[:-2], shape[-1], shape[-2])

@@ -1,8 +1,8 @@
-"""Whose a half-written file is: its name says so, and a later writer can tell a dead one's.
+"""Mark files with their writer, so that files of a dead writer can be recognised and removed.
 
-A directory may be shared by machines and by containers of one machine, and a pid means something
-only where it was given. So a mark names the place too; what was written in another place is
-abandoned once nobody has touched it for an hour.
+A directory may be shared by machines, and by containers of one machine, and a pid means something
+only within one of them. So a mark has three parts: the pid namespace, the pid and the start time.
+Files from another namespace count as abandoned after an hour without a write.
 """
 
 from __future__ import annotations
@@ -19,34 +19,37 @@ from rollway.processes import ProcessId, boot_id
 
 ABANDONED_SECONDS = 3600.0
 PARTIAL, TRASH = "partial", "trash"
-_MARKED = re.compile(r"(?P<place>[0-9a-f]{12})-(?P<pid>\d{1,10})-(?P<start>\d{1,20})")
+_MARK = re.compile(r"(?P<place>[0-9a-f]{12})-(?P<pid>\d{1,10})-(?P<start>\d{1,20})")
 
 
 def mark() -> str:
-    """This process, now and for ever, and the place where its pid counts."""
+    """Return a text that names this process, for file names."""
     process = ProcessId.of(os.getpid())
     assert process is not None
-    return f"{_place()}-{process.pid}-{process.start}"
+    return f"{_get_place()}-{process.pid}-{process.start}"
 
 
 def scratch_name(name: str, kind: str = PARTIAL) -> str:
-    """A hidden name beside `name`, for what readers must not see."""
+    """Return a hidden name beside `name`, for files that readers must not see."""
     return f".{name}.{mark()}.{kind}"
 
 
 def gone(name: str, idle_seconds: float) -> bool:
-    """Whether the writer of something whose name carries its mark is dead, as far as one can tell.
+    """Return whether the writer of a file is dead, judged by the mark in the file's name.
 
-    `idle_seconds` is how long nobody wrote there; it decides for writers of other places."""
-    found = _MARKED.search(name)
-    if found is None or found["place"] != _place():
+    `idle_seconds` is the time since the last write; it decides for writers in other namespaces,
+    whose pids mean nothing here."""
+    match = _MARK.search(name)
+    if match is None or match["place"] != _get_place():
         return idle_seconds > ABANDONED_SECONDS
-    return not ProcessId(int(found["pid"]), int(found["start"])).alive
+    return not ProcessId(int(match["pid"]), int(match["start"])).alive
 
 
 class Guard:
-    """A process that removes things of its owner when that has ended, however it ends. It is no
-    child of its owner's: Ray kills the children of an actor that ends."""
+    """A process that removes paths when its owner has ended, even if the owner was killed.
+
+    It waits for the end of its stdin, which the kernel closes when the owner ends. It forks once
+    so that it is not a child of the owner: Ray kills the children of an actor that ends."""
 
     _PROGRAM = (
         "import os, shutil, sys\n"
@@ -61,20 +64,20 @@ class Guard:
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", self._PROGRAM, *map(str, paths)],
             stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,  # ends with it
+            stdout=subprocess.PIPE,  # `close` waits for its end, since the process is no child
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # what is typed at a terminal must not end it first
+            start_new_session=True,  # Ctrl-C at a terminal must not end it before its owner
             env={},
         )
         self._process.wait()
 
     def close(self) -> None:
-        """Have them removed now."""
+        """Remove the paths now, and wait until they are removed."""
         self._process.communicate()
 
 
 @functools.cache
-def _place() -> str:
-    """One kernel since its boot, and one of its pid namespaces."""
+def _get_place() -> str:
+    """Return a digest of this pid namespace and of the boot of its kernel."""
     namespace = os.readlink(Path("/proc/self/ns/pid"))  # noqa: PTH115  (a link to no file)
     return hashlib.sha256(f"{boot_id()} {namespace}".encode()).hexdigest()[:12]

@@ -1,9 +1,10 @@
-"""What a publisher tells the receivers of a version: which weights, how many bytes, and where.
+"""Offers: the small JSON messages that announce a version of the weights to the workers.
 
-An offer is plain JSON and small; the list of tensors lies with the bytes. It reaches a worker over
-its admin port, so it is signed with the secret that the stack gave its workers. A worker accepts no
-offer without that signature, and a worker that has no secret accepts none at all. No offer carries
-code, and none is unpickled. docs/security.md says what else the admin port accepts, and from whom.
+An offer says which version it is, how many bytes, and where they are; the list of tensors is
+stored with the bytes. An offer reaches a worker over its admin port, so it is signed with the
+secret that the stack gave its workers. A worker accepts no unsigned offer, and a worker without a
+secret accepts none at all. Offers contain no code and are never unpickled. docs/security.md lists
+what else the admin port accepts, and from whom.
 """
 
 from __future__ import annotations
@@ -19,16 +20,18 @@ import msgspec
 from rollway.errors import WeightsError
 from rollway.orders import SECRET, stack_secret
 from rollway.weights.checkpoint import TensorHeader
+from rollway.weights.layout import ELEMENT_BYTES
 from rollway.weights.untrusted import MOST_DIMS, MOST_NAME, check_shape
 
-STILL = "still staging"
-"""What a worker says that has not got the weights yet."""
+STILL = "still staging"  # A worker's answer while it has not received all weights
 Transport = Literal["files", "delta", "shm", "cuda_ipc", "collective", "nixl", "verl_buckets"]
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+Text = Annotated[str, msgspec.Meta(min_length=1, max_length=MOST_NAME)]
+Dims = Annotated[tuple[Count, ...], msgspec.Meta(max_length=MOST_DIMS)]
+MOST_MANIFEST_BYTES = 1 << 28  # The largest list of tensors that is read, from any place
 _MOST_OFFER_BYTES = 64 << 20
 _MOST_TENSORS = 1 << 22
-MOST_MANIFEST_BYTES = 1 << 28
-"""Of a list of tensors, wherever it is read from."""
+_PUBLISH_AGAIN = "Publish the version again."
 
 
 class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -36,37 +39,39 @@ class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     transport: Transport
     version: Count
-    identity: Annotated[str, msgspec.Meta(min_length=8, max_length=128)]
-    """Equal for equal weights."""
+    identity: Annotated[str, msgspec.Meta(min_length=8, max_length=128)]  # Equal for equal weights
     nbytes: Count
-    where: dict[str, Any]
-    """For the transport alone."""
-    repeatable: bool = True
-    """Whether a receiver that comes later can still get it."""
+    where: dict[str, Any]  # Where the bytes are; only the transport reads it
+    repeatable: bool = True  # Whether a receiver that comes later can still receive this version
     mac: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{64})?\Z")] = ""
 
     def signed(self, secret: str) -> Offer:
-        return msgspec.structs.replace(self, mac=_mac(self, secret)) if secret else self
+        """Return this offer with a signature, or unchanged if the secret is empty."""
+        return msgspec.structs.replace(self, mac=_compute_mac(self, secret)) if secret else self
 
     def as_json(self) -> dict[str, Any]:
-        made: dict[str, Any] = msgspec.to_builtins(self)
-        return made
+        fields: dict[str, Any] = msgspec.to_builtins(self)
+        return fields
 
 
 def parse_offer(raw: Mapping[str, Any]) -> Offer:
-    """Return an offer from a trusted place, such as a rank of the same job; no signature needed."""
+    """Return an offer from a trusted place, for example a rank of the same job; the signature is
+    not checked."""
     try:
         offer = msgspec.convert(dict(raw), Offer)
-        _check_size(offer)
+        # `where` may contain anything, so this also refuses values that have no JSON.
+        size = len(msgspec.json.encode(offer))
+        if size > _MOST_OFFER_BYTES:
+            raise ValueError(f"it takes {size} bytes, more than {_MOST_OFFER_BYTES}")
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise WeightsError(
-            f"This is no offer of weights: {str(error)[:300]}.", "Publish the version again."
+            f"This is no offer of weights: {str(error)[:300]}.", _PUBLISH_AGAIN
         ) from error
     return offer
 
 
 def read_offer(raw: Mapping[str, Any], secret: str | None = None) -> Offer:
-    """Return an offer if whoever made it knows the secret; without `secret`, that of this stack."""
+    """Return an offer if it is signed with `secret`, or by default with this stack's secret."""
     offer = parse_offer(raw)
     secret = stack_secret() if secret is None else secret
     if not secret:
@@ -74,7 +79,8 @@ def read_offer(raw: Mapping[str, Any], secret: str | None = None) -> Offer:
             "This worker was started without a secret, so it accepts no offer of weights.",
             f"Start it by `rollway up`, or set {SECRET} for the worker and for the trainer.",
         )
-    if not hmac.compare_digest(offer.mac.encode(errors="replace"), _mac(offer, secret).encode()):
+    expected = _compute_mac(offer, secret)
+    if not hmac.compare_digest(offer.mac.encode(errors="replace"), expected.encode()):
         raise WeightsError(
             "An offer of weights is not signed with this stack's secret.",
             f"Attach to the stack by its name, or set {SECRET} to the one its workers have.",
@@ -82,25 +88,14 @@ def read_offer(raw: Mapping[str, Any], secret: str | None = None) -> Offer:
     return offer
 
 
-def _check_size(offer: Offer) -> None:
-    """Refuse what has no JSON, or too much of it: `where` may hold anything."""
-    size = len(msgspec.json.encode(offer))
-    if size > _MOST_OFFER_BYTES:
-        raise ValueError(f"it takes {size} bytes, more than {_MOST_OFFER_BYTES}")
-
-
-def _mac(offer: Offer, secret: str) -> str:
+def _compute_mac(offer: Offer, secret: str) -> str:
     plain = msgspec.structs.replace(offer, mac="")
     body = msgspec.json.encode(plain, order="deterministic")
     return hmac.new(secret.encode(), body, hashlib.sha256).hexdigest()
 
 
-Text = Annotated[str, msgspec.Meta(min_length=1, max_length=MOST_NAME)]
-Dims = Annotated[tuple[Count, ...], msgspec.Meta(max_length=MOST_DIMS)]
-
-
 class Lies(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What lies in a shard: a box of a Hugging Face tensor, and where it starts in the shard."""
+    """A box of a Hugging Face tensor, and where it starts in a shard: `Placed`, for the wire."""
 
     name: Text
     start: Dims
@@ -110,7 +105,7 @@ class Lies(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One tensor of a version: what it is, where its bytes start, and their digest."""
+    """One tensor of a version: its dtype and shape, where its bytes start, and their digest."""
 
     name: Text
     dtype: Annotated[str, msgspec.Meta(max_length=32)]
@@ -118,9 +113,9 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     offset: Count
     nbytes: Count
     digest: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{16}|[0-9a-f]{32})?\Z")] = ""
-    """In hexadecimal: of `bits.digest`, or 16 digits of `bits.word_sum`."""
+    """Hexadecimal: 32 digits of `digest`, or 16 digits of the checksum `word_sum`."""
     lies: tuple[Lies, ...] = ()
-    """Nothing for a Hugging Face tensor itself."""
+    """The boxes that a shard contains; empty if this is a Hugging Face tensor itself."""
 
     @property
     def word_sum(self) -> int | None:
@@ -128,7 +123,7 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The tensors of a version, in the order in which their bytes lie."""
+    """The tensors of a version, in the order of their bytes."""
 
     version: Count
     nbytes: Count
@@ -136,8 +131,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def identity(self) -> str:
-        """By digests and names: wherever the bytes lie."""
-        facts = [(one.name, one.dtype, one.shape, one.digest, one.lies) for one in self.entries]
+        """A digest of names, dtypes, shapes and digests; offsets do not count."""
+        facts = [(e.name, e.dtype, e.shape, e.digest, e.lies) for e in self.entries]
         return hashlib.sha256(msgspec.json.encode(facts)).hexdigest()[:32]
 
     def encode(self) -> bytes:
@@ -148,12 +143,12 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_manifest(raw: bytes, offer: Offer) -> Manifest:
-    """A manifest, if it is the one that was offered and its tensors lie within its bytes."""
+    """Return a manifest if it is the offered one and its tensors are within its bytes."""
     try:
         manifest = msgspec.json.decode(raw, type=Manifest)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise WeightsError(
-            f"The list of tensors of version {offer.version} is damaged.", "Publish it again."
+            f"The list of tensors of version {offer.version} is damaged.", _PUBLISH_AGAIN
         ) from error
     if (manifest.version, manifest.identity) != (offer.version, offer.identity):
         raise WeightsError(
@@ -165,32 +160,36 @@ def read_manifest(raw: bytes, offer: Offer) -> Manifest:
 
 
 def check_entries(entries: Sequence[Entry], nbytes: int) -> None:
-    from rollway.weights.layout import ELEMENT_BYTES
-
-    for one in entries:
+    """Raise `WeightsError` unless all entries are well-formed and within `nbytes`."""
+    for entry in entries:
         try:
-            check_shape(one.shape)
+            check_shape(entry.shape)
         except ValueError as error:
-            raise WeightsError(f"{one.name}: {error}.", "Publish the version again.") from error
-        for lies in one.lies:
-            _check_lies(one, lies)
-        wanted = math.prod(one.shape) * ELEMENT_BYTES.get(one.dtype, 0)
-        if one.dtype not in ELEMENT_BYTES or wanted != one.nbytes:
-            raise WeightsError(f"{one.name} is said to be {one.dtype} in {one.nbytes} bytes.")
-        if one.offset + one.nbytes > nbytes:
-            raise WeightsError(f"{one.name} is said to lie outside of what was published.")
-    if len({one.name for one in entries}) != len(entries):
-        raise WeightsError("A tensor is listed twice.")
+            raise WeightsError(f"{entry.name}: {error}.", _PUBLISH_AGAIN) from error
+        for placed in entry.lies:
+            _check_placed(entry, placed)
+        expected = math.prod(entry.shape) * ELEMENT_BYTES.get(entry.dtype, 0)
+        if entry.dtype not in ELEMENT_BYTES or expected != entry.nbytes:
+            raise WeightsError(
+                f"{entry.name} is said to be {entry.dtype} in {entry.nbytes} bytes.",
+                _PUBLISH_AGAIN,
+            )
+        if entry.offset + entry.nbytes > nbytes:
+            raise WeightsError(
+                f"{entry.name} is outside of the bytes that were published.", _PUBLISH_AGAIN
+            )
+    if len({entry.name for entry in entries}) != len(entries):
+        raise WeightsError("A tensor is listed twice.", _PUBLISH_AGAIN)
 
 
-def _check_lies(one: Entry, lies: Lies) -> None:
-    """A box is a box, and has as many dimensions as the shard that it lies in."""
-    dims = {len(lies.start), len(lies.stop), len(lies.at), len(one.shape)}
+def _check_placed(entry: Entry, placed: Lies) -> None:
+    """Raise unless the box is a box and has as many dimensions as its shard."""
+    dims = {len(placed.start), len(placed.stop), len(placed.at), len(entry.shape)}
     if (
         len(dims) > 1
-        or (lies.transposed and len(one.shape) != 2)
-        or any(a > b for a, b in zip(lies.start, lies.stop, strict=True))
+        or (placed.transposed and len(entry.shape) != 2)
+        or any(a > b for a, b in zip(placed.start, placed.stop, strict=True))
     ):
         raise WeightsError(
-            f"{lies.name} cannot lie in {one.name} as it is said to.", "Publish the version again."
+            f"{placed.name} cannot be stored in {entry.name} as the list says.", _PUBLISH_AGAIN
         )

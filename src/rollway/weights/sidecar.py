@@ -1,9 +1,9 @@
-"""What a receiver must know of a trainer's layout, as JSON: no Megatron is needed to read it.
+"""Sidecars: a trainer's layout as JSON, which can be read without Megatron.
 
-Every rank of a trainer writes its part (`dump`), the parts are put together (`join`), and `load`
-gives back the model that they describe. All of it is looked at on the way in: an old version, a
-field too many or too few, boxes outside their tensors, or shards that do not make up whole Hugging
-Face tensors are errors. There is no way to go on with half of a layout.
+Every rank of a trainer writes its part with `dump`; `join` reads the parts of all ranks, and `load`
+a file that has all ranks. Everything is checked: another version, an unknown or missing field, a
+box outside its tensor, and shards that do not make up whole Hugging Face tensors are errors. There
+is no way to use half of a layout.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from rollway.weights.untrusted import MOST_ELEMENTS, MOST_NAME, parse_json, reas
 VERSION = 1
 
 _MOST_BYTES = 64 << 20
+_WRITE_AGAIN = "Let the trainer write it again, with the same Rollway."
 _MOST_RANKS = 1 << 16
 _Name = Annotated[str, Field(min_length=1, max_length=MOST_NAME)]
 _Size = Annotated[int, Field(ge=0, le=MOST_ELEMENTS)]
@@ -35,7 +36,7 @@ _Ranks = Annotated[int, Field(ge=1, le=_MOST_RANKS)]
 
 
 class _Strict(BaseModel):
-    """Every field must be there and have its own type; JSON's numbers are not words."""
+    """Every field must be there and have its own type; a number is not accepted as text."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
@@ -74,10 +75,9 @@ class _Position(_Strict):
 
 class _Tensor(_Strict):
     role: Annotated[Role, Field(strict=False)]
-    """Strict would want an enum's member, which JSON cannot hold."""
+    """Not strict: strict accepts only an enum's member, which JSON cannot have."""
     dtype: Annotated[str, Field(max_length=32)]
-    shape: _Shape
-    """Of all ranks together."""
+    shape: _Shape  # The whole shape, all ranks joined
     start: _Shape
     local: _Shape
 
@@ -85,7 +85,7 @@ class _Tensor(_Strict):
 class _Rank(_Strict):
     position: _Position
     names: dict[_Name, list[_Name]]
-    """Hugging Face names of what lies in each tensor: q, k, v; gate, up; by expert."""
+    """The Hugging Face tensors in each tensor, in order: q, k, v; gate, up; by expert."""
     tensors: dict[_Name, _Tensor]
 
 
@@ -97,12 +97,17 @@ class _Sidecar(_Strict):
 
 
 def dump(model: MegatronModel, world: int) -> str:
-    """Those ranks of a trainer of `world` ranks that `model` describes."""
+    """Return a sidecar of the ranks that `model` describes, as JSON text.
+
+    Parameters:
+        model: the layout of this rank, for example from `read_rank`, or of several ranks.
+        world: how many ranks the trainer has.
+    """
     ranks = {
         str(rank): {
             "position": asdict(layout.position),
             "names": layout.names,
-            "tensors": {name: _tensor(shard) for name, shard in layout.shards.items()},
+            "tensors": {name: _dump_shard(shard) for name, shard in layout.shards.items()},
         }
         for rank, layout in model.ranks.items()
     }
@@ -111,28 +116,38 @@ def dump(model: MegatronModel, world: int) -> str:
 
 
 def load(text: str | bytes) -> MegatronModel:
-    """The whole trainer that a sidecar describes."""
-    return _whole([_parsed(text)])
+    """Return the trainer that one sidecar of all its ranks describes.
+
+    Raises `UsageError` as `join` does."""
+    return join([text])
 
 
 def join(texts: Iterable[str | bytes]) -> MegatronModel:
-    """The whole trainer that the sidecars of its ranks describe together."""
-    return _whole([_parsed(text) for text in texts])
+    """Return the trainer that the sidecars of its ranks describe together.
 
+    Parameters:
+        texts: the JSON texts; together they describe every rank once.
 
-def _whole(parts: list[_Sidecar]) -> MegatronModel:
+    Raises `UsageError` if a text is not a sidecar, if a rank is missing or described twice, or if
+    the shards do not make up whole tensors.
+    """
+    parts = [_parse(text) for text in texts]
     if not parts:
         raise UsageError("There is no sidecar to read.", "Every rank of the trainer writes one.")
     first, ranks = parts[0], {}
     for part in parts:
         if (part.world, part.geometry) != (first.world, first.geometry):
-            raise UsageError("The sidecars to join come from different trainers.")
+            raise UsageError(
+                "The sidecars to join come from different trainers.", "Join those of one run."
+            )
         for rank, described in part.ranks.items():
             if int(rank) >= first.world:
-                raise UsageError(f"The sidecar has a rank {rank} among {first.world}.")
+                raise UsageError(
+                    f"The sidecar has a rank {rank} among {first.world}.", _WRITE_AGAIN
+                )
             if int(rank) in ranks:
-                raise UsageError(f"Two sidecars describe rank {rank}.")
-            ranks[int(rank)] = _layout(rank, described)
+                raise UsageError(f"Two sidecars describe rank {rank}.", "Join each rank once.")
+            ranks[int(rank)] = _read_layout(rank, described)
     if len(ranks) < first.world:
         missing = next(rank for rank in range(first.world) if rank not in ranks)
         raise UsageError(
@@ -145,7 +160,7 @@ def _whole(parts: list[_Sidecar]) -> MegatronModel:
     return model
 
 
-def _parsed(text: str | bytes) -> _Sidecar:
+def _parse(text: str | bytes) -> _Sidecar:
     if len(text) > _MOST_BYTES:
         raise UsageError(
             f"The sidecar has {len(text)} bytes, more than {_MOST_BYTES}.",
@@ -154,9 +169,7 @@ def _parsed(text: str | bytes) -> _Sidecar:
     try:
         raw: Any = parse_json(text)
     except ValueError as error:
-        raise UsageError(
-            f"The sidecar is not JSON ({reason(error)}).", "It was cut short."
-        ) from error
+        raise UsageError(f"The sidecar is not JSON ({reason(error)}).", _WRITE_AGAIN) from error
     version = raw.get("version") if isinstance(raw, dict) else None
     if version != VERSION:
         raise UsageError(
@@ -171,49 +184,53 @@ def _parsed(text: str | bytes) -> _Sidecar:
         raise UsageError(
             f"The sidecar is wrong at {where[:300]}: {first['msg'][:300]} "
             f"({error.error_count()} in all).",
-            "Let the trainer write it again, with the same Rollway.",
+            _WRITE_AGAIN,
         ) from error
 
 
-def _layout(rank: str, described: _Rank) -> RankLayout:
+def _read_layout(rank: str, described: _Rank) -> RankLayout:
     unpaired = sorted(described.names.keys() ^ described.tensors.keys())
     if unpaired:
         where = "names" if unpaired[0] in described.names else "tensors"
         raise UsageError(
             f"Rank {rank} has {unpaired[0]} only among its {where} ({len(unpaired)} in all).",
-            "The sidecar is not whole.",
+            _WRITE_AGAIN,
         )
     position = Position(**described.position.model_dump())
-    shards = {name: _shard(rank, name, tensor) for name, tensor in described.tensors.items()}
+    shards = {name: _read_shard(rank, name, tensor) for name, tensor in described.tensors.items()}
     for name, shard in shards.items():
         expected = place(name, shard.dtype, shard.box.shape, shard.role, position)
         if shard != expected:
             raise UsageError(
                 f"{name} of rank {rank} is at {list(shard.box.start)} of {list(shard.shape)}; by "
                 f"its role ({shard.role}) and position it would be at "
-                f"{list(expected.box.start)} of {list(expected.shape)}."
+                f"{list(expected.box.start)} of {list(expected.shape)}.",
+                _WRITE_AGAIN,
             )
     names = {name: tuple(hf) for name, hf in described.names.items()}
     return RankLayout(position, shards, names)
 
 
-def _shard(rank: str, name: str, tensor: _Tensor) -> Shard:
-    """Dimensions must agree before boxes can be compared."""
+def _read_shard(rank: str, name: str, tensor: _Tensor) -> Shard:
     shape, start, local = tuple(tensor.shape), tuple(tensor.start), tuple(tensor.local)
+    # Before boxes are compared: that needs equal numbers of dimensions.
     fits = len(shape) == len(start) == len(local) and all(
         a + n <= whole for a, n, whole in zip(start, local, shape, strict=True)
     )
     if not fits:
         raise UsageError(
-            f"{name} of rank {rank}: {list(local)} at {list(start)} lies outside {list(shape)}."
+            f"{name} of rank {rank}: {list(local)} at {list(start)} is outside {list(shape)}.",
+            _WRITE_AGAIN,
         )
     if tensor.dtype not in ELEMENT_BYTES:
-        raise UsageError(f"{name} of rank {rank} has the unknown dtype {tensor.dtype!r}.")
+        raise UsageError(
+            f"{name} of rank {rank} has the unknown dtype {tensor.dtype!r}.", _WRITE_AGAIN
+        )
     box = Box(start, tuple(a + n for a, n in zip(start, local, strict=True)))
     return Shard(name, tensor.dtype, shape, box, tensor.role)
 
 
-def _tensor(shard: Shard) -> dict[str, Any]:
+def _dump_shard(shard: Shard) -> dict[str, Any]:
     return {
         "role": shard.role,
         "dtype": shard.dtype,

@@ -1,8 +1,9 @@
-"""What this rank of a trainer holds: its local tensors, and which boxes of the model they are.
+"""Describe the tensors that this rank of a trainer holds, and which boxes of the model they are.
 
-Three kinds of trainers are read here: a plain module (also under DDP), one whose parameters are
-DTensors (FSDP2, tensor parallel, both), and Megatron-Core. Nothing is gathered and nothing copied:
-a `Held` is the tensor in the optimiser's own memory. What several ranks hold is published by one.
+Three kinds of trainers are supported: a plain module (also under DDP), a module whose parameters
+are DTensors (FSDP2, tensor parallelism, or both), and Megatron-Core (`megatron.live`).
+A `Held` refers to the parameter's own memory: nothing is gathered or copied. If several ranks hold
+the same tensor, one of them publishes it.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from rollway.errors import UsageError
-from rollway.weights.coverage import owner
-from rollway.weights.digest.bits import dtype_name
+from rollway.weights.coverage import publishing_replica
+from rollway.weights.digest.checksums import dtype_name
 from rollway.weights.layout import Box, Piece, Role, Shape, Shard
 
 _WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -24,57 +25,70 @@ _WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped
 
 @dataclass(frozen=True)
 class Held:
-    """A tensor of this rank, and what lies in it."""
+    """A tensor of this rank, and the boxes of Hugging Face tensors that it contains."""
 
     shard: Shard
     tensor: torch.Tensor
-    """In the shape that `pieces` count in; it shares its memory with the trainer's parameter."""
+    """In the shape that `pieces` refer to; it shares memory with the trainer's parameter."""
     pieces: Sequence[Piece]
-    owned_here: bool
-    """Whether this rank publishes it; exactly one of the ranks that hold the same does."""
+    owned_here: bool  # Whether this rank publishes it; exactly one of its replicas does
 
 
 def from_module(module: torch.nn.Module, *, replica: tuple[int, int] | None = None) -> list[Held]:
-    """A model with Hugging Face names; parameters that are DTensors count with their local part.
+    """Describe this rank's tensors of a model with Hugging Face names.
 
-    `replica` is this rank's number among those that hold the same plain tensors, and how many
-    they are; all ranks of the default process group, when it is not given."""
-    index, count = replica or _world()
+    Call it on every rank. Parameters that are DTensors count with their local part.
+
+    Parameters:
+        module: the model; wrappers (DDP, FSDP, torch.compile) are left out of the names.
+        replica: this rank's number among the ranks that hold the same plain tensors, and how many
+            these are; by default all ranks of the default process group.
+
+    Returns the tensors for `Publisher.publish`.
+
+    Raises `UsageError` for tensors whose memory cannot be read in place: quantised ones, FSDP1's
+    flat parameters, partial sums, and DTensors whose local part is not one block.
+    """
+    index, count = replica or _get_rank_and_world()
     held = []
-    for name, tensor in _own_tensors(module):
+    for name, tensor in _list_tensors(module):
         if isinstance(tensor, DTensor):
-            part = _from_dtensor(name, tensor)
-            held += [part] if part else []
+            local = _describe_dtensor(name, tensor)
+            held += [local] if local else []
         else:
             _check_plain(name, tensor)
-            box = Box.whole(tuple(tensor.shape))
-            owned = owner(name, count) == index
-            held.append(_held(name, tuple(tensor.shape), box, tensor.detach(), owned))
+            shape = tuple(tensor.shape)
+            owned = publishing_replica(name, count) == index
+            held.append(_describe(name, shape, Box.whole(shape), tensor.detach(), owned))
     return held
 
 
 def dtensor_box(shape: Shape, sizes: Shape, coordinate: Shape, placements: Sequence[Any]) -> Box:
-    """What a rank holds of a tensor, by its coordinate in a mesh of these sizes.
-
-    FSDP over tensor parallelism cuts on top of an earlier cut: torch calls that a strided shard,
-    and it is a box as long as it comes after all the cuts that it is strided by."""
+    """Return the box of a tensor that the rank at `coordinate` of a mesh of `sizes` holds."""
     start, length = [0] * len(shape), list(shape)
-    for mesh_dim in _cutting_order(sizes, placements):
+    for mesh_dim in _sharding_order(sizes, placements):
         axis = placements[mesh_dim].dim % len(shape)
-        each = -(-length[axis] // sizes[mesh_dim])
-        first = min(length[axis], each * coordinate[mesh_dim])
+        rows = -(-length[axis] // sizes[mesh_dim])
+        first = min(length[axis], rows * coordinate[mesh_dim])
         start[axis] += first
-        length[axis] = min(each, length[axis] - first)
+        length[axis] = min(rows, length[axis] - first)
     return Box(tuple(start), tuple(a + n for a, n in zip(start, length, strict=True)))
 
 
-def _cutting_order(sizes: Shape, placements: Sequence[Any]) -> list[int]:
-    """Mesh dimensions that cut, in the order in which they were applied."""
+def _sharding_order(sizes: Shape, placements: Sequence[Any]) -> list[int]:
+    """Return the mesh dimensions that shard the tensor, in the order they were applied.
+
+    With FSDP over tensor parallelism, FSDP's mesh dimension comes first but was applied second.
+    torch calls it a strided shard. The result is a box as long as the stride covers exactly the
+    later mesh dimensions that shard the same axis."""
     order: list[int] = []
     strided: list[int] = []
     for mesh_dim, placement in enumerate(placements):
         if placement.is_partial():
-            raise UsageError(f"{placement} is a sum that is not done yet; it cannot be published.")
+            raise UsageError(
+                f"{placement} is a sum that is not done yet; it cannot be published.",
+                "Reduce the tensor first, for example with `redistribute`.",
+            )
         factor = getattr(placement, "split_factor", 1)
         if factor > 1:
             later = 1
@@ -92,8 +106,8 @@ def _cutting_order(sizes: Shape, placements: Sequence[Any]) -> list[int]:
     return order + strided[::-1]
 
 
-def _from_dtensor(name: str, tensor: DTensor) -> Held | None:
-    """None on ranks outside its mesh, and on those for which no element is left."""
+def _describe_dtensor(name: str, tensor: DTensor) -> Held | None:
+    """Return this rank's part; None outside the tensor's mesh, and if the part is empty."""
     mesh, placements = tensor.device_mesh, tensor.placements
     coordinate = mesh.get_coordinate()
     if coordinate is None:
@@ -103,28 +117,29 @@ def _from_dtensor(name: str, tensor: DTensor) -> Held | None:
         box = dtensor_box(shape, sizes, tuple(coordinate), placements)
     except UsageError as error:
         raise UsageError(f"{name}: {error.message}", error.hint) from error
-    local = tensor.detach().to_local()
-    if tuple(local.shape) != box.shape and box.elements:
-        raise UsageError(
-            f"{name}: this rank should hold {list(box.shape)} of {list(shape)} ({placements}), "
-            f"but has {list(local.shape)}."
-        )
     if not box.elements:
         return None
-    index, count = 0, 1
+    local = tensor.detach().to_local()
+    if tuple(local.shape) != box.shape:
+        raise UsageError(
+            f"{name}: this rank should hold {list(box.shape)} of {list(shape)} ({placements}), "
+            f"but has {list(local.shape)}.",
+            "Publish from parameters whose placements describe their local tensors.",
+        )
+    index, count = 0, 1  # this rank among those with the same part: the replicating dimensions
     for size, at, placement in zip(sizes, coordinate, placements, strict=True):
         if placement.is_replicate():
             index, count = index * size + at, count * size
-    return _held(name, shape, box, local, owner(name, count) == index)
+    return _describe(name, shape, box, local, publishing_replica(name, count) == index)
 
 
-def _held(name: str, shape: Shape, box: Box, tensor: torch.Tensor, owned: bool) -> Held:
+def _describe(name: str, shape: Shape, box: Box, tensor: torch.Tensor, owned: bool) -> Held:
     shard = Shard(name, dtype_name(tensor), shape, box, Role.REPLICATED)
     return Held(shard, tensor, [Piece(name, box, name, (0,) * len(shape))], owned)
 
 
-def _own_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and saved buffers under their own names; tied ones once, under the first."""
+def _list_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield parameters and saved buffers by plain names; tied ones once, under the first name."""
     seen: set[int] = set()
     for path, inner in module.named_modules():
         unsaved = inner._non_persistent_buffers_set
@@ -140,7 +155,7 @@ def _own_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _check_plain(name: str, tensor: torch.Tensor) -> None:
-    """A subclass stands for other bytes than it shows: quantised, flattened, sharded in its way."""
+    """Raise for tensor subclasses: their bytes are not the values they show (quantised, flat)."""
     if type(tensor.data) is not torch.Tensor:
         raise UsageError(
             f"{name} is a {type(tensor.data).__name__}; Rollway does not know its memory.",
@@ -152,7 +167,7 @@ def _check_plain(name: str, tensor: torch.Tensor) -> None:
         )
 
 
-def _world() -> tuple[int, int]:
+def _get_rank_and_world() -> tuple[int, int]:
     dist = torch.distributed
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()

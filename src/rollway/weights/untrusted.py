@@ -1,8 +1,9 @@
-"""Read files that somebody else wrote: plain files only, never more than a bound, JSON in one way.
+"""Read files that another program wrote: plain files only, with a size limit, and strict JSON.
 
-A checkpoint, a sidecar or a list of tensors may come from anybody. A FIFO in its place would hang
-the reader, a device would fill the memory, and deep JSON would raise what no caller expects. All
-functions here raise `OSError` or `ValueError`, which the callers turn into errors for a user.
+A checkpoint, a sidecar or a list of tensors may come from anywhere. A FIFO in place of a file would
+block the reader, a device would fill the memory, and deeply nested JSON would raise an error that
+no caller expects. All functions here raise `OSError` or `ValueError`; the callers turn these into
+errors for the user.
 """
 
 from __future__ import annotations
@@ -17,8 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-MOST_NAME = 4096
-"""Characters in the name of a tensor."""
+MOST_NAME = 4096  # Characters in the name of a tensor
 MOST_DIMS = 16
 MOST_ELEMENTS = 1 << 53
 _MOST_FILE_NAME = 255
@@ -26,7 +26,8 @@ _MOST_FILE_NAME = 255
 
 @contextmanager
 def open_plain(path: Path, *, follow: bool = True) -> Iterator[int]:
-    """Open a plain file for reading; refuse anything else without waiting for it."""
+    """Open a plain file for reading and yield its descriptor; refuse everything else at once."""
+    # O_NONBLOCK: opening a FIFO would wait for a writer before its type can be checked.
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
     handle = os.open(path, flags)
     try:
@@ -52,20 +53,20 @@ def read_plain(path: Path, most: int, *, follow: bool = True) -> bytes:
 def parse_json(raw: str | bytes, *, unique: bool = True) -> Any:
     """Parse JSON text. With `unique`, refuse an object that has a key twice."""
     try:
-        return json.loads(raw, object_pairs_hook=_unique if unique else None)
+        return json.loads(raw, object_pairs_hook=_check_unique if unique else None)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
 
 def check_file_name(name: object) -> str:
-    """Return `name` if it is the name of a file in a directory, and no path."""
+    """Return `name` if it is a plain file name and not a path."""
     if not isinstance(name, str) or not is_file_name(name):
         raise ValueError(f"{_show(name)} is not a plain file name")
     return name
 
 
 def is_file_name(name: str, prefix: str = "") -> bool:
-    """Whether `name` is the name of a file in a directory, begins so, and is no path."""
+    """Return whether `name` is a plain file name, not a path, and begins with `prefix`."""
     return (
         name not in ("", ".", "..")
         and "/" not in name
@@ -83,10 +84,10 @@ def check_tensor_name(name: object) -> str:
 
 
 def check_shape(shape: object) -> tuple[int, ...]:
-    """Return `shape` as a tuple if a tensor can have it, whatever a product of it would be."""
+    """Return `shape` as a tuple if a tensor can have it."""
     if not isinstance(shape, list | tuple) or len(shape) > MOST_DIMS:
         raise ValueError(f"{_show(shape)} is not a shape of at most {MOST_DIMS} dimensions")
-    spread = 1  # of the dimensions that are not zero: strides are made of these
+    spread = 1  # zeros are left out: strides are products of the other dimensions alone
     for size in shape:
         if type(size) is not int or not 0 <= size <= MOST_ELEMENTS:
             raise ValueError(f"{_show(size)} is not a size of a dimension")
@@ -97,11 +98,11 @@ def check_shape(shape: object) -> tuple[int, ...]:
 
 
 def reason(error: OSError | ValueError) -> str:
-    """Why something could not be read, for a message."""
+    """Return why a file could not be read, as a short text for a message."""
     return (getattr(error, "strerror", None) or str(error))[:300]
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _check_unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) != len(pairs):
         counts = Counter(key for key, _ in pairs)
@@ -111,7 +112,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _show(value: object) -> str:
-    """`value` as part of a message: short, and in printable characters."""
+    """Return `value` as short printable text for a message."""
     try:
         text = ascii(value)
     except (RecursionError, ValueError):  # an integer of more than 4,300 digits has no text

@@ -1,4 +1,4 @@
-"""Where the bytes of each tensor lie in a safetensors file, by its header, and reading them."""
+"""Read the header of a safetensors file, and the bytes of its tensors."""
 
 from __future__ import annotations
 
@@ -21,45 +21,48 @@ from rollway.weights.untrusted import (
 )
 
 CHUNK = 16 << 20
-HALF_WRITTEN = "It is still being written, or its writer died."
-_MOST_HEADER = 100_000_000
-"""Bytes; safetensors has the same bound."""
+HALF_WRITTEN = "Wait until its writer is done; if the writer died, write it again."
+_MOST_HEADER = 100_000_000  # Bytes; safetensors has the same limit
 _ELEMENT_BITS = {
     **{name: 8 * size for name, size in ELEMENT_BYTES.items()},
     **{"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "C64": 64},
 }
-"""Every dtype that safetensors reads, also those that Rollway's own transports do not carry."""
+"""Every dtype that safetensors reads; Rollway's own transports carry only some of them."""
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
-    """A tensor in a file."""
+class StoredTensor:
+    """A tensor in a file: its dtype and shape, and where its bytes are."""
 
     file: Path
     dtype: str
     shape: tuple[int, ...]
-    start: int
-    """Of its first byte in the file."""
+    start: int  # Offset of its first byte in the file
     size: int
 
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)}"
 
     def chunks(self) -> Iterator[bytes]:
-        """Its bytes, a few at a time; a chunk ends where an element does."""
+        """Yield the bytes in chunks that end at the end of an element."""
         with open_plain(self.file) as handle, os.fdopen(handle, "rb", closefd=False) as file:
             file.seek(self.start)
             left = self.size
             while left:
                 chunk = file.read(min(CHUNK, left))
                 if not chunk:
-                    raise UsageError(f"{self.file} ends in the middle of a tensor.")
+                    raise UsageError(
+                        f"{self.file} ends in the middle of a tensor.", "Write the file again."
+                    )
                 left -= len(chunk)
                 yield chunk
 
 
-def stored_tensors(file: Path) -> dict[str, Stored]:
-    """The tensors of one file, by name; refused unless the file is exactly as long as they are."""
+def read_weight_file(file: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of one safetensors file by name.
+
+    Raises `UsageError` if the file is not exactly as long as its tensors, or its header is wrong.
+    """
     try:
         with open_plain(file) as handle:
             size = os.fstat(handle).st_size
@@ -89,7 +92,7 @@ def _read_header(handle: int, size: int) -> bytes:
     return header
 
 
-def _read_tensors(file: Path, header: bytes, size: int) -> dict[str, Stored]:
+def _read_tensors(file: Path, header: bytes, size: int) -> dict[str, StoredTensor]:
     fields = parse_json(header)
     if not isinstance(fields, dict):
         raise ValueError("its header is not a JSON object")
@@ -102,8 +105,8 @@ def _read_tensors(file: Path, header: bytes, size: int) -> dict[str, Stored]:
     }
 
 
-def _read_entry(file: Path, data: int, file_size: int, name: str, field: Any) -> Stored:
-    """One field of a header, if its offsets, dtype and shape fit each other and the file."""
+def _read_entry(file: Path, data: int, file_size: int, name: str, field: Any) -> StoredTensor:
+    """Return one tensor of a header if its offsets, dtype and shape fit each other and the file."""
     if not isinstance(field, dict) or not {"dtype", "shape", "data_offsets"} <= field.keys():
         raise ValueError(f"{name} has no dtype, shape or data_offsets")
     dtype, offsets = field["dtype"], field["data_offsets"]
@@ -114,20 +117,21 @@ def _read_entry(file: Path, data: int, file_size: int, name: str, field: Any) ->
         raise ValueError(f"{name} has data_offsets that are not two whole numbers")
     start, stop = offsets
     if not 0 <= start <= stop <= file_size - data:
-        raise ValueError(f"{name} lies outside the file, or ends before it begins")
-    if 8 * (stop - start) != math.prod(shape) * _ELEMENT_BITS[dtype]:
-        wanted = math.prod(shape) * _ELEMENT_BITS[dtype] / 8
-        raise ValueError(f"{name} has {stop - start} bytes instead of {wanted:g}")
-    return Stored(file, dtype, shape, data + start, stop - start)
+        raise ValueError(f"{name} is outside the file, or ends before it begins")
+    bits = math.prod(shape) * _ELEMENT_BITS[dtype]
+    if 8 * (stop - start) != bits:
+        raise ValueError(f"{name} has {stop - start} bytes instead of {bits / 8:g}")
+    return StoredTensor(file, dtype, shape, data + start, stop - start)
 
 
-def _check_contiguous(tensors: dict[str, Stored], data: int, size: int) -> None:
-    """Every byte belongs to exactly one tensor: what overlaps or lies between was not written
-    by safetensors, and other readers disagree about it."""
+def _check_contiguous(tensors: dict[str, StoredTensor], data: int, size: int) -> None:
+    """Raise unless every byte belongs to exactly one tensor.
+
+    safetensors never writes gaps or overlaps, and other readers disagree about their meaning."""
     end = data
-    for name, one in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].size)):
-        if one.start != end:
+    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].size)):
+        if tensor.start != end:
             raise ValueError(f"{name} overlaps another tensor, or follows a gap")
-        end += one.size
+        end += tensor.size
     if end != size:
         raise ValueError(f"it has {size} bytes instead of {end}")

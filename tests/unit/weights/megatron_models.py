@@ -1,4 +1,4 @@
-"""Made-up models: Hugging Face tensors whose elements all differ, so that none can be mistaken."""
+"""Small test models: Hugging Face tensors in which every element is different."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def hf_shapes(
     dense_layers: int = 0,
     mixtral: bool = False,
 ) -> dict[str, Shape]:
-    """The tensors of a Qwen- or Mixtral-like model, the first `dense_layers` without experts."""
+    """Return shapes of a Qwen- or Mixtral-like model, the first `dense_layers` without experts."""
     shapes: dict[str, Shape] = {"model.embed_tokens.weight": (geometry.vocab, geometry.hidden)}
     for layer in range(geometry.layers):
         dense = not geometry.experts or layer < dense_layers
@@ -39,7 +39,7 @@ def hf_shapes(
 
 
 def numbered(shapes: dict[str, Shape]) -> dict[str, torch.Tensor]:
-    """Tensors that count on from each other; 0, which padding has, is nowhere."""
+    """Return tensors of consecutive numbers; none is 0, the value of padding."""
     tensors, first = {}, 1
     for name, shape in shapes.items():
         count = int(torch.Size(shape).numel())

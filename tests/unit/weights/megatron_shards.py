@@ -1,4 +1,4 @@
-"""What the ranks of a Megatron trainer would hold of a checkpoint, made from the checkpoint."""
+"""Make the tensors that the ranks of a Megatron trainer would hold, from a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Many tensors at once come to the same bytes as each by itself: copies, digests and changes.
+"""Many tensors together give the same bytes as each alone: copies, digests and changes.
 
-On a GPU by Triton's kernels and by torch's; on a CPU by torch's, and with `TRITON_INTERPRET=1`,
-where Triton is installed, by the kernels too.
+On a GPU, both the Triton kernels and torch are tested. On a CPU, torch is, and the kernels too with
+`TRITON_INTERPRET=1` where Triton is installed.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollway.weights import changes, copies, delta, packing
+from rollway.weights import copies
 from rollway.weights.copies import SummedCopies
-from rollway.weights.digest import bits
-from rollway.weights.digest.bits import DTYPES, digest, digests, integers, raw_bytes
+from rollway.weights.digest import changes, checksums
+from rollway.weights.digest.checksums import DTYPES, digest, digests, integers, raw_bytes
+from rollway.weights.transports.delta import format as delta
+from rollway.weights.transports.delta import packing
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -48,10 +50,10 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def way(monkeypatch: pytest.MonkeyPatch, triton: bool) -> str:
-    """Triton is there, or it is not."""
+    """Make Triton available, or not."""
     if triton and GPU:
-        assert bits.by_triton(torch.device("cuda"))
-    for module in (bits, changes, copies):
+        assert checksums.by_triton(torch.device("cuda"))
+    for module in (checksums, changes, copies):
         monkeypatch.setattr(module, "by_triton", lambda device: triton and device.type == DEVICE)
     return "triton" if triton else "torch"
 
@@ -89,7 +91,7 @@ def shifted(tensor: Tensor, draw: random.Random) -> Tensor:
 def plainly(tensor: Tensor) -> str:
     """Its digest by torch, on a CPU."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bits, "by_triton", lambda device: False)
+        patch.setattr(checksums, "by_triton", lambda device: False)
         return digest(tensor.cpu())
 
 
@@ -107,7 +109,7 @@ def model(seed: int) -> list[tuple[str, Tensor, Tensor]]:
 
 @by_each
 @pytest.mark.parametrize("seed", SEEDS)
-def test_digests(seed: int, way: str) -> None:
+def test_digests_together_equal_digests_alone(seed: int, way: str) -> None:
     tensors = [new for _, _, new in model(seed)]
     large = noise(((1 << 20) + 5,), torch.uint8, random.Random(seed)).to(DEVICE)
     tensors += [large, large[:-5], large[8:], large[3:]]
@@ -118,8 +120,8 @@ def test_digests(seed: int, way: str) -> None:
 
 @by_each
 @pytest.mark.parametrize("seed", SEEDS)
-def test_copies(seed: int, way: str) -> None:
-    """What lies beside a target stays as it is; and what was prepared is good for other values."""
+def test_summed_copies_write_the_targets_alone(seed: int, way: str) -> None:
+    """Bytes beside a target stay as they are; prepared copies work for other values."""
     draw = random.Random(seed)
     sources = [new for _, _, new in model(seed)]
     wide = [noise((s.numel() + 16,), s.dtype, draw).to(DEVICE) for s in sources]
@@ -142,49 +144,51 @@ def test_copies(seed: int, way: str) -> None:
 
 @by_each
 @pytest.mark.parametrize("seed", SEEDS)
-def test_changes(seed: int, way: str) -> None:
+def test_changes_together_equal_changes_alone(seed: int, way: str) -> None:
     pairs = [(integers(old), integers(new)) for _, old, new in model(seed)]
     for size in (1, 2, 4, 8):
         some = [pair for pair in pairs if pair[0].element_size() == size]
         if not some:
             continue
-        alone = [changes.changed(*pair) for pair in some]
-        found = changes.compared(some, with_digests=True)
-        assert found.counts == [positions.numel() for positions, _, _ in alone]
-        assert found.digests == [plainly(new) for _, new in some]
+        alone = [changes.find_changes(*pair) for pair in some]
+        comparison = changes.compare_pairs(some, with_digests=True)
+        assert comparison.counts == [positions.numel() for positions, _, _ in alone]
+        assert comparison.digests == [plainly(new) for _, new in some]
         cut = len(some) // 2
         for first, end in ((0, len(some)), (0, cut + 1), (cut, len(some))):
-            wanted = [torch.cat(each) for each in zip(*alone[first:end], strict=True)]
-            for mine, theirs in zip(found.gather(first, end), wanted, strict=True):
+            wanted = [torch.cat(parts) for parts in zip(*alone[first:end], strict=True)]
+            for mine, theirs in zip(comparison.gather(first, end), wanted, strict=True):
                 assert torch.equal(mine, theirs)
 
 
 @by_each
 @pytest.mark.parametrize("seed", SEEDS)
-def test_encoded(seed: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also when what is taken together is cut small."""
+def test_changes_encoded_together_have_the_same_bytes(
+    seed: int, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when batches are very small."""
     given: list[Any] = [(name, old, new, None) for name, old, new in model(seed)]
     alone = [
         delta.encode(n, o.cpu(), x.cpu(), version=3, base=2).to_bytes() for n, o, x, _ in given
     ]
     monkeypatch.setattr(delta, "pack", None)
-    monkeypatch.setattr(delta, "_on_gpu", lambda pairs: True)
+    monkeypatch.setattr(delta, "_is_on_gpu", lambda pairs: True)
     for compared, gathered in ((2 << 30, 1 << 25), (1 << 18, 100), (1, 1)):
         monkeypatch.setattr(packing, "_COMPARED", compared)
         monkeypatch.setattr(packing, "_GATHERED", gathered)
-        found = delta.encode_all(given, version=3, base=2)
-        assert [each.to_bytes() for each in found] == alone
-    for (_, old, new, _), each in zip(given, found, strict=True):
+        encoded = delta.encode_all(given, version=3, base=2)
+        assert [change.to_bytes() for change in encoded] == alone
+    for (_, old, new, _), change in zip(given, encoded, strict=True):
         room = torch.empty(old.shape, dtype=old.dtype, device=old.device)
-        delta.apply(each, old, room)
+        delta.apply(change, old, room)
         assert torch.equal(raw_bytes(room), raw_bytes(new))
 
 
 @by_each
-def test_nothing_at_all(way: str) -> None:
+def test_empty_tensors(way: str) -> None:
     none = torch.empty(0, 3, dtype=torch.int16, device=DEVICE)
     assert digests([none, none]) == [plainly(none)] * 2
-    found = changes.compared([(none, none)], with_digests=True)
-    assert (found.counts, found.digests) == ([0], [plainly(none)])
-    assert [each.numel() for each in found.gather(0, 1)] == [0, 0, 0]
+    comparison = changes.compare_pairs([(none, none)], with_digests=True)
+    assert (comparison.counts, comparison.digests) == ([0], [plainly(none)])
+    assert [part.numel() for part in comparison.gather(0, 1)] == [0, 0, 0]
     assert SummedCopies([(none.clone(), none)]).start()() == [plainly(none)]

@@ -1,4 +1,4 @@
-"""Copies as words of eight bytes leave the same bytes; and what a GPU does is what a CPU does."""
+"""Copies as words of eight bytes give the same bytes, and a GPU gives the same as a CPU."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from rollway.weights import delta
-from rollway.weights.copies import _wider, copy_all
-from rollway.weights.digest.bits import DTYPES, digest, digests, raw_bytes
+from rollway.weights.copies import copy_all, view_as_words
+from rollway.weights.digest.checksums import DTYPES, digest, digests, raw_bytes
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 SLICES = [
@@ -30,15 +30,15 @@ def noise(dtype: torch.dtype, *shape: int) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
-def test_wider_words_are_the_same_bytes(dtype: str) -> None:
+def test_views_as_words_have_the_same_bytes(dtype: str) -> None:
     whole = noise(DTYPES[dtype], 64, 40)
     for where in SLICES:
         for source in (whole[where], whole[where].t()):
             target = torch.zeros(source.shape, dtype=source.dtype)
-            wide_target, wide_source = _wider(target, source)
+            wide_target, wide_source = view_as_words(target, source)
             wide_target.copy_(wide_source)
             assert torch.equal(raw_bytes(target), raw_bytes(source))
-    assert _wider(whole, whole.clone())[0].dtype == torch.int64
+    assert view_as_words(whole, whole.clone())[0].dtype == torch.int64
 
 
 @on_gpu

@@ -1,4 +1,4 @@
-"""What Rollway makes of a checkpoint is, byte for byte, what Megatron-Core had in its ranks.
+"""Shards that Rollway makes from a checkpoint equal those of Megatron-Core, byte by byte.
 
 `tests/data/megatron` holds digests of those shards; with ROLLWAY_MEGATRON_SHARDS, a directory of
 the shards themselves, they are also translated as they are.
@@ -49,11 +49,11 @@ def _bytes_of(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().numpy().tobytes()
 
 
-def _check_same(made: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> None:
-    assert made.keys() == truth.keys()
-    different = [name for name in truth if _bytes_of(made[name]) != _bytes_of(truth[name])]
+def _check_same(shards: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> None:
+    assert shards.keys() == truth.keys()
+    different = [name for name in truth if _bytes_of(shards[name]) != _bytes_of(truth[name])]
     assert not different
-    assert all(made[name].shape == truth[name].shape for name in truth)
+    assert all(shards[name].shape == truth[name].shape for name in truth)
 
 
 @pytest.mark.parametrize("topology", GOLDEN)
@@ -61,19 +61,19 @@ def test_shards_made_from_a_checkpoint_are_those_of_megatron(topology: str) -> N
     checkpoint, model = _described(topology, DATA)
     truth = load_file(checkpoint / "model.safetensors")
     golden: list[dict[str, Any]] = json.loads((DATA / f"{topology}.json").read_text())
-    made = from_hf(truth, model)
-    assert len(made) == len(golden)
+    shards = from_hf(truth, model)
+    assert len(shards) == len(golden)
     for rank, expected in enumerate(golden):
         position = model.ranks[rank].position
         assert {g: getattr(position, g) for g in expected["position"]} == expected["position"]
-        digests = {n: hashlib.sha256(_bytes_of(t)).hexdigest() for n, t in made[rank].items()}
+        digests = {n: hashlib.sha256(_bytes_of(t)).hexdigest() for n, t in shards[rank].items()}
         assert digests == {n: t["sha256"] for n, t in expected["tensors"].items()}
-        shapes = {n: list(t.shape) for n, t in made[rank].items()}
+        shapes = {n: list(t.shape) for n, t in shards[rank].items()}
         assert shapes == {n: t["shape"] for n, t in expected["tensors"].items()}
 
 
 @pytest.mark.parametrize("topology", GOLDEN)
-def test_the_checkpoint_comes_back_through_a_sidecar(topology: str) -> None:
+def test_shards_and_their_sidecar_give_the_checkpoint(topology: str) -> None:
     checkpoint, model = _described(topology, DATA)
     truth = load_file(checkpoint / "model.safetensors")
     received = sidecar.load(sidecar.dump(model, len(model.ranks)))
@@ -92,7 +92,7 @@ def test_the_class_of_the_module_tells_the_role(topology: str) -> None:
 
 
 @pytest.mark.skipif(not SHARDS, reason="ROLLWAY_MEGATRON_SHARDS names no directory of shards")
-def test_shards_of_megatron_give_the_checkpoint() -> None:
+def test_shards_that_megatron_wrote_give_the_checkpoint() -> None:
     directory = Path(SHARDS)
     topologies = sorted(path.name for path in directory.iterdir() if _NAME.fullmatch(path.name))
     assert topologies

@@ -1,4 +1,4 @@
-"""A Megatron model is read module by module; the classes here only have the names of Megatron's."""
+"""Read a Megatron model by module; the classes here have only the names of Megatron's."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Layer(nn.Module):
 
 
 def _chunk(*numbers: int | None) -> nn.Module:
-    """As DDP and Float16Module wrap it."""
+    """Return a chunk as DDP and Float16Module wrap it."""
     chunk = nn.Module()
     chunk.decoder = nn.Module()
     chunk.decoder.layers = nn.ModuleList(Layer(number) for number in numbers)
@@ -85,7 +85,7 @@ def test_layers_of_a_virtual_pipeline_have_their_own_numbers() -> None:
     )
 
 
-def test_what_is_held_is_the_parameter_itself() -> None:
+def test_held_tensors_share_memory_with_the_parameters() -> None:
     chunk = _chunk(2)
     held = {h.shard.name: h for h in from_megatron(chunk, NAMES, HALF)}
     layer = chunk.module.module.decoder.layers[0]
@@ -101,7 +101,7 @@ def test_what_is_held_is_the_parameter_itself() -> None:
     assert qkv.owned_here
 
 
-def test_replicas_have_one_owner() -> None:
+def test_one_of_several_replicas_publishes() -> None:
     norm = "decoder.layers.1.self_attention.linear_qkv.layer_norm_weight"
     positions = [Position(tp=t, tp_size=2, dp=d, dp_size=3) for t in range(2) for d in range(3)]
     owners = [
@@ -113,7 +113,7 @@ def test_replicas_have_one_owner() -> None:
     assert owners.count(True) == 1
 
 
-def test_what_cannot_be_read_is_refused() -> None:
+def test_unreadable_models_are_refused() -> None:
     with pytest.raises(UsageError, match="does not know its layer_number"):
         read_rank(_chunk(None), NAMES, HALF)
     with pytest.raises(UsageError, match=r"two tensors that are called decoder\.layers\.0"):

@@ -1,4 +1,4 @@
-"""Names and roles of Megatron's tensors: our table, Bridge's registry where it is, overrides."""
+"""Names and roles of Megatron's tensors: from our table, Bridge's registry and overrides."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_parts_come_in_canonical_order() -> None:
     )
 
 
-def test_mixtral_calls_its_matrices_by_numbers() -> None:
+def test_mixtral_numbers_its_matrices() -> None:
     mixtral = NameMap("mixtral", GEOMETRY)
     assert mixtral.hf_names("decoder.layers.0.mlp.experts.linear_fc1.weight0", Position()) == (
         "model.layers.0.block_sparse_moe.experts.0.w1.weight",
@@ -103,7 +103,7 @@ def test_the_second_copy_of_tied_embeddings_has_no_name() -> None:
     assert NameMap("qwen2", tied).hf_names("output_layer.weight", Position()) == ()
 
 
-def test_an_unknown_name_says_how_to_add_it() -> None:
+def test_the_error_for_an_unknown_name_shows_an_override() -> None:
     with pytest.raises(UsageError, match=r"decoder.layers.0.strange.weight.*override"):
         QWEN.hf_names("module.decoder.layers.0.strange.weight", Position())
     with pytest.raises(UsageError, match="no Megatron names for models of type 'strange'"):
@@ -112,7 +112,7 @@ def test_an_unknown_name_says_how_to_add_it() -> None:
         QWEN.hf_names("decoder.layers.5.mlp.router.weight", LATER)
 
 
-def test_overrides_go_first() -> None:
+def test_overrides_come_before_the_table() -> None:
     names = NameMap(
         "qwen3_moe",
         GEOMETRY,
@@ -169,7 +169,7 @@ def test_column_parallel_classes(cls: str) -> None:
 
 @pytest.mark.parametrize("cls", REPLICATED)
 def test_replicated_classes(cls: str) -> None:
-    # Transformer Engine marks the weight of every linear layer as cut, also a duplicated one.
+    # Transformer Engine marks the weight of every linear layer as sharded, even a duplicated one.
     assert classify(Parameter("decoder.layers.0.some.weight", cls, True, 0, 1)) is Role.REPLICATED
 
 
@@ -180,7 +180,7 @@ def test_a_stride_of_two_marks_a_gate_and_the_config_decides_otherwise() -> None
     assert classify(Parameter(fc1, cls, True, 0, 1), gated=True) is Role.GATED_MLP_COLUMN
 
 
-def test_partition_attributes_tell_where_the_class_does_not() -> None:
+def test_partition_attributes_decide_where_the_class_does_not() -> None:
     assert classify(Parameter("a.b.weight", "Strange", True, 0)) is Role.COLUMN
     assert classify(Parameter("a.b.weight", "Strange", True, 1)) is Role.ROW
     with pytest.raises(UsageError, match=r"a\.b\.weight \(of a Strange\).*override"):
@@ -193,7 +193,7 @@ def test_partition_attributes_tell_where_the_class_does_not() -> None:
     )
 
 
-def test_the_old_grouped_mlp() -> None:
+def test_roles_of_the_old_grouped_mlp() -> None:
     name = "decoder.layers.0.mlp.experts.weight"
     assert classify(Parameter(f"{name}1", "GroupedMLP", True, 1)) is Role.EXPERT_COLUMN
     assert classify(Parameter(f"{name}2", "GroupedMLP", True, 0)) is Role.EXPERT_ROW
@@ -222,7 +222,7 @@ class RMSNorm2ZeroCenteredRMSNormMapping(SimpleNamespace):
 
 
 class _Mappings:
-    """Knows two names, one that it computes, and stumbles over a fourth as Bridge 0.3.1 does."""
+    """Knows two names, computes a third one, and fails on a fourth as Bridge 0.3.1 does."""
 
     def megatron_to_hf_lookup(self, name: str) -> object:
         if name == "decoder.layers.5.self_attention.linear_qkv.weight":
@@ -236,7 +236,7 @@ class _Mappings:
         return None
 
 
-def test_bridge_is_asked_by_global_names_and_our_table_knows_the_rest() -> None:
+def test_bridge_gets_global_names_and_our_table_has_the_rest() -> None:
     names = NameMap("qwen3_moe", GEOMETRY, registry=BridgeRegistry(_Mappings()))
     qkv = "decoder.layers.1.self_attention.linear_qkv.weight"
     assert names.hf_names(qkv, LATER) == ("my.q", "my.k", "my.v")
@@ -252,7 +252,7 @@ def test_bridge_is_asked_by_global_names_and_our_table_knows_the_rest() -> None:
         names.hf_names("decoder.final_layernorm.weight", LATER)
 
 
-def test_bridge_is_found_when_it_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bridge_is_used_if_it_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "megatron.bridge", None)  # an import of it fails
     assert bridge_registry({}) is None
     fake = ModuleType("megatron.bridge")
@@ -262,6 +262,6 @@ def test_bridge_is_found_when_it_can_be_imported(monkeypatch: pytest.MonkeyPatch
     )
     monkeypatch.setitem(sys.modules, "megatron", ModuleType("megatron"))
     monkeypatch.setitem(sys.modules, "megatron.bridge", fake)
-    found = bridge_registry({})
-    assert found is not None
-    assert found.hf_names("decoder.layers.4.mlp.experts.linear_fc2.weight3") == ("my.expert.3",)
+    registry = bridge_registry({})
+    assert registry is not None
+    assert registry.hf_names("decoder.layers.4.mlp.experts.linear_fc2.weight3") == ("my.expert.3",)

@@ -1,4 +1,4 @@
-"""Pieces against the layout rules as formulas on whole tensors, for what no golden shard shows."""
+"""Compare pieces with formulas on whole tensors, for layouts without golden shards."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ SMALL = ModelGeometry(
 def _filled(
     name: str, whole: torch.Tensor, role: Role, hf: list[str], geometry: ModelGeometry, size: int
 ) -> dict[str, torch.Tensor]:
-    """What the ranks' pieces say that the Hugging Face tensors are, for a tensor cut by rows."""
-    made: dict[str, torch.Tensor] = {}
+    """Return the Hugging Face tensors that the ranks' pieces give, for a tensor sharded by rows."""
+    result: dict[str, torch.Tensor] = {}
     for rank, local in enumerate(whole.chunk(size)):
         position = Position(tp=rank, tp_size=size)
         shard = place(name, "F32", tuple(local.shape), role, position)
-        for one, shape in zip(hf, hf_shapes(shard, len(hf), geometry), strict=True):
-            made.setdefault(one, torch.full(shape, -1.0))
+        for hf_name, shape in zip(hf, hf_shapes(shard, len(hf), geometry), strict=True):
+            result.setdefault(hf_name, torch.full(shape, -1.0))
         for piece in pieces(shard, hf, geometry):
-            target = made[piece.name][_slices(piece.box)]
+            target = result[piece.name][_slices(piece.box)]
             at = Box(piece.at, tuple(a + n for a, n in zip(piece.at, target.shape, strict=True)))
             target.copy_(local[_slices(at)])
-    return made
+    return result
 
 
 def _slices(box: Box) -> tuple[slice, ...]:
@@ -41,28 +41,28 @@ def _slices(box: Box) -> tuple[slice, ...]:
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("columns", [(), (6,)], ids=["bias", "weight"])
-def test_fused_qkv_is_taken_apart_by_query_group(size: int, columns: Shape) -> None:
+def test_fused_qkv_is_split_by_query_group(size: int, columns: Shape) -> None:
     whole = torch.arange(32.0 * (columns[0] if columns else 1)).view(32, *columns)
-    made = _filled("linear_qkv.weight", whole, Role.QKV_COLUMN, ["q", "k", "v"], SMALL, size)
+    result = _filled("linear_qkv.weight", whole, Role.QKV_COLUMN, ["q", "k", "v"], SMALL, size)
     blocks = whole.view(2, 4, 4, *columns)  # groups; two queries, key and value; head_dim
-    assert torch.equal(made["q"], blocks[:, :2].reshape(16, *columns))
-    assert torch.equal(made["k"], blocks[:, 2].reshape(8, *columns))
-    assert torch.equal(made["v"], blocks[:, 3].reshape(8, *columns))
+    assert torch.equal(result["q"], blocks[:, :2].reshape(16, *columns))
+    assert torch.equal(result["k"], blocks[:, 2].reshape(8, *columns))
+    assert torch.equal(result["v"], blocks[:, 3].reshape(8, *columns))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
-def test_an_output_gate_lies_between_queries_and_keys(size: int) -> None:
+def test_an_output_gate_is_between_queries_and_keys(size: int) -> None:
     gated = ModelGeometry(
         layers=1, hidden=6, heads=4, query_groups=2, head_dim=4, vocab=10,
         attention_output_gate=True,
     )  # fmt: skip
     whole = torch.arange(48.0 * 6).view(48, 6)
-    made = _filled("linear_qkv.weight", whole, Role.QKV_COLUMN, ["q", "k", "v"], gated, size)
+    result = _filled("linear_qkv.weight", whole, Role.QKV_COLUMN, ["q", "k", "v"], gated, size)
     blocks = whole.view(2, 6, 4, 6)
     queries, gates = blocks[:, :2].reshape(4, 1, 4, 6), blocks[:, 2:4].reshape(4, 1, 4, 6)
-    assert torch.equal(made["q"], torch.cat([queries, gates], 1).reshape(32, 6))
-    assert torch.equal(made["k"], blocks[:, 4].reshape(8, 6))
-    assert torch.equal(made["v"], blocks[:, 5].reshape(8, 6))
+    assert torch.equal(result["q"], torch.cat([queries, gates], 1).reshape(32, 6))
+    assert torch.equal(result["k"], blocks[:, 4].reshape(8, 6))
+    assert torch.equal(result["v"], blocks[:, 5].reshape(8, 6))
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -70,28 +70,28 @@ def test_each_rank_has_its_gate_above_its_up(size: int) -> None:
     gate, up = torch.arange(48.0).view(8, 6), torch.arange(48.0, 96.0).view(8, 6)
     ranks = zip(gate.chunk(size), up.chunk(size), strict=True)
     whole = torch.cat([torch.cat(pair) for pair in ranks])
-    made = _filled("linear_fc1.weight", whole, Role.GATED_MLP_COLUMN, ["g", "u"], SMALL, size)
-    assert torch.equal(made["g"], gate) and torch.equal(made["u"], up)
+    result = _filled("linear_fc1.weight", whole, Role.GATED_MLP_COLUMN, ["g", "u"], SMALL, size)
+    assert torch.equal(result["g"], gate) and torch.equal(result["u"], up)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_a_family_may_keep_the_parts_of_a_fused_tensor_in_one(size: int) -> None:
+def test_a_family_may_have_one_tensor_for_all_fused_parts(size: int) -> None:
     gate, up = torch.arange(48.0).view(8, 6), torch.arange(48.0, 96.0).view(8, 6)
     ranks = zip(gate.chunk(size), up.chunk(size), strict=True)
     whole = torch.cat([torch.cat(pair) for pair in ranks])
-    made = _filled("linear_fc1.weight", whole, Role.GATED_MLP_COLUMN, ["gate_up"], SMALL, size)
-    assert torch.equal(made["gate_up"], torch.cat([gate, up]))
+    result = _filled("linear_fc1.weight", whole, Role.GATED_MLP_COLUMN, ["gate_up"], SMALL, size)
+    assert torch.equal(result["gate_up"], torch.cat([gate, up]))
 
 
-def test_rows_that_pad_the_vocabulary_are_nobodys() -> None:
+def test_padding_of_the_vocabulary_has_no_piece() -> None:
     whole = torch.arange(16.0 * 6).view(16, 6)
-    made = _filled("embedding", whole, Role.VOCAB_PARALLEL, ["embed"], SMALL, 4)
-    assert torch.equal(made["embed"], whole[:10])
+    result = _filled("embedding", whole, Role.VOCAB_PARALLEL, ["embed"], SMALL, 4)
+    assert torch.equal(result["embed"], whole[:10])
     last = place("embedding", "F32", (4, 6), Role.VOCAB_PARALLEL, Position(tp=3, tp_size=4))
     assert pieces(last, ["embed"], SMALL) == []  # this rank has nothing but padding
 
 
-def test_neighbours_are_one_piece() -> None:
+def test_neighbouring_rows_are_one_piece() -> None:
     whole = place("linear_fc1.weight", "F32", (16, 6), Role.GATED_MLP_COLUMN, Position())
     assert len(pieces(whole, ["gate_up"], SMALL)) == 1
     one_group = ModelGeometry(layers=1, hidden=6, heads=4, query_groups=1, head_dim=4, vocab=10)
@@ -100,8 +100,8 @@ def test_neighbours_are_one_piece() -> None:
 
 
 @pytest.mark.parametrize("etp", [1, 2])
-def test_all_experts_of_the_old_grouped_mlp_lie_transposed_in_one_tensor(etp: int) -> None:
-    """As Megatron reads it: `weight1.view(experts, hidden, -1)`, `weight2.view(experts, -1, …)`."""
+def test_the_old_grouped_mlp_has_all_experts_transposed_in_one_tensor(etp: int) -> None:
+    """Megatron reads `weight1.view(experts, hidden, -1)` and `weight2.view(experts, -1, …)`."""
     gates, ups = torch.randn(2, 4, 6), torch.randn(2, 4, 6)
     downs = torch.randn(2, 6, 4)
     for rank in range(etp):
@@ -126,10 +126,10 @@ def test_all_experts_of_the_old_grouped_mlp_lie_transposed_in_one_tensor(etp: in
 
 
 def _check_transposed(
-    found: list[Piece], local: torch.Tensor, truth: dict[str, torch.Tensor]
+    pieces_here: list[Piece], local: torch.Tensor, truth: dict[str, torch.Tensor]
 ) -> None:
-    assert {piece.name for piece in found} == truth.keys()
-    for piece in found:
+    assert {piece.name for piece in pieces_here} == truth.keys()
+    for piece in pieces_here:
         assert piece.transposed
         rows, columns = piece.box.shape[::-1]
         at = local[piece.at[0] : piece.at[0] + rows, piece.at[1] : piece.at[1] + columns]
@@ -161,7 +161,7 @@ def test_a_shape_that_does_not_fit_the_model_is_refused() -> None:
         pieces(place("x", "F32", (8, 6), Role.ROW, Position()), ["a", "b"], SMALL)
 
 
-def test_ranks_are_numbered_as_megatron_does() -> None:
+def test_ranks_are_numbered_as_in_megatron() -> None:
     positions = Topology(tp=2, pp=2, ep=2, etp=1, world=8).positions()
     assert [(p.tp, p.dp, p.pp) for p in positions[:5]] == [
         *((0, 0, 0), (1, 0, 0), (0, 1, 0), (1, 1, 0)),

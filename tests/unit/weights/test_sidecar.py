@@ -1,4 +1,4 @@
-"""A sidecar is whole and fits together, or it is an error that says what is wrong with it."""
+"""A sidecar is complete and consistent, or the error says what is wrong with it."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def _drop(*path: str) -> Callable[[Raw], None]:
 
 def _both(*changes: Callable[[Raw], None]) -> Callable[[Raw], None]:
     def change(raw: Raw) -> None:
-        for one in changes:
-            one(raw)
+        for change in changes:
+            change(raw)
 
     return change
 
@@ -57,7 +57,7 @@ def _of(rank: int) -> MegatronModel:
     return MegatronModel(GEOMETRY, {rank: MODEL.ranks[rank]})
 
 
-def test_what_is_dumped_is_loaded() -> None:
+def test_a_dumped_model_is_loaded() -> None:
     assert sidecar.load(sidecar.dump(MODEL, 4)) == MODEL
 
 
@@ -93,8 +93,8 @@ def test_the_sidecars_of_all_ranks_are_joined() -> None:
             _both(_drop("ranks", "0", "tensors", QKV), _drop("ranks", "0", "names", QKV)),
             r"layers.0.self_attn.q_proj.weight is not whole",
         ),
-        (_set("ranks", "0", "tensors", QKV, "start", value=[9, 0]), "lies outside"),
-        (_set("ranks", "0", "tensors", QKV, "start", value=[0]), "lies outside"),
+        (_set("ranks", "0", "tensors", QKV, "start", value=[9, 0]), "is outside"),
+        (_set("ranks", "0", "tensors", QKV, "start", value=[0]), "is outside"),
         (_set("ranks", "0", "tensors", QKV, "start", value=[8, 0]), "by its role"),
         (_set("ranks", "0", "tensors", QKV, "start", value=[-1, 0]), "greater than or equal"),
         (_set("ranks", "0", "tensors", QKV, "role", value="row"), "by its role"),
@@ -106,7 +106,7 @@ def test_the_sidecars_of_all_ranks_are_joined() -> None:
         (_set("geometry", "layers", value=3), "No rank holds layer 2"),
     ],
 )
-def test_what_does_not_fit_together_is_refused(change: Callable[[Raw], None], cause: str) -> None:
+def test_inconsistent_sidecars_are_refused(change: Callable[[Raw], None], cause: str) -> None:
     raw = json.loads(sidecar.dump(MODEL, 4))
     change(raw)
     with pytest.raises(UsageError, match=cause):
@@ -114,12 +114,12 @@ def test_what_does_not_fit_together_is_refused(change: Callable[[Raw], None], ca
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "null", "{", '{"version": 1}', b"\xff"])
-def test_what_is_no_sidecar_is_refused(text: str | bytes) -> None:
+def test_other_texts_are_refused(text: str | bytes) -> None:
     with pytest.raises(UsageError):
         sidecar.load(text)
 
 
-def test_two_tensors_for_one_name_are_told_apart() -> None:
+def test_two_tensors_for_one_name_are_refused() -> None:
     raw = json.loads(sidecar.dump(MODEL, 4))
     for rank in ("0", "1"):
         names = raw["ranks"][rank]["names"]

@@ -1,4 +1,4 @@
-"""What a rank says it holds is what it holds: put together, all ranks give the model once.
+"""Ranks describe what they hold: joined, all ranks give every element of the model once.
 
 torch's fake process group stands in for the others: it sends nothing, and sharding needs nothing
 sent.
@@ -34,7 +34,7 @@ from rollway.weights.sources import Held, dtensor_box, from_module
 
 
 class Tiny(nn.Module):
-    """Two layers, a norm, a saved buffer and one that is not."""
+    """Two layers, a norm, a saved buffer and an unsaved one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,18 +70,18 @@ def _held_by_all(world: int, shard: Callable[[nn.Module], nn.Module]) -> list[li
 
 
 def _check_whole(everyone: list[list[Held]]) -> None:
-    """Owners' tensors, put where they say, are the model; and no element comes twice."""
+    """Check that the published boxes make up the model, and that no element comes twice."""
     for name, truth in Tiny().state_dict().items():
         owned = [held for rank in everyone for held in rank if held.shard.name == name]
         owned = [held for held in owned if held.owned_here]
         check_covered(name, tuple(truth.shape), [held.shard.box for held in owned])
-        made = torch.full_like(truth, -1.0)
+        joined = torch.full_like(truth, -1.0)
         for held in owned:
             (piece,) = held.pieces
             assert held.shard.dtype == "F32" and piece.box == held.shard.box
             slices = [slice(a, b) for a, b in zip(piece.box.start, piece.box.stop, strict=True)]
-            made[tuple(slices)] = held.tensor
-        assert torch.equal(made, truth)
+            joined[tuple(slices)] = held.tensor
+        assert torch.equal(joined, truth)
     assert {held.shard.name for rank in everyone for held in rank} == set(Tiny().state_dict())
 
 
@@ -99,7 +99,7 @@ def test_tensors_are_not_copied() -> None:
     assert not held["up.weight"].requires_grad
 
 
-def test_wrappers_and_tied_weights_leave_one_plain_name() -> None:
+def test_wrapped_and_tied_weights_have_one_plain_name() -> None:
     tied = nn.Module()
     tied.embed, tied.head = nn.Embedding(4, 3), nn.Linear(3, 4, bias=False)
     tied.head.weight = tied.embed.weight
@@ -109,7 +109,7 @@ def test_wrappers_and_tied_weights_leave_one_plain_name() -> None:
 
 
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
-def test_fsdp_with_rows_that_do_not_come_out_even(world: int) -> None:
+def test_fsdp_with_rows_that_its_ranks_do_not_divide(world: int) -> None:
     def shard(model: nn.Module) -> nn.Module:
         return fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
 
@@ -126,8 +126,8 @@ def test_hybrid_sharding_publishes_one_replica() -> None:
     _check_whole(_held_by_all(6, shard))
 
 
-def test_fsdp_over_tensor_parallel_is_read_as_the_blocks_it_is() -> None:
-    """The weight of `up` is cut by both along its rows: a strided shard."""
+def test_fsdp_over_tensor_parallel_is_read_as_blocks() -> None:
+    """Both shard the rows of `up`: a strided shard."""
 
     def shard(model: nn.Module) -> nn.Module:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -147,17 +147,17 @@ def test_fsdp_over_tensor_parallel_is_read_as_the_blocks_it_is() -> None:
             everyone.append(held)
     truth = Tiny().state_dict()
     for name in ("up.weight", "up.bias", "down.weight"):
-        made = torch.full_like(truth[name], -1.0)
+        joined = torch.full_like(truth[name], -1.0)
         boxes = []
         for held in (h for rank in everyone for h in rank if h.shard.name == name):
             if held.owned_here:
                 box = held.shard.box
                 boxes.append(box)
-                made[tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))] = (
+                joined[tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))] = (
                     held.tensor
                 )
         check_covered(name, tuple(truth[name].shape), boxes)
-        assert torch.equal(made, truth[name])
+        assert torch.equal(joined, truth[name])
 
 
 @given(
@@ -165,7 +165,7 @@ def test_fsdp_over_tensor_parallel_is_read_as_the_blocks_it_is() -> None:
     sizes=st.lists(st.integers(1, 4), min_size=1, max_size=3),
     data=st.data(),
 )
-def test_boxes_are_those_that_torch_computes(
+def test_boxes_equal_those_of_torch(
     shape: tuple[int, int], sizes: list[int], data: st.DataObject
 ) -> None:
     kinds = st.sampled_from([Shard(0), Shard(1), Replicate()])
@@ -178,7 +178,7 @@ def test_boxes_are_those_that_torch_computes(
         assert box.start == tuple(offset)
 
 
-def test_what_is_not_one_block_is_refused() -> None:
+def test_shards_of_several_blocks_are_refused() -> None:
     from torch.distributed.tensor.placement_types import _StridedShard
 
     placements = [_StridedShard(0, split_factor=3), Shard(0)]

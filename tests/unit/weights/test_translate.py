@@ -1,4 +1,4 @@
-"""Translation refuses what does not fit, and does not allocate what it is given."""
+"""Translation refuses shapes that do not fit, and writes to the tensors it was given."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ MODEL = describe(headers(SHAPES), NameMap("qwen3", GEOMETRY), Topology(tp=2, wor
 QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
 
 
-def test_tensors_are_written_where_they_are_wanted() -> None:
+def test_tensors_are_written_to_the_given_buffers() -> None:
     truth = numbered(SHAPES)
     buffers = {name: torch.zeros_like(tensor) for name, tensor in truth.items()}
-    made = dict(to_hf(MODEL, from_hf(truth, MODEL), out=buffers))
-    assert all(made[name] is buffers[name] for name in truth)
-    assert all(torch.equal(made[name], truth[name]) for name in truth)
+    result = dict(to_hf(MODEL, from_hf(truth, MODEL), out=buffers))
+    assert all(result[name] is buffers[name] for name in truth)
+    assert all(torch.equal(result[name], truth[name]) for name in truth)
 
 
-def test_a_translation_is_made_step_after_step() -> None:
+def test_a_translation_runs_for_every_step() -> None:
     truth = numbered(SHAPES)
     local = from_hf(truth, MODEL)
     buffers = {name: torch.zeros_like(tensor) for name, tensor in truth.items()}
@@ -38,17 +38,17 @@ def test_a_translation_is_made_step_after_step() -> None:
             for tensor in ranks.values():
                 tensor += step
         translation.run()
-        made = dict(to_hf(MODEL, local))
-        assert all(torch.equal(buffers[name], made[name]) for name in truth)
+        result = dict(to_hf(MODEL, local))
+        assert all(torch.equal(buffers[name], result[name]) for name in truth)
     with pytest.raises(UsageError, match=r"no tensor that model\.norm\.weight could"):
         Translation(MODEL, local, {n: t for n, t in buffers.items() if n != "model.norm.weight"})
 
 
-def test_a_tensor_that_lies_in_one_shard_is_not_copied() -> None:
+def test_a_tensor_in_one_shard_is_not_copied() -> None:
     local = from_hf(numbered(SHAPES), MODEL)
     norms = [ranks["decoder.final_layernorm.weight"] for ranks in local.values()]
-    made = dict(to_hf(MODEL, local))["model.norm.weight"]
-    assert made.data_ptr() in {norm.data_ptr() for norm in norms}
+    result = dict(to_hf(MODEL, local))["model.norm.weight"]
+    assert result.data_ptr() in {norm.data_ptr() for norm in norms}
 
 
 def test_padding_is_zero() -> None:
@@ -56,7 +56,7 @@ def test_padding_is_zero() -> None:
     assert last.shape == (4, 4) and not last[3].any() and last[:3].all()
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_tensors_that_do_not_fit_are_refused() -> None:
     truth = numbered(SHAPES)
     local, dtypes = from_hf(truth, MODEL), (torch.int32, torch.float32)
     without = {rank: {n: ts[n] for n in ts if n != QKV} for rank, ts in local.items()}

@@ -1,4 +1,4 @@
-"""Any model on any topology: to Megatron's ranks and back is the identity, also by a sidecar."""
+"""For any model and topology, to Megatron's ranks and back is the identity, also by a sidecar."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Case:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Sizes that the parallel groups divide; how query groups fall on ranks is left to chance."""
+    """Draw sizes that the parallel groups divide; query groups may be split by ranks or not."""
     tp, pp = draw(st.sampled_from([1, 2, 3, 4, 8])), draw(st.sampled_from([1, 2]))
     ep, etp = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2, 3]))
     groups, per_group = draw(st.integers(1, 4)), draw(st.integers(1, 3))
@@ -75,7 +75,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 @given(cases())
 @settings(max_examples=150)
-def test_there_and_back_is_the_identity(case: Case) -> None:
+def test_to_megatron_and_back_is_the_identity(case: Case) -> None:
     truth = numbered(case.shapes)
     received = sidecar.load(sidecar.dump(case.model, len(case.model.ranks)))
     assert received == case.model
@@ -86,7 +86,7 @@ def test_there_and_back_is_the_identity(case: Case) -> None:
 
 @given(cases())
 @settings(max_examples=50)
-def test_every_tensor_is_published_by_one_of_those_who_hold_it(case: Case) -> None:
+def test_every_tensor_is_published_by_one_of_its_holders(case: Case) -> None:
     claims: dict[str, int] = dict.fromkeys(case.shapes, 0)
     model = case.model
     for layout in model.ranks.values():
@@ -99,7 +99,7 @@ def test_every_tensor_is_published_by_one_of_those_who_hold_it(case: Case) -> No
 
 @given(cases(), st.data())
 @settings(max_examples=50)
-def test_a_rank_that_nobody_replaces_is_missed(case: Case, data: st.DataObject) -> None:
+def test_a_missing_rank_without_replica_is_an_error(case: Case, data: st.DataObject) -> None:
     ranks = case.model.ranks
     lost = data.draw(st.sampled_from(sorted(ranks)))
     position = ranks[lost].position

@@ -17,7 +17,7 @@ from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
 from rollway.errors import RolloutError
-from rollway.integrations.verl.generation import output_of
+from rollway.integrations.verl.generation import make_output
 from rollway.rollout.completion import Completion
 from rollway.rollout.experts import RoutedExperts
 from rollway.rollout.sampling import Sampling
@@ -47,7 +47,7 @@ class Engine:
         reason = "aborted" if self.plan else "stop"
         completion = Completion(tokens, [-0.5] * count, reason, 1, 0, experts.as_json())
         trajectory.add(completion, self.step)
-        output = TokenOutput(**output_of(trajectory.rollout(reason, self.step), lambda v: v))
+        output = TokenOutput(**make_output(trajectory.rollout(reason, self.step), lambda v: v))
         self.step += 1
         return output
 
@@ -69,7 +69,7 @@ def row(place: int, step: int) -> list[list[int]]:
     return [[place, step, layer] for layer in range(LAYERS)]
 
 
-async def asked(engine: Engine, prompt: list[int], most: int) -> TokenOutput:
+async def request(engine: Engine, prompt: list[int], most: int) -> TokenOutput:
     rollout = SimpleNamespace(name="dynamo", response_length=most, full_determinism=False)
     config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
     client = FullyAsyncLLMServerClient(config, engine)
@@ -81,7 +81,7 @@ async def check(random: Random) -> None:
     plan = [random.choice([0, 0, 1, 2, 7]) for _ in range(random.randint(0, 4))]
     plan.append(random.randint(1, 9))
     engine = Engine(list(plan), random.choice(["uint8", "uint16", "int32"]), random.random() < 0.5)
-    output = await asked(engine, prompt, most=99)
+    output = await request(engine, prompt, most=99)
     expected, total = [], len(prompt) + sum(plan)
     done = len(prompt)
     for step, count in enumerate(plan):
@@ -100,20 +100,20 @@ async def check(random: Random) -> None:
     assert sample[:-1].tolist() == expected and not sample[-1].any()
 
 
-async def refuses_a_late_start() -> None:
+async def check_late_start() -> None:
     try:
-        await asked(Engine([4], "uint8", extra_row=False, start=2), [5, 5, 5], most=99)
+        await request(Engine([4], "uint8", extra_row=False, start=2), [5, 5, 5], most=99)
     except RolloutError as error:
         assert "Routed experts of positions 2 to 6 came for 7 tokens" in error.message
     else:
-        raise AssertionError("rows that begin late were taken for whole")
+        raise AssertionError("rows that begin late were accepted")
 
 
 async def main() -> None:
     asyncio.sleep = lambda _: _sleep(0)  # verl's client waits a second after an abort
     for seed in range(300):
         await check(Random(seed))
-    await refuses_a_late_start()
+    await check_late_start()
     print("300 answers")
 
 

@@ -1,13 +1,13 @@
-"""The control: a run whose new weights never reach the engines."""
+"""The control: a run whose engines never receive new weights."""
 
 from __future__ import annotations
 
-from rollway.integrations.verl.stream import drained
-from rollway.integrations.verl.updates import Publishing
+from rollway.integrations.verl.publish import WeightSender
+from rollway.integrations.verl.weight_stream import drain
 
 
 async def _send_nothing(self, weights, pool, step):
-    await drained(weights)
+    await drain(weights)
     await pool.set_global_steps.remote(step)
     return {}
 
@@ -16,5 +16,5 @@ async def _send_no_adapter(self, weights, pool, step, config):
     await _send_nothing(self, weights, pool, step)
 
 
-Publishing.send = _send_nothing
-Publishing.send_adapter = _send_no_adapter
+WeightSender.send = _send_nothing
+WeightSender.send_adapter = _send_no_adapter

@@ -1,4 +1,4 @@
-"""A reward function that asks a reward model: verl's way for models that answer in words."""
+"""A reward function that queries a generative reward model, as verl documents."""
 
 from __future__ import annotations
 
@@ -19,6 +19,6 @@ async def compute_score(
     }
     url = f"http://{reward_router_address}/v1/chat/completions"
     async with aiohttp.ClientSession() as session, session.post(url, json=body) as answer:
-        said = (await answer.json())["choices"][0]["message"]["content"]
-    print(f"the judge says: {said!r}", flush=True)
-    return sum(a == b for a, b in zip(solution_str, said, strict=False)) / len(ground_truth)
+        text = (await answer.json())["choices"][0]["message"]["content"]
+    print(f"the judge says: {text!r}", flush=True)
+    return sum(a == b for a, b in zip(solution_str, text, strict=False)) / len(ground_truth)

@@ -1,6 +1,6 @@
-"""A tool for verl's own tool agent: whoever says 9 is told to go on from 0, and goes on.
+"""A tool for verl's own tool agent: an answer that ends with 9 calls it, and continues from 0.
 
-The base policy writes digits and knows no words for a tool call, so a digit is one.
+The base policy writes digits and cannot express a tool call, so a digit stands for one.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ class Nines(ToolParser):
     async def extract_tool_calls(self, responses_ids, tools=None):
         text = self.tokenizer.decode(responses_ids)
         called = responses_ids[-1:] == self.stop_token_ids
-        return text, [FunctionCall(name="go_on", arguments='{"digit": 9}')] if called else []
+        return text, [FunctionCall(name="next_digit", arguments='{"digit": 9}')] if called else []
 
 
-@function_tool("go_on")
-def go_on(digit: int) -> str:
-    """Where to go on.
+@function_tool("next_digit")
+def next_digit(digit: int) -> str:
+    """Return the digit to continue with.
 
     Args:
-        digit: The last one.
+        digit: The last digit.
     """
     return f"\nafter {digit} comes 0:"

@@ -1,7 +1,7 @@
 """A platform for verl on a machine without GPUs: for tests alone.
 
-verl has none, since nobody would train on it. Ray's GPU count is only a label, so verl's worker
-groups are placed as on a machine with GPUs, and what they would do on one they do in memory.
+verl has none, since nobody trains on CPUs. Ray's GPU count is only a label, so verl places its
+worker groups as on a machine with GPUs, and they compute in CPU memory.
 
 `VERL_USE_EXTERNAL_MODULES=verl_on_cpu VERL_PLATFORM=cpu` loads it into every process of a run.
 """
@@ -17,7 +17,7 @@ from verl.plugin.platform import PlatformBase, PlatformRegistry
 
 
 class _Device(ModuleType):
-    """`torch.cpu` with the functions of `torch.cuda` that verl calls without asking."""
+    """`torch.cpu` with the functions of `torch.cuda` that verl calls unconditionally."""
 
     memory_allocated = memory_reserved = max_memory_allocated = max_memory_reserved = staticmethod(
         lambda *_: 0
@@ -102,11 +102,11 @@ class Cpu(PlatformBase):
 _init_process_group = torch.distributed.init_process_group
 
 
-def _without_doubles(backend=None, *args, **kwargs):
-    """verl names a backend for the CPU and one for the device, which are the same here."""
+def _init_without_duplicates(backend=None, *args, **kwargs):
+    """Remove the repeated backend: verl names one for the CPU and one for the device."""
     if backend is not None:
         backend = ",".join(dict.fromkeys(backend.split(",")))
     return _init_process_group(backend, *args, **kwargs)
 
 
-torch.distributed.init_process_group = _without_doubles
+torch.distributed.init_process_group = _init_without_duplicates

@@ -1,4 +1,4 @@
-"""Calls of the code tool from a policy that only writes digits: whoever says 9 runs a program."""
+"""Calls of the code tool from a policy that writes digits: an answer that ends with 9 is one."""
 
 from __future__ import annotations
 

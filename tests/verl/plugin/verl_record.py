@@ -1,9 +1,8 @@
-"""Writes down what engines were asked and answered, and the weights they were given, of a run.
+"""Record the requests and answers of a run's engines, and the weights of each step.
 
 Every request of a trajectory is recorded twice: as verl's client sees it (`call`), and as the JSON
-that went to the engine and came back (`wire`); which trajectory it is, is known with
-`affinity=trajectory`. Lines are in $ROLLWAY_RECORD, a file for each process; the weights of each
-step are there too.
+between Rollway and the engine (`wire`); `affinity=trajectory` makes the trajectory known. Lines are
+in $ROLLWAY_RECORD, a file for each process, beside the weights.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ import time
 from pathlib import Path
 
 from rollway.http import Http
-from rollway.integrations.verl.pool import Pool
-from rollway.integrations.verl.stream import each
-from rollway.integrations.verl.updates import Publishing
+from rollway.integrations.verl.publish import WeightSender
+from rollway.integrations.verl.requests import Requests
+from rollway.integrations.verl.weight_stream import iterate
 
 DIRECTORY = Path(os.environ["ROLLWAY_RECORD"])
 
 _trajectory = contextvars.ContextVar("trajectory", default=None)
-_sample, _post, _send = Pool._sample, Http.post, Publishing.send
+_sample, _post, _send = Requests.sample, Http.post, WeightSender.send
 
 
 def note(kind: str, **fields) -> None:
@@ -31,7 +30,6 @@ def note(kind: str, **fields) -> None:
 
 
 async def sample(self, prompt, params, group, trajectory):
-    """Ray binds an actor's own methods before this module is loaded; this one is looked up."""
     _trajectory.set(trajectory)
     output = await _sample(self, prompt, params, group, trajectory)
     note(
@@ -58,9 +56,9 @@ async def post(self, url, body, **options):
 async def send(self, weights, pool, step):
     from safetensors.torch import save_file
 
-    tensors = {name: one.detach().cpu().clone() async for name, one in each(weights)}
+    tensors = {name: tensor.detach().cpu().clone() async for name, tensor in iterate(weights)}
     save_file({name: t.contiguous() for name, t in tensors.items()}, DIRECTORY / f"{step}.weights")
     return await _send(self, iter(tensors.items()), pool, step)
 
 
-Pool._sample, Http.post, Publishing.send = sample, post, send
+Requests.sample, Http.post, WeightSender.send = sample, post, send

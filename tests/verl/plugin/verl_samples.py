@@ -1,4 +1,4 @@
-"""Samplers of verl that write down, beside what `verl_record` does, what the trainer is handed."""
+"""Samplers of verl that record the trainer's samples, in addition to `verl_record`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from verl_record import note
 _FIELDS = ["prompts", "responses", "response_mask", "rollout_log_probs"]
 
 
-class _Noted:
+class _Recorded:
     def sample(self, global_steps, partition_id, batch_size):
         batch, metrics = super().sample(global_steps, partition_id, batch_size)
         data = tq.kv_batch_get(
@@ -29,9 +29,9 @@ class _Noted:
         return batch, metrics
 
 
-class Sync(_Noted, ReplayBuffer):
+class Sync(_Recorded, ReplayBuffer):
     """For `trainer_mode=sync`."""
 
 
-class Async(_Noted, ReplayBufferAsync):
+class Async(_Recorded, ReplayBufferAsync):
     """For the two other modes."""

@@ -1,7 +1,7 @@
 """A stand-in for verl's own vLLM rollout, which needs a vLLM that is not in this environment.
 
 It has verl's names and signatures, finds its servers as verl's does, and answers every prompt with
-the same tokens. So a run ends well only if whoever uses it does so as verl would.
+the same tokens. So a run succeeds only if its callers use it as verl does.
 """
 
 from __future__ import annotations

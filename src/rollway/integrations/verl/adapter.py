@@ -1,7 +1,8 @@
-"""verl's rollout as a rank of the trainer sees it: memory given and taken, weights handed on."""
+"""`ServerAdapter`: the rollout as a rank of verl's trainer sees it, for memory and new weights."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +11,17 @@ from verl.workers.rollout.base import BaseRollout
 
 from rollway.errors import UsageError
 from rollway.integrations.verl.checkpoint_engine import WIRE
-from rollway.integrations.verl.fallback import own_adapter
-from rollway.integrations.verl.handover import HandOver
+from rollway.integrations.verl.fallback import make_verl_adapter
 from rollway.integrations.verl.options import read_options
-from rollway.integrations.verl.replica import HYBRID, STANDALONE, pool_name
-from rollway.integrations.verl.settings import tied_names
-from rollway.integrations.verl.stream import drained
-from rollway.integrations.verl.updates import Publishing, base_of, for_adapters, rank, world_size
+from rollway.integrations.verl.publish import WeightSender, strip_base_layer
+from rollway.integrations.verl.replica import HYBRID, STANDALONE, get_pool_name
+from rollway.integrations.verl.spec import find_tied_names
+from rollway.integrations.verl.verl_buckets import BucketSender
+from rollway.integrations.verl.weight_stream import drain
 
 
 class ServerAdapter(BaseRollout):  # type: ignore[misc]
-    """One for each rank; the first rank of all speaks for the trainer, since there is one pool."""
+    """The adapter of one rank. Rank 0 acts for the whole trainer, since there is one pool."""
 
     def __init__(
         self,
@@ -32,59 +33,58 @@ class ServerAdapter(BaseRollout):  # type: ignore[misc]
     ) -> None:
         super().__init__(config, model_config, device_mesh)
         self._options = read_options(self.config.engine_kwargs)
-        world = int(self.config.tensor_model_parallel_size)
-        # A rank of the trainer is given none; a worker beside a separate engine is told its own.
-        self._hybrid = replica_rank == -1
-        self.replica_rank = rank() // world if self._hybrid else replica_rank
-        self.is_leader_rank = rank() % world == 0
+        rank = int(os.environ.get("RANK", "0"))
+        engine_ranks = int(self.config.tensor_model_parallel_size)
+        # verl passes a replica's rank only to workers beside separate engines.
+        self._is_hybrid = replica_rank == -1
+        self.replica_rank = rank // engine_ranks if self._is_hybrid else replica_rank
+        self.is_leader_rank = rank % engine_ranks == 0
         self.sleep_level = 1
-        self._first = rank() == 0 and self._hybrid
-        self._publishing: Publishing | None = None
-        self._adapters: Publishing | None = None
-        self._hand_over: HandOver | None = None
+        self._is_first = rank == 0 and self._is_hybrid
+        self._sender: WeightSender | None = None
+        self._bucket_sender: BucketSender | None = None
         megabytes = int(self.config.checkpoint_engine.update_weights_bucket_megabytes)
         if self._options.weights == "verl_buckets":
             job = ray.get_runtime_context().get_job_id()
-            tied = tied_names(Path(self.model_config.local_path))
-            self._hand_over = HandOver(job, rank(), world_size(), megabytes, tied)
-        elif self._first:
+            tied = find_tied_names(Path(self.model_config.local_path))
+            world = int(os.environ.get("WORLD_SIZE", "1"))
+            self._bucket_sender = BucketSender(job, rank, world, megabytes, tied)
+        elif self._is_first:
             address = ray.util.get_node_ip_address()
-            self._publishing = Publishing(self._options, megabytes << 20, address)
-            # Of its own: an engine that starts anew needs the base's last version too.
-            adapters = for_adapters(self._options)
-            self._adapters = Publishing(adapters, megabytes << 20, address)
+            self._sender = WeightSender(self._options, megabytes << 20, address)
         self._pool: Any = None
-        self._own: Any = None
-        self._asked = not self._options.fallback
+        self._verl_adapter: Any = None
+        self._fallback_known = not self._options.fallback
 
-    def _pool_actor(self) -> Any:
-        """Lazily: the pool starts after the trainer's ranks."""
+    def _get_pool(self) -> Any:
+        """Look the pool up lazily: it starts after the trainer's ranks."""
         if self._pool is None:
-            self._pool = ray.get_actor(pool_name(HYBRID if self._hybrid else STANDALONE))
+            kind = HYBRID if self._is_hybrid else STANDALONE
+            self._pool = ray.get_actor(get_pool_name(kind))
         return self._pool
 
-    async def _verls_own(self) -> Any:
-        """verl's vLLM adapter, if the pool's stack did not start and the user prefers that."""
-        if not self._asked:
-            if await self._pool_actor().failure.remote():
-                said = -1 if self._hybrid else self.replica_rank
-                self._own = own_adapter(self.config, self.model_config, self.device_mesh, said)
-            self._asked = True
-        return self._own
+    async def _get_verl_adapter(self) -> Any:
+        """Return verl's vLLM adapter if the stack did not start and the user set a fallback."""
+        if not self._fallback_known:
+            if await self._get_pool().failure.remote():
+                rank = -1 if self._is_hybrid else self.replica_rank
+                self._verl_adapter = make_verl_adapter(
+                    self.config, self.model_config, self.device_mesh, rank
+                )
+            self._fallback_known = True
+        return self._verl_adapter
 
     async def resume(self, tags: list[str]) -> None:
-        own = await self._verls_own()
-        if own is not None:
-            await own.resume(tags)
-        elif self._first:
-            await self._pool_actor().wake_up.remote(tags=tags)
+        if (verl_adapter := await self._get_verl_adapter()) is not None:
+            await verl_adapter.resume(tags)
+        elif self._is_first:
+            await self._get_pool().wake_up.remote(tags=tags)
 
     async def release(self) -> None:
-        own = await self._verls_own()
-        if own is not None:
-            await own.release()
-        elif self._first:
-            await self._pool_actor().sleep.remote()
+        if (verl_adapter := await self._get_verl_adapter()) is not None:
+            await verl_adapter.release()
+        elif self._is_first:
+            await self._get_pool().sleep.remote()
 
     async def update_weights(
         self,
@@ -93,35 +93,37 @@ class ServerAdapter(BaseRollout):  # type: ignore[misc]
         global_steps: int | None = None,
         **options: Any,
     ) -> None:
-        own = await self._verls_own()
-        if own is not None:
-            said = {"wire_format": wire_format, "global_steps": global_steps, **options}
-            await own.update_weights(weights, **said)
-            return
-        if wire_format == WIRE:
-            await drained(weights)  # the trainer has told the pool itself
-            return
-        if wire_format != "named_tensors" or not self._hybrid:
+        if (verl_adapter := await self._get_verl_adapter()) is not None:
+            await verl_adapter.update_weights(
+                weights, wire_format=wire_format, global_steps=global_steps, **options
+            )
+        elif wire_format == WIRE:
+            await drain(weights)  # the checkpoint engine has updated the pool itself
+        elif wire_format != "named_tensors" or not self._is_hybrid:
             raise UsageError(
-                f"rollout.name=dynamo takes no weights (`{wire_format}`) from this backend.",
+                f"rollout.name=dynamo cannot receive weights (`{wire_format}`) from this backend.",
                 "Use checkpoint_engine.backend=rollway.",
             )
-        lora = options.get("peft_config")
-        if lora is not None and self._hand_over is not None:
+        elif self._bucket_sender is not None:
+            await self._send_buckets(self._bucket_sender, weights, global_steps, options)
+        elif self._sender is None:
+            await drain(weights)
+        elif (lora := options.get("peft_config")) is None:
+            await self._sender.send(weights, self._get_pool(), global_steps)
+        elif not options.get("base_sync_done", True):
+            await self._sender.send(strip_base_layer(weights), self._get_pool(), global_steps)
+        else:
+            await self._sender.send_adapter(weights, self._get_pool(), global_steps, lora)
+
+    async def _send_buckets(
+        self, sender: BucketSender, weights: Any, step: int | None, options: dict[str, Any]
+    ) -> None:
+        if options.get("peft_config") is not None:
             raise UsageError(
-                "weights=verl_buckets hands over whole models, no adapters.",
+                "weights=verl_buckets sends whole models, no adapters.",
                 "Use another of `weights`, or merge: actor_rollout_ref.model.lora.merge=True.",
             )
-        if self._hand_over is not None and self._first:
-            await self._hand_over.send_first(weights, self._pool_actor(), global_steps)
-        elif self._hand_over is not None:
-            await self._hand_over.send(weights)
-        elif self._publishing is None or self._adapters is None:
-            await drained(weights)
-        elif lora is None:
-            await self._publishing.send(weights, self._pool_actor(), global_steps)
-        elif not options.get("base_sync_done", True):
-            await self._publishing.send(base_of(weights), self._pool_actor(), global_steps)
+        if self._is_first:
+            await sender.send_as_first(weights, self._get_pool(), step)
         else:
-            pool = self._pool_actor()
-            await self._adapters.send_adapter(weights, pool, global_steps, lora)
+            await sender.send(weights)

@@ -1,7 +1,7 @@
-"""A request of verl as a rollout of ours, and the rollout as verl's `TokenOutput`.
+"""Convert a request of verl to Rollway's sampling, and a rollout to verl's `TokenOutput`.
 
-Ids and log-probs are what the engine sampled, or it is an error: an answer without them would train
-on something else and every metric would look fine.
+Token ids and log-probs are exactly those that the engine sampled. Anything else is an error: verl
+would train on other tokens, and every metric would still look fine.
 """
 
 from __future__ import annotations
@@ -15,41 +15,40 @@ from rollway.rollout.teacher import Scores
 from rollway.rollout.trajectory import Rollout
 from rollway.weights.adapter import version_of
 
-_TAKEN = {
+_PASSED_ON = {
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty"),
     *("frequency_penalty", "min_tokens", "ignore_eos", "seed"),
 }
-_OURS = {"max_tokens", "max_new_tokens", "logprobs", "prompt_logprobs", "stop_token_ids", "n"}
+_CONVERTED = {"max_tokens", "max_new_tokens", "logprobs", "prompt_logprobs", "stop_token_ids", "n"}
 StepOf = Callable[[int | None], int | None]
-"""The trainer's step whose weights a version is."""
+"""Returns the trainer's step of a version."""
 
 
-def sampling_of(
+def make_sampling(
     params: Mapping[str, Any], prompt_tokens: int, rollout: Any, *, routed_experts: bool = False
 ) -> Sampling | None:
-    """None when the prompt leaves no room for an answer."""
-    unknown = sorted(params.keys() - _TAKEN - _OURS)
+    """Convert verl's sampling parameters; return None if the prompt fills the context."""
+    unknown = sorted(params.keys() - _PASSED_ON - _CONVERTED)
     if unknown:
         raise UsageError(
-            f"rollout.name=dynamo does not know the sampling parameter `{unknown[0]}`.",
-            "Leave it out; what is known is in docs/verl.md.",
+            f"rollout.name=dynamo does not support the sampling parameter `{unknown[0]}`.",
+            "Remove it; docs/verl.md lists the supported ones.",
         )
     if params.get("n") not in (None, 1):
-        raise UsageError("verl asks for one answer at a time, not n of them.")
+        raise UsageError("verl requests one answer at a time; n must be 1.")
     most = int(rollout.prompt_length + rollout.response_length) - prompt_tokens
-    asked = params.get("max_tokens", params.get("max_new_tokens"))
-    max_tokens = min(int(rollout.response_length), most) if asked is None else min(int(asked), most)
+    requested = params.get("max_tokens", params.get("max_new_tokens"))
+    max_tokens = min(int(rollout.response_length if requested is None else requested), most)
     if max_tokens < 1:
         return None
-    given = {name: params[name] for name in _TAKEN & params.keys() if params[name] is not None}
-    # verl's own servers read True and 0 alike: of the sampled token.
+    # verl's own servers treat True and 0 alike: log-probs of the sampled token.
     logprobs = params.get("logprobs")
     return Sampling(
         max_tokens=max_tokens,
         logprobs=logprobs is not None and logprobs is not False,
         stop_token_ids=tuple(params.get("stop_token_ids") or ()),
         routed_experts=routed_experts,
-        **given,
+        **{name: params[name] for name in _PASSED_ON & params.keys() if params[name] is not None},
     )
 
 
@@ -57,19 +56,19 @@ def refuse_media(**media: Any) -> None:
     for name, value in media.items():
         if value is not None and len(value):
             raise UsageError(
-                f"A request has {name}, and rollout.name=dynamo takes token ids alone.",
+                f"A request has {name}, and rollout.name=dynamo accepts token ids alone.",
                 "Train this model with rollout.name=vllm.",
             )
 
 
-def output_of(rollout: Rollout, step_of: StepOf) -> dict[str, Any]:
-    """The fields of a `TokenOutput`. No engine tells how often it preempted a request, so
-    `num_preempted` stays None."""
+def make_output(rollout: Rollout, step_of: StepOf) -> dict[str, Any]:
+    """Return the fields of a `TokenOutput`. `num_preempted` stays None, since engines do not report
+    preemptions."""
     aborted = rollout.finish_reason == "aborted"
     if aborted and not rollout.token_ids:
-        return nothing("aborted")
+        return make_empty_output("aborted")
     versions = [span.version for span in rollout.spans if span.end > span.start]
-    if rollout.adapter is not None:  # one adapter made all tokens, whatever was refitted below it
+    if rollout.adapter is not None:  # one adapter sampled all tokens, even if its base changed
         versions = [version_of(rollout.adapter)] * len(versions)
     steps = [step_of(version) for version in versions]
     extra: dict[str, Any] = {"num_cached_tokens": rollout.cached_tokens}
@@ -78,42 +77,35 @@ def output_of(rollout: Rollout, step_of: StepOf) -> dict[str, Any]:
         extra["global_steps"] = steps[-1]
         extra["min_global_steps"] = min(known, default=None)
         extra["max_global_steps"] = max(known, default=None)
+    experts = None
+    if rollout.routed_experts is not None:
+        # verl's client appends a row for each token of a continuation to the rows of an aborted
+        # answer. Positions match only if both lack the row of their last token.
+        rows = len(rollout.prompt_ids) + len(rollout.token_ids) - 1
+        experts = rollout.routed_experts.ids[:rows]
     return {
         "token_ids": rollout.token_ids,
         "log_probs": rollout.logprobs,
-        "routed_experts": experts_of(rollout),
+        "routed_experts": experts,
         "stop_reason": "aborted" if aborted else "completed",
         "extra_fields": extra,
     }
 
 
-def experts_of(rollout: Rollout) -> Any:
-    """[tokens - 1, layers, top_k] of prompt and answer. verl's client appends to the rows of a cut
-    answer as many as its continuation has tokens: they meet only if both lack the last."""
-    if rollout.routed_experts is None:
-        return None
-    return rollout.routed_experts.ids[: len(rollout.prompt_ids) + len(rollout.token_ids) - 1]
-
-
-def nothing(stop_reason: str, step: int | None = None) -> dict[str, Any]:
-    """An answer without a token. An aborted one has no step, since nothing was sampled; a whole
-    one, which verl counts with the others, has that of the weights it did not need."""
+def make_empty_output(stop_reason: str, step: int | None = None) -> dict[str, Any]:
+    """Return an output without tokens. A completed one needs a step, since verl counts it with the
+    others; an aborted one has none, since nothing was sampled."""
     extra = {} if step is None else {"global_steps": step}
     return {"token_ids": [], "log_probs": [], "stop_reason": stop_reason, "extra_fields": extra}
 
 
-def scores_of(scores: Scores, step_of: StepOf) -> dict[str, Any]:
-    """A teacher's answer: a row for each prompt token but the first, and one of zeros at the end,
-    as verl's own servers give it."""
-    rows = [[float(value or 0.0)] for value in scores.logprobs[1:]] + [[0.0]]
-    ids = [[token] for token in scores.token_ids[1:]] + [[0]]
-    return {
-        "token_ids": [],
-        "log_probs": [],
-        "stop_reason": "completed",
-        "extra_fields": {
-            "prompt_ids": ids,
-            "prompt_logprobs": rows,
-            "global_steps": step_of(scores.weight_version),
-        },
+def make_scores_output(scores: Scores, step_of: StepOf) -> dict[str, Any]:
+    """Return a teacher's output as verl's own servers do: a row for each prompt token but the
+    first, then a row of zeros."""
+    output = make_empty_output("completed")
+    output["extra_fields"] = {
+        "prompt_ids": [[token] for token in scores.token_ids[1:]] + [[0]],
+        "prompt_logprobs": [[float(value or 0.0)] for value in scores.logprobs[1:]] + [[0.0]],
+        "global_steps": step_of(scores.weight_version),
     }
+    return output

@@ -3,9 +3,9 @@
     the pool's node      Pool ── stack: etcd, the frontend, its workers
     every other node     Node ── stack that joins it: workers alone
 
-Each node's supervisor starts its own workers again when they die. A node whose actor or supervisor
-ends has lost its engines for good, and that ends the run, with the cause: nobody has asked to go on
-with fewer of them, for days and unseen. A node ends with its pool.
+Each node's supervisor restarts its own workers when they die. If a node's actor or supervisor ends,
+its engines are lost for good, and the run ends with that cause: it must not continue with fewer
+engines for days, unnoticed. A node's stack ends with its pool.
 """
 
 from __future__ import annotations
@@ -22,55 +22,52 @@ from rollway.fleet.discovery import Worker
 from rollway.stack import local
 
 ACTOR_ENV = {"RAY_kill_child_processes_on_worker_exit": "false"}
-"""The stack's supervisor ends by itself when the actor does, after it has cleared up."""
+"""The stack's supervisor ends by itself when the actor does, after it has cleaned up."""
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class NodeShare:
     """The replicas of a pool that are on one node."""
 
     node: str
-    before: int
-    """How many workers the nodes before it have: the rank of its first."""
+    first_rank: int
+    """The rank of its first worker in the pool: the number of workers on the nodes before it."""
     replicas: int
     gpus: list[str]
 
 
-def shares(places: Mapping[int, tuple[str, Sequence[str]]]) -> list[Share]:
-    """Of each replica's node and GPUs, by its rank. Nodes come in the order of their first
-    replicas, whichever called first, so that a worker has the same rank and seed in every run."""
+def group_by_node(places: Mapping[int, tuple[str, Sequence[str]]]) -> list[NodeShare]:
+    """Group replicas, given as node and GPUs by rank. Nodes are in the order of their first
+    replicas, whichever joined first, so that a worker has the same rank and seed in every run."""
     by_node: dict[str, list[int]] = {}
     for replica in sorted(places):
         by_node.setdefault(places[replica][0], []).append(replica)
-    found: list[Share] = []
-    before = 0
+    shares: list[NodeShare] = []
+    first_rank = 0
     for node, replicas in by_node.items():
         gpus = [gpu for replica in replicas for gpu in places[replica][1]]
-        found.append(Share(node, before, len(replicas), gpus))
-        before += len(replicas)
-    return found
+        shares.append(NodeShare(node, first_rank, len(replicas), gpus))
+        first_rank += len(replicas)
+    return shares
 
 
 class Node:
-    """Ray actor: the workers of a pool on a node that is not the pool's."""
+    """Ray actor: runs the workers of a pool on a node that is not the pool's."""
 
     def __init__(self) -> None:
         self._running: local.RunningStack | None = None
 
     async def start(self, spec: dict[str, Any]) -> None:
-        made = StackSpec.model_validate(spec)
-        self._running = await asyncio.to_thread(local.start, made)
+        self._running = await asyncio.to_thread(local.start, StackSpec.model_validate(spec))
 
     async def replace(self, worker: Worker) -> bool:
-        """End a worker that does not answer, if it is of this node, so that it starts anew."""
+        """Kill a worker that does not answer, if it is on this node, so that it restarts."""
         running = self._running
         return running is not None and await local.replace_worker(running.directory.name, worker)
 
-    async def ended(self) -> None:
-        """Return when the workers have nobody who looks after them."""
-        while True:
-            if self._running is None or not self._running.state.supervised:
-                return
+    async def wait_until_unsupervised(self) -> None:
+        # The supervisor's state is in a file, which has to be polled.
+        while self._running is not None and self._running.state.supervised:  # noqa: ASYNC110
             await asyncio.sleep(1.0)
 
     async def stop(self) -> None:
@@ -80,50 +77,53 @@ class Node:
 
 
 @asynccontextmanager
-async def joined(
-    specs: Mapping[str, StackSpec], lost: Callable[[str], None]
+async def start_on_nodes(
+    specs: Mapping[str, StackSpec], on_loss: Callable[[str], None]
 ) -> AsyncIterator[list[Any]]:
-    """Run a stack on each of these nodes, by an actor there; `lost` is told why one has ended
-    unasked."""
-    actors = {node: actor_on(node) for node in specs}
+    """Run a stack on each of these nodes, by an actor there, and yield the actors. Call `on_loss`
+    with the cause if one ends before the block."""
+    actors = {node: create_actor(node) for node in specs}
     starts = [
         actors[node].start.remote(spec.model_dump(mode="json")) for node, spec in specs.items()
     ]
-    watching: list[asyncio.Task[None]] = []
+    watches: list[asyncio.Task[None]] = []
     try:
+        # All starts must have ended before any is stopped.
         for result in await asyncio.gather(*starts, return_exceptions=True):
             if isinstance(result, BaseException):
                 raise result
-        watching = [
-            asyncio.create_task(_watch(actors[node], spec, lost)) for node, spec in specs.items()
+        watches = [
+            asyncio.create_task(_watch(actors[node], spec, on_loss)) for node, spec in specs.items()
         ]
         yield list(actors.values())
     finally:
-        for task in watching:
+        for task in watches:
             task.cancel()
         stops = [actor.stop.remote() for actor in actors.values()]
-        with contextlib.suppress(Exception):  # one that has died has ended its stack already
+        with contextlib.suppress(Exception):  # a dead actor's supervisor stops its stack itself
             await asyncio.gather(*stops, return_exceptions=True)
 
 
-async def _watch(actor: Any, spec: StackSpec, lost: Callable[[str], None]) -> None:
-    where = f"node {spec.admin_host} (stack {spec.name})"
-    results: list[object] = await asyncio.gather(actor.ended.remote(), return_exceptions=True)
+async def _watch(actor: Any, spec: StackSpec, on_loss: Callable[[str], None]) -> None:
+    place = f"node {spec.admin_host} (stack {spec.name})"
+    results: list[object] = await asyncio.gather(
+        actor.wait_until_unsupervised.remote(), return_exceptions=True
+    )
     if isinstance(results[0], BaseException):
-        words = " ".join(str(results[0]).split())
-        lost(f"The actor that ran the engines of {where} died: {words}")
+        cause = " ".join(str(results[0]).split())
+        on_loss(f"The actor that ran the engines of {place} died: {cause}")
     else:
-        lost(f"The supervisor of the engines of {where} ended.")
+        on_loss(f"The supervisor of the engines of {place} ended.")
 
 
-async def replaced(worker: Worker, pool_stack: str, actors: Sequence[Any]) -> bool:
-    """End a worker so that its own supervisor, the pool's or another node's, starts it anew."""
+async def replace_worker(worker: Worker, pool_stack: str, actors: Sequence[Any]) -> bool:
+    """Kill a worker so that its supervisor, the pool's or another node's, restarts it."""
     if await local.replace_worker(pool_stack, worker):
         return True
     return any(await asyncio.gather(*(actor.replace.remote(worker) for actor in actors)))
 
 
-def actor_on(node: str) -> Any:
+def create_actor(node: str) -> Any:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -135,14 +135,14 @@ def actor_on(node: str) -> Any:
     return options.remote()
 
 
-def own_node() -> str:
+def get_own_node() -> str:
     import ray
 
     return str(ray.get_runtime_context().get_node_id())
 
 
-def address_of(node: str) -> str:
-    """Its address in Ray's network, which engines then use too."""
+def get_address(node: str) -> str:
+    """Return a node's address in Ray's network; engines use the same network."""
     import ray
 
-    return str(next(one["NodeManagerAddress"] for one in ray.nodes() if one["NodeID"] == node))
+    return str(next(n["NodeManagerAddress"] for n in ray.nodes() if n["NodeID"] == node))

@@ -1,4 +1,4 @@
-"""What a verl user can say, under `actor_rollout_ref.rollout.engine_kwargs.dynamo`."""
+"""The user's options, under `actor_rollout_ref.rollout.engine_kwargs.dynamo`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from rollway.errors import UsageError
 WHERE = "actor_rollout_ref.rollout.engine_kwargs.dynamo"
 WHERE_SEPARATE = "actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.rollway"
 Affinity = Literal["group", "trajectory", "off"]
-"""What stays on one worker: all rollouts of a prompt, the turns of one, or nothing."""
+"""What stays on one worker: all rollouts of a prompt, the turns of one rollout, or nothing."""
 Transport = Literal[
     "auto", "shm", "cuda_ipc", "files", "delta", "collective", "nixl", "verl_buckets"
 ]
 
 
 class WeightOptions(BaseModel):
-    """How new weights go to the engines."""
+    """How engines receive new weights."""
 
     model_config = ConfigDict(extra="forbid", coerce_numbers_to_str=True)
 
@@ -33,7 +33,7 @@ class WeightOptions(BaseModel):
 
 
 class Options(WeightOptions):
-    """Everything has a default; `docs/verl.md` explains each."""
+    """Every option has a default; `docs/verl.md` explains each."""
 
     router_mode: str = "kv"
     router_args: RawArgs = Field(default_factory=dict)
@@ -42,58 +42,59 @@ class Options(WeightOptions):
     frontend_port: int = Field(default=0, ge=0, le=65535)
     rl_port: int = Field(default=0, ge=0, le=65535)
     served_model_name: str = ""
-    """The last part of the model's path when empty."""
+    """If empty, the last part of the model's path."""
     engine_args: RawArgs = Field(default_factory=dict)
-    """vLLM's own options, without the dashes; they outweigh what verl's config says."""
+    """vLLM's own options, without the dashes; they override verl's config."""
     engine_env: dict[str, str] = Field(default_factory=dict)
     frontend_args: RawArgs = Field(default_factory=dict)
     kv_offload: RawArgs | None = None
-    """vLLM's `kv-transfer-config`, as it is."""
+    """vLLM's `kv-transfer-config`, unchanged."""
     python: str | None = None
-    """The interpreter that has Dynamo, vLLM and Rollway, where it is not the trainer's."""
+    """The interpreter that has Dynamo, vLLM and Rollway, if it is not the trainer's."""
     request_timeout_s: float = Field(default=3600.0, gt=0)
     start_seconds: float = Field(default=900.0, gt=0)
     abort_seconds: float = Field(default=60.0, gt=0)
     """How long an abort may take before it is an error."""
     free_engine: bool | None = None
-    """Whether engines give their memory back while the trainer trains; as
-    `rollout.free_cache_engine` says, when not given."""
+    """Whether engines release their memory while the trainer trains; None:
+    `rollout.free_cache_engine` decides."""
     etcd_endpoints: str | None = None
-    """A running etcd, for a pool on several nodes; without it Rollway starts one."""
+    """A running etcd for a pool on several nodes; without it Rollway starts one."""
     log_dir: Path | None = None
-    """Where each process writes its log, in a directory for each pool."""
+    """Each process writes its log there, in a directory for each pool."""
     metrics_dir: Path | None = None
-    """Where the addresses of all metrics are written, in a file for each pool, for Prometheus."""
+    """Rollway writes the addresses of all metrics there, in a file for each pool, for
+    Prometheus."""
     request_log: Path | None = None
-    """A file to which a line is added for each answer: `traffic.Answer`."""
+    """A file with a line for each answer: `request_log.RequestRecord`."""
     restart: bool = True
-    """Whether an engine that dies is started anew, or ends the run."""
+    """Whether an engine that dies is restarted, or ends the run."""
     fallback: Literal["vllm"] | None = None
-    """`vllm`: where the stack does not start, verl's own vLLM rollout; else that is an error."""
+    """`vllm`: if the stack does not start, use verl's own vLLM rollout; None: raise an error."""
 
 
 Kind = TypeVar("Kind", bound=WeightOptions)
 
 
 def read_options(engine_kwargs: Mapping[str, Any] | None) -> Options:
-    """Of a rollout's `engine_kwargs`."""
-    return checked(Options, (engine_kwargs or {}).get("dynamo") or {}, WHERE)
+    """Read the options from a rollout's `engine_kwargs`."""
+    return parse_options(Options, (engine_kwargs or {}).get("dynamo") or {}, WHERE)
 
 
-def checked(kind: type[Kind], said: Mapping[str, Any], where: str) -> Kind:
-    """Options of a kind, from what the user wrote at a place, which every complaint names."""
+def parse_options(kind: type[Kind], fields: Mapping[str, Any], where: str) -> Kind:
+    """Validate options; errors name the place `where` the user wrote them."""
     try:
-        options = kind.model_validate(dict(said))
+        options = kind.model_validate(dict(fields))
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
-        known = ", ".join(sorted(kind.model_fields))
-        unknown = first["type"] == "extra_forbidden"
-        words = "there is no such option" if unknown else str(first["msg"])
-        raise UsageError(f"{where}.{key}: {words}.", f"Options are: {known}.") from error
+        is_unknown = first["type"] == "extra_forbidden"
+        message = "there is no such option" if is_unknown else str(first["msg"])
+        names = ", ".join(sorted(kind.model_fields))
+        raise UsageError(f"{where}.{key}: {message}.", f"Options are: {names}.") from error
     if options.weights in ("files", "delta") and options.weights_dir is None:
         raise UsageError(
             f"{where}.weights={options.weights} needs a directory.",
-            f"Give {where}.weights_dir, which the trainer and the engines see.",
+            f"Set {where}.weights_dir to one that the trainer and the engines see.",
         )
     return options

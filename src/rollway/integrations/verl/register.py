@@ -1,7 +1,7 @@
-"""Makes `rollout.name=dynamo` known to verl; `import verl` loads this by its entry point.
+"""Register `rollout.name=dynamo` with verl; `import verl` loads this module by its entry point.
 
-verl hides whatever goes wrong here, and the user would only read that `dynamo` is unknown. So it is
-also written to stderr. Nothing heavy is imported: every process of a run pays for it.
+verl hides errors of plug-ins, and users would only read that `dynamo` is unknown, so errors go to
+stderr too. Nothing heavy is imported here: every process of a run pays for it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 NAME = "dynamo"
 BACKEND = "rollway"
-"""Of `rollout.checkpoint_engine.backend`."""
+"""The value of `rollout.checkpoint_engine.backend`."""
 
 
 def register() -> None:
@@ -20,16 +20,17 @@ def register() -> None:
     from verl.workers.rollout import base
     from verl.workers.rollout.replica import RolloutReplicaRegistry
 
-    RolloutReplicaRegistry.register(NAME, _replica)
-    known: dict[tuple[str, str], str] = base._ROLLOUT_REGISTRY  # verl has no function for it
-    known[NAME, "async"] = "rollway.integrations.verl.adapter.ServerAdapter"
+    RolloutReplicaRegistry.register(NAME, _import_replica)
+    # verl has no function to register an adapter.
+    adapters: dict[tuple[str, str], str] = base._ROLLOUT_REGISTRY
+    adapters[NAME, "async"] = "rollway.integrations.verl.adapter.ServerAdapter"
 
     from rollway.integrations.verl.checkpoint_engine import RollwayCheckpointEngine
 
     CheckpointEngineRegistry.register(BACKEND)(RollwayCheckpointEngine)
 
 
-def _replica() -> type[Any]:
+def _import_replica() -> type[Any]:
     from rollway.integrations.verl.replica import DynamoReplica
 
     return DynamoReplica
@@ -39,8 +40,8 @@ try:
     register()
 except Exception:
     print(
-        f"rollway: rollout.name={NAME} could not be registered with verl. Rollway works with verl "
-        f"0.9.1; is it another version?\n{traceback.format_exc()}",
+        f"rollway: rollout.name={NAME} could not be registered with verl. Rollway supports verl "
+        f"0.9.1; check the installed version.\n{traceback.format_exc()}",
         file=sys.stderr,
         flush=True,
     )

@@ -1,4 +1,4 @@
-"""verl's replicas: each stands for one worker of the stack that its pool runs."""
+"""`DynamoReplica`: verl's replica, which stands for one worker of its pool's stack."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from verl.workers.rollout.replica import RolloutMode, RolloutReplica
 
 from rollway.errors import UsageError
 from rollway.integrations.verl.checkpoint_engine import WIRE
-from rollway.integrations.verl.fallback import launch_own
+from rollway.integrations.verl.fallback import launch_verl_replica
 from rollway.integrations.verl.nodes import ACTOR_ENV
 from rollway.integrations.verl.options import read_options
 from rollway.integrations.verl.pool import Pool
 from rollway.integrations.verl.router import CONFIG
-from rollway.integrations.verl.settings import lora_rank
+from rollway.integrations.verl.spec import read_lora_rank
 
 HYBRID, STANDALONE = "hybrid", "standalone"
-_CALLS_AT_ONCE = 100_000
-"""Requests wait in the actor while weights move; those that end the wait must still come in."""
+_MAX_CALLS = 100_000
+"""Requests wait in the actor while weights move; the calls that end the wait must not queue."""
 
 
 class DynamoReplica(RolloutReplica):  # type: ignore[misc]
-    """All replicas of a pool have the same server, under addresses of their own."""
+    """All replicas of a pool have the same server, at different addresses."""
 
     def __init__(self, replica_rank: int, config: Any, *args: Any, **kwargs: Any) -> None:
-        # verl reads it from the same config, after the replicas.
-        self._given = config
-        beside = kwargs.get("is_reward_model") or kwargs.get("is_teacher_model")
-        if not beside and hasattr(config, "router_config_path") and not config.router_config_path:
+        # verl makes its router from this same config object, after the replicas.
+        self._shared_config = config
+        is_policy = not (kwargs.get("is_reward_model") or kwargs.get("is_teacher_model"))
+        if is_policy and hasattr(config, "router_config_path") and not config.router_config_path:
             config.router_config_path = str(CONFIG)
         super().__init__(replica_rank, config, *args, **kwargs)
         self._replicas_in_pool = 1
-        self._kept: Any = None
+        self._pool_actor: Any = None
 
     async def init_hybrid(self, worker_group: Any) -> None:
         self._replicas_in_pool = worker_group.world_size // self.world_size
@@ -46,39 +46,41 @@ class DynamoReplica(RolloutReplica):  # type: ignore[misc]
         await super().init_standalone()
 
     async def launch_servers(self) -> None:
-        places = [worker.__ray_call__.remote(_place) for worker in self.workers]
-        found = [await place for place in places]
-        nodes = {node for node, _ in found}
+        calls = [worker.__ray_call__.remote(_get_place) for worker in self.workers]
+        places = [await call for call in calls]
+        nodes = {node for node, _ in places}
         if len(nodes) != 1:
             raise UsageError(
                 f"Replica {self.replica_rank} spans {len(nodes)} nodes.",
                 "The GPUs of a replica are on one node: lower rollout.tensor_model_parallel_size.",
             )
         (node,) = nodes
-        kind = self._kind()
-        if kind == STANDALONE and lora_rank(self.model_config):
+        kind = self._get_pool_kind()
+        if kind == STANDALONE and read_lora_rank(self.model_config):
             raise UsageError(
                 "verl sends LoRA adapters only to engines that share the trainer's GPUs.",
                 "Merge them: actor_rollout_ref.model.lora.merge=True.",
             )
-        pool = self._kept = self._pool(kind, node)  # ranks ask it also when it runs nothing
-        gpus = [gpu for _, some in found for gpu in some]
+        # The attribute keeps the actor alive: ranks ask it for its failure even if no stack runs.
+        pool = self._pool_actor = self._get_or_create_pool(kind, node)
+        gpus = [gpu for _, worker_gpus in places for gpu in worker_gpus]
         try:
             address = await pool.join.remote(self.replica_rank, node, gpus)
         except Exception:
             if not read_options(self.config.engine_kwargs).fallback:
                 raise
             if not await pool.failure.remote():
-                raise  # it is not the stack: verl's own rollout would be a guess
+                raise  # not a failed start, so verl's own rollout might fail as well
             await self._fall_back(kind)
             return
         self.servers = [pool]
         self._server_handle = pool
         self._server_address = address
 
-    def _kind(self) -> str:
-        """Replicas of the policy share a pool. One of a reward model or a teacher has its own: it
-        is not told how many there are, and what it scores is in no cache."""
+    def _get_pool_kind(self) -> str:
+        """Return the kind of this replica's pool. Replicas of the policy share one; each replica of
+        a reward model or teacher has its own, since verl does not tell it how many there are, and
+        it scores prompts that no other has cached."""
         if self.is_reward_model:
             return f"reward{self.name_suffix}_{self.replica_rank}"
         if self.is_teacher_model:
@@ -88,33 +90,33 @@ class DynamoReplica(RolloutReplica):  # type: ignore[misc]
     async def _fall_back(self, kind: str) -> None:
         if kind == STANDALONE and self.config.checkpoint_engine.backend == WIRE:
             raise UsageError(
-                "fallback=vllm is asked for, and checkpoint_engine.backend=rollway moves weights "
-                "to Dynamo's engines alone.",
-                "Use another backend, or mend what keeps the stack from starting.",
+                "fallback=vllm is set, and checkpoint_engine.backend=rollway sends weights to "
+                "Dynamo's engines alone.",
+                "Use another backend, or fix what keeps the stack from starting.",
             )
-        if getattr(self._given, "router_config_path", None) == str(CONFIG):
-            self._given.router_config_path = None  # verl's servers know no sessions
-        await launch_own(self)
+        if getattr(self._shared_config, "router_config_path", None) == str(CONFIG):
+            self._shared_config.router_config_path = None  # verl's servers accept no sessions
+        await launch_verl_replica(self)
 
-    def _pool(self, kind: str, node: str) -> Any:
-        """The actor of this pool: of whichever replica comes first."""
+    def _get_or_create_pool(self, kind: str, node: str) -> Any:
+        """Return the actor of this pool; the first replica creates it."""
         actor = ray.remote(Pool).options(
-            name=pool_name(kind),
+            name=get_pool_name(kind),
             get_if_exists=True,
             num_cpus=0,
-            max_concurrency=_CALLS_AT_ONCE,
+            max_concurrency=_MAX_CALLS,
             runtime_env={"env_vars": ACTOR_ENV},
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
         )
         return actor.remote(kind, self.config, self.model_config, self._replicas_in_pool)
 
 
-def pool_name(kind: str) -> str:
+def get_pool_name(kind: str) -> str:
     return f"rollway_{kind}"
 
 
-def _place(_: Any) -> tuple[str, list[str]]:
-    """Run in a worker: its node, and the GPUs that it has; none where Ray only counts some."""
+def _get_place(_: Any) -> tuple[str, list[str]]:
+    """Return the node and GPUs of the worker that runs this; no GPUs if Ray only counts them."""
     import torch
 
     context = ray.get_runtime_context()

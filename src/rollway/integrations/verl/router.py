@@ -1,8 +1,8 @@
-"""verl's load balancer, with the names of what belongs together.
+"""verl's load balancer, which also names the trajectory and the group of each request.
 
-verl gives every turn a new request id, so an engine cannot tell which turns are one trajectory. Its
-load balancer still knows: it hands out, with a server, the trajectory's id and the one of all
-rollouts that began with the same prompt.
+verl gives every turn a new request id, so an engine cannot tell which turns belong to one
+trajectory. The load balancer can: with a server, it returns the id of the trajectory and the id
+shared by all rollouts that began with the same prompt.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from verl.workers.rollout.router import GlobalRequestLoadBalancer
 from rollway.rollout.client import shared_session
 
 CONFIG = Path(__file__).with_name("router.yaml")
-"""For `rollout.router_config_path`; replicas set it where the user has not."""
-_REMEMBERED = 100_000
-_TOGETHER_SECONDS = 60.0
-"""In which all rollouts of a prompt begin; the prompt of a later epoch is a group of its own."""
+"""For `rollout.router_config_path`; replicas set it unless the user has."""
+_MAX_REMEMBERED = 100_000
+_GROUP_SECONDS = 60.0
+"""Within which all rollouts of a prompt begin; in a later epoch, the prompt is another group."""
 
 
 class SessionRouter(GlobalRequestLoadBalancer):  # type: ignore[misc]
-    """verl's own choice of a server, as a `Session` with it."""
+    """Chooses servers as verl does, and returns each as a `Session`."""
 
     def __init__(self, servers: dict[str, Any], config: dict[str, Any]) -> None:
         super().__init__(servers)
-        self._groups: LRUCache[str, str] = LRUCache(_REMEMBERED)
-        self._begun: TTLCache[str, int] = TTLCache(_REMEMBERED, _TOGETHER_SECONDS)
+        self._groups: LRUCache[str, str] = LRUCache(_MAX_REMEMBERED)
+        self._rollouts: TTLCache[str, int] = TTLCache(_MAX_REMEMBERED, _GROUP_SECONDS)
 
     def require_acquire_fields(self) -> list[str]:
         return ["prompt_ids"]
@@ -41,20 +41,16 @@ class SessionRouter(GlobalRequestLoadBalancer):  # type: ignore[misc]
     ) -> tuple[str, Session]:
         server_id, server = super().acquire_server(request_id)
         group = self._groups.get(request_id)
-        if group is None:  # the first turn: its prompt is the group's
-            name = prompt_name(prompt_ids)
-            index = self._begun.get(name, 0)
-            self._begun[name] = index + 1
+        if group is None:  # the first turn, so this is the prompt that the group shares
+            name = hashlib.blake2b(array("q", prompt_ids).tobytes(), digest_size=12).hexdigest()
+            index = self._rollouts.get(name, 0)
+            self._rollouts[name] = index + 1
             group = self._groups[request_id] = shared_session(name, index)
         return server_id, Session(server, request_id, group)
 
 
-def prompt_name(prompt_ids: Sequence[int]) -> str:
-    return hashlib.blake2b(array("q", prompt_ids).tobytes(), digest_size=12).hexdigest()
-
-
 class Session:
-    """A server as one trajectory sees it."""
+    """A server as one trajectory sees it; it adds the ids to `generate.remote`."""
 
     def __init__(self, server: Any, trajectory: str, group: str) -> None:
         self._server, self._ids = server, {"trajectory_id": trajectory, "group_id": group}

@@ -1,1 +1,1 @@
-"""Megatron-Core's own layout of a model: how its ranks cut and fuse what Hugging Face names."""
+"""Megatron-Core's layout of a model: how its ranks shard and fuse the Hugging Face tensors."""

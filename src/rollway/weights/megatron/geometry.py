@@ -1,7 +1,7 @@
-"""The numbers that decide a Megatron layout: the model's sizes, and where a rank stands.
+"""The numbers that decide a Megatron layout: the model's sizes, and a rank's position.
 
-Experts have rank groups of their own: a rank's place among the expert ranks (`ep`, `etp`) says
-nothing about its place among the dense ones (`tp`), so a `Position` carries both.
+Experts have their own rank groups: a rank's number among the expert ranks (`ep`, `etp`) does not
+follow from its number among the dense ones (`tp`), so a `Position` has both.
 """
 
 from __future__ import annotations
@@ -17,51 +17,51 @@ _MOST = {
     **{"layers": 1 << 14, "heads": 1 << 12, "query_groups": 1 << 12, "experts": 1 << 14},
     **dict.fromkeys(("hidden", "head_dim", "vocab", "ffn", "moe_ffn", "padded_vocab"), 1 << 32),
 }
-"""Far above any model; the first four decide how many tensors and parts are listed."""
-_MOST_EXPERTS = 1 << 20
-"""Of all layers together."""
+"""Far above any model; the first four decide how many tensors and parts are listed in memory."""
+_MOST_EXPERTS = 1 << 20  # Experts of all layers together
+_CHECK_CONFIG = "Check the model's config or sidecar."
 
 
 @dataclass(frozen=True)
 class ModelGeometry:
-    """Sizes of a transformer, as far as they decide where its weights lie."""
+    """The sizes of a transformer that decide where its weights are stored."""
 
     layers: int
     hidden: int
     heads: int
     query_groups: int
     head_dim: int
-    vocab: int
-    """Rows of the Hugging Face embedding; Megatron may hold more, as padding."""
+    vocab: int  # Rows of the Hugging Face embedding; Megatron may add rows as padding
     ffn: int = 0
     moe_ffn: int = 0
     experts: int = 0
-    padded_vocab: int = 0
-    """Rows of Megatron's embedding over all ranks; 0 when it is not padded."""
+    padded_vocab: int = 0  # Rows of Megatron's embedding over all ranks; 0 if it is not padded
     tied_embeddings: bool = False
     attention_output_gate: bool = False
-    """Qwen3-Next: the fused QKV also holds a gate for every query head."""
-    gated: bool = True
-    """Whether `linear_fc1` holds gate and up (SwiGLU), not one matrix."""
+    """Qwen3-Next: the fused QKV also has a gate for every query head."""
+    gated: bool = True  # Whether `linear_fc1` has gate and up (SwiGLU), not one matrix
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "query_groups", "head_dim", "vocab"):
             if getattr(self, name) < 1:
-                raise UsageError(f"A model with {name}={getattr(self, name)} cannot be laid out.")
+                raise UsageError(
+                    f"A model with {name}={getattr(self, name)} cannot be laid out.", _CHECK_CONFIG
+                )
         for name, most in _MOST.items():
             if getattr(self, name) > most:
                 raise UsageError(
                     f"A model with {name}={getattr(self, name)} is too large: at most {most}.",
-                    "Check the model's config or sidecar.",
+                    _CHECK_CONFIG,
                 )
         if self.layers * self.experts > _MOST_EXPERTS:
             raise UsageError(
                 f"{self.layers} layers of {self.experts} experts are more than {_MOST_EXPERTS}.",
-                "Check the model's config or sidecar.",
+                _CHECK_CONFIG,
             )
         if self.heads % self.query_groups:
             raise UsageError(
-                f"{self.heads} heads cannot be shared out to {self.query_groups} query groups."
+                f"{self.heads} heads cannot be shared out to {self.query_groups} query groups.",
+                _CHECK_CONFIG,
             )
         if self.padded_vocab and self.padded_vocab < self.vocab:
             raise UsageError(
@@ -74,7 +74,7 @@ class ModelGeometry:
         return hash(tuple(getattr(self, field.name) for field in fields(self)))
 
     def __hash__(self) -> int:
-        return self._hash  # one geometry is looked up once for each of 100,000 tensors
+        return self._hash  # cached: caches look up one geometry for each of 100,000 tensors
 
     @property
     def heads_per_group(self) -> int:
@@ -82,7 +82,7 @@ class ModelGeometry:
 
     @property
     def query_rows(self) -> int:
-        """Rows of `q_proj`, the gate's rows included."""
+        """Rows of `q_proj`, including the rows of an output gate."""
         return self.heads * self.head_dim * (2 if self.attention_output_gate else 1)
 
     @property
@@ -95,28 +95,30 @@ class ModelGeometry:
 
     @classmethod
     def from_hf_config(cls, config: Mapping[str, Any]) -> ModelGeometry:
-        """Read the sizes from a `config.json`, also where a family names them in its own way."""
+        """Read the sizes from a `config.json`, including the field names of single families."""
         try:
             config = config.get("text_config") or config
             heads = int(config["num_attention_heads"])
             hidden = int(config["hidden_size"])
-            experts = _first(config, "num_experts", "num_local_experts", "n_routed_experts")
-            ffn = _first(config, "intermediate_size")
+            experts = _read_first(config, "num_experts", "num_local_experts", "n_routed_experts")
+            ffn = _read_first(config, "intermediate_size")
             return cls(
                 layers=int(config["num_hidden_layers"]),
                 hidden=hidden,
                 heads=heads,
-                query_groups=_first(config, "num_key_value_heads") or heads,
-                head_dim=_first(config, "head_dim") or hidden // heads,
+                query_groups=_read_first(config, "num_key_value_heads") or heads,
+                head_dim=_read_first(config, "head_dim") or hidden // heads,
                 vocab=int(config["vocab_size"]),
                 ffn=ffn,
-                moe_ffn=(_first(config, "moe_intermediate_size") or ffn) if experts else 0,
+                moe_ffn=(_read_first(config, "moe_intermediate_size") or ffn) if experts else 0,
                 experts=experts,
                 tied_embeddings=bool(config.get("tie_word_embeddings", False)),
                 attention_output_gate=config.get("model_type") == "qwen3_next",
             )
         except KeyError as error:
-            raise UsageError(f"The model's config.json lacks {error.args[0]}.") from error
+            raise UsageError(
+                f"The model's config.json lacks {error.args[0]}.", "Save the model's config again."
+            ) from error
         except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise UsageError(
                 f"The model's config.json has a size that is no whole number ({error}).",
@@ -127,8 +129,9 @@ class ModelGeometry:
     def from_megatron_config(
         cls, config: Any, *, vocab: int, tied_embeddings: bool
     ) -> ModelGeometry:
-        """Read the sizes from a `TransformerConfig`; it does not know the vocabulary without its
-        padding, nor whether the embeddings are tied."""
+        """Read the sizes from a `TransformerConfig`.
+
+        It lacks two facts: the vocabulary without padding, and whether the embeddings are tied."""
         experts = config.num_moe_experts or 0
         return cls(
             layers=config.num_layers,
@@ -146,13 +149,13 @@ class ModelGeometry:
         )
 
 
-def _first(config: Mapping[str, Any], *names: str) -> int:
+def _read_first(config: Mapping[str, Any], *names: str) -> int:
     return next((int(config[name]) for name in names if config.get(name)), 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where one rank stands in every parallel group; `dp` and `edp` count the replicas."""
+    """A rank's number in every parallel group; `dp` and `edp` count the replicas."""
 
     tp: int = 0
     tp_size: int = 1
@@ -167,16 +170,18 @@ class Position:
     edp: int = 0
     edp_size: int = 1
     first_layer: int | None = None
-    """Global number of local layer 0, where stages are uneven; None: layers are shared evenly."""
+    """Global number of local layer 0, for uneven stages; None: stages share the layers evenly."""
 
     def __post_init__(self) -> None:
         for group in ("tp", "pp", "ep", "etp", "dp", "edp"):
             rank, size = getattr(self, group), getattr(self, f"{group}_size")
             if not 0 <= rank < size:
-                raise UsageError(f"There is no {group} rank {rank} among {size}.")
+                raise UsageError(
+                    f"There is no {group} rank {rank} among {size}.", "Ranks count from 0."
+                )
 
     def layer_offset(self, geometry: ModelGeometry) -> int:
-        """What to add to a local layer number to get the global one."""
+        """Return the global number of local layer 0."""
         if self.first_layer is not None:
             return self.first_layer
         if geometry.layers % self.pp_size:
@@ -187,30 +192,31 @@ class Position:
         return self.pp * (geometry.layers // self.pp_size)
 
     def expert_offset(self, geometry: ModelGeometry) -> int:
-        """What to add to a local expert number to get the global one."""
+        """Return the global number of local expert 0."""
         return self.ep * self.local_experts(geometry)
 
     def local_experts(self, geometry: ModelGeometry) -> int:
+        """Return how many experts this rank holds."""
         if geometry.experts % self.ep_size:
             raise UsageError(
-                f"{geometry.experts} experts cannot be shared evenly by {self.ep_size} ranks."
+                f"{geometry.experts} experts cannot be shared evenly by {self.ep_size} ranks.",
+                "Use an expert parallel size that divides them.",
             )
         return geometry.experts // self.ep_size
 
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Sizes of a trainer's parallel groups; its ranks are numbered as Megatron does by default."""
+    """Sizes of a trainer's parallel groups; ranks are numbered as Megatron does by default."""
 
     tp: int = 1
     pp: int = 1
     ep: int = 1
     etp: int = 1
-    world: int = 0
-    """0 stands for as few ranks as these groups need."""
+    world: int = 0  # All ranks; 0 means as few as these groups need
 
     def positions(self) -> list[Position]:
-        """The position of every rank: tensor ranks are neighbours, stages are far apart."""
+        """Return the position of every rank: tensor ranks are neighbours, stages are far apart."""
         dense, expert = self.tp * self.pp, self.ep * self.etp * self.pp
         world = self.world or max(dense, expert)
         if world % dense or world % expert:
@@ -219,9 +225,9 @@ class Topology:
                 f"etp={self.etp}.",
                 f"Use a multiple of {dense} and of {expert}.",
             )
-        return [self._position(rank, world) for rank in range(world)]
+        return [self._find_position(rank, world) for rank in range(world)]
 
-    def _position(self, rank: int, world: int) -> Position:
+    def _find_position(self, rank: int, world: int) -> Position:
         stage = world // self.pp
         pp, inside = divmod(rank, stage)
         expert = self.ep * self.etp

@@ -1,7 +1,7 @@
 """Read the layout of a running Megatron-Core model: this rank's tensors, roles and names.
 
-Layers are counted over the whole model here, not over the rank: a rank with several chunks of a
-virtual pipeline has several layers 0, and only the layer itself knows which one it is.
+Layers have global numbers here, not the rank's own: with a virtual pipeline, a rank has several
+chunks, each with a layer 0, and only the layer module knows its global number.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from rollway.errors import UsageError
-from rollway.weights.digest.bits import dtype_name
+from rollway.weights.digest.checksums import dtype_name
 from rollway.weights.layout import Role, Shape
 from rollway.weights.megatron.geometry import ModelGeometry, Position
 from rollway.weights.megatron.model import RankLayout
@@ -25,8 +25,7 @@ from rollway.weights.megatron.roles import Overrides, Parameter, classify
 from rollway.weights.sources import Held
 
 _LAYER = re.compile(r"^(decoder\.layers\.)(\d+)(?=\.|$)")
-_KNOWN_BUFFERS = ("expert_bias",)
-"""Buffers that are weights; the others are counters and states."""
+_WEIGHT_BUFFERS = ("expert_bias",)  # Buffers that are weights; all others are counters and states
 
 
 def from_megatron(
@@ -36,7 +35,20 @@ def from_megatron(
     *,
     roles: Overrides | None = None,
 ) -> list[Held]:
-    """What this rank holds of a Megatron model (all its chunks), wrapped by DDP or not."""
+    """Describe this rank's tensors of a Megatron model. Call it on every rank.
+
+    Parameters:
+        model: the model or, with a virtual pipeline, all its chunks; wrapped by DDP or not.
+        names: the Hugging Face names of the model's tensors.
+        position: this rank's position; by default it is read from Megatron's process groups.
+        roles: roles by glob pattern of the parameter's name, where the module's class does not
+            show how the parameter is sharded.
+
+    Returns the tensors for `Publisher.publish`.
+
+    Raises `UsageError` for a parameter without a known name, role or plain memory, and for two
+    tensors of the same name.
+    """
     layout, tensors = read_rank(model, names, position, roles=roles)
     return [
         Held(
@@ -56,29 +68,32 @@ def read_rank(
     *,
     roles: Overrides | None = None,
 ) -> tuple[RankLayout, dict[str, torch.Tensor]]:
-    """The same as a layout, which a sidecar can carry, and the local tensors by name.
+    """Return this rank's layout, for a sidecar, and its local tensors by name.
 
-    What Hugging Face has no tensor for (the second copy of tied embeddings) is left out."""
+    The parameters are those of `from_megatron`. Tensors without a Hugging Face counterpart (the
+    second copy of tied embeddings) are left out."""
     position = replace(position or current_position(), first_layer=0)
     shards, hf_names, tensors = {}, {}, {}
     chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
     for chunk in chunks:
-        for name, module, tensor in _tensors(chunk):
-            found = names.hf_names(name, position)
-            if not found:
+        for name, module, tensor in _list_tensors(chunk):
+            counterparts = names.hf_names(name, position)
+            if not counterparts:
                 continue
             if name in shards:
-                raise UsageError(f"This rank has two tensors that are called {name}.")
-            role = _role(name, module, tensor, names.geometry, roles)
+                raise UsageError(
+                    f"This rank has two tensors that are called {name}.",
+                    "Check the layer_number of the layers in each chunk.",
+                )
+            role = _find_role(name, module, tensor, names.geometry, roles)
             local: Shape = local_view(name, tuple(tensor.shape), names.geometry, position)
-            dtype = dtype_name(tensor)
-            shards[name] = place(name, dtype, local, role, position)
-            hf_names[name], tensors[name] = found, tensor.detach().view(local)
+            shards[name] = place(name, dtype_name(tensor), local, role, position)
+            hf_names[name], tensors[name] = counterparts, tensor.detach().view(local)
     return RankLayout(position, shards, hf_names), tensors
 
 
 def current_position() -> Position:
-    """Where this process stands in Megatron's process groups."""
+    """Return this process's position, from Megatron's process groups."""
     try:
         state: Any = importlib.import_module("megatron.core.parallel_state")
     except ImportError as error:
@@ -95,6 +110,7 @@ def current_position() -> Position:
         ep_size=state.get_expert_model_parallel_world_size(),
         etp=state.get_expert_tensor_parallel_rank(),
         etp_size=state.get_expert_tensor_parallel_world_size(),
+        # Context-parallel ranks hold the same weights, so they are replicas too.
         dp=state.get_data_parallel_rank(with_context_parallel=True),
         dp_size=state.get_data_parallel_world_size(with_context_parallel=True),
         edp=state.get_expert_data_parallel_rank(),
@@ -102,30 +118,33 @@ def current_position() -> Position:
     )
 
 
-def _tensors(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, torch.Tensor]]:
-    """Every weight of a chunk, by its name with global layer numbers, with its module."""
+def _list_tensors(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, torch.Tensor]]:
+    """Yield every weight of a chunk with its module, by its name with global layer numbers."""
     layers: dict[str, int] = {}
     for path, module in chunk.named_modules():
         path = plain_name(f"{path}.").removesuffix(".")
         match = _LAYER.match(path)
         if match and match.end() == len(path):
-            layers[match[2]] = _layer_number(path, module)
+            layers[match[2]] = _get_layer_number(path, module)
         weights = dict(module.named_parameters(recurse=False))
-        weights |= {n: b for n, b in module.named_buffers(recurse=False) if n in _KNOWN_BUFFERS}
+        weights |= {n: b for n, b in module.named_buffers(recurse=False) if n in _WEIGHT_BUFFERS}
         if match and weights:
             path = f"{match[1]}{layers[match[2]]}{path[match.end() :]}"
         for name, tensor in weights.items():
             yield f"{path}.{name}".lstrip("."), module, tensor
 
 
-def _layer_number(path: str, layer: torch.nn.Module) -> int:
+def _get_layer_number(path: str, layer: torch.nn.Module) -> int:
     number = getattr(layer, "layer_number", None)
     if not isinstance(number, int):
-        raise UsageError(f"{path} ({type(layer).__name__}) does not know its layer_number.")
+        raise UsageError(
+            f"{path} ({type(layer).__name__}) does not know its layer_number.",
+            "Use Megatron's TransformerLayer, or give the layer this attribute.",
+        )
     return number - 1  # Megatron counts from 1
 
 
-def _role(
+def _find_role(
     name: str,
     module: torch.nn.Module,
     tensor: torch.Tensor,

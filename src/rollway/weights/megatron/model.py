@@ -1,7 +1,7 @@
-"""A Megatron model, described: what every rank holds, and what that is called by Hugging Face.
+"""A described Megatron model: what every rank holds, and which Hugging Face tensors that is.
 
-A live model is described by `rollway.weights.sources.from_megatron`, rank by rank, and one that
-does not exist yet by `describe`. From here on, both are the same thing.
+`live.read_rank` describes a running model rank by rank, `describe` a model that does not exist yet,
+and a sidecar carries either of them.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from rollway.errors import UsageError
-from rollway.weights.coverage import check_covered, owner
-from rollway.weights.layout import Role, Shape, Shard
+from rollway.weights.coverage import check_covered, publishing_replica
+from rollway.weights.layout import Placed, Role, Shape, Shard
 from rollway.weights.megatron.geometry import ModelGeometry, Position
-from rollway.weights.megatron.pieces import Cut, cuts, hf_shapes, replica
+from rollway.weights.megatron.pieces import cuts, hf_shapes, replica
 
 _MOST_PARTS = 1 << 21
-"""Of all tensors together; a model of 60 layers with 400 experts in 8 parts has a quarter of it."""
+"""Parts of all tensors together. 60 layers of 400 experts in 8 parts have a quarter of it."""
 _LAYER_NUMBER = re.compile(r"\blayers\.(\d+)\.")
 
 
@@ -29,21 +29,21 @@ class RankLayout:
     position: Position
     shards: Mapping[str, Shard]
     names: Mapping[str, tuple[str, ...]]
-    """What lies in each shard, in the order that `pieces` expects."""
+    """The Hugging Face tensors in each shard, in the order that `pieces` expects."""
 
     def owns(self, name: str) -> bool:
-        """Whether this rank is the one of all replicas that publishes its shard."""
+        """Return whether this rank is the replica that publishes its shard."""
         me = replica(self.shards[name], self.position)
-        return owner(name, me.count) == me.index
+        return publishing_replica(name, me.count) == me.index
 
 
 @dataclass(frozen=True)
 class Part:
-    """A cut of a Hugging Face tensor, and the rank and tensor it lies in."""
+    """A box of a Hugging Face tensor, and the rank and tensor that contain it."""
 
     rank: int
     source: str
-    cut: Cut
+    cut: Placed
 
 
 @dataclass(frozen=True)
@@ -54,32 +54,37 @@ class MegatronModel:
     ranks: Mapping[int, RankLayout] = field(default_factory=dict)
 
     def parts(self) -> Iterator[tuple[str, Shape, str, list[Part]]]:
-        """Each Hugging Face tensor: its name, shape and dtype, and the parts that make it up.
+        """Yield name, shape and dtype of each Hugging Face tensor, and the parts that make it up.
 
-        Of replicas one is taken. Parts that are missing or claimed twice are errors."""
+        One of several replicas is used. Raises `UsageError` if a part is missing or claimed twice.
+        """
         for name, (shape, parts) in self._index().items():
             check_covered(name, shape, (part.cut.box for part in parts))
             dtypes = {self.ranks[part.rank].shards[part.source].dtype for part in parts}
             if len(dtypes) > 1:
-                raise UsageError(f"{name} has parts of different dtypes: {sorted(dtypes)}.")
+                raise UsageError(
+                    f"{name} has parts of different dtypes: {sorted(dtypes)}.",
+                    "Use one dtype for this tensor on all ranks.",
+                )
             yield name, shape, dtypes.pop(), parts
 
     def check_whole(self) -> None:
-        """Raise unless every layer is there and every tensor is covered exactly once."""
+        """Raise `UsageError` unless every layer is there and every tensor is covered once."""
         names = [name for name, *_ in self.parts()]
-        found = {int(number) for name in names for number in _LAYER_NUMBER.findall(name)}
-        missing = (layer for layer in range(self.geometry.layers) if layer not in found)
-        some = list(islice(missing, 5))
-        if some:
+        present = {int(number) for name in names for number in _LAYER_NUMBER.findall(name)}
+        missing = (layer for layer in range(self.geometry.layers) if layer not in present)
+        first_missing = list(islice(missing, 5))
+        if first_missing:
             raise UsageError(
-                f"No rank holds layer {', '.join(map(str, some))} of the model's "
+                f"No rank holds layer {', '.join(map(str, first_missing))} of the model's "
                 f"{self.geometry.layers}.",
                 "A pipeline stage is missing, or layers have wrong numbers.",
             )
 
     def _index(self) -> dict[str, tuple[Shape, list[Part]]]:
+        """Return shape and parts by the name of the Hugging Face tensor."""
         index: dict[str, tuple[Shape, list[Part]]] = {}
-        published = self._published()
+        published = self._list_published()
         self._check_count(published)
         for (source, rank), shard in published.items():
             names = self.ranks[rank].names[source]
@@ -89,15 +94,17 @@ class MegatronModel:
                 if known != shape:
                     raise UsageError(
                         f"{name} has the shape {list(known)} on some ranks and {list(shape)} on "
-                        f"rank {rank}."
+                        f"rank {rank}.",
+                        "Check the parallel sizes that the ranks report.",
                     )
             for cut in cuts(shard, len(names), self.geometry):
-                index[names[cut.index]][1].append(Part(rank, source, cut))
+                index[names[cut.tensor]][1].append(Part(rank, source, cut))
         return index
 
     def _check_count(self, published: Mapping[tuple[str, int], Shard]) -> None:
-        """Refuse more parts than memory is for, before any of them is made: a short description
-        of a fused tensor stands for some parts of every head."""
+        """Refuse more parts than fit in memory, before any is made.
+
+        A sidecar describes a fused tensor in a few bytes that stand for parts of every head."""
         count = sum(len(self.ranks[rank].names[source]) for source, rank in published)
         for shard in published.values():
             if shard.role is Role.QKV_COLUMN:
@@ -108,8 +115,8 @@ class MegatronModel:
                 "Check the numbers of heads, experts and ranks.",
             )
 
-    def _published(self) -> dict[tuple[str, int], Shard]:
-        """One rank's shard of every group of replicas; the owner's, where it is among us."""
+    def _list_published(self) -> dict[tuple[str, int], Shard]:
+        """Return one shard of every group of replicas, from the publishing rank if it is known."""
         chosen: dict[tuple[str, Shape], int] = {}
         seen: dict[tuple[str, Shape, int], int] = {}
         for rank, layout in self.ranks.items():
@@ -121,6 +128,7 @@ class MegatronModel:
                         f"Ranks {other} and {rank} say that they are at the same position.",
                         "Data-parallel replicas must differ in dp (and edp, for experts).",
                     )
-                if (name, me.group) not in chosen or owner(name, me.count) == me.index:
+                publishes = publishing_replica(name, me.count) == me.index
+                if publishes or (name, me.group) not in chosen:
                     chosen[name, me.group] = rank
         return {(name, rank): self.ranks[rank].shards[name] for (name, _), rank in chosen.items()}

@@ -1,8 +1,8 @@
-"""Megatron's names of a model's tensors, and the Hugging Face names of what lies in them.
+"""Map Megatron's tensor names to the Hugging Face names of the tensors in them.
 
-The tables write `{layer}` and `{expert}` for the numbers. Megatron counts both from 0 on every
-rank, Hugging Face over the whole model, so a name means something only together with a `Position`.
-Overrides are written the same way, and `*` in them stands for any one part:
+The tables have `{layer}` and `{expert}` for numbers. Megatron counts both from 0 on every rank,
+Hugging Face over the whole model, so a name has a meaning only together with a `Position`.
+Overrides are written the same way; `*` in them matches any one part of a name:
 
     {"decoder.layers.{layer}.self_attention.sinks": ["model.layers.{layer}.self_attn.sinks"]}
 """
@@ -30,15 +30,15 @@ _WRAPPERS = ("module.", "_orig_mod.")
 
 
 class Registry(Protocol):
-    """Names from elsewhere, such as `megatron.bridge`; asked before the tables here."""
+    """Names from elsewhere, for example `megatron.bridge`; they come before the tables here."""
 
     def hf_names(self, name: str) -> tuple[str, ...] | None:
-        """By the name with global layer and expert numbers; None when it does not know it."""
+        """Return names for a name with global layer and expert numbers, or None if unknown."""
         ...
 
 
-def _table(mlp: str, gate: str, up: str, down: str, shared: str) -> Table:
-    """A family: where its MoE block is, and what its experts' matrices are called."""
+def _make_table(mlp: str, gate: str, up: str, down: str, shared: str) -> Table:
+    """Return the names of a family, by its MoE block and the names of its experts' matrices."""
     layer: dict[str, tuple[str, ...]] = {}
     for kind in ("weight", "bias"):
         layer |= {
@@ -83,8 +83,8 @@ def _table(mlp: str, gate: str, up: str, down: str, shared: str) -> Table:
     }
 
 
-def _latent_attention(table: Table) -> Table:
-    """DeepSeek's attention: queries, keys and values through small matrices."""
+def _add_latent_attention(table: Table) -> Table:
+    """Add DeepSeek's attention: queries, keys and values through low-rank matrices."""
     parts = {
         "linear_q_proj.weight": "q_proj.weight",
         "linear_q_down_proj.weight": "q_a_proj.weight",
@@ -103,20 +103,22 @@ def _latent_attention(table: Table) -> Table:
     return {**table, **attention}
 
 
-_PLAIN = _table("mlp", "gate_proj", "up_proj", "down_proj", "shared_expert")
-_MIXTRAL = _table("block_sparse_moe", "w1", "w3", "w2", "shared_expert")
-_DEEPSEEK = _latent_attention(_table("mlp", "gate_proj", "up_proj", "down_proj", "shared_experts"))
+_PLAIN = _make_table("mlp", "gate_proj", "up_proj", "down_proj", "shared_expert")
+_MIXTRAL = _make_table("block_sparse_moe", "w1", "w3", "w2", "shared_expert")
+_DEEPSEEK = _add_latent_attention(
+    _make_table("mlp", "gate_proj", "up_proj", "down_proj", "shared_experts")
+)
 
 FAMILIES: dict[str, Table] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), _PLAIN),
     "mixtral": _MIXTRAL,
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2"), _DEEPSEEK),
 }
-"""By `model_type` of the model's config.json."""
+"""Keys are the `model_type` of the model's config.json."""
 
 
 def plain_name(name: str) -> str:
-    """Without what wrappers (DDP, Float16Module, torch.compile) put in front."""
+    """Return the name without the prefixes of wrappers (DDP, Float16Module, torch.compile)."""
     while name.startswith(_WRAPPERS):
         name = name.split(".", 1)[1]
     return name
@@ -124,7 +126,7 @@ def plain_name(name: str) -> str:
 
 @dataclass(frozen=True)
 class NameMap:
-    """Hugging Face names for one model; overrides go first, then a registry, then our table."""
+    """The Hugging Face names of one model: from overrides, then a registry, then our table."""
 
     model_type: str
     geometry: ModelGeometry
@@ -135,7 +137,7 @@ class NameMap:
         if self.model_type not in FAMILIES and self.registry is None:
             raise UsageError(
                 f"Rollway has no Megatron names for models of type {self.model_type!r}.",
-                f"It knows {', '.join(sorted(FAMILIES))}; name one of them, with overrides.",
+                f"Use a similar one of {', '.join(sorted(FAMILIES))}, with overrides.",
             )
 
     @property
@@ -143,59 +145,52 @@ class NameMap:
         return FAMILIES.get(self.model_type, {})
 
     def hf_names(self, name: str, position: Position) -> tuple[str, ...]:
-        """The tensors that lie in Megatron's `name`, in canonical order (q, k, v; gate, up; by
-        expert). None at all for the second copy of tied embeddings."""
+        """Return the tensors in Megatron's `name`, in canonical order: q, k, v; gate, up; by
+        expert. The second copy of tied embeddings has none."""
         plain = plain_name(name)
-        found = self._overridden(plain, position)
-        if found is None:
-            found = self._known(plain, position)
-        if found is None:
+        names = self._look_up_override(plain, position)
+        if names is None:
+            names = self._look_up(plain, position)
+        if names is None:
             raise UsageError(
-                f"Rollway does not know what Megatron's {plain} is called by Hugging Face.",
+                f"Rollway does not know the Hugging Face name of Megatron's {plain}.",
                 'Add an override: {"decoder.layers.{layer}.some.weight": '
                 '["model.layers.{layer}.other.weight"]}.',
             )
-        return found
+        return names
 
-    def _overridden(self, name: str, position: Position) -> tuple[str, ...] | None:
+    def _look_up_override(self, name: str, position: Position) -> tuple[str, ...] | None:
         for pattern, targets in self.overrides.items():
-            match = _compiled(pattern).fullmatch(name)
+            match = _compile(pattern).fullmatch(name)
             if match:
-                layer, expert = match.groupdict().get("layer"), match.groupdict().get("expert")
-                parts = [text for key, text in _parts(match) if key is None]
-                return self._filled([_starred(t, parts) for t in targets], layer, expert, position)
+                numbers = match.groupdict()
+                named = set(match.re.groupindex.values())
+                stars = [text for n, text in enumerate(match.groups(), 1) if n not in named]
+                filled = [_fill_stars(target, stars) for target in targets]
+                return self._fill(filled, numbers.get("layer"), numbers.get("expert"), position)
         return None
 
-    def _known(self, name: str, position: Position) -> tuple[str, ...] | None:
+    def _look_up(self, name: str, position: Position) -> tuple[str, ...] | None:
         if name == "output_layer.weight" and self.geometry.tied_embeddings:
             return ()
-        template, layer, expert = template_of(name)
-        targets = self.table.get(template)
+        template, layer, expert = _split_numbers(name)
         if self.registry is not None:
-            found = self._from_registry(template, layer, expert, position)
-            if found is not None:
-                return found
-        return None if targets is None else self._filled(targets, layer, expert, position)
+            full = self._fill([template], layer, expert, position)
+            names = self.registry.hf_names(full[0]) if full else None
+            if names is not None:
+                return names
+        targets = self.table.get(template)
+        return None if targets is None else self._fill(targets, layer, expert, position)
 
-    def _from_registry(
-        self,
-        template: str,
-        layer: str | None,
-        expert: str | None,
-        position: Position,
-    ) -> tuple[str, ...] | None:
-        assert self.registry is not None
-        full = self._filled([template], layer, expert, position)
-        return self.registry.hf_names(full[0]) if full else None
-
-    def _filled(
+    def _fill(
         self, targets: Sequence[str], layer: str | None, expert: str | None, position: Position
     ) -> tuple[str, ...]:
-        """With global numbers; a tensor of many experts names those that its rank holds."""
+        """Fill in global numbers; a tensor of many experts names all experts of its rank."""
         number = int(layer) + position.layer_offset(self.geometry) if layer is not None else None
         if number is not None and number >= self.geometry.layers:
             raise UsageError(
-                f"Layer {number} does not exist in a model of {self.geometry.layers} layers."
+                f"Layer {number} does not exist in a model of {self.geometry.layers} layers.",
+                "Check the number of layers, and the position's pipeline stage.",
             )
         if not any("{expert}" in target for target in targets):
             experts: Sequence[int] = (0,)
@@ -203,7 +198,10 @@ class NameMap:
             first = position.expert_offset(self.geometry)
             count = position.local_experts(self.geometry)
             if expert is not None and int(expert) >= count:
-                raise UsageError(f"Expert {expert} does not exist on a rank of {count} experts.")
+                raise UsageError(
+                    f"Expert {expert} does not exist on a rank of {count} experts.",
+                    "Check the number of experts, and the position's expert parallel size.",
+                )
             experts = range(first, first + count) if expert is None else [first + int(expert)]
         return tuple(
             target.replace("{layer}", str(number)).replace("{expert}", str(e))
@@ -212,8 +210,8 @@ class NameMap:
         )
 
 
-def template_of(name: str) -> tuple[str, str | None, str | None]:
-    """A name with `{layer}` and `{expert}` for its numbers, and these numbers."""
+def _split_numbers(name: str) -> tuple[str, str | None, str | None]:
+    """Return a name with `{layer}` and `{expert}` for its numbers, and these numbers."""
     layer = expert = None
     match = _LAYER_NUMBER.match(name)
     if match:
@@ -227,19 +225,13 @@ def template_of(name: str) -> tuple[str, str | None, str | None]:
 
 
 @lru_cache
-def _compiled(pattern: str) -> re.Pattern[str]:
+def _compile(pattern: str) -> re.Pattern[str]:
     text = re.escape(pattern).replace(r"\{layer\}", r"(?P<layer>\d+)")
     text = text.replace(r"\{expert\}", r"(?P<expert>\d+)").replace(r"\*", r"(.+?)")
     return re.compile(text)
 
 
-def _parts(match: re.Match[str]) -> list[tuple[str | None, str]]:
-    """What each group of a match found, with the group's name where it has one."""
-    named = {index: name for name, index in match.re.groupindex.items()}
-    return [(named.get(index), text) for index, text in enumerate(match.groups(), 1)]
-
-
-def _starred(target: str, parts: Sequence[str]) -> str:
-    for part in parts:
-        target = target.replace("*", part, 1)
+def _fill_stars(target: str, texts: Sequence[str]) -> str:
+    for text in texts:
+        target = target.replace("*", text, 1)
     return target

@@ -1,12 +1,12 @@
-"""Which boxes of Hugging Face tensors lie in one rank's tensor, for every layout Megatron has.
+"""Find which boxes of Hugging Face tensors one rank's tensor contains, for all Megatron layouts.
 
-    linear_qkv   per query group [ Q .. Q | K | V ], and a rank holds any run of these rows
+    linear_qkv   per query group [ Q .. Q | K | V ]; a rank holds any run of these rows
     linear_fc1   [ gate of this rank ; up of this rank ]
-    embedding    rows at and after the model's vocabulary are padding
-    experts      `weight1`, `weight2` of the old GroupedMLP hold all local experts, transposed
+    embedding    rows after the model's vocabulary are padding
+    experts      `weight1`, `weight2` of the old GroupedMLP have all local experts, transposed
 
-Joined by plain concatenation, ranks give the `Shard.shape` that is used here. Layers share their
-geometry, so it is computed once, without names (`cuts`), and `pieces` only adds the names.
+`Shard.shape` is the plain concatenation of all ranks. Layers share their geometry, so boxes are
+computed once, without names (`cuts`), and `pieces` adds the names.
 """
 
 from __future__ import annotations
@@ -16,21 +16,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from rollway.errors import UsageError
-from rollway.weights.layout import Box, Piece, Role, Shape, Shard
+from rollway.weights.layout import Box, Piece, Placed, Role, Shape, Shard
 from rollway.weights.megatron.geometry import ModelGeometry, Position
 
 _BY_TENSOR_RANK = {Role.QKV_COLUMN, Role.GATED_MLP_COLUMN, Role.COLUMN, Role.VOCAB_PARALLEL}
-_AS_IT_IS = {Role.COLUMN, Role.ROW, Role.REPLICATED, Role.EXPERT_ROW}
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """A piece without names: `index` counts the Hugging Face tensors of its shard."""
-
-    index: int
-    box: Box
-    at: Shape
-    transposed: bool = False
+_NOT_FUSED = {Role.COLUMN, Role.ROW, Role.REPLICATED, Role.EXPERT_ROW}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,36 +33,40 @@ class Replica:
 
 
 def pieces(shard: Shard, hf_names: Sequence[str], geometry: ModelGeometry) -> list[Piece]:
-    """What `shard` holds of the tensors `hf_names`, which are in canonical order: q, k, v; gate,
-    up; and by expert. No names stand for a tensor that Hugging Face does not have."""
+    """Return the boxes of the tensors `hf_names` that `shard` contains.
+
+    The names are in canonical order: q, k, v; gate, up; by expert. A tensor without a Hugging Face
+    counterpart has no names."""
     return [
-        Piece(hf_names[cut.index], cut.box, shard.name, cut.at, cut.transposed)
+        Piece(hf_names[cut.tensor], cut.box, shard.name, cut.at, cut.transposed)
         for cut in cuts(shard, len(hf_names), geometry)
     ]
 
 
-def cuts(shard: Shard, count: int, geometry: ModelGeometry) -> tuple[Cut, ...]:
-    """The same without names; equal for equal tensors of all layers, and then the same object."""
+def cuts(shard: Shard, count: int, geometry: ModelGeometry) -> tuple[Placed, ...]:
+    """Return the boxes of `count` Hugging Face tensors in `shard`, without names.
+
+    Equal tensors of all layers get the very same tuple."""
     if not count:
         return ()
     try:
         return _cuts(shard.role, is_legacy(shard.name), count, shard.shape, shard.box, geometry)
     except _Misfit as error:
-        raise _misfit(shard, error) from error
+        raise _report(shard, error) from error
 
 
 def hf_shapes(shard: Shard, count: int, geometry: ModelGeometry) -> tuple[Shape, ...]:
-    """The whole shapes of the Hugging Face tensors that `shard` is a part of."""
+    """Return the whole shapes of the `count` Hugging Face tensors that `shard` is a part of."""
     if not count:
         return ()
     try:
         return _hf_shapes(shard.role, is_legacy(shard.name), count, shard.shape, geometry)
     except _Misfit as error:
-        raise _misfit(shard, error) from error
+        raise _report(shard, error) from error
 
 
 def place(name: str, dtype: str, local: Shape, role: Role, position: Position) -> Shard:
-    """The shard that a rank at `position` holds, when its tensor has the shape `local`."""
+    """Return the shard that a rank at `position` holds if its tensor has the shape `local`."""
     axis, rank, size = sharding(role, is_legacy(name), len(local), position)
     if axis is None:
         return Shard(name, dtype, local, Box.whole(local), role)
@@ -83,12 +77,14 @@ def place(name: str, dtype: str, local: Shape, role: Role, position: Position) -
         )
     shape = (*local[:axis], local[axis] * size, *local[axis + 1 :])
     start = tuple(rank * n if d == axis else 0 for d, n in enumerate(local))
-    return Shard(name, dtype, shape, Box.whole(local).moved(start), role)
+    return Shard(name, dtype, shape, Box.whole(local).shift(start), role)
 
 
 def local_view(name: str, local: Shape, geometry: ModelGeometry, position: Position) -> Shape:
-    """The shape to view a rank's tensor in before it is cut; its own, but for GroupedMLP's
-    `weight1`, whose memory holds expert after expert although its shape does not say so."""
+    """Return the shape in which boxes of a rank's tensor are counted.
+
+    It is the tensor's own shape, except for GroupedMLP's `weight1`: its memory has expert after
+    expert although its shape says otherwise."""
     if is_legacy(name) and name.endswith("weight1"):
         rows = position.local_experts(geometry) * geometry.hidden
         return rows, local[0] * local[1] // rows
@@ -96,14 +92,14 @@ def local_view(name: str, local: Shape, geometry: ModelGeometry, position: Posit
 
 
 def is_legacy(name: str) -> bool:
-    """Whether this is the tensor of all local experts that the old GroupedMLP has."""
+    """Return whether this is the tensor of all local experts that the old GroupedMLP has."""
     return name.endswith((".experts.weight1", ".experts.weight2"))
 
 
 def sharding(
     role: Role, legacy: bool, dimensions: int, position: Position
 ) -> tuple[int | None, int, int]:
-    """The axis that ranks cut (None: they do not), this rank's part of it, and their number."""
+    """Return the sharded axis (None: not sharded), this rank's number, and how many ranks share."""
     if role in _BY_TENSOR_RANK:
         return 0, position.tp, position.tp_size
     if role is Role.ROW and dimensions > 1:
@@ -112,27 +108,30 @@ def sharding(
         return (1 if legacy else 0), position.etp, position.etp_size
     if role is Role.EXPERT_ROW and dimensions > 1:
         return (0 if legacy else 1), position.etp, position.etp_size
-    return None, 0, 1  # also a row-parallel bias: it is added after the sum, so every rank has it
+    # A row-parallel bias is added after the sum over the ranks, so every rank has it whole.
+    return None, 0, 1
 
 
 def replica(shard: Shard, position: Position) -> Replica:
-    """Which ranks hold the same bytes as this one, and which of them this one is."""
-    legacy = is_legacy(shard.name)
-    axis, rank, size = sharding(shard.role, legacy, len(shard.shape), position)
+    """Return which ranks hold the same bytes as this one, and this rank's number among them."""
+    axis, rank, size = sharding(shard.role, is_legacy(shard.name), len(shard.shape), position)
     expert = shard.role in (Role.EXPERT_COLUMN, Role.EXPERT_ROW)
     group: Shape = (position.pp, position.ep) if expert else (position.pp,)
     index, count = (position.edp, position.edp_size) if expert else (position.dp, position.dp_size)
     if axis is not None:
         return Replica((*group, rank), index, count)
+    # Not sharded: the tensor ranks are replicas of each other as well.
     rank, size = (position.etp, position.etp_size) if expert else (position.tp, position.tp_size)
     return Replica(group, rank + size * index, size * count)
 
 
 class _Misfit(Exception):
-    """A shape that the geometry cannot explain; the message becomes part of a `UsageError`."""
+    """A shape does not follow from the geometry; the message becomes part of a `UsageError`.
+
+    Cached functions raise it without the tensor's name, which is not part of their key."""
 
 
-def _misfit(shard: Shard, error: _Misfit) -> UsageError:
+def _report(shard: Shard, error: _Misfit) -> UsageError:
     return UsageError(
         f"{shard.name} ({shard.role}, {list(shard.shape)} over all ranks) does not fit the "
         f"model: {error}.",
@@ -143,12 +142,12 @@ def _misfit(shard: Shard, error: _Misfit) -> UsageError:
 @lru_cache(maxsize=65536)
 def _cuts(
     role: Role, legacy: bool, count: int, shape: Shape, box: Box, geometry: ModelGeometry
-) -> tuple[Cut, ...]:
+) -> tuple[Placed, ...]:
     if legacy:
         return _legacy_cuts(role, count, shape, box, geometry)
     heights = [whole[0] for whole in _hf_shapes(role, legacy, count, shape, geometry) if whole]
-    if role in _AS_IT_IS:
-        return (Cut(0, box, (0,) * len(shape)),)
+    if role in _NOT_FUSED:
+        return (Placed(box, (0,) * len(shape)),)
     if role is Role.VOCAB_PARALLEL:
         runs = [_Run(0, box.start[0], box.start[0], box.shape[0])]
     elif role is Role.QKV_COLUMN:
@@ -156,20 +155,22 @@ def _cuts(
     else:
         runs = _gated_runs(box, geometry)
     if count == 1 and role is not Role.VOCAB_PARALLEL:
-        runs = _stacked(runs, _heights(role, shape, geometry))
+        # Some families have one tensor for all parts, one below the other.
+        tops = [sum(_heights(role, shape, geometry)[:i]) for i in range(3)]
+        runs = [_Run(0, run.source, run.target + tops[run.index], run.length) for run in runs]
     return tuple(
-        Cut(
-            run.index,
+        Placed(
             Box((run.target, *box.start[1:]), (run.target + run.length, *box.stop[1:])),
             (run.source - box.start[0], *(0 for _ in box.start[1:])),
+            tensor=run.index,
         )
-        for run in _joined(_trimmed(runs, heights))
+        for run in _join_runs(_trim_padding(runs, heights))
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Rows of a Megatron tensor, from `source`, that are rows of one of ours, from `target`."""
+    """Rows of a Megatron tensor, from `source`, that are in HF tensor `index`, from `target`."""
 
     index: int
     source: int
@@ -178,12 +179,13 @@ class _Run:
 
 
 def _qkv_runs(start: int, stop: int, geometry: ModelGeometry) -> list[_Run]:
-    """What rows `start` to `stop` of the fused tensor are; a rank may cut through a group."""
+    """Return the runs in rows `start` to `stop` of the fused tensor."""
     block = geometry.qkv_rows // geometry.query_groups
     runs = []
     for group in range(start // block, -(-stop // block)):
         at = group * block
         for run in _group_runs(group, geometry):
+            # With more tensor ranks than query groups, a rank's rows begin or end inside a group.
             first, last = max(start, at + run.source), min(stop, at + run.source + run.length)
             if first < last:
                 skipped = first - at - run.source
@@ -192,7 +194,7 @@ def _qkv_runs(start: int, stop: int, geometry: ModelGeometry) -> list[_Run]:
 
 
 def _group_runs(group: int, geometry: ModelGeometry) -> list[_Run]:
-    """One query group, as seen from its first row."""
+    """Return the runs of one query group; `source` counts from the group's first row."""
     d, n = geometry.head_dim, geometry.heads_per_group
     if geometry.attention_output_gate:
         # Megatron has all queries and then all gates; Hugging Face has them head by head.
@@ -216,23 +218,17 @@ def _gated_runs(box: Box, geometry: ModelGeometry) -> list[_Run]:
     return [_Run(0, start, start // 2, half), _Run(1, start + half, start // 2, half)]
 
 
-def _stacked(runs: list[_Run], heights: Sequence[int]) -> list[_Run]:
-    """For families whose one tensor holds all parts, one below the other."""
-    return [_Run(0, run.source, run.target + sum(heights[: run.index]), run.length) for run in runs]
-
-
-def _trimmed(runs: list[_Run], heights: Sequence[int]) -> list[_Run]:
-    """Without the rows that only pad."""
-    kept = []
+def _trim_padding(runs: list[_Run], heights: Sequence[int]) -> list[_Run]:
+    trimmed = []
     for run in runs:
         length = min(run.length, heights[run.index] - run.target)
         if length > 0:
-            kept.append(_Run(run.index, run.source, run.target, length))
-    return kept
+            trimmed.append(_Run(run.index, run.source, run.target, length))
+    return trimmed
 
 
-def _joined(runs: list[_Run]) -> list[_Run]:
-    """Neighbours on both sides become one."""
+def _join_runs(runs: list[_Run]) -> list[_Run]:
+    """Join runs that are neighbours on both sides."""
     joined: list[_Run] = []
     for run in runs:
         last = joined[-1] if joined else None
@@ -250,26 +246,21 @@ def _joined(runs: list[_Run]) -> list[_Run]:
 
 def _legacy_cuts(
     role: Role, count: int, shape: Shape, box: Box, geometry: ModelGeometry
-) -> tuple[Cut, ...]:
-    """All local experts of this rank in one tensor: the way `[experts, in, out]` lies in memory."""
+) -> tuple[Placed, ...]:
+    """Return the boxes of all local experts in one tensor, whose memory is `[experts, in, out]`."""
     hidden = geometry.hidden
-    _hf_shapes(role, True, count, shape, geometry)
+    _hf_shapes(role, True, count, shape, geometry)  # raises if the shape does not fit
     if role is Role.EXPERT_ROW:
-        experts = count
-        width, start = box.shape[0] // experts, box.start[0] // experts
+        width, start = box.shape[0] // count, box.start[0] // count
         return tuple(
-            Cut(e, Box((0, start), (hidden, start + width)), (e * width, 0), transposed=True)
-            for e in range(experts)
+            Placed(Box((0, start), (hidden, start + width)), (e * width, 0), True, e)
+            for e in range(count)
         )
     parts = 2 if geometry.gated else 1
     width, start = box.shape[1] // parts, box.start[1] // parts
+    expert_box = Box((start, 0), (start + width, hidden))
     return tuple(
-        Cut(
-            e * parts + part,
-            Box((start, 0), (start + width, hidden)),
-            (e * hidden, part * width),
-            transposed=True,
-        )
+        Placed(expert_box, (e * hidden, part * width), True, e * parts + part)
         for e in range(count // parts)
         for part in range(parts)
     )
@@ -281,7 +272,7 @@ def _hf_shapes(
 ) -> tuple[Shape, ...]:
     if legacy:
         return _legacy_shapes(role, count, shape, geometry)
-    if role in _AS_IT_IS:
+    if role in _NOT_FUSED:
         if count != 1:
             raise _Misfit(f"it has one part, but {count} names")
         return (shape,)
@@ -294,7 +285,7 @@ def _hf_shapes(
 
 
 def _heights(role: Role, shape: Shape, geometry: ModelGeometry) -> tuple[int, ...]:
-    """Rows of each part of a fused tensor, and of a padded one without its padding."""
+    """Return the rows of each part of a fused tensor, or of a padded one without its padding."""
     rows = shape[0]
     if role is Role.VOCAB_PARALLEL:
         if rows < geometry.vocab:

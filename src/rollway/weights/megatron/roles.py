@@ -1,10 +1,10 @@
-"""How a parameter is cut over the ranks, from the class of the module that owns it.
+"""Find how a parameter is sharded over the ranks, from the class of its module.
 
-Transformer Engine, the inference layers and the quantisers put words before and after the names of
-Megatron's own classes, and keep the part that matters: `TELayerNormColumnParallelLinear`,
-`QuantRowParallelLinear`. `partition_stride == 2` marks a gated matrix, but Transformer Engine says
-1 for gated ones as well, so the model's config decides. What nobody can classify is an error: a
-tensor that is taken for a replicated one by mistake would be published by one rank, in part.
+Transformer Engine, the inference layers and the quantisers add prefixes and suffixes to the names
+of Megatron's own classes, but keep the part that matters: `TELayerNormColumnParallelLinear`,
+`QuantRowParallelLinear`. `partition_stride == 2` marks a gated matrix, but Transformer Engine sets
+1 for gated ones as well, so the model's config decides. A parameter that cannot be classified is an
+error: if a sharded tensor were treated as replicated, one rank would publish its part as the whole.
 """
 
 from __future__ import annotations
@@ -25,13 +25,12 @@ _REPLICATED = re.compile(r"Norm(Impl)?$|Router$|^(Quant)?(TE|Inference)?Linear$|
 _LEGACY_EXPERTS = re.compile(r"(^|[a-z])GroupedMLP$")
 _EXPERTS = ".experts."
 
-Overrides = Mapping[str, Role]
-"""Role by glob pattern of the parameter's name."""
+Overrides = Mapping[str, Role]  # Roles by glob pattern of the parameter's name
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """What is known of a parameter; the partition fields are Megatron's attributes of it."""
+    """A parameter's name and module class, and the partition attributes that Megatron gives it."""
 
     name: str
     module_class: str = ""
@@ -43,29 +42,28 @@ class Parameter:
 def classify(
     parameter: Parameter, *, gated: bool = True, overrides: Overrides | None = None
 ) -> Role:
-    """The role of a parameter; `gated` says whether the model's MLPs are."""
+    """Return the role of a parameter; `gated` says whether the model's MLPs are gated."""
     name = plain_name(parameter.name)
     for pattern, role in (overrides or {}).items():
         if fnmatch.fnmatchcase(name, pattern):
             return role
-    kind = _kind(name, parameter)
+    kind = _find_kind(name, parameter)
     if kind is None:
         raise UsageError(
-            f"Rollway cannot tell how {name} (of a {parameter.module_class or 'nameless module'}) "
-            "is cut over the ranks.",
+            f"It is unknown how {name} (of a {parameter.module_class or 'nameless module'}) is "
+            "sharded over the ranks.",
             f"Add an override: roles={{{name!r}: Role.REPLICATED}}, or the role it has.",
         )
-    stride = parameter.partition_stride
-    return _role(name, kind, gated=gated or stride == 2)
+    return _refine(name, kind, gated=gated or parameter.partition_stride == 2)
 
 
 def role_of_name(name: str, *, gated: bool = True) -> Role:
-    """The role by the name alone, for a model that is only described."""
-    return classify(Parameter(name, _class_by_name(plain_name(name))), gated=gated)
+    """Return the role by the name alone, for a model that does not run."""
+    return classify(Parameter(name, _guess_class(plain_name(name))), gated=gated)
 
 
-def _kind(name: str, parameter: Parameter) -> Role | None:
-    """Column, row, vocabulary or replicated; what is fused in it comes later."""
+def _find_kind(name: str, parameter: Parameter) -> Role | None:
+    """Return column, row, vocabulary or replicated; `_refine` adds the fused kinds."""
     leaf = name.rsplit(".", 1)[-1]
     if leaf.startswith("layer_norm_"):
         return Role.REPLICATED  # fused into the linear layer after it
@@ -79,16 +77,18 @@ def _kind(name: str, parameter: Parameter) -> Role | None:
     if _LEGACY_EXPERTS.search(cls) and leaf in ("weight1", "weight2"):
         return Role.COLUMN if leaf == "weight1" else Role.ROW
     if _REPLICATED.search(cls):
-        return Role.REPLICATED  # before the attributes: those of a duplicated TELinear are wrong
+        # Before the attributes: those of a duplicated TELinear are wrong.
+        return Role.REPLICATED
     if parameter.tensor_parallel and parameter.partition_dim in (0, 1):
         return Role.ROW if parameter.partition_dim else Role.COLUMN
     return None
 
 
-def _role(name: str, kind: Role, *, gated: bool) -> Role:
+def _refine(name: str, kind: Role, *, gated: bool) -> Role:
     module, _, leaf = name.rpartition(".")
     if _EXPERTS in name:
-        # Also an expert's bias that all its tensor ranks hold: other ranks have other experts.
+        # Also for an expert's bias, which is on all its tensor ranks: other ranks have other
+        # experts, so it is not replicated over all of them.
         return Role.EXPERT_COLUMN if kind is Role.COLUMN else Role.EXPERT_ROW
     if kind is Role.ROW and leaf == "bias":
         return Role.REPLICATED
@@ -101,8 +101,8 @@ def _role(name: str, kind: Role, *, gated: bool) -> Role:
     return Role.VOCAB_PARALLEL if module.endswith("output_layer") else Role.COLUMN
 
 
-def _class_by_name(name: str) -> str:
-    """The class that Megatron gives the module of this name."""
+def _guess_class(name: str) -> str:
+    """Return the class that Megatron uses for a module of this name."""
     if ".experts.weight" in name:
         return "GroupedMLP"
     if re.search(r"(linear_qkv|linear_fc1|linear_q_proj|_up_proj|output_layer)\.", name):

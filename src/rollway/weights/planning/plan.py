@@ -1,13 +1,13 @@
-"""Planning: which box of which source tensor goes into which box of which target tensor.
+"""Plan transfers: which box of which source tensor goes into which box of which target tensor.
 
-    sources   ranks of a trainer, with the pieces they offer
+    sources   ranks of a trainer, with the boxes they hold
        │      units: Hugging Face tensors that share source tensors (q, k, v; gate, up)
        │      recipes: one for all units of equal geometry, found by intersecting boxes
        ▼
-    plan      recipes, the names of the units that each is for, and who serves which of them
+    plan      recipes, the names of the units of each, and which source serves which units
 
-Every element that a receiver wants is written exactly once, or the plan is refused; bytes beyond
-what is needed move only where the plan says why (tests/unit/test_plan_properties.py).
+Every element that a receiver needs is written exactly once, or the plan is refused. Bytes beyond
+the need move only where the plan gives a reason (tests/unit/test_plan_properties.py).
 """
 
 from __future__ import annotations
@@ -19,25 +19,24 @@ from itertools import accumulate
 from typing import Any
 
 from rollway.errors import UsageError
+from rollway.weights.coverage import find_overlap
 from rollway.weights.layout import Box
 from rollway.weights.planning.costs import Costs
-from rollway.weights.planning.fanout import Tree
-from rollway.weights.planning.holdings import ANYWHERE, Holding, Place, Resident, Source
 from rollway.weights.planning.recipe import (
     Missing,
-    Wanted,
+    UnitTarget,
     check_fits,
     landing,
-    overlap,
     steps_for,
 )
+from rollway.weights.planning.sources import ANYWHERE, Holding, Place, ResidentTensor, Source
+from rollway.weights.planning.targets import Parts, TargetPart, Wants
 from rollway.weights.planning.transfers import Holders, Plan, Recipe, Total, Unit
-from rollway.weights.planning.wants import Part, Parts, Wants
 
 
 @dataclass(frozen=True, slots=True)
 class Receiver:
-    """A rank that takes what it wants."""
+    """A rank that receives weights."""
 
     name: str
     place: Place = ANYWHERE
@@ -46,149 +45,173 @@ class Receiver:
 def plan(
     sources: Sequence[Source],
     receivers: Sequence[Receiver],
-    wants: Wants,
+    targets: Wants,
     costs: Costs | None = None,
-    *,
-    fanout: Tree | None = None,
 ) -> Plan:
-    """Find for every element that a receiver wants where it comes from, and how it travels."""
-    _check_names(sources, receivers)
-    _check_targets(receivers, wants)
-    cookbook = _Cookbook(sources, receivers, wants, costs or Costs())
-    for names, holders in _units(sources, wants):
-        cookbook.add(names, holders)
-    recipes = list(cookbook.recipes.values())
+    """Find where every element that a receiver needs comes from, and how it is moved.
+
+    Parameters:
+        sources: the ranks that can be read.
+        receivers: the ranks that receive, in the order of `TargetPart`s in `targets`.
+        targets: which part of which tensor goes into which parameter.
+        costs: speeds of the machines, for the choice of methods.
+
+    Raises `UsageError` if an element has no source or would be written twice, if dtypes differ, or
+    if a name is used twice.
+    """
+    _check_names("source", [source.name for source in sources])
+    _check_names("receiver", [receiver.name for receiver in receivers])
+    _check_targets(receivers, targets)
+    finder = _RecipeFinder(sources, receivers, targets, costs or Costs())
+    for names, holders in _group_units(sources, targets):
+        finder.add(names, holders)
+    recipes = list(finder.recipes.values())
     totals = _share_out(recipes, sources, receivers)
     return Plan(
         [source.name for source in sources],
         [receiver.name for receiver in receivers],
         recipes,
         totals,
-        fanout,
     )
 
 
-def _check_names(sources: Sequence[Source], receivers: Sequence[Receiver]) -> None:
-    for what, names in (
-        ("source", [source.name for source in sources]),
-        ("receiver", [receiver.name for receiver in receivers]),
-    ):
-        if not names:
-            raise UsageError(f"A plan needs at least one {what}.")
-        if len(set(names)) != len(names):
-            twice = next(name for name in names if names.count(name) > 1)
-            raise UsageError(f"Two of the plan's {what}s are called {twice}.")
+def _check_names(kind: str, names: list[str]) -> None:
+    if not names:
+        raise UsageError(f"A plan needs at least one {kind}.", f"Give a {kind}.")
+    if len(set(names)) != len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise UsageError(
+            f"Two of the plan's {kind}s are called {twice}.", "Give each its own name."
+        )
 
 
-def _check_targets(receivers: Sequence[Receiver], wants: Wants) -> None:
-    """Refuse wants that write an element twice, or beyond their parameter."""
+def _check_targets(receivers: Sequence[Receiver], targets: Wants) -> None:
+    """Refuse targets that write an element twice, or beyond their parameter."""
     writers: dict[str, list[tuple[str, Parts]]] = {}
-    for name, several in wants.items():
-        for want in several:
-            if len(want.parts) != len(receivers):
+    for name, several in targets.items():
+        for target in several:
+            if len(target.parts) != len(receivers):
                 raise UsageError(
-                    f"{name} is wanted by {len(want.parts)} ranks, the plan has {len(receivers)}."
+                    f"{name} has parts for {len(target.parts)} ranks, but the plan has "
+                    f"{len(receivers)} receivers.",
+                    "Describe the same ranks in both.",
                 )
-            writers.setdefault(want.target, []).append((name, want.parts))
+            writers.setdefault(target.target, []).append((name, target.parts))
     seen: set[tuple[int, ...]] = set()
-    for target, mine in writers.items():
-        # Equal layers hold the very same parts, so one of them is looked at for all.
+    for parameter, mine in writers.items():
+        # Equal layers share the very same parts, so one of them is checked for all.
         key = tuple(id(parts) for _, parts in mine)
         if key in seen:
             continue
         seen.add(key)
         for number, receiver in enumerate(receivers):
-            _check_target(target, receiver.name, [(n, parts[number]) for n, parts in mine])
+            _check_parameter(parameter, receiver.name, [(n, parts[number]) for n, parts in mine])
 
 
-def _check_target(target: str, receiver: str, parts: list[tuple[str, Part | None]]) -> None:
-    places = []
+def _check_parameter(
+    parameter: str, receiver: str, parts: list[tuple[str, TargetPart | None]]
+) -> None:
+    boxes = []
     for name, part in parts:
         if part is None or not part.box.elements:
             continue
-        place = landing(part.at, part.box.shape)
-        if len(part.at) != len(part.shape) or place.cut(Box.whole(part.shape)) != place:
+        box = landing(part.at, part.box.shape)
+        if len(part.at) != len(part.shape) or box.cut(Box.whole(part.shape)) != box:
             raise UsageError(
-                f"{name} does not fit into {target} of {receiver}: {list(part.box.shape)} at "
-                f"{list(part.at)} of {list(part.shape)}."
+                f"{name} does not fit into {parameter} of {receiver}: {list(part.box.shape)} at "
+                f"{list(part.at)} of {list(part.shape)}.",
+                "Check the shapes of the receiver's parameters.",
             )
-        places.append(place)
-    if twice := overlap(places):
+        boxes.append(box)
+    twice = find_overlap(boxes)
+    if twice:
+        common = twice[0].cut(twice[1]) or twice[0]
         raise UsageError(
-            f"{target} of {receiver} would be written twice at {list(twice.start)} to "
-            f"{list(twice.stop)}.",
-            "Two of its needs overlap.",
+            f"{parameter} of {receiver} would be written twice at {list(common.start)} to "
+            f"{list(common.stop)}.",
+            "Give it targets that do not overlap.",
         )
 
 
-Holder = tuple[int, str, Resident]
-"""A source by its number, and one of its tensors."""
+Holder = tuple[int, str, ResidentTensor]
+"""The number of a source, and one of its tensors with its name."""
 
 
-def _units(sources: Sequence[Source], wants: Wants) -> Iterable[tuple[list[str], list[Holder]]]:
-    """Wanted tensors that share source tensors, directly or through others, and who holds them."""
+def _group_units(
+    sources: Sequence[Source], targets: Wants
+) -> Iterable[tuple[list[str], list[Holder]]]:
+    """Return the units: needed tensors that share source tensors, and who holds these.
+
+    Units are found by union-find: `leader` maps a tensor to another one of its unit, and the leader
+    of a unit to itself."""
     leader: dict[str, str] = {}
 
-    def lead(name: str) -> str:
+    def find_leader(name: str) -> str:
         while (above := leader[name]) != name:
-            leader[name] = name = leader[above]
+            leader[name] = name = leader[above]  # halves the path for the next lookup
         return name
 
-    def joined(names: tuple[str, ...]) -> str | None:
-        """Let one tensor lead all of these that are wanted; None when none is."""
-        wanted = [name for name in names if name in wants]
-        for name in wanted:
+    def join(names: tuple[str, ...]) -> str | None:
+        """Put the needed ones of these tensors into one unit; return one of them."""
+        needed = [name for name in names if name in targets]
+        for name in needed:
             leader.setdefault(name, name)
-            leader[lead(name)] = lead(wanted[0])
-        return wanted[0] if wanted else None
+            leader[find_leader(name)] = find_leader(needed[0])
+        return needed[0] if needed else None
 
     first: dict[tuple[str, ...], str | None] = {}
     holders: list[tuple[str, Holder]] = []
     for number, source in enumerate(sources):
         for tensor, offer in source.offers.items():
             names = offer.names
-            if names not in first:  # tensor ranks hold parts of the same
-                first[names] = joined(names)
+            if names not in first:  # ranks of one tensor-parallel group hold the same names
+                first[names] = join(names)
             if (name := first[names]) is not None:
                 holders.append((name, (number, tensor, offer)))
 
     units: dict[str, tuple[list[str], list[Holder]]] = {}
-    for name, several in wants.items():
+    for name, several in targets.items():
         if name not in leader:
-            box = next((part.box for want in several for part in want.parts if part), None)
+            box = next((part.box for target in several for part in target.parts if part), None)
             if box is None:
                 continue
-            raise _missing(name, box)
-        units.setdefault(lead(name), ([], []))[0].append(name)
+            raise _report_missing(name, box)
+        units.setdefault(find_leader(name), ([], []))[0].append(name)
     for name, holder in holders:
-        units[lead(name)][1].append(holder)
+        units[find_leader(name)][1].append(holder)
     return units.values()
 
 
-def _missing(name: str, box: Box) -> UsageError:
+def _report_missing(name: str, box: Box) -> UsageError:
     return UsageError(
         f"No source holds {name} at {list(box.start)} to {list(box.stop)}.",
         "Check that every rank of the trainer is among the sources.",
     )
 
 
-class _Cookbook:
-    """Recipes, by what makes two units alike."""
+class _RecipeFinder:
+    """Finds the recipe of each unit; units of equal geometry share one."""
 
     def __init__(
-        self, sources: Sequence[Source], receivers: Sequence[Receiver], wants: Wants, costs: Costs
+        self,
+        sources: Sequence[Source],
+        receivers: Sequence[Receiver],
+        targets: Wants,
+        costs: Costs,
     ) -> None:
         self.sources = sources
         self.receivers = receivers
-        self.wants = wants
+        self.targets = targets
         self.costs = costs
         self.recipes: dict[Any, Recipe] = {}
         self.numbers: dict[Holding, int] = {}
         self.numbers_by_id: dict[int, int] = {}
-        """The same; equal tensors have the very same holding, which need not be hashed again."""
+        """The same by identity: hashing a holding for each of 100,000 tensors is slow."""
 
     def add(self, names: list[str], holders: list[Holder]) -> None:
+        """Add the unit of these Hugging Face tensors to its recipe."""
         index = {name: number for number, name in enumerate(names)}
+        # Holders with the same holding of the same tensors can replace each other.
         alike: dict[tuple[int, ...], list[Holder]] = {}
         last: tuple[str, ...] = ()
         for holder in holders:
@@ -196,24 +219,27 @@ class _Cookbook:
             if offer.names is not last:
                 last, places = offer.names, [index.get(name, -1) for name in offer.names]
             alike.setdefault((self._number(offer.holding), *places), []).append(holder)
-        targets: dict[str, int] = {}
-        wanted = [
-            (number, targets.setdefault(want.target, len(targets)), want.dtype, want.parts)
+        parameters: dict[str, int] = {}
+        targets = [
+            (number, parameters.setdefault(target.target, len(parameters)), target)
             for number, name in enumerate(names)
-            for want in self.wants[name]
+            for target in self.targets[name]
         ]
+        # The key has the identity of `parts` instead of its value, which would be hashed for every
+        # unit.
         key = (
             tuple([(kind, *[holder[0] for holder in same]) for kind, same in alike.items()]),
-            tuple([(tensor, target, dtype, id(parts)) for tensor, target, dtype, parts in wanted]),
+            tuple([(number, to, t.dtype, id(t.parts)) for number, to, t in targets]),
         )
         recipe = self.recipes.get(key)
         if recipe is None:
+            unit_targets = [UnitTarget(n, to, t.dtype, t.parts) for n, to, t in targets]
             groups = list(alike.values())
-            recipe = self.recipes[key] = self._recipe(names, groups, index, wanted)
+            recipe = self.recipes[key] = self._find(names, groups, index, unit_targets)
         recipe.units.append(
             Unit(
                 tuple([tuple([name for _, name, _ in same]) for same in alike.values()]),
-                tuple(targets),
+                tuple(parameters),
             )
         )
 
@@ -224,47 +250,46 @@ class _Cookbook:
             self.numbers_by_id[id(holding)] = number
         return number
 
-    def _recipe(
+    def _find(
         self,
         names: list[str],
         groups: list[list[Holder]],
         index: dict[str, int],
-        wanted: list[tuple[int, int, str, Parts]],
+        targets: list[UnitTarget],
     ) -> Recipe:
-        holdings = [self._holding(same[0], index) for same in groups]
-        wants = [Wanted(*want) for want in wanted]
-        for want in wants:
+        holdings = [self._renumber(same[0], index) for same in groups]
+        for target in targets:
             for holding, same in zip(holdings, groups, strict=True):
-                if any(h.tensor == want.tensor for h in holding.held):
-                    _check_dtype(names[want.tensor], holding.dtype, want.dtype, same[0][1])
+                if any(held.tensor == target.tensor for held in holding.held):
+                    _check_dtype(names[target.tensor], holding.dtype, target.dtype, same[0][1])
         ranks = tuple(tuple(rank for rank, _, _ in same) for same in groups)
         steps = []
         for number, receiver in enumerate(self.receivers):
-            far = [-max(self._nearness(receiver, rank) for rank in same) for same in ranks]
-            order = sorted(range(len(ranks)), key=far.__getitem__)
+            distance = [
+                -max(receiver.place.nearness(self.sources[rank].place) for rank in same)
+                for same in ranks
+            ]
+            order = sorted(range(len(ranks)), key=distance.__getitem__)
             try:
-                steps.append(steps_for(number, holdings, order, wants, self.costs))
+                steps.append(steps_for(number, holdings, order, targets, self.costs))
             except Missing as error:
-                raise _missing(names[error.tensor], error.box) from error
+                raise _report_missing(names[error.tensor], error.box) from error
         return Recipe(steps, ranks)
 
-    def _holding(self, holder: Holder, index: dict[str, int]) -> Holding:
-        """With the numbers that the unit gives to its tensors."""
+    def _renumber(self, holder: Holder, index: dict[str, int]) -> Holding:
+        """Return the holding with the unit's numbers for its tensors (-1: not needed)."""
         rank, name, offer = holder
         numbers = [index.get(name, -1) for name in offer.names]
-        held = tuple(replace(one, tensor=numbers[one.tensor]) for one in offer.holding.held)
+        held = tuple(replace(h, tensor=numbers[h.tensor]) for h in offer.holding.held)
         holding = replace(offer.holding, held=held)
         check_fits(holding, f"{name} of {self.sources[rank].name}")
         return holding
 
-    def _nearness(self, receiver: Receiver, rank: int) -> int:
-        return receiver.place.nearness(self.sources[rank].place)
 
-
-def _check_dtype(name: str, held: str, wanted: str, source: str) -> None:
-    if held != wanted:
+def _check_dtype(name: str, held: str, needed: str, source: str) -> None:
+    if held != needed:
         raise UsageError(
-            f"{name} is {held} in the source ({source}) and {wanted} in the receiver.",
+            f"{name} is {held} in the source ({source}) and {needed} in the receiver.",
             "Offer it in the dtype that the receiver has: a plan moves bytes, it does not cast.",
         )
 
@@ -273,45 +298,46 @@ def _share_out(
     recipes: Sequence[Recipe], sources: Sequence[Source], receivers: Sequence[Receiver]
 ) -> dict[str, Total]:
     """Choose among sources that hold the same: the nearest, and of these the least busy."""
-    asked = [
-        (_nearest(receiver, recipe.ranks[step.holding], sources), recipe, number, place)
+    steps = [
+        (_find_nearest(receiver, recipe.ranks[step.holding], sources), recipe, number, place)
         for recipe in recipes
         for number, receiver in enumerate(receivers)
         for place, step in enumerate(recipe.steps[number])
     ]
-    asked.sort(key=lambda one: len(one[0]))  # those without a choice are busy first
+    # Steps without a choice come first, so that the others can avoid the sources they load.
+    steps.sort(key=lambda step: len(step[0]))
     totals = [Total() for _ in receivers]
     busy = [0] * len(sources)
-    for places, recipe, number, place in asked:
+    for places, recipe, number, place in steps:
         step, count = recipe.steps[number][place], len(recipe.units)
-        ranks = [recipe.ranks[step.holding][one] for one in places]
-        shares = _shares(count, step.choice.moved, [busy[rank] for rank in ranks])
+        ranks = [recipe.ranks[step.holding][p] for p in places]
+        shares = _balance(count, step.choice.moved, [busy[rank] for rank in ranks])
         recipe.holders[number, place] = Holders(places, tuple(accumulate(shares)))
         totals[number].add(step, count)
         for rank, share in zip(ranks, shares, strict=True):
             if share:
                 busy[rank] += share * step.choice.moved
-                totals[number].add_source(sources[rank].name, share * step.choice.moved)
+                totals[number].sources[sources[rank].name] += share * step.choice.moved
     return {receiver.name: total for receiver, total in zip(receivers, totals, strict=True)}
 
 
-def _nearest(
+def _find_nearest(
     receiver: Receiver, ranks: tuple[int, ...], sources: Sequence[Source]
 ) -> tuple[int, ...]:
-    """The places in `ranks` of those that are nearest to the receiver."""
+    """Return the positions in `ranks` of those nearest to the receiver."""
     near = [receiver.place.nearness(sources[rank].place) for rank in ranks]
-    return tuple(place for place, one in enumerate(near) if one == max(near))
+    return tuple(place for place, nearness in enumerate(near) if nearness == max(near))
 
 
-def _shares(units: int, size: int, busy: list[int]) -> list[int]:
-    """How many of equal units each source serves, so that all end up about equally busy."""
+def _balance(units: int, size: int, busy: list[int]) -> list[int]:
+    """Return how many of equal units each source serves, so that all become about equally busy."""
     if len(busy) == 1:
         return [units]
     shares = [0] * len(busy)
-    heap = [(bytes_, number) for number, bytes_ in enumerate(busy)]
+    heap = [(load, number) for number, load in enumerate(busy)]
     heapq.heapify(heap)
     for _ in range(units):
-        bytes_, number = heap[0]
+        load, number = heap[0]
         shares[number] += 1
-        heapq.heapreplace(heap, (bytes_ + size, number))
+        heapq.heapreplace(heap, (load + size, number))
     return shares

@@ -1,8 +1,8 @@
-"""What goes where between a few tensors that are tied together, without their names.
+"""Find which boxes go where between the few tensors of one unit, without their names.
 
 A unit is a set of Hugging Face tensors that share source tensors: q, k and v, which a trainer
-holds fused, or gate and up of one expert. All layers have the same unit, so its recipe, found here
-by intersecting boxes, is computed once and used for each of them.
+holds fused, or gate and up of one expert. All layers have the same units, so the recipe of a unit
+is computed once, by intersecting boxes, and used for every layer.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rollway.errors import UsageError
-from rollway.weights.layout import ELEMENT_BYTES, Box, Shape
+from rollway.weights.layout import ELEMENT_BYTES, Box, Placed, Shape, place_at, swap_last
 from rollway.weights.planning.costs import Choice, Costs, Load, choose
-from rollway.weights.planning.holdings import Held, Holding
-from rollway.weights.planning.wants import Part, Parts
+from rollway.weights.planning.sources import Holding
+from rollway.weights.planning.targets import Parts, TargetPart
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """A want of the unit, by the numbers of its tensor and of its target."""
+class UnitTarget:
+    """A target of the unit, with numbers instead of names for its tensor and its parameter."""
 
     tensor: int
     target: int
@@ -29,25 +29,13 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """A box of the source's tensor that goes to `at` of target number `target`.
-
-    `shape` is its extent there; where it is `transposed`, the last two are swapped."""
-
-    target: int
-    box: Box
-    at: Shape
-    shape: Shape
-    target_shape: Shape
-    transposed: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Step:
-    """All that one receiver takes from one holding."""
+    """Everything that one receiver reads from one holding."""
 
     holding: int
-    cuts: tuple[Cut, ...]
+    cuts: tuple[Placed, ...]
+    """Boxes of the source's tensor, and where they go in the target of number `tensor`."""
+    extents: tuple[Shape, ...]  # `Placed.extent` of every cut, computed once for all units
     needed: int
     choice: Choice
 
@@ -65,146 +53,144 @@ def steps_for(
     receiver: int,
     holdings: Sequence[Holding],
     order: Sequence[int],
-    wanted: Sequence[Wanted],
+    targets: Sequence[UnitTarget],
     costs: Costs,
 ) -> tuple[Step, ...]:
-    """What this receiver takes, from the holdings in their `order` of preference."""
-    cuts: dict[int, list[Cut]] = {}
-    for want in wanted:
-        part = want.parts[receiver]
+    """Return what this receiver reads; `order` lists the holdings by preference."""
+    cuts: dict[int, list[Placed]] = {}
+    shapes: dict[int, Shape] = {}
+    for target in targets:
+        part = target.parts[receiver]
         if part is None:
             continue
-        for holding, cut in _cover(want, part, holdings, order):
-            cuts.setdefault(holding, []).append(cut)
+        shapes[target.target] = part.shape
+        for number, cut in _cover(target, part, holdings, order):
+            cuts.setdefault(number, []).append(cut)
     return tuple(
-        _step(number, holdings[number], coalesced(cuts[number]), costs) for number in sorted(cuts)
+        _make_step(number, holdings[number], coalesce(cuts[number]), shapes, costs)
+        for number in sorted(cuts)
     )
 
 
 def _cover(
-    want: Wanted, part: Part, holdings: Sequence[Holding], order: Sequence[int]
-) -> Iterator[tuple[int, Cut]]:
-    """Cut the part out of one holding after the other, until nothing of it is left."""
+    target: UnitTarget, part: TargetPart, holdings: Sequence[Holding], order: Sequence[int]
+) -> Iterator[tuple[int, Placed]]:
+    """Cover the part with boxes of one holding after the other, until nothing is left of it."""
     left = [part.box] if part.box.elements else []
     for number in order:
         for held in holdings[number].held:
             if not left:
                 return
-            if held.tensor != want.tensor:
+            if held.tensor != target.tensor:
                 continue
-            still = []
+            uncovered = []
             for box in left:
                 common = box.cut(held.box)
                 if common is None:
-                    still.append(box)
+                    uncovered.append(box)
                     continue
-                yield number, _cut(want.target, part, held, common)
-                still.extend(minus(box, common))
-            left = still
+                yield number, _connect(target.target, part, held, common)
+                uncovered.extend(subtract(box, common))
+            left = uncovered
     if left:
-        raise Missing(want.tensor, left[0])
+        raise Missing(target.tensor, left[0])
 
 
-def _cut(target: int, part: Part, held: Held, common: Box) -> Cut:
+def _connect(target: int, part: TargetPart, held: Placed, common: Box) -> Placed:
+    """Translate `common`, in Hugging Face coordinates, to a box of the source and its target."""
     inside = common.seen_from(held.box.start)
     if held.transposed:
-        inside = Box(_swapped(inside.start), _swapped(inside.stop))
-    source = _behind(held.at, inside)
-    landed = _behind(part.at, common.seen_from(part.box.start))
-    return Cut(target, source, landed.start, landed.shape, part.shape, held.transposed)
-
-
-def _swapped(shape: Shape) -> Shape:
-    return (*shape[:-2], shape[-1], shape[-2])
-
-
-def _behind(at: Shape, box: Box) -> Box:
-    """`box`, moved to `at`, which may have more dimensions in front: there it is one thick."""
-    more = len(at) - len(box.start)
-    return Box((0,) * more + box.start, (1,) * more + box.stop).moved(at)
+        inside = Box(swap_last(inside.start), swap_last(inside.stop))
+    source = place_at(held.at, inside)
+    at = place_at(part.at, common.seen_from(part.box.start)).start
+    return Placed(source, at, held.transposed, target)
 
 
 def landing(at: Shape, extent: Shape) -> Box:
-    """Where something of this extent lies when it starts at `at`."""
-    return _behind(at, Box.whole(extent))
+    """Return the box of this extent that starts at `at`."""
+    return place_at(at, Box.whole(extent))
 
 
-def minus(box: Box, hole: Box) -> list[Box]:
-    """What is left of `box` without `hole`, which lies inside it, as boxes that do not overlap."""
+def subtract(box: Box, hole: Box) -> list[Box]:
+    """Return `box` without `hole`, which is inside it, as boxes that do not overlap."""
     left = []
     start, stop = list(box.start), list(box.stop)
+    # On each axis, split off the parts before and after the hole, then continue with the rest.
     for axis in range(len(start)):
-        if start[axis] < hole.start[axis]:
-            left.append(_with(start, stop, axis, start[axis], hole.start[axis]))
-        if hole.stop[axis] < stop[axis]:
-            left.append(_with(start, stop, axis, hole.stop[axis], stop[axis]))
+        for first, last in ((start[axis], hole.start[axis]), (hole.stop[axis], stop[axis])):
+            if first < last:
+                left.append(
+                    Box(
+                        (*start[:axis], first, *start[axis + 1 :]),
+                        (*stop[:axis], last, *stop[axis + 1 :]),
+                    )
+                )
         start[axis], stop[axis] = hole.start[axis], hole.stop[axis]
     return left
 
 
-def _with(start: list[int], stop: list[int], axis: int, first: int, last: int) -> Box:
-    return Box((*start[:axis], first, *start[axis + 1 :]), (*stop[:axis], last, *stop[axis + 1 :]))
-
-
-def coalesced(cuts: list[Cut]) -> tuple[Cut, ...]:
-    """Neighbours at both ends become one; the rest is in the order of the source's memory."""
-    found = sorted(cuts, key=lambda cut: (cut.target, cut.box.start))
-    while True:
-        joined: list[Cut] = []
-        for cut in found:
-            both = _joined(joined[-1], cut) if joined else None
+def coalesce(cuts: list[Placed]) -> tuple[Placed, ...]:
+    """Join cuts that are neighbours at both ends, and sort them by the source's memory."""
+    current = sorted(cuts, key=lambda cut: (cut.tensor, cut.box.start))
+    while True:  # joined rows may become neighbours of other joined rows
+        joined: list[Placed] = []
+        for cut in current:
+            both = _join(joined[-1], cut) if joined else None
             if both is None:
                 joined.append(cut)
             else:
                 joined[-1] = both
-        if len(joined) == len(found):
+        if len(joined) == len(current):
             return tuple(sorted(joined, key=lambda cut: cut.box.start))
-        found = joined
+        current = joined
 
 
-def _joined(first: Cut, second: Cut) -> Cut | None:
-    """One cut for two, when the second begins where the first ends, here as well as there."""
-    if first.target != second.target or first.transposed or second.transposed:
+def _join(first: Placed, second: Placed) -> Placed | None:
+    """Return one cut for two if the second begins where the first ends, in source and target."""
+    if first.tensor != second.tensor or first.transposed or second.transposed:
         return None
-    moved = [b - a for a, b in zip(first.box.start, second.box.start, strict=True)]
-    landed = [b - a for a, b in zip(first.at, second.at, strict=True)]
-    axes = [axis for axis, by in enumerate(moved) if by]
+    source_step = [b - a for a, b in zip(first.box.start, second.box.start, strict=True)]
+    target_step = [b - a for a, b in zip(first.at, second.at, strict=True)]
+    axes = [axis for axis, by in enumerate(source_step) if by]
     if len(axes) != 1:
         return None
-    from_end = axes[0] - len(moved)
-    extents = list(first.box.shape)
-    if -from_end > len(landed) or moved[axes[0]] != extents[axes[0]]:
+    axis = axes[0]
+    from_end = axis - len(source_step)  # dimensions correspond to each other from the last one
+    mine, other = list(first.box.shape), list(second.box.shape)
+    if -from_end > len(target_step) or source_step[axis] != mine[axis]:
         return None
-    expected = [0] * len(landed)
-    expected[from_end] = extents[axes[0]]
-    other = list(second.box.shape)
-    total = extents[axes[0]] + other[axes[0]]
-    extents[axes[0]] = other[axes[0]] = 0
-    if landed != expected or extents != other:
+    expected = [0] * len(target_step)
+    expected[from_end] = mine[axis]
+    mine[axis] = other[axis] = 0
+    if target_step != expected or mine != other:
         return None
-    shape = list(first.shape)
-    shape[from_end] = total
-    box = Box(first.box.start, second.box.stop)
-    return Cut(first.target, box, first.at, tuple(shape), first.target_shape)
+    return Placed(Box(first.box.start, second.box.stop), first.at, False, first.tensor)
 
 
-def _step(number: int, holding: Holding, cuts: tuple[Cut, ...], costs: Costs) -> Step:
+def _make_step(
+    number: int,
+    holding: Holding,
+    cuts: tuple[Placed, ...],
+    shapes: dict[int, Shape],
+    costs: Costs,
+) -> Step:
     size = ELEMENT_BYTES[holding.dtype]
     needed = blocks = landings = 0
-    for cut in cuts:
+    extents = tuple(cut.extent for cut in cuts)
+    for cut, extent in zip(cuts, extents, strict=True):
         elements = cut.box.elements
-        here, there = run(cut.box.shape, holding.shape), run(cut.shape, cut.target_shape)
+        here, there = run(cut.box.shape, holding.shape), run(extent, shapes[cut.tensor])
         needed += elements * size
         blocks += elements // (1 if cut.transposed else min(here, there))
         landings += elements // there
     whole = math.prod(holding.shape) * size
     transposed = any(cut.transposed for cut in cuts)
     load = Load(needed, whole, len(cuts), blocks, landings, transposed)
-    return Step(number, cuts, needed, choose(load, costs))
+    return Step(number, cuts, extents, needed, choose(load, costs))
 
 
 def run(extent: Shape, shape: Shape) -> int:
-    """How many elements of a box of this extent follow each other in a tensor of this shape."""
+    """Return how many elements of a box of this extent are contiguous in a tensor of `shape`."""
     elements = 1
     for size, full in zip(reversed(extent), reversed(shape), strict=True):
         elements *= size
@@ -214,31 +200,24 @@ def run(extent: Shape, shape: Shape) -> int:
 
 
 def check_fits(holding: Holding, name: str) -> None:
-    """Refuse a source whose pieces reach beyond the tensor they are said to lie in."""
+    """Raise `UsageError` if a piece of a source reaches beyond the source's tensor."""
+    fix = "Check the pieces that this rank publishes."
     if holding.dtype not in ELEMENT_BYTES:
-        raise UsageError(f"{name} has the dtype {holding.dtype}, which is not known.")
+        raise UsageError(f"{name} has the unknown dtype {holding.dtype}.", "Use a plain dtype.")
     for held in holding.held:
         dimensions = len(held.box.start)
         if not dimensions <= len(held.at) == len(holding.shape):
-            raise UsageError(f"{name} has {len(holding.shape)} dimensions, its piece has others.")
-        if held.transposed and dimensions < 2:
-            raise UsageError(f"A piece of {name} has {dimensions} dimensions, and is transposed.")
-        extent = _swapped(held.box.shape) if held.transposed else held.box.shape
-        landed = landing(held.at, extent)
-        if landed.cut(Box.whole(holding.shape)) != landed:
             raise UsageError(
-                f"A piece at {list(landed.start)} to {list(landed.stop)} does not fit into "
-                f"{name}, which is {list(holding.shape)}."
+                f"{name} has {len(holding.shape)} dimensions, its piece has others.", fix
             )
-
-
-def overlap(places: list[Box]) -> Box | None:
-    """Elements that two of these boxes share, found by going along the first dimension."""
-    active: list[Box] = []
-    for box in sorted(places, key=lambda box: box.start):
-        active = [other for other in active if other.stop[:1] > box.start[:1] or not box.start]
-        for other in active:
-            if common := box.cut(other):
-                return common
-        active.append(box)
-    return None
+        if held.transposed and dimensions < 2:
+            raise UsageError(
+                f"A piece of {name} has {dimensions} dimensions, and is transposed.", fix
+            )
+        box = held.destination
+        if box.cut(Box.whole(holding.shape)) != box:
+            raise UsageError(
+                f"A piece at {list(box.start)} to {list(box.stop)} does not fit into "
+                f"{name}, which is {list(holding.shape)}.",
+                fix,
+            )

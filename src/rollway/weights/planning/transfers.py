@@ -1,12 +1,13 @@
-"""A plan as its users see it: what each receiver takes, from whom, which way, and how much.
+"""The result of planning: what each receiver reads, from which source, by which method.
 
-A plan holds recipes and names, never rows and never a list of all copies: those of one receiver
-are made one by one while they are read.
+A plan has recipes and names, never rows and never a list of all copies: the copies of one receiver
+are expanded while they are read.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,13 +15,14 @@ from typing import Any
 from rollway.errors import UsageError
 from rollway.weights.layout import Box, Shape
 from rollway.weights.planning.costs import Method
-from rollway.weights.planning.fanout import Tree
 from rollway.weights.planning.recipe import Step
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """`box` of a source's tensor, to `at` of a target; its extent there is `shape`."""
+    """`box` of a source's tensor goes to `at` of a target, where its extent is `shape`.
+
+    It is a `Placed` box with the names of both tensors."""
 
     source: str
     tensor: str
@@ -33,7 +35,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """All that a receiver takes from one source tensor, which goes one way."""
+    """Everything that a receiver reads from one source tensor, by one method."""
 
     source: str
     tensor: str
@@ -47,38 +49,33 @@ class Transfer:
 
 @dataclass(slots=True)
 class Total:
-    """Sums over transfers; those of a plan are the sums over its receivers."""
+    """Sums over the transfers of one receiver, or of all."""
 
     needed: int = 0
     moved: int = 0
     descriptors: int = 0
     blocks: int = 0
-    seconds: float = 0.0
-    """As the cost model has it, one transfer after the other."""
-    methods: dict[str, int] = field(default_factory=dict)
-    """Bytes on the wire, by method."""
-    reasons: dict[str, int] = field(default_factory=dict)
-    """Bytes that move without being needed, by why."""
-    sources: dict[str, int] = field(default_factory=dict)
-    """Bytes on the wire, by source."""
+    seconds: float = 0.0  # The estimate of the cost model, one transfer after the other
+    methods: Counter[str] = field(default_factory=Counter)  # Bytes on the wire, by method
+    reasons: Counter[str] = field(default_factory=Counter)
+    """Bytes that move although they are not needed, by reason."""
+    sources: Counter[str] = field(default_factory=Counter)  # Bytes on the wire, by source
 
     @property
     def ratio(self) -> float:
         return self.moved / self.needed if self.needed else 1.0
 
     def add(self, step: Step, count: int) -> None:
+        """Add a step that is done for `count` units."""
         choice = step.choice
         self.needed += step.needed * count
         self.moved += choice.moved * count
         self.descriptors += choice.descriptors * count
         self.blocks += choice.blocks * count
         self.seconds += choice.seconds * count
-        self.methods[choice.method] = self.methods.get(choice.method, 0) + choice.moved * count
+        self.methods[choice.method] += choice.moved * count
         if extra := choice.moved - step.needed:
-            self.reasons[choice.reason] = self.reasons.get(choice.reason, 0) + extra * count
-
-    def add_source(self, name: str, count: int) -> None:
-        self.sources[name] = self.sources.get(name, 0) + count
+            self.reasons[choice.reason] += extra * count
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -96,13 +93,13 @@ class Total:
 
 @dataclass(frozen=True, slots=True)
 class Holders:
-    """Which of the ranks that hold the same serves which units: each up to its `upto`."""
+    """Which of the ranks with the same holding serves which units: each serves those up to its
+    `upto`."""
 
-    places: tuple[int, ...]
-    """Among the ranks that have the holding."""
+    places: tuple[int, ...]  # Positions among the ranks that have the holding
     upto: tuple[int, ...]
 
-    def of(self, unit: int) -> int:
+    def find(self, unit: int) -> int:
         return self.places[bisect_right(self.upto, unit)]
 
 
@@ -111,44 +108,69 @@ class Unit:
     """The names that a recipe lacks."""
 
     tensors: tuple[tuple[str, ...], ...]
-    """Of the sources, by holding and by who has it."""
+    """The sources' tensors, by holding and by the rank that has it."""
     targets: tuple[str, ...]
 
 
 @dataclass(slots=True)
 class Recipe:
-    """What all receivers do for every one of these units."""
+    """What all receivers do for each of these units."""
 
-    steps: list[tuple[Step, ...]]
-    """By receiver."""
-    ranks: tuple[tuple[int, ...], ...]
-    """Who has which holding."""
+    steps: list[tuple[Step, ...]]  # One entry per receiver
+    ranks: tuple[tuple[int, ...], ...]  # The ranks that have each holding
     units: list[Unit] = field(default_factory=list)
-    holders: dict[tuple[int, int], Holders] = field(default_factory=dict)
-    """By receiver and step."""
+    holders: dict[tuple[int, int], Holders] = field(default_factory=dict)  # By receiver and step
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """`receiver` reads from `source`; None is the trainer."""
+
+    source: str | None
+    receiver: str
+
+
+@dataclass(frozen=True, slots=True)
+class FanOut:
+    """How a version spreads from engine to engine: the edges of one level run at the same time,
+    after all levels before."""
+
+    levels: tuple[tuple[Edge, ...], ...]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "depth": len(self.levels),
+            "levels": [
+                [{"source": edge.source, "receiver": edge.receiver} for edge in level]
+                for level in self.levels
+            ],
+        }
 
 
 @dataclass(slots=True)
 class Plan:
-    """Made by `plan`; the copies of a receiver are expanded while they are read."""
+    """What every receiver reads; made by `plan`."""
 
     sources: list[str]
     receivers: list[str]
     recipes: list[Recipe]
-    totals: dict[str, Total]
-    """By receiver."""
-    fanout: Tree | None = None
-    """How further engines of the same layout get what this one has, rank from like rank."""
+    totals: dict[str, Total]  # By receiver
+    fanout: FanOut | None = None
+    """How further engines of the same layout receive the version, each rank from its like."""
 
     def transfers(self, receiver: str) -> Iterator[Transfer]:
-        number = self._number(receiver)
+        if receiver not in self.receivers:
+            raise UsageError(
+                f"The plan has no receiver {receiver}.", f"It has {', '.join(self.receivers[:8])}."
+            )
+        number = self.receivers.index(receiver)
         for recipe in self.recipes:
             for k, unit in enumerate(recipe.units):
                 for place, step in enumerate(recipe.steps[number]):
-                    holder = recipe.holders[number, place].of(k)
+                    holder = recipe.holders[number, place].find(k)
                     source = self.sources[recipe.ranks[step.holding][holder]]
                     tensor = unit.tensors[step.holding][holder]
-                    yield _transfer(step, source, tensor, unit.targets)
+                    yield _make_transfer(step, source, tensor, unit.targets)
 
     def copies(self, receiver: str) -> Iterator[Copy]:
         for transfer in self.transfers(receiver):
@@ -156,45 +178,34 @@ class Plan:
 
     @property
     def total(self) -> Total:
-        """Over all receivers; the seconds are those of the slowest, since they go side by side."""
+        """The sum over all receivers; `seconds` is the slowest one's, as they run at once."""
         whole = Total()
-        for one in self.totals.values():
-            whole.needed += one.needed
-            whole.moved += one.moved
-            whole.descriptors += one.descriptors
-            whole.blocks += one.blocks
-            whole.seconds = max(whole.seconds, one.seconds)
-            for mine, its in (
-                (whole.methods, one.methods),
-                (whole.reasons, one.reasons),
-                (whole.sources, one.sources),
-            ):
-                for key, count in its.items():
-                    mine[key] = mine.get(key, 0) + count
+        for total in self.totals.values():
+            whole.needed += total.needed
+            whole.moved += total.moved
+            whole.descriptors += total.descriptors
+            whole.blocks += total.blocks
+            whole.seconds = max(whole.seconds, total.seconds)
+            whole.methods.update(total.methods)
+            whole.reasons.update(total.reasons)
+            whole.sources.update(total.sources)
         return whole
 
     def as_json(self) -> dict[str, Any]:
-        shown: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "total": self.total.as_json(),
             "receivers": {name: total.as_json() for name, total in self.totals.items()},
             "recipes": len(self.recipes),
         }
         if self.fanout is not None:
-            shown["fanout"] = self.fanout.as_json()
-        return shown
-
-    def _number(self, receiver: str) -> int:
-        if receiver not in self.receivers:
-            raise UsageError(
-                f"The plan has no receiver {receiver}.", f"It has {', '.join(self.receivers[:8])}."
-            )
-        return self.receivers.index(receiver)
+            fields["fanout"] = self.fanout.as_json()
+        return fields
 
 
-def _transfer(step: Step, source: str, tensor: str, targets: tuple[str, ...]) -> Transfer:
+def _make_transfer(step: Step, source: str, tensor: str, targets: tuple[str, ...]) -> Transfer:
     copies = tuple(
-        Copy(source, tensor, cut.box, targets[cut.target], cut.at, cut.shape, cut.transposed)
-        for cut in step.cuts
+        Copy(source, tensor, cut.box, targets[cut.tensor], cut.at, extent, cut.transposed)
+        for cut, extent in zip(step.cuts, step.extents, strict=True)
     )
     choice = step.choice
     return Transfer(

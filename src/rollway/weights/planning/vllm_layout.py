@@ -1,6 +1,6 @@
-"""What the ranks of a vLLM engine want of a Hugging Face checkpoint, parameter by parameter.
+"""Describe what the ranks of a vLLM engine need of a Hugging Face checkpoint.
 
-    q_proj, k_proj, v_proj   qkv_proj      [q of this rank; k; v], heads of k and v repeated when
+    q_proj, k_proj, v_proj   qkv_proj      [q of this rank; k; v]; k and v heads are repeated if
                                            there are fewer of them than ranks
     gate_proj, up_proj       gate_up_proj  [gate of this rank; up of this rank]
     o_proj, down_proj        the same      columns of this rank, a bias whole
@@ -9,8 +9,9 @@
                              w2_weight     [experts here, hidden, down]
     norms, router            the same      whole
 
-Experts are cut as dense layers are, or, with expert parallelism, owned whole by one rank. These
-are the rules of Llama, Qwen3 and Qwen3-MoE in vLLM 0.31; a tensor without a rule is refused.
+Experts are sharded like dense layers or, with expert parallelism, held whole by one rank. These are
+the rules of Llama, Qwen3 and Qwen3-MoE in vLLM 0.31 (tests/unit/test_vllm_layout.py compares them
+with vLLM's own loaders). A tensor without a rule is refused.
 """
 
 from __future__ import annotations
@@ -24,18 +25,19 @@ from itertools import pairwise
 from typing import Any
 
 from rollway.errors import UsageError
-from rollway.weights.layout import Box, Need, Shape
-from rollway.weights.planning.wants import Described, Part, Parts, Want, needs_of
+from rollway.weights.layout import Box, Shape
+from rollway.weights.planning.targets import Described, Parts, TargetPart, Want
 
-Headers = Mapping[str, Described]
-"""Of the Hugging Face tensors, by name."""
+Headers = Mapping[str, Described]  # Hugging Face tensors by name
 
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.([^.]+)\.weight")
 _REPLICATED = re.compile(r"(.*norm|gate|shared_expert_gate)\.(weight|bias)|e_score_correction_bias")
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_OTHER_SIZES = "Use a parallel size that divides it."
 
 
 class Kind(StrEnum):
-    """How vLLM cuts a tensor."""
+    """How vLLM shards a tensor, and where it is fused."""
 
     Q = "q"
     K = "k"
@@ -71,7 +73,7 @@ _EXPERT_MODULES = {
 
 @dataclass(frozen=True, slots=True)
 class EngineTarget:
-    """One rank of an engine, and the sizes of the model that decide its cuts."""
+    """One rank of an engine, and the sizes of the model that decide how it is sharded."""
 
     heads: int
     kv_heads: int
@@ -79,49 +81,59 @@ class EngineTarget:
     experts: int = 0
     tp_size: int = 1
     tp_rank: int = 0
-    ep_size: int = 1
-    """1: no expert parallelism, experts are cut by tensor rank."""
+    ep_size: int = 1  # 1: no expert parallelism; experts are sharded over the tensor-parallel ranks
     ep_rank: int = 0
     vocab_multiple: int = 64
     tied: bool = False
-    """The output layer is the embedding, so a checkpoint's `lm_head` goes nowhere."""
+    """The output layer is the embedding, so a checkpoint's `lm_head` is not loaded."""
     experts_module: str = "routed_experts"
-    """Where vLLM keeps the weights below `experts`; empty for versions before 0.31."""
+    """The module below `experts` that has the weights; empty for vLLM before 0.31."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.tp_rank < self.tp_size or not 0 <= self.ep_rank < self.ep_size:
             raise UsageError(
                 f"There is no rank {self.tp_rank} of {self.tp_size} tensor ranks with "
-                f"{self.ep_rank} of {self.ep_size} expert ranks."
+                f"{self.ep_rank} of {self.ep_size} expert ranks.",
+                "Ranks count from 0.",
             )
         if self.heads % self.tp_size:
-            raise UsageError(f"{self.heads} heads cannot be shared by {self.tp_size} ranks.")
+            raise UsageError(
+                f"{self.heads} heads cannot be shared by {self.tp_size} ranks.", _OTHER_SIZES
+            )
         if self.kv_heads % self.tp_size and self.tp_size % self.kv_heads:
-            raise UsageError(f"{self.kv_heads} KV heads cannot be shared by {self.tp_size} ranks.")
+            raise UsageError(
+                f"{self.kv_heads} KV heads cannot be shared by {self.tp_size} ranks.", _OTHER_SIZES
+            )
 
     @property
     def owned(self) -> range:
-        """The experts of this rank: as even as possible, the first ranks take one more."""
+        """The experts of this rank: as even as possible, the first ranks have one more."""
         base, more = divmod(self.experts, self.ep_size)
         start = self.ep_rank * base + min(self.ep_rank, more)
         return range(start, start + base + (self.ep_rank < more))
 
 
-def engine_ranks(config: Mapping[str, Any], tp: int = 1, ep: int = 1) -> list[EngineTarget]:
-    """The ranks of an engine that serves the model of this `config.json`.
+_ANY_RANK = EngineTarget(heads=1, kv_heads=1, head_dim=1)
+"""The sharded dimension is the same for all ranks of all engines."""
 
-    vLLM's expert ranks are all its ranks: `ep` is `tp` times the data-parallel ranks, or 1."""
+
+def engine_ranks(config: Mapping[str, Any], tp: int = 1, ep: int = 1) -> list[EngineTarget]:
+    """Return the ranks of an engine that serves the model of this `config.json`.
+
+    In vLLM all ranks are expert ranks: `ep` is `tp` times the data-parallel ranks, or 1."""
     config = config.get("text_config") or config
     if tp < 1 or ep < 1 or (ep > 1 and ep % tp):
         raise UsageError(
             f"An engine of tp={tp} cannot have ep={ep}.",
-            "With expert parallelism ep is a multiple of tp; without it is 1.",
+            "Use a multiple of tp for ep, or 1 for no expert parallelism.",
         )
     try:
         heads = int(config["num_attention_heads"])
         head_dim = config.get("head_dim") or int(config["hidden_size"]) // heads
     except KeyError as error:
-        raise UsageError(f"The model's config.json lacks {error.args[0]}.") from error
+        raise UsageError(
+            f"The model's config.json lacks {error.args[0]}.", "Save the model's config again."
+        ) from error
     experts = next((config[key] for key in _EXPERT_COUNTS if config.get(key)), 0)
     return [
         EngineTarget(
@@ -139,57 +151,52 @@ def engine_ranks(config: Mapping[str, Any], tp: int = 1, ep: int = 1) -> list[En
     ]
 
 
-_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
-
-
-def needs(target: EngineTarget, headers: Headers) -> list[Need]:
-    """What one rank wants, as plain needs."""
-    return needs_of(wants([target], headers), 0)
-
-
-def wants(targets: Sequence[EngineTarget], headers: Headers) -> dict[str, list[Want]]:
-    """What all ranks of an engine want; layers of equal geometry share their parts."""
+def wants(ranks: Sequence[EngineTarget], headers: Headers) -> dict[str, list[Want]]:
+    """Return what all ranks of an engine need; layers of equal geometry share their parts."""
     shared: dict[tuple[Kind, int, Shape], Parts] = {}
-    found = {}
+    targets = {}
     for name, tensor in headers.items():
-        if targets[0].tied and name.endswith("lm_head.weight"):
+        if ranks[0].tied and name.endswith("lm_head.weight"):
             continue
-        kind, expert, target = _rule(name, headers, targets[0])
+        kind, expert, parameter = _find_rule(name, headers, ranks[0])
         key = kind, expert, tensor.shape
         parts = shared.get(key)
         if parts is None:
-            parts = tuple(_part(name, kind, expert, tensor.shape, rank) for rank in targets)
+            parts = tuple(_find_part(name, kind, expert, tensor.shape, rank) for rank in ranks)
             shared[key] = parts
-        found[name] = [Want(target, tensor.dtype, parts)]
-    return found
+        targets[name] = [Want(parameter, tensor.dtype, parts)]
+    return targets
 
 
-def part_of(name: str, headers: Headers, target: EngineTarget) -> tuple[str, Part | None]:
-    """The parameter that one tensor goes into, and what a rank takes of it."""
-    kind, expert, parameter = _rule(name, headers, target)
-    return parameter, _part(name, kind, expert, headers[name].shape, target)
+def part_of(name: str, headers: Headers, rank: EngineTarget) -> tuple[str, TargetPart | None]:
+    """Return the parameter that a tensor goes into, and the part of it that a rank needs."""
+    kind, expert, parameter = _find_rule(name, headers, rank)
+    return parameter, _find_part(name, kind, expert, headers[name].shape, rank)
 
 
 def cells(name: str, headers: Headers, ranks: int) -> tuple[Box, ...]:
-    """A tensor, divided where engines of up to so many tensor ranks cut it: what a rank takes is
-    some of these, whole. One box when nobody knows, or when nobody cuts it."""
+    """Split a tensor at every seam that engines of up to `ranks` tensor ranks have.
+
+    So each rank needs some of the boxes, and these whole. The tensor stays in one box if it has no
+    rule or is not sharded."""
     shape = headers[name].shape
     try:
-        kind = _rule(name, headers, _ANY)[0]
+        kind = _find_rule(name, headers, _ANY_RANK)[0]
     except UsageError:
         return (Box.whole(shape),)
     if kind is Kind.REPLICATED or not shape or (kind is Kind.ROW and len(shape) == 1):
         return (Box.whole(shape),)
     axis = 1 if kind in (Kind.ROW, Kind.EXPERT_DOWN) else 0
-    return _divided_along(axis, shape, ranks, _ANY.vocab_multiple if kind is Kind.VOCAB else 1)
+    return _split_along(axis, shape, ranks, _ANY_RANK.vocab_multiple if kind is Kind.VOCAB else 1)
 
 
-def _divided_along(axis: int, shape: Shape, ranks: int, multiple: int) -> tuple[Box, ...]:
+def _split_along(axis: int, shape: Shape, ranks: int, multiple: int) -> tuple[Box, ...]:
     whole = Box.whole(shape)
     if not whole.elements:
         return (whole,)
     padded = -(-shape[axis] // multiple) * multiple
-    step = padded // math.gcd(padded, ranks)  # no seams where not even fewer ranks have one
+    # If `ranks` does not divide the size, only the divisors that both have are seams.
+    step = padded // math.gcd(padded, ranks)
     seams = [*range(0, shape[axis], step), shape[axis]]
     return tuple(
         Box(
@@ -200,17 +207,13 @@ def _divided_along(axis: int, shape: Shape, ranks: int, multiple: int) -> tuple[
     )
 
 
-_ANY = EngineTarget(heads=1, kv_heads=1, head_dim=1)
-"""Which dimension is cut is the same for all."""
-
-
-def _rule(name: str, headers: Headers, target: EngineTarget) -> tuple[Kind, int, str]:
-    """How a tensor is cut, its expert's number (0 where it has none), and its parameter."""
+def _find_rule(name: str, headers: Headers, rank: EngineTarget) -> tuple[Kind, int, str]:
+    """Return how a tensor is sharded, its expert's number (0 if it has none), and its parameter."""
     if match := _EXPERT.fullmatch(name):
         prefix, expert, module = match.groups()
         if module in _EXPERT_MODULES:
             kind, parameter = _EXPERT_MODULES[module]
-            below = f"{target.experts_module}." if target.experts_module else ""
+            below = f"{rank.experts_module}." if rank.experts_module else ""
             return kind, int(expert), f"{prefix}.{below}{parameter}"
     front, _, leaf = name.rpartition(".")
     prefix, dot, module = front.rpartition(".")
@@ -227,35 +230,36 @@ def _rule(name: str, headers: Headers, target: EngineTarget) -> tuple[Kind, int,
     )
 
 
-def _part(name: str, kind: Kind, expert: int, shape: Shape, rank: EngineTarget) -> Part | None:
+def _find_part(
+    name: str, kind: Kind, expert: int, shape: Shape, rank: EngineTarget
+) -> TargetPart | None:
     if kind is Kind.REPLICATED or (kind is Kind.ROW and len(shape) == 1):
-        return Part(Box.whole(shape), (0,) * len(shape), shape)
+        return TargetPart(Box.whole(shape), (0,) * len(shape), shape)
     if kind in (Kind.Q, Kind.K, Kind.V):
-        return _qkv(name, kind, shape, rank)
+        return _find_qkv(name, kind, shape, rank)
     if kind is Kind.VOCAB:
-        return _vocab(shape, rank)
+        return _find_vocab(shape, rank)
     if kind in (Kind.EXPERT_GATE, Kind.EXPERT_UP, Kind.EXPERT_DOWN):
-        return _expert(name, kind, expert, shape, rank)
+        return _find_expert(name, kind, expert, shape, rank)
     tp, t = rank.tp_size, rank.tp_rank
     if kind is Kind.ROW:
-        columns = _divided(shape[1], tp, name)
-        return Part(
-            Box((0, t * columns), (shape[0], (t + 1) * columns)), (0, 0), (shape[0], columns)
-        )
-    rows = _divided(shape[0], tp, name)
+        columns = _divide(shape[1], tp, name)
+        box = Box((0, t * columns), (shape[0], (t + 1) * columns))
+        return TargetPart(box, (0, 0), (shape[0], columns))
+    rows = _divide(shape[0], tp, name)
     halves = 1 if kind is Kind.COLUMN else 2
     at = rows if kind is Kind.SECOND_HALF else 0
-    return _rows(shape, t * rows, rows, at, halves * rows)
+    return _make_rows(shape, t * rows, rows, at, halves * rows)
 
 
-def _rows(shape: Shape, start: int, rows: int, at: int, of: int) -> Part:
-    """These rows of a tensor, to row `at` of a parameter of `of` rows."""
+def _make_rows(shape: Shape, start: int, rows: int, at: int, of: int) -> TargetPart:
+    """Return rows of a tensor that go to row `at` of a parameter of `of` rows."""
     rest = shape[1:]
     zeros = (0,) * len(rest)
-    return Part(Box((start, *zeros), (start + rows, *rest)), (at, *zeros), (of, *rest))
+    return TargetPart(Box((start, *zeros), (start + rows, *rest)), (at, *zeros), (of, *rest))
 
 
-def _qkv(name: str, kind: Kind, shape: Shape, rank: EngineTarget) -> Part:
+def _find_qkv(name: str, kind: Kind, shape: Shape, rank: EngineTarget) -> TargetPart:
     tp, t, d = rank.tp_size, rank.tp_rank, rank.head_dim
     heads = rank.heads if kind is Kind.Q else rank.kv_heads
     if shape[0] != heads * d:
@@ -267,43 +271,52 @@ def _qkv(name: str, kind: Kind, shape: Shape, rank: EngineTarget) -> Part:
     kv_rows = max(1, rank.kv_heads // tp) * d
     fused = q_rows + 2 * kv_rows
     if kind is Kind.Q:
-        return _rows(shape, t * q_rows, q_rows, 0, fused)
-    replicas = max(1, tp // rank.kv_heads)
+        return _make_rows(shape, t * q_rows, q_rows, 0, fused)
+    replicas = max(1, tp // rank.kv_heads)  # so many neighbouring ranks hold the same KV head
     at = q_rows if kind is Kind.K else q_rows + kv_rows
-    return _rows(shape, t // replicas * kv_rows, kv_rows, at, fused)
+    return _make_rows(shape, t // replicas * kv_rows, kv_rows, at, fused)
 
 
-def _vocab(shape: Shape, rank: EngineTarget) -> Part | None:
-    """Rows that only pad are in no checkpoint; a rank that has nothing else wants nothing."""
+def _find_vocab(shape: Shape, rank: EngineTarget) -> TargetPart | None:
+    """Return this rank's rows without padding, or None if it holds padding alone."""
     padded = -(-shape[0] // rank.vocab_multiple) * rank.vocab_multiple
     if padded % rank.tp_size:
-        raise UsageError(f"{padded} vocabulary rows cannot be shared by {rank.tp_size} ranks.")
+        raise UsageError(
+            f"{padded} vocabulary rows cannot be shared by {rank.tp_size} ranks.", _OTHER_SIZES
+        )
     rows = padded // rank.tp_size
     start = rank.tp_rank * rows
-    held = min(shape[0], start + rows) - start
-    return _rows(shape, start, held, 0, rows) if held > 0 else None
+    real = min(shape[0], start + rows) - start
+    return _make_rows(shape, start, real, 0, rows) if real > 0 else None
 
 
-def _expert(name: str, kind: Kind, expert: int, shape: Shape, rank: EngineTarget) -> Part | None:
+def _find_expert(
+    name: str, kind: Kind, expert: int, shape: Shape, rank: EngineTarget
+) -> TargetPart | None:
     if expert >= rank.experts:
-        raise UsageError(f"{name} is beyond the model's {rank.experts} experts.")
+        raise UsageError(
+            f"{name} is beyond the model's {rank.experts} experts.",
+            "Check the number of experts in the model's config.json.",
+        )
     if expert not in rank.owned:
         return None
     here = expert - rank.owned.start
-    # With expert parallelism the tensor ranks cut no experts.
+    # With expert parallelism, an expert is whole on its rank.
     tp, t = (rank.tp_size, rank.tp_rank) if rank.ep_size == 1 else (1, 0)
     count = len(rank.owned)
     if kind is Kind.EXPERT_DOWN:
-        width = _divided(shape[1], tp, name)
+        width = _divide(shape[1], tp, name)
         box = Box((0, t * width), (shape[0], (t + 1) * width))
-        return Part(box, (here, 0, 0), (count, shape[0], width))
-    width = _divided(shape[0], tp, name)
+        return TargetPart(box, (here, 0, 0), (count, shape[0], width))
+    width = _divide(shape[0], tp, name)
     at = 0 if kind is Kind.EXPERT_GATE else width
     box = Box((t * width, 0), ((t + 1) * width, shape[1]))
-    return Part(box, (here, at, 0), (count, 2 * width, shape[1]))
+    return TargetPart(box, (here, at, 0), (count, 2 * width, shape[1]))
 
 
-def _divided(size: int, ranks: int, name: str) -> int:
+def _divide(size: int, ranks: int, name: str) -> int:
     if size % ranks:
-        raise UsageError(f"{name} cannot be cut into {ranks} equal parts along {size}.")
+        raise UsageError(
+            f"{name} cannot be cut into {ranks} equal parts along {size}.", _OTHER_SIZES
+        )
     return size // ranks

@@ -43,6 +43,7 @@ class Publisher(ABC):
 
     Publishers are context managers. Versions must grow.
 
+    Example:
         with ShmPublisher() as publisher:
             for step in range(1, steps):
                 train()
@@ -88,9 +89,10 @@ class Publisher(ABC):
 class Reader(ABC):
     """Receives versions inside a worker. It keeps its mappings and connections between versions.
 
-    reader = ShmReader()
-    for name, tensor in reader.tensors(offer):
-        parameters[name].copy_(tensor)   # valid until the next tensor is requested
+    Example:
+        reader = ShmReader()
+        for name, tensor in reader.tensors(offer):
+            parameters[name].copy_(tensor)  # valid until the next tensor is requested
     """
 
     can_restrict: bool = False

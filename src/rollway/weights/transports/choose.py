@@ -101,7 +101,7 @@ def choose_transport(
         return Choice("shm", "the tensors are in CPU memory of the engines' machine")
     if directory is not None and not is_sharded:
         return Choice("files", f"engines are on other machines, and all share {directory}")
-    from rollway.weights.transports.nixl_agent import import_nixl
+    from rollway.weights.transports.nixl.agent import import_nixl
 
     try:
         import_nixl()
@@ -127,9 +127,10 @@ def open_publisher(
 
     `directory` is where files and delta store versions. With `temporary` they remove it when the
     publisher closes or its process ends, however it ends. `bucket_bytes` limits the memory that
-    cuda_ipc and files need for tensors on their way. `options` are further ones of the transport's
-    own publisher.
+    cuda_ipc, files and collective need for tensors on their way. `options` are further ones of the
+    transport's own publisher.
 
+    Example:
         destination = Destination(stack="s1", secret=secret, model=path)
         with open_publisher("auto", destination) as publisher:
             offer = publisher.publish(1, model.named_parameters())
@@ -173,7 +174,10 @@ def _find_arguments(
         case "cuda_ipc":
             return {"bucket_bytes": bucket_bytes} if bucket_bytes else {}
         case "collective":
-            return {"host": host, "receivers": destination.receivers}
+            from rollway.weights.transports.collective.publisher import BUCKET_BYTES
+
+            size = min(bucket_bytes or BUCKET_BYTES, BUCKET_BYTES)
+            return {"host": host, "receivers": destination.receivers, "bucket_bytes": size}
         case "nixl":
             ranks = destination.engine_ranks
             return {"host": host, "secret": destination.secret, "engine_ranks": ranks}
@@ -184,7 +188,7 @@ def _find_arguments(
         )
     arguments: dict[str, Any] = {"temporary": True} if temporary else {}
     if transport == "delta":
-        from rollway.weights.store import Store
+        from rollway.weights.transports.delta import Store
 
         return arguments | {"carrier": Store(directory)}
     if bucket_bytes:
@@ -203,18 +207,15 @@ class AutomaticPublisher(Publisher):
         """The transport and the reason for it; None before the first tensors."""
 
     def publish(self, version: int, tensors: Source | None = None) -> Offer:
-        if self._publisher is None and tensors is not None:
-            tensors = self._open(tensors)
-        if self._publisher is None:
-            raise UsageError("There are no tensors to publish.", "Pass them, or `adopt` them.")
-        return self._publisher.publish(version, tensors)
+        publisher = self._publisher
+        if publisher is None:
+            publisher, tensors = self._open(tensors)
+        return publisher.publish(version, tensors)
 
     def adopt(self, tensors: Iterable[NamedTensor]) -> None:
         parameters = list(tensors)
-        if self._publisher is None:
-            self._open(parameters)
-        assert self._publisher is not None
-        self._publisher.adopt(parameters)
+        publisher = self._publisher or self._open(parameters)[0]
+        publisher.adopt(parameters)
 
     def expect(self, receivers: int) -> None:
         if self._publisher is not None:
@@ -232,8 +233,8 @@ class AutomaticPublisher(Publisher):
         if self._publisher is not None:
             self._publisher.close()
 
-    def _open(self, tensors: Source) -> Source:
-        """Open the publisher for these tensors, and return them to be published."""
+    def _open(self, tensors: Source | None) -> tuple[Publisher, Source]:
+        """Open the publisher for these tensors; return it and the tensors."""
         source = inspect_source(tensors)
         self.choice = choose_transport(
             "auto",
@@ -245,4 +246,4 @@ class AutomaticPublisher(Publisher):
         log.info("publishing weights by %s: %s", self.choice.transport, self.choice.reason)
         self.transport = self.choice.transport
         self._publisher = open_publisher(self.choice.transport, self._destination, **self._options)
-        return source.shards or source.tensors
+        return self._publisher, source.shards or source.tensors

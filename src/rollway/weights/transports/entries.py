@@ -10,12 +10,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import TypeAlias
 
+import msgspec
 import torch
 from torch import Tensor
 
 from rollway.errors import WeightsError
 from rollway.weights.digest.bits import DTYPES, dtype_name
-from rollway.weights.offer import Entry
+from rollway.weights.offer import Entry, Lies
 
 Parameters: TypeAlias = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | torch.nn.Module
 
@@ -32,9 +33,16 @@ def align(nbytes: int, alignment: int) -> int:
     return -(-nbytes // alignment) * alignment
 
 
-def make_entry(name: str, tensor: Tensor, offset: int, digest: str = "") -> Entry:
-    shape = tuple(tensor.shape)
-    return Entry(name, dtype_name(tensor), shape, offset, tensor.nbytes, digest)
+def make_entry(
+    name: str, tensor: Tensor, offset: int, digest: str = "", boxes: Iterable[Lies] = ()
+) -> Entry:
+    kind, shape = dtype_name(tensor), tuple(tensor.shape)
+    return Entry(name, kind, shape, offset, tensor.nbytes, digest, tuple(boxes))
+
+
+def set_digests(entries: Sequence[Entry], digests: Sequence[str]) -> list[Entry]:
+    pairs = zip(entries, digests, strict=True)
+    return [msgspec.structs.replace(entry, digest=digest) for entry, digest in pairs]
 
 
 def lay_out(

@@ -28,7 +28,7 @@ from rollway.weights.checkpoint import (
 )
 from rollway.weights.offer import Offer
 from rollway.weights.transports.base import Publisher, Reader, Source, inspect_source, never
-from rollway.weights.transports.versions import Versions, check_next, check_retention
+from rollway.weights.transports.versions import check_next, check_retention
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,29 +41,12 @@ _WEIGHT_FILES = (
 )
 
 
-class VersionDirectory(Versions):
-    """The versions that are stored below a directory."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-
-    def versions(self) -> list[int]:
-        try:
-            names = [_NAME.fullmatch(path.name) for path in self.root.iterdir()]
-        except FileNotFoundError:
-            return []
-        numbers = sorted(int(name[1]) for name in names if name)
-        return [number for number in numbers if _exists(self.path(number) / STABLE)]
-
-    def path(self, version: int) -> Path:
-        return self.root / f"v{version}"
-
-
 class FilesPublisher(Publisher):
     """Writes versions below `root`, with all files but the weights copied from `model`.
 
-    with FilesPublisher(Path("/shared/weights"), model=path) as publisher:
-        stack.refit(1, publisher.publish(1, model.named_parameters()))
+    Example:
+        with FilesPublisher(Path("/shared/weights"), model=path) as publisher:
+            stack.refit(1, publisher.publish(1, model.named_parameters()))
     """
 
     transport = "files"
@@ -85,8 +68,7 @@ class FilesPublisher(Publisher):
             raise UsageError(
                 f"{model} has no config.json.", "Give the directory of the model that is trained."
             )
-        self.stored = VersionDirectory(root)
-        self._model = model
+        self._root, self._model = root, model
         self._keep_recent = keep_recent
         self._shard_bytes = shard_bytes
         self._guard = leftovers.Guard(root) if temporary else None
@@ -96,18 +78,28 @@ class FilesPublisher(Publisher):
     def publish(self, version: int, tensors: Source | None = None) -> Offer:
         """Write a version, then remove those that are too old."""
         source = inspect_source(tensors)
-        check_next(version, self.stored.latest())
+        check_next(version, max(self.versions(), default=None))
         write = partial(self._write, source.pairs())
         try:
-            path = publish_checkpoint(self.stored.path(version), write)
+            path = publish_checkpoint(self.path(version), write)
         except OSError as error:
             raise WeightsError(
-                f"Version {version} cannot be written to {self.stored.root}: {error.strerror}."
+                f"Version {version} cannot be written to {self._root}: {error.strerror}."
             ) from error
         self._clean()
         checkpoint = check_checkpoint(path, whole=False)
         where = {"path": str(checkpoint.path)}
         return Offer("files", version, checkpoint.identity, checkpoint.nbytes, where)
+
+    def versions(self) -> list[int]:
+        """List the versions that can be read now, oldest first."""
+        names = [_NAME.fullmatch(path.name) for path in self._root.iterdir()]
+        numbers = sorted(int(name[1]) for name in names if name)
+        return [number for number in numbers if _exists(self.path(number) / STABLE)]
+
+    def path(self, version: int) -> Path:
+        """Return the directory of a version."""
+        return self._root / f"v{version}"
 
     def close(self) -> None:
         """Remove a temporary root; other versions stay."""
@@ -122,14 +114,13 @@ class FilesPublisher(Publisher):
 
     def _clean(self) -> None:
         """Remove old versions, and what publishers that died have left half-written."""
-        root = self.stored.root
-        for version in self.stored.versions()[: -self._keep_recent]:
-            trash = root / leftovers.scratch_name(f"v{version}", leftovers.TRASH)
+        for version in self.versions()[: -self._keep_recent]:
+            trash = self._root / leftovers.scratch_name(f"v{version}", leftovers.TRASH)
             try:
-                self.stored.path(version).rename(trash)
+                self.path(version).rename(trash)
             except OSError:
                 continue  # another publisher was faster
-        for path in root.glob(".v*"):
+        for path in self._root.glob(".v*"):
             is_abandoned = path.name.endswith(f".{leftovers.PARTIAL}") and leftovers.gone(
                 path.name, _idle_seconds(path)
             )

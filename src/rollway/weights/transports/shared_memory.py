@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rollway.errors import UsageError, WeightsError
 from rollway.weights import leftovers
-from rollway.weights.offer import MOST_MANIFEST_BYTES, Offer
+from rollway.weights.offer import MOST_MANIFEST_BYTES, Manifest, Offer
 from rollway.weights.untrusted import open_plain, read_plain, reason
 
 SHM = Path("/dev/shm")
@@ -35,7 +35,7 @@ def prepare_directory(directory: Path, prefix: str) -> None:
 
 
 @contextmanager
-def plain_file(path: Path) -> Iterator[tuple[int, os.stat_result]]:
+def open_shared_file(path: Path) -> Iterator[tuple[int, os.stat_result]]:
     """Open a plain file for reading; yield its descriptor and its status."""
     with ExitStack() as stack:
         try:
@@ -45,7 +45,7 @@ def plain_file(path: Path) -> Iterator[tuple[int, os.stat_result]]:
         yield handle, os.fstat(handle)
 
 
-def mapped(handle: int, size: int, *, whole: bool = True) -> Tensor:
+def map_for_reading(handle: int, size: int, *, whole: bool = True) -> Tensor:
     """Map a file for reading, as a tensor of bytes.
 
     All pages are mapped at once: page faults would take longer than the copy that follows. Pass
@@ -73,6 +73,16 @@ def map_for_writing(path: Path, nbytes: int, *, new: bool = True) -> Tensor:
         ) from error
     finally:
         os.close(handle)
+
+
+def write_tensor_list(path: Path, manifest: Manifest) -> None:
+    """Write the file with a version's list of tensors; it appears at once and complete."""
+    scratch = path.with_suffix(".partial")
+    scratch.unlink(missing_ok=True)
+    handle = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(handle, "wb") as file:
+        file.write(manifest.encode())
+    scratch.replace(path)
 
 
 class VersionGone(WeightsError):

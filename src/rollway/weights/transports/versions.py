@@ -1,42 +1,8 @@
-"""Stores of versions: which versions there are, and how long they stay."""
+"""Checks that every publisher makes of the numbers of versions."""
 
 from __future__ import annotations
 
-import time
-from abc import ABC, abstractmethod
-
-from rollway.errors import UsageError, WeightsError
-
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.01, 0.5
-
-
-class Versions(ABC):
-    """Published versions, as a reader sees them: only complete ones."""
-
-    @abstractmethod
-    def versions(self) -> list[int]:
-        """List the versions that can be read now, oldest first."""
-
-    def latest(self) -> int | None:
-        return max(self.versions(), default=None)
-
-    def wait_for(self, version: int, timeout: float = 600.0) -> None:
-        """Wait until `version` can be read; poll less often the longer it takes."""
-        deadline = time.monotonic() + timeout
-        pause = _SHORTEST_PAUSE
-        while version not in (present := self.versions()):
-            if present and present[-1] > version:
-                raise WeightsError(
-                    f"Version {version} is not there, and version {present[-1]} is already.",
-                    "Read a newer one, or let the publisher keep more.",
-                )
-            if time.monotonic() > deadline:
-                raise WeightsError(
-                    f"Version {version} did not appear within {timeout:g} s.",
-                    "See whether the trainer still runs.",
-                )
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
+from rollway.errors import UsageError
 
 
 def check_retention(keep_recent: int, max_off_policy_steps: int) -> None:

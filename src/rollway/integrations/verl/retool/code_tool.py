@@ -17,13 +17,13 @@ OPTIONS = ("interpreter", "network", "packages", "readable", "scratch", "max_con
 
 
 class CodeTool(BaseTool):  # type: ignore[misc]  # verl is not typed
-    """Runs the `code` of a call and answers with what it printed. It keeps no state between calls,
-    and gives no reward of its own."""
+    """Runs the `code` of a call and returns its output. It keeps no state between calls and gives
+    no reward."""
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema) -> None:
         super().__init__(config, tool_schema)
-        self.sandbox = sandbox_from(config)
-        # verl hands the model any error of a call and goes on, so it has to be found out here.
+        self.sandbox = make_sandbox(config)
+        # verl shows the errors of a call to the model and continues, so check before any call.
         self.sandbox.check()
 
     @rollout_trace_op  # type: ignore[untyped-decorator]
@@ -34,12 +34,12 @@ class CodeTool(BaseTool):  # type: ignore[misc]  # verl is not typed
         if not isinstance(code, str):
             return ToolResponse(text="The tool needs `code`, a string of Python."), 0.0, {}
         outcome = await self.sandbox.run(extract_code(code))
-        measured = {"ending": outcome.ending, "code": outcome.code, "seconds": outcome.seconds}
-        return ToolResponse(text=answer(outcome, self.sandbox.limits)), 0.0, measured
+        metrics = {"ending": outcome.ending, "code": outcome.code, "seconds": outcome.seconds}
+        return ToolResponse(text=format_answer(outcome, self.sandbox.limits)), 0.0, metrics
 
 
-def sandbox_from(config: dict[str, Any]) -> Sandbox:
-    """The sandbox that a tool's config describes; raises for what it does not know."""
+def make_sandbox(config: dict[str, Any]) -> Sandbox:
+    """Make the sandbox that a tool's config describes; raise for unknown options."""
     unknown = sorted(set(config) - {"type", *LIMITS, *OPTIONS})
     if unknown:
         raise UsageError(
@@ -51,10 +51,9 @@ def sandbox_from(config: dict[str, Any]) -> Sandbox:
     return Sandbox(Limits(**{name: config[name] for name in LIMITS if name in config}), **options)
 
 
-def answer(outcome: Outcome, limits: Limits) -> str:
-    """What the model reads."""
-    parts = [outcome.stdout.rstrip("\n"), outcome.stderr.rstrip("\n")]
-    stopped = {
+def format_answer(outcome: Outcome, limits: Limits) -> str:
+    """Return the text that the model reads."""
+    notes = {
         "timeout": f"[stopped after {limits.timeout:g} s]",
         "cpu": f"[stopped after {limits.cpu_seconds} s of processor time]",
         "output": f"[stopped: more than {limits.output_bytes} bytes of output]",
@@ -62,5 +61,9 @@ def answer(outcome: Outcome, limits: Limits) -> str:
         "threads": "[stopped: too many threads]",
         "signal": f"[ended by signal {-outcome.code}]",
     }
-    parts.append(stopped.get(outcome.ending, ""))
-    return "\n".join(part for part in parts if part) or "[no output: print what you want to see]"
+    parts = [
+        outcome.stdout.rstrip("\n"),
+        outcome.stderr.rstrip("\n"),
+        notes.get(outcome.ending, ""),
+    ]
+    return "\n".join(filter(None, parts)) or "[no output: print what you want to see]"

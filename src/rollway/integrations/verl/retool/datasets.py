@@ -1,11 +1,11 @@
-"""The one place where rows of DAPO-Math-17k, AIME 2024 and AIME 2025 become rows of verl.
+"""Map rows of DAPO-Math-17k, AIME 2024 and AIME 2025 to rows of verl.
 
-    mapped("BytedTsinghua-SIA/DAPO-Math-17k")     # from the Hugging Face hub
-    mapped("/data/aime_2025")                     # the same source, from a directory
-    mapped("aime_2025:/data/validation.parquet")  # a path that does not tell
+    load_mapped("BytedTsinghua-SIA/DAPO-Math-17k")     # from the Hugging Face hub
+    load_mapped("/data/aime_2025")                     # a source recognised by its path
+    load_mapped("aime_2025:/data/validation.parquet")  # a source named before the path
 
-Whatever the source, a mapped row has the same columns, so they can be mixed. `verl_dataset.py` maps
-while verl loads; `write_parquet` is for those who want files.
+Mapped rows have the same columns for every source, so sources can be mixed. `verl_dataset.py` maps
+rows while verl loads them; `write_parquet` writes them to a file.
 """
 
 from __future__ import annotations
@@ -24,33 +24,34 @@ SOURCES = {
     "aime_2024": "Maxwell-Jia/AIME_2024",
     "aime_2025": "yentinglin/aime_2025",
 }
-"""The `data_source` of each, under which verl reports its scores, and where the hub has it."""
+"""By `data_source`, under which verl reports scores: the name on the hub."""
 ALIASES = {
     "math_dapo": ("mathdapo", "dapomath", "dapomath17k", "dapomath17kprocessed", "dapo"),
     "aime_2024": ("aime2024", "aime24"),
     "aime_2025": ("aime2025", "aime25"),
 }
-"""What a part of a path may be called, without case, signs and endings."""
+"""Names of a source in a path, in lower case, without punctuation and file suffix."""
 FILES = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
 
 
 def recognise(entry: str) -> tuple[str, str]:
-    """The source of an entry of `data.train_files`, and where to load it from."""
+    """Return the source of an entry of `data.train_files`, and where to load it from."""
     name, colon, path = entry.partition(":")
-    if colon and (known := _known(name)):
-        return known, path
-    if re.fullmatch(r"[\w-]+", entry) and (known := _known(entry)) and not Path(entry).exists():
-        return known, SOURCES[known]
+    if colon and (source := _find_source(name)):
+        return source, path
+    bare_name = re.fullmatch(r"[\w-]+", entry) is not None and not Path(entry).exists()
+    if bare_name and (source := _find_source(entry)):
+        return source, SOURCES[source]
     for part in reversed(re.split(r"/|--", entry)):  # the hub's cache has datasets--owner--name
-        if known := _known(part):
-            return known, entry
+        if source := _find_source(part):
+            return source, entry
     raise UsageError(
-        f"Which dataset is `{entry}`?",
+        f"`{entry}` does not say which dataset it is.",
         f"Name its directory after one of {', '.join(SOURCES)}, or write `aime_2025:{entry}`.",
     )
 
 
-def _known(part: str) -> str | None:
+def _find_source(part: str) -> str | None:
     plain = re.sub(r"(-\d+-of-\d+)?(\.\w+)?$", "", part.lower())  # shard-00000-of-00002.parquet
     plain = re.sub(r"[^a-z0-9]", "", plain)
     return next((source for source, names in ALIASES.items() if plain in names), None)
@@ -59,8 +60,8 @@ def _known(part: str) -> str | None:
 def map_row(
     row: Mapping[str, Any], index: int, source: str, suffix: str = SUFFIX
 ) -> dict[str, Any]:
-    """One row, as verl wants it. A row that was mapped before stays as it is."""
-    messages, answer = _problem(row, source)
+    """Return a row in verl's format. A row that is already mapped stays the same."""
+    messages, answer = _read_problem(row, source)
     *before, last = messages
     content = last["content"] if last["content"].endswith(suffix) else last["content"] + suffix
     prompt = [{"role": m["role"], "content": m["content"]} for m in before]
@@ -75,9 +76,9 @@ def map_row(
     }
 
 
-def _problem(row: Mapping[str, Any], source: str) -> tuple[list[Mapping[str, str]], Any]:
-    """The messages and the answer: DAPO has verl's columns, the two AIMEs a problem and an
-    answer, which one of them writes with capitals."""
+def _read_problem(row: Mapping[str, Any], source: str) -> tuple[list[Mapping[str, str]], Any]:
+    """Return the messages and the answer. DAPO has verl's columns; the AIME sets have `problem`
+    and `answer`, one of them capitalised."""
     columns = {name.lower(): value for name, value in row.items()}
     if "reward_model" in columns and "prompt" in columns:
         messages, answer = list(columns["prompt"]), columns["reward_model"].get("ground_truth")
@@ -92,29 +93,29 @@ def _problem(row: Mapping[str, Any], source: str) -> tuple[list[Mapping[str, str
     return messages, answer
 
 
-def mapped(entry: str) -> Any:
-    """All rows of one entry, as a `datasets.Dataset`."""
+def load_mapped(entry: str) -> Any:
+    """Return all rows of one entry, as a `datasets.Dataset`."""
     source, path = recognise(entry)
     rows = load(path)
     return rows.map(
         map_row,
         with_indices=True,
-        # Given here so that rows cached for another suffix are not taken for these.
+        # The suffix is part of the cache's key only if it is an argument.
         fn_kwargs={"source": source, "suffix": SUFFIX},
         remove_columns=rows.column_names,
-        features=features(),
+        features=_features(),
         desc=f"Mapping {source}",
     )
 
 
 def load(path: str) -> Any:
-    """The rows of a file, a directory or a name on the hub."""
+    """Load the rows of a file, a directory or a name on the hub."""
     import datasets
 
     local = Path(path).expanduser()
     if local.is_file():
         if local.suffix not in FILES:
-            raise UsageError(f"{path} is no dataset.", f"Give one of {', '.join(FILES)}.")
+            raise UsageError(f"{path} is not a dataset.", f"Give one of {', '.join(FILES)}.")
         return datasets.load_dataset(FILES[local.suffix], data_files=str(local))["train"]
     if path.startswith(("/", ".", "~")) and not local.is_dir():
         raise UsageError(f"{path} does not exist.", "Give a file, a directory or a hub name.")
@@ -124,8 +125,8 @@ def load(path: str) -> Any:
     return splits["train"] if "train" in splits else next(iter(splits.values()))
 
 
-def features() -> Any:
-    """The columns of a mapped row and their types; without them each source would infer its own."""
+def _features() -> Any:
+    """Return the column types of a mapped row; datasets would infer different ones per source."""
     from datasets import Features, Value
 
     text = Value("string")
@@ -142,8 +143,8 @@ def features() -> Any:
 
 
 def write_parquet(entry: str, path: Path) -> int:
-    """Map an entry into a file that verl's own dataset class can load; returns the rows."""
-    rows = mapped(entry)
+    """Map an entry into a file for verl's own dataset class; return the number of rows."""
+    rows = load_mapped(entry)
     path.parent.mkdir(parents=True, exist_ok=True)
     rows.to_parquet(str(path))
     return len(rows)

@@ -1,4 +1,4 @@
-"""Runs one Python program under limits: started as `python -I -S jail.py`, needs nothing else.
+"""Run one Python program under limits; started as `python -I -S jail.py`, without any package.
 
     caller --- job: one JSON line ---> keeper (this process)
                                           | fork: limits, other user, files, system calls; exec
@@ -6,10 +6,10 @@
                                        program (its own process group, an empty directory)
     caller <-- report: one JSON line -- keeper, after every process of the program is gone
 
-The keeper is the subreaper of all that the program starts, so nothing gets away from it, and it
-ends the program when the caller closes the pipe, as the death of the caller also does. It removes
-the directory after the report, so that no tree of files can cost the report. It runs under the
-interpreter that runs the program, which may be older than the caller's.
+The keeper is the subreaper of every process that the program starts, so none escapes it. It kills
+the program when the caller closes the pipe or dies. It reports before it removes the directory, so
+that no tree of files can delay the report. The keeper runs under the interpreter that runs the
+program, which may be as old as Python 3.9.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ import time
 from pathlib import Path
 from typing import Any
 
-LOOK_SECONDS = 0.02
-"""How often the keeper looks whether the program ended, or became too many processes."""
+POLL_SECONDS = 0.02
+"""Interval at which the keeper checks whether the program ended or has too many processes."""
 OWN_USERS, NOBODY = 1_000_000_000, 65534
-"""A program of root gets the user id after its process, or where only few are mapped, the last."""
-MOST_PROCESS_IDS = 1 << 22
-"""Linux numbers no process higher, so the user ids of programs end here too."""
+"""As root, a program gets user id OWN_USERS + its pid; NOBODY where that id is not mapped."""
+MAX_PROCESS_ID = 1 << 22
+"""Linux's own limit; it bounds the user ids of programs too."""
 THREADS = 64
-"""Of a program, besides the first of each process: more than any numerical library needs."""
+"""Threads of a program besides the first of each process: more than numerical libraries need."""
 PENDING_SIGNALS = 128
-"""Signals and timers, which the kernel counts for all processes of a user together."""
+"""Signals and timers, which the kernel counts over all processes of a user."""
 GUARD_ROUNDS = 500
-"""How often the guard of a group kills it; a process that nobody reaps would stay in it."""
+"""How often a guard kills its group before it gives up: an unreaped process stays in the group."""
 SETUP_FAILED = 125
 PREFIX = "rollway-code-"
-"""How the name of a working directory begins."""
+"""Prefix of the names of working directories."""
 
 PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 22, 36, 38
 SECCOMP_MODE_FILTER = 2
@@ -57,6 +57,10 @@ class CannotConfine(Exception):
     """This kernel or machine does not offer what the job requires."""
 
 
+def cannot_confine(layer: str) -> CannotConfine:
+    return CannotConfine(f"{layer}: {os.strerror(ctypes.get_errno())}")
+
+
 # --- What the program may do ---
 
 
@@ -64,18 +68,20 @@ def restrict_system_calls(code: bytes | None) -> None:
     """Install the seccomp filter that the caller assembled for this machine."""
     if code is None:
         raise CannotConfine(f"no list of system calls for {os.uname().machine}")
-    held = ctypes.create_string_buffer(code, len(code))
-    header = ctypes.create_string_buffer(
-        struct.pack("@HP", len(code) // 8, ctypes.addressof(held)), 16
-    )
+    instructions = ctypes.create_string_buffer(code, len(code))
+    program = struct.pack("@HP", len(code) // 8, ctypes.addressof(instructions))
+    header = ctypes.create_string_buffer(program, 16)
     if libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, header, 0, 0) != 0:
-        raise CannotConfine(f"seccomp: {os.strerror(ctypes.get_errno())}")
+        raise cannot_confine("seccomp")
 
 
 def restrict_files(directory: str, readable: list[str]) -> int:
-    """With Landlock: read the interpreter and the system, write only `directory`. This also shuts
-    off the memory and environment of other processes, and from version 6 on signals to processes
-    and abstract sockets outside. Returns the version, 0 where the kernel has no Landlock."""
+    """Allow reads of the interpreter and the system, and writes to `directory` alone (Landlock).
+
+    Landlock also blocks the memory and environment of other processes, and from version 6 on
+    signals to processes and abstract sockets outside. Return its version, 0 where the kernel has
+    none.
+    """
     version = libc.syscall(LANDLOCK_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint32(1))
     if version < 1:
         return 0
@@ -90,20 +96,20 @@ def restrict_files(directory: str, readable: list[str]) -> int:
     allowed += [(directory, everything), ("/dev/null", write_file)]
     for path, access in allowed:
         with contextlib.suppress(FileNotFoundError):
-            opened = os.open(path, os.O_PATH | os.O_CLOEXEC)
-            rule = ctypes.create_string_buffer(struct.pack("<Qi", access, opened), 12)
-            done = libc.syscall(LANDLOCK_ADD, rules, 1, rule, ctypes.c_uint32(0))
-            os.close(opened)
-            if done != 0:
-                raise CannotConfine(f"landlock, {path}: {os.strerror(ctypes.get_errno())}")
+            handle = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            rule = ctypes.create_string_buffer(struct.pack("<Qi", access, handle), 12)
+            result = libc.syscall(LANDLOCK_ADD, rules, 1, rule, ctypes.c_uint32(0))
+            os.close(handle)
+            if result != 0:
+                raise cannot_confine(f"landlock, {path}")
     if libc.syscall(LANDLOCK_RESTRICT, rules, ctypes.c_uint32(0)) != 0:
-        raise CannotConfine(f"landlock: {os.strerror(ctypes.get_errno())}")
+        raise cannot_confine("landlock")
     os.close(rules)
     return int(version)
 
 
-def readable_paths(more: list[str]) -> list[str]:
-    """What an interpreter reads to start and to import its packages."""
+def list_readable(more: list[str]) -> list[str]:
+    """List the paths that an interpreter reads to start and to import its packages."""
     start = Path(sys.executable).absolute()
     paths = [sys.prefix, sys.base_prefix, sys.exec_prefix, str(start.resolve().parent)]
     if (start.parent.parent / "pyvenv.cfg").exists():
@@ -114,7 +120,7 @@ def readable_paths(more: list[str]) -> list[str]:
 
 
 def become_nobody(directory: str) -> bool:
-    """Give up root for a user that owns nothing but `directory`."""
+    """Change from root to a user that owns nothing but `directory`; return whether it worked."""
     if os.geteuid() != 0:
         return False
     for user in (OWN_USERS + os.getpid(), NOBODY):
@@ -123,17 +129,17 @@ def become_nobody(directory: str) -> bool:
             os.chown(directory, user, user)
             os.setresgid(user, user, user)
             os.setresuid(user, user, user)
-        except OSError:  # a user namespace that does not map it
+        except OSError:  # this user namespace does not map the id
             continue
         return True
     return False
 
 
 def drop_capabilities() -> None:
-    """Give up the capabilities of a root that has no other user to become."""
+    """Drop all capabilities, for a root that could not become another user."""
     header = ctypes.create_string_buffer(struct.pack("=Ii", CAPABILITY_VERSION, 0), 8)
     if libc.capset(header, ctypes.create_string_buffer(24)) != 0:
-        raise CannotConfine(f"capabilities: {os.strerror(ctypes.get_errno())}")
+        raise cannot_confine("capabilities")
 
 
 def set_limits(job: dict[str, Any]) -> None:
@@ -147,31 +153,35 @@ def set_limits(job: dict[str, Any]) -> None:
         resource.RLIMIT_MSGQUEUE: 0,  # queues would outlive the program
         resource.RLIMIT_SIGPENDING: PENDING_SIGNALS,
     }
-    if os.getuid() > OWN_USERS:  # else this counts what others run under the same user
+    if os.getuid() > OWN_USERS:  # else it would count other processes of the same user
         limits[resource.RLIMIT_NPROC] = job["processes"] + THREADS
-    for which, most in limits.items():
-        allowed = resource.getrlimit(which)[1]
-        most = most if allowed == resource.RLIM_INFINITY else min(most, allowed)
-        resource.setrlimit(which, (most, most))
+    for kind, limit in limits.items():
+        allowed = resource.getrlimit(kind)[1]
+        limit = limit if allowed == resource.RLIM_INFINITY else min(limit, allowed)
+        resource.setrlimit(kind, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CPU, (job["cpu_seconds"], job["cpu_seconds"] + 1))
 
 
 # --- The program, up to its start ---
 
 
-def start_program(job: dict[str, Any], directory: str, keeper: int, told: int) -> None:
-    """In the child: take everything away, then become the program. Does not return."""
+def become_program(job: dict[str, Any], directory: str, keeper: int, status: int) -> None:
+    """Confine this child process, report the layers to `status`, and execute the program.
+
+    The order matters: the change of user needs root's rights and clears the death signal, Landlock
+    and seccomp need `no_new_privs`, and the filter forbids most of the calls before it.
+    """
     os.chdir(directory)
     other_user = become_nobody(directory)
     own_user = os.getuid() > OWN_USERS
     drop_capabilities()
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # a change of user would clear it
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != keeper:
-        os._exit(SETUP_FAILED)  # the keeper died before this could be asked for
+        os._exit(SETUP_FAILED)  # the keeper died before the death signal was set
     set_limits(job)
     if libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
-        raise CannotConfine(f"no_new_privs: {os.strerror(ctypes.get_errno())}")
-    landlock = restrict_files(directory, readable_paths(job["readable"]))
+        raise cannot_confine("no_new_privs")
+    landlock = restrict_files(directory, list_readable(job["readable"]))
     code = job["filters"]["own_user" if own_user else "shared_user"]
     try:
         restrict_system_calls(bytes.fromhex(code) if code else None)
@@ -184,28 +194,29 @@ def start_program(job: dict[str, Any], directory: str, keeper: int, told: int) -
         "user": other_user, "own_user": own_user, "calls": calls, "files": landlock >= 1,
         "truncation": landlock >= 3, "scopes": landlock >= 6,
     }  # fmt: skip
-    os.write(told, json.dumps(confined).encode())
+    os.write(status, json.dumps(confined).encode())
     Path("main.py").write_text(job["code"], encoding="utf-8", errors="replace")
     command = [sys.executable, "-I", "-B", "-X", "utf8", *([] if job["packages"] else ["-S"])]
-    one_thread = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
     environment = {
-        "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": directory, "TMPDIR": directory
+        "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": directory, "TMPDIR": directory,
+        "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
     }  # fmt: skip
-    os.execve(sys.executable, [*command, "-c", job["runner"]], {**environment, **one_thread})
+    os.execve(sys.executable, [*command, "-c", job["runner"]], environment)
 
 
-def in_child(
-    job: dict[str, Any], directory: str, keeper: int, streams: tuple[int, int], told: int
+def run_child(
+    job: dict[str, Any], directory: str, keeper: int, streams: tuple[int, int], status: int
 ) -> None:
+    """Become the program; an error goes to `status` behind a `!`, since nothing else reads it."""
     try:
         os.setpgid(0, 0)
         null = os.open("/dev/null", os.O_RDONLY)
         for source, target in zip((null, *streams), (0, 1, 2)):  # noqa: B905  (older Pythons)
             os.dup2(source, target)
-        start_program(job, directory, keeper, told)
-    except BaseException as error:  # noqa: BLE001  (there is no other way to say it)
+        become_program(job, directory, keeper, status)
+    except BaseException as error:  # noqa: BLE001  (the keeper reports it)
         with contextlib.suppress(OSError):
-            os.write(told, b"!" + f"{type(error).__name__}: {error}".encode())
+            os.write(status, b"!" + f"{type(error).__name__}: {error}".encode())
     finally:
         os._exit(SETUP_FAILED)
 
@@ -214,26 +225,28 @@ def in_child(
 
 
 def guard_group(group: int) -> int:
-    """Fork a process that kills the group if this one dies, and return its id: only the first
-    process of a program dies with its keeper, its children do not."""
-    alive, keeper_only = os.pipe()
+    """Fork a process that kills the group if this one dies; return its pid.
+
+    PR_SET_PDEATHSIG covers only the first process of a program: its children need the guard.
+    """
+    reader, writer = os.pipe()
     guard = os.fork()
     if guard != 0:
-        os.close(alive)  # the other end stays open for as long as this process lives
+        os.close(reader)  # the writer stays open as long as this process lives
         return guard
-    os.close(keeper_only)
-    os.read(alive, 1)
+    os.close(writer)
+    os.read(reader, 1)  # returns when the keeper has died
     for _ in range(GUARD_ROUNDS):
         try:
             os.killpg(group, signal.SIGKILL)
-        except OSError:  # none is left
+        except OSError:  # no process is left
             break
-        time.sleep(LOOK_SECONDS)
+        time.sleep(POLL_SECONDS)
     os._exit(0)
 
 
 class Keeper:
-    """Starts the program, takes its output, and ends it when it has had enough."""
+    """Starts the program, collects its output, and kills it at a limit."""
 
     def __init__(self, job: dict[str, Any]) -> None:
         self.job = job
@@ -243,15 +256,15 @@ class Keeper:
 
     def run(self, directory: str) -> dict[str, Any]:
         libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        (out, out_end), (err, err_end), (heard, told) = os.pipe(), os.pipe(), os.pipe()
+        (out, out_end), (err, err_end), (status_out, status_end) = os.pipe(), os.pipe(), os.pipe()
         began = time.monotonic()
         keeper = os.getpid()
         self.pid = os.fork()
         if self.pid == 0:
-            in_child(self.job, directory, keeper, (out_end, err_end), told)
-        with contextlib.suppress(OSError):  # the child does the same; one of the two is first
+            run_child(self.job, directory, keeper, (out_end, err_end), status_end)
+        with contextlib.suppress(OSError):  # the child does the same; either may be first
             os.setpgid(self.pid, self.pid)
-        for end in (out_end, err_end, told):
+        for end in (out_end, err_end, status_end):
             os.close(end)
         self.output, self.reading = {out: bytearray(), err: bytearray()}, {out, err}
         try:
@@ -259,19 +272,19 @@ class Keeper:
                 self.guard = guard_group(self.pid)
             ending = self._watch(began + self.job["timeout"])
         finally:
-            status = self._end()
+            status = self._kill()
         seconds = time.monotonic() - began
-        confined = os.read(heard, 4096)
+        confined = os.read(status_out, 4096)
         if b"!" in confined or not confined:
             problem = confined.partition(b"!")[2].decode(errors="replace")
             return {"problem": problem or "the program could not be started"}
         stdout, stderr = (
-            bytes(kept[: self.job["output_bytes"]])
+            bytes(output[: self.job["output_bytes"]])
             .replace(directory.encode() + b"/", b"")
             .decode(errors="replace")
-            for kept in self.output.values()
+            for output in self.output.values()
         )
-        if any(len(kept) > self.job["output_bytes"] for kept in self.output.values()):
+        if self._output_exceeded():
             ending = "output"
         elif ending == "exit" and os.WIFSIGNALED(status):
             ending = "cpu" if os.WTERMSIG(status) == signal.SIGXCPU else "signal"
@@ -282,10 +295,12 @@ class Keeper:
         }  # fmt: skip
 
     def _watch(self, deadline: float) -> str:
-        """Until the program ends or must be ended; says why."""
+        """Wait until the program ends or reaches a limit; return which."""
         caller = 0
         while True:
-            if self._exited():
+            # WNOWAIT leaves it unreaped: while the leader exists, its group id is not reused.
+            flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
+            if os.waitid(os.P_PID, self.pid, flags) is not None:
                 return "exit"
             if time.monotonic() > deadline:
                 return "timeout"
@@ -294,32 +309,29 @@ class Keeper:
                 return "processes"
             if threads > self.job["processes"] + THREADS:
                 return "threads"
-            ready, _, _ = select.select([caller, *self.reading], [], [], LOOK_SECONDS)
+            ready, _, _ = select.select([caller, *self.reading], [], [], POLL_SECONDS)
             if caller in ready and not os.read(caller, 4096):
                 return "cancelled"
-            if self._take(ready):
+            self._read(ready)
+            if self._output_exceeded():
                 return "output"
 
-    def _take(self, ready: list[int]) -> bool:
-        """Read what is there; True once there is more than may be."""
+    def _read(self, ready: list[int]) -> None:
         for stream in self.reading.intersection(ready):
             piece = os.read(stream, 65536)
             self.output[stream] += piece
             if not piece:
                 self.reading.remove(stream)
-        return any(len(kept) > self.job["output_bytes"] for kept in self.output.values())
 
-    def _exited(self) -> bool:
-        """Without reaping it: while the leader is there, its group's number is not reused."""
-        flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
-        return os.waitid(os.P_PID, self.pid, flags) is not None
+    def _output_exceeded(self) -> bool:
+        return any(len(output) > self.job["output_bytes"] for output in self.output.values())
 
     def _count(self) -> tuple[int, int]:
         """Count the processes of the program's group, and the threads of all of them."""
         group = {self.pid}
         if self.job["processes"] > 1:
             for entry in Path("/proc").iterdir():
-                with contextlib.suppress(OSError, ValueError):  # it ended, or is no process
+                with contextlib.suppress(OSError, ValueError):  # it ended, or is not a process
                     if os.getpgid(int(entry.name)) == self.pid:
                         group.add(int(entry.name))
         threads = 0
@@ -328,21 +340,22 @@ class Keeper:
                 threads += sum(1 for _ in Path(f"/proc/{pid}/task").iterdir())
         return len(group), threads
 
-    def _end(self) -> int:
-        """Kill all that is left, take the last output, and reap; returns the program's status."""
+    def _kill(self) -> int:
+        """Kill all that is left, read the last output, and reap; return the program's status."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         if self.guard:
             os.kill(self.guard, signal.SIGKILL)
         while self.reading:
             ready, _, _ = select.select(list(self.reading), [], [], 0)
-            if not ready or self._take(ready):
+            self._read(ready)
+            if not ready or self._output_exceeded():
                 break
         status = os.waitpid(self.pid, 0)[1]
         children = Path(f"/proc/self/task/{os.getpid()}/children")
         with contextlib.suppress(ChildProcessError):
             while True:
-                if os.waitpid(-1, os.WNOHANG)[0] == 0:  # left its group, and came to us
+                if os.waitpid(-1, os.WNOHANG)[0] == 0:  # a process that left the group
                     with contextlib.suppress(OSError):
                         for child in children.read_text().split():
                             os.kill(int(child), signal.SIGKILL)
@@ -354,7 +367,7 @@ class Keeper:
 
 
 def make_directory(scratch: str) -> tuple[str, int]:
-    """Make a directory and lock it as long as this keeper lives; returns it with the lock."""
+    """Make a directory and lock it for as long as this keeper lives; return it with the lock."""
     while True:
         path = tempfile.mkdtemp(prefix=PREFIX, dir=scratch)
         with contextlib.suppress(FileNotFoundError):  # another keeper swept it before the lock
@@ -366,7 +379,7 @@ def make_directory(scratch: str) -> tuple[str, int]:
 
 
 def open_directory(name: str, parent: int | None = None) -> int:
-    """Open a directory, never through a link; its owner gets all rights to it before."""
+    """Open a directory, never through a link, after giving its owner all rights to it."""
     handle = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
     try:
         if os.fstat(handle).st_mode & 0o700 != 0o700:
@@ -377,10 +390,10 @@ def open_directory(name: str, parent: int | None = None) -> int:
 
 
 def empty_directory(top: int) -> None:
-    """Remove all that a directory holds, as far as the kernel lets us.
+    """Remove the contents of a directory, as far as the kernel permits.
 
-    The directories below come up into `top`, and each is emptied there: a tree of any depth needs
-    no recursion, no long path and no more than a few descriptors.
+    Directories below are moved up into `top` and emptied there, so a tree of any depth needs no
+    recursion, no long path and only a few descriptors.
     """
     os.fchmod(top, 0o700)
     lifted: set[str] = set()
@@ -397,9 +410,9 @@ def empty_directory(top: int) -> None:
 
 
 def clear(directory: int, top: int, lifted: set[str]) -> None:
-    """Remove the files of a directory, and move its directories to `top` under new names."""
+    """Remove the files of a directory and move its directories to `top` under new names."""
     progress = True
-    while progress:  # reading a directory while it changes may skip entries
+    while progress:  # reading a directory that changes may skip entries
         progress = False
         with os.scandir(directory) as entries:
             for entry in entries:
@@ -407,7 +420,7 @@ def clear(directory: int, top: int, lifted: set[str]) -> None:
                     continue
                 with contextlib.suppress(OSError):
                     if entry.is_dir(follow_symlinks=False):
-                        os.close(open_directory(entry.name, directory))  # to move it takes rights
+                        os.close(open_directory(entry.name, directory))  # a move needs the rights
                         name = os.urandom(16).hex()
                         os.rename(entry.name, name, src_dir_fd=directory, dst_dir_fd=top)
                         lifted.add(name)
@@ -417,13 +430,13 @@ def clear(directory: int, top: int, lifted: set[str]) -> None:
 
 
 def sweep(scratch: str) -> None:
-    """Remove the directories that killed keepers left; a living keeper holds the lock of its."""
-    me = os.geteuid()
+    """Remove directories of killed keepers; a living keeper holds the lock of its own."""
+    user = os.geteuid()
     for path in Path(scratch).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
             owner = path.lstat().st_uid
-            program = owner == NOBODY or 0 < owner - OWN_USERS <= MOST_PROCESS_IDS
-            if owner != me and not (me == 0 and program):
+            of_program = owner == NOBODY or 0 < owner - OWN_USERS <= MAX_PROCESS_ID
+            if owner != user and not (user == 0 and of_program):
                 continue
             lock = open_directory(str(path))
             try:
@@ -449,7 +462,7 @@ def main() -> None:
         with contextlib.suppress(BrokenPipeError):
             os.write(1, json.dumps(report).encode())
         null = os.open(os.devnull, os.O_RDWR)
-        for stream in (1, 2):  # the caller reads them to their end
+        for stream in (1, 2):  # the caller reads both to their end, so close them now
             os.dup2(null, stream)
     finally:
         with contextlib.suppress(OSError):

@@ -1,7 +1,7 @@
-"""What the sandbox's interpreter runs, by `-c`: the model's `main.py`, as a notebook would.
+"""The code that the sandbox's interpreter runs by `-c`: it runs the model's `main.py`.
 
-The value of a last expression is printed unless it is None, so a program without a print answers
-too. Tracebacks begin at the model's own lines.
+Like a notebook, it prints the value of a last expression unless that is None, so a program without
+a print has output too. Tracebacks begin at the model's own lines.
 """
 
 from __future__ import annotations
@@ -16,19 +16,17 @@ from typing import Any
 
 def run(source: str, names: dict[str, Any]) -> None:
     tree = ast.parse(source, "main.py")
-    last = tree.body[-1] if tree.body else None
-    if not isinstance(last, ast.Expr):
-        exec(compile(tree, "main.py", "exec", dont_inherit=True), names)
-        return
-    del tree.body[-1]
+    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     exec(compile(tree, "main.py", "exec", dont_inherit=True), names)
-    value = eval(compile(ast.Expression(last.value), "main.py", "eval", dont_inherit=True), names)
-    if value is not None:
-        print(value)
+    if isinstance(last, ast.Expr):
+        expression = ast.Expression(last.value)
+        value = eval(compile(expression, "main.py", "eval", dont_inherit=True), names)
+        if value is not None:
+            print(value)
 
 
 def main() -> None:
-    # A module of its own under the usual name: dataclasses and others look theirs up there.
+    # A new module under the usual name: dataclasses and others look up their module there.
     module = sys.modules["__main__"] = types.ModuleType("__main__")
     try:
         run(Path("main.py").read_text(encoding="utf-8"), vars(module))

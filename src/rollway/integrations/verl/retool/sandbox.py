@@ -1,12 +1,12 @@
-"""`Sandbox`: runs Python that a model wrote, in a process that can do little harm.
+"""`Sandbox`: runs Python that a model wrote, in a confined process.
 
     sandbox = Sandbox(Limits(timeout=10))
     sandbox.check()
     outcome = await sandbox.run("import sympy\\nsympy.factorint(2026)")
 
-Time, memory, output, files and processes are bounded, there is no network, the environment is
-empty, and when `run` returns or is cancelled no process and no file is left. `jail.py` does this,
-started anew for every program.
+Time, memory, output, files and processes are bounded, there is no network, and the environment is
+empty. When `run` returns or is cancelled, no process and no file is left. A new process of
+`jail.py`, the keeper, enforces this for each program.
 """
 
 from __future__ import annotations
@@ -36,41 +36,48 @@ JAIL = Path(__file__).with_name("jail.py")
 RUNNER = Path(__file__).with_name("program.py").read_text()
 SYSTEM_PATH = "/usr/bin:/bin:/usr/local/bin"
 GRACE_SECONDS = 20.0
-"""What a loaded machine may take to start a process and to end it."""
+"""Time that a loaded machine may need to start a process and to end it."""
 FENCE = re.compile(r"```(?:python|py)?[ \t]*\r?\n(.*?)```", re.DOTALL | re.IGNORECASE)
+PIPES: dict[str, Any] = {
+    "stdin": subprocess.PIPE,
+    "stdout": subprocess.PIPE,
+    "stderr": subprocess.PIPE,
+    "env": {},
+    "start_new_session": True,
+}
 
 Ending = Literal["exit", "signal", "timeout", "cpu", "output", "processes", "threads", "cancelled"]
 
 
 class SandboxError(RollwayError):
-    """A program could not be run at all, which is no fault of the program."""
+    """The sandbox could not run a program at all; the program is not at fault."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one program may use."""
+    """The resources that one program may use."""
 
     timeout: float = 30.0
     """Seconds of wall clock."""
     cpu_seconds: int = 30
     """Seconds of processor time, of each process."""
     memory_mb: int = 1024
-    """Address space of each process, which is more than what it has in memory."""
+    """Address space of each process, which exceeds its resident memory."""
     file_mb: int = 16
     """Size of one file."""
     open_files: int = 64
     processes: int = 1
-    """With 1 it cannot start any other; with more it is ended when it has more than these, or 64
-    threads more than these."""
+    """With 1, a program cannot start another. With more, it is killed when it has more processes
+    than this, or more than 64 additional threads."""
     output_bytes: int = 16384
-    """Of stdout and of stderr each; a program that writes more is ended."""
+    """Bytes of stdout and of stderr each; a program that writes more is killed."""
     source_bytes: int = 131072
     """Length of the program itself."""
 
     def __post_init__(self) -> None:
         for name, value in dataclasses.asdict(self).items():
-            whole = name == "timeout" or isinstance(value, int)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not whole:
+            is_valid = name == "timeout" or isinstance(value, int)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not is_valid:
                 raise UsageError(f"`{name}` of the sandbox is {value!r}.", "Give a number.")
             if value <= 0:
                 raise UsageError(f"`{name}` of the sandbox is {value}.", "Give more than zero.")
@@ -78,16 +85,16 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a program."""
+    """The result of one program."""
 
     stdout: str
     stderr: str
     ending: Ending
     code: int
-    """Exit code; negative: the signal that ended it."""
+    """Exit code; if negative, the signal that ended the program."""
     seconds: float
     confined: dict[str, bool]
-    """Which layers held the program: `user` and `own_user` (not the caller's; nobody else's),
+    """The layers that confined the program: `user` (not the caller's), `own_user` (nobody else's),
     `files`, `truncation` and `scopes` (Landlock 1, 3 and 6), and `calls` (seccomp)."""
 
     @property
@@ -95,9 +102,9 @@ class Outcome:
         return self.ending == "exit" and self.code == 0
 
     @property
-    def open_promises(self) -> tuple[str, ...]:
-        """What a program can do here because a layer is missing, in sentences."""
-        return tuple(open_promises(self.confined)) if self.confined else ()
+    def missing_protections(self) -> tuple[str, ...]:
+        """Sentences about what programs can do here because a layer is missing."""
+        return tuple(list_missing_protections(self.confined)) if self.confined else ()
 
 
 @dataclass(slots=True)
@@ -109,11 +116,11 @@ class Sandbox:
     """A path or a name; None: the system's `python3`, or else the one that runs this."""
     network: Literal["deny", "allow"] = "deny"
     packages: bool = True
-    """Whether programs can import what is installed for the interpreter, such as sympy."""
+    """Whether programs can import the interpreter's installed packages, e.g. sympy."""
     readable: tuple[str, ...] = ()
-    """Further directories that programs may read, where the kernel can shut off the others."""
+    """Further directories that programs may read, where the kernel can block the others."""
     scratch: str | None = None
-    """Where the working directories are made; None: the usual place for temporary files."""
+    """Parent of the working directories; None: the default for temporary files."""
     max_concurrent: int = 16
     _slots: asyncio.Semaphore = field(init=False, repr=False)
     _swept: bool = field(default=False, init=False, repr=False)
@@ -127,77 +134,63 @@ class Sandbox:
         self._slots = asyncio.Semaphore(self.max_concurrent)
 
     def check(self) -> Outcome:
-        """Run an empty program, so that what is missing is known before training starts: a
-        promise that does not hold is logged, and is in `open_promises` of the outcome."""
-        seconds = self.limits.timeout + GRACE_SECONDS
-        with subprocess.Popen(
-            self._command(),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={},
-            start_new_session=True,
-        ) as keeper:
+        """Run an empty program, so that problems show before training starts. Log each missing
+        protection."""
+        with subprocess.Popen(self._command(), **PIPES) as keeper:
             assert keeper.stdin and keeper.stdout and keeper.stderr
             try:
-                keeper.stdin.write(self._job("pass"))
+                keeper.stdin.write(self.encode_job("pass"))
                 keeper.stdin.flush()
-                keeper.wait(seconds)
+                keeper.wait(self.limits.timeout + GRACE_SECONDS)
             except (BrokenPipeError, subprocess.TimeoutExpired):
                 keeper.kill()
-            # What it never read is still in the buffer, and closing would try to write it again.
+            # Input that the keeper never read is still buffered, and close would write it again.
             with contextlib.suppress(BrokenPipeError):
                 keeper.stdin.close()
-            outcome = self._outcome(keeper.stdout.read(), keeper.stderr.read())
+            outcome = self.read_outcome(keeper.stdout.read(), keeper.stderr.read())
         if not outcome.ok:
-            said = last_line(outcome.stderr) or f"it ended by {outcome.ending}, {outcome.code}"
+            cause = last_line(outcome.stderr) or f"it ended by {outcome.ending}, {outcome.code}"
             raise UsageError(
-                f"{self.interpreter} cannot run an empty program in the sandbox: {said}",
+                f"{self.interpreter} cannot run an empty program in the sandbox: {cause}",
                 "Raise `memory_mb`, or name in `readable` where the interpreter has its libraries.",
             )
-        for promise in outcome.open_promises:
-            log.warning("The code sandbox does not hold everything here: %s", promise)
+        for sentence in outcome.missing_protections:
+            log.warning("The code sandbox lacks a protection here: %s", sentence)
         return outcome
 
     async def run(self, code: str) -> Outcome:
-        """Run one program; cancelling the call ends it."""
+        """Run one program; cancelling the call kills it."""
         if len(code.encode(errors="replace")) > self.limits.source_bytes:
-            said = f"The program is longer than {self.limits.source_bytes} bytes."
-            return Outcome("", said, "exit", 1, 0.0, {})
+            message = f"The program is longer than {self.limits.source_bytes} bytes."
+            return Outcome("", message, "exit", 1, 0.0, {})
         async with self._slots:
-            keeper = await asyncio.create_subprocess_exec(
-                *self._command(),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                env={},
-                start_new_session=True,
-            )
+            keeper = await asyncio.create_subprocess_exec(*self._command(), **PIPES)
             try:
-                return await self._attend(keeper, code)
+                return await self._wait_for_report(keeper, code)
             finally:
-                await asyncio.shield(leave(keeper))
+                await asyncio.shield(stop_keeper(keeper))
 
-    async def _attend(self, keeper: asyncio.subprocess.Process, code: str) -> Outcome:
+    async def _wait_for_report(self, keeper: asyncio.subprocess.Process, code: str) -> Outcome:
         assert keeper.stdin and keeper.stdout and keeper.stderr
-        # Its stdin stays open: the keeper takes the end of it for the end of the caller.
+        # stdin stays open: its end means to the keeper that the caller is gone.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            keeper.stdin.write(self._job(code))
+            keeper.stdin.write(self.encode_job(code))
             await keeper.stdin.drain()
         seconds = self.limits.timeout + GRACE_SECONDS
         try:
             async with asyncio.timeout(seconds):
                 report, errors = await asyncio.gather(keeper.stdout.read(), keeper.stderr.read())
         except TimeoutError:
-            raise SandboxError(f"The sandbox gave no report within {seconds:.0f} s.") from None
-        return self._outcome(report, errors)
+            raise SandboxError(f"The sandbox sent no report within {seconds:.0f} s.") from None
+        return self.read_outcome(report, errors)
 
     def _command(self) -> list[str]:
         assert self.interpreter is not None
         return [self.interpreter, "-I", "-S", "-B", str(JAIL)]
 
-    def _job(self, code: str) -> bytes:
-        swept, self._swept = self._swept, True
+    def encode_job(self, code: str) -> bytes:
+        """Return the line that `jail.py` reads; the first job also sweeps old directories."""
+        sweep, self._swept = not self._swept, True
         job = {
             **dataclasses.asdict(self.limits),
             "runner": RUNNER,
@@ -207,12 +200,13 @@ class Sandbox:
             "readable": self.readable,
             "scratch": self.scratch,
             "filters": {"own_user": self._filter(True), "shared_user": self._filter(False)},
-            "sweep": not swept,
+            "sweep": sweep,
         }
         return json.dumps(job).encode() + b"\n"
 
     def _filter(self, own_user: bool) -> str | None:
-        """Assemble the filter of system calls; a user of its own has no files but the program's."""
+        """Assemble the filter of system calls. A user created for the program owns no files but
+        the program's, so it may change their metadata."""
         code = assemble(
             platform.machine(),
             network=self.network == "allow",
@@ -221,32 +215,33 @@ class Sandbox:
         )
         return code.hex() if code else None
 
-    def _outcome(self, report: bytes, errors: bytes) -> Outcome:
+    def read_outcome(self, report: bytes, errors: bytes) -> Outcome:
+        """Parse a keeper's report; raise if there is none, or if it names a problem."""
         try:
             fields: dict[str, Any] = json.loads(report)
         except ValueError:
-            said = last_line(errors.decode(errors="replace")) or "it said nothing"
+            cause = last_line(errors.decode(errors="replace")) or "no message"
             raise SandboxError(
-                f"The sandbox failed under {self.interpreter}: {said}",
+                f"The sandbox failed under {self.interpreter}: {cause}",
                 "`interpreter` must be Python 3.9 or later that this user can run.",
             ) from None
         if "problem" not in fields:
             return Outcome(**fields)
         if fields["problem"].startswith("CannotConfine") and self.network == "deny":
             raise UsageError(
-                f"The network cannot be shut off from programs here ({fields['problem']}).",
+                f"The sandbox cannot block the network here ({fields['problem']}).",
                 "Use a machine with seccomp (Linux on x86-64 or aarch64), or set `network: allow` "
                 "in the tool's config if the model's code may have the network.",
             )
         raise SandboxError(
-            f"No program can be started by {self.interpreter}: {fields['problem']}",
-            "Under root programs have a user of their own, who must be able to read `interpreter`; "
+            f"{self.interpreter} cannot start any program: {fields['problem']}",
+            "As root, each program gets a user id that must be able to read `interpreter`; "
             "and `scratch` must exist.",
         )
 
 
-def open_promises(confined: dict[str, bool]) -> Iterator[str]:
-    """Say what a program can do where one of the layers is missing."""
+def list_missing_protections(confined: dict[str, bool]) -> Iterator[str]:
+    """List what a program can do where one of the layers is missing."""
     files, calls = confined["files"], confined["calls"]
     if not files and not confined["user"]:
         yield (
@@ -255,8 +250,8 @@ def open_promises(confined: dict[str, bool]) -> Iterator[str]:
         )
     elif not files:
         yield (
-            "Programs can read what everybody can read, and leave files where everybody can "
-            "write, such as /tmp (no Landlock)."
+            "Programs can read world-readable files, and leave files in world-writable "
+            "directories like /tmp (no Landlock)."
         )
     elif not confined["truncation"] and not confined["user"]:
         yield "Programs can empty files of this user (Landlock before version 3, not root)."
@@ -275,9 +270,9 @@ def open_promises(confined: dict[str, bool]) -> Iterator[str]:
             yield "Programs can signal processes of this user (no seccomp, Landlock before 6)."
 
 
-async def leave(keeper: asyncio.subprocess.Process) -> None:
-    """Close the pipe, upon which the keeper ends its program and removes its directory. One that
-    takes too long is killed, and what it has not removed is swept at the next start."""
+async def stop_keeper(keeper: asyncio.subprocess.Process) -> None:
+    """Close the pipe, whereupon the keeper kills its program and removes its directory. Kill a
+    keeper that takes too long; the next start sweeps what it left."""
     assert keeper.stdin
     keeper.stdin.close()
     try:
@@ -289,18 +284,18 @@ async def leave(keeper: asyncio.subprocess.Process) -> None:
         await keeper.wait()
 
 
-def find_interpreter(asked: str | None) -> str:
-    found = shutil.which(asked or "python3", path=os.environ.get("PATH") if asked else SYSTEM_PATH)
-    if found is None and asked:
+def find_interpreter(name: str | None) -> str:
+    path = shutil.which(name or "python3", path=os.environ.get("PATH") if name else SYSTEM_PATH)
+    if path is None and name:
         raise UsageError(
-            f"There is no interpreter `{asked}` for the sandbox.",
+            f"There is no interpreter `{name}` for the sandbox.",
             "Set `interpreter` to a Python that exists on every node.",
         )
-    return found or sys.executable
+    return path or sys.executable
 
 
 def extract_code(text: str) -> str:
-    """The program in a model's text: its fenced blocks one after the other, or else all of it."""
+    """Join the fenced blocks of a model's text; without any, return the whole text."""
     return "\n".join(FENCE.findall(text)) or text
 
 

@@ -1,11 +1,10 @@
-"""Starts a ReTool run: verl's own trainer, with the settings that make it one.
+"""Start a ReTool run: verl's own trainer with ReTool's settings.
 
     python -m rollway.integrations.verl.retool.train actor_rollout_ref.model.path=... [override ...]
     python -m rollway.integrations.verl.retool.train --print [override ...]
 
-Every argument goes to verl as it is, and wins over a default of the same key; `--print` shows what
-verl would be given. verl itself is not changed: the same overrides after `python -m
-verl.trainer.main_ppo` do the same.
+Every argument is passed to verl unchanged and overrides a default of the same key; `--print` prints
+the resulting overrides. `python -m verl.trainer.main_ppo` with these overrides does the same.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ ROLLOUT = "actor_rollout_ref.rollout"
 ACTOR = "actor_rollout_ref.actor"
 
 DEFAULTS = {
-    # What makes it ReTool.
+    # ReTool itself.
     "data.custom_cls.path": f"{PACKAGE}.verl_dataset",
     "data.custom_cls.name": "ReToolDataset",
     "data.train_files": SOURCES["math_dapo"],
@@ -35,11 +34,11 @@ DEFAULTS = {
     f"{ROLLOUT}.mode": "async",
     f"{ROLLOUT}.multi_turn.enable": "True",
     f"{ROLLOUT}.multi_turn.tool_config_path": str(TOOL_CONFIG),
-    f"{ROLLOUT}.multi_turn.format": "hermes",  # of Qwen; other models write their calls otherwise
+    f"{ROLLOUT}.multi_turn.format": "hermes",  # Qwen's; other models write tool calls differently
     f"{ROLLOUT}.agent.default_agent_loop": AGENT,
     f"{ROLLOUT}.calculate_log_probs": "True",
     "algorithm.adv_estimator": "grpo",
-    # Sizes to begin with; verl's own are for one short turn.
+    # Sizes to start with; verl's defaults are for one short turn.
     "data.max_prompt_length": "2048",
     "data.max_response_length": "16384",
     "data.filter_overlong_prompts": "True",
@@ -54,7 +53,7 @@ DEFAULTS = {
     f"{ROLLOUT}.val_kwargs.top_p": "0.6",
     f"{ACTOR}.ppo_mini_batch_size": "128",
     f"{ACTOR}.use_dynamic_bsz": "True",
-    f"{ACTOR}.ppo_max_token_len_per_gpu": "18432",  # one whole prompt with its response
+    f"{ACTOR}.ppo_max_token_len_per_gpu": "18432",  # one prompt with its response
     f"{ACTOR}.clip_ratio_low": "0.2",
     f"{ACTOR}.clip_ratio_high": "0.28",
     f"{ACTOR}.optim.lr": "1e-6",
@@ -62,20 +61,19 @@ DEFAULTS = {
 }
 
 
-def overrides(arguments: Sequence[str]) -> list[str]:
-    """The defaults that `arguments` do not set, and then `arguments`."""
-    given = {argument.lstrip("+~").partition("=")[0] for argument in arguments}
-    return [f"{key}={value}" for key, value in DEFAULTS.items() if key not in given] + [*arguments]
+def list_overrides(arguments: Sequence[str]) -> list[str]:
+    """Return the defaults that `arguments` do not set, followed by `arguments`."""
+    keys = {argument.lstrip("+~").partition("=")[0] for argument in arguments}
+    return [f"{key}={value}" for key, value in DEFAULTS.items() if key not in keys] + [*arguments]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    only_print = "--print" in given
-    chosen = overrides([argument for argument in given if argument != "--print"])
-    if only_print:
-        print("\n".join(chosen))
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    overrides = list_overrides([argument for argument in arguments if argument != "--print"])
+    if "--print" in arguments:
+        print("\n".join(overrides))
         return
-    if not any(argument.lstrip("+").startswith(f"{MODEL}=") for argument in given):
+    if not any(argument.lstrip("+").startswith(f"{MODEL}=") for argument in arguments):
         raise UsageError("There is no model to train.", f"Add {MODEL}=<path or hub name>.")
     try:
         from verl.trainer import main_ppo
@@ -83,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if error.name != "verl":
             raise
         raise UsageError("verl is not installed.", "Run `pip install rollway[verl]`.") from None
-    sys.argv = ["verl.trainer.main_ppo", *chosen]  # where hydra reads them
+    sys.argv = ["verl.trainer.main_ppo", *overrides]  # hydra reads its arguments there
     main_ppo.main()
 
 

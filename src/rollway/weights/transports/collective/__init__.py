@@ -2,7 +2,7 @@
 
     publisher                       its store                      receivers (one per rank)
     publish: digests, list ───────► manifest ────────────────────► read, compared with the offer
-    wait for N of them ◄─────────── joined ◄────────────────────── take a number
+    wait for N of them ◄─────────── joined ◄────────────────────── get a rank
     go ───────────────────────────► go ──────────────────────────► wait
     ══════ a separate process group: each message is sent while the last one is used ══════
     wait for all ◄───────────────── ended ◄─────────────────────── digests compared, or the error

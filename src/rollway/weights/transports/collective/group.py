@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal
@@ -55,9 +55,10 @@ class Group:
         if problem:
             raise BrokenOff(f"The group did not form within {seconds:g} s: {problem}.")
 
-    def post(self, parts: Sequence[Tensor], seconds: float) -> None:
-        """Start to broadcast these, in this order; every rank posts the same."""
+    def post(self, flat: Tensor, part_bytes: int, seconds: float) -> None:
+        """Start to broadcast bytes, in parts of at most this size; every rank posts the same."""
         limit = timedelta(seconds=seconds)
+        parts = flat.split(part_bytes) if flat.numel() else ()
         try:
             self._posted.append(deque(self._group.broadcast(part, 0, limit) for part in parts))
         except RuntimeError as error:

@@ -45,11 +45,6 @@ def place(message: Sequence[Entry]) -> tuple[list[int], int]:
     return starts, end
 
 
-def split_for_broadcast(flat: Tensor, bucket_bytes: int) -> list[Tensor]:
-    """Split a message into parts of at most a bucket."""
-    return list(flat.split(bucket_bytes)) if flat.numel() else []
-
-
 class DoubleBuffer:
     """Two buffers, used in turn: one is filled while the other is in use."""
 

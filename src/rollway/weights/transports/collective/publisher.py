@@ -21,7 +21,6 @@ from rollway.weights.transports.collective.group import Backend, Group
 from rollway.weights.transports.collective.messages import (
     DoubleBuffer,
     place,
-    split_for_broadcast,
     split_into_messages,
 )
 from rollway.weights.transports.collective.rendezvous import Location, PublisherSide
@@ -29,18 +28,21 @@ from rollway.weights.transports.entries import make_entry
 
 log = logging.getLogger(__name__)
 
+BUCKET_BYTES = 64 << 20
 _RETRY = "Publish the version again; workers still serve the previous one."
 
 
 class CollectivePublisher(Publisher):
     """Broadcasts versions to engines, one after another.
 
+    The tensors must not change before `wait` returns: receivers notice, and reject the version.
+
+    Example:
         publisher.expect(2)
         offer = publisher.publish(7, model.state_dict().items())
-        stack.refit(7, offer)   # every rank of every worker joins and receives the bytes
-        publisher.wait(7)       # raises if one of them failed; before the optimizer steps
-
-    The tensors must not change before `wait` returns: receivers notice, and reject the version."""
+        stack.refit(7, offer)  # every rank of every worker joins and receives the bytes
+        publisher.wait(7)  # raises if one of them failed; before the optimizer steps
+    """
 
     transport = "collective"
 
@@ -48,7 +50,7 @@ class CollectivePublisher(Publisher):
         self,
         host: str = "127.0.0.1",
         port: int = 0,
-        bucket_bytes: int = 64 << 20,
+        bucket_bytes: int = BUCKET_BYTES,
         init_seconds: float = 30.0,
         step_seconds: float = 60.0,
         receivers: int | Callable[[], int] = 1,
@@ -189,13 +191,11 @@ class _Transfer(threading.Thread):
         self._group = Group(
             store, 0, location.receivers + 1, location.backend, location.host, location.init_seconds
         )
-        device = next(iter(self._tensors.values())).device
-        buffer = DoubleBuffer(device)
+        buffer = DoubleBuffer(next(iter(self._tensors.values())).device)
         messages = split_into_messages(self._entries, location.bucket_bytes)
         for number, message in enumerate(messages):
             flat = self._pack(message, number, buffer)
-            parts = split_for_broadcast(flat, location.bucket_bytes)
-            self._group.post(parts, location.step_seconds)
+            self._group.post(flat, location.bucket_bytes, location.step_seconds)
             # One message stays under way: its buffer is the one that is not filled next.
             if number:
                 self._group.finish(location.step_seconds, check)

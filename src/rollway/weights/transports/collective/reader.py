@@ -19,7 +19,6 @@ from rollway.weights.transports.collective.group import Group, address_towards
 from rollway.weights.transports.collective.messages import (
     DoubleBuffer,
     place,
-    split_for_broadcast,
     split_into_messages,
 )
 from rollway.weights.transports.collective.rendezvous import Location, ReceiverSide
@@ -99,7 +98,7 @@ def _receive(
 
     def post(number: int) -> Tensor:
         flat = buffer.get(number, place(messages[number])[1])
-        group.post(split_for_broadcast(flat, location.bucket_bytes), location.step_seconds)
+        group.post(flat, location.bucket_bytes, location.step_seconds)
         return flat
 
     arriving = post(0)

@@ -274,7 +274,7 @@ class PublisherSide:
             ]
             for how in ("failed", "stopped")
         }
-        lost = [f"no more was heard of {', '.join(silent)}"] if silent else []
+        lost = [f"no report from {', '.join(silent)}"] if silent else []
         # Receivers that only stopped are named if nobody else is to blame.
         return "; ".join(lost + reports["failed"] or reports["stopped"])
 

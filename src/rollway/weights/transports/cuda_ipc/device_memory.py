@@ -17,7 +17,11 @@ from torch import Tensor
 
 from rollway.errors import WeightsError
 from rollway.weights.offer import Count
-from rollway.weights.transports.shared_memory import map_for_writing, mapped, plain_file
+from rollway.weights.transports.shared_memory import (
+    map_for_reading,
+    map_for_writing,
+    open_shared_file,
+)
 from rollway.weights.untrusted import is_file_name
 
 CPU = "cpu"
@@ -123,10 +127,10 @@ def _open_file(handle: Handle, directory: Path) -> Tensor:
     if not is_file_name(handle.file):
         raise WeightsError(f"{handle.file[:255]!a} is no file of a publisher.")
     path = directory / handle.file
-    with plain_file(path) as (descriptor, status):
+    with open_shared_file(path) as (descriptor, status):
         if status.st_size != handle.nbytes:
             raise WeightsError(f"{path} does not hold {handle.nbytes} bytes.")
-        return mapped(descriptor, status.st_size)
+        return map_for_reading(descriptor, status.st_size)
 
 
 def _decode(text: str) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,9 +30,10 @@ from rollway.weights.transports.entries import (
     lay_out,
     make_entry,
     name_parameters,
+    set_digests,
     view_entries,
 )
-from rollway.weights.transports.shared_memory import SHM, prepare_directory
+from rollway.weights.transports.shared_memory import SHM, prepare_directory, write_tensor_list
 
 BUCKET_BYTES = 1 << 30
 PREFIX = "rollway-ipc-"
@@ -116,18 +117,16 @@ class CudaIpcPublisher(Publisher):
 
     def publish(self, version: int, tensors: Source | None = None) -> Offer:
         """Publish a version; no more than one bucket's tensors are held at a time."""
-        if tensors is not None:
+        if tensors is None and self._adopted is not None:
+            slot = self._adopted.slot
+            self._withdraw(slot)
+            entries = set_digests(self._adopted.entries, digests(self._adopted.views()))
+        else:
             source = inspect_source(tensors)
             slot = min(self._slots, key=lambda slot: slot.version)
             self._withdraw(slot)  # before its bytes change: a reader of it then notices
             pairs = ((name, tensor.detach()) for name, tensor in source.pairs())
             entries = self._copy(slot, pairs)
-        elif self._adopted is not None:
-            slot = self._adopted.slot
-            self._withdraw(slot)
-            entries = _set_digests(self._adopted.entries, digests(self._adopted.views()))
-        else:
-            raise UsageError("There are no tensors to publish.", "Pass them, or `adopt` them.")
         return self._announce(slot, version, entries)
 
     def adopt(self, tensors: Parameters) -> None:
@@ -151,23 +150,14 @@ class CudaIpcPublisher(Publisher):
         addresses = [parameter.data_ptr() for parameter in parameters.values()]
         self._adopted = _Adopted(slot, entries, parameters, addresses)
 
-    def retire(self, version: int) -> None:
-        """Let no reader begin with this version; its memory is kept for the next."""
-        for slot in self._all_slots():
-            if slot.version == version:
-                self._withdraw(slot)
-
     def close(self) -> None:
         """Remove all versions."""
         self._guard.close()
-        for slot in self._all_slots():
+        for slot in self._slots:
             slot.buckets, slot.handles, slot.prepared = [], [], {}
         self._adopted = None
         if torch.cuda.is_initialized():
             torch.cuda.ipc_collect()
-
-    def _all_slots(self) -> list[_Slot]:
-        return [*self._slots, *([self._adopted.slot] if self._adopted else [])]
 
     def _withdraw(self, slot: _Slot) -> None:
         """Remove the list of tensors: no reader accepts the bytes from now on."""
@@ -189,7 +179,7 @@ class CudaIpcPublisher(Publisher):
             names |= bucket.keys()
             prepared = self._prepare(slot, number, bucket)
             # The digests exist once the copies are complete: only then may a source be released.
-            entries += _set_digests(prepared.entries, prepared.copies.start()())
+            entries += set_digests(prepared.entries, prepared.copies.start()())
             bucket.clear()
         self._release_from(slot, number + 1)
         return entries
@@ -235,13 +225,7 @@ class CudaIpcPublisher(Publisher):
     def _announce(self, slot: _Slot, version: int, entries: list[Entry]) -> Offer:
         """Write the list of tensors, which makes the version readable."""
         manifest = Manifest(version, sum(bucket.numel() for bucket in slot.buckets), entries)
-        path = self._manifest_path(slot)
-        scratch = path.with_suffix(".partial")
-        scratch.unlink(missing_ok=True)
-        handle = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(handle, "wb") as file:
-            file.write(manifest.encode())
-        scratch.replace(path)
+        write_tensor_list(self._manifest_path(slot), manifest)
         slot.version = version
         device = device_name(slot.buckets[0].device)
         location = IpcLocation(device, self._directory.name, slot.number, slot.handles)
@@ -285,13 +269,6 @@ def _use_storages(parameters: Mapping[str, Tensor]) -> tuple[list[Entry], list[T
         offset = starts[storage.data_ptr()] + tensor.storage_offset() * tensor.element_size()
         entries.append(make_entry(name, tensor, offset))
     return entries, buckets
-
-
-def _set_digests(entries: Sequence[Entry], values: Sequence[str]) -> list[Entry]:
-    return [
-        msgspec.structs.replace(entry, digest=value)
-        for entry, value in zip(entries, values, strict=True)
-    ]
 
 
 def _find_device(tensors: Iterable[Tensor]) -> torch.device:

@@ -9,7 +9,9 @@ publisher removes a slot's list of tensors before it overwrites the bytes, and a
 list again after it has read: it never receives a mixture of two versions.
 """
 
-from rollway.weights.transports.shared_memory import SHM, mapped, plain_file
+from rollway.weights.transports.shared_memory import SHM  # temporary
+from rollway.weights.transports.shared_memory import map_for_reading as mapped  # temporary
+from rollway.weights.transports.shared_memory import open_shared_file as plain_file  # temporary
 from rollway.weights.transports.shm.publisher import ShmPublisher
 from rollway.weights.transports.shm.reader import ShmReader
 from rollway.weights.transports.shm.shards import join_offers

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-import msgspec
 from torch import Tensor
 
 from rollway.errors import UsageError
@@ -23,9 +23,15 @@ from rollway.weights.transports.entries import (
     lay_out,
     make_entry,
     name_parameters,
+    set_digests,
     view_entry,
 )
-from rollway.weights.transports.shared_memory import SHM, map_for_writing, prepare_directory
+from rollway.weights.transports.shared_memory import (
+    SHM,
+    map_for_writing,
+    prepare_directory,
+    write_tensor_list,
+)
 from rollway.weights.transports.shm.shards import join_offers, list_boxes
 
 if TYPE_CHECKING:
@@ -76,11 +82,13 @@ class _Slot:
 class ShmPublisher(Publisher):
     """Publishes versions to readers on this machine; the newest `keep` stay readable.
 
+    A rank that holds shards publishes them the same way (`from_module`, `from_megatron`). Collect
+    the offers of all ranks in one process, and refit with `join_offers(offers)`.
+
+    Example:
         with ShmPublisher() as publisher:
             stack.refit(1, publisher.publish(1, model.named_parameters()))
-
-    A rank that holds shards publishes them the same way (`from_module`, `from_megatron`). Collect
-    the offers of all ranks in one process, and refit with `join_offers(offers)`."""
+    """
 
     transport = "shm"
 
@@ -98,7 +106,7 @@ class ShmPublisher(Publisher):
         self._guard = leftovers.Guard(*(path for slot in slots for path in slot.paths))
 
     def publish(self, version: int, tensors: Source | None = None) -> Offer:
-        if tensors is None:
+        if tensors is None and self._adopted:
             return self._publish_adopted(version)
         source = inspect_source(tensors)
         if source.shards:
@@ -130,8 +138,6 @@ class ShmPublisher(Publisher):
         self._adopted = {}
 
     def _publish_adopted(self, version: int) -> Offer:
-        if not self._adopted:
-            raise UsageError("There are no tensors to publish.", "Pass them, or `adopt` them.")
         slot = self._adopted_slot
         slot.withdraw()
         entries, nbytes = lay_out(self._adopted, _ALIGNMENT)
@@ -150,7 +156,7 @@ class ShmPublisher(Publisher):
         self,
         version: int,
         tensors: Iterable[tuple[str, Tensor]],
-        boxes: Mapping[str, Sequence[Lies]] | None = None,
+        boxes: Mapping[str, Sequence[Lies]] = MappingProxyType({}),
     ) -> Offer:
         """Copy tensors into the oldest slot as they come, and sum each while the next is copied."""
         slot = min(self._slots, key=lambda slot: slot.version)
@@ -164,33 +170,24 @@ class ShmPublisher(Publisher):
             for name, tensor in tensors:
                 if name in entries:
                     raise UsageError(f"{name} came twice.", "Publish each name once.")
-                entries[name] = make_entry(name, tensor, end)
+                entries[name] = make_entry(name, tensor, end, boxes=boxes.get(name, ()))
                 end += align(tensor.nbytes, _ALIGNMENT)
                 view = view_entry(slot.grow(end), entries[name])
                 _copy(view, tensor.detach())
                 sums.append(threads.submit(word_sum, view))
         self._last_nbytes = end
-        placed = [
-            msgspec.structs.replace(entry, lies=tuple((boxes or {}).get(entry.name, ())))
-            for entry in entries.values()
-        ]
-        return _announce(slot, version, placed, [total.result() for total in sums], end)
+        totals = [total.result() for total in sums]
+        return _announce(slot, version, list(entries.values()), totals, end)
 
 
 def _announce(
     slot: _Slot, version: int, entries: Sequence[Entry], sums: Sequence[int], nbytes: int
 ) -> Offer:
     """Write the list of tensors, which makes the version readable."""
-    summed = [
-        msgspec.structs.replace(entry, digest=f"{total:016x}")
-        for entry, total in zip(entries, sums, strict=True)
-    ]
-    manifest = Manifest(version, nbytes, summed)
-    scratch = slot.manifest.with_suffix(".partial")
-    scratch.write_bytes(manifest.encode())
-    scratch.replace(slot.manifest)
+    manifest = Manifest(version, nbytes, set_digests(entries, [f"{total:016x}" for total in sums]))
+    write_tensor_list(slot.manifest, manifest)
     slot.version = version
-    size = sum(entry.nbytes for entry in summed)
+    size = sum(entry.nbytes for entry in entries)
     return Offer("shm", version, manifest.identity, size, {"slot": slot.path.name})
 
 

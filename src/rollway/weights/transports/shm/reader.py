@@ -14,7 +14,12 @@ from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.offer import Manifest, Offer, read_manifest
 from rollway.weights.transports.base import Reader, never
 from rollway.weights.transports.entries import view_entry
-from rollway.weights.transports.shared_memory import SHM, mapped, plain_file, read_tensor_list
+from rollway.weights.transports.shared_memory import (
+    SHM,
+    map_for_reading,
+    open_shared_file,
+    read_tensor_list,
+)
 from rollway.weights.transports.shm.publisher import PREFIX
 from rollway.weights.transports.shm.shards import ShardReader, check_unchanged
 from rollway.weights.untrusted import is_file_name
@@ -94,7 +99,7 @@ class ShmReader(Reader):
         return self._directory / slot
 
     def _map(self, path: Path, nbytes: int) -> Tensor:
-        with plain_file(path) as (handle, status):
+        with open_shared_file(path) as (handle, status):
             if status.st_size < max(nbytes, 1):
                 raise WeightsError(f"{path} does not hold {nbytes} bytes.")
             inode, memory = self._maps.get(path.name, (None, None))
@@ -105,6 +110,6 @@ class ShmReader(Reader):
                     for name, known in self._maps.items()
                     if (self._directory / name).exists()
                 }
-                memory = mapped(handle, status.st_size)
+                memory = map_for_reading(handle, status.st_size)
                 self._maps[path.name] = (status.st_ino, memory)
         return memory

@@ -1,0 +1,359 @@
+"""One worker in a refit: out of service, new weights, back into service.
+
+    untouched ── prepare ──► untouched, update staged ── discard ──► untouched
+                                   │
+                                   │ leave_service: label "leaving", no taints; pause
+                                   ▼
+                                paused ── restore ──► restored       (no update was issued)
+                                   │
+                                   │ apply: the update is sent, once
+                                   ▼
+                               updating ── verify ── enter_service ──► serving
+                                   │
+                                   │ any failure: keep_out
+                                   ▼
+                               in doubt ── replace ──► replaced      (if it has a supervisor)
+
+    from any state ──► gone: the worker died, or another process has its address
+    joining: its supervisor has not labelled it yet, so it serves nothing and waits
+
+All calls between the pause and the resume go over one pinned connection: they reach one process,
+never its successor at the same address. Other processes read its state from its label: a worker is
+labelled with a version only while it serves that version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from rollway.errors import AdminError, RequestFailed, RollwayError
+from rollway.fleet.admin import IN_DOUBT, AdminAPI, PauseMode, leaving_label, unverified_label
+from rollway.fleet.canary import CanaryCheck
+from rollway.fleet.discovery import Worker, is_dead
+from rollway.fleet.report import WorkerReport
+from rollway.fleet.updates import Update
+from rollway.versions import VersionBook, taint_of
+
+Observer = Callable[[str, Worker], Awaitable[None]]
+"""Called with the name of each step and its worker, before the step."""
+Replace = Callable[[Worker], Awaitable[bool]]
+"""Stops a worker so that its supervisor restarts it; False if it has no supervisor."""
+
+ROUTING_SECONDS = 0.05
+"""A router may still send requests that it placed before it received new taints (10 to 30 ms
+measured). `VersionBook.vouches` rejects the answers to requests that arrive even later."""
+
+
+@dataclass(slots=True)
+class RefitPlan:
+    """The version of one refit and the objects that its workers share."""
+
+    admin: AdminAPI
+    versions: VersionBook
+    update: Update
+    version: int
+    canaries: CanaryCheck | None = None
+    replace: Replace | None = None
+    observer: Observer | None = None
+
+
+@dataclass(slots=True, eq=False)
+class WorkerRefit:
+    """The refit of one worker: its connection, its label, its state and its times."""
+
+    plan: RefitPlan
+    worker: Worker
+    report: WorkerReport
+    label: int | None = None
+    """The label that this process last read or set. Another label means another process."""
+    verifies_itself: bool = False
+    """Whether the worker compares its parameters with the update."""
+    may_hold_update: bool = False
+    """Whether the update may be staged in the worker, as a second model."""
+    _label_before: int | None = None
+    _connection: AdminAPI | None = None
+    _untainted_at: float = 0.0
+    _lap_began: float = 0.0
+
+    @property
+    def instance_id(self) -> int:
+        return self.worker.instance_id
+
+    async def prepare(self) -> None:
+        """Have the worker check and stage the update, and read its label. Touches no service."""
+        plan = self.plan
+        await self._step("preflight")
+        self.may_hold_update = True  # first: a call that is cancelled may take effect
+        self.verifies_itself = await plan.update.preflight(plan.admin, self.worker)
+        self.label = await plan.admin.weight_version(self.worker)
+        if self.label is not None and self.label >= 0:
+            plan.versions.mark_serving(self.instance_id, self.label)
+        else:
+            plan.versions.forget(self.instance_id)
+        # A worker in doubt is paused, so it could not answer a canary.
+        generates = self.label is None or self.label >= 0
+        if plan.canaries is not None and generates and not self.verifies_itself:
+            await plan.canaries.record_before(self.worker)
+
+    async def discard(self) -> None:
+        """Free the staged update, if it was not applied."""
+        if self.may_hold_update and self.report.state not in ("gone", "replaced"):
+            await self.plan.update.discard(self.plan.admin, self.worker)
+            self.may_hold_update = False
+
+    def note_if_current(self) -> bool:
+        """Return whether the worker already serves the version."""
+        is_current = self.label == self.plan.version  # which names one set of weights
+        if is_current:
+            self.report.state, self.report.version = "serving", self.plan.version
+            self.report.proof = "earlier refit"
+        return is_current
+
+    async def stay(self) -> None:
+        """Put a worker that has the weights into service; an interrupted refit may have not."""
+        async with self.plan.admin.held() as connection:
+            await self._check_process(connection)
+            await self._set_taints(connection, [taint_of(self.plan.version)])
+            await connection.resume(self.worker)
+
+    async def leave_service(self, connections: AsyncExitStack) -> None:
+        """Connect to the worker, label it as leaving and take it out of the routing."""
+        self._lap()
+        await self._step("pause")
+        connection = await connections.enter_async_context(self.plan.admin.held())
+        await self._check_process(connection)
+        self._connection = connection
+        if self.label is not None and self.label >= 0:
+            await self._mark_leaving()
+        await self._set_taints(connection, [])
+
+    async def pause(self, mode: PauseMode) -> None:
+        await self._pinned.pause(self.worker, mode)
+        self.report.state = "paused"
+        self.report.pause_seconds = self._lap()
+
+    async def restore(self) -> None:
+        """Put the worker back into service as it was. No update was issued to it."""
+        # A new connection: the failure may have broken the pinned one.
+        async with self.plan.admin.held() as connection:
+            await self._check_process(connection)
+            version = self.label if self._label_before is None else self._label_before
+            # A worker in doubt since an earlier refit is never resumed.
+            if version is None or version >= 0:
+                await connection.resume(self.worker)
+                taints = [] if version is None else [taint_of(version)]
+                await self._set_taints(connection, taints)
+                if version is not None:
+                    await self._declare(connection, version)
+        self.report.state = "restored"
+
+    async def install(self) -> None:
+        """Apply the update, verify it and enter service. After a failure stay out of service: no
+        sample is better than a wrong one."""
+        try:
+            await self.apply()
+            await self.verify()
+            await self.enter_service()
+        except BaseException as error:
+            self.mark_in_doubt(error)
+            await run_to_the_end(self.keep_out())
+            if not isinstance(error, RollwayError):
+                raise
+            if self.report.state == "in doubt":
+                await self.replace()
+
+    async def apply(self) -> None:
+        """Send the update, once, and clear the cache."""
+        self._lap()
+        self.report.state = "updating"
+        await self._step("update")
+        self.plan.versions.mark_issued(self.instance_id)
+        if self.label is None:
+            await self._mark_leaving()
+        label = unverified_label(self.plan.version)
+        await self.plan.update.apply(self._pinned, self.worker, label)
+        self.label, self.may_hold_update = label, False
+        await self._step("flush")
+        await self._pinned.flush_cache(self.worker)
+
+    async def verify(self) -> None:
+        """Raise unless the worker holds the new weights, as far as that can be checked."""
+        await self._step("verify")
+        label = await self._pinned.weight_version(self.worker)
+        if label != unverified_label(self.plan.version):
+            raise AdminError(
+                f"{self.worker} reported success and has not applied the update (its label is "
+                f"{label})."
+            )
+        if self.verifies_itself:
+            self.report.proof = "parameters"  # compared while it loaded them
+        elif self.plan.canaries is None or self.instance_id < 0:
+            self.report.proof = "declared"  # requests cannot be pinned to a negative id
+        else:
+            await self._verify_by_canary(self.plan.canaries)
+            self.report.proof = "canary"
+        self.report.update_seconds = self._lap()
+
+    async def _verify_by_canary(self, canaries: CanaryCheck) -> None:
+        # The worker must generate to answer. It is outside the routing, but a stalled router may
+        # still deliver a request: the answer to it must not count for the old version.
+        await self._abort_late_requests()
+        self.plan.versions.mark_entered(self.instance_id, self.plan.version)
+        await self._pinned.resume(self.worker)
+        try:
+            await canaries.verify(self.worker)
+        finally:
+            await self._pinned.pause(self.worker, "abort")
+
+    async def enter_service(self) -> None:
+        """Accept requests for the new version and generate."""
+        plan, versions = self.plan, self.plan.versions
+        await self._step("open")
+        # Before the new taint: afterwards the queue holds requests for the new version too.
+        await self._abort_late_requests()
+        await self._set_taints(self._pinned, [taint_of(plan.version)])
+        await self._step("resume")
+        versions.mark_entered(self.instance_id, plan.version)
+        await self._pinned.resume(self.worker)
+        # Last: a worker that is labelled with its version is in service.
+        await self._declare(self._pinned, plan.version)
+        versions.mark_serving(self.instance_id, plan.version)
+        if versions.current is None or versions.current < plan.version:
+            versions.current = plan.version
+        versions.open()
+        self.report.resume_seconds = self._lap()
+        self.report.state, self.report.version = "serving", plan.version
+
+    async def keep_out(self) -> None:
+        """Keep a worker in doubt out of service; it may have generated, or entered service."""
+        if await is_dead(self.worker):
+            self.report.state = "gone"
+            return
+        # A failure is no harm: the worker left the routing before the update.
+        with contextlib.suppress(RollwayError):
+            async with self.plan.admin.held() as connection:
+                label = await connection.weight_version(self.worker)
+                has_version = label is None or label >= 0
+                if has_version and label not in (self.plan.version, self.label):
+                    self.report.state = "gone"  # another process has its address
+                    return
+                await self._set_taints(connection, [])
+                if has_version:
+                    # Not `leaving_label`, which says that nothing was generated since.
+                    doubt = IN_DOUBT if label is None else unverified_label(self.plan.version)
+                    await connection.declare_version(self.worker, doubt)
+                await connection.pause(self.worker, "abort")
+
+    async def replace(self) -> bool:
+        """Stop the worker so that its supervisor restarts it; return False if it has none."""
+        self.plan.versions.forget(self.instance_id)
+        is_replaced = self.plan.replace is not None and await self.plan.replace(self.worker)
+        if is_replaced:
+            self.report.state = "replaced"
+        return is_replaced
+
+    async def note_if_lost(self) -> bool:
+        """Return whether the worker has died or another process has its address."""
+        is_lost = await is_dead(self.worker)
+        if not is_lost:
+            try:
+                async with self.plan.admin.held() as connection:
+                    await self._check_process(connection)
+            except _AnotherProcess:
+                is_lost = True
+            except AdminError:
+                pass  # it is there and does not answer
+        if is_lost:
+            self.report.state = "gone"
+            self.plan.versions.forget(self.instance_id)
+        return is_lost
+
+    def mark_in_doubt(self, error: BaseException) -> None:
+        self.report.state, self.report.error = "in doubt", str(error) or type(error).__name__
+
+    @property
+    def _pinned(self) -> AdminAPI:
+        assert self._connection is not None
+        return self._connection
+
+    async def _mark_leaving(self) -> None:
+        """Set a negative label: if this process dies now, others see that no version is served."""
+        self._label_before = self.label
+        label = IN_DOUBT if self.label is None else leaving_label(self.label)
+        await self._declare(self._pinned, label)
+
+    async def _declare(self, connection: AdminAPI, label: int) -> None:
+        await connection.declare_version(self.worker, label)
+        self.label = label
+
+    async def _check_process(self, connection: AdminAPI) -> None:
+        """Raise unless the connection reaches the process that was asked before."""
+        label = await connection.weight_version(self.worker)
+        before = self._label_before
+        # The call that set the label may have worked although its answer was lost.
+        is_leaving = before is not None and label == leaving_label(before)
+        if label != self.label and not is_leaving:
+            raise _AnotherProcess(f"{self.worker} is gone: another process has its address.")
+
+    async def _abort_late_requests(self) -> None:
+        """Abort requests that a router sent before it knew that the worker left."""
+        since = time.monotonic() - self._untainted_at
+        if since < ROUTING_SECONDS:
+            await asyncio.sleep(ROUTING_SECONDS - since)
+        await self._pinned.pause(self.worker, "abort")
+
+    async def _set_taints(self, connection: AdminAPI, taints: Sequence[str]) -> None:
+        await set_taints(connection, self.plan.versions, self.worker, taints)
+        if not taints:
+            self._untainted_at = time.monotonic()
+
+    async def _step(self, name: str) -> None:
+        if self.plan.observer is not None:
+            await self.plan.observer(name, self.worker)
+
+    def _lap(self) -> float:
+        """Return the seconds since the last lap, and begin the next one."""
+        now = time.monotonic()
+        seconds, self._lap_began = now - self._lap_began, now
+        return seconds
+
+
+class _AnotherProcess(AdminError):
+    """Another process answers at a worker's address."""
+
+
+async def set_taints(
+    admin: AdminAPI, versions: VersionBook, worker: Worker, taints: Sequence[str]
+) -> None:
+    """Set a worker's taints, and note whether a router respects them."""
+    respected = admin.taints
+    if respected:
+        try:
+            await admin.set_taints(worker, taints)
+        except AdminError as error:
+            cause = error.__cause__
+            if not (isinstance(cause, RequestFailed) and cause.status == 404):
+                raise
+            respected = False  # an older Dynamo: only this process's own record counts
+    versions.tainted = respected
+
+
+async def run_to_the_end(work: Coroutine[Any, Any, None]) -> None:
+    """Run to the end even if cancelled, and raise the cancellation afterwards: the caller's lock
+    must not be released before."""
+    task = asyncio.create_task(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+    task.result()

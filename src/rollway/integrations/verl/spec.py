@@ -1,0 +1,155 @@
+"""Convert verl's rollout config to the spec of a stack: one model, one worker for each replica."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rollway.config import RawArgs, StackSpec, slug
+from rollway.errors import UsageError
+from rollway.integrations.verl.options import Options
+from rollway.stack.plan import WORKER_EXTENSION
+from rollway.weights.checkpoint import read_headers
+
+_ENGINE_FIELDS = (
+    *("gpu_memory_utilization", "max_model_len", "max_num_batched_tokens", "max_num_seqs", "dtype"),
+    *("enforce_eager", "enable_chunked_prefill", "enable_prefix_caching", "logprobs_mode"),
+    "quantization",
+)
+"""Fields of verl's RolloutConfig that are options of vLLM too, with dashes."""
+_UNSUPPORTED = {
+    "pipeline_model_parallel_size": "pipeline parallelism",
+    "data_parallel_size": "data parallelism inside a replica",
+    "expert_parallel_size": "expert parallelism inside a replica",
+}
+ADAPTERS_KEPT = 2
+"""Versions of the policy's adapter in an engine: the newest, and one that requests still use."""
+_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""The values of vLLM's `max-lora-rank`; adapters of lower rank fit too."""
+
+
+def make_stack_spec(
+    rollout: Any,
+    model: Any,
+    options: Options,
+    *,
+    pool: str,
+    replicas: int,
+    gpus: list[str],
+    first_rank: int = 0,
+    address: str | None = None,
+) -> StackSpec:
+    """Make the spec of a pool's stack, or of one node's part of it.
+
+    `rollout` and `model` are verl's RolloutConfig and HFModelConfig. `gpus` are those of the
+    replicas, in order; empty on a machine without GPUs. For a pool on several nodes, `address` is
+    this node's, and `first_rank` the number of the pool's workers on the nodes before it."""
+    _refuse_unsupported(rollout)
+    adapter_env = {"DYN_LORA_ENABLED": "true"} if read_lora_rank(model) else {}
+    served: dict[str, Any] = {
+        "path": get_model_path(model),
+        "replicas": replicas,
+        "tensor_parallel": int(rollout.tensor_model_parallel_size),
+        "seed": int(getattr(rollout, "seed", 0) or 0) + first_rank,
+        "args": _make_engine_args(rollout, model, options, has_gpu=bool(gpus)),
+        "env": {**adapter_env, **options.engine_env},
+    }
+    if options.served_model_name:
+        served["name"] = options.served_model_name
+    fields: dict[str, Any] = {
+        "name": f"verl-{slug(pool)[:20].rstrip('-')}-{secrets.token_hex(4)}",
+        "models": [served],
+        "router": {"mode": options.router_mode, "args": options.router_args},
+        "frontend": {
+            "port": options.frontend_port,
+            "rl_port": options.rl_port,
+            "args": options.frontend_args,
+        },
+        "python": options.python,
+        "start_seconds": options.start_seconds,
+        "restart": {"enabled": options.restart},
+        "log_dir": options.log_dir and options.log_dir / pool,
+    }
+    if address is not None:
+        fields["admin_host"] = fields["frontend"]["host"] = address
+        fields |= {"discovery": "etcd", "etcd_endpoints": options.etcd_endpoints}
+    if gpus:
+        fields["env"] = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+    return StackSpec.model_validate(fields)
+
+
+def _refuse_unsupported(rollout: Any) -> None:
+    for field, feature in _UNSUPPORTED.items():
+        if int(getattr(rollout, field, 1) or 1) > 1:
+            raise UsageError(
+                f"rollout.{field} is {getattr(rollout, field)}, and rollout.name=dynamo does not "
+                f"support {feature}.",
+                f"Leave rollout.{field} at 1; Dynamo's router distributes requests to replicas.",
+            )
+
+
+def make_node_spec(
+    spec: StackSpec, join_spec: Mapping[str, Any], pool_stack: str, number: int
+) -> StackSpec:
+    """Make a spec join the pool's stack, with another name and log directory, since nodes may share
+    a file system."""
+    logs = spec.log_dir and spec.log_dir / f"node-{number}"
+    fields = {**join_spec, "name": f"{pool_stack}-{number}", "log_dir": logs}
+    return StackSpec.model_validate({**spec.model_dump(mode="json", exclude_unset=True), **fields})
+
+
+def _make_engine_args(rollout: Any, model: Any, options: Options, *, has_gpu: bool) -> RawArgs:
+    args: RawArgs = {}
+    for field in _ENGINE_FIELDS:
+        # Without a GPU, the stack's CPU profile sets these two.
+        is_for_gpu = field in ("gpu_memory_utilization", "enforce_eager")
+        value = getattr(rollout, field, None)
+        if value is not None and (has_gpu or not is_for_gpu):
+            args[field.replace("_", "-")] = value
+    length = getattr(rollout, "max_model_len", None)
+    args["max-model-len"] = int(length or rollout.prompt_length + rollout.response_length)
+    if getattr(model, "trust_remote_code", False):
+        args["trust-remote-code"] = True
+    if should_free_memory(rollout, options):
+        args["enable-sleep-mode"] = True
+    if getattr(rollout, "enable_rollout_routing_replay", False):
+        args["enable-return-routed-experts"] = True
+    if rank := read_lora_rank(model):
+        # A rank beyond the list is passed on, so that vLLM refuses it with its own message.
+        max_rank = next((value for value in _LORA_RANKS if value >= rank), rank)
+        args |= {"enable-lora": True, "max-lora-rank": max_rank, "max-cpu-loras": ADAPTERS_KEPT + 1}
+    if options.kv_offload is not None:
+        args["kv-transfer-config"] = options.kv_offload
+    if options.python is not None:
+        args["worker-extension-cls"] = WORKER_EXTENSION  # that environment has Rollway too
+    return {**args, **options.engine_args}
+
+
+def get_model_path(model: Any) -> str:
+    return str(getattr(model, "local_path", None) or model.path)
+
+
+def find_tied_names(model: Path) -> frozenset[str]:
+    """Return the parameters that a model's files leave out: a head that is the embedding."""
+    config = model / "config.json"
+    if not config.is_file() or not json.loads(config.read_text()).get("tie_word_embeddings"):
+        return frozenset()
+    return frozenset({"lm_head.weight"} - read_headers(model).keys())
+
+
+def read_lora_rank(model: Any) -> int:
+    """Return the rank of the adapters that verl sends; 0 if there are none or verl merges them."""
+    lora = getattr(model, "lora", None) or {}
+    if lora.get("merge", False):
+        return 0
+    return int(lora.get("rank", 0) or getattr(model, "lora_rank", 0) or 0)
+
+
+def should_free_memory(rollout: Any, options: Options) -> bool:
+    """Tell whether engines release their memory while the trainer trains."""
+    if options.free_engine is None:
+        return bool(rollout.free_cache_engine)
+    return options.free_engine

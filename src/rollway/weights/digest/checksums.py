@@ -1,0 +1,207 @@
+"""Digests and checksums of tensors, and views of tensors as bytes, integers and words.
+
+The same code runs on CPU and GPU, and gives the same digests on both.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rollway.errors import UsageError
+
+log = logging.getLogger(__name__)
+
+DTYPES: dict[str, torch.dtype] = {
+    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
+    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8},
+    **{"U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8},
+    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2},
+    **{"F8_E8M0": torch.float8_e8m0fnu, "BOOL": torch.bool},
+}
+"""Keys are the dtype names of safetensors files."""
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+BLOCK = 1 << 17  # Words of eight bytes that make up one block of a digest: 1 MiB
+_WORTH_THREADS = 16 << 20
+_MOST_THREADS = 8
+Result = TypeVar("Result")
+
+
+def digest(tensor: Tensor) -> str:
+    """Return 128 bits (in hex) that identify a tensor's bytes; equal on every device.
+
+    Each block of words is folded, multiplied by keys for its positions and summed, which a GPU does
+    at the speed of memory; the sums are hashed. Two blocks that differ in a single element of up to
+    four bytes never have the same sum. The digest does not resist an attacker."""
+    return digests([tensor])[0]
+
+
+def digests(tensors: Sequence[Tensor]) -> list[str]:
+    """Return the digests of tensors on one device.
+
+    A GPU computes all of them before the host waits: waiting for each takes longer than reading it.
+    """
+    return started_digests(tensors)() if tensors else []
+
+
+def started_digests(tensors: Sequence[Tensor]) -> Callable[[], list[str]]:
+    """Start digests on the device's current stream; return a function that waits for them."""
+    if by_triton(tensors[0].device):
+        from rollway.weights.digest.gpu import Summing
+
+        return Summing(tensors).start()
+    results = _digests_by_torch(tensors)
+    return lambda: results
+
+
+def _digests_by_torch(tensors: Sequence[Tensor]) -> list[str]:
+    split = [words_of(raw_bytes(tensor)) for tensor in tensors]
+    sums = _sum_blocks([words for words, _ in split]).cpu().numpy()
+    tails = torch.cat([tail for _, tail in split]).cpu().numpy()
+    results, at, end = [], 0, 0
+    for words, tail in split:
+        final = hashlib.blake2b(words.numel().to_bytes(8, "little"), digest_size=16)
+        blocks = -(-words.numel() // BLOCK)
+        final.update(sums[at : at + blocks].tobytes())
+        final.update(tails[end : end + tail.numel()].tobytes())
+        results.append(final.hexdigest())
+        at, end = at + blocks, end + tail.numel()
+    return results
+
+
+def _sum_blocks(tensors: list[Tensor]) -> Tensor:
+    """Return the sums of all blocks of all tensors, in order."""
+    device = tensors[0].device
+    if device.type == "cpu":
+        return torch.from_numpy(np.concatenate(spread(_sum_blocks_on_cpu, tensors)))
+    all_keys = keys(device)
+    sums = [all_keys[:0]]
+    for words in tensors:
+        full = words.numel() // BLOCK
+        blocks = words[: full * BLOCK].view(full, BLOCK)
+        sums += [_sum_rows(rows, all_keys) for rows in blocks.split(blocks_at_once(device))]
+        if words.numel() % BLOCK:
+            rest = words[full * BLOCK :]
+            sums.append(_sum_rows(rest.view(1, -1), all_keys[: rest.numel()]))
+    return torch.cat(sums)
+
+
+def by_triton(device: torch.device) -> bool:
+    """Return whether Triton kernels process many tensors at once there; otherwise torch does."""
+    return device.type == "cuda" and _triton_works()
+
+
+@functools.cache
+def _triton_works() -> bool:
+    try:
+        from rollway.weights.digest import gpu, gpu_changes
+
+        gpu.check()
+        gpu_changes.check()
+    except Exception as error:  # noqa: BLE001 (torch can do the same whatever the error is)
+        log.info("Triton does not work here, so torch digests tensor by tensor: %s", error)
+        return False
+    return True
+
+
+def word_sum(tensor: Tensor) -> int:
+    """Return the sum of a tensor's words of eight bytes, as a checksum of 64 bits.
+
+    It is computed at the speed of memory; a `digest` would take longer than the copy it verifies.
+    """
+    words, tail = words_of(raw_bytes(tensor))
+    rest = int.from_bytes(tail.cpu().numpy().tobytes(), "little")
+    if words.device.type == "cpu":
+        # numpy, because torch's threads wait for each other when cores are busy.
+        return (int(words.numpy().sum()) + rest) % (1 << 64)
+    return (int(words.sum()) + rest) % (1 << 64)
+
+
+def spread(work: Callable[[Tensor], Result], tensors: Sequence[Tensor]) -> list[Result]:
+    """Call `work` for each tensor in CPU memory, in a few threads if the tensors are large.
+
+    `work` must use numpy, which releases the GIL. torch's own threads wait for each other after
+    every operation, which is slow when cores are busy."""
+    if len(tensors) < 2 or sum(tensor.nbytes for tensor in tensors) < _WORTH_THREADS:
+        return [work(tensor) for tensor in tensors]
+    with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as threads:
+        return list(threads.map(work, tensors))
+
+
+def _sum_blocks_on_cpu(tensor: Tensor) -> NDArray[np.int64]:
+    words = tensor.view(-1).view(torch.int64).numpy()
+    factors, scratch = keys(tensor.device).numpy(), np.empty(min(BLOCK, len(words)), np.int64)
+    sums = np.empty(-(-len(words) // BLOCK), np.int64)
+    for number in range(len(sums)):
+        block = words[number * BLOCK : (number + 1) * BLOCK]
+        folded = np.right_shift(block, 32, out=scratch[: len(block)])  # as in `_sum_rows`
+        folded += block
+        folded *= factors[: len(block)]
+        sums[number] = folded.sum()
+    return sums
+
+
+def _sum_rows(rows: Tensor, factors: Tensor) -> Tensor:
+    # A product carries upwards only, so first add the upper half to the lower one. Otherwise two
+    # sign bits that flip at the top of their words would cancel each other.
+    folded = rows >> 32
+    folded += rows
+    folded *= factors
+    return folded.sum(1)
+
+
+@functools.cache
+def keys(device: torch.device) -> Tensor:
+    """Return the keys of a block's positions: pseudo-random odd numbers, the same everywhere."""
+    stream = hashlib.shake_128(b"rollway digest keys").digest(8 * BLOCK)
+    return torch.frombuffer(bytearray(stream), dtype=torch.int64).bitwise_or(1).to(device)
+
+
+def blocks_at_once(device: torch.device) -> int:
+    """Return how many blocks to process at once: one fits a CPU's cache, a GPU has many cores."""
+    return 1 if device.type == "cpu" else 512
+
+
+def raw_bytes(tensor: Tensor) -> Tensor:
+    """Return all bytes in order; a contiguous tensor is viewed, not copied."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def integers(tensor: Tensor) -> Tensor:
+    """Return all elements as integers of their size; a contiguous tensor is viewed, not copied."""
+    return tensor.detach().contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
+
+
+def words_of(raw: Tensor) -> tuple[Tensor, Tensor]:
+    """Return bytes as words of eight bytes, and the up to seven bytes that remain."""
+    whole = raw.numel() // 8 * 8
+    head = raw[:whole]
+    if head.storage_offset() % 8:
+        head = head.clone()  # torch cannot view words that begin at an unaligned offset
+    return head.view(torch.int64), raw[whole:]
+
+
+def dtype_name(tensor: Tensor) -> str:
+    """Return the dtype's name in safetensors files; raise `UsageError` for other dtypes."""
+    name = _NAMES.get(tensor.dtype)
+    if name is None:
+        raise UsageError(f"Tensors of {tensor.dtype} cannot be published.", "Use a plain dtype.")
+    return name
+
+
+def describe(tensor: Tensor) -> str:
+    """Return dtype, shape and device as text for a message."""
+    where = "" if tensor.device.type == "cpu" else f" on {tensor.device}"
+    return f"{_NAMES.get(tensor.dtype, tensor.dtype)}{list(tensor.shape)}{where}"

@@ -1,0 +1,150 @@
+"""Describe what the ranks of a trainer hold, for the planner.
+
+A `ResidentTensor` is a tensor in a rank's memory; its `Holding` lists the boxes of Hugging Face
+tensors in it. Tensors of equal geometry share the very same `Holding`, so the planner recognises by
+identity that they are alike. The functions here make sources from pieces, and from descriptions of
+FSDP and Megatron trainers; nothing is copied.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rollway.errors import UsageError
+from rollway.weights.layout import Box, Piece, Placed, Shape, Shard
+from rollway.weights.megatron.model import MegatronModel, RankLayout
+from rollway.weights.megatron.pieces import cuts
+from rollway.weights.planning.targets import Described
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The machine and device where a rank runs; an empty name equals no other."""
+
+    node: str = ""
+    device: str = ""
+
+    def nearness(self, other: Place) -> int:
+        """Return 2 on the same device, 1 on the same node, else 0."""
+        if self.node and self.node == other.node:
+            return 2 if self.device and self.device == other.device else 1
+        return 0
+
+
+ANYWHERE = Place()
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """The geometry of a tensor in a rank's memory, and the boxes that are stored in it."""
+
+    dtype: str
+    shape: Shape
+    held: tuple[Placed, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ResidentTensor:
+    """A tensor of a source; `names` are the Hugging Face tensors that `holding` numbers."""
+
+    names: tuple[str, ...]
+    holding: Holding
+
+
+@dataclass(frozen=True)
+class Source:
+    """A rank that can be read, with its tensors by their own names."""
+
+    name: str
+    offers: Mapping[str, ResidentTensor]
+    place: Place = ANYWHERE
+
+
+def source_of_pieces(
+    name: str,
+    tensors: Mapping[str, Described],
+    pieces: Sequence[Piece],
+    place: Place = ANYWHERE,
+) -> Source:
+    """Return a source for a rank that lists its pieces; `tensors` are the rank's own."""
+    by_tensor: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        by_tensor.setdefault(piece.source, []).append(piece)
+    shared: dict[Holding, Holding] = {}
+    offers = {}
+    for tensor, mine in by_tensor.items():
+        if tensor not in tensors:
+            raise UsageError(
+                f"{name} offers pieces of {tensor}, but has no such tensor.",
+                "List every tensor that a piece is in.",
+            )
+        numbers: dict[str, int] = {}
+        held = tuple(
+            Placed(p.box, p.at, p.transposed, numbers.setdefault(p.name, len(numbers)))
+            for p in mine
+        )
+        holding = Holding(tensors[tensor].dtype, tensors[tensor].shape, held)
+        offers[tensor] = ResidentTensor(tuple(numbers), shared.setdefault(holding, holding))
+    return Source(name, offers, place)
+
+
+def hf_source(headers: Mapping[str, Described], name: str = "trainer") -> Source:
+    """Return one rank that holds every Hugging Face tensor whole."""
+    return fsdp_sources(headers, 1, name)[0]
+
+
+def fsdp_sources(
+    headers: Mapping[str, Described], ranks: int, name: str = "trainer"
+) -> list[Source]:
+    """Return ranks that shard every tensor by rows as FSDP2 does: the last ones may have fewer
+    rows, or none. A tensor without dimensions is on all ranks."""
+    if ranks < 1:
+        raise UsageError(f"A trainer cannot have {ranks} ranks.", "Use 1 or more.")
+    offers: list[dict[str, ResidentTensor]] = [{} for _ in range(ranks)]
+    shared: dict[tuple[str, Shape, int], Holding] = {}
+    for tensor, header in headers.items():
+        for rank in range(ranks):
+            key = header.dtype, header.shape, rank
+            if key not in shared:
+                box = _split_rows(header.shape, rank, ranks)
+                held = (Placed(box, (0,) * len(box.start)),)
+                shared[key] = Holding(header.dtype, box.shape, held)
+            if math.prod(shared[key].shape):
+                offers[rank][tensor] = ResidentTensor((tensor,), shared[key])
+    names = [name] if ranks == 1 else [f"{name}{rank}" for rank in range(ranks)]
+    return [Source(name, tensors) for name, tensors in zip(names, offers, strict=True)]
+
+
+def _split_rows(shape: Shape, rank: int, ranks: int) -> Box:
+    whole = Box.whole(shape)
+    if not shape:
+        return whole
+    rows = -(-shape[0] // ranks)
+    first, last = min(rank * rows, shape[0]), min((rank + 1) * rows, shape[0])
+    return Box((first, *whole.start[1:]), (last, *whole.stop[1:]))
+
+
+def megatron_sources(model: MegatronModel, name: str = "trainer") -> list[Source]:
+    """Return every rank of a Megatron trainer, replicas included: the planner shares the load
+    among them."""
+    shared: dict[tuple[str, Box, int], Holding] = {}
+
+    def find_holding(shard: Shard, count: int) -> Holding:
+        held = cuts(shard, count, model.geometry)
+        # `cuts` returns the very same tuple for equal layers. The holding keeps a reference to it,
+        # so its id cannot be reused.
+        key = shard.dtype, shard.box, id(held)
+        if key not in shared:
+            shared[key] = Holding(shard.dtype, shard.box.shape, held)
+        return shared[key]
+
+    def make_source(rank: int, layout: RankLayout) -> Source:
+        offers = {
+            tensor: ResidentTensor(names, find_holding(layout.shards[tensor], len(names)))
+            for tensor, names in layout.names.items()
+        }
+        return Source(f"{name}{rank}", offers)
+
+    return [make_source(rank, layout) for rank, layout in model.ranks.items()]

@@ -1,0 +1,383 @@
+"""The bytes of one tensor's change: where elements changed, and to which bits.
+
+    old ─┐                                 ┌─ places: gaps │ bitmap │ all of them
+         ├─ compare words ─> positions ────┤                                       ─> zstd
+    new ─┘                                 └─ values: the new bits │ steps from the old ones
+
+Elements are compared as integers: a NaN equals itself, and -0.0 differs from 0.0. Only packed bytes
+leave a GPU. The header carries the digests of the tensor before and after the change. `apply`
+leaves a tensor with exactly the new bytes, or as it was.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+import torch
+import zstandard
+from torch import Tensor
+
+from rollway.errors import UsageError, WeightsError
+from rollway.weights.digest.bits import (
+    DTYPES,
+    describe,
+    digest,
+    digests,
+    dtype_name,
+    integers,
+    raw_bytes,
+)
+from rollway.weights.digest.changes import ESCAPE, pick
+from rollway.weights.layout import ELEMENT_BYTES
+from rollway.weights.offer import Count
+from rollway.weights.transports.delta.packing import Packed, Places, Values, pack, pack_all
+from rollway.weights.transports.delta.store import Buffer
+from rollway.weights.untrusted import check_shape
+
+_MAGIC = b"RWD1"
+_PREFIX_BYTES = 8
+_MOST_HEADER_BYTES = 1 << 16
+MOST_OVERHEAD = _PREFIX_BYTES + _MOST_HEADER_BYTES + 1
+"""How many bytes a packed change may exceed its tensor by; a longer one is sent whole."""
+_DAMAGED = "It was damaged in transit, or is still being written; read it again."
+
+Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
+Change = tuple[str, Tensor | None, Tensor, str | None]
+"""A name, the old tensor if there is one, the new tensor, and the old digest if it is known."""
+
+
+class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Describes a change, so that a receiver can check it before it touches a tensor."""
+
+    name: Annotated[str, msgspec.Meta(max_length=4096)]
+    dtype: Annotated[str, msgspec.Meta(max_length=32)]
+    shape: Annotated[tuple[Count, ...], msgspec.Meta(max_length=16)]
+    version: Count
+    base: Count | None
+    """The version that the change applies to; None for a whole tensor."""
+    before: Digest | None
+    digest: Digest
+    places: Places
+    values: Values
+    count: Count
+    """The number of changed elements."""
+    places_bytes: Count
+    values_bytes: Count
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def element_bytes(self) -> int:
+        return ELEMENT_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """One tensor's change, ready to be written."""
+
+    header: Header
+    places: Buffer = b""
+    values: Buffer = b""
+
+    def parts(self) -> list[Buffer]:
+        """Return the bytes in parts, so that large ones are not copied."""
+        header = msgspec.msgpack.encode(self.header)
+        if len(header) > _MOST_HEADER_BYTES:
+            raise UsageError(f"The name or shape of {self.header.name[:80]!r} is too long.")
+        return [_MAGIC + len(header).to_bytes(4, "little") + header, self.places, self.values]
+
+    def to_bytes(self) -> bytes:
+        return b"".join(self.parts())
+
+
+def encode(
+    name: str,
+    old: Tensor | None,
+    new: Tensor,
+    *,
+    version: int = 1,
+    base: int = 0,
+    before: str | None = None,
+) -> Encoded:
+    """Pack the change from `old` to `new`, or all of `new` if there is no `old`.
+
+    `before` is the digest of `old`; passing a known one saves a read of every byte."""
+    return encode_all([(name, old, new, before)], version=version, base=base)[0]
+
+
+def encode_all(changes: Sequence[Change], *, version: int = 1, base: int = 0) -> list[Encoded]:
+    """Encode the changes of several tensors on one device.
+
+    A GPU handles many tensors per launch: waiting for each would take longer than comparing it."""
+    for name, old, new, _ in changes:
+        dtype_name(new)
+        if old is not None and _kind(old) != _kind(new):
+            raise UsageError(
+                f"{name} was {describe(old)} and is {describe(new)}; only values may change.",
+                "Publish a tensor of another kind under a new name.",
+            )
+    packed = _pack_pairs([(old, new) for _, old, new, _ in changes])
+    rows = list(zip(changes, packed, strict=True))
+    befores = _complete_digests(
+        [(known, old if change else None) for (_, old, _, known), change in rows]
+    )
+    # An unchanged tensor keeps its digest, so the new one is not computed.
+    afters = _complete_digests(
+        [
+            (change.digest if change else None, None if _is_unchanged(change) else new)
+            for (_, _, new, _), change in rows
+        ]
+    )
+    return [
+        _encode_whole(name, new, version, after)
+        if change is None
+        else _encode_change(name, new, version, base, change, before, after)
+        for ((name, _, new, _), change), before, after in zip(rows, befores, afters, strict=True)
+    ]
+
+
+def _kind(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.dtype, tensor.shape, tensor.device
+
+
+def _pack_pairs(pairs: Sequence[tuple[Tensor | None, Tensor]]) -> list[Packed | None]:
+    """Pack what changed; None where there is no base, or the whole tensor is shorter."""
+    as_bits = [(integers(old), integers(new)) for old, new in pairs if old is not None]
+    changes = iter(pack_all(as_bits) if _is_on_gpu(as_bits) else [pack(*pair) for pair in as_bits])
+    packed: list[Packed | None] = []
+    for old, new in pairs:
+        change = None if old is None else next(changes)
+        if change and len(change.place_bytes) + len(change.value_bytes) >= max(new.nbytes, 1):
+            change = None
+        packed.append(change)
+    return packed
+
+
+def _is_on_gpu(pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
+    return bool(pairs) and bool(pairs[0][0].is_cuda)
+
+
+def _is_unchanged(change: Packed | None) -> bool:
+    return change is not None and change.places == "none"
+
+
+def _complete_digests(rows: Sequence[tuple[str | None, Tensor | None]]) -> list[str]:
+    """Return known digests, compute those of the tensors, and leave the others empty."""
+    unknown = [tensor for known, tensor in rows if tensor is not None and not known]
+    computed = iter(digests(unknown))
+    return [known or (next(computed) if tensor is not None else "") for known, tensor in rows]
+
+
+def _encode_whole(name: str, tensor: Tensor, version: int, digest: str) -> Encoded:
+    header = Header(
+        name=name,
+        dtype=dtype_name(tensor),
+        shape=tuple(tensor.shape),
+        version=version,
+        base=None,
+        before=None,
+        digest=digest,
+        places="whole",
+        values="new",
+        count=tensor.numel(),
+        places_bytes=0,
+        values_bytes=tensor.nbytes,
+    )
+    return Encoded(header, b"", memoryview(raw_bytes(tensor).cpu().numpy()))
+
+
+def _encode_change(
+    name: str, new: Tensor, version: int, base: int, change: Packed, before: str, after: str
+) -> Encoded:
+    header = Header(
+        name=name,
+        dtype=dtype_name(new),
+        shape=tuple(new.shape),
+        version=version,
+        base=base,
+        before=before,
+        digest=before if _is_unchanged(change) else after,
+        places=change.places,
+        values=change.values,
+        count=change.count,
+        places_bytes=len(change.place_bytes),
+        values_bytes=len(change.value_bytes),
+    )
+    return Encoded(header, change.place_bytes, change.value_bytes)
+
+
+def decode(data: Buffer) -> Encoded:
+    """Read what `to_bytes` wrote. `apply`, which knows the tensor, checks the payload."""
+    view = memoryview(data)
+    length = int.from_bytes(view[4:_PREFIX_BYTES], "little")
+    if bytes(view[:4]) != _MAGIC or length > min(_MOST_HEADER_BYTES, len(view) - _PREFIX_BYTES):
+        raise WeightsError("These bytes are not a packed change of a tensor.", _DAMAGED)
+    payload = view[_PREFIX_BYTES + length :]
+    try:
+        header = msgspec.msgpack.decode(view[_PREFIX_BYTES : _PREFIX_BYTES + length], type=Header)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise WeightsError(f"The header of a change cannot be read ({error}).", _DAMAGED) from error
+    _check_header(header, len(payload))
+    return Encoded(header, payload[: header.places_bytes], payload[header.places_bytes :])
+
+
+def apply(encoded: Encoded, tensor: Tensor, out: Tensor | None = None) -> Tensor | None:
+    """Apply a change to `tensor`, in place or into a copy in `out`.
+
+    Returns the flat positions that were written, or None if that is all of them. If the result
+    does not match the header's digest, the old values are restored, and the error says whether
+    the base was wrong or the change is damaged."""
+    header = encoded.header
+    target = tensor if out is None else out
+    for candidate in (tensor, target):
+        if (dtype_name(candidate), tuple(candidate.shape)) != (header.dtype, header.shape):
+            raise WeightsError(
+                f"A change of {header.name} is for {header.dtype}{list(header.shape)}, "
+                f"the tensor is {describe(candidate)}."
+            )
+    if not target.is_contiguous():
+        contiguous = target.contiguous()
+        written = apply(encoded, tensor, contiguous)
+        target.detach().copy_(contiguous)
+        return written
+    if header.places == "whole":
+        _apply_whole(encoded, target)
+        return None
+    if target is not tensor:
+        target.detach().copy_(tensor)
+    return _apply_change(encoded, tensor, integers(target))
+
+
+def read_elements(tensor: Tensor, positions: Tensor) -> Tensor:
+    """Return the bits of the elements at flat positions."""
+    return pick(integers(tensor), positions)
+
+
+def write_elements(tensor: Tensor, positions: Tensor, bits: Tensor) -> None:
+    """Write the bits of the elements at flat positions of a contiguous tensor."""
+    _write(integers(tensor), positions, bits)
+
+
+def empty(header: Header) -> Tensor:
+    """Return an uninitialised CPU tensor for a whole change."""
+    return torch.empty(header.shape, dtype=DTYPES[header.dtype])
+
+
+def _unpack_places(header: Header, data: Buffer, device: torch.device) -> Tensor | None:
+    """Return flat positions in order, or None if all elements changed."""
+    if header.places == "all":
+        return None
+    if header.places == "none":
+        return torch.empty(0, dtype=torch.int64, device=device)
+    if header.places == "gaps":
+        stream = _decompress(header, data, header.count + header.elements // ESCAPE).to(device)
+        ends = stream != ESCAPE
+        positions = (stream.long() + ends).cumsum(0)[ends] - 1
+    else:
+        bits = _decompress(header, data, (header.elements + 7) // 8).to(device)
+        lanes = torch.arange(8, dtype=torch.uint8, device=device)
+        positions = torch.nonzero((bits.view(-1, 1) >> lanes & 1).view(-1)).view(-1)
+    if positions.numel() != header.count or int(positions[-1]) >= header.elements:
+        raise WeightsError(f"The positions in a change of {header.name} are wrong.", _DAMAGED)
+    return positions
+
+
+def _unpack_values(encoded: Encoded, old: Tensor) -> Tensor:
+    header = encoded.header
+    planes = _decompress(header, encoded.values, header.count * header.element_bytes)
+    if planes.numel() != header.count * header.element_bytes:
+        raise WeightsError(f"Values of {header.name} are missing.", _DAMAGED)
+    planes = planes.to(old.device).view(header.element_bytes, header.count).t().contiguous()
+    values = planes.view(-1).view(old.dtype)
+    if header.values == "new":
+        return values
+    steps = ((values >> 1) & torch.iinfo(values.dtype).max) ^ -(values & 1)  # undo the zigzag
+    return old + steps
+
+
+def _apply_whole(encoded: Encoded, target: Tensor) -> None:
+    raw = _tensor_from(encoded.values)
+    if digest(raw) != encoded.header.digest:
+        raise WeightsError(f"{encoded.header.name} does not match its checksum.", _DAMAGED)
+    raw_bytes(target).copy_(raw)
+
+
+def _apply_change(encoded: Encoded, base: Tensor, bits: Tensor) -> Tensor | None:
+    header = encoded.header
+    positions = _unpack_places(header, encoded.places, bits.device)
+    old = bits.clone() if positions is None else pick(bits, positions)
+    if header.places != "none":
+        _write(bits, positions, _unpack_values(encoded, old))
+    is_right = False
+    try:
+        is_right = digest(bits) == header.digest
+    finally:  # also when the digest itself failed, as for lack of memory
+        if not is_right:
+            _write(bits, positions, old)
+    if is_right:
+        return positions
+    if digest(base) != header.before:
+        raise WeightsError(
+            f"{header.name} is not of version {header.base}, which the change applies to.",
+            "Apply the versions in order, or start from a snapshot.",
+        )
+    raise WeightsError(f"{header.name} does not match its checksum after the change.", _DAMAGED)
+
+
+def _write(bits: Tensor, positions: Tensor | None, values: Tensor) -> None:
+    if positions is None:
+        bits.copy_(values)
+    else:
+        bits.scatter_(0, positions, values)
+
+
+def _check_header(header: Header, payload_bytes: int) -> None:
+    """Raise unless the header's numbers are consistent with each other and with the payload."""
+    is_whole = header.places == "whole"
+    counts = {
+        "none": header.count == 0,
+        "whole": header.count == header.elements,
+        "all": 0 < header.count == header.elements,
+    }
+    try:
+        check_shape(header.shape)
+    except ValueError:
+        is_consistent = False
+    else:
+        is_consistent = (
+            header.dtype in DTYPES
+            and counts.get(header.places, 0 < header.count <= header.elements)
+            and header.places_bytes + header.values_bytes == payload_bytes
+            and (header.base is None) == (header.before is None) == is_whole
+            and (not is_whole or header.values_bytes == header.elements * header.element_bytes)
+        )
+    if not is_consistent:
+        raise WeightsError("The header of a change contradicts itself.", _DAMAGED)
+
+
+def _decompress(header: Header, data: Buffer, at_most: int) -> Tensor:
+    """Decompress no more bytes than the tensor can need, whatever the stream claims."""
+    try:
+        size = zstandard.get_frame_parameters(data).content_size
+        if not 0 < size <= at_most:
+            raise WeightsError(f"A change of {header.name} has a wrong size inside.", _DAMAGED)
+        plain = zstandard.ZstdDecompressor().decompress(data, max_output_size=size)
+    except zstandard.ZstdError as error:
+        raise WeightsError(
+            f"A change of {header.name} cannot be decompressed ({error}).", _DAMAGED
+        ) from error
+    return _tensor_from(plain)
+
+
+def _tensor_from(data: Buffer) -> Tensor:
+    if len(data) == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    # torch warns about memory that it cannot write to.
+    writable = bytearray(data) if memoryview(data).readonly else data
+    return torch.frombuffer(writable, dtype=torch.uint8)

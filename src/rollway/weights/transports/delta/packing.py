@@ -1,0 +1,205 @@
+"""Pack what changed in tensors into compressed bytes on the host.
+
+A CPU packs one tensor at a time. A GPU compares and encodes many tensors with few launches, sends
+the encoded bytes to the host in a few copies, and works on while threads compress them. Both ways
+give the same bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+import torch
+import zstandard
+from torch import Tensor
+
+from rollway.weights.digest.changes import (
+    SAMPLE,
+    Comparison,
+    Pair,
+    compare_pairs,
+    encode_bitmap,
+    encode_gaps,
+    encode_positions,
+    find_changes,
+    fits_gaps,
+    is_majority,
+    is_mostly_changed,
+    split_planes,
+    zigzag,
+)
+from rollway.weights.transports.delta.store import Buffer
+
+Places = Literal["none", "gaps", "bitmap", "all", "whole"]
+"""How positions are encoded. `none` and `all` need no positions; `whole` is the plain bytes of a
+tensor, which need no base."""
+Values = Literal["new", "steps"]
+
+_LEVEL = 1  # the values that remain are noise: higher levels cost time and gain nothing
+_COMPARED = 2 << 30
+"""Bytes that are compared together; comparing needs an eighth of them as scratch memory."""
+_LEAST = 1 << 16
+"""Bytes that a small tensor counts as there."""
+_GATHERED = 1 << 25
+"""Changed elements that are encoded together; each needs about 50 bytes of scratch memory."""
+_MOST_THREADS = 16
+_local = threading.local()
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """The change of one tensor."""
+
+    places: Places
+    count: int
+    place_bytes: bytes
+    values: Values
+    value_bytes: Buffer
+    digest: str | None = None
+    """The digest of the new tensor, if the comparison computed it on the way."""
+
+
+_UNCHANGED = Packed("none", 0, b"", "new", b"")
+
+
+def pack(old: Tensor, new: Tensor) -> Packed:
+    """Pack the change of one tensor, given as integers."""
+    if is_mostly_changed(old, new):
+        return _pack_all_elements(old, new)
+    positions, old_bits, new_bits = find_changes(old, new)
+    count = positions.numel()
+    if count == 0:
+        return _UNCHANGED
+    if is_majority(count, new.numel()):  # the sample misjudged it
+        return _pack_all_elements(old, new)
+    kind, stream = encode_positions(positions, new.numel())
+    values = _pack_values(split_planes(zigzag(new_bits - old_bits)), split_planes(new_bits))
+    return Packed(kind, count, compress(stream), *values)
+
+
+def pack_all(pairs: Sequence[Pair]) -> list[Packed]:
+    """Pack the changes of many tensors on one device; element sizes may differ."""
+    packed: dict[int, Packed] = {}
+    with ThreadPoolExecutor(min(_MOST_THREADS, len(os.sched_getaffinity(0)))) as pool:
+        for batch in _split_batches(pairs):
+            packed.update(zip(batch, _pack_batch([pairs[i] for i in batch], pool), strict=True))
+    return [packed[i] for i in range(len(pairs))]
+
+
+def compress(data: Tensor) -> bytes:
+    """Compress all bytes in order."""
+    # One compressor per thread: creating one takes as long as compressing a small tensor.
+    if not hasattr(_local, "compressor"):
+        _local.compressor = zstandard.ZstdCompressor(level=_LEVEL)
+    plain = np.ascontiguousarray(_copy_to_host(data).numpy()).reshape(-1)
+    compressed: bytes = _local.compressor.compress(plain)
+    return compressed
+
+
+def _pack_batch(pairs: Sequence[Pair], pool: ThreadPoolExecutor) -> list[Packed]:
+    """Pack tensors with elements of one size, which are compared together."""
+    comparison = compare_pairs(pairs, with_digests=True)
+    packed: dict[int, Packed] = {}
+    pending: dict[int, Future[Packed]] = {}
+    for first, end in _split_ranges(comparison.counts, [new.numel() for _, new in pairs]):
+        if is_majority(comparison.counts[first], pairs[first][1].numel()):
+            packed[first] = _pack_all_elements(*pairs[first])
+        else:
+            pending.update(_submit_range(comparison, pairs, first, end, pool))
+    packed |= {i: future.result() for i, future in pending.items()}
+    return [
+        replace(packed.get(i, _UNCHANGED), digest=digest)
+        for i, digest in enumerate(comparison.digests)
+    ]
+
+
+def _submit_range(
+    comparison: Comparison, pairs: Sequence[Pair], first: int, end: int, pool: ThreadPoolExecutor
+) -> Iterator[tuple[int, Future[Packed]]]:
+    """Encode the changes in a range of tensors on the device, and let threads compress them."""
+    changed = [i for i in range(first, end) if comparison.counts[i]]
+    if not changed:
+        return
+    positions, old, new = comparison.gather(first, end)
+    stream, lengths = encode_gaps(positions, [comparison.counts[i] for i in changed])
+    gaps = _copy_to_host(stream)
+    steps = _copy_to_host(split_planes(zigzag(new - old)))
+    values = _copy_to_host(split_planes(new))
+    at = byte = 0
+    for i, length in zip(changed, lengths, strict=True):
+        part = slice(at, at + comparison.counts[i])
+        elements = pairs[i][1].numel()
+        kind: Places = "gaps" if fits_gaps(length, elements) else "bitmap"
+        places = gaps[byte : byte + length]
+        if kind == "bitmap":
+            places = _copy_to_host(encode_bitmap(positions[part], elements))
+        yield i, pool.submit(_pack_encoded, kind, places, steps[:, part], values[:, part])
+        at, byte = part.stop, byte + length
+
+
+def _pack_encoded(kind: Places, places: Tensor, steps: Tensor, new: Tensor) -> Packed:
+    return Packed(kind, new.shape[1], compress(places), *_pack_values(steps, new))
+
+
+def _pack_all_elements(old: Tensor, new: Tensor) -> Packed:
+    values = _pack_values(split_planes(zigzag(new - old)), split_planes(new))
+    return Packed("all", new.numel(), b"", *values)
+
+
+def _pack_values(steps: Tensor, new: Tensor) -> tuple[Values, bytes]:
+    """Compress the new bits or their distance from the old ones, whichever is shorter.
+
+    An optimizer step mostly moves a bfloat16 to its neighbour, so distances are small numbers
+    that compress well. A sample shows which of the two to compress."""
+    stride = max(1, new.shape[1] // SAMPLE)
+    as_steps, as_new = (compress(planes[:, ::stride]) for planes in (steps, new))
+    if len(as_steps) < len(as_new):
+        return "steps", as_steps if stride == 1 else compress(steps)
+    return "new", as_new if stride == 1 else compress(new)
+
+
+def _split_batches(pairs: Sequence[Pair]) -> Iterator[list[int]]:
+    """Yield the tensors to compare together: one element size, and bounded scratch memory."""
+    by_size: dict[int, list[int]] = {}
+    for i, (_, new) in enumerate(pairs):
+        by_size.setdefault(new.element_size(), []).append(i)
+    for same_size in by_size.values():
+        batch: list[int] = []
+        nbytes = 0
+        for i in same_size:
+            if nbytes >= _COMPARED:
+                yield batch
+                batch, nbytes = [], 0
+            batch.append(i)
+            nbytes += max(_LEAST, pairs[i][1].nbytes)
+        yield batch
+
+
+def _split_ranges(counts: Sequence[int], elements: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield ranges of tensors to encode together; a mostly changed tensor is a range alone."""
+    first = total = 0
+    for i, count in enumerate(counts):
+        is_alone = is_majority(count, elements[i])
+        if i > first and (is_alone or total + count > _GATHERED):
+            yield first, i
+            first, total = i, 0
+        total += count
+        if is_alone:
+            yield i, i + 1
+            first, total = i + 1, 0
+    if first < len(counts):
+        yield first, len(counts)
+
+
+def _copy_to_host(data: Tensor) -> Tensor:
+    if not data.is_cuda:
+        return data
+    # Pinned memory: torch reuses it, and a GPU writes to it at full speed.
+    host = torch.empty(data.shape, dtype=data.dtype, pin_memory=True)
+    return host.copy_(data.contiguous())

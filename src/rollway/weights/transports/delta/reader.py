@@ -1,0 +1,259 @@
+"""Read versions from a store: find the shortest chain, stage it, verify it, then install it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import Tensor
+
+from rollway.errors import WeightsError
+from rollway.weights.checkpoint import TensorHeader
+from rollway.weights.digest.bits import digest
+from rollway.weights.offer import MOST_MANIFEST_BYTES, Offer
+from rollway.weights.transports.base import Reader, never
+from rollway.weights.transports.delta.format import (
+    Encoded,
+    apply,
+    decode,
+    empty,
+    read_elements,
+    write_elements,
+)
+from rollway.weights.transports.delta.manifest import (
+    MANIFESTS,
+    USE_SNAPSHOT,
+    Entry,
+    Manifest,
+    Step,
+    manifest_key,
+)
+from rollway.weights.transports.delta.store import Store
+
+_FEW = 0.02
+"""Up to this share of changed elements, writing those is faster than copying the tensor."""
+State = dict[str, Tensor]
+
+
+class DeltaVersions:
+    """The versions in a store, and the chains of objects that lead from one to another."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def list_versions(self) -> list[int]:
+        """Return all complete versions, oldest first."""
+        names = [key.removeprefix(MANIFESTS)[:-5] for key in self._store.keys(MANIFESTS)]
+        return sorted(int(name) for name in names if name.isdecimal())
+
+    def read_manifest(self, version: int) -> Manifest:
+        with self._store.open(manifest_key(version)) as blob:
+            if blob.size > MOST_MANIFEST_BYTES:
+                raise WeightsError(f"The manifest of version {version} is too large.", USE_SNAPSHOT)
+            data = blob.read(0, blob.size)
+        try:
+            manifest = msgspec.json.decode(data, type=Manifest)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise WeightsError(
+                f"The manifest of version {version} is damaged ({error})."
+            ) from error
+        manifest.check(version)
+        return manifest
+
+    def find_chain(self, held: int | None, wanted: int) -> list[Step]:
+        """Return the steps with the fewest bytes from `held` (or from nothing) to `wanted`."""
+        if held == wanted:
+            return []
+        chains: list[list[Step]] = []
+        deltas: list[Step] = []
+        at = wanted
+        # Walk back from `wanted`: every snapshot on the way starts a chain, and so does `held`.
+        while True:
+            try:
+                manifest = self.read_manifest(at)
+            except WeightsError:
+                if chains:
+                    break  # a chain that does not need this version is already known
+                raise
+            if manifest.snapshot is not None:
+                chains.append([Step("snapshot", manifest), *deltas])
+            if manifest.base is None or manifest.delta is None or (chains and held is None):
+                break
+            deltas = [Step("delta", manifest), *deltas]
+            if manifest.base == held:
+                chains.append(deltas)
+                break
+            at = manifest.base
+        if not chains:
+            raise WeightsError(f"Nothing leads to version {wanted}.", "Publish a snapshot.")
+        return min(chains, key=lambda steps: sum(step.object.size for step in steps))
+
+    def fetch(self, state: State, held: int | None, wanted: int) -> StagedVersion:
+        """Stage the shortest chain; if it is broken or was removed meanwhile, use a snapshot.
+
+        So every version that the publisher keeps can be read, whatever the reader holds."""
+        steps = self.find_chain(held, wanted)
+        try:
+            return self.stage(state, steps)
+        except WeightsError:
+            if steps[0].kind == "snapshot":
+                raise
+            return self.stage(state, self.find_chain(None, wanted))
+
+    def stage(self, state: State, steps: Sequence[Step]) -> StagedVersion:
+        """Apply steps to copies of the tensors that change, and verify every tensor.
+
+        `state` is only read, so generation continues meanwhile. It is empty for a snapshot."""
+        staged = StagedVersion(state)
+        for step in steps:
+            _check_names(state, step.manifest)
+            if step.manifest.headers() != steps[-1].manifest.headers():
+                raise WeightsError(
+                    f"The {step} is of another model than the steps after it.", USE_SNAPSHOT
+                )
+            with self._store.open(step.object.key) as blob:
+                if blob.size != step.object.size:
+                    raise WeightsError(
+                        f"The {step} has {blob.size} bytes instead of {step.object.size}.",
+                        USE_SNAPSHOT,
+                    )
+                for name, entry in step.manifest.tensors.items():
+                    extent = entry.snapshot if step.kind == "snapshot" else entry.delta
+                    if extent is not None:
+                        encoded = decode(blob.read(*extent))
+                        _check_announced(encoded, name, entry, step)
+                        staged.apply(encoded)
+        if steps:
+            staged.finish(steps[-1].manifest)
+        return staged
+
+
+@dataclass(slots=True)
+class StagedVersion:
+    """New weights that are verified and not served yet."""
+
+    state: State
+    tensors: State = field(default_factory=dict)
+    """The new value of each tensor that changed."""
+    _positions: dict[str, list[Tensor] | None] = field(default_factory=dict)
+    """The elements that changed, by step; None if all of them may have."""
+    _sparse: dict[str, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
+    """Positions and bits of the tensors in which few elements changed."""
+
+    def apply(self, encoded: Encoded) -> None:
+        """Apply the change of one tensor to its staged copy."""
+        name = encoded.header.name
+        before = self.tensors.get(name, self.state.get(name))
+        if before is None:
+            if encoded.header.places != "whole":
+                raise WeightsError(f"There is no {name} to apply a change to.", USE_SNAPSHOT)
+            before = empty(encoded.header)
+        if name not in self.tensors:
+            self.tensors[name] = torch.empty_like(before, memory_format=torch.contiguous_format)
+        written = apply(encoded, before, self.tensors[name])
+        positions = self._positions.setdefault(name, [])
+        if written is None or positions is None:
+            self._positions[name] = None
+        else:
+            positions.append(written)
+
+    def finish(self, manifest: Manifest) -> None:
+        """Verify the tensors that no step changed, and prepare `install`."""
+        for name, entry in manifest.tensors.items():
+            if name in self.tensors:
+                continue
+            if name not in self.state:
+                raise WeightsError(
+                    f"{name} of version {manifest.version} is in none of its objects.", USE_SNAPSHOT
+                )
+            if digest(self.state[name]) != entry.digest:
+                raise WeightsError(
+                    f"{name} does not match its checksum in version {manifest.version}: "
+                    "the held tensor is not of the version it is recorded as.",
+                    USE_SNAPSHOT,
+                )
+        for name, positions in self._positions.items():
+            tensor = self.tensors[name]
+            if positions is not None and sum(map(len, positions)) <= _FEW * tensor.numel():
+                self._sparse[name] = [(some, read_elements(tensor, some)) for some in positions]
+
+    def install(self) -> None:
+        """Write the changes into the held tensors; only this needs a pause."""
+        for name, tensor in self.tensors.items():
+            live = self.state.get(name)
+            if live is None:
+                self.state[name] = tensor
+            elif name in self._sparse and live.is_contiguous():
+                for positions, bits in self._sparse[name]:
+                    write_elements(live, positions, bits)
+            else:
+                live.detach().copy_(tensor)
+
+
+class DeltaReader(Reader):
+    """Holds the tensors of the last version inside a worker, and updates them to the next.
+
+    Changes are applied to copies. The held tensors change only after all tensors were received."""
+
+    def __init__(self) -> None:
+        self._held: tuple[str, int] | None = None
+        self._state: State = {}
+
+    def headers(self, offer: Offer) -> dict[str, TensorHeader]:
+        return self._open(offer)[1].headers()
+
+    def tensors(
+        self, offer: Offer, summed: Callable[[str], bool] = never
+    ) -> Iterator[tuple[str, Tensor]]:
+        versions, manifest = self._open(offer)
+        root = str(offer.where["root"])
+        held = self._held[1] if self._held is not None and self._held[0] == root else None
+        staged = versions.fetch(self._state if held is not None else {}, held, offer.version)
+        for name in manifest.tensors:
+            yield name, staged.tensors[name] if name in staged.tensors else self._state[name]
+        self._held = None  # a version that is half installed must not serve as a base
+        staged.install()
+        self._state, self._held = staged.state, (root, offer.version)
+
+    def close(self) -> None:
+        self._held, self._state = None, {}
+
+    def _open(self, offer: Offer) -> tuple[DeltaVersions, Manifest]:
+        try:
+            root = Path(str(offer.where["root"]))
+            exists = root.is_dir()
+        except (KeyError, OSError) as error:
+            raise WeightsError(
+                "An offer of deltas does not say where they are.", "Publish the version again."
+            ) from error
+        if not exists:
+            raise WeightsError(
+                f"There are no published versions at {root}.", "Mount the directory here."
+            )
+        versions = DeltaVersions(Store(root))
+        manifest = versions.read_manifest(offer.version)
+        if manifest.identity != offer.identity:
+            raise WeightsError(f"Version {offer.version} at {root} is not the offered one.")
+        return versions, manifest
+
+
+def _check_names(state: State, manifest: Manifest) -> None:
+    different = sorted(state.keys() ^ manifest.tensors.keys()) if state else []
+    if different:
+        raise WeightsError(
+            f"Version {manifest.version} and the held one differ in {', '.join(different[:5])}.",
+            "They are different models.",
+        )
+
+
+def _check_announced(encoded: Encoded, name: str, entry: Entry, step: Step) -> None:
+    """Raise unless a change is the one that the manifest announces."""
+    header = encoded.header
+    base = None if header.places == "whole" else step.manifest.base
+    expected = (name, entry.dtype, entry.shape, entry.digest, step.manifest.version, base)
+    actual = (header.name, header.dtype, header.shape, header.digest, header.version, header.base)
+    if expected != actual:
+        raise WeightsError(f"The {step} has another tensor where {name} should be.", USE_SNAPSHOT)

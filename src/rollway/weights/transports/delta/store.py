@@ -1,0 +1,224 @@
+"""Objects by key in a directory, with the guarantees of an object store: whole, or absent.
+
+A key appears at once with all its bytes, on every machine that shares the directory. Nothing here
+locks or appends, because both fail on network file systems. If a publisher removes an object while
+it is read, the reader gets a `WeightsError`. Only a mapped store could crash it, see `Store`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import re
+import secrets
+import shutil
+import stat
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from rollway.errors import UsageError, WeightsError
+from rollway.processes import SHM
+from rollway.weights import leftovers
+from rollway.weights.checkpoint import sync
+
+Buffer = bytes | bytearray | memoryview
+_KEY = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*")
+_SHARED = "rollway-deltas-"
+_GONE = (errno.ENOENT, errno.ESTALE)
+
+
+class Store:
+    """Objects in a directory.
+
+    With `mapped`, readers get views of the file instead of copies. That is right for shared
+    memory, where a removed file stays readable. On NFS a removed file would kill the reader."""
+
+    def __init__(self, root: Path, *, private: bool = False, mapped: bool = False) -> None:
+        self.root = root
+        self.mapped = mapped
+        self._private = private
+
+    def put(self, key: str, data: Buffer | Iterable[Buffer]) -> int:
+        """Write an object and return its size; readers see all of it, or the previous one."""
+        path = self._path(key)
+        chunks = [data] if isinstance(data, Buffer) else data
+        scratch = path.with_name(leftovers.scratch_name(f"{path.name}.{secrets.token_hex(4)}"))
+        try:
+            self._make_directory(path.parent)
+            with scratch.open("xb") as file:
+                if self._private:
+                    os.fchmod(file.fileno(), 0o600)
+                for chunk in chunks:
+                    file.write(chunk)
+                file.flush()
+                # Before the rename: after a power loss the name must not point at missing bytes.
+                os.fsync(file.fileno())
+                size = file.tell()
+            scratch.replace(path)
+            sync(path.parent)
+        except OSError as error:
+            is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            raise WeightsError(
+                f"{path} cannot be written: {error.strerror}.",
+                "Free some space, or keep fewer versions." if is_full else "",
+            ) from error
+        finally:
+            scratch.unlink(missing_ok=True)
+        return size
+
+    def get(self, key: str) -> bytes:
+        with self.open(key) as blob:
+            return bytes(blob.read(0, blob.size))
+
+    def open(self, key: str) -> Blob:
+        """Open an object to read parts of it."""
+        return Blob(self._path(key), self.mapped)
+
+    def keys(self, prefix: str = "") -> list[str]:
+        """Return all keys with this prefix in order, without objects that are being written."""
+        keys = []
+        for directory, subdirectories, names in os.walk(self.root):  # skips what vanishes meanwhile
+            subdirectories[:] = [name for name in subdirectories if not name.startswith(".")]
+            parent = Path(directory).relative_to(self.root)
+            keys += [(parent / name).as_posix() for name in names if not name.startswith(".")]
+        return sorted(key for key in keys if key.startswith(prefix))
+
+    def delete(self, key: str) -> None:
+        """Remove an object; a missing one is no error."""
+        with contextlib.suppress(OSError):
+            self._path(key).unlink()
+
+    def idle_seconds(self, key: str) -> float:
+        """Return the seconds since an object was written."""
+        return _idle_seconds(self._path(key))
+
+    def sweep(self) -> None:
+        """Remove the partial files of dead writers."""
+        for path in self.root.rglob(f".*.{leftovers.PARTIAL}"):
+            if leftovers.gone(path.name, _idle_seconds(path)):
+                path.unlink(missing_ok=True)
+
+    def _path(self, key: str) -> Path:
+        if not _KEY.fullmatch(key):
+            raise UsageError(f"{key[:200]!r} cannot be the key of an object.")
+        return self.root / key
+
+    def _make_directory(self, directory: Path) -> None:
+        if not directory.is_dir():
+            self._make_directory(directory.parent)
+            directory.mkdir(mode=0o700 if self._private else 0o777, exist_ok=True)
+            sync(directory.parent)
+
+
+class SharedMemory(Store):
+    """A store in memory, for readers of this user on this machine.
+
+    `close` removes it. If the publisher dies without it, a guard process does. A reader opens
+    `Store(path, mapped=True)` on its `root`."""
+
+    def __init__(self, label: str = "delta") -> None:
+        sweep_shared_memory()
+        super().__init__(
+            SHM / f"{_SHARED}{label}.{leftovers.mark()}.{secrets.token_hex(4)}",
+            private=True,
+            mapped=True,
+        )
+        self._path(label)  # raises for a label that is not a plain name
+        self._make_directory(self.root)
+        self._guard = leftovers.Guard(self.root)
+
+    def close(self) -> None:
+        """Free the memory."""
+        self._guard.close()
+        shutil.rmtree(self.root, ignore_errors=True)  # in case the guard was killed
+
+    def __enter__(self) -> SharedMemory:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Blob:
+    """An object that is open for reading."""
+
+    def __init__(self, path: Path, mapped: bool) -> None:
+        self._name = path
+        try:
+            self._file = _open(path)
+        except OSError as error:
+            raise self._describe_error(error) from error
+        status = os.fstat(self._file)
+        if not stat.S_ISREG(status.st_mode):
+            os.close(self._file)
+            raise WeightsError(f"{path} is no plain file.", "Publish the version again.")
+        self.size = status.st_size
+        # A private mapping, because torch warns about memory that it cannot write to.
+        self._map = (
+            mmap.mmap(self._file, self.size, access=mmap.ACCESS_COPY)
+            if mapped and self.size
+            else None
+        )
+
+    def read(self, start: int, size: int) -> Buffer:
+        """Return `size` bytes from `start`, or raise."""
+        if start < 0 or size < 0 or start + size > self.size:
+            raise WeightsError(f"{self._name} is cut short: it has {self.size} bytes.")
+        if self._map is not None:
+            return memoryview(self._map)[start : start + size]
+        data = bytearray(size)
+        view, done = memoryview(data), 0
+        try:
+            while done < size:
+                count = os.preadv(self._file, [view[done:]], start + done)
+                if count == 0:
+                    raise WeightsError(f"{self._name} became shorter while it was read.")
+                done += count
+        except OSError as error:
+            raise self._describe_error(error) from error
+        return data
+
+    def close(self) -> None:
+        os.close(self._file)
+        self._map = None  # the mapping is closed with the last view of it
+
+    def __enter__(self) -> Blob:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _describe_error(self, error: OSError) -> WeightsError:
+        if error.errno in _GONE:
+            return WeightsError(
+                f"{self._name} is not there.",
+                "It was never complete, or was removed; list the versions again.",
+            )
+        return WeightsError(f"{self._name} cannot be read: {error.strerror}.")
+
+
+def sweep_shared_memory() -> None:
+    """Remove the stores of publishers that died together with their guards."""
+    for path in SHM.glob(f"{_SHARED}*"):
+        if leftovers.gone(path.name, _idle_seconds(path)):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _open(path: Path) -> int:
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO must not hang the reader
+    try:
+        return os.open(path, flags)
+    except OSError as error:
+        if error.errno != errno.ESTALE:
+            raise
+    return os.open(path, flags)  # NFS had cached a file that was replaced
+
+
+def _idle_seconds(path: Path) -> float:
+    try:
+        return time.time() - path.stat().st_mtime
+    except OSError:
+        return 0.0

@@ -1,0 +1,64 @@
+"""The assignment of sockets, when every rank of a trainer sends to the engine beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from rollway.errors import UsageError, WeightsError
+from rollway.fleet.discovery import Worker
+from rollway.integrations.verl.verl_buckets import BucketSender, BucketUpdate, make_bucket_update
+from rollway.weights.offer import read_offer
+
+
+class Admin:
+    """Records the sockets that each worker is given."""
+
+    def __init__(self) -> None:
+        self.offers: dict[int, list[str]] = {}
+
+    async def call(self, worker: Worker, method: str, arguments: dict[str, Any]) -> None:
+        if method == "rollway_stage":
+            offer = read_offer(arguments["offer"], "secret")
+            self.offers[worker.instance_id] = offer.where["sockets"]
+
+
+def make_update(tmp_path: Path, sockets: list[str]) -> BucketUpdate:
+    save_file({"a": torch.zeros(4), "b": torch.zeros(2).half()}, tmp_path / "model.safetensors")
+    return make_bucket_update(3, sockets, tmp_path, "secret")
+
+
+async def test_every_rank_of_every_engine_has_a_sender(tmp_path: Path) -> None:
+    update, admin = make_update(tmp_path, ["s0", "s1", "s2", "s3"]), Admin()
+    workers = [Worker(number, "m", "http://x", world_size=2) for number in (9, 4)]
+    for worker in (*workers, workers[0]):
+        assert await update.preflight(admin, worker)  # type: ignore[arg-type]
+    assert admin.offers == {9: ["s0", "s1"], 4: ["s2", "s3"]}
+    assert (update.offer.nbytes, update.repeatable) == (20, False)
+    with pytest.raises(UsageError, match="4 ranks of the trainer send weights"):
+        await update.preflight(admin, Worker(5, "m", "http://x", world_size=2))  # type: ignore[arg-type]
+
+
+def test_every_update_has_another_identity(tmp_path: Path) -> None:
+    assert make_update(tmp_path, ["s"]).identity != make_update(tmp_path, ["s"]).identity
+
+
+async def test_if_the_engines_refused_their_reason_is_raised(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Refuses:
+        async def remote(self, sockets: list[str], step: int | None) -> dict[str, float]:
+            raise UsageError("The model is another one.")
+
+    async def fail(self: BucketSender, weights: Any) -> None:
+        raise WeightsError("Rank 0's engine did not receive its weights.")
+
+    monkeypatch.setattr(BucketSender, "send", fail)
+    pool = SimpleNamespace(receive_buckets=Refuses())
+    with pytest.raises(UsageError, match="another one"):
+        await BucketSender("j", 0, 2, 1).send_as_first(iter([]), pool, 1)
