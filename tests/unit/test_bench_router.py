@@ -21,15 +21,15 @@ def figures(workers: int, routing: Routing, makespan: float, hits: float = 0.5) 
 
 def test_traffic_depends_only_on_its_seed() -> None:
     first, again, other = Traffic(2), Traffic(2), Traffic(2, seed=1)
-    assert first.prompt(1) == again.prompt(1) != other.prompt(1)
-    assert first.plan(1, 3) == again.plan(1, 3) != first.plan(1, 4)
-    assert first.plan(0, 0)[0].wait_seconds == 0  # all first turns at once
+    assert first.make_prompt(1) == again.make_prompt(1) != other.make_prompt(1)
+    assert first.plan_turns(1, 3) == again.plan_turns(1, 3) != first.plan_turns(1, 4)
+    assert first.plan_turns(0, 0)[0].wait_seconds == 0  # all first turns at once
 
 
 def test_groups_share_only_the_system_prompt() -> None:
     traffic = Traffic(2)
     shared = traffic.system_blocks * traffic.block
-    first, second = traffic.prompt(0), traffic.prompt(1)
+    first, second = traffic.make_prompt(0), traffic.make_prompt(1)
     assert first[:shared] == second[:shared] and first[shared:] != second[shared:]
     assert len(first) == traffic.prompt_blocks * traffic.block
 

@@ -33,9 +33,9 @@ def replay(groups: int, workers: int, routing: str) -> Tally:
     """Sum over the draws; the makespan is their mean."""
     total = Tally()
     for seed in range(DRAWS):
-        drawn = _replay(Traffic(groups, block=BLOCK, seed=seed), workers, routing)
-        makespan = total.makespan_seconds + drawn.makespan_seconds / DRAWS
-        total.add(drawn)
+        tally = _replay(Traffic(groups, block=BLOCK, seed=seed), workers, routing)
+        makespan = total.makespan_seconds + tally.makespan_seconds / DRAWS
+        total.add(tally)
         total.makespan_seconds = makespan
     return total
 
@@ -58,9 +58,9 @@ def make_trace(traffic: Traffic, groups: Iterable[int] | None = None) -> Iterato
     chosen = set(range(traffic.groups) if groups is None else groups)
     # Groups that are left out still use up numbers: parts of a trace add up to the whole.
     unused = itertools.count(list_prompt_blocks(traffic, traffic.groups)[-1] + 1)
-    for group, member in traffic.members():
+    for group, member in traffic.list_members():
         blocks = list_prompt_blocks(traffic, group)
-        for number, turn in enumerate(traffic.plan(group, member)):
+        for number, turn in enumerate(traffic.plan_turns(group, member)):
             start = {"delay": 1000 * turn.wait_seconds} if number else {"timestamp": 0}
             if group in chosen:
                 yield {
@@ -70,7 +70,7 @@ def make_trace(traffic: Traffic, groups: Iterable[int] | None = None) -> Iterato
                     "hash_ids": list(blocks),
                     **start,
                 }
-            blocks += itertools.islice(unused, traffic.blocks_added(turn))
+            blocks += itertools.islice(unused, traffic.count_added_blocks(turn))
 
 
 def list_prompt_blocks(traffic: Traffic, group: int) -> list[int]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from random import Random
-from typing import Any
+from typing import Any, ClassVar
 
 from rollway.errors import RolloutError
 from rollway.http import IDEMPOTENT, Http
@@ -21,9 +21,6 @@ from rollway.rollout.sender import SESSION_HEADER, all_or_none
 from rollway.rollout.wire import DynamoAssembly, completion_request
 
 GROUPS_PER_WORKER = 2
-_SYSTEM_BLOCKS = 4
-"""The prefix that all groups share."""
-_PROMPT_BLOCKS = 16
 _OBSERVATION_BLOCKS = 2
 """The environment's tokens between two turns."""
 _TOOL_SECONDS = 0.2
@@ -45,6 +42,10 @@ class Turn:
 class Traffic:
     """The requests of `groups` prompts, with `rollouts` of each, of `turns` turns."""
 
+    system_blocks: ClassVar[int] = 4
+    """The prefix that the prompts of all groups share."""
+    prompt_blocks: ClassVar[int] = 20
+    """The whole prompt, with that prefix."""
     groups: int
     rollouts: int = 8
     turns: int = 3
@@ -55,19 +56,11 @@ class Traffic:
     def requests(self) -> int:
         return self.groups * self.rollouts * self.turns
 
-    @property
-    def system_blocks(self) -> int:
-        return _SYSTEM_BLOCKS
-
-    @property
-    def prompt_blocks(self) -> int:
-        return _SYSTEM_BLOCKS + _PROMPT_BLOCKS
-
-    def members(self) -> Iterator[tuple[int, int]]:
+    def list_members(self) -> Iterator[tuple[int, int]]:
         """Yield every rollout as (group, place in the group), in the order in which they start."""
         yield from product(range(self.groups), range(self.rollouts))
 
-    def plan(self, group: int, member: int) -> list[Turn]:
+    def plan_turns(self, group: int, member: int) -> list[Turn]:
         rng = Random(f"{self.seed}/{group}/{member}")
         return [
             Turn(
@@ -78,18 +71,18 @@ class Traffic:
             for turn in range(self.turns)
         ]
 
-    def prompt(self, group: int) -> list[int]:
-        system = self._tokens("system", _SYSTEM_BLOCKS)
-        return system + self._tokens(f"prompt {group}", _PROMPT_BLOCKS)
+    def make_prompt(self, group: int) -> list[int]:
+        system = self._draw("system", self.system_blocks)
+        return system + self._draw(f"prompt {group}", self.prompt_blocks - self.system_blocks)
 
-    def observation(self, turn: Turn) -> list[int]:
-        return self._tokens(f"observation {turn.seed}", _OBSERVATION_BLOCKS)
+    def make_observation(self, turn: Turn) -> list[int]:
+        return self._draw(f"observation {turn.seed}", _OBSERVATION_BLOCKS)
 
-    def blocks_added(self, turn: Turn) -> int:
+    def count_added_blocks(self, turn: Turn) -> int:
         """Return how many blocks the answer and the observation after it add, rounded up."""
         return _OBSERVATION_BLOCKS + -(-turn.output // self.block)
 
-    def _tokens(self, name: str, blocks: int) -> list[int]:
+    def _draw(self, name: str, blocks: int) -> list[int]:
         rng = Random(f"{self.seed}/{name}")
         return [rng.randrange(_VOCABULARY) for _ in range(blocks * self.block)]
 
@@ -139,11 +132,11 @@ class Sender:
 
     async def send(self, traffic: Traffic) -> Tally:
         tally = Tally()
-        prompts = [traffic.prompt(group) for group in range(traffic.groups)]
+        prompts = [traffic.make_prompt(group) for group in range(traffic.groups)]
         began = time.monotonic()
         await all_or_none(
             self._run_rollout(traffic, group, member, prompts[group], tally)
-            for group, member in traffic.members()
+            for group, member in traffic.list_members()
         )
         tally.makespan_seconds = time.monotonic() - began
         return tally
@@ -152,7 +145,7 @@ class Sender:
         self, traffic: Traffic, group: int, member: int, prompt: list[int], tally: Tally
     ) -> None:
         tokens = list(prompt)
-        for turn in traffic.plan(group, member):
+        for turn in traffic.plan_turns(group, member):
             await asyncio.sleep(turn.wait_seconds)
             sampling = Sampling(
                 max_tokens=turn.output, ignore_eos=True, seed=turn.seed, logprobs=False
@@ -165,7 +158,7 @@ class Sender:
             tally.prompt_tokens += len(tokens)
             tally.cached_tokens += completion.cached_tokens
             tally.ttft_seconds += read_ttft(answer)
-            tokens += completion.token_ids + traffic.observation(turn)
+            tokens += completion.token_ids + traffic.make_observation(turn)
 
     async def _post(self, tokens: list[int], sampling: Sampling, session: str) -> Any:
         body = completion_request(self._model, tokens, sampling)
