@@ -2,7 +2,7 @@
 
     python -m rollway.bench.cheap_frontend        # prints its address, exits when its stdin closes
 
-It accepts the gateway's requests and returns made-up token ids and log-probs.
+It accepts the gateway's requests and returns invented token ids and log-probs.
 """
 
 from __future__ import annotations

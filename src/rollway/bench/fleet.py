@@ -1,6 +1,6 @@
 """`rollway bench fleet`: the cost of listing and refitting many workers, compared with one worker.
 
-Both ratios are taken within one run: the listing against one probe, the refit of all workers
+Both ratios are computed within one run: the listing against one probe, the refit of all workers
 against the refit of one.
 """
 
@@ -33,13 +33,13 @@ class FleetFigures:
 
     workers: int
     probe_seconds: float
-    """The slowest of some requests for a worker's version."""
+    """The slowest of several requests for a worker's version."""
     order_seconds: float
     """The time that a signature adds to an admin call: the difference of the medians."""
     listing_seconds: float
     listing_ratio: float
     alone_seconds: float
-    """The slowest of some refits of a single worker."""
+    """The slowest of several refits of a single worker."""
     refit_seconds: float
     refit_ratio: float
     paused_seconds: float

@@ -2,7 +2,7 @@
 
 Layouts are built from config numbers, so nothing is downloaded and no weights are in memory.
 `seconds` is the time from the trainer ranks' offers and the model's tensors to the plan: the best
-of some runs, because the work is always the same but other processes disturb it. `layout_seconds`
+of several runs, because the work is always the same but other processes disturb it. `layout_seconds`
 is the time to describe the trainer ranks, which a running trainer does once.
 """
 
@@ -83,6 +83,7 @@ def bench_plan() -> dict[str, Any]:
         "ep8_to_tp2": asdict(ep8),
         "etp4_to_tp2": asdict(etp4),
     }
+    # The peak of the process, so of its largest plan: the synthetic model's.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
     synthetic = {**asdict(large), "tensors": large.hf_tensors, "peak_rss_mb": peak}
     return round_floats({"qwen3_30b_a3b": qwen, "synthetic_1t": synthetic}, ".4f")

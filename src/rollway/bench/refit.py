@@ -45,6 +45,7 @@ CHANGED = 0.01
 """Share of the elements that a delta changes."""
 State = dict[str, Tensor]
 _NO_WEIGHTS = shutil.ignore_patterns("*.safetensors")
+# The line that a worker logs after a swap (rollway.engine.staging).
 _SERVED = re.compile(r"is served \((.*)\)")
 _PARTS = ("load", "prove", "prepare", "swap")
 """The parts of a refit whose seconds the worker logs."""
@@ -132,7 +133,7 @@ class _Bench:
             await self.stack.fleet.read_versions()
             self.answers[index] = await self._answer()
             rows.append({"publish_seconds": saved - began, "pause_seconds": ended - saved})
-        figures = _take_medians(rows[1:])
+        figures = _take_medians(rows[1:])  # the first update warms up
         figures.seconds = figures.refit_seconds = figures.publish_seconds + figures.pause_seconds
         return figures
 
@@ -160,7 +161,7 @@ class _Bench:
 
     def _turns(self, indices: tuple[int, ...]) -> Iterator[int]:
         """Yield which policy each next version has."""
-        for number in range(ROUNDS + 2):
+        for number in range(ROUNDS + 2):  # two more, which warm up and do not count
             self.version += 1
             yield indices[number % len(indices)]
 
@@ -218,6 +219,7 @@ async def bench_refit(
 
 def _make_cases(bench: _Bench, cleanup: ExitStack) -> dict[str, _Case]:
     files = FilesPublisher(bench.scratch / "files", bench.model, keep_recent=2)
+    # No second snapshot: every measured version is a delta.
     deltas = DeltaPublisher(Store(bench.scratch / "deltas"), snapshot_every=1000)
     shm = cleanup.enter_context(ShmPublisher())
     collective = cleanup.enter_context(CollectivePublisher())

@@ -144,7 +144,7 @@ class Sender:
     async def _run_rollout(
         self, traffic: Traffic, group: int, member: int, prompt: list[int], tally: Tally
     ) -> None:
-        tokens = list(prompt)
+        tokens = list(prompt)  # the members of a group share the prompt
         for turn in traffic.plan_turns(group, member):
             await asyncio.sleep(turn.wait_seconds)
             sampling = Sampling(
