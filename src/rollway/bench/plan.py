@@ -2,8 +2,8 @@
 
 Layouts are built from config numbers, so nothing is downloaded and no weights are in memory.
 `seconds` is the time from the trainer ranks' offers and the model's tensors to the plan: the best
-of several runs, because the work is always the same but other processes disturb it. `layout_seconds`
-is the time to describe the trainer ranks, which a running trainer does once.
+of several runs, because the work is always the same but other processes disturb it.
+`layout_seconds` is the time to describe the trainer ranks, which a running trainer does once.
 """
 
 from __future__ import annotations

@@ -161,7 +161,7 @@ class _Bench:
 
     def _turns(self, indices: tuple[int, ...]) -> Iterator[int]:
         """Yield which policy each next version has."""
-        for number in range(ROUNDS + 2):  # two more, which warm up and do not count
+        for number in range(ROUNDS + 2):  # the first ones warm up
             self.version += 1
             yield indices[number % len(indices)]
 
