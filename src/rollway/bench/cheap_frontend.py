@@ -1,8 +1,8 @@
-"""A stand-in for a Dynamo frontend that answers at once: what is left to measure is the gateway.
+"""A stand-in for a Dynamo frontend that answers immediately, so that only the gateway is measured.
 
-    python -m rollway.bench.cheap_frontend        # prints its address, ends when its stdin ends
+    python -m rollway.bench.cheap_frontend        # prints its address, exits when its stdin closes
 
-It takes the requests that the gateway sends and answers with token ids and log-probs of its own.
+It accepts the gateway's requests and returns invented token ids and log-probs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _CONTEXT = 4096
 _WORKER = {"worker_id": {"decode_worker_id": 1}}
 
 
-def _app() -> web.Application:
+def _make_app() -> web.Application:
     app = web.Application(client_max_size=2**26)
     numbers = itertools.count()
 
@@ -31,22 +31,24 @@ def _app() -> web.Application:
         return _json({"object": "list", "data": [entry]})
 
     async def workers(request: web.Request) -> web.Response:
-        return _json({"workers": []})  # no versions: answers carry none
+        return _json({"workers": []})  # without workers, answers carry no versions
 
     async def chat(request: web.Request) -> web.StreamResponse:
         body = msgspec.json.decode(await request.read())
-        ids = _sample(next(numbers), int(body["max_tokens"]))
+        ids = _make_ids(next(numbers), int(body["max_tokens"]))
+        prompt = len(body["nvext"]["token_data"])
         usage = {
-            "prompt_tokens": len(body["nvext"]["token_data"]),
+            "prompt_tokens": prompt,
             "completion_tokens": len(ids),
-            "total_tokens": len(body["nvext"]["token_data"]) + len(ids),
+            "total_tokens": prompt + len(ids),
         }
         if not body.get("stream"):
-            return _json(_answer("message", ids, "length") | {"usage": usage})
+            return _json(_make_answer("message", ids, "length") | {"usage": usage})
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
-        with contextlib.suppress(ConnectionError):  # the gateway's own client has vanished
+        # When its own client disconnects, the gateway closes this connection too.
+        with contextlib.suppress(ConnectionError):
             await response.prepare(request)
-            for event in _events(ids, usage):
+            for event in _make_events(ids, usage):
                 await response.write(b"data: " + msgspec.json.encode(event) + b"\n\n")
             await response.write(b"data: [DONE]\n\n")
         return response
@@ -57,13 +59,13 @@ def _app() -> web.Application:
     return app
 
 
-def _sample(number: int, count: int) -> list[int]:
-    """Digits that no other answer has, as one token each."""
-    digits = [ord(digit) for digit in f"{number:012d}"]
-    return (digits * (count // len(digits) + 1))[:count]
+def _make_ids(number: int, count: int) -> list[int]:
+    """Repeat the digits of the answer's number, one token each: no two answers are equal."""
+    digits = itertools.cycle(f"{number:012d}")
+    return [ord(digit) for digit in itertools.islice(digits, count)]
 
 
-def _answer(part: str, ids: list[int], finish: str | None) -> dict[str, Any]:
+def _make_answer(part: str, ids: list[int], finish: str | None) -> dict[str, Any]:
     logprobs = [{"token": chr(token), "logprob": -token / 100, "token_id": token} for token in ids]
     choice = {
         "index": 0,
@@ -76,10 +78,10 @@ def _answer(part: str, ids: list[int], finish: str | None) -> dict[str, Any]:
     return {"id": "cheap", "object": kind, "created": 0, "choices": [choice], "nvext": extra}
 
 
-def _events(ids: list[int], usage: dict[str, int]) -> Iterator[dict[str, Any]]:
+def _make_events(ids: list[int], usage: dict[str, int]) -> Iterator[dict[str, Any]]:
     middle = len(ids) // 2
-    yield _answer("delta", ids[:middle], None)
-    yield _answer("delta", ids[middle:], "length")
+    yield _make_answer("delta", ids[:middle], None)
+    yield _make_answer("delta", ids[middle:], "length")
     yield {"id": "cheap", "object": "chat.completion.chunk", "choices": [], "usage": usage}
 
 
@@ -88,12 +90,12 @@ def _json(body: dict[str, Any]) -> web.Response:
 
 
 async def _serve() -> None:
-    runner = web.AppRunner(_app(), access_log=None, shutdown_timeout=1.0)
+    runner = web.AppRunner(_make_app(), access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0, backlog=1024).start()
     print(f"http://127.0.0.1:{runner.addresses[0][1]}", flush=True)
     try:
-        # The owner holds the other end: it is gone when nothing is to be read.
+        # The parent process holds the other end of stdin: end of file means that it has exited.
         await asyncio.to_thread(sys.stdin.buffer.read)
     finally:
         await runner.cleanup()

@@ -1,17 +1,20 @@
-"""`rollway bench fleet`: what it costs to list and to refit many workers, against one of them.
+"""`rollway bench fleet`: the cost of listing and refitting many workers, compared with one worker.
 
-Ratios of one run: the listing against one probe, the refit of all against that of one worker alone.
+Both ratios are computed within one run: the listing against one probe, the refit of all workers
+against the refit of one.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Awaitable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from rollway.api import up
+from rollway.bench.figures import round_floats
 from rollway.config import StackSpec
 from rollway.errors import NoWorkers
 from rollway.fleet.discovery import Source, Worker
@@ -26,42 +29,42 @@ _ORDERS = 400
 
 @dataclass(slots=True)
 class FleetFigures:
-    """Seconds, and the two ratios that matter."""
+    """Seconds, and the two ratios."""
 
     workers: int
     probe_seconds: float
-    """One worker asked for its version, the slowest of some."""
+    """The slowest of several requests for a worker's version."""
     order_seconds: float
-    """What a signature adds to an admin call: medians of the same call with and without."""
+    """The time that a signature adds to an admin call: the difference of the medians."""
     listing_seconds: float
     listing_ratio: float
     alone_seconds: float
-    """A refit of one worker alone, the slowest of some."""
+    """The slowest of several refits of a single worker."""
     refit_seconds: float
     refit_ratio: float
     paused_seconds: float
 
     def as_json(self) -> dict[str, Any]:
-        return {key: _rounded(value) for key, value in asdict(self).items()}
+        return round_floats(asdict(self), ".6f")
 
 
 async def bench_fleet(spec: StackSpec) -> FleetFigures:
     path = Path(spec.models[0].path)
     async with up(spec) as stack, Http() as http:
-        await stack.unwatch()  # nobody else lists meanwhile
-        # Not the stack's own fleet: a process may hold many workers, of which its supervisor
-        # knows one.
+        await stack.unwatch()  # the watcher's listings would disturb the measurement
+        # The stack's own fleet may know too few workers: of a process that holds many, its
+        # supervisor knows one.
         secret = stack.weights_secret
         fleet = Fleet(http, stack.rl_url, secret=secret)
         workers = await fleet.workers()
         if not workers:
             raise NoWorkers("No RL worker is listed.", "The engine must have admin routes.")
-        probe = max([await _probe(fleet, worker) for worker in workers[:_REPEATS]])
-        order = await _order_cost(http, workers[0], secret)
-        listing = statistics.median([await _listing(fleet) for _ in range(_REPEATS)])
-        alone = max(
-            [await _alone(http, fleet, worker, path, secret) for worker in workers[:_REPEATS]]
-        )
+        sample = workers[:_REPEATS]
+        probe = max([await _time(fleet.admin.weight_version(worker)) for worker in sample])
+        order = await _measure_signature(http, workers[0], secret)
+        listing = statistics.median([await _time(fleet.workers()) for _ in range(_REPEATS)])
+        singles = [_make_single(http, fleet, worker, secret) for worker in sample]
+        alone = max([await _time(single.refit(1, path)) for single in singles])
         began = time.monotonic()
         report = await fleet.refit(2, path)
         seconds = time.monotonic() - began
@@ -78,52 +81,40 @@ async def bench_fleet(spec: StackSpec) -> FleetFigures:
     )
 
 
-async def _probe(fleet: Fleet, worker: Worker) -> float:
+async def _time(call: Awaitable[object]) -> float:
     began = time.monotonic()
-    await fleet.admin.weight_version(worker)
+    await call
     return time.monotonic() - began
 
 
-async def _order_cost(http: Http, worker: Worker, secret: str) -> float:
-    """Time a call that a worker answers with and without a signature, in turns."""
+async def _measure_signature(http: Http, worker: Worker, secret: str) -> float:
+    """Time the same call with and without a signature, alternately."""
     url = f"{worker.admin_url}/engine"
     process = (await http.post(f"{url}/{DOOR}", {}, timeout=10.0)).get("process", "")
     seconds: dict[bool, list[float]] = {False: [], True: []}
     for turn in range(_ORDERS):
-        signed = turn % 2 == 1
+        with_order = turn % 2 == 1
         began = time.perf_counter()
-        body = {ORDER: sign(secret, "get_weight_version", process, {})} if signed else {}
+        body = {ORDER: sign(secret, "get_weight_version", process, {})} if with_order else {}
         await http.post(f"{url}/get_weight_version", body, timeout=10.0)
-        seconds[signed].append(time.perf_counter() - began)
+        seconds[with_order].append(time.perf_counter() - began)
     return statistics.median(seconds[True]) - statistics.median(seconds[False])
 
 
-async def _listing(fleet: Fleet) -> float:
-    began = time.monotonic()
-    await fleet.workers()
-    return time.monotonic() - began
+def _make_single(http: Http, fleet: Fleet, worker: Worker, secret: str) -> Fleet:
+    """Make a fleet of this worker alone; it refits by the same procedure."""
+    single = Fleet(http, fleet.membership.source, admin=fleet.admin, secret=secret)
+    single.membership = _SingleMembership(http, fleet.membership.source, worker)
+    return single
 
 
-async def _alone(http: Http, fleet: Fleet, worker: Worker, path: Path, secret: str) -> float:
-    """The same procedure, by a fleet that consists of one worker."""
-    small = Fleet(http, fleet.membership.source, admin=fleet.admin, secret=secret)
-    small.membership = _Only(http, fleet.membership.source, worker)
-    began = time.monotonic()
-    await small.refit(1, path)
-    return time.monotonic() - began
-
-
-class _Only(Membership):
-    """Asks as always, and sees one worker."""
+class _SingleMembership(Membership):
+    """Lists all workers, at the usual cost, and returns one of them."""
 
     def __init__(self, http: Http, source: Source, worker: Worker) -> None:
         super().__init__(http, source)
         self._worker = worker
 
     async def workers(self, *, fresh: bool = False) -> list[Worker]:
-        found = await super().workers(fresh=fresh)
-        return [worker for worker in found if worker.instance_id == self._worker.instance_id]
-
-
-def _rounded(value: float) -> float:
-    return value if isinstance(value, int) else round(value, 6)
+        workers = await super().workers(fresh=fresh)
+        return [worker for worker in workers if worker.instance_id == self._worker.instance_id]

@@ -1,8 +1,8 @@
-"""`rollway bench gateway`: a day's load in miniature; what the gateway uses must not grow with it.
+"""`rollway bench gateway`: a day's load in miniature; the gateway's resources must not grow.
 
-Many agents hold short conversations, streamed or not, and some of them vanish. A trainer fetches
-each session and deletes it. Memory, open descriptors, and the sizes of the journal and of the logs
-are read all the while: the last tenth of the run is compared with the first.
+Many agents hold short conversations, streamed or not, and some agents disconnect mid-answer. A
+trainer fetches each session and deletes it. The benchmark samples memory, open descriptors, and the
+sizes of the journal and the logs, and compares the last tenth of the run with the first.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -25,6 +25,7 @@ import aiohttp
 from rollway import processes
 from rollway.api import up
 from rollway.bench.cheap_frontend import MODEL
+from rollway.bench.figures import Say
 from rollway.chaos.clients import Manner, Vanished, call
 from rollway.chaos.gateway_process import GatewayProcess, size_of
 from rollway.config import StackSpec
@@ -39,14 +40,13 @@ _SAMPLES = 200
 _BOUND = 120.0
 MEMORY_RATIO = 1.15
 MORE_DESCRIPTORS = 16
-MORE_JOURNAL_MIB = 4  # what was forgotten waits in the file until it is worth a compaction
+MORE_JOURNAL_MIB = 4  # deleted sessions stay in the file until a compaction is worth its cost
 LOG_BYTES_PER_REQUEST = 256
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What the gateway used after so many requests."""
+    """The gateway's resources after a number of requests."""
 
     requests: int
     seconds: float
@@ -58,7 +58,7 @@ class Sample:
 
 @dataclass(slots=True)
 class Tenth:
-    """Medians over a tenth of the run; `log_per_request` in bytes."""
+    """Medians over a tenth of the run; `log_per_request` is in bytes."""
 
     memory_mib: float = 0.0
     descriptors: float = 0.0
@@ -69,7 +69,7 @@ class Tenth:
 
 @dataclass(slots=True)
 class GatewayLoad:
-    """The one JSON object."""
+    """The report."""
 
     requests: int = 0
     sessions: int = 0
@@ -77,7 +77,7 @@ class GatewayLoad:
     seconds: float = 0.0
     failed_requests: int = 0
     wrong_trajectories: int = 0
-    """Fetched, and without all of the turns that were acknowledged."""
+    """Fetched trajectories that lack an acknowledged turn."""
     vanished_clients: int = 0
     first: Tenth = field(default_factory=Tenth)
     last: Tenth = field(default_factory=Tenth)
@@ -89,7 +89,7 @@ class GatewayLoad:
 
     @property
     def flat(self) -> bool:
-        """Whether nothing grew with the number of requests, and nothing failed."""
+        """Whether no resource grew with the number of requests, and no request failed."""
         return (
             self.memory_ratio <= MEMORY_RATIO
             and self.last.descriptors <= self.first.descriptors + MORE_DESCRIPTORS
@@ -106,27 +106,28 @@ class GatewayLoad:
 async def bench_gateway_load(
     spec: StackSpec | None, *, requests: int, agents: int, tokenizer: str, say: Say
 ) -> GatewayLoad:
-    """Send so many requests through a gateway, to a stack or to a stand-in for one."""
+    """Send requests through a gateway, to a stack or, without `spec`, to a stand-in."""
     with tempfile.TemporaryDirectory(prefix="rollway-bench-gateway-") as scratch:
         directory = Path(scratch)
-        async with _upstream(spec, tokenizer) as (arguments, logs):
+        async with _start_upstream(spec, tokenizer) as (arguments, logs):
             journal = directory / "journal.jsonl"
             gateway = GatewayProcess(
                 [*arguments, "--journal", str(journal)], directory / "gateway.log", bound=_BOUND
             )
             await gateway.start()
             try:
-                load = _Load(gateway, journal, [gateway.log, *logs], requests, agents, say)
-                return await load.run()
+                load = GatewayLoad(agents=agents)
+                await _Run(gateway, journal, [gateway.log, *logs], requests, say, load).run()
+                return load
             finally:
                 await gateway.stop()
 
 
 @asynccontextmanager
-async def _upstream(
+async def _start_upstream(
     spec: StackSpec | None, tokenizer: str
 ) -> AsyncIterator[tuple[list[str], list[Path]]]:
-    """Start what the gateway sends to; yields its arguments, and where there are logs."""
+    """Start the gateway's upstream; yield the gateway's arguments and the paths of logs."""
     if spec is not None:
         async with up(spec) as stack:
             state = StackDir(stack.name).read()
@@ -142,105 +143,98 @@ async def _upstream(
     try:
         url = (await process.stdout.readline()).decode().strip()
         if not url:
-            raise StartError("The stand-in for a frontend did not start.")
+            raise StartError(
+                "The stand-in for a frontend did not start.", "Its error is on stderr."
+            )
         yield [url, "--rl-url", url, "--model", MODEL, "--tokenizer", tokenizer], []
     finally:
         process.stdin.close()
         await process.wait()
 
 
-class _Load:
-    """One run."""
+@dataclass(slots=True)
+class _Run:
+    """One run of the load, which fills in `figures`."""
 
-    def __init__(
-        self,
-        gateway: GatewayProcess,
-        journal: Path,
-        logs: list[Path],
-        requests: int,
-        agents: int,
-        say: Say,
-    ) -> None:
-        self.figures = GatewayLoad(agents=agents)
-        self._gateway = gateway
-        self._journal = journal
-        self._logs = logs
-        self._total = requests
-        self._say = say
-        self._numbers = itertools.count(1)
-        self._base = f"http://{gateway.address.host}:{gateway.address.port}"
-        self._http: aiohttp.ClientSession
-        self._model = ""
-        self._began = 0.0
+    gateway: GatewayProcess
+    journal: Path
+    logs: list[Path]
+    total: int
+    say: Say
+    figures: GatewayLoad
+    http: aiohttp.ClientSession = field(init=False)
+    numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    model: str = ""
+    began: float = 0.0
 
-    async def run(self) -> GatewayLoad:
+    async def run(self) -> None:
+        base = f"http://{self.gateway.address.host}:{self.gateway.address.port}"
         connector = aiohttp.TCPConnector(limit=0)
         timeout = aiohttp.ClientTimeout(total=_BOUND)
-        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as self._http:
-            self._model = (await self._ask("GET", "/v1/models"))["data"][0]["id"]
+        async with aiohttp.ClientSession(base, connector=connector, timeout=timeout) as self.http:
+            self.model = (await self._request("GET", "/v1/models"))["data"][0]["id"]
             self.figures.requests = 0
-            self._began = time.monotonic()
+            self.began = time.monotonic()
             async with asyncio.TaskGroup() as tasks:
                 for _ in range(self.figures.agents):
-                    tasks.create_task(self._agent())
-        self._sum_up()
-        return self.figures
+                    tasks.create_task(self._run_agent())
+        self._summarize()
 
-    async def _agent(self) -> None:
-        while self.figures.requests < self._total:
-            number = next(self._numbers)
+    async def _run_agent(self) -> None:
+        while self.figures.requests < self.total:
+            number = next(self.numbers)
             try:
-                await self._episode(f"episode-{number}", vanishes=number % _VANISH_EVERY == 0)
+                await self._run_episode(f"episode-{number}", vanishes=number % _VANISH_EVERY == 0)
             except (RollwayError, OSError, EOFError, aiohttp.ClientError, ValueError) as error:
                 self.figures.failed_requests += 1
                 if len(self.figures.examples) < 10:
                     self.figures.examples.append(repr(error)[:300])
+                # A gateway that is down must not be sent requests in a tight loop.
                 await asyncio.sleep(0.5)
 
-    async def _episode(self, session: str, *, vanishes: bool) -> None:
+    async def _run_episode(self, session: str, *, vanishes: bool) -> None:
         """Hold a conversation; then fetch and delete it, as a trainer does."""
         messages: list[dict[str, str]] = []
         for turn in range(_TURNS):
             messages.append({"role": "user", "content": f"{session}, turn {turn}"})
-            body = {"model": self._model, "messages": messages, "max_tokens": _TOKENS}
+            body = {"model": self.model, "messages": messages, "max_tokens": _TOKENS}
             body |= {"ignore_eos": True, "stream": turn % 2 == 1}
-            text = await self._say_turn(session, body)
-            messages.append({"role": "assistant", "content": text})
+            messages.append({"role": "assistant", "content": await self._chat(session, body)})
         if vanishes:
             await self._vanish(session, {**body, "stream": True})
         path = f"/v1/rollway/trajectories/{session}"
-        fetched = await self._ask("GET", path)
+        fetched = await self._request("GET", path)
         sequences = [TokenSequence.from_json(raw) for raw in fetched["trajectories"]]
         sampled = sum(sum(sequence.loss_mask) for sequence in sequences)
-        # Of a turn whose client vanished nobody knows whether it was recorded.
+        # A turn whose client disconnected may or may not be recorded.
         if sampled != _TURNS * _TOKENS and not (vanishes and sampled > _TURNS * _TOKENS):
             self.figures.wrong_trajectories += 1
-        await self._ask("DELETE", path)
+        await self._request("DELETE", path)
         self.figures.sessions += 1
 
-    async def _say_turn(self, session: str, body: dict[str, Any]) -> str:
+    async def _chat(self, session: str, body: dict[str, Any]) -> str:
         headers = {"x-rollway-session": session}
-        answer = await self._ask("POST", "/v1/chat/completions", body, headers)
+        answer = await self._request("POST", "/v1/chat/completions", body, headers)
         if not body["stream"]:
             return str(answer["choices"][0]["message"]["content"])
         choices = [choice for event in answer for choice in event["choices"]]
         return "".join(choice["delta"].get("content") or "" for choice in choices)
 
     async def _vanish(self, session: str, body: dict[str, Any]) -> None:
+        """Send a request and disconnect when the answer begins."""
         headers = {"x-rollway-session": session}
         raw, manner = json.dumps(body).encode(), Manner(vanish="answer")
         try:
-            await call(self._gateway.address, "POST", "/v1/chat/completions", raw, headers, manner)
+            await call(self.gateway.address, "POST", "/v1/chat/completions", raw, headers, manner)
         except Vanished:
             self.figures.vanished_clients += 1
         self._count()
 
-    async def _ask(
+    async def _request(
         self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
     ) -> Any:
-        """The decoded answer: an object, or the list of a stream's events."""
-        url = f"{self._base}{path}"
-        async with self._http.request(method, url, json=body, headers=headers) as response:
+        """Return the decoded answer: an object, or the list of a stream's events."""
+        async with self.http.request(method, path, json=body, headers=headers) as response:
             raw = await response.read()
             if response.status != 200:
                 raise RollwayError(f"{method} {path}: {response.status}, {raw[:200]!r}")
@@ -252,41 +246,35 @@ class _Load:
             raise RollwayError(f"{method} {path}: a stream without an end, {raw[-200:]!r}")
         return [json.loads(line) for line in lines[:-1]]
 
-    # --- what it uses ----------------------------------------------------------------------------
-
     def _count(self) -> None:
+        """Count a request; sample and print the gateway's resources at regular intervals."""
         figures = self.figures
         figures.requests += 1
-        step = max(1, self._total // _SAMPLES)
-        if figures.requests % step == 0:
-            figures.samples.append(self._sample())
-        if figures.requests % max(1, self._total // 20) == 0 and figures.samples:
-            self._say(_line(figures.samples[-1]))
+        if figures.requests % max(1, self.total // _SAMPLES) == 0:
+            sample = Sample(
+                requests=figures.requests,
+                seconds=round(time.monotonic() - self.began, 2),
+                memory=self.gateway.memory()[0],
+                descriptors=self.gateway.descriptors(),
+                journal=size_of(self.journal),
+                log=sum(map(size_of, self.logs)),
+            )
+            figures.samples.append(sample)
+        if figures.requests % max(1, self.total // 20) == 0 and figures.samples:
+            self.say(_format_sample(figures.samples[-1]))
 
-    def _sample(self) -> Sample:
-        return Sample(
-            requests=self.figures.requests,
-            seconds=round(time.monotonic() - self._began, 2),
-            memory=self._gateway.memory()[0],
-            descriptors=self._gateway.descriptors(),
-            journal=size_of(self._journal),
-            log=sum(map(size_of, self._logs)),
-        )
-
-    def _sum_up(self) -> None:
-        figures = self.figures
-        figures.seconds = round(time.monotonic() - self._began, 1)
-        samples = figures.samples
+    def _summarize(self) -> None:
+        figures, samples = self.figures, self.figures.samples
+        figures.seconds = round(time.monotonic() - self.began, 1)
         part = max(2, len(samples) // 10)
-        figures.first, figures.last = _tenth(samples[:part]), _tenth(samples[-part:])
+        figures.first, figures.last = _summarize(samples[:part]), _summarize(samples[-part:])
         figures.memory_ratio = round(figures.last.memory_mib / figures.first.memory_mib, 3)
         figures.journal_peak_mib = _mebibytes(max(sample.journal for sample in samples))
         figures.log_mib = _mebibytes(samples[-1].log)
-        # Twenty rows tell the story.
-        figures.samples = samples[:: max(1, len(samples) // 20)]
+        figures.samples = samples[:: max(1, len(samples) // 20)]  # 20 rows are enough to print
 
 
-def _tenth(samples: list[Sample]) -> Tenth:
+def _summarize(samples: list[Sample]) -> Tenth:
     count = max(1, samples[-1].requests - samples[0].requests)
     seconds = max(1e-9, samples[-1].seconds - samples[0].seconds)
     return Tenth(
@@ -298,7 +286,7 @@ def _tenth(samples: list[Sample]) -> Tenth:
     )
 
 
-def _line(sample: Sample) -> str:
+def _format_sample(sample: Sample) -> str:
     return (
         f"{sample.requests} requests, {sample.seconds:.0f} s: "
         f"{_mebibytes(sample.memory)} MiB, {sample.descriptors} descriptors, "
@@ -307,7 +295,7 @@ def _line(sample: Sample) -> str:
 
 
 def shown(figures: dict[str, Any]) -> str:
-    """The figures for people: the first tenth of the run against the last."""
+    """Format the figures as text: the first tenth of the run beside the last."""
     lines = [f"{'':24}{'first tenth':>14}{'last tenth':>14}"]
     for name, value in figures["first"].items():
         lines.append(f"{name.replace('_', ' '):24}{value:>14}{figures['last'][name]:>14}")

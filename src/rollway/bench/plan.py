@@ -1,9 +1,9 @@
-"""`rollway bench plan`: how long it takes to plan for large models, and what the plans are like.
+"""`rollway bench plan`: the time to plan transfers of large models, and the size of the plans.
 
-Layouts are built from config numbers, so nothing is downloaded and no weights are held. `seconds`
-is the planning, from what trainer ranks offer and what tensors the model has to the plan, and the
-best of some: the work is the same each time, the machine's other work is not. `layout_seconds` is
-what it takes to describe those trainer ranks, which a running trainer does once.
+Layouts are built from config numbers, so nothing is downloaded and no weights are in memory.
+`seconds` is the time from the trainer ranks' offers and the model's tensors to the plan: the best
+of several runs, because the work is always the same but other processes disturb it.
+`layout_seconds` is the time to describe the trainer ranks, which a running trainer does once.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rollway.bench.figures import round_floats
 from rollway.weights.megatron.describe import describe
 from rollway.weights.megatron.geometry import ModelGeometry, Topology
 from rollway.weights.megatron.model import MegatronModel
@@ -50,7 +51,7 @@ SYNTHETIC_1T = {
 
 @dataclass(slots=True)
 class PlanFigures:
-    """One plan, and how long it took to make."""
+    """The figures of one plan."""
 
     seconds: float
     cpu_seconds: float
@@ -66,32 +67,30 @@ class PlanFigures:
     descriptors: int
     bytes_by_method: dict[str, int]
     busiest_source: float
-    """Bytes of the busiest source, over the mean of those that serve any."""
+    """Bytes of the busiest source, divided by the mean of the sources that send any."""
 
 
 def bench_plan() -> dict[str, Any]:
     ep8 = measure(QWEN3_30B_A3B, Topology(ep=8), tp=2)
     etp4 = measure(QWEN3_30B_A3B, Topology(tp=4, etp=4), tp=2)
     large = measure(SYNTHETIC_1T, Topology(tp=8, ep=64), tp=16, repeats=1)
-    keys = ("megatron_tensors", "hf_tensors", "bytes_ratio", "descriptors")
-    first = _as_json(ep8)
-    return {
-        "qwen3_30b_a3b": {
-            "seconds": round(max(ep8.seconds, etp4.seconds), 4),
-            **{key: first[key] for key in keys},
-            "ep8_to_tp2": first,
-            "etp4_to_tp2": _as_json(etp4),
-        },
-        "synthetic_1t": {
-            **_as_json(large),
-            "tensors": large.hf_tensors,
-            "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
-        },
+    qwen = {
+        "seconds": max(ep8.seconds, etp4.seconds),
+        "megatron_tensors": ep8.megatron_tensors,
+        "hf_tensors": ep8.hf_tensors,
+        "bytes_ratio": ep8.bytes_ratio,
+        "descriptors": ep8.descriptors,
+        "ep8_to_tp2": asdict(ep8),
+        "etp4_to_tp2": asdict(etp4),
     }
+    # The peak of the process, so of its largest plan: the synthetic model's.
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+    synthetic = {**asdict(large), "tensors": large.hf_tensors, "peak_rss_mb": peak}
+    return round_floats({"qwen3_30b_a3b": qwen, "synthetic_1t": synthetic}, ".4f")
 
 
 def measure(config: dict[str, Any], topology: Topology, tp: int, repeats: int = 3) -> PlanFigures:
-    """From a Megatron trainer of this topology to one vLLM engine of `tp` ranks."""
+    """Plan from a Megatron trainer of this topology to one vLLM engine of `tp` ranks."""
     headers = hf_headers(config)
     began = time.monotonic()
     names = NameMap(config["model_type"], ModelGeometry.from_hf_config(config))
@@ -102,20 +101,20 @@ def measure(config: dict[str, Any], topology: Topology, tp: int, repeats: int = 
     seconds, cpu_seconds = [], []
     for _ in range(repeats):
         began, cpu_began = time.monotonic(), time.process_time()
-        made = plan(sources, receivers, wants(engine_ranks(config, tp), headers))
+        result = plan(sources, receivers, wants(engine_ranks(config, tp), headers))
         seconds.append(time.monotonic() - began)
         cpu_seconds.append(time.process_time() - cpu_began)
-    total = made.total
+    total = result.total
     return PlanFigures(
         seconds=min(seconds),
         cpu_seconds=min(cpu_seconds),
         layout_seconds=layout_seconds,
-        megatron_tensors=_megatron_tensors(model),
+        megatron_tensors=_count_tensors(model),
         hf_tensors=len(headers),
         parameters=sum(math.prod(header.shape) for header in headers.values()),
         sources=len(sources),
         receivers=tp,
-        recipes=len(made.recipes),
+        recipes=len(result.recipes),
         bytes_needed=total.needed,
         bytes_ratio=total.ratio,
         descriptors=total.descriptors,
@@ -124,20 +123,13 @@ def measure(config: dict[str, Any], topology: Topology, tp: int, repeats: int = 
     )
 
 
-def _megatron_tensors(model: MegatronModel) -> int:
-    """Over all ranks; what ranks hold of one tensor counts once, whatever they call it."""
+def _count_tensors(model: MegatronModel) -> int:
+    """Count the tensors of all ranks; the shards of a tensor count once, whatever their names."""
     return len({names for layout in model.ranks.values() for names in layout.names.values()})
 
 
-def _as_json(figures: PlanFigures) -> dict[str, Any]:
-    return {
-        key: round(value, 4) if isinstance(value, float) else value
-        for key, value in asdict(figures).items()
-    }
-
-
 def shown(figures: dict[str, Any]) -> str:
-    """The figures as lines for people."""
+    """Format the figures as text."""
     qwen, large = figures["qwen3_30b_a3b"], figures["synthetic_1t"]
     rows = {
         "Qwen3-30B-A3B, EP8 to TP2": qwen["ep8_to_tp2"],
@@ -145,9 +137,9 @@ def shown(figures: dict[str, Any]) -> str:
         "1T mixture of experts, TP8/EP64 to TP16": large,
     }
     lines = [
-        f"{what}: {one['seconds']} s to plan ({one['layout_seconds']} s to describe the trainer), "
-        f"{one['megatron_tensors']} Megatron and {one['hf_tensors']} Hugging Face tensors, "
-        f"{one['descriptors']} descriptors, {one['bytes_ratio']} of the bytes needed"
-        for what, one in rows.items()
+        f"{title}: {row['seconds']} s to plan ({row['layout_seconds']} s to describe the trainer), "
+        f"{row['megatron_tensors']} Megatron and {row['hf_tensors']} Hugging Face tensors, "
+        f"{row['descriptors']} descriptors, {row['bytes_ratio']} of the bytes needed"
+        for title, row in rows.items()
     ]
     return "\n".join([*lines, f"peak memory: {large['peak_rss_mb']} MB"])

@@ -1,11 +1,11 @@
-"""`rollway bench refit`: one real vLLM worker refitted over every transport, in one run.
+"""`rollway bench refit`: refit one real vLLM worker over every transport, in one run.
 
     stock       save a checkpoint, pause, Dynamo's update_weights_from_disk, resume
-    files …     publish, refit: staged while the worker generates, swapped under a pause
+    files …     publish and refit: staged while the worker generates, swapped during a pause
 
-Two policies take turns, so that every refit changes every parameter; deltas change one element in a
-hundred. After each refit the worker's greedy answer is compared with the one it gave on the same
-policy after a stock update.
+Two policies alternate, so that every refit changes every parameter; deltas change one element in a
+hundred. After each refit, the worker's greedy answer is compared with its answer after a stock
+update to the same policy.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ import torch
 from torch import Tensor
 
 from rollway.api import Stack, make_spec, up
+from rollway.bench.figures import Say, round_floats
+from rollway.engine.receivers import checkpoint_tensors
 from rollway.errors import RolloutError
 from rollway.rollout.sampling import Sampling
 from rollway.stack.state import StackDir
@@ -41,31 +43,33 @@ from rollway.weights.transports.shm import ShmPublisher
 ROUNDS = 4
 CHANGED = 0.01
 """Share of the elements that a delta changes."""
-Say = Callable[[str], None]
 State = dict[str, Tensor]
-Publish = Callable[[int, State], Offer]
-_SPENT = re.compile(r"is served \((.*)\)")
+_NO_WEIGHTS = shutil.ignore_patterns("*.safetensors")
+# The line that a worker logs after a swap (rollway.engine.staging).
+_SERVED = re.compile(r"is served \((.*)\)")
+_PARTS = ("load", "prove", "prepare", "swap")
+"""The parts of a refit whose seconds the worker logs."""
 
 
 @dataclass(slots=True)
 class TransportFigures:
-    """Medians over some refits."""
+    """Medians over several refits."""
 
     seconds: float = 0.0
-    """Until the bytes are in the worker's memory, verified: publishing and reading."""
+    """Publishing and receiving, until the verified bytes are in the worker's memory."""
     gb_per_s: float = 0.0
     pause_seconds: float = 0.0
     refit_seconds: float = 0.0
-    """All of it, from the trainer's tensors to serving."""
+    """The whole refit, from the trainer's tensors to serving."""
     pause_fraction: float = 0.0
     bytes_ratio: float = 1.0
-    """Bytes moved for each byte that the worker needed."""
+    """Bytes moved per byte that the worker needed."""
     bytes_fraction: float = 1.0
-    """Bytes moved for each byte of the model."""
+    """Bytes moved per byte of the model."""
     ratio_to_memcpy: float = 0.0
     speedup_over_stock: float = 0.0
-    """By `seconds`. Dynamo's own update reads, loads and packs in one go, under the pause, so its
-    `seconds` are all of that; the next figure compares everything with everything."""
+    """Ratio of `seconds`. Dynamo's own update reads, loads and packs in one step, during the pause,
+    so its `seconds` cover all of that. `refit_speedup_over_stock` compares whole refits."""
     refit_speedup_over_stock: float = 0.0
     pause_over_stock: float = 0.0
     publish_seconds: float = 0.0
@@ -82,20 +86,19 @@ class RefitFigures:
     transports: dict[str, TransportFigures] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        made: dict[str, Any] = _rounded(asdict(self))
-        return made
+        return round_floats(asdict(self), ".4f")
 
 
 @dataclass(slots=True)
-class _Way:
-    """One transport as it is measured."""
+class _Case:
+    """A transport to measure."""
 
-    publish: Publish
+    publish: Callable[[int, State], Offer]
     before: Callable[[State], None] = lambda _: None
-    """What the trainer does before, which is not measured."""
+    """The trainer's work before publishing, which is not timed."""
     turns: tuple[int, ...] = (0, 1)
-    moved: Callable[[Offer], float] = lambda _: 1.0
-    """Bytes moved, as a share of the model's."""
+    get_share: Callable[[Offer], float] = lambda _: 1.0
+    """Returns the bytes moved, as a share of the model's."""
 
 
 @dataclass(slots=True)
@@ -104,20 +107,19 @@ class _Bench:
     model: Path
     scratch: Path
     policies: list[State]
-    """Two that differ in every element, and one that differs from the first in a few."""
-    nbytes: int
+    """Two policies that differ in every element, and one that differs from the first in few."""
     answers: dict[int, list[int]] = field(default_factory=dict)
     version: int = 0
 
-    async def stock(self) -> TransportFigures:
-        """As Dynamo's guide says."""
+    async def measure_stock(self) -> TransportFigures:
+        """Update the worker as Dynamo's guide describes, and remember its answers."""
         from safetensors.torch import save_file
 
         (worker,) = await self.stack.fleet.workers()
-        admin, found = self.stack.fleet.admin, []
+        admin, rows = self.stack.fleet.admin, []
         for index in self._turns((0, 1, 2)):
             directory = self.scratch / f"stock-{self.version}"
-            _copy_config(self.model, directory)
+            shutil.copytree(self.model, directory, ignore=_NO_WEIGHTS)
             began = time.perf_counter()
             save_file(self.policies[index], directory / "model.safetensors", {"format": "pt"})
             saved = time.perf_counter()
@@ -126,52 +128,40 @@ class _Bench:
             await admin.resume(worker)
             ended = time.perf_counter()
             shutil.rmtree(directory)
-            await admin.set_taints(worker, [taint_of(self.version)])  # so that it can be asked
+            # Without the taint of its version, the worker gets no requests.
+            await admin.set_taints(worker, [taint_of(self.version)])
             await self.stack.fleet.read_versions()
             self.answers[index] = await self._answer()
-            found.append((saved - began, ended - saved))
-        publish, pause = (median(column) for column in zip(*found[1:], strict=True))
-        return TransportFigures(
-            seconds=publish + pause,
-            gb_per_s=self.nbytes / (publish + pause) / 1e9,
-            pause_seconds=pause,
-            refit_seconds=publish + pause,
-            publish_seconds=publish,
-        )
+            rows.append({"publish_seconds": saved - began, "pause_seconds": ended - saved})
+        figures = _take_medians(rows[1:])  # the first update warms up
+        figures.seconds = figures.refit_seconds = figures.publish_seconds + figures.pause_seconds
+        return figures
 
-    async def measured(self, way: _Way) -> TransportFigures:
-        found = []
-        for index in self._turns(way.turns):
-            way.before(self.policies[index])
+    async def measure(self, case: _Case) -> TransportFigures:
+        rows = []
+        for index in self._turns(case.turns):
+            case.before(self.policies[index])
             began = time.perf_counter()
-            offer = way.publish(self.version, self.policies[index])
+            offer = case.publish(self.version, self.policies[index])
             published = time.perf_counter() - began
             report = await self.stack.refit(self.version, offer)
             ended = time.perf_counter() - began
-            spent = self._spent()
-            parts = (spent.get(name, 0.0) for name in ("load", "prove", "prepare", "swap"))
-            found.append((way.moved(offer), published, ended, report.paused_seconds, *parts))
+            row = {
+                "publish_seconds": published,
+                "refit_seconds": ended,
+                "pause_seconds": report.paused_seconds,
+                "bytes_fraction": case.get_share(offer),
+            }
+            rows.append(row | self._read_parts())
             if self.answers[index] != await self._answer():
                 raise RolloutError("The worker answers differently than after a stock update.")
-        moved, published, ended, paused, load, prove, prepare, swap = (
-            median(column)
-            for column in zip(*found[2:], strict=True)  # the first open and map
-        )
-        return TransportFigures(
-            seconds=published + load,
-            gb_per_s=self.nbytes / (published + load) / 1e9,
-            pause_seconds=paused,
-            refit_seconds=ended,
-            bytes_fraction=moved,
-            publish_seconds=published,
-            load_seconds=load,
-            prove_seconds=prove,
-            prepare_seconds=prepare,
-            swap_seconds=swap,
-        )
+        figures = _take_medians(rows[2:])  # the first refits open and map memory
+        figures.seconds = figures.publish_seconds + figures.load_seconds
+        return figures
 
     def _turns(self, indices: tuple[int, ...]) -> Iterator[int]:
-        for number in range(ROUNDS + 2):
+        """Yield which policy each next version has."""
+        for number in range(ROUNDS + 2):  # the first ones warm up
             self.version += 1
             yield indices[number % len(indices)]
 
@@ -180,48 +170,56 @@ class _Bench:
         (rollout,) = await self.stack.rollouts().generate(list(range(10, 40)), greedy)
         return rollout.token_ids
 
-    def _spent(self) -> dict[str, float]:
-        """What the worker says in its log about its last swap."""
+    def _read_parts(self) -> dict[str, float]:
+        """Read the seconds of each part of the last refit from the worker's log."""
         state = StackDir(self.stack.name).read()
         assert state is not None
         (log,) = [process.log for process in state.processes if process.role == "worker"]
-        lines = _SPENT.findall(Path(log).read_text(errors="replace"))
-        if not lines:
-            return {}
-        return {part.split()[0]: float(part.split()[1]) for part in lines[-1].split(", ")}
+        lines = _SERVED.findall(Path(log).read_text(errors="replace"))
+        parts = [part.split() for part in lines[-1].split(", ")] if lines else []
+        seconds = {part[0]: float(part[1]) for part in parts}
+        return {f"{name}_seconds": seconds.get(name, 0.0) for name in _PARTS}
+
+
+def _take_medians(rows: list[dict[str, float]]) -> TransportFigures:
+    return TransportFigures(**{name: median(row[name] for row in rows) for name in rows[0]})
 
 
 async def bench_refit(
     scratch: Path, say: Say, *, megabytes: int = 520, wanted: tuple[str, ...] = ()
 ) -> RefitFigures:
-    """All transports; `wanted` names some of them only."""
+    """Measure the transports that `wanted` names; without names, all of them."""
     say(f"building a model of about {megabytes} MB")
-    model = build_model(scratch / "model", megabytes)
-    first = load_policy(model)
-    policies = [first, _other(first), _stepped(first)]
-    nbytes = sum(tensor.nbytes for tensor in first.values())
-    figures = RefitFigures(nbytes)
+    model = _build_model(scratch / "model", megabytes)
+    first = {name: tensor.clone() for name, tensor in checkpoint_tensors(model)}
+    policies = [first, _change_all(first), _change_some(first)]
+    figures = RefitFigures(sum(tensor.nbytes for tensor in first.values()))
     say("starting the stack")
     args = {"dtype": "bfloat16", "max-model-len": 512, "max-num-seqs": 16}
     served = {"path": str(model), "name": "bench", "args": args}
+
+    def add(name: str, transport: TransportFigures) -> None:
+        figures.transports[name] = transport
+        pause = f"of which paused {transport.pause_seconds:.3f} s"
+        say(f"{name}: {transport.refit_seconds:.3f} s, {pause}")
+
     async with up(make_spec({"name": "bench-refit", "models": [served]})) as stack:
-        bench = _Bench(stack, model, scratch, policies, nbytes)
+        bench = _Bench(stack, model, scratch, policies)
         with ExitStack() as cleanup:
-            figures.transports["stock"] = await bench.stock()
-            say(_told("stock", figures.transports["stock"]))
-            for name, way in _ways(bench, cleanup).items():
+            add("stock", await bench.measure_stock())
+            for name, case in _make_cases(bench, cleanup).items():
                 if not wanted or name in wanted:
-                    figures.transports[name] = await bench.measured(way)
-                    say(_told(name, figures.transports[name]))
-                    # Between them, so that it is of the same minutes.
-                    speed = memcpy_speed(first)
+                    add(name, await bench.measure(case))
+                    # Between the transports, so that both see the same load of the machine.
+                    speed = _measure_memcpy(first)
                     figures.memcpy_gb_per_s = max(figures.memcpy_gb_per_s, speed)
-    _compare(figures)
+    _add_ratios(figures)
     return figures
 
 
-def _ways(bench: _Bench, cleanup: ExitStack) -> dict[str, _Way]:
+def _make_cases(bench: _Bench, cleanup: ExitStack) -> dict[str, _Case]:
     files = FilesPublisher(bench.scratch / "files", bench.model, keep_recent=2)
+    # No second snapshot: every measured version is a delta.
     deltas = DeltaPublisher(Store(bench.scratch / "deltas"), snapshot_every=1000)
     shm = cleanup.enter_context(ShmPublisher())
     collective = cleanup.enter_context(CollectivePublisher())
@@ -230,51 +228,48 @@ def _ways(bench: _Bench, cleanup: ExitStack) -> dict[str, _Way]:
         name: torch.nn.Parameter(tensor.clone(), requires_grad=False)
         for name, tensor in bench.policies[0].items()
     }
-    adopted.adopt(trainer)
+    adopted.adopt(trainer.items())
 
     def step(state: State) -> None:
         for name, parameter in trainer.items():
             parameter.data.copy_(state[name])
 
-    def moved(offer: Offer) -> float:
+    def get_delta_share(offer: Offer) -> float:
         written = deltas.versions.read_manifest(offer.version).delta
         return 1.0 if written is None else written.size / offer.nbytes
 
-    ways = {
-        "files": _Way(lambda version, state: files.publish(version, state.items())),
-        "shm": _Way(lambda version, _: adopted.publish(version), before=step),
-        "shm_copied": _Way(lambda version, state: shm.publish(version, state.items())),
-        "collective": _Way(
+    cases = {
+        "files": _Case(lambda version, state: files.publish(version, state.items())),
+        "shm": _Case(lambda version, _: adopted.publish(version), before=step),
+        "shm_copied": _Case(lambda version, state: shm.publish(version, state.items())),
+        "collective": _Case(
             lambda version, state: collective.publish(version, state.items(), receivers=1)
         ),
-        "delta": _Way(
+        "delta": _Case(
             lambda version, state: deltas.publish(version, state.items()),
             turns=(0, 2),
-            moved=moved,
+            get_share=get_delta_share,
         ),
     }
     if find_spec("nixl_cu12") is not None:
         nixl = cleanup.enter_context(NixlPublisher(secret=bench.stack.weights_secret))
-        ways["nixl"] = _Way(lambda version, state: nixl.publish(version, state.items()))
-    return ways
+        cases["nixl"] = _Case(lambda version, state: nixl.publish(version, state.items()))
+    return cases
 
 
-def _compare(figures: RefitFigures) -> None:
+def _add_ratios(figures: RefitFigures) -> None:
     stock = figures.transports["stock"]
-    for one in figures.transports.values():
-        one.pause_fraction = one.pause_seconds / one.refit_seconds
-        one.ratio_to_memcpy = one.gb_per_s / figures.memcpy_gb_per_s
-        one.speedup_over_stock = stock.seconds / one.seconds
-        one.refit_speedup_over_stock = stock.refit_seconds / one.refit_seconds
-        one.pause_over_stock = one.pause_seconds / stock.pause_seconds
+    for entry in figures.transports.values():
+        entry.pause_fraction = entry.pause_seconds / entry.refit_seconds
+        entry.gb_per_s = figures.model_bytes / entry.seconds / 1e9
+        entry.ratio_to_memcpy = entry.gb_per_s / figures.memcpy_gb_per_s
+        entry.speedup_over_stock = stock.seconds / entry.seconds
+        entry.refit_speedup_over_stock = stock.refit_seconds / entry.refit_seconds
+        entry.pause_over_stock = entry.pause_seconds / stock.pause_seconds
 
 
-def _told(name: str, one: TransportFigures) -> str:
-    return f"{name}: {one.refit_seconds:.3f} s, of which paused {one.pause_seconds:.3f} s"
-
-
-def memcpy_speed(state: State) -> float:
-    """GB/s of a memcpy of the same tensors, on one thread of this process, the best of some."""
+def _measure_memcpy(state: State) -> float:
+    """Return the GB/s of a memcpy of these tensors on one thread, the best of six."""
     sources = [raw_bytes(tensor).numpy() for tensor in state.values()]
     copies = [np.zeros_like(source) for source in sources]
     best = float("inf")
@@ -283,15 +278,11 @@ def memcpy_speed(state: State) -> float:
         for copy, source in zip(copies, sources, strict=True):
             copy[:] = source
         best = min(best, time.perf_counter() - began)
-    return float(sum(tensor.nbytes for tensor in state.values()) / best / 1e9)
+    return float(sum(source.nbytes for source in sources) / best / 1e9)
 
 
-# --- the model ------------------------------------------------------------------------------------
-
-
-def build_model(directory: Path, megabytes: int) -> Path:
-    """A random Qwen3 in bfloat16 with the layers of the 1.7B, 100 MB each, and the demo's
-    tokenizer."""
+def _build_model(directory: Path, megabytes: int) -> Path:
+    """Write a random Qwen3: bfloat16, the 1.7B's layers of 100 MB each, the demo's tokenizer."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from rollway.demo.model import build_base
@@ -317,14 +308,7 @@ def build_model(directory: Path, megabytes: int) -> Path:
     return directory
 
 
-def load_policy(model: Path) -> State:
-    from rollway.engine.receivers import checkpoint_tensors
-
-    return {name: tensor.clone() for name, tensor in checkpoint_tensors(model)}
-
-
-def _other(state: State) -> State:
-    """Clearly another policy."""
+def _change_all(state: State) -> State:
     generator = torch.Generator().manual_seed(1)
     return {
         name: tensor + 0.02 * torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)
@@ -332,25 +316,12 @@ def _other(state: State) -> State:
     }
 
 
-def _stepped(state: State) -> State:
-    """The same after a small step: some elements have changed."""
+def _change_some(state: State) -> State:
+    """Change a share of the elements (`CHANGED`), as a small optimizer step does."""
     generator = torch.Generator().manual_seed(2)
-    found = {}
+    changed = {}
     for name, tensor in state.items():
         chosen = torch.rand(tensor.shape, generator=generator) < CHANGED
         noise = torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)
-        found[name] = torch.where(chosen, tensor + 0.1 * noise, tensor)
-    return found
-
-
-def _copy_config(model: Path, directory: Path) -> None:
-    directory.mkdir(parents=True)
-    for path in model.iterdir():
-        if path.is_file() and path.suffix != ".safetensors":
-            shutil.copy(path, directory)
-
-
-def _rounded(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _rounded(one) for name, one in value.items()}
-    return round(value, 4) if isinstance(value, float) else value
+        changed[name] = torch.where(chosen, tensor + 0.1 * noise, tensor)
+    return changed

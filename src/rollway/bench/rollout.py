@@ -1,26 +1,27 @@
-"""`rollway bench rollout`: what the client and the gateway cost, against others in the same run.
+"""`rollway bench rollout`: the cost of the client and the gateway, against others in the same run.
 
-The same requests, to the same stack, with the same number at once: through `Rollouts`, through a
-bare aiohttp loop that checks nothing, and through the `openai` client. Rounds of the three take
-turns, every round has prompts that nobody has sent before, and a ratio is the median of the ratios
-of the rounds: a machine that slows down slows down all of them.
+The same requests go to the same stack, with the same number in flight, through `Rollouts`, through
+a bare aiohttp loop that checks nothing, and through the `openai` client. The three alternate, every
+round sends new prompts, and a ratio is the median of the rounds' ratios: a machine that slows down
+affects all three.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 import random
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import median
+from statistics import geometric_mean, median
 from typing import Any
 
 import aiohttp
+from aiohttp import web
 
 from rollway.api import Stack, up
+from rollway.bench.figures import Say
 from rollway.config import StackSpec
 from rollway.gateway.recorder import Recorder
 from rollway.gateway.server import Gateway, create_gateway
@@ -29,14 +30,13 @@ from rollway.rollout.sampling import Sampling
 from rollway.rollout.wire import completion_request
 
 ROUNDS = 5
-Say = Callable[[str], None]
 Send = Callable[[list[int]], Awaitable[int]]
-"""Sends one prompt, and tells how many tokens came back."""
+"""Sends a prompt and returns the number of sampled tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is sent."""
+    """A number of equal requests."""
 
     name: str
     requests: int
@@ -51,19 +51,19 @@ LOADS = (
     Load("32k prompts", 24, 8, 32_000, 8),
 )
 REAL_LOADS = (Load("short", 128, 64, 128, 16), Load("long answers", 64, 64, 512, 64))
-"""A real engine on CPU is slow, and its context is short."""
+"""A real engine on CPU is slow, and its context is short: fewer and shorter requests."""
 
 
 @dataclass(slots=True)
 class ClientFigures:
-    """One load, by each client: medians of some rounds."""
+    """The figures of one load by client: medians over the rounds."""
 
     engine: str
     load: str
     requests_per_second: dict[str, float] = field(default_factory=dict)
     tokens_per_second: dict[str, float] = field(default_factory=dict)
     cpu_ms_per_request: dict[str, float] = field(default_factory=dict)
-    """Of this process."""
+    """CPU time of the client process."""
     ratio_to_bare: float = 0.0
     ratio_to_openai: float = 0.0
     cpu_ratio_to_openai: float = 0.0
@@ -71,12 +71,12 @@ class ClientFigures:
 
 @dataclass(slots=True)
 class GatewayFigures:
-    """Chat requests through the gateway against the frontend itself."""
+    """Chat requests through the gateway, compared with requests to the frontend itself."""
 
     sessions: int
     prompt_tokens: int
     direct_ms: float
-    """Wall time of all, by the number of requests."""
+    """Wall time of all requests, divided by their number."""
     gateway_ms: float
     overhead_ms: float
 
@@ -87,44 +87,39 @@ class RolloutFigures:
     gateway: list[GatewayFigures] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        engines = dict.fromkeys(one.engine for one in self.clients)
-        return {**asdict(self), "engines": {engine: self._over_all(engine) for engine in engines}}
+        engines = dict.fromkeys(row.engine for row in self.clients)
+        return {**asdict(self), "engines": {engine: self._summarize(engine) for engine in engines}}
 
-    def _over_all(self, engine: str) -> dict[str, float]:
-        """The geometric mean over the loads. One where the engine itself takes nearly all of the
-        time cannot tell clients apart, and counts as it is."""
-        rows = [one for one in self.clients if one.engine == engine]
-
-        def mean(ratios: list[float]) -> float:
-            return round(math.exp(sum(map(math.log, ratios)) / len(ratios)), 3)
-
+    def _summarize(self, engine: str) -> dict[str, float]:
+        """Return geometric means over all loads, also those where the engine needs nearly all of
+        the time and the clients hardly differ."""
+        rows = [row for row in self.clients if row.engine == engine]
+        names = ("ratio_to_bare", "ratio_to_openai", "cpu_ratio_to_openai")
         return {
-            "ratio_to_bare": mean([one.ratio_to_bare for one in rows]),
-            "ratio_to_openai": mean([one.ratio_to_openai for one in rows]),
-            "cpu_ratio_to_openai": mean([one.cpu_ratio_to_openai for one in rows]),
+            name: round(geometric_mean(getattr(row, name) for row in rows), 3) for name in names
         }
 
 
 async def bench_rollout(spec: StackSpec, say: Say) -> list[ClientFigures]:
-    """All clients on one stack."""
-    found: list[ClientFigures] = []
+    """Measure all clients on one stack."""
+    rows: list[ClientFigures] = []
     engine = spec.models[0].engine
     say(f"{engine}: starting the stack")
     async with up(spec) as stack:
         for load in LOADS if engine == "mocker" else REAL_LOADS:
             say(f"{engine}: {load.name}")
-            found.append(await _clients(stack, engine, load))
-            say(f"{engine}: {load.name}: {found[-1].requests_per_second} requests/s")
-    return found
+            rows.append(await _measure_clients(stack, engine, load))
+            say(f"{engine}: {load.name}: {rows[-1].requests_per_second} requests/s")
+    return rows
 
 
-async def _clients(stack: Stack, engine: str, load: Load) -> ClientFigures:
+async def _measure_clients(stack: Stack, engine: str, load: Load) -> ClientFigures:
+    from openai import AsyncOpenAI
+
     logprobs = engine != "mocker"
     sampling = Sampling(max_tokens=load.max_tokens, ignore_eos=True, logprobs=logprobs)
     model = stack.models[0]
-    prompts = _Prompts(load)
-    from openai import AsyncOpenAI
-
+    rng = random.Random(0)
     connector = aiohttp.TCPConnector(limit=0)
     async with (
         aiohttp.ClientSession(connector=connector) as session,
@@ -133,71 +128,67 @@ async def _clients(stack: Stack, engine: str, load: Load) -> ClientFigures:
         ) as openai,
     ):
         senders = {
-            "bare": _bare(session, stack, model, sampling),
-            "rollway": _rollway(stack, sampling),
-            "openai": _openai(openai, model, sampling),
+            "bare": _make_bare(session, stack, model, sampling),
+            "rollway": _make_rollway(stack, sampling),
+            "openai": _make_openai(openai, model, sampling),
         }
+        names = list(senders)
         rounds = []
         for turn in range(ROUNDS + 1):
-            order = [list(senders)[(place + turn) % len(senders)] for place in range(len(senders))]
-            rounds.append(
-                {name: await _timed(senders[name], prompts.fresh(), load.at_once) for name in order}
-            )
-    return _figures(engine, load, rounds[1:])  # the first warmed up
-
-
-class _Prompts:
-    """Never the same twice: what a cache saves one client is not to be saved by another."""
-
-    def __init__(self, load: Load) -> None:
-        self._load, self._random = load, random.Random(0)
-
-    def fresh(self) -> list[list[int]]:
-        values, count = range(10, 200), self._load.prompt_tokens
-        return [self._random.choices(values, k=count) for _ in range(self._load.requests)]
+            first = turn % len(names)
+            times = {}
+            for name in names[first:] + names[:first]:
+                # New prompts every time: no client may profit from another's prefix cache.
+                prompts = [
+                    rng.choices(range(10, 200), k=load.prompt_tokens) for _ in range(load.requests)
+                ]
+                times[name] = await _time_round(senders[name], prompts, load.at_once)
+            rounds.append(times)
+    return _compute_figures(engine, load, rounds[1:])  # the first round is the warm-up
 
 
 @dataclass(frozen=True, slots=True)
 class _Round:
-    """What one client took for one round."""
+    """The times of one client in one round."""
 
     seconds: float
     cpu_seconds: float
     tokens: int
 
 
-def _figures(engine: str, load: Load, rounds: list[dict[str, _Round]]) -> ClientFigures:
+def _compute_figures(engine: str, load: Load, rounds: list[dict[str, _Round]]) -> ClientFigures:
     figures = ClientFigures(engine, load.name)
     for name in rounds[0]:
-        mine = [one[name] for one in rounds]
-        rate = median(load.requests / one.seconds for one in mine)
+        own = [times[name] for times in rounds]
+        rate = median(load.requests / times.seconds for times in own)
         figures.requests_per_second[name] = round(rate, 1)
-        figures.tokens_per_second[name] = round(median(o.tokens / o.seconds for o in mine), 1)
-        cpu = median(one.cpu_seconds for one in mine)
+        tokens = median(times.tokens / times.seconds for times in own)
+        figures.tokens_per_second[name] = round(tokens, 1)
+        cpu = median(times.cpu_seconds for times in own)
         figures.cpu_ms_per_request[name] = round(cpu * 1000 / load.requests, 3)
 
     def ratio(other: str) -> float:
-        return round(median(one[other].seconds / one["rollway"].seconds for one in rounds), 3)
+        return round(median(times[other].seconds / times["rollway"].seconds for times in rounds), 3)
 
-    cpus = figures.cpu_ms_per_request
+    cpu_ms = figures.cpu_ms_per_request
     figures.ratio_to_bare, figures.ratio_to_openai = ratio("bare"), ratio("openai")
-    figures.cpu_ratio_to_openai = round(cpus["openai"] / max(cpus["rollway"], 1e-6), 3)
+    figures.cpu_ratio_to_openai = round(cpu_ms["openai"] / max(cpu_ms["rollway"], 1e-6), 3)
     return figures
 
 
-async def _timed(send: Send, prompts: list[list[int]], at_once: int) -> _Round:
+async def _time_round(send: Send, prompts: list[list[int]], at_once: int) -> _Round:
     slots = asyncio.Semaphore(at_once)
 
-    async def one(prompt: list[int]) -> int:
+    async def send_in_slot(prompt: list[int]) -> int:
         async with slots:
             return await send(prompt)
 
-    began, used = time.monotonic(), time.process_time()
-    tokens = sum(await asyncio.gather(*map(one, prompts)))
-    return _Round(time.monotonic() - began, time.process_time() - used, tokens)
+    began, cpu_began = time.monotonic(), time.process_time()
+    tokens = sum(await asyncio.gather(*map(send_in_slot, prompts)))
+    return _Round(time.monotonic() - began, time.process_time() - cpu_began, tokens)
 
 
-def _rollway(stack: Stack, sampling: Sampling) -> Send:
+def _make_rollway(stack: Stack, sampling: Sampling) -> Send:
     rollouts = stack.rollouts(concurrency=1_000_000)
 
     async def send(prompt: list[int]) -> int:
@@ -207,8 +198,10 @@ def _rollway(stack: Stack, sampling: Sampling) -> Send:
     return send
 
 
-def _bare(session: aiohttp.ClientSession, stack: Stack, model: str, sampling: Sampling) -> Send:
-    """The same body, sent and read as anybody would."""
+def _make_bare(
+    session: aiohttp.ClientSession, stack: Stack, model: str, sampling: Sampling
+) -> Send:
+    """Send the same body and decode the answer, without retries or checks."""
     url = f"{stack.frontend_url}/v1/completions"
 
     async def send(prompt: list[int]) -> int:
@@ -221,8 +214,8 @@ def _bare(session: aiohttp.ClientSession, stack: Stack, model: str, sampling: Sa
     return send
 
 
-def _openai(client: Any, model: str, sampling: Sampling) -> Send:
-    """The documented way to send ids and to get them back."""
+def _make_openai(client: Any, model: str, sampling: Sampling) -> Send:
+    """Send and receive token ids as Dynamo's documentation describes."""
 
     async def send(prompt: list[int]) -> int:
         answer = await client.completions.create(
@@ -241,43 +234,38 @@ def _openai(client: Any, model: str, sampling: Sampling) -> Send:
     return send
 
 
-# --- the gateway ----------------------------------------------------------------------------------
-
-
 async def bench_gateway(
     spec: StackSpec, scratch: Path, say: Say, sessions: tuple[int, ...] = (1, 100, 1000)
 ) -> list[GatewayFigures]:
-    """In this process, so that both ways have the same cores; over real HTTP all the same."""
-    from aiohttp import web
+    """Compare the gateway with the frontend, over real HTTP.
 
-    found = []
+    The gateway runs in this process, so that both paths use the same cores."""
+    rows = []
     async with up(spec) as stack:
-        template = Template(spec.models[0].path)
         recorder = Recorder(scratch / "journal.jsonl")
-        gateway = await create_gateway(stack, template, recorder)
+        gateway = await create_gateway(stack, Template(spec.models[0].path), recorder)
         runner = web.AppRunner(gateway.app(), access_log=None)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0, backlog=4096)
-        await site.start()
+        await web.TCPSite(runner, "127.0.0.1", 0, backlog=4096).start()
         url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
         try:
-            for words in (64, 1_500):
+            for length in (64, 1_500):
                 for count in sessions:
-                    if words > 1000 and count > 100:
-                        continue  # what it costs shows with fewer
-                    say(f"gateway: {count} sessions, prompts of about {words} tokens")
-                    found.append(await _overhead(stack, gateway, url, count, words))
-                    say(f"gateway: {found[-1].overhead_ms} ms more per request")
+                    if length > 1000 and count > 100:
+                        continue  # the overhead of long prompts shows with fewer sessions
+                    say(f"gateway: {count} sessions, prompts of about {length} tokens")
+                    rows.append(await _measure_overhead(stack, gateway, url, count, length))
+                    say(f"gateway: {rows[-1].overhead_ms} ms more per request")
         finally:
             await runner.cleanup()
             recorder.close()
-    return found
+    return rows
 
 
-async def _overhead(
-    stack: Stack, gateway: Gateway, url: str, sessions: int, words: int
+async def _measure_overhead(
+    stack: Stack, gateway: Gateway, url: str, sessions: int, length: int
 ) -> GatewayFigures:
-    messages = [{"role": "user", "content": "7" * words}]
+    messages = [{"role": "user", "content": "7" * length}]  # a token per character
     prompt = await gateway.template.prompt({}, messages, None)
     direct = {
         "model": gateway.model,
@@ -288,33 +276,38 @@ async def _overhead(
         "nvext": {"token_data": prompt, "extra_fields": ["completion_token_ids"]},
     }
     through = {"messages": messages, "max_tokens": 8, "ignore_eos": True}
-    ways = [(f"{stack.frontend_url}/v1/chat/completions", direct)]
-    ways.append((f"{url}/chat/completions", through))
-    # One session has one request at a time, and few of them would be noise.
-    rounds, turns = (40, 1) if sessions == 1 else (ROUNDS, 1)
-    taken: list[list[float]] = []
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        for round_ in range(rounds + 1):
-            names = [f"s{sessions}-{words}-{round_}-{number}" for number in range(sessions)]
-            ordered = ways if round_ % 2 else ways[::-1]
-            found = [await _many(session, *way, names, turns) for way in ordered]
-            taken.append(found if round_ % 2 else found[::-1])
-    first, second = (median(column) for column in zip(*taken[1:], strict=True))
-    more = median(through - direct for direct, through in taken[1:])
-    return GatewayFigures(sessions, len(prompt), round(first, 3), round(second, 3), round(more, 3))
+    paths = [
+        (f"{stack.frontend_url}/v1/chat/completions", direct),
+        (f"{url}/chat/completions", through),
+    ]
+    # A round of one session is a single request: too noisy for few rounds.
+    rounds = 40 if sessions == 1 else ROUNDS
+    rows: list[list[float]] = []
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
+        for number in range(rounds + 1):
+            names = [f"s{sessions}-{length}-{number}-{session}" for session in range(sessions)]
+            # The two paths alternate in which is first.
+            order = 1 if number % 2 else -1
+            times = [await _time_requests(http, *path, names) for path in paths[::order]]
+            rows.append(times[::order])
+    rows = rows[1:]  # the first round is the warm-up
+    direct_ms, gateway_ms = (median(column) for column in zip(*rows, strict=True))
+    overhead = median(through_ms - alone_ms for alone_ms, through_ms in rows)
+    return GatewayFigures(
+        sessions, len(prompt), round(direct_ms, 3), round(gateway_ms, 3), round(overhead, 3)
+    )
 
 
-async def _many(
-    http: aiohttp.ClientSession, url: str, body: dict[str, Any], names: list[str], turns: int
+async def _time_requests(
+    http: aiohttp.ClientSession, url: str, body: dict[str, Any], names: list[str]
 ) -> float:
-    """Milliseconds of wall time per request, all sessions at once."""
+    """Send one request per session, all at once; return milliseconds of wall time per request."""
 
-    async def talk(name: str) -> None:
-        for _ in range(turns):
-            async with http.post(url, json=body, headers={"x-rollway-session": name}) as answer:
-                answer.raise_for_status()
-                await answer.read()
+    async def send(name: str) -> None:
+        async with http.post(url, json=body, headers={"x-rollway-session": name}) as answer:
+            answer.raise_for_status()
+            await answer.read()
 
     began = time.monotonic()
-    await asyncio.gather(*map(talk, names))
-    return (time.monotonic() - began) * 1000 / (len(names) * turns)
+    await asyncio.gather(*map(send, names))
+    return (time.monotonic() - began) * 1000 / len(names)

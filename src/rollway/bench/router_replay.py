@@ -1,9 +1,9 @@
-"""The same traffic in Dynamo's offline replay: its own router over simulated engines, in virtual
-time, so that neither this machine nor its load has a say in the figures.
+"""The same traffic in Dynamo's offline replay: Dynamo's router over simulated engines.
 
-The replay knows no session affinity. For Rollway's preset the groups are dealt out to the workers
-in turn, and each worker replays its own: what affinity does as long as no worker is full. It does
-not credit generated tokens as cached either, so turns after the first hit less than live.
+Time is virtual, so neither the machine nor its load affects the figures. The replay has no session
+affinity. For Rollway's preset, groups are dealt to the workers in turn and each worker replays its
+groups alone: affinity does the same as long as no worker is full. The replay does not count
+generated tokens as cached either, so later turns hit less than live.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from rollway.errors import UsageError
 
 BLOCK = 64
 DRAWS = 5
-"""Makespans hang on the longest rollouts, and the KV router breaks ties by chance: each figure is
-the mean over so many traffics."""
+"""Each figure is the mean over this many random traffics: a makespan depends on the few longest
+rollouts, and the KV router breaks ties at random."""
 _EVENT_LAG_MS = 5.0
 _ENGINE = {"backend": "vllm", "block_size": BLOCK, "num_gpu_blocks": 1024, "max_num_seqs": 64}
 
@@ -30,30 +30,37 @@ Row = dict[str, Any]
 
 
 def replay(groups: int, workers: int, routing: str) -> Tally:
-    """Sums over the draws, but for the makespan, which is their mean."""
+    """Sum over the draws; the makespan is their mean."""
     total = Tally()
     for seed in range(DRAWS):
-        drawn = _replay(Traffic(groups, block=BLOCK, seed=seed), workers, routing)
-        makespan = total.makespan_seconds + drawn.makespan_seconds / DRAWS
-        total.add(drawn)
+        tally = _replay(Traffic(groups, block=BLOCK, seed=seed), workers, routing)
+        makespan = total.makespan_seconds + tally.makespan_seconds / DRAWS
+        total.add(tally)
         total.makespan_seconds = makespan
     return total
 
 
 def _replay(traffic: Traffic, workers: int, routing: str) -> Tally:
-    if routing == "rollway":
-        return _pinned(traffic, workers)
-    return _run(rows(traffic), workers, kv=routing == "kv")
+    if routing != "rollway":
+        return _run(make_trace(traffic), workers, kv=routing == "kv")
+    total = Tally()
+    for worker in range(min(workers, traffic.groups)):
+        groups = range(worker, traffic.groups, workers)
+        total.add(_run(make_trace(traffic, groups), 1, kv=False))
+    return total
 
 
-def rows(traffic: Traffic, groups: Iterable[int] | None = None) -> Iterator[Row]:
-    """The trace (Mooncake's format), of some of the groups. A block's number stands for its tokens
-    and all before them, so a prefix is shared where numbers are."""
+def make_trace(traffic: Traffic, groups: Iterable[int] | None = None) -> Iterator[Row]:
+    """Yield the trace of these groups, or of all, in Mooncake's format.
+
+    The number of a block identifies its tokens and all tokens before them, so rollouts share a
+    prefix if they share numbers."""
     chosen = set(range(traffic.groups) if groups is None else groups)
-    fresh = itertools.count(_first_fresh(traffic))
-    for group, member in traffic.members():
-        blocks = prompt_blocks(traffic, group)
-        for number, turn in enumerate(traffic.plan(group, member)):
+    # Groups that are left out still use up numbers: parts of a trace add up to the whole.
+    unused = itertools.count(list_prompt_blocks(traffic, traffic.groups)[-1] + 1)
+    for group, member in traffic.list_members():
+        blocks = list_prompt_blocks(traffic, group)
+        for number, turn in enumerate(traffic.plan_turns(group, member)):
             start = {"delay": 1000 * turn.wait_seconds} if number else {"timestamp": 0}
             if group in chosen:
                 yield {
@@ -63,34 +70,23 @@ def rows(traffic: Traffic, groups: Iterable[int] | None = None) -> Iterator[Row]
                     "hash_ids": list(blocks),
                     **start,
                 }
-            blocks += itertools.islice(fresh, traffic.blocks_added(turn))
+            blocks += itertools.islice(unused, traffic.count_added_blocks(turn))
 
 
-def prompt_blocks(traffic: Traffic, group: int) -> list[int]:
+def list_prompt_blocks(traffic: Traffic, group: int) -> list[int]:
     own = traffic.prompt_blocks - traffic.system_blocks
     first = traffic.system_blocks + group * own
     return [*range(traffic.system_blocks), *range(first, first + own)]
 
 
-def _first_fresh(traffic: Traffic) -> int:
-    return prompt_blocks(traffic, traffic.groups)[-1] + 1
-
-
-def _pinned(traffic: Traffic, workers: int) -> Tally:
-    total = Tally()
-    for worker in range(min(workers, traffic.groups)):
-        total.add(_run(rows(traffic, range(worker, traffic.groups, workers)), 1, kv=False))
-    return total
-
-
 def _run(trace: Iterable[Row], workers: int, *, kv: bool) -> Tally:
-    os.environ.setdefault("DYN_LOG", "error")  # else a line for every request
+    os.environ.setdefault("DYN_LOG", "error")  # otherwise Dynamo logs every request
     try:
         from dynamo.llm import KvRouterConfig
         from dynamo.replay import run_trace_replay
     except ImportError as error:
         raise UsageError(
-            f"Dynamo's replay is not installed ({error}).", "pip install 'rollway[cpu]'."
+            f"Dynamo's replay is not installed ({error}).", "Run: pip install 'rollway[cpu]'."
         ) from error
     options: dict[str, Any] = {"router_mode": "round_robin"}
     if kv:
@@ -109,11 +105,11 @@ def _run(trace: Iterable[Row], workers: int, *, kv: bool) -> Tally:
             extra_engine_args={"engine": _ENGINE},
             **options,
         )
-    return tally(report.summary)
+    return read_summary(report.summary)
 
 
-def tally(summary: Any) -> Tally:
-    """The replay's own summary, in the terms of a live run."""
+def read_summary(summary: Any) -> Tally:
+    """Convert the replay's summary to the figures of a live run."""
     prompt, requests = int(summary["total_input_tokens"]), int(summary["num_requests"])
     return Tally(
         requests=requests,

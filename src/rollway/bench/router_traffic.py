@@ -1,7 +1,7 @@
-"""RL-shaped traffic: groups of rollouts of one prompt, several turns each, all first turns at once.
+"""RL-shaped traffic: groups of rollouts of one prompt, several turns each, all started together.
 
 Sizes are in KV blocks, so that light workers (blocks of 16 tokens) and the replay (64) see the same
-pattern. What is sent depends on the seed alone: every routing gets the same.
+pattern. The requests depend only on the seed: every routing gets the same.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import asyncio
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from random import Random
-from typing import Any
+from typing import Any, ClassVar
 
 from rollway.errors import RolloutError
 from rollway.http import IDEMPOTENT, Http
@@ -20,11 +21,8 @@ from rollway.rollout.sender import SESSION_HEADER, all_or_none
 from rollway.rollout.wire import DynamoAssembly, completion_request
 
 GROUPS_PER_WORKER = 2
-_SYSTEM_BLOCKS = 4
-"""What the prompts of all groups begin with."""
-_PROMPT_BLOCKS = 16
 _OBSERVATION_BLOCKS = 2
-"""What the environment adds between two turns."""
+"""The environment's tokens between two turns."""
 _TOOL_SECONDS = 0.2
 _VOCABULARY = 250  # of the demo's byte tokenizer, less its special tokens
 _TIMEOUT_SECONDS = 300.0
@@ -35,15 +33,19 @@ class Turn:
     """One request of a rollout."""
 
     wait_seconds: float
-    """How long the environment takes before it."""
+    """The time that the environment needs before the request."""
     output: int
     seed: int
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """P groups of G rollouts with T turns."""
+    """The requests of `groups` prompts, with `rollouts` of each, of `turns` turns."""
 
+    system_blocks: ClassVar[int] = 4
+    """The prefix that the prompts of all groups share."""
+    prompt_blocks: ClassVar[int] = 20
+    """The whole prompt, with that prefix."""
     groups: int
     rollouts: int = 8
     turns: int = 3
@@ -54,21 +56,11 @@ class Traffic:
     def requests(self) -> int:
         return self.groups * self.rollouts * self.turns
 
-    @property
-    def system_blocks(self) -> int:
-        return _SYSTEM_BLOCKS
+    def list_members(self) -> Iterator[tuple[int, int]]:
+        """Yield every rollout as (group, place in the group), in the order in which they start."""
+        yield from product(range(self.groups), range(self.rollouts))
 
-    @property
-    def prompt_blocks(self) -> int:
-        return _SYSTEM_BLOCKS + _PROMPT_BLOCKS
-
-    def members(self) -> Iterator[tuple[int, int]]:
-        """Every rollout, by its group and its place there; groups start one after the other."""
-        for group in range(self.groups):
-            for member in range(self.rollouts):
-                yield group, member
-
-    def plan(self, group: int, member: int) -> list[Turn]:
+    def plan_turns(self, group: int, member: int) -> list[Turn]:
         rng = Random(f"{self.seed}/{group}/{member}")
         return [
             Turn(
@@ -79,18 +71,18 @@ class Traffic:
             for turn in range(self.turns)
         ]
 
-    def prompt(self, group: int) -> list[int]:
-        system = self._tokens("system", _SYSTEM_BLOCKS)
-        return system + self._tokens(f"prompt {group}", _PROMPT_BLOCKS)
+    def make_prompt(self, group: int) -> list[int]:
+        system = self._draw("system", self.system_blocks)
+        return system + self._draw(f"prompt {group}", self.prompt_blocks - self.system_blocks)
 
-    def observation(self, turn: Turn) -> list[int]:
-        return self._tokens(f"observation {turn.seed}", _OBSERVATION_BLOCKS)
+    def make_observation(self, turn: Turn) -> list[int]:
+        return self._draw(f"observation {turn.seed}", _OBSERVATION_BLOCKS)
 
-    def blocks_added(self, turn: Turn) -> int:
-        """By the answer and the observation after it, in whole blocks."""
+    def count_added_blocks(self, turn: Turn) -> int:
+        """Return how many blocks the answer and the observation after it add, rounded up."""
         return _OBSERVATION_BLOCKS + -(-turn.output // self.block)
 
-    def _tokens(self, name: str, blocks: int) -> list[int]:
+    def _draw(self, name: str, blocks: int) -> list[int]:
         rng = Random(f"{self.seed}/{name}")
         return [rng.randrange(_VOCABULARY) for _ in range(blocks * self.block)]
 
@@ -106,7 +98,7 @@ class Tally:
     makespan_seconds: float = 0.0
 
     def add(self, other: Tally) -> None:
-        """What ran beside this."""
+        """Add a run that was concurrent: the makespan is the longer one."""
         self.requests += other.requests
         self.prompt_tokens += other.prompt_tokens
         self.cached_tokens += other.cached_tokens
@@ -123,7 +115,7 @@ class Tally:
 
 
 class Sender:
-    """Sends traffic to a frontend. The group is the session, whether or not the router heeds it."""
+    """Sends traffic to a frontend, with the group as session, whether or not the router uses it."""
 
     def __init__(self, http: Http, frontend_url: str, model: str) -> None:
         self._http = http
@@ -131,43 +123,44 @@ class Sender:
         self._model = model
 
     async def warm_up(self, requests: int) -> None:
-        """Short requests, all at once: connections exist before the clock runs."""
-        one = Sampling(max_tokens=1, ignore_eos=True, logprobs=False)
+        """Send short requests, all at once: connections are then open before the clock starts."""
+        sampling = Sampling(max_tokens=1, ignore_eos=True, logprobs=False)
         await all_or_none(
-            self._ask([index % _VOCABULARY], one, f"warm-up {index}") for index in range(requests)
+            self._post([index % _VOCABULARY], sampling, f"warm-up {index}")
+            for index in range(requests)
         )
 
     async def send(self, traffic: Traffic) -> Tally:
         tally = Tally()
-        prompts = [traffic.prompt(group) for group in range(traffic.groups)]
+        prompts = [traffic.make_prompt(group) for group in range(traffic.groups)]
         began = time.monotonic()
         await all_or_none(
-            self._rollout(traffic, group, member, prompts[group], tally)
-            for group, member in traffic.members()
+            self._run_rollout(traffic, group, member, prompts[group], tally)
+            for group, member in traffic.list_members()
         )
         tally.makespan_seconds = time.monotonic() - began
         return tally
 
-    async def _rollout(
+    async def _run_rollout(
         self, traffic: Traffic, group: int, member: int, prompt: list[int], tally: Tally
     ) -> None:
-        tokens = list(prompt)
-        for turn in traffic.plan(group, member):
+        tokens = list(prompt)  # the members of a group share the prompt
+        for turn in traffic.plan_turns(group, member):
             await asyncio.sleep(turn.wait_seconds)
             sampling = Sampling(
                 max_tokens=turn.output, ignore_eos=True, seed=turn.seed, logprobs=False
             )
-            answer = await self._ask(tokens, sampling, f"group {traffic.seed} {group}")
+            answer = await self._post(tokens, sampling, f"group {traffic.seed} {group}")
             assembly = DynamoAssembly(sampling, len(tokens))
             assembly.add(answer)
             completion = assembly.finish()
             tally.requests += 1
             tally.prompt_tokens += len(tokens)
             tally.cached_tokens += completion.cached_tokens
-            tally.ttft_seconds += ttft_seconds(answer)
-            tokens += completion.token_ids + traffic.observation(turn)
+            tally.ttft_seconds += read_ttft(answer)
+            tokens += completion.token_ids + traffic.make_observation(turn)
 
-    async def _ask(self, tokens: list[int], sampling: Sampling, session: str) -> Any:
+    async def _post(self, tokens: list[int], sampling: Sampling, session: str) -> Any:
         body = completion_request(self._model, tokens, sampling)
         nvext = body["nvext"]
         nvext["extra_fields"] = [*nvext["extra_fields"], "timing"]
@@ -180,10 +173,11 @@ class Sender:
         )
 
 
-def ttft_seconds(answer: Any) -> float:
-    """From the request's arrival at the frontend, so a wait in the router counts, to its first
-    token there: the clock of a busy client would add its own delays."""
+def read_ttft(answer: Any) -> float:
+    """Return the seconds between the request's arrival at the frontend and its first token.
+
+    They include the wait in the router. A busy client's own clock would add the client's delays."""
     try:
         return float(answer["nvext"]["timing"]["ttft_ms"]) / 1000
     except (KeyError, TypeError, ValueError) as error:
-        raise RolloutError("The frontend did not say when the first token came.") from error
+        raise RolloutError("The frontend's answer has no time to the first token.") from error

@@ -1,4 +1,4 @@
-"""The GPU's benchmark runs on a CPU too, checks what it measures, and says what it left out."""
+"""`bench gpu` also runs on a CPU, verifies the results that it times, and reports skipped parts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import rollway
-from rollway.bench.gpu import bench_gpu, shown
+from rollway.bench.gpu import bench_gpu, format_figures
 from rollway.errors import UsageError
 
 PARTS = {
@@ -31,7 +31,7 @@ PARTS = {
 
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small tensors on a busy machine; in the other process too."""
+    """Small tensors need one thread, also in the receiving process, which inherits the variable."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
@@ -45,13 +45,14 @@ def test_every_part_is_measured() -> None:
         assert figures[part]["gb_per_s"] > 0 and figures[part]["fraction"] > 0
     for kind in ("dense", "moe"):
         assert figures[f"compare_{kind}"]["share_found"] == pytest.approx(0.01, abs=0.003)
-        over = figures[f"hand_over_{kind}"]
-        assert over["copies_equal"] and over["adopted_equal"] and over["closed_is_refused"]
+        transfer = figures[f"hand_over_{kind}"]
+        assert transfer["copies_equal"] and transfer["adopted_equal"]
+        assert transfer["closed_is_refused"]
     assert 0 < figures["delta_encode_dense"]["bytes_fraction"] < 0.04
-    assert len(shown(figures).splitlines()) == 1 + len(PARTS)
+    assert len(format_figures(figures).splitlines()) == 1 + len(PARTS)
 
 
-def test_torch_alone_is_enough_for_most_of_it(tmp_path: Path) -> None:
+def test_parts_that_need_other_packages_than_torch_are_skipped(tmp_path: Path) -> None:
     for name in ("msgspec", "zstandard", "pydantic", "aiohttp", "yaml", "rich", "safetensors"):
         (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError('no {name}')")
     home = Path(rollway.__file__).parents[1]
@@ -63,12 +64,12 @@ def test_torch_alone_is_enough_for_most_of_it(tmp_path: Path) -> None:
         check=True,
     )
     figures = json.loads(run.stdout)
-    left_out = {part for part in PARTS if part.startswith(("delta", "hand"))}
-    assert figures["skipped"] == dict.fromkeys(left_out, "no msgspec")
-    assert PARTS - left_out <= figures.keys()
+    skipped = {part for part in PARTS if part.startswith(("delta", "hand"))}
+    assert figures["skipped"] == dict.fromkeys(skipped, "no msgspec")
+    assert PARTS - skipped <= figures.keys()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so() -> None:
+def test_a_machine_without_a_gpu_is_refused() -> None:
     with pytest.raises(UsageError, match="no GPU"):
         bench_gpu()
