@@ -14,14 +14,14 @@ import msgspec
 from torch.distributed import Store
 
 import rollway
-from rollway.weights.sources import Held
+from rollway.weights.sources import HeldTensor
 
 
 def refit(
     stack: rollway.Stack,
     weights: rollway.Publisher,
     version: int,
-    held: Sequence[Held],
+    held: Sequence[HeldTensor],
     store: Store,
     rank: int,
     world: int,

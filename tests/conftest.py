@@ -14,7 +14,7 @@ from hypothesis import settings
 
 from rollway.stack import local
 from rollway.stack.preset import cache_dir
-from rollway.stack.state import known_stacks
+from rollway.stack.state import list_stacks
 from tests.footprint import Footprint, mark_own_processes
 from tests.soak import SOAK
 
@@ -74,7 +74,7 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, session_home: Path
     yield home
     # A test that fails half-way must not leave a stack behind for the next one.
     monkeypatch.setenv("ROLLWAY_HOME", str(home))
-    for state in known_stacks():
+    for state in list_stacks():
         local.stop(state.name)
 
 

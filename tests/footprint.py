@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rollway import processes
 from rollway.stack.lease import FIRST, LAST
-from rollway.stack.locks import lock_directory
+from rollway.stack.locks import get_lock_directory
 from tests.waiting import has_become
 
 RUN = "ROLLWAY_TEST_RUN"
@@ -111,7 +111,9 @@ def _reservations(foreign: set[int], sockets: set[str]) -> set[str]:
         fields = line.split()
         if "@rollway/" in line and fields[6] not in sockets:
             claims.add(fields[-1])
-    return claims | {path.name for path in lock_directory().iterdir() if _is_held(path, foreign)}
+    return claims | {
+        path.name for path in get_lock_directory().iterdir() if _is_held(path, foreign)
+    }
 
 
 def _is_held(lock: Path, foreign: set[int]) -> bool:

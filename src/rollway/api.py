@@ -29,7 +29,7 @@ from rollway.errors import RequestFailed, RollwayError, StartError, Unreachable,
 from rollway.http import ONCE, Http
 from rollway.stack import local
 from rollway.stack.local import Progress, RunningStack
-from rollway.stack.state import StackDir, StackState, known_stacks
+from rollway.stack.state import StackDir, StackState, list_stacks
 from rollway.weights.adapter import is_adapter
 
 __all__ = ["Opening", "Stack", "attach", "make_spec", "up"]
@@ -253,8 +253,8 @@ def _find_addresses(target: str, rl_url: str | None) -> tuple[str, str, str]:
     """Return the addresses of frontend and RL listing, and the name of a stack of this machine."""
     if "://" not in target:
         state = StackDir(target).read()
-        if state is None or not state.supervised:
-            raise local.not_running(target)
+        if state is None or not state.is_supervised:
+            raise local.make_not_running_error(target)
         return state.frontend, rl_url or state.rl, target
     frontend = target.rstrip("/").removesuffix("/v1")
     try:
@@ -275,5 +275,5 @@ def _find_local_stack(host: str, port: int | None) -> StackState | None:
     """Return the recorded stack of this user whose frontend has that address."""
     if host not in ("localhost", "127.0.0.1", "::1"):
         return None
-    states = (state for state in known_stacks() if state.supervised)
+    states = (state for state in list_stacks() if state.is_supervised)
     return next((state for state in states if urlsplit(state.frontend).port == port), None)

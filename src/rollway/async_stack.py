@@ -12,22 +12,22 @@ from weakref import WeakKeyDictionary
 
 from rollway.config import AdminTimeouts
 from rollway.errors import NoWorkers, RequestFailed, Unreachable, UsageError
-from rollway.fleet.canary import Answer, canary
+from rollway.fleet.canary import Answer, make_canary
 from rollway.fleet.discovery import StaticList, Worker
 from rollway.fleet.fleet import Fleet
 from rollway.fleet.report import RefitMode, RefitReport
 from rollway.fleet.updates import Weights
 from rollway.fleet.vllm_admin import VllmAdmin
 from rollway.http import Http
-from rollway.orders import stack_secret
+from rollway.orders import read_stack_secret
 from rollway.publishing import AsyncPublisher, PublisherOptions, Transport, open_for_stack
 from rollway.rollout.client import Rollouts
 from rollway.rollout.sender import Sender
 from rollway.rollout.teacher import Teacher
 from rollway.rollout.wire import Wire, wire_named
 from rollway.stack import local
-from rollway.stack.locks import machine_lock
-from rollway.stack.state import StackDir, StackState, WeightsFile, secret_of
+from rollway.stack.locks import hold_machine_lock
+from rollway.stack.state import StackDir, StackState, WeightsFile, read_secret
 from rollway.weights.offer import Offer
 from rollway.weights.transports.base import Publisher
 
@@ -85,7 +85,7 @@ class Stack:
                 model=model,
                 admin=VllmAdmin(self._http, self._timeouts),
             )
-        ask = canary(self._http, self.frontend_url, model)
+        ask = make_canary(self._http, self.frontend_url, model)
         state = self._read_state()
         if state is None:
             return Fleet(self._http, self.rl_url, model=model, canary=ask, timeouts=self._timeouts)
@@ -98,10 +98,10 @@ class Stack:
             reference=Path(state.model_paths.get(model, "")),
             canary=ask,
             replace=partial(local.replace_worker, self.name),
-            guard=partial(machine_lock, f"refit/{state.run_id}/{model}"),
-            supervised=partial(local.supervises, self.name),
-            shelf=WeightsFile(self.name, state.run_id, model),
-            secret=secret_of(state),
+            guard=partial(hold_machine_lock, f"refit/{state.run_id}/{model}"),
+            supervised=partial(local.is_supervised, self.name),
+            record=WeightsFile(self.name, state.run_id, model),
+            secret=read_secret(state),
         )
         fleet.versions.tainted = True  # the launcher gave every worker the taint of its version
         return fleet
@@ -113,7 +113,7 @@ class Stack:
     def weights_secret(self) -> str:
         """The secret that offers of weights are signed with."""
         state = self._read_state()
-        return stack_secret() if state is None else secret_of(state)
+        return read_stack_secret() if state is None else read_secret(state)
 
     @property
     def join_spec(self) -> dict[str, Any]:
@@ -124,10 +124,8 @@ class Stack:
                 "Only a stack of this machine can say how to join it.",
                 "Run `rollway status NAME --json` on the machine where it was started.",
             )
-        join = {**state.invitation["join"], "secret": secret_of(state)}
-        return {**state.invitation, "join": join}
-
-    invitation = join_spec  # temporary
+        join = {**state.join_spec["join"], "secret": read_secret(state)}
+        return {**state.join_spec, "join": join}
 
     @property
     def fleet(self) -> Fleet:
@@ -187,7 +185,7 @@ class Stack:
             model,
             fleet.versions,
             refresh=fleet.refresh,
-            confirms=fleet.confirms,
+            still_serves=fleet.still_serves,
             wire=wire_named(wire) if isinstance(wire, str) else wire,
             adapter=None if adapter is None else fleet.adapters.newest(adapter),
             **remaining,

@@ -111,7 +111,7 @@ class ModelSpec(_Part):
         return self
 
     @property
-    def takes_refits(self) -> bool:
+    def can_refit(self) -> bool:
         """Whether the workers have admin routes and weights that can change."""
         return self.engine != "mocker"
 

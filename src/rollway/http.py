@@ -44,7 +44,7 @@ class Http:
         self._closed = False
 
     @asynccontextmanager
-    async def one_connection(self) -> AsyncIterator[Http]:
+    async def pinned(self) -> AsyncIterator[Http]:
         """Yield a client that sends all its calls over one connection, and so to one process.
 
         Its calls fail once the connection breaks: a moment later the address may belong to another
@@ -109,7 +109,7 @@ class Http:
         self, method: str, url: str, body: Any, headers: Headers, timeout: float
     ) -> bytes:
         payload = body() if callable(body) else body
-        await self._before(method, url, payload)
+        await self.before_request(method, url, payload)
         with _typed_errors(method, url, timeout):
             async with self._request(method, url, payload, headers, timeout) as response:
                 raw: bytes = await response.read()
@@ -117,7 +117,7 @@ class Http:
             raise _make_error(method, url, response.status, raw)
         return raw
 
-    async def _before(self, method: str, url: str, body: Any) -> None:
+    async def before_request(self, method: str, url: str, body: Any) -> None:
         """Run before each request; a subclass overrides it to delay or fail requests."""
 
     def _new_session(self) -> aiohttp.ClientSession:
@@ -142,15 +142,15 @@ class Http:
 
 
 class _OneConnection(Http):
-    """The client of `Http.one_connection`."""
+    """The client of `Http.pinned`."""
 
     def __init__(self, parent: Http) -> None:
         super().__init__()
         self._parent = parent
         self._used = False
 
-    async def _before(self, method: str, url: str, body: Any) -> None:
-        await self._parent._before(method, url, body)
+    async def before_request(self, method: str, url: str, body: Any) -> None:
+        await self._parent.before_request(method, url, body)
 
     def _new_session(self) -> aiohttp.ClientSession:
         trace = aiohttp.TraceConfig()
@@ -191,11 +191,11 @@ def _describe(error: BaseException) -> str:
 def _make_error(method: str, url: str, status: int, raw: bytes) -> RequestFailed:
     text = raw.decode(errors="replace").strip()
     return RequestFailed(
-        f"{method} {url} answered {status}: {server_message(text)}", status=status, body=text
+        f"{method} {url} answered {status}: {read_error_message(text)}", status=status, body=text
     )
 
 
-def server_message(text: str) -> str:
+def read_error_message(text: str) -> str:
     """Return the message in the JSON of an error answer, or the start of its text."""
     try:
         body = msgspec.json.decode(text)

@@ -51,7 +51,7 @@ class OrderRefused(PermissionError):
     """An order that is not signed, not for this process, too old, or sent before."""
 
 
-def stack_secret() -> str:
+def read_stack_secret() -> str:
     """Return the stack's secret from the file or the variable; an empty one if there is neither."""
     if _kept_secret is not None:
         return _kept_secret
@@ -66,7 +66,7 @@ def keep_secret() -> str:
     """Read the secret for the rest of the process, and remove it from the environment, so that
     nothing that later changes or prints the environment replaces or shows it."""
     global _kept_secret
-    _kept_secret = stack_secret()
+    _kept_secret = read_stack_secret()
     for name in (SECRET, SECRET_FILE):
         os.environ.pop(name, None)
     return _kept_secret

@@ -80,12 +80,12 @@ def read_command(process: ProcessId, length: int = 120) -> str:
     return "".join(char if char.isprintable() else " " for char in text)[:length]
 
 
-def run_environment(run_id: str) -> dict[str, str]:
+def make_run_environment(run_id: str) -> dict[str, str]:
     """Return the variables that mark a process, and all its children, as members of a run."""
     return {MARK: run_id, "SPT_NOENV": "1"}
 
 
-def members(run_id: str) -> set[ProcessId]:
+def find_members(run_id: str) -> set[ProcessId]:
     """Find the living processes of this user that carry the run's mark."""
     mark = f"{MARK}={run_id}".encode()
     marked = set()
@@ -101,7 +101,7 @@ def members(run_id: str) -> set[ProcessId]:
     return marked
 
 
-def descendants(root: int) -> set[ProcessId]:
+def find_descendants(root: int) -> set[ProcessId]:
     """Find the living children of a process, and their children, to any depth."""
     entries = [entry for pid in _list_own_pids() if (entry := _read_entry(pid))]
     family = {root}

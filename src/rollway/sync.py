@@ -283,11 +283,3 @@ class Stack(Blocking[AsyncStack]):
             spec = {**stack.join_spec, "name": "more", "models": [{"path": path}]}
         """
         return self._async.join_spec
-
-    invitation = join_spec  # temporary
-
-
-SyncStack = Stack  # temporary
-SyncFleet = Fleet  # temporary
-SyncRollouts = Rollouts  # temporary
-SyncTeacher = Teacher  # temporary

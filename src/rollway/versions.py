@@ -34,7 +34,7 @@ class Ticket:
     epoch: int
 
 
-class VersionBook:
+class FleetVersions:
     """The weight version of the fleet and of each worker."""
 
     def __init__(self) -> None:
@@ -55,10 +55,10 @@ class VersionBook:
         self._gate.set()
 
     @property
-    def moving(self) -> bool:
+    def is_closed(self) -> bool:
         return not self._gate.is_set()
 
-    async def settled(self) -> None:
+    async def wait_open(self) -> None:
         """Wait until the gate is open."""
         await self._gate.wait()
 
@@ -101,7 +101,7 @@ class VersionBook:
         """Add the claims of other processes; this process's own claims win."""
         self._identities = {**identities, **self._identities}
 
-    def served_by(self, version: int) -> list[int]:
+    def list_serving(self, version: int) -> list[int]:
         """Return the ids of the workers that are known to serve a version."""
         return [worker for worker, served in self.by_worker.items() if served == version]
 
@@ -136,7 +136,7 @@ class VersionBook:
         wanted = self.current if version is None else version
         if wanted is None:
             return Ticket(None, None, None, self.epoch)
-        if not self.served_by(wanted):
+        if not self.list_serving(wanted):
             raise RolloutError(
                 f"No worker is known to serve weight version {wanted}.",
                 "The last refit failed or was interrupted, or all workers restarted: refit.",
@@ -144,7 +144,7 @@ class VersionBook:
         taint = taint_of(wanted) if self.tainted else None
         return Ticket(wanted, taint, f"v{wanted}", self.epoch)
 
-    def vouches(self, ticket: Ticket, worker: int | None) -> bool:
+    def attributes_to(self, ticket: Ticket, worker: int | None) -> bool:
         """Return whether this process attributes an answer to the version of its ticket.
 
         `worker` is the worker that answered; None means unknown, so the condition must hold for

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rollway.orders import Verifier, stack_secret
+from rollway.orders import Verifier, read_stack_secret
 from tests.light.checkpoint import Tensors, read_tensors, share_tensors
 from tests.light.model import Qwen3
 
@@ -29,7 +29,7 @@ class LightWorker:
         self._served: dict[str, TensorHeader] | None = None
         self._destroyed = False
         self._poison: str | None = None
-        self._verifier = Verifier(stack_secret())
+        self._verifier = Verifier(read_stack_secret())
 
     @property
     def usable(self) -> bool:

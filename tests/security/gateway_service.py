@@ -19,7 +19,7 @@ from rollway.gateway.template import Template
 from rollway.gateway.upstream import CHAT, Upstream
 from rollway.http import Http
 from rollway.rollout.wire import COMPLETIONS
-from rollway.versions import VersionBook
+from rollway.versions import FleetVersions
 from tests.awkward_tokenizer import PLAIN, build, make
 
 CONTEXT = 2048
@@ -129,7 +129,7 @@ async def service(
     recorder = Recorder(directory / "journal.jsonl")
     async with Http() as http:
         chat, text = (
-            Upstream(http, frontend.url, "m", VersionBook(), wire=wire, patience=0.5)
+            Upstream(http, frontend.url, "m", FleetVersions(), wire=wire, patience=0.5)
             for wire in (CHAT, COMPLETIONS)
         )
         tokenizer = Template(build(directory / "tokenizer", template=template))

@@ -26,7 +26,6 @@ from rollway.fleet.fleet import Fleet
 from rollway.http import Http
 from rollway.orders import ORDER, SECRET, OrderRefused, UsedNumbers, Verifier, sign
 from rollway.stack.state import StackDir, secret_file
-from rollway.sync import SyncStack
 from tests.light.spec import light
 from tests.stack.policies import Policy
 
@@ -76,7 +75,7 @@ def post(url: str, body: Any, content_type: str = "application/json") -> dict[st
 
 
 @pytest.fixture
-def stack(base_model: Path) -> Iterator[SyncStack]:
+def stack(base_model: Path) -> Iterator[rollway.Stack]:
     with rollway.up(light(base_model, "attacked", replicas=1)) as running:
         yield running
 
@@ -201,7 +200,7 @@ def test_the_list_holds_also_where_vllm_extends_its_own_class(
 
 
 @pytest.mark.stack
-def test_nobody_without_the_secret_can_change_a_worker(stack: SyncStack) -> None:
+def test_nobody_without_the_secret_can_change_a_worker(stack: rollway.Stack) -> None:
     """As any user of the machine, and as a web page whose text/plain needs no preflight."""
     (worker,) = stack.fleet.workers()
     for content_type in ("application/json", "text/plain"):
@@ -221,7 +220,7 @@ def test_nobody_without_the_secret_can_change_a_worker(stack: SyncStack) -> None
 
 
 @pytest.mark.stack
-def test_a_recorded_order_cannot_be_sent_again(stack: SyncStack) -> None:
+def test_a_recorded_order_cannot_be_sent_again(stack: rollway.Stack) -> None:
     (worker,) = stack.fleet.workers()
     url = f"{worker.admin_url}/engine"
     process = post(f"{url}/rollway_door", {})["process"]
@@ -233,13 +232,13 @@ def test_a_recorded_order_cannot_be_sent_again(stack: SyncStack) -> None:
 
 
 @pytest.mark.stack
-def test_the_secret_is_in_no_environment_and_no_command_line(stack: SyncStack) -> None:
+def test_the_secret_is_in_no_environment_and_no_command_line(stack: rollway.Stack) -> None:
     state = StackDir("attacked").read()
     assert state is not None
     secret = stack.weights_secret.encode()
     assert len(secret) == 64
     assert secret_file(state).stat().st_mode & 0o777 == 0o600
-    members = processes.members(state.run_id)
+    members = processes.find_members(state.run_id)
     assert len(members) >= 2
     for process in members:
         for name in ("environ", "cmdline"):
@@ -249,7 +248,7 @@ def test_the_secret_is_in_no_environment_and_no_command_line(stack: SyncStack) -
 
 
 @pytest.mark.stack
-def test_a_worker_starts_again_after_somebody_cleared_the_secret(stack: SyncStack) -> None:
+def test_a_worker_starts_again_after_somebody_cleared_the_secret(stack: rollway.Stack) -> None:
     """What removes old files from /tmp takes it after some days."""
     state = StackDir("attacked").read()
     assert state is not None
@@ -270,7 +269,7 @@ def test_a_worker_starts_again_after_somebody_cleared_the_secret(stack: SyncStac
 
 
 @pytest.mark.stack
-def test_without_the_secret_a_client_is_told_what_to_do(stack: SyncStack) -> None:
+def test_without_the_secret_a_client_is_told_what_to_do(stack: rollway.Stack) -> None:
     async def pause() -> None:
         async with Http() as http:
             fleet = Fleet(http, stack.rl_url, secret="")
@@ -282,7 +281,7 @@ def test_without_the_secret_a_client_is_told_what_to_do(stack: SyncStack) -> Non
 
 
 @pytest.mark.stack
-def test_orders_reach_a_worker_that_was_started_again(stack: SyncStack) -> None:
+def test_orders_reach_a_worker_that_was_started_again(stack: rollway.Stack) -> None:
     """The client knows the process by name; the successor has another, and the same address."""
 
     async def flush(admin: DynamoAdmin, worker: Worker) -> None:
@@ -316,7 +315,7 @@ def test_orders_can_be_left_open_for_other_tools(base_model: Path) -> None:
 
 @pytest.mark.stack
 def test_no_unsigned_call_changes_a_real_engine(
-    vllm_stack: SyncStack, policies: list[Policy], tmp_path: Path
+    vllm_stack: rollway.Stack, policies: list[Policy], tmp_path: Path
 ) -> None:
     worker = vllm_stack.fleet.workers()[0]
     before = vllm_stack.fleet.read_versions()
@@ -329,7 +328,7 @@ def test_no_unsigned_call_changes_a_real_engine(
 
 @pytest.mark.stack
 def test_not_even_a_signed_call_runs_any_method_of_the_engine(
-    vllm_stack: SyncStack, tmp_path: Path
+    vllm_stack: rollway.Stack, tmp_path: Path
 ) -> None:
     """What blanked the secret, and what wrote the weights to a file: refused by the engine too."""
     worker = vllm_stack.fleet.workers()[0]

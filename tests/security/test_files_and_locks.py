@@ -23,7 +23,7 @@ from rollway import cli as rollway_cli
 from rollway import private
 from rollway.errors import PortInUse, StartError
 from rollway.stack.lease import FIRST, LAST, Lease
-from rollway.stack.locks import NamedLock, lock_directory, machine_lock
+from rollway.stack.locks import NamedLock, get_lock_directory, hold_machine_lock
 from rollway.stack.run_dir import write_secret
 from rollway.stack.state import StackDir, StackState, WeightsFile, make_home
 
@@ -163,7 +163,7 @@ def test_another_user_cannot_hold_our_locks(own_home: Path) -> None:
         for line in Path("/proc/net/unix").read_text(errors="replace").splitlines()
         if "@rollway/" in line
     ]
-    files = list(lock_directory().iterdir())
+    files = list(get_lock_directory().iterdir())
     for lock in ours:
         lock.release()
     sockets: list[socket.socket] = []
@@ -288,7 +288,7 @@ def test_a_waiter_for_a_lock_is_shown_its_holder(capfd: pytest.CaptureFixture[st
     assert holder.stdout is not None and holder.stdout.readline() == "held\n"
 
     async def wait() -> None:
-        async with machine_lock(name, silent_seconds=0.2):
+        async with hold_machine_lock(name, silent_seconds=0.2):
             pass
 
     async def wait_for_notice() -> str:

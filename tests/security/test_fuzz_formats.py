@@ -29,15 +29,15 @@ from safetensors.numpy import save
 
 from rollway.errors import RollwayError
 from rollway.weights import sidecar, weight_file
-from rollway.weights.adapter import Adapter, attached, check_config, detached
+from rollway.weights.adapter import Adapter, attach_adapter, check_config, detach_adapter
 from rollway.weights.checkpoint import STABLE, check_checkpoint, publish_checkpoint
-from rollway.weights.inspect import inventories
+from rollway.weights.inspect import list_inventories
 from rollway.weights.megatron.describe import describe
 from rollway.weights.megatron.geometry import ModelGeometry, Topology
 from rollway.weights.megatron.names import NameMap
-from rollway.weights.offer import Entry, Lies, Manifest, Offer, read_manifest, read_offer
+from rollway.weights.offer import Entry, Manifest, Offer, PlacedBox, read_manifest, read_offer
 from rollway.weights.planning.scenario import read_model
-from rollway.weights.transports import meeting
+from rollway.weights.transports.collective import rendezvous
 from rollway.weights.transports.delta import DeltaPublisher, DeltaVersions, Store
 from rollway.weights.transports.delta import Manifest as DeltaManifest
 from rollway.weights.transports.delta import format as delta
@@ -50,7 +50,7 @@ from rollway.weights.transports.nixl.listing import (
     _Tensor,
     read_group,
 )
-from rollway.weights.transports.shards import _by_tensor
+from rollway.weights.transports.shm.shards import group_by_tensor
 from tests.checkpoints import write_checkpoint
 from tests.soak import examples
 from tests.unit.weights.megatron_models import headers, hf_shapes
@@ -115,8 +115,8 @@ def read_json_offer(raw: bytes) -> None:
     except (ValueError, RecursionError):
         return  # the worker's HTTP server reads this
     with contextlib.suppress(TypeError, ValueError, OverflowError, RecursionError):
-        fields = msgspec.convert(fields, Offer).signed("s").as_json()  # by one who may sign
-    meeting.read_where(read_offer(fields, "s"))
+        fields = msgspec.convert(fields, Offer).sign("s").as_json()  # by one who may sign
+    rendezvous.read_location(read_offer(fields, "s"))
 
 
 def read_adapter(raw: bytes) -> None:
@@ -128,12 +128,12 @@ def read_adapter(raw: bytes) -> None:
         return
     check_config(fields)
     offer = Offer("shm", 1, "12345678", 0, {})
-    detached(attached(offer, Adapter("style@1", fields, "here")))
+    detach_adapter(attach_adapter(offer, Adapter("style@1", fields, "here")))
 
 
 def read_offered_adapter(raw: bytes) -> None:
     try:
-        detached(Offer("shm", 1, "12345678", 0, {"adapter": json.loads(raw)}))
+        detach_adapter(Offer("shm", 1, "12345678", 0, {"adapter": json.loads(raw)}))
     except (ValueError, RecursionError):
         return
 
@@ -145,7 +145,7 @@ def read_list(raw: bytes) -> None:
         offer = Offer("shm", manifest.version, manifest.identity, 0, {})
     except (msgspec.DecodeError, UnicodeDecodeError):
         offer = Offer("shm", 1, "12345678", 0, {})
-    _by_tensor([read_manifest(raw, offer)])
+    group_by_tensor([read_manifest(raw, offer)])
 
 
 def read_deltas(raw: bytes) -> None:
@@ -229,13 +229,13 @@ def _offer() -> bytes:
         "host": "127.0.0.1", "port": 9, "receivers": 1, "backend": "gloo", "bucket_bytes": 1,
         "init_seconds": 1.0, "step_seconds": 1.0, "manifest_parts": 1, "room": "12345678",
     }  # fmt: skip
-    return msgspec.json.encode(Offer("collective", 1, "12345678", 0, where).signed("s"))
+    return msgspec.json.encode(Offer("collective", 1, "12345678", 0, where).sign("s"))
 
 
 WEIGHTS = save(TENSORS)
 HEADER = WEIGHTS[8 : len(WEIGHTS) - sum(one.nbytes for one in TENSORS.values())]
 LIST = Manifest(
-    1, 64, [Entry("s", "F32", (2, 3), 0, 24, "0" * 16, (Lies("w", (0, 0), (2, 3), (0, 0)),))]
+    1, 64, [Entry("s", "F32", (2, 3), 0, 24, "0" * 16, (PlacedBox("w", (0, 0), (2, 3), (0, 0)),))]
 ).encode()
 SHARDS = {"model.norm.weight": "model.safetensors", "b": "b.safetensors"}
 FORMATS = {
@@ -272,7 +272,7 @@ FORMATS = {
 
 def _rank(path: Path) -> object:
     (path / "model.safetensors").rename(path / "rank0.safetensors")
-    return inventories(path)
+    return list_inventories(path)
 
 
 HOSTILE: list[Any] = [

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from rollway import processes
 from rollway.config import StackSpec, load_spec
 from rollway.errors import RollwayError, StateUnreadable
-from rollway.observe.progress import process_table
+from rollway.observe.progress import make_process_table
 from rollway.stack.state import ProcessState, StackDir, StackState
 from tests.soak import examples
 
@@ -86,8 +86,8 @@ def read_and_use(content: bytes) -> None:
         assert error.reason and len(error.reason) <= 200 and str(error).isprintable()
         return
     assert isinstance(state, StackState)
-    assert state.name == "s" and not state.supervised
-    process_table(state)
+    assert state.name == "s" and not state.is_supervised
+    make_process_table(state)
     for process in state.processes:
         assert Path(process.log).parent == Path(state.log_dir)
     for name in state.shared_memory:

@@ -82,10 +82,10 @@ def test_the_end_of_a_log_includes_rotated_lines(tmp_path: Path) -> None:
     assert retention.rotate(log, 1, 3)
     assert log.read_text() == ""
     assert logs.tail(log) == ["begin", "RuntimeError: out of memory"]
-    assert "Not enough memory" in logs.hint(log)
+    assert "Not enough memory" in logs.find_hint(log)
     log.write_text("ended\n")
     assert logs.tail(log, 2) == ["RuntimeError: out of memory", "ended"]
-    assert logs.telling_tail(log)[1] == "RuntimeError: out of memory"
+    assert logs.read_error_tail(log)[1] == "RuntimeError: out of memory"
 
 
 def test_following_a_log_survives_rotations_and_a_new_run(tmp_path: Path) -> None:
@@ -342,7 +342,7 @@ def test_a_stack_that_is_started_often_keeps_the_logs_of_few_runs(base_model: Pa
     spec = mocker_spec(base_model, keep_runs=2)
     for _ in range(4):
         with rollway.up(spec):
-            assert processes.members(StackDir("t").read().run_id)  # type: ignore[union-attr]
+            assert processes.find_members(StackDir("t").read().run_id)  # type: ignore[union-attr]
     logs_dir = StackDir("t").logs
     assert len(list((logs_dir / "earlier").iterdir())) == 1  # and the last one in its place
     assert (logs_dir / "frontend.log").stat().st_size > 0

@@ -20,7 +20,7 @@ from rollway.config import load_spec
 from rollway.processes import ProcessId
 from rollway.stack import machine
 from rollway.stack.lease import Lease
-from rollway.stack.listeners import Listener, listeners_of
+from rollway.stack.listeners import Listener, list_listeners
 from rollway.stack.plan import make_kv_events_endpoint, plan_stack
 from rollway.stack.run_dir import choose_run_dir
 from rollway.stack.state import ProcessState, StackDir, StackState
@@ -51,7 +51,7 @@ def test_kv_events_use_private_unix_sockets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They hold the token ids of every prompt; no port carries them."""
-    monkeypatch.setattr(machine, "gpus", list)
+    monkeypatch.setattr(machine, "list_gpus", list)
     endpoints = kv_endpoints(tmp_path)
     assert len(set(endpoints)) == 3
     assert all(endpoint.startswith(f"ipc://{tmp_path}/") for endpoint in endpoints)
@@ -129,7 +129,7 @@ def listening(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StackState]:
         [sys.executable, "-c", LISTEN, str(private), str(open_to_all),
          "6" if Path("/proc/net/tcp6").exists() else "4"],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
-        env={**os.environ, **processes.run_environment(run_id)},
+        env={**os.environ, **processes.make_run_environment(run_id)},
     )  # fmt: skip
     assert child.stdout is not None and child.stdin is not None
     while child.stdout.readline().strip() not in ("ready", ""):
@@ -148,7 +148,7 @@ def listening(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StackState]:
 
 
 def test_the_doctor_lists_every_kind_of_listener(listening: StackState) -> None:
-    own = [entry for entry in listeners_of(listening) if entry.process == "w-0"]
+    own = [entry for entry in list_listeners(listening) if entry.process == "w-0"]
     reach = {entry.address: entry.reach for entry in own if entry.protocol == "tcp"}
     assert reach["127.0.0.1"] == "users of this machine"
     assert reach["0.0.0.0"] == "the network"
@@ -170,7 +170,7 @@ def mocker_spec(base_model: Path, **fields: Any) -> rollway.StackSpec:
 def listed(name: str) -> list[Listener]:
     state = StackDir(name).read()
     assert state is not None
-    return listeners_of(state)
+    return list_listeners(state)
 
 
 def outside_address() -> str:

@@ -20,7 +20,7 @@ from rollway.errors import SpecError, StackNotRunning, StateUnreadable, UsageErr
 from rollway.processes import ProcessId
 from rollway.stack import local
 from rollway.stack.locks import NamedLock
-from rollway.stack.state import StackDir, StackState, WeightsFile, known_stacks
+from rollway.stack.state import StackDir, StackState, WeightsFile, list_stacks
 from tests.conftest import Footprint
 
 RUN = "0123456789abcdef"
@@ -140,7 +140,7 @@ def test_a_damaged_state_does_not_break_commands_for_other_stacks(
 def test_down_kills_what_runs_under_an_unreadable_state() -> None:
     run_id = f"{os.getpid():016x}"
     member = subprocess.Popen(
-        ["sleep", "600"], env={**os.environ, **processes.run_environment(run_id)}
+        ["sleep", "600"], env={**os.environ, **processes.make_run_environment(run_id)}
     )
     file = put_state("bad")
     StackDir("bad").record("start", run=run_id)
@@ -237,7 +237,7 @@ def test_a_stack_directory_that_is_a_link_is_removed_and_its_target_stays(tmp_pa
     target = tmp_path / "target"
     StackDir("s").path.rename(target)
     StackDir("s").path.symlink_to(target)
-    assert known_stacks() == []
+    assert list_stacks() == []
     local.stop("s")
     assert (target / "state.json").exists()
     assert not os.path.lexists(StackDir("s").path)
@@ -423,7 +423,7 @@ def test_down_in_the_first_moments_of_up_stops_it(
         assert up.poll() is None
         time.sleep(0.002)
     time.sleep(delay)  # the point of the start at which it is stopped
-    assert "t" in local.all_names()
+    assert "t" in local.list_names()
     local.stop("t")
     _, err = up.communicate(timeout=60)
     ready_first = up.returncode == 0  # the start was quicker than the delay

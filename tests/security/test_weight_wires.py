@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from rollway.errors import RollwayError, WeightsError
-from rollway.weights.offer import Entry, Lies, Manifest, Offer, read_manifest, read_offer
+from rollway.weights.offer import Entry, Manifest, Offer, PlacedBox, read_manifest, read_offer
 from rollway.weights.transports.collective import rendezvous
 from rollway.weights.transports.delta import (
     DeltaPublisher,
@@ -62,7 +62,7 @@ def deep(levels: int) -> dict[str, Any]:
     ids=range(10),
 )  # fmt: skip
 def test_an_offer_of_wrong_types(change: dict[Any, Any]) -> None:
-    plain = Offer("shm", 1, "12345678", 0, {"slot": "x"}).signed("s").as_json()
+    plain = Offer("shm", 1, "12345678", 0, {"slot": "x"}).sign("s").as_json()
     read_offer(plain, "s")
     with pytest.raises(WeightsError):
         read_offer(plain | change, "s")
@@ -83,11 +83,11 @@ def test_an_offer_that_is_no_mapping(raw: Any) -> None:
         Entry("a", "F32", (1,), 64, 4, DIGEST),
         Entry("a", "F32", (1,), 0, 4, "0x" + "_" * 14),
         Entry("a", "F32", (1,) * 17, 0, 4, DIGEST),
-        Entry("a", "F32", (1,), 0, 4, DIGEST, (Lies("x", (0, 0), (1,), (0,)),)),
-        Entry("a", "F32", (1,), 0, 4, DIGEST, (Lies("x", (1,), (0,), (0,)),)),
-        Entry("a", "F32", (1,), 0, 4, DIGEST, (Lies("x", (0,), (1,), (0, 0)),)),
-        Entry("a", "F32", (1,), 0, 4, DIGEST, (Lies("x", (0,), (1,), (0,), True),)),
-        Entry("a", "F32", (1,), 0, 4, DIGEST, (Lies("", (0,), (1,), (0,)),)),
+        Entry("a", "F32", (1,), 0, 4, DIGEST, (PlacedBox("x", (0, 0), (1,), (0,)),)),
+        Entry("a", "F32", (1,), 0, 4, DIGEST, (PlacedBox("x", (1,), (0,), (0,)),)),
+        Entry("a", "F32", (1,), 0, 4, DIGEST, (PlacedBox("x", (0,), (1,), (0, 0)),)),
+        Entry("a", "F32", (1,), 0, 4, DIGEST, (PlacedBox("x", (0,), (1,), (0,), True),)),
+        Entry("a", "F32", (1,), 0, 4, DIGEST, (PlacedBox("", (0,), (1,), (0,)),)),
     ],
     ids=range(11),
 )
@@ -146,7 +146,7 @@ def test_a_tensor_that_begins_between_two_elements(published: tuple[Offer, Path]
 
 
 def test_boxes_that_all_name_the_same_bytes_make_no_huge_tensor() -> None:
-    boxes = [Lies("w", (n,), (n + 64,), (0,)) for n in range(0, 64 << 10, 64)]
+    boxes = [PlacedBox("w", (n,), (n + 64,), (0,)) for n in range(0, 64 << 10, 64)]
     entry = Entry("shard", "F32", (64,), 0, 256, DIGEST, tuple(boxes))
     with pytest.raises(WeightsError, match="all ranks published 256"):
         group_by_tensor([Manifest(1, 256, [entry])])

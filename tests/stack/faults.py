@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from safetensors.torch import load_file, save_file
 
-from rollway.api import Stack
+from rollway.aio import Stack
 from rollway.fleet.admin import DynamoAdmin
 from rollway.fleet.discovery import Worker
 from rollway.fleet.report import RefitMode

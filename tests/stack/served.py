@@ -13,15 +13,15 @@ from typing import Any
 
 import openai
 
+import rollway
 from rollway.rollout.sequence import TokenSequence
-from rollway.sync import SyncStack
 
 
 @dataclass
 class Served:
     """A gateway in a process of its own."""
 
-    stack: SyncStack
+    stack: rollway.Stack
     journal: Path
     env: dict[str, str]
     name: str = "tools"

@@ -12,13 +12,13 @@ from concurrent.futures import ThreadPoolExecutor, wait
 import torch
 from safetensors.torch import load_file
 
+import rollway
 from rollway.fleet.discovery import Worker
 from rollway.http import Http
 from rollway.rollout.client import Rollout, events
 from rollway.rollout.sampling import Sampling
 from rollway.rollout.wire import completion_request
 from rollway.stack.state import ProcessState, StackDir, StackState
-from rollway.sync import SyncStack
 from tests.stack.policies import Policy
 from tests.waiting import wait_until
 
@@ -42,7 +42,7 @@ def tensors(policy: Policy) -> dict[str, torch.Tensor]:
     return load_file(policy.path / "model.safetensors")
 
 
-def assert_serves(stack: SyncStack, policy: Policy, version: int) -> None:
+def assert_serves(stack: rollway.Stack, policy: Policy, version: int) -> None:
     """Log-probs are a fresh model's, on every worker, and nothing of older weights is cached."""
     for rollout in some_rollouts(stack, 6):
         assert rollout.weight_version == version
@@ -50,12 +50,12 @@ def assert_serves(stack: SyncStack, policy: Policy, version: int) -> None:
         assert policy.distance(rollout.prompt_ids, rollout.token_ids, rollout.logprobs) < TOLERANCE
 
 
-def some_rollouts(stack: SyncStack, count: int = 4) -> list[Rollout]:
+def some_rollouts(stack: rollway.Stack, count: int = 4) -> list[Rollout]:
     groups = stack.rollouts().generate_batch([fresh_prompt() for _ in range(count)], SHORT)
     return [rollout for group in groups for rollout in group]
 
 
-def generated_tokens(stack: SyncStack) -> float:
+def generated_tokens(stack: rollway.Stack) -> float:
     """Return how many tokens the engines have sampled so far."""
     total = 0.0
     for worker in stack.fleet.workers():
@@ -68,7 +68,7 @@ def generated_tokens(stack: SyncStack) -> float:
     return total
 
 
-def wait_for_version(stack: SyncStack, version: int, seconds: float = 120.0) -> None:
+def wait_for_version(stack: rollway.Stack, version: int, seconds: float = 120.0) -> None:
     """Wait until restarted workers have been admitted, which nobody has to ask for."""
     wait_until(
         lambda: list(stack.fleet.read_versions().values()) == [version] * 2,
@@ -115,7 +115,7 @@ class LongRollouts:
 
     count = 32
 
-    def __init__(self, stack: SyncStack) -> None:
+    def __init__(self, stack: rollway.Stack) -> None:
         self._stack = stack
         self._pool = ThreadPoolExecutor(self.count)
 

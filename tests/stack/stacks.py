@@ -10,7 +10,6 @@ import pytest
 
 import rollway
 from rollway.stack.preset import cache_dir
-from rollway.sync import SyncStack
 from tests.stack import brake
 from tests.stack.faults import Move
 from tests.stack.policies import Policy, perturbed
@@ -31,7 +30,7 @@ def brake_file(session_home: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def vllm_stack(session_home: Path, base_model: Path, brake_file: Path) -> Iterator[SyncStack]:
+def vllm_stack(session_home: Path, base_model: Path, brake_file: Path) -> Iterator[rollway.Stack]:
     model = {"path": str(base_model), "name": "tiny", "replicas": 2}
     model |= {"args": {**VLLM_ARGS, **brake.ARGS}, "env": brake.environment(brake_file)}
     with pytest.MonkeyPatch.context() as patch:
@@ -50,7 +49,7 @@ def tool_model() -> Path:
 
 
 @pytest.fixture(scope="session")
-def tool_stack(session_home: Path, tool_model: Path) -> Iterator[SyncStack]:
+def tool_stack(session_home: Path, tool_model: Path) -> Iterator[rollway.Stack]:
     """A model that calls tools, with parsers, and /inference/v1/generate switched on."""
     args = {**VLLM_ARGS, "dyn-tool-call-parser": "hermes"}
     frontend = {"env": {"DYN_VLLM_ENABLE_INFERENCE_V1_GENERATE": "1"}}

@@ -20,11 +20,9 @@ from rollway.http import Http
 from rollway.rollout.sampling import Sampling
 from rollway.rollout.wire import Completion, DynamoAssembly, completion_request
 from rollway.stack.state import StackDir
-from rollway.sync import SyncStack
 from rollway.weights.adapter import HOME
-from rollway.weights.store import SharedMemory
 from rollway.weights.transports.collective import CollectivePublisher
-from rollway.weights.transports.delta import DeltaPublisher
+from rollway.weights.transports.delta import DeltaPublisher, SharedMemory
 from rollway.weights.transports.files import FilesPublisher
 from rollway.weights.transports.nixl import NixlPublisher
 from rollway.weights.transports.shm import ShmPublisher
@@ -47,7 +45,7 @@ def adapter_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def stack(adapter_home: Path, base_model: Path) -> Iterator[SyncStack]:
+def stack(adapter_home: Path, base_model: Path) -> Iterator[rollway.Stack]:
     args = {**VLLM_ARGS, "enable-lora": True, "max-lora-rank": 8, "max-cpu-loras": 4}
     model = {"path": str(base_model), "name": "tiny", "args": args}
     model |= {"env": {"DYN_LORA_ENABLED": "true"}}
@@ -71,14 +69,14 @@ def made(policy: Policy, directory: Path, seed: int) -> tuple[Policy, Tensors]:
     return adapted, load_file(directory / f"adapter-{seed}" / "adapter_model.safetensors")
 
 
-async def ask(stack: SyncStack, model: str, **options: Any) -> Any:
+async def ask(stack: rollway.Stack, model: str, **options: Any) -> Any:
     body = completion_request(model, PROMPT, SAMPLING, **options)
     async with Http() as http:
         return await http.post(f"{stack.frontend_url}/v1/completions", body, timeout=60.0)
 
 
 def assert_answers(
-    stack: SyncStack, policy: Policy, other: Policy, *, version: int = 0, **options: Any
+    stack: rollway.Stack, policy: Policy, other: Policy, *, version: int = 0, **options: Any
 ) -> None:
     """The same prompt each time: a cached block of another version would show."""
     for _ in range(2):
@@ -89,7 +87,7 @@ def assert_answers(
         assert other.distance(PROMPT, rollout.token_ids, rollout.logprobs) > 0.01
 
 
-async def ask_plainly(stack: SyncStack, model: str) -> Completion:
+async def ask_plainly(stack: rollway.Stack, model: str) -> Completion:
     """Return the answer of a model by its name, once the frontend lists it."""
 
     async def answer() -> Any:
@@ -106,7 +104,7 @@ async def ask_plainly(stack: SyncStack, model: str) -> Completion:
 
 
 async def test_adapters_and_sleep_through_the_admin(
-    stack: SyncStack, policies: list[Policy], tmp_path: Path
+    stack: rollway.Stack, policies: list[Policy], tmp_path: Path
 ) -> None:
     """`DynamoAdmin` on a fresh worker; later tests load adapters of their own."""
     async with Http() as http, rollway.attach(stack.frontend_url) as client:
@@ -132,7 +130,9 @@ async def test_adapters_and_sleep_through_the_admin(
         assert rollout.weight_version == 0 and distance < TOLERANCE
 
 
-def test_versions_of_an_adapter(stack: SyncStack, policies: list[Policy], tmp_path: Path) -> None:
+def test_versions_of_an_adapter(
+    stack: rollway.Stack, policies: list[Policy], tmp_path: Path
+) -> None:
     """Each answers as the base with its product added to the weights, also the older one."""
     base = policies[0]
     first, tensors = made(base, tmp_path, 1)
@@ -153,7 +153,7 @@ def test_versions_of_an_adapter(stack: SyncStack, policies: list[Policy], tmp_pa
 
 
 def test_what_does_not_fit_is_refused_and_what_was_served_stays(
-    stack: SyncStack, policies: list[Policy], tmp_path: Path
+    stack: rollway.Stack, policies: list[Policy], tmp_path: Path
 ) -> None:
     second, tensors = made(policies[0], tmp_path, 2)
     name = next(iter(tensors))
@@ -180,7 +180,7 @@ def test_what_does_not_fit_is_refused_and_what_was_served_stays(
 
 @pytest.mark.parametrize("way", ["delta", "files", "collective", "nixl"])
 def test_other_transports(
-    stack: SyncStack, policies: list[Policy], tmp_path: Path, way: str
+    stack: rollway.Stack, policies: list[Policy], tmp_path: Path, way: str
 ) -> None:
     """Names that never meet: each transport's adapter is one of its own."""
     if way == "nixl":
@@ -203,7 +203,7 @@ def test_other_transports(
 
 
 def test_new_weights_below_an_adapter(
-    stack: SyncStack, policies: list[Policy], tmp_path: Path
+    stack: rollway.Stack, policies: list[Policy], tmp_path: Path
 ) -> None:
     """The policy changes, the adapter stays; requests for it heed the policy's version."""
     before, tensors = made(policies[0], tmp_path, 5)
@@ -219,7 +219,7 @@ def test_new_weights_below_an_adapter(
 
 
 def test_a_worker_that_starts_anew_is_given_the_adapters(
-    stack: SyncStack, policies: list[Policy], tmp_path: Path
+    stack: rollway.Stack, policies: list[Policy], tmp_path: Path
 ) -> None:
     adapted, tensors = made(policies[2], tmp_path, 6)
     stack.refit(2, policies[2].path)

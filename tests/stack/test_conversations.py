@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+import rollway
 from rollway.rollout.conversation import Conversation, TokenSequence
 from rollway.rollout.sampling import Sampling
-from rollway.sync import SyncStack
 from tests.stack.policies import Policy
 
 pytestmark = pytest.mark.stack
@@ -33,7 +33,7 @@ def _tool_turn(rng: random.Random, last: bool) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("count", [100, pytest.param(500, marks=pytest.mark.soak)])
 def test_no_turn_of_many_conversations_loses_a_token(
-    tool_stack: SyncStack, tool_model: Path, capsys: pytest.CaptureFixture[str], count: int
+    tool_stack: rollway.Stack, tool_model: Path, capsys: pytest.CaptureFixture[str], count: int
 ) -> None:
     rng = random.Random(0)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tool_model)
@@ -75,7 +75,9 @@ def test_no_turn_of_many_conversations_loses_a_token(
 
 
 @pytest.mark.parametrize("wire", WIRES)
-def test_a_teacher_scores_as_torch_does(tool_stack: SyncStack, tool_model: Path, wire: str) -> None:
+def test_a_teacher_scores_as_torch_does(
+    tool_stack: rollway.Stack, tool_model: Path, wire: str
+) -> None:
     policy, rng = Policy(tool_model), random.Random(1)
     sequences = [[rng.randrange(250) for _ in range(rng.randrange(2, 200))] for _ in range(16)]
     for scores, ids in zip(tool_stack.teacher(wire=wire).score(sequences), sequences, strict=True):
@@ -87,7 +89,7 @@ def test_a_teacher_scores_as_torch_does(tool_stack: SyncStack, tool_model: Path,
 
 @pytest.mark.parametrize("wire", WIRES)
 def test_a_wire_brings_the_same_rollouts(
-    tool_stack: SyncStack, tool_model: Path, wire: str
+    tool_stack: rollway.Stack, tool_model: Path, wire: str
 ) -> None:
     policy, prompt = Policy(tool_model), list(range(40))
     sampling = Sampling(max_tokens=32, ignore_eos=True)

@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 import rollway
 from rollway.errors import UsageError
 from rollway.rollout.sampling import Sampling
-from rollway.sync import SyncStack
 from rollway.weights.transports.shm import ShmPublisher
 from tests.stack.drafter import learnt_draft, random_draft, write_draft
 from tests.stack.policies import Policy
@@ -28,7 +27,7 @@ GREEDY = Sampling(max_tokens=60, temperature=0.0, ignore_eos=True)
 
 
 @pytest.fixture
-def stack(base_model: Path, policies: list[Policy], tmp_path: Path) -> Iterator[SyncStack]:
+def stack(base_model: Path, policies: list[Policy], tmp_path: Path) -> Iterator[rollway.Stack]:
     draft = write_draft(tmp_path / "draft", policies[0], random_draft(policies[0]))
     speculative = {"method": "eagle", "model": str(draft), "num_speculative_tokens": 2}
     args = {**VLLM_ARGS, "speculative-config": json.dumps(speculative)}
@@ -37,7 +36,7 @@ def stack(base_model: Path, policies: list[Policy], tmp_path: Path) -> Iterator[
         yield running
 
 
-def accepted(stack: SyncStack) -> float:
+def accepted(stack: rollway.Stack) -> float:
     """How many guesses of the draft model were right, since the worker started."""
     (worker,) = stack.fleet.workers()
     with urllib.request.urlopen(f"{worker.admin_url}/metrics") as answer:
@@ -46,7 +45,9 @@ def accepted(stack: SyncStack) -> float:
     return sum(map(float, found))
 
 
-def test_policy_and_draft_model_change_together(stack: SyncStack, policies: list[Policy]) -> None:
+def test_policy_and_draft_model_change_together(
+    stack: rollway.Stack, policies: list[Policy]
+) -> None:
     base, other = policies[0], policies[1]
     policy = load_file(other.path / "model.safetensors")
     draft = {f"draft.{n}": t for n, t in learnt_draft(other, PROMPT, 60).items()}
@@ -68,7 +69,7 @@ def test_policy_and_draft_model_change_together(stack: SyncStack, policies: list
         assert distance_to(stack, base, 2) < TOLERANCE
 
 
-def distance_to(stack: SyncStack, policy: Policy, version: int) -> float:
+def distance_to(stack: rollway.Stack, policy: Policy, version: int) -> float:
     (rollout,) = stack.rollouts().generate(PROMPT, GREEDY)
     assert rollout.weight_version == version and rollout.logprobs is not None
     return policy.distance(PROMPT, rollout.token_ids, rollout.logprobs)

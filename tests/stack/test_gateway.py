@@ -13,8 +13,8 @@ os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # otherwise its import goes
 import openai
 import pytest
 
+import rollway
 from rollway.rollout.sequence import TokenSequence
-from rollway.sync import SyncStack
 from tests.stack.policies import Policy
 from tests.stack.served import Served
 from tests.stack.tool_model import TOOL
@@ -27,7 +27,7 @@ Ask = Callable[[list[Any]], Any]
 
 @pytest.fixture(scope="module")
 def served(
-    tool_stack: SyncStack, session_home: Path, tmp_path_factory: pytest.TempPathFactory
+    tool_stack: rollway.Stack, session_home: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
     journal = tmp_path_factory.mktemp("gateway") / "journal.jsonl"
     made = Served(tool_stack, journal, {"ROLLWAY_HOME": str(session_home)})
@@ -63,7 +63,7 @@ def exchange(ask: Ask, rounds: int = 3) -> list[Any]:
     return messages
 
 
-def check(sequence: TokenSequence, stack: SyncStack, policy: Policy) -> None:
+def check(sequence: TokenSequence, stack: rollway.Stack, policy: Policy) -> None:
     """The engine's log-probs, of a whole trajectory, are those of a fresh look at its tokens."""
     sampled = [i for i, bit in enumerate(sequence.loss_mask) if bit]
     (scores,) = stack.teacher().score([sequence.token_ids])
@@ -293,7 +293,7 @@ def test_text_completions_are_exact_too(served: Served, policy: Policy) -> None:
         check(sequence, served.stack, policy)
 
 
-def test_with_tokens_nobody_else_gets_in(tool_stack: SyncStack, tmp_path: Path) -> None:
+def test_with_tokens_nobody_else_gets_in(tool_stack: rollway.Stack, tmp_path: Path) -> None:
     tokens = {"ROLLWAY_GATEWAY_TOKENS": "secret", "ROLLWAY_GATEWAY_OPERATOR_TOKENS": "boss"}
     made = Served(tool_stack, tmp_path / "j.jsonl", tokens)
     made.start()

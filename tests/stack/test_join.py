@@ -13,7 +13,6 @@ import pytest
 import rollway
 from rollway.errors import SpecError
 from rollway.stack.state import StackDir
-from rollway.sync import SyncStack
 from tests.conftest import Footprint
 from tests.light.spec import light
 from tests.stack.policies import Policy
@@ -34,12 +33,12 @@ def own_address() -> str:
         return str(probe.getsockname()[0])
 
 
-def serving(stack: SyncStack, version: int) -> int:
+def serving(stack: rollway.Stack, version: int) -> int:
     return list(stack.fleet.read_versions().values()).count(version)
 
 
-def joiner(base_model: Path, name: str, stack: SyncStack, **fields: Any) -> dict[str, Any]:
-    return {**light(base_model, name, replicas=1), **stack.invitation, **fields}
+def joiner(base_model: Path, name: str, stack: rollway.Stack, **fields: Any) -> dict[str, Any]:
+    return {**light(base_model, name, replicas=1), **stack.join_spec, **fields}
 
 
 @pytest.mark.parametrize("planes", ["loopback", "network"])

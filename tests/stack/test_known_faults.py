@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import rollway
-from rollway.api import Stack
+from rollway.aio import Stack
 from rollway.chaos.naive import naive_refit
 from rollway.errors import AdminError, RolloutError, Unreachable, UsageError
 from rollway.fleet.discovery import Worker
@@ -26,7 +26,6 @@ from rollway.http import Http
 from rollway.rollout.client import Rollout
 from rollway.rollout.sender import all_or_none
 from rollway.rollout.wire import DynamoAssembly, completion_request
-from rollway.sync import SyncStack
 from rollway.weights.checkpoint import check_checkpoint
 from tests.stack.brake import slowed
 from tests.stack.faults import (
@@ -59,7 +58,7 @@ async def http() -> AsyncIterator[Http]:
 
 
 @pytest.fixture
-async def client(vllm_stack: SyncStack) -> AsyncIterator[Stack]:
+async def client(vllm_stack: rollway.Stack) -> AsyncIterator[Stack]:
     async with rollway.attach(vllm_stack.frontend_url) as stack:
         yield stack
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 import rollway
 from rollway import processes
-from rollway.api import Stack
+from rollway.aio import Stack
 from rollway.errors import AdminError, NoWorkers, RefitError, UsageError
 from rollway.fleet.discovery import Worker
 from rollway.fleet.fleet import Fleet
@@ -25,7 +25,6 @@ from rollway.processes import ProcessId
 from rollway.rollout.client import Rollout
 from rollway.rollout.sender import all_or_none
 from rollway.stack.state import StackDir
-from rollway.sync import SyncStack
 from rollway.weights.transports.shm import ShmPublisher
 from tests.stack import rendezvous
 from tests.stack.brake import slowed
@@ -79,12 +78,12 @@ class Aftermath:
     orphans: set[ProcessId]
 
 
-async def _kill_a_worker(stack: SyncStack, move: Move, brake_file: Path) -> Aftermath:
+async def _kill_a_worker(stack: rollway.Stack, move: Move, brake_file: Path) -> Aftermath:
     async with rollway.attach(stack.frontend_url) as client, Http() as http:
         bare = Bare(http, stack.frontend_url, client.weights_secret)
         version, _ = await move(client)
         victim = find_process("tiny-0")
-        family = processes.descendants(victim.pid or 0)
+        family = processes.find_descendants(victim.pid or 0)
         assert victim.instance is not None and len(family) >= 2
         prompts = [fresh_prompt() for _ in range(16)]
         ours = client.rollouts().generate_batch(prompts, LONG)
@@ -107,7 +106,9 @@ async def _kill_a_worker(stack: SyncStack, move: Move, brake_file: Path) -> Afte
 
 
 @pytest.fixture(scope="module")
-def aftermath(vllm_stack: SyncStack, move: Move, session_home: Path, brake_file: Path) -> Aftermath:
+def aftermath(
+    vllm_stack: rollway.Stack, move: Move, session_home: Path, brake_file: Path
+) -> Aftermath:
     """kill -9 of the main process orphans its EngineCore."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ROLLWAY_HOME", str(session_home))
@@ -155,7 +156,7 @@ def test_a_restarted_worker_gets_no_traffic_until_it_has_caught_up(
 
 @pytest.mark.soak
 def test_a_restarted_worker_continues_the_rollouts_of_another_that_dies(
-    aftermath: Aftermath, vllm_stack: SyncStack, policies: list[Policy], versions: Iterator[int]
+    aftermath: Aftermath, vllm_stack: rollway.Stack, policies: list[Policy], versions: Iterator[int]
 ) -> None:
     policy = policies[aftermath.version % len(policies)]
     with LongRollouts(vllm_stack) as running:
@@ -180,7 +181,7 @@ def odd_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def odd_stack(odd_home: Path, base_model: Path) -> Iterator[SyncStack]:
+def odd_stack(odd_home: Path, base_model: Path) -> Iterator[rollway.Stack]:
     foreign = {"worker-extension-cls": f"{rendezvous.__name__}.{rendezvous.Rendezvous.__name__}"}
     env = {
         "PYTHONPATH": str(Path(__file__).parents[2]),
@@ -203,7 +204,7 @@ def odd_stack(odd_home: Path, base_model: Path) -> Iterator[SyncStack]:
 
 @pytest.fixture
 async def odd(
-    odd_stack: SyncStack, odd_home: Path, own_home: Path, monkeypatch: pytest.MonkeyPatch
+    odd_stack: rollway.Stack, odd_home: Path, own_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Stack]:
     monkeypatch.setenv("ROLLWAY_HOME", str(odd_home))
     async with rollway.attach(odd_stack.name) as stack:
@@ -294,7 +295,7 @@ async def test_13_a_worker_that_waits_for_no_trainer_is_replaced(
     state = StackDir("odd").read()
     assert state is not None
     (pid,) = (process.pid for process in state.processes if process.name == "tiny-0")
-    family = processes.descendants(pid or 0)
+    family = processes.find_descendants(pid or 0)
     (before,), began = await fleet.workers(), time.monotonic()
     with pytest.raises(
         AdminError, match=r"did not join the weight group.*Check that the trainer joins"

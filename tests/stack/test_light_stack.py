@@ -18,7 +18,6 @@ from rollway.fleet.discovery import HealthListing, RlListing, StaticList, discov
 from rollway.fleet.fleet import Fleet
 from rollway.fleet.updates import FromDisk
 from rollway.http import Http
-from rollway.sync import SyncStack
 from rollway.weights.checkpoint import read_headers
 from tests.conftest import Cli
 from tests.light.spec import light
@@ -30,14 +29,14 @@ PROMPT = list(range(40, 100))
 
 
 @pytest.fixture
-def stack(base_model: Path) -> Iterator[SyncStack]:
+def stack(base_model: Path) -> Iterator[rollway.Stack]:
     with rollway.up(light(base_model, "light")) as running:
         yield running
 
 
 @pytest.mark.parametrize("mode", ["pause-all", "rolling", "in-flight"])
 def test_every_mode_brings_every_worker_to_the_version(
-    stack: SyncStack, policies: list[Policy], mode: str
+    stack: rollway.Stack, policies: list[Policy], mode: str
 ) -> None:
     warm = stack.rollouts().generate(PROMPT, SHORT, n=4)
     assert worst(policies[0], warm) < TOLERANCE
@@ -66,7 +65,7 @@ def test_a_canary_proves_workers_without_our_engine_methods(
 
 
 def test_a_second_process_goes_on_with_what_the_first_refitted(
-    stack: SyncStack, policies: list[Policy]
+    stack: rollway.Stack, policies: list[Policy]
 ) -> None:
     with rollway.attach(stack.name) as other:
         assert other.rollouts().generate(PROMPT, SHORT)[0].weight_version == 0
@@ -79,7 +78,7 @@ def test_a_second_process_goes_on_with_what_the_first_refitted(
 
 
 def test_a_restarted_worker_is_admitted_by_whoever_watches(
-    stack: SyncStack, policies: list[Policy], cli: Cli
+    stack: rollway.Stack, policies: list[Policy], cli: Cli
 ) -> None:
     """Also by a process that did not refit: the checkpoint is on record."""
     done = cli("fleet", "refit", str(policies[1].path), "--version", "1", "--json")
@@ -106,7 +105,7 @@ def test_a_lost_registration_is_repaired(base_model: Path, tmp_path: Path) -> No
 
 
 async def test_health_and_static_lists_find_the_same_workers(
-    stack: SyncStack, policies: list[Policy]
+    stack: rollway.Stack, policies: list[Policy]
 ) -> None:
     async with Http() as http:
         listed = await discover(http, RlListing(stack.rl_url))
@@ -144,7 +143,7 @@ def test_bad_input_is_refused_and_nothing_changes(
 
 
 def test_another_dtype_is_accepted_only_when_asked_for(
-    stack: SyncStack, policies: list[Policy], tmp_path: Path
+    stack: rollway.Stack, policies: list[Policy], tmp_path: Path
 ) -> None:
     halved = Policy(policies[1].path).model.half()
     halved.save_pretrained(tmp_path / "half")
@@ -154,7 +153,7 @@ def test_another_dtype_is_accepted_only_when_asked_for(
     assert set(stack.fleet.read_versions().values()) == {0}
 
 
-def test_the_fleet_command(stack: SyncStack, policies: list[Policy], cli: Cli) -> None:
+def test_the_fleet_command(stack: rollway.Stack, policies: list[Policy], cli: Cli) -> None:
     listed = json.loads(cli("fleet", "ls", "--json").stdout)["workers"]
     assert [worker["version"] for worker in listed] == [0, 0]
     assert {worker["error"] for worker in listed} == {None}
@@ -168,7 +167,7 @@ def test_the_fleet_command(stack: SyncStack, policies: list[Policy], cli: Cli) -
     assert stack.rollouts().generate(PROMPT, SHORT)[0].weight_version == 3
 
 
-def test_watch_tells_of_changes(stack: SyncStack, policies: list[Policy]) -> None:
+def test_watch_tells_of_changes(stack: rollway.Stack, policies: list[Policy]) -> None:
     command = [sys.executable, "-m", "rollway.cli", "fleet", "watch", "--json", "--seconds", "0.2"]
     watching = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:

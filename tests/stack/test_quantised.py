@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 import rollway
 from rollway.errors import UsageError
 from rollway.rollout.sampling import Sampling
-from rollway.sync import SyncStack
 from rollway.weights.transports.shm import ShmPublisher
 from tests.stack.policies import Policy
 from tests.stack.stacks import VLLM_ARGS
@@ -24,14 +23,16 @@ TOLERANCE = 0.1  # of int8 and bfloat16; another policy is at 10
 
 
 @pytest.fixture
-def stack(base_model: Path) -> Iterator[SyncStack]:
+def stack(base_model: Path) -> Iterator[rollway.Stack]:
     quantised = {"dtype": "bfloat16", "quantization": "int8_per_channel_weight_only"}
     model = {"path": str(base_model), "name": "tiny", "args": {**VLLM_ARGS, **quantised}}
     with rollway.up({"name": "quantised", "models": [model]}) as running:
         yield running
 
 
-def test_a_quantised_model_takes_checkpoints_only(stack: SyncStack, policies: list[Policy]) -> None:
+def test_a_quantised_model_takes_checkpoints_only(
+    stack: rollway.Stack, policies: list[Policy]
+) -> None:
     with ShmPublisher() as publisher:
         offer = publisher.publish(1, load_file(policies[1].path / "model.safetensors").items())
         with pytest.raises(UsageError, match=r"is quantised .* refit from a checkpoint directory"):

@@ -24,7 +24,6 @@ from rollway.http import Http
 from rollway.rollout.experts import RoutedExperts, decode, join
 from rollway.rollout.mismatch import mismatch
 from rollway.rollout.replay import replay, router_choices
-from rollway.sync import SyncStack
 from tests.stack import interpreted
 from tests.stack.moe import build_moe
 from tests.stack.served import Served
@@ -50,7 +49,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def stack(home: Path, base_model: Path) -> Iterator[SyncStack]:
+def stack(home: Path, base_model: Path) -> Iterator[rollway.Stack]:
     try:
         env = interpreted.environment()
     except interpreted.NoTriton as error:
@@ -66,11 +65,11 @@ def stack(home: Path, base_model: Path) -> Iterator[SyncStack]:
 
 
 @pytest.fixture(scope="module")
-def model(stack: SyncStack, home: Path) -> torch.nn.Module:
+def model(stack: rollway.Stack, home: Path) -> torch.nn.Module:
     return AutoModelForCausalLM.from_pretrained(home / "moe", dtype=torch.float32).eval()
 
 
-def _post(stack: SyncStack, route: str, body: dict[str, Any]) -> Any:
+def _post(stack: rollway.Stack, route: str, body: dict[str, Any]) -> Any:
     async def post() -> Any:
         async with Http() as http:
             return await http.post(f"{stack.frontend_url}{route}", body, timeout=120.0)
@@ -78,7 +77,7 @@ def _post(stack: SyncStack, route: str, body: dict[str, Any]) -> Any:
     return asyncio.run(post())
 
 
-def _complete(stack: SyncStack, prompt: list[int], tokens: int, *fields: str) -> Any:
+def _complete(stack: rollway.Stack, prompt: list[int], tokens: int, *fields: str) -> Any:
     body = {
         "model": "moe",
         "prompt": "-",
@@ -92,7 +91,7 @@ def _complete(stack: SyncStack, prompt: list[int], tokens: int, *fields: str) ->
     return _post(stack, "/v1/completions", body)
 
 
-def _generate(stack: SyncStack, prompt: list[int], tokens: int, start: int) -> Any:
+def _generate(stack: rollway.Stack, prompt: list[int], tokens: int, start: int) -> Any:
     sampling = {"max_tokens": tokens, "temperature": 1.0, "seed": 3, "ignore_eos": True}
     sampling["routed_experts_prompt_start"] = start
     body = {"model": "moe", "token_ids": prompt, "sampling_params": sampling}
@@ -106,7 +105,7 @@ def _same(left: RoutedExperts, right: RoutedExperts) -> bool:
 
 @pytest.mark.parametrize("count", [1, 4, 24])
 def test_the_engine_reports_what_the_router_picks(
-    stack: SyncStack, model: torch.nn.Module, count: int
+    stack: rollway.Stack, model: torch.nn.Module, count: int
 ) -> None:
     nvext = _complete(stack, PROMPT, count, "engine_data", "routed_experts")["nvext"]
     raw, ids = nvext["routed_experts"], nvext["completion_token_ids"]
@@ -122,7 +121,9 @@ def test_the_engine_reports_what_the_router_picks(
     assert routed.as_json() == raw
 
 
-def test_rows_of_a_cached_prefix_are_there_too(stack: SyncStack, model: torch.nn.Module) -> None:
+def test_rows_of_a_cached_prefix_are_there_too(
+    stack: rollway.Stack, model: torch.nn.Module
+) -> None:
     for expected in (0, 64):
         answer = _complete(stack, LONG_PROMPT, 3, "routed_experts")
         assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == expected
@@ -132,7 +133,7 @@ def test_rows_of_a_cached_prefix_are_there_too(stack: SyncStack, model: torch.nn
         assert _same(routed, router_choices(model, tokens[:-1]))
 
 
-def test_a_start_is_honoured_and_parts_join(stack: SyncStack) -> None:
+def test_a_start_is_honoured_and_parts_join(stack: rollway.Stack) -> None:
     whole = decode(_generate(stack, PROMPT, 4, 0)["routed_experts"], experts=EXPERTS)
     for start in (3, len(PROMPT) - 1):
         part = decode(_generate(stack, PROMPT, 4, start)["routed_experts"], experts=EXPERTS)
@@ -142,7 +143,7 @@ def test_a_start_is_honoured_and_parts_join(stack: SyncStack) -> None:
 
 
 def test_replayed_routing_keeps_a_trainer_with_the_engine(
-    stack: SyncStack, model: torch.nn.Module
+    stack: rollway.Stack, model: torch.nn.Module
 ) -> None:
     """Also when its router has moved: the experts stay those that sampled."""
     answer = _complete(stack, PROMPT, 400, "routed_experts")
@@ -168,7 +169,7 @@ def test_replayed_routing_keeps_a_trainer_with_the_engine(
 
 
 def test_the_gateway_records_them_turn_by_turn(
-    stack: SyncStack, model: torch.nn.Module, home: Path, tmp_path: Path
+    stack: rollway.Stack, model: torch.nn.Module, home: Path, tmp_path: Path
 ) -> None:
     served = Served(stack, tmp_path / "journal.jsonl", {"ROLLWAY_HOME": str(home)}, "experts")
     served.start("--routed-experts", "--bundle", "always")

@@ -17,7 +17,6 @@ import pytest
 
 import rollway
 from rollway.stack.state import StackDir
-from rollway.sync import SyncStack
 from rollway.weights.transports.files import FilesPublisher
 from rollway.weights.transports.nixl import NixlPublisher
 from rollway.weights.transports.shm import ShmPublisher
@@ -43,7 +42,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def stack(home: Path, base_model: Path) -> Iterator[SyncStack]:
+def stack(home: Path, base_model: Path) -> Iterator[rollway.Stack]:
     model = {"path": str(base_model), "name": "tiny", "tensor_parallel": 2, "args": VLLM_ARGS}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ROLLWAY_HOME", str(home))
@@ -59,7 +58,7 @@ def seen(home: Path, monkeypatch: pytest.MonkeyPatch, own_home: Path) -> None:
     monkeypatch.setenv("ROLLWAY_HOME", str(home))
 
 
-def test_files(stack: SyncStack, policies: list[Policy], tmp_path: Path) -> None:
+def test_files(stack: rollway.Stack, policies: list[Policy], tmp_path: Path) -> None:
     publisher = FilesPublisher(tmp_path / "versions", policies[0].path, keep_recent=2)
     for policy in (policies[1], policies[2]):
         version = next(_versions)
@@ -68,7 +67,7 @@ def test_files(stack: SyncStack, policies: list[Policy], tmp_path: Path) -> None
         assert_serves(stack, policy, version)
 
 
-def test_shared_memory(stack: SyncStack, policies: list[Policy]) -> None:
+def test_shared_memory(stack: rollway.Stack, policies: list[Policy]) -> None:
     with ShmPublisher() as publisher:
         for policy in (policies[1], policies[2]):
             version = next(_versions)
@@ -77,7 +76,7 @@ def test_shared_memory(stack: SyncStack, policies: list[Policy]) -> None:
             assert_serves(stack, policy, version)
 
 
-def test_nixl(stack: SyncStack, policies: list[Policy]) -> None:
+def test_nixl(stack: rollway.Stack, policies: list[Policy]) -> None:
     """Every rank takes its own part and nothing else."""
     pytest.importorskip("nixl_cu12", reason="there is no NIXL for this machine")
     with NixlPublisher(secret=stack.weights_secret, engine_ranks=2) as publisher:
@@ -95,7 +94,7 @@ def test_nixl(stack: SyncStack, policies: list[Policy]) -> None:
             assert cut == norms(policy)  # what every rank holds whole
 
 
-def test_nixl_of_tensors_that_are_not_divided(stack: SyncStack, policies: list[Policy]) -> None:
+def test_nixl_of_tensors_that_are_not_divided(stack: rollway.Stack, policies: list[Policy]) -> None:
     """A part could not be proved, so they are taken whole; that is right as well."""
     pytest.importorskip("nixl_cu12", reason="there is no NIXL for this machine")
     with NixlPublisher(secret=stack.weights_secret) as publisher:

@@ -16,15 +16,12 @@ from rollway.errors import UsageError
 from rollway.fleet.discovery import Worker
 from rollway.fleet.updates import Offered, stage
 from rollway.stack.state import StackDir
-from rollway.sync import SyncStack
 from rollway.weights.megatron.geometry import Topology
-from rollway.weights.store import SharedMemory, Store
 from rollway.weights.transports.collective import CollectivePublisher
-from rollway.weights.transports.delta import DeltaPublisher
+from rollway.weights.transports.delta import DeltaPublisher, SharedMemory, Store
 from rollway.weights.transports.files import FilesPublisher
 from rollway.weights.transports.nixl import NixlPublisher
-from rollway.weights.transports.shards import joined, publish_shards
-from rollway.weights.transports.shm import ShmPublisher
+from rollway.weights.transports.shm import ShmPublisher, join_offers
 from tests.stack.policies import Policy
 from tests.stack.serving import assert_serves, kill, read_state, tensors
 from tests.unit.weights.megatron_shards import held_by_ranks
@@ -40,7 +37,7 @@ def shm(tmp_path: Path) -> Iterator[ShmPublisher]:
 
 
 def test_shared_memory(
-    vllm_stack: SyncStack, policies: list[Policy], shm: ShmPublisher, versions: Iterator[int]
+    vllm_stack: rollway.Stack, policies: list[Policy], shm: ShmPublisher, versions: Iterator[int]
 ) -> None:
     for policy in (policies[1], policies[2], policies[0]):
         version = next(versions)
@@ -50,7 +47,7 @@ def test_shared_memory(
 
 
 def test_files(
-    vllm_stack: SyncStack, policies: list[Policy], tmp_path: Path, versions: Iterator[int]
+    vllm_stack: rollway.Stack, policies: list[Policy], tmp_path: Path, versions: Iterator[int]
 ) -> None:
     publisher = FilesPublisher(tmp_path / "versions", policies[0].path, keep_recent=2)
     for policy in (policies[1], policies[2]):
@@ -62,7 +59,7 @@ def test_files(
 
 @pytest.mark.parametrize("carrier", ["directory", "shared memory"])
 def test_deltas(
-    vllm_stack: SyncStack,
+    vllm_stack: rollway.Stack,
     policies: list[Policy],
     tmp_path: Path,
     carrier: str,
@@ -80,12 +77,12 @@ def test_deltas(
 
 
 def test_parameters_that_were_adopted_are_not_copied_to_publish(
-    vllm_stack: SyncStack, policies: list[Policy], shm: ShmPublisher, versions: Iterator[int]
+    vllm_stack: rollway.Stack, policies: list[Policy], shm: ShmPublisher, versions: Iterator[int]
 ) -> None:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(policies[1].path, dtype=torch.float32)
-    shm.adopt(dict(model.named_parameters()))
+    shm.adopt(model.named_parameters())
     for policy in (policies[1], policies[2]):
         model.load_state_dict(tensors(policy), strict=False)
         version = next(versions)
@@ -94,7 +91,7 @@ def test_parameters_that_were_adopted_are_not_copied_to_publish(
 
 
 def test_a_broadcast(
-    vllm_stack: SyncStack, policies: list[Policy], versions: Iterator[int]
+    vllm_stack: rollway.Stack, policies: list[Policy], versions: Iterator[int]
 ) -> None:
     with CollectivePublisher() as publisher:
         for policy in (policies[1], policies[2]):
@@ -105,7 +102,7 @@ def test_a_broadcast(
             assert_serves(vllm_stack, policy, version)
 
 
-def test_nixl(vllm_stack: SyncStack, policies: list[Policy], versions: Iterator[int]) -> None:
+def test_nixl(vllm_stack: rollway.Stack, policies: list[Policy], versions: Iterator[int]) -> None:
     pytest.importorskip("nixl_cu12", reason="there is no NIXL for this machine")
     with NixlPublisher(secret=vllm_stack.weights_secret) as publisher:
         for policy in (policies[1], policies[2]):
@@ -115,7 +112,7 @@ def test_nixl(vllm_stack: SyncStack, policies: list[Policy], versions: Iterator[
 
 
 def test_nixl_from_worker_to_worker(
-    vllm_stack: SyncStack, policies: list[Policy], versions: Iterator[int]
+    vllm_stack: rollway.Stack, policies: list[Policy], versions: Iterator[int]
 ) -> None:
     """The trainer gives a version to one worker, and that one to the other."""
     pytest.importorskip("nixl_cu12", reason="there is no NIXL for this machine")
@@ -131,21 +128,21 @@ def test_nixl_from_worker_to_worker(
 
 @pytest.mark.parametrize("topology", [Topology(tp=2, pp=2), Topology(tp=4)])
 def test_shards_of_a_megatron_trainer(
-    vllm_stack: SyncStack, policies: list[Policy], topology: Topology, versions: Iterator[int]
+    vllm_stack: rollway.Stack, policies: list[Policy], topology: Topology, versions: Iterator[int]
 ) -> None:
     """Every rank publishes what it owns; nothing is gathered on the trainer's side."""
     version, policy = next(versions), policies[1]
     with ExitStack() as cleanup:
         offers = [
-            publish_shards(cleanup.enter_context(ShmPublisher()), version, held)
+            cleanup.enter_context(ShmPublisher()).publish(version, held)
             for held in held_by_ranks(policy.path, tensors(policy), topology)
         ]
-        vllm_stack.refit(version, joined(offers))
+        vllm_stack.refit(version, join_offers(offers))
         assert_serves(vllm_stack, policy, version)
 
 
 def test_weights_that_change_after_they_were_published_are_refused(
-    vllm_stack: SyncStack, policies: list[Policy], shm: ShmPublisher, versions: Iterator[int]
+    vllm_stack: rollway.Stack, policies: list[Policy], shm: ShmPublisher, versions: Iterator[int]
 ) -> None:
     """A trainer that steps too early, or a byte that flips: nothing of it is served."""
     served = vllm_stack.fleet.read_versions()
@@ -163,7 +160,7 @@ def test_weights_that_change_after_they_were_published_are_refused(
 
 
 async def test_a_worker_that_dies_while_it_takes_weights_is_made_up_for(
-    vllm_stack: SyncStack, policies: list[Policy], shm: ShmPublisher, versions: Iterator[int]
+    vllm_stack: rollway.Stack, policies: list[Policy], shm: ShmPublisher, versions: Iterator[int]
 ) -> None:
     """The others get the version; the one that takes its place gets it as well."""
     version = next(versions)
@@ -190,7 +187,7 @@ async def test_a_worker_that_dies_while_it_takes_weights_is_made_up_for(
 
 
 async def test_what_serves_is_not_touched_by_what_is_staged(
-    vllm_stack: SyncStack, policies: list[Policy], shm: ShmPublisher, versions: Iterator[int]
+    vllm_stack: rollway.Stack, policies: list[Policy], shm: ShmPublisher, versions: Iterator[int]
 ) -> None:
     """The memory that one version was loaded into is used for the next."""
     async with rollway.attach("shared") as stack:
@@ -205,18 +202,18 @@ async def test_what_serves_is_not_touched_by_what_is_staged(
 
 
 async def test_a_publisher_that_died_leaves_the_fleet_as_it_was(
-    vllm_stack: SyncStack, policies: list[Policy], versions: Iterator[int]
+    vllm_stack: rollway.Stack, policies: list[Policy], versions: Iterator[int]
 ) -> None:
     served, version = vllm_stack.fleet.read_versions(), next(versions)
     with ShmPublisher() as publisher:
         offer = publisher.publish(version, tensors(policies[2]).items())
-    with pytest.raises(UsageError, match="not in shared memory any more"):
+    with pytest.raises(UsageError, match="not in the publisher's memory any more"):
         vllm_stack.refit(version, offer)
     assert vllm_stack.fleet.read_versions() == served
 
 
 async def test_an_offer_that_nobody_signed_is_refused(
-    vllm_stack: SyncStack, policies: list[Policy], shm: ShmPublisher, versions: Iterator[int]
+    vllm_stack: rollway.Stack, policies: list[Policy], shm: ShmPublisher, versions: Iterator[int]
 ) -> None:
     served, version = vllm_stack.fleet.read_versions(), next(versions)
     offer = shm.publish(version, tensors(policies[2]).items())

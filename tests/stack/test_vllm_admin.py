@@ -98,7 +98,7 @@ def server(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     run_id = f"vllm-admin-{os.getpid()}-{port}"
     braked = brake.environment(directory / "brake")
     path = os.pathsep.join([str(directory), braked["PYTHONPATH"]])
-    environment = {**os.environ, **SERVER_ENV, **braked, **processes.run_environment(run_id)}
+    environment = {**os.environ, **SERVER_ENV, **braked, **processes.make_run_environment(run_id)}
     log = directory / "log"
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -116,7 +116,7 @@ def server(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     finally:
         process.send_signal(signal.SIGTERM)
         # By the mark in their environment: EngineCore and Worker outlive a server that is killed.
-        left = processes.end(partial(processes.members, run_id), grace_seconds=8.0)
+        left = processes.end(partial(processes.find_members, run_id), grace_seconds=8.0)
         process.wait(10)
         processes.remove_shared_memory(left)
 

@@ -20,7 +20,6 @@ import rollway
 from rollway.errors import RolloutError, UsageError
 from rollway.rollout.client import Rollout
 from rollway.rollout.sampling import Sampling
-from rollway.sync import SyncStack
 from tests.conftest import Footprint
 from tests.stack.faults import under_way
 from tests.stack.policies import Policy
@@ -42,7 +41,7 @@ pytestmark = pytest.mark.stack
 
 @pytest.fixture
 def served(
-    vllm_stack: SyncStack, policies: list[Policy], versions: Iterator[int]
+    vllm_stack: rollway.Stack, policies: list[Policy], versions: Iterator[int]
 ) -> tuple[int, Policy]:
     """Puts the shared stack on a known policy under a new version."""
     version = next(versions)
@@ -51,14 +50,14 @@ def served(
     return version, policy
 
 
-def test_both_workers_are_listed(vllm_stack: SyncStack) -> None:
+def test_both_workers_are_listed(vllm_stack: rollway.Stack) -> None:
     workers = vllm_stack.fleet.workers()
     assert len(workers) == 2
     assert {worker.model for worker in workers} == {"tiny"}
 
 
 def test_greedy_tokens_and_logprobs_equal_torch(
-    vllm_stack: SyncStack, served: tuple[int, Policy]
+    vllm_stack: rollway.Stack, served: tuple[int, Policy]
 ) -> None:
     version, policy = served
     prompt = fresh_prompt()
@@ -72,7 +71,7 @@ def test_greedy_tokens_and_logprobs_equal_torch(
 
 
 def test_generation_config_does_not_touch_a_request(
-    vllm_stack: SyncStack, policies: list[Policy], base_model: Path, versions: Iterator[int]
+    vllm_stack: rollway.Stack, policies: list[Policy], base_model: Path, versions: Iterator[int]
 ) -> None:
     """The checkpoint ships top_k 20 and top_p 0.9; the log-probs are of the whole distribution."""
     vllm_stack.refit(next(versions), policies[1].path)
@@ -84,7 +83,7 @@ def test_generation_config_does_not_touch_a_request(
     assert worst(policies[1], [_naive_request(vllm_stack, prompt)]) > 0.01  # the trap is there
 
 
-def _plain_request(stack: SyncStack, prompt: list[int]) -> Any:
+def _plain_request(stack: rollway.Stack, prompt: list[int]) -> Any:
     """A request as any client could send it, not through Rollway."""
     extra = ["completion_token_ids", "worker_id", "timing"]
     body = {"model": "tiny", "prompt": prompt, "max_tokens": 32, "temperature": 1.0, "logprobs": 0,
@@ -98,7 +97,7 @@ def _plain_request(stack: SyncStack, prompt: list[int]) -> Any:
         return json.load(answer)
 
 
-def _naive_request(stack: SyncStack, prompt: list[int]) -> Rollout:
+def _naive_request(stack: rollway.Stack, prompt: list[int]) -> Rollout:
     """What a client gets that says `temperature: 1` and trusts that nothing else is changed."""
     got = _plain_request(stack, prompt)
     logprobs = got["choices"][0]["logprobs"]["token_logprobs"]
@@ -106,7 +105,7 @@ def _naive_request(stack: SyncStack, prompt: list[int]) -> Rollout:
 
 
 def test_a_group_shares_one_worker_and_its_prefix(
-    vllm_stack: SyncStack, served: tuple[int, Policy]
+    vllm_stack: rollway.Stack, served: tuple[int, Policy]
 ) -> None:
     groups = vllm_stack.rollouts().generate_batch(
         [fresh_prompt() for _ in range(6)], Sampling(max_tokens=4), n=6
@@ -118,7 +117,7 @@ def test_a_group_shares_one_worker_and_its_prefix(
 
 
 def test_the_router_hears_what_the_workers_have_cached(
-    vllm_stack: SyncStack, served: tuple[int, Policy]
+    vllm_stack: rollway.Stack, served: tuple[int, Policy]
 ) -> None:
     """Without a session id only the workers' KV events can bring a prompt back to its worker."""
     for _ in range(4):
@@ -135,7 +134,7 @@ def test_the_router_hears_what_the_workers_have_cached(
         assert again["worker_id"] == first["nvext"]["worker_id"]
 
 
-def test_worker_ids_are_exact(vllm_stack: SyncStack, served: tuple[int, Policy]) -> None:
+def test_worker_ids_are_exact(vllm_stack: rollway.Stack, served: tuple[int, Policy]) -> None:
     listed = {worker.instance_id for worker in vllm_stack.fleet.workers()}
     group = vllm_stack.rollouts().generate(fresh_prompt(), Sampling(max_tokens=2), n=2)
     assert {rollout.worker_id for rollout in group} <= listed
@@ -143,7 +142,7 @@ def test_worker_ids_are_exact(vllm_stack: SyncStack, served: tuple[int, Policy])
 
 
 def test_seeds_repeat_a_batch_and_differ_within_it(
-    vllm_stack: SyncStack, served: tuple[int, Policy]
+    vllm_stack: rollway.Stack, served: tuple[int, Policy]
 ) -> None:
     prompt, sampling = fresh_prompt(), Sampling(max_tokens=12, seed=5, ignore_eos=True)
     first = vllm_stack.rollouts().generate_batch([prompt, prompt], sampling, n=4)
@@ -154,7 +153,7 @@ def test_seeds_repeat_a_batch_and_differ_within_it(
 
 
 def test_unseeded_workers_do_not_sample_alike(
-    vllm_stack: SyncStack, served: tuple[int, Policy]
+    vllm_stack: rollway.Stack, served: tuple[int, Policy]
 ) -> None:
     """Two engines with one seed would answer one prompt with the same tokens."""
     prompt = fresh_prompt()
@@ -165,7 +164,7 @@ def test_unseeded_workers_do_not_sample_alike(
 
 
 def test_stop_token_is_part_of_the_rollout(
-    vllm_stack: SyncStack, served: tuple[int, Policy]
+    vllm_stack: rollway.Stack, served: tuple[int, Policy]
 ) -> None:
     prompt = fresh_prompt()
     expected = served[1].greedy(prompt, 6)
@@ -180,7 +179,7 @@ def test_stop_token_is_part_of_the_rollout(
 
 
 async def test_streaming_gives_the_same_tokens(
-    vllm_stack: SyncStack, served: tuple[int, Policy]
+    vllm_stack: rollway.Stack, served: tuple[int, Policy]
 ) -> None:
     prompt = fresh_prompt()
     sampling = Sampling(max_tokens=150, temperature=0.0, ignore_eos=True)
@@ -197,7 +196,7 @@ async def test_streaming_gives_the_same_tokens(
 
 
 async def test_cancelling_ends_the_request_on_the_worker(
-    vllm_stack: SyncStack, served: tuple[int, Policy]
+    vllm_stack: rollway.Stack, served: tuple[int, Policy]
 ) -> None:
     async with rollway.attach(vllm_stack.frontend_url) as stack:
         before = await asyncio.to_thread(generated_tokens, vllm_stack)
@@ -216,7 +215,7 @@ async def test_cancelling_ends_the_request_on_the_worker(
 
 
 def test_refit_changes_every_worker_and_no_old_kv_is_read(
-    vllm_stack: SyncStack, policies: list[Policy], versions: Iterator[int]
+    vllm_stack: rollway.Stack, policies: list[Policy], versions: Iterator[int]
 ) -> None:
     prompts = [fresh_prompt() for _ in range(6)]
     sampling = Sampling(max_tokens=8, ignore_eos=True)
@@ -238,14 +237,14 @@ def test_refit_changes_every_worker_and_no_old_kv_is_read(
 
 
 async def test_requests_in_flight_are_stamped_with_what_sampled_them(
-    vllm_stack: SyncStack, policies: list[Policy], versions: Iterator[int]
+    vllm_stack: rollway.Stack, policies: list[Policy], versions: Iterator[int]
 ) -> None:
     old, new = next(versions), next(versions)
     async with rollway.attach(vllm_stack.frontend_url) as stack:
         await stack.refit(old, policies[old % len(policies)].path)
         running = await under_way(stack, stack.rollouts().generate(fresh_prompt(), LONG, n=32))
         refit = asyncio.create_task(stack.refit(new, policies[new % len(policies)].path))
-        while not stack.fleet.versions.moving:
+        while not stack.fleet.versions.is_closed:
             await asyncio.sleep(0.005)
         late = await stack.rollouts().generate(fresh_prompt(), Sampling(max_tokens=4), n=2)
         await refit
@@ -262,7 +261,7 @@ async def test_requests_in_flight_are_stamped_with_what_sampled_them(
 
 
 def test_bad_checkpoints_and_versions_are_refused_untouched(
-    vllm_stack: SyncStack, served: tuple[int, Policy], tmp_path: Path
+    vllm_stack: rollway.Stack, served: tuple[int, Policy], tmp_path: Path
 ) -> None:
     version, policy = served
     with pytest.raises(UsageError, match="older than"):
@@ -279,7 +278,7 @@ def test_bad_checkpoints_and_versions_are_refused_untouched(
     assert worst(policy, group) < TOLERANCE
 
 
-def test_pause_and_resume(vllm_stack: SyncStack, served: tuple[int, Policy]) -> None:
+def test_pause_and_resume(vllm_stack: rollway.Stack, served: tuple[int, Policy]) -> None:
     vllm_stack.fleet.pause()
     vllm_stack.fleet.resume()
     vllm_stack.fleet.flush_cache()
@@ -287,7 +286,7 @@ def test_pause_and_resume(vllm_stack: SyncStack, served: tuple[int, Policy]) -> 
 
 
 def test_impossible_requests_are_explained(
-    vllm_stack: SyncStack, served: tuple[int, Policy]
+    vllm_stack: rollway.Stack, served: tuple[int, Policy]
 ) -> None:
     with pytest.raises(RolloutError, match="context_length, limit 2048, actual 3000"):
         vllm_stack.rollouts().generate([10] * 3000, Sampling(max_tokens=4))
@@ -296,7 +295,7 @@ def test_impossible_requests_are_explained(
 
 
 def test_the_readme_example_runs(
-    vllm_stack: SyncStack,
+    vllm_stack: rollway.Stack,
     policies: list[Policy],
     monkeypatch: pytest.MonkeyPatch,
     versions: Iterator[int],
@@ -312,7 +311,9 @@ def test_the_readme_example_runs(
     vllm_stack.fleet.read_versions()
 
 
-def test_status_names_the_weight_version(vllm_stack: SyncStack, served: tuple[int, Policy]) -> None:
+def test_status_names_the_weight_version(
+    vllm_stack: rollway.Stack, served: tuple[int, Policy]
+) -> None:
     shown = subprocess.run(
         [sys.executable, "-m", "rollway.cli", "status", "--json"], capture_output=True, text=True
     )
@@ -321,7 +322,7 @@ def test_status_names_the_weight_version(vllm_stack: SyncStack, served: tuple[in
 
 
 def test_rollouts_survive_the_death_of_the_frontend(
-    vllm_stack: SyncStack, served: tuple[int, Policy]
+    vllm_stack: rollway.Stack, served: tuple[int, Policy]
 ) -> None:
     restarts = find_process("frontend").restarts
     with LongRollouts(vllm_stack) as running:

@@ -30,7 +30,7 @@ from rollway.rollout.teacher import Teacher as AsyncTeacher
 
 # Coroutines that only Rollway calls: background work of an event loop.
 INTERNAL = {
-    AsyncFleet: {"refresh", "confirms", "watch"},
+    AsyncFleet: {"refresh", "still_serves", "watch"},
     AsyncStack: {"learn", "unwatch", "count_receivers"},
     AsyncRollouts: set(),
     AsyncTeacher: set(),

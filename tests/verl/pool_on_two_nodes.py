@@ -28,7 +28,7 @@ from rollway.integrations.verl.options import read_options
 from rollway.integrations.verl.publish import WeightSender
 from rollway.integrations.verl.replica import DynamoReplica
 from rollway.rollout.sampling import Sampling
-from rollway.stack.state import StackState, known_stacks
+from rollway.stack.state import StackState, list_stacks
 
 PROMPT = list(range(40, 90))
 SHORT = Sampling(max_tokens=8, ignore_eos=True)
@@ -70,7 +70,7 @@ async def until(condition: Callable[[], Awaitable[bool]], seconds: float) -> Non
 
 def read_stacks() -> tuple[StackState, StackState]:
     """Return the pool's stack and the other node's."""
-    first, second = sorted(known_stacks(), key=lambda state: len(state.name))
+    first, second = sorted(list_stacks(), key=lambda state: len(state.name))
     return first, second
 
 

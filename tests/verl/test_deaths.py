@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rollway.stack.state import StackState, known_stacks
+from rollway.stack.state import StackState, list_stacks
 from tests.conftest import Footprint
 from tests.verl.modes import agrees
 from tests.verl.training import end, prepare, read_output, read_steps, settings, start
@@ -24,7 +24,7 @@ def run_settings(directory: Path, base_model: Path, training_steps: int) -> dict
 
 
 def read_stack() -> StackState:
-    (only,) = known_stacks()
+    (only,) = list_stacks()
     return only
 
 

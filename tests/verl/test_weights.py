@@ -68,7 +68,7 @@ def test_every_rank_sends_its_weights_to_the_engine_beside_it(
 def test_a_trainer_without_nixl_is_named_in_the_error(tmp_path: Path) -> None:
     program = (
         "import sys\n"
-        "from rollway.weights.transports.nixl_agent import _PACKAGES\n"
+        "from rollway.weights.transports.nixl.agent import _PACKAGES\n"
         "sys.modules.update(dict.fromkeys(_PACKAGES))  # as if they were not installed\n"
         "from rollway.integrations.verl.options import WeightOptions\n"
         "from rollway.integrations.verl.publish import WeightSender\n"

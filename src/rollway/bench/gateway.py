@@ -294,7 +294,7 @@ def _format_sample(sample: Sample) -> str:
     )
 
 
-def shown(figures: dict[str, Any]) -> str:
+def format_figures(figures: dict[str, Any]) -> str:
     """Format the figures as text: the first tenth of the run beside the last."""
     lines = [f"{'':24}{'first tenth':>14}{'last tenth':>14}"]
     for name, value in figures["first"].items():

@@ -23,8 +23,7 @@ from torch import Tensor
 
 from rollway.bench.figures import round_floats
 from rollway.errors import UsageError
-from rollway.weights.digest import bits
-from rollway.weights.digest.bits import digest, digests, integers
+from rollway.weights.digest import checksums
 from rollway.weights.digest.changes import (
     Comparison,
     compare_pairs,
@@ -33,10 +32,11 @@ from rollway.weights.digest.changes import (
     split_planes,
     zigzag,
 )
+from rollway.weights.digest.checksums import digest, digests, integers
 from rollway.weights.megatron.describe import describe
 from rollway.weights.megatron.geometry import ModelGeometry, Topology
 from rollway.weights.megatron.names import NameMap
-from rollway.weights.planning.hf_model import hf_headers
+from rollway.weights.planning.scenario import hf_headers
 from rollway.weights.translate import Translation, from_hf, to_hf
 
 _REPEATS = 5
@@ -132,7 +132,7 @@ def bench_gpu(device: str = "cuda", megabytes: int = 4096) -> dict[str, Any]:
         "torch": torch.__version__,
         "megabytes": megabytes,
         "share_changed": _SHARE,
-        "digests_by": "triton" if bits.by_triton(bench.device) else "torch",
+        "digests_by": "triton" if checksums.uses_triton(bench.device) else "torch",
         **bench.figures,
         "skipped": bench.skipped,
         "failed": bench.failed,
@@ -163,11 +163,11 @@ def _digest(bench: _Bench, config: dict[str, Any]) -> dict[str, Any]:
 
 def _prepare_digests(model: list[Tensor]) -> Work:
     """Return the digest of tensors that stay in place: their addresses are collected only once."""
-    if not bits.by_triton(model[0].device):
+    if not checksums.uses_triton(model[0].device):
         return lambda: digests(model)
-    from rollway.weights.digest.gpu import Summing
+    from rollway.weights.digest.gpu import DigestKernel
 
-    kernel = Summing(model)
+    kernel = DigestKernel(model)
     return lambda: kernel.start()()
 
 

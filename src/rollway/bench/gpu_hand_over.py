@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from rollway.errors import RollwayError
-from rollway.weights.digest.bits import DTYPES, digests
+from rollway.weights.digest.checksums import DTYPES, digests
 from rollway.weights.offer import Offer, parse_offer
 from rollway.weights.transports.cuda_ipc import CudaIpcPublisher, CudaIpcReader
 

@@ -19,10 +19,10 @@ from rollway.weights.megatron.describe import describe
 from rollway.weights.megatron.geometry import ModelGeometry, Topology
 from rollway.weights.megatron.model import MegatronModel
 from rollway.weights.megatron.names import NameMap
-from rollway.weights.planning.hf_model import hf_headers
 from rollway.weights.planning.plan import Receiver, plan
-from rollway.weights.planning.trainers import megatron_sources
-from rollway.weights.planning.vllm_layout import engine_ranks, wants
+from rollway.weights.planning.scenario import hf_headers
+from rollway.weights.planning.sources import megatron_sources
+from rollway.weights.planning.vllm_layout import engine_ranks, engine_targets
 
 QWEN3_30B_A3B = {
     "model_type": "qwen3_moe",
@@ -101,7 +101,7 @@ def measure(config: dict[str, Any], topology: Topology, tp: int, repeats: int = 
     seconds, cpu_seconds = [], []
     for _ in range(repeats):
         began, cpu_began = time.monotonic(), time.process_time()
-        result = plan(sources, receivers, wants(engine_ranks(config, tp), headers))
+        result = plan(sources, receivers, engine_targets(engine_ranks(config, tp), headers))
         seconds.append(time.monotonic() - began)
         cpu_seconds.append(time.process_time() - cpu_began)
     total = result.total
@@ -128,7 +128,7 @@ def _count_tensors(model: MegatronModel) -> int:
     return len({names for layout in model.ranks.values() for names in layout.names.values()})
 
 
-def shown(figures: dict[str, Any]) -> str:
+def format_figures(figures: dict[str, Any]) -> str:
     """Format the figures as text."""
     qwen, large = figures["qwen3_30b_a3b"], figures["synthetic_1t"]
     rows = {

@@ -25,18 +25,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollway.api import Stack, make_spec, up
+from rollway.aio import Stack, up
+from rollway.api import make_spec
 from rollway.bench.figures import Say, round_floats
-from rollway.engine.receivers import checkpoint_tensors
 from rollway.errors import RolloutError
 from rollway.rollout.sampling import Sampling
 from rollway.stack.state import StackDir
 from rollway.versions import taint_of
-from rollway.weights.digest.bits import raw_bytes
+from rollway.weights.digest.checksums import raw_bytes
 from rollway.weights.offer import Offer
 from rollway.weights.transports.collective import CollectivePublisher
 from rollway.weights.transports.delta import DeltaPublisher, Store
-from rollway.weights.transports.files import FilesPublisher
+from rollway.weights.transports.files import FilesPublisher, read_tensors
 from rollway.weights.transports.nixl import NixlPublisher
 from rollway.weights.transports.shm import ShmPublisher
 
@@ -191,7 +191,7 @@ async def bench_refit(
     """Measure the transports that `wanted` names; without names, all of them."""
     say(f"building a model of about {megabytes} MB")
     model = _build_model(scratch / "model", megabytes)
-    first = {name: tensor.clone() for name, tensor in checkpoint_tensors(model)}
+    first = {name: tensor.clone() for name, tensor in read_tensors(model)}
     policies = [first, _change_all(first), _change_some(first)]
     figures = RefitFigures(sum(tensor.nbytes for tensor in first.values()))
     say("starting the stack")

@@ -20,7 +20,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from rollway.api import Stack, up
+from rollway.aio import Stack, up
 from rollway.bench.figures import Say
 from rollway.config import StackSpec
 from rollway.gateway.recorder import Recorder

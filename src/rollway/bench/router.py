@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import product
 from typing import Any, Literal, get_args
 
-from rollway.api import Stack, up
+from rollway.aio import Stack, up
 from rollway.bench import router_replay
 from rollway.bench.figures import Say
 from rollway.bench.router_traffic import GROUPS_PER_WORKER, Sender, Tally, Traffic
@@ -24,7 +24,7 @@ from rollway.errors import NoWorkers, UsageError
 from rollway.fleet.fleet import Fleet
 from rollway.http import Http
 from rollway.stack import machine
-from rollway.stack.doctor import installed_versions
+from rollway.stack.doctor import list_installed_versions
 
 Routing = Literal["round_robin", "kv", "rollway"]
 ROUTINGS: tuple[Routing, ...] = get_args(Routing)
@@ -124,7 +124,7 @@ def adapt_spec(spec: StackSpec, routing: Routing, workers: int) -> StackSpec:
 async def _send_live(spec: StackSpec, workers: int, groups: int | None) -> Tally:
     async with up(spec) as stack, Http() as http:
         await stack.unwatch()  # the watcher's requests to the workers would disturb the figures
-        if spec.models[0].takes_refits:
+        if spec.models[0].can_refit:
             await _wait_for_all(stack, http, workers, spec.start_seconds)
         sender = Sender(http, stack.frontend_url, stack.models[0])
         await sender.warm_up(2 * workers)
@@ -162,14 +162,14 @@ def _get_hit_rate(part: list[Figures]) -> float | None:
 
 
 def _describe_machine() -> dict[str, Any]:
-    total, _ = machine.memory_bytes()
+    total, _ = machine.read_memory()
     return {
-        "cores": machine.cores(),
+        "cores": machine.count_cores(),
         "memory_gib": round(total / 2**30, 1),
         "load_average": round(os.getloadavg()[0], 2),
         "processor": platform.machine(),
         "python": platform.python_version(),
-        "ai_dynamo": installed_versions().get("ai-dynamo"),
+        "ai_dynamo": list_installed_versions().get("ai-dynamo"),
     }
 
 

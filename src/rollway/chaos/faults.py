@@ -70,7 +70,7 @@ class ResettingHttp(Http):
         super().__init__()
         self.armed = False
 
-    async def _before(self, method: str, url: str, body: Any) -> None:
+    async def before_request(self, method: str, url: str, body: Any) -> None:
         if not self.armed:
             return
         self.armed = False
@@ -227,7 +227,7 @@ def _transpose(data: bytes) -> bytes:
 def session(leader: int) -> list[ProcessId]:
     """Return all processes of a worker: they share the session of their leader."""
     members = []
-    for process in [*processes.descendants(leader), ProcessId.of(leader)]:
+    for process in [*processes.find_descendants(leader), ProcessId.of(leader)]:
         with contextlib.suppress(ProcessLookupError):
             if process is not None and os.getsid(process.pid) == leader:
                 members.append(process)

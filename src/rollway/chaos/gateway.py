@@ -381,7 +381,7 @@ class GatewayChaos:
         report.examples = [*ledger.examples, *report.examples][:20]
 
     def _find_leftovers(self) -> None:
-        leftovers = [f"process {process.pid}" for process in processes.members(self.run_id)]
+        leftovers = [f"process {process.pid}" for process in processes.find_members(self.run_id)]
         if processes.ProcessId.of(self.gateway.pid) is not None:
             leftovers.append(f"process {self.gateway.pid} (gateway)")
         if self.disk.still_exists:

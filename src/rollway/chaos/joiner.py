@@ -39,8 +39,8 @@ class Joiner:
         argv = (proc / "cmdline").read_bytes().decode().split("\0")[:-1]
         entries = (proc / "environ").read_bytes().decode().split("\0")
         env = dict(entry.split("=", 1) for entry in entries if "=" in entry)
-        port = self._lease.port(0, LOOPBACK, "a joining worker's admin port")
-        events = self._lease.port(0, "0.0.0.0", "a joining worker's KV-event port")
+        port = self._lease.reserve_port(0, LOOPBACK, "a joining worker's admin port")
+        events = self._lease.reserve_port(0, "0.0.0.0", "a joining worker's KV-event port")
         env["DYN_SYSTEM_PORT"] = str(port)
         argv = [re.sub(r"tcp://\*:\d+", f"tcp://*:{events}", argument) for argument in argv]
         with Path(worker.log).with_name("joined.log").open("ab") as log:

@@ -7,19 +7,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rollway.fleet.admin import AdminAPI, on_all
+from rollway.fleet.admin import AdminAPI, call_all
 from rollway.fleet.discovery import Worker
 from rollway.fleet.fleet import Fleet
-from rollway.versions import Ticket, VersionBook
+from rollway.versions import FleetVersions, Ticket
 
 
-class NaiveBook(VersionBook):
+class NaiveBook(FleetVersions):
     """Attributes every answer to the current version."""
 
     def ticket(self, version: int | None = None) -> Ticket:
         return Ticket(self.current, None, None, self.epoch)
 
-    def vouches(self, ticket: Ticket, worker: int | None) -> bool:
+    def attributes_to(self, ticket: Ticket, worker: int | None) -> bool:
         return True
 
 
@@ -33,5 +33,5 @@ async def naive_refit(fleet: Fleet, version: int, path: Path) -> None:
         await admin.update_from_disk(worker, path, version)
         await admin.resume(worker)
 
-    await on_all(workers, move)
+    await call_all(workers, move)
     fleet.versions.current = version

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from rollway import processes
-from rollway.api import Stack, up
+from rollway.aio import Stack, up
 from rollway.chaos.faults import WHERE, Injector, ResettingHttp, Strike
 from rollway.chaos.joiner import Joiner
 from rollway.chaos.naive import NaiveBook, naive_refit
@@ -198,7 +198,7 @@ class Chaos:
         if hasattr(self, "joiner"):
             await self.joiner.end_all()
         await self.exits.aclose()
-        orphans = [p for run in self.run_ids for p in processes.members(run)]
+        orphans = [p for run in self.run_ids for p in processes.find_members(run)]
         self.report.orphans = len(orphans)
 
     async def _join(self) -> None:
@@ -275,7 +275,7 @@ class Chaos:
         deadline = time.monotonic() + self.options.heal_seconds
         while time.monotonic() < deadline:
             state = StackDir(self.stack.name).read()
-            if state is None or not state.supervised:
+            if state is None or not state.is_supervised:
                 await self._reopen()
                 continue
             ready = all(process.state == "ready" for process in state.processes)

@@ -143,7 +143,7 @@ def gateway(options: argparse.Namespace) -> int:
             "That is too little to measure growth.", "Give at least 1000 requests and one agent."
         )
     require("torch", "transformers")
-    from rollway.bench.gateway import bench_gateway_load, shown
+    from rollway.bench.gateway import bench_gateway_load, format_figures
     from rollway.demo.model import build_base
     from rollway.stack.preset import cache_dir
 
@@ -156,7 +156,7 @@ def gateway(options: argparse.Namespace) -> int:
             say=print_progress,
         )
     )
-    _print_figures(options, load.as_json(), shown)
+    _print_figures(options, load.as_json(), format_figures)
     return 0 if load.flat else 1
 
 
@@ -168,9 +168,9 @@ def verl(options: argparse.Namespace) -> int:
 
 
 def plan(options: argparse.Namespace) -> int:
-    from rollway.bench.plan import bench_plan, shown
+    from rollway.bench.plan import bench_plan, format_figures
 
-    _print_figures(options, bench_plan(), shown)
+    _print_figures(options, bench_plan(), format_figures)
     return 0
 
 

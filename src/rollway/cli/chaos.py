@@ -34,7 +34,7 @@ def chaos(options: argparse.Namespace) -> int:
     else:
         _print_report(report.as_json())
     # If the control finds nothing, the check cannot fail and means nothing.
-    passed = report.stale_tokens > 0 if options.unprotected else report.clean
+    passed = report.stale_tokens > 0 if options.unprotected else report.is_clean
     return 0 if passed else 1
 
 
@@ -57,7 +57,7 @@ def _break_gateway(options: argparse.Namespace) -> int:
         print_json(report.as_json())
     else:
         _print_gateway_report(report.as_json())
-    return 0 if report.clean else 1
+    return 0 if report.is_clean else 1
 
 
 def _print_report(report: dict[str, Any]) -> None:

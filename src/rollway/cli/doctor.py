@@ -10,8 +10,8 @@ from rich.text import Text
 from rollway.cli.output import print_json, print_rich, print_table
 from rollway.stack import local
 from rollway.stack.doctor import Finding, examine
-from rollway.stack.listeners import Listener, listeners_of
-from rollway.stack.state import known_stacks
+from rollway.stack.listeners import Listener, list_listeners
+from rollway.stack.state import list_stacks
 
 _STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "red"}
 
@@ -39,12 +39,12 @@ def _print_findings(findings: list[Finding]) -> None:
 
 def _show_ports(options: argparse.Namespace) -> int:
     """List the listeners of running stacks, and warn about those that the network can reach."""
-    states = [state for state in known_stacks() if state.supervised]
+    states = [state for state in list_stacks() if state.is_supervised]
     if options.ports:
         states = [state for state in states if state.name == options.ports]
         if not states:
-            raise local.not_running(options.ports)
-    listeners = [listener for state in states for listener in listeners_of(state)]
+            raise local.make_not_running_error(options.ports)
+    listeners = [listener for state in states for listener in list_listeners(state)]
     if options.json:
         print_json({"listeners": [listener.as_json() for listener in listeners]})
     elif not states:

@@ -9,7 +9,7 @@ from rollway.cli.output import print_json
 from rollway.errors import RollwayError, UsageError
 from rollway.private import is_plain_name
 from rollway.stack import local, logs
-from rollway.stack.state import StackDir, known_stacks, stack_names
+from rollway.stack.state import StackDir, list_stacks, list_stack_names
 
 
 def show_logs(options: argparse.Namespace) -> int:
@@ -21,7 +21,7 @@ def show_logs(options: argparse.Namespace) -> int:
 
     def has_ended() -> bool:
         state = StackDir(name).read()
-        return state is None or not state.supervised
+        return state is None or not state.is_supervised
 
     if options.json:
         print_json({"log": str(path), "lines": logs.tail(path, options.lines)})
@@ -43,7 +43,7 @@ def _read_log_names(options: argparse.Namespace) -> tuple[str, str | None]:
     if len(names) == 2:
         return names[0], names[1]
     # A single name is a stack if there is one of that name, otherwise a process of the only stack.
-    if names and (options.name or names[0] in stack_names()):
+    if names and (options.name or names[0] in list_stack_names()):
         return names[0], None
     return _find_only_stack(), names[0] if names else None
 
@@ -53,7 +53,7 @@ def _find_only_stack() -> str:
     try:
         return local.resolve_name(None)
     except RollwayError:
-        if len(known_stacks()) > 1:
+        if len(list_stacks()) > 1:
             raise
         return "default"
 

@@ -18,12 +18,12 @@ from rollway.config import StackSpec
 from rollway.errors import NoWorkers, RollwayError, Unreachable
 from rollway.fleet.fleet import Fleet
 from rollway.http import Http
-from rollway.observe.progress import StackProgress, process_table
+from rollway.observe.progress import StackProgress, make_process_table
 from rollway.stack import local
 from rollway.stack.lease import Lease
 from rollway.stack.local import RunningStack
 from rollway.stack.plan import plan_stack
-from rollway.stack.state import StackDir, StackState, known_stacks, unreadable_stacks
+from rollway.stack.state import StackDir, StackState, list_stacks, list_unreadable_stacks
 
 
 def up(options: argparse.Namespace) -> int:
@@ -73,7 +73,7 @@ def _stay_in_foreground(stack: RunningStack, options: argparse.Namespace) -> int
     _print_ready(stack.state, options)
     interrupted = False
     try:
-        for _ in local.each_state(stack.directory):
+        for _ in local.watch_state(stack.directory):
             pass
     except KeyboardInterrupt:
         interrupted = True
@@ -93,7 +93,7 @@ def _print_ready(state: StackState, options: argparse.Namespace) -> None:
 
 
 def down(options: argparse.Namespace) -> int:
-    names = local.all_names() if options.all else [local.resolve_name(options.name, dead_too=True)]
+    names = local.list_names() if options.all else [local.resolve_name(options.name, dead_too=True)]
     began = time.monotonic()
     with StackProgress(quiet=options.quiet) as progress:
         local.stop_all(names, progress)
@@ -107,12 +107,12 @@ def down(options: argparse.Namespace) -> int:
 def status(options: argparse.Namespace) -> int:
     if options.name is not None and "://" in options.name:
         return _show_remote_status(options)
-    states, unreadable = known_stacks(), unreadable_stacks()
+    states, unreadable = list_stacks(), list_unreadable_stacks()
     if options.name is not None:
         states = [state for state in states if state.name == options.name]
         unreadable = {name: why for name, why in unreadable.items() if name == options.name}
         if not states and not unreadable:
-            raise local.not_running(options.name)
+            raise local.make_not_running_error(options.name)
     reports = [_describe(state) for state in states]
     if options.json:
         damaged = [
@@ -134,18 +134,18 @@ def _describe(state: StackState) -> dict[str, Any]:
     """Return a stack as JSON; for a ready stack, ask its workers for their versions."""
     report: dict[str, Any] = {
         "name": state.name,
-        "phase": state.phase if state.supervised else "dead",
+        "phase": state.phase if state.is_supervised else "dead",
         "frontend": state.frontend,
         "rl": state.rl,
         "models": state.models,
         "supervisor": state.supervisor_pid,
         "started_at": state.started_at,
         "log_dir": state.log_dir,
-        "invitation": state.invitation,
+        "invitation": state.join_spec,
         "processes": [asdict(process) for process in state.processes],
         "weight_versions": {},
     }
-    if state.supervised and state.phase == "ready":
+    if state.is_supervised and state.phase == "ready":
         report["weight_versions"] = asyncio.run(_read_versions(state))
     return report
 
@@ -188,10 +188,10 @@ def _show_remote_status(options: argparse.Namespace) -> int:
 
 
 def _print_status(state: StackState, report: dict[str, Any]) -> None:
-    if not state.supervised:
+    if not state.is_supervised:
         print(f"{state.name}: its supervisor is gone; `rollway down {state.name}` clears it")
         return
-    print_rich(process_table(state))
+    print_rich(make_process_table(state))
     print(f"frontend {state.frontend}/v1, RL listing {state.rl}, logs {state.log_dir}")
     for instance, version in report["weight_versions"].items():
         print(f"worker {instance}: weight version {version}")

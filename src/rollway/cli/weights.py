@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 
 from rollway.cli.output import format_size, print_json, print_table
-from rollway.weights.compare import Comparison, compare
-from rollway.weights.inventory import Inventory, inventories
+from rollway.weights.inspect import Comparison, Inventory, compare, list_inventories
 from rollway.weights.planning.costs import Costs
 from rollway.weights.planning.scenario import plan_scenario
 from rollway.weights.planning.transfers import Plan, Total
@@ -15,7 +14,7 @@ _MOST_LINES = 40
 
 
 def inspect(options: argparse.Namespace) -> int:
-    parts = inventories(options.path)
+    parts = list_inventories(options.path)
     if options.json:
         print_json({"path": str(options.path), "parts": [part.as_json() for part in parts]})
         return 0

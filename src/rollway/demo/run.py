@@ -25,6 +25,7 @@ import torch
 from transformers import AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
+import rollway
 from rollway.api import up
 from rollway.demo.grpo import GrpoConfig, GrpoTrainer, RolloutBatch, StepStats, group_advantages
 from rollway.demo.model import build_base
@@ -35,9 +36,8 @@ from rollway.fleet.fleet import RefitReport
 from rollway.rollout.client import Rollout
 from rollway.rollout.sampling import Sampling
 from rollway.stack import machine
-from rollway.stack.doctor import installed_versions
+from rollway.stack.doctor import list_installed_versions
 from rollway.stack.preset import cache_dir
-from rollway.sync import SyncRollouts, SyncStack
 from rollway.versions import BASE_VERSION
 from rollway.weights.checkpoint import publish_checkpoint
 
@@ -169,7 +169,7 @@ def _stack_fields(run: _Run) -> dict[str, Any]:
     }
 
 
-def _step(run: _Run, stack: SyncStack, rollouts: SyncRollouts, number: int) -> DemoStep:
+def _step(run: _Run, stack: rollway.Stack, rollouts: rollway.Rollouts, number: int) -> DemoStep:
     prompts = run.task.prompts(number, run.config.groups_per_step, run.rng)
     began = time.monotonic()
     groups = rollouts.generate_batch(
@@ -240,7 +240,7 @@ def _train(run: _Run, groups: list[list[Rollout]], rewards: list[list[float]]) -
     return run.trainer.train_step(batch)
 
 
-def _refit(run: _Run, stack: SyncStack, number: int) -> tuple[float | None, RefitReport | None]:
+def _refit(run: _Run, stack: rollway.Stack, number: int) -> tuple[float | None, RefitReport | None]:
     """Refit all workers to the trainer's new weights."""
     if not run.options.refit or run.options.engine == "mocker":
         return None, None
@@ -255,7 +255,7 @@ def _refit(run: _Run, stack: SyncStack, number: int) -> tuple[float | None, Refi
     return seconds, report
 
 
-def _read_versions(run: _Run, stack: SyncStack) -> dict[str, int | None]:
+def _read_versions(run: _Run, stack: rollway.Stack) -> dict[str, int | None]:
     if run.options.engine == "mocker":
         return {}
     return {str(instance): version for instance, version in stack.fleet.read_versions().items()}
@@ -275,14 +275,14 @@ def _report(
         "tokens_per_second_median": statistics.median(s.tokens_per_second for s in steps),
         "workers": run.options.workers,
         "weight_versions": weight_versions,
-        "versions": installed_versions(),
+        "versions": list_installed_versions(),
         "stack_start_seconds": stack_seconds,
         "seconds": seconds,
         "engine": run.options.engine,
         "refit": run.options.refit,
         "seed": run.options.seed,
         "config": asdict(run.config),
-        "machine": {"cores": machine.cores(), "gpus": len(machine.gpus())},
+        "machine": {"cores": machine.count_cores(), "gpus": len(machine.list_gpus())},
         "directory": str(run.directory),
     }
 

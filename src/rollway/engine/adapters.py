@@ -27,9 +27,9 @@ from safetensors.torch import load_file, save_file
 
 from rollway.engine.background import BackgroundTask
 from rollway.engine.receivers import reader_for
-from rollway.weights.adapter import Adapter, detached, directory_of, take_home
+from rollway.weights.adapter import Adapter, create_adapter_home, detach_adapter, directory_of
 from rollway.weights.checkpoint import TensorHeader
-from rollway.weights.digest.bits import digest
+from rollway.weights.digest.checksums import digest
 from rollway.weights.leftovers import Guard
 from rollway.weights.offer import Offer
 from rollway.weights.transports.base import Reader
@@ -70,7 +70,7 @@ class Adapters:
 
     def receive(self, signed: Offer, tell: str) -> None:
         """Start receiving an adapter; raise if it does not fit the served model."""
-        offer, adapter = detached(signed)
+        offer, adapter = detach_adapter(signed)
         arrival = Arrival(offer, adapter, directory_of(offer, adapter))
         earlier = self._arrivals.get(adapter.served)
         if earlier is not None and earlier.task is not None and not earlier.task.has_failed:
@@ -91,7 +91,7 @@ class Adapters:
         layers.check_config(adapter.config)
         layers.check_headers(reader.headers(offer), int(adapter.config["r"]))
         if self._guard is None:
-            self._guard = Guard(take_home(adapter.place))
+            self._guard = Guard(create_adapter_home(adapter.place))
 
         def receive() -> None:
             tensors = {name: tensor.clone() for name, tensor in reader.tensors(offer)}

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from rollway.weights.digest.bits import word_sum
+from rollway.weights.digest.checksums import word_sum
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _LINEAR, _SQUARE = -7046029254386353131, -4658895280553007687  # odd 64-bit constants of splitmix

@@ -113,9 +113,9 @@ def main() -> None:
         sys.exit("usage: guard.py MODULE ARGUMENTS…")
     sys.argv[:] = sys.argv[1:]
     sys.path[0] = str(Path.cwd())  # like `-m`, instead of this file's directory
-    if os.environ.get(orders.SECRET_FILE) and not orders.stack_secret():
+    if os.environ.get(orders.SECRET_FILE) and not orders.read_stack_secret():
         sys.exit(f"The file of the stack's secret is gone: {os.environ[orders.SECRET_FILE]}")
-    install(Guard(orders.stack_secret()))
+    install(Guard(orders.read_stack_secret()))
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
 

@@ -8,10 +8,8 @@ from typing import Any
 from rollway.errors import WeightsError
 from rollway.weights.offer import Offer
 from rollway.weights.transports.base import Reader
-from rollway.weights.transports.base import Reader as Receiver  # temporary
-from rollway.weights.transports.files import checkpoint_tensors  # temporary
 
-__all__ = ["Receiver", "checkpoint_tensors", "reader_for", "receiver_for"]
+__all__ = ["reader_for"]
 
 _READERS = {
     "files": ("rollway.weights.transports.files", "FilesReader"),
@@ -34,9 +32,6 @@ def reader_for(offer: Offer, readers: dict[str, Reader]) -> Reader:
         reader: type[Any] = getattr(import_module(module), name)
         readers[offer.transport] = reader(*_find_arguments(offer))
     return readers[offer.transport]
-
-
-receiver_for = reader_for  # temporary
 
 
 def _find_arguments(offer: Offer) -> tuple[Any, ...]:

@@ -10,14 +10,14 @@ import torch
 from rollway.errors import UsageError
 from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.layout import Box
-from rollway.weights.planning.vllm_layout import EngineTarget, engine_ranks, part_of
-from rollway.weights.slices import WHOLE, Slices, hollow
+from rollway.weights.planning.vllm_layout import EngineRank, engine_ranks, part_of
+from rollway.weights.slices import WHOLE, Slices, zero_pad
 
-__all__ = ["WHOLE", "Slices", "hollow", "rank_of", "slices"]
+__all__ = ["WHOLE", "Slices", "rank_of", "slices", "zero_pad"]
 
 
 def slices(
-    rank: EngineTarget | None,
+    rank: EngineRank | None,
     headers: Mapping[str, TensorHeader],
     model: torch.nn.Module,
 ) -> Slices:
@@ -46,7 +46,7 @@ def slices(
     return Slices(boxes, shapes, parameters).without(set(parameters.values()) - taken)
 
 
-def rank_of(worker: Any) -> EngineTarget | None:
+def rank_of(worker: Any) -> EngineRank | None:
     """Where this worker stands in its engine; None when it is alone, or cuts as nobody knows."""
     from vllm.distributed import (
         get_ep_group,

@@ -137,7 +137,7 @@ class Staging:
                 sums = self.reader.sums(self.offer)
                 self._proof = Proof(self._shadow.model, sums, self._slices.boxes)
                 tensors = self._policy_tensors(self._proof.by_sum.__contains__)
-                self._shadow.load(self._slices.hollowed(self._proof.watching(tensors)))
+                self._shadow.load(self._slices.zero_padded(self._proof.watching(tensors)))
             with self._measure("prove"):
                 self._verify(self._proof, self._shadow.model)
             with self._measure("prepare"):
@@ -165,7 +165,9 @@ class Staging:
         model = self.worker.model_runner.get_model()
         proof = Proof(model, cuts=self._slices.boxes)
         tensors = iter(self._tensors) if self.strategy == "memory" else self._policy_tensors()
-        self.worker.reload_weights(weights_iterator=self._slices.hollowed(proof.watching(tensors)))
+        self.worker.reload_weights(
+            weights_iterator=self._slices.zero_padded(proof.watching(tensors))
+        )
         proof.check(model, self.reduced)
         if self.draft is not None:
             self.draft.load_in_place(self.ranks)

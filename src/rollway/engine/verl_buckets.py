@@ -28,10 +28,10 @@ from torch import Tensor
 
 from rollway.errors import WeightsError
 from rollway.weights.checkpoint import TensorHeader, differences, read_headers, refuse_differences
-from rollway.weights.digest.bits import DTYPES, dtype_name
+from rollway.weights.digest.checksums import DTYPES, dtype_name
 from rollway.weights.offer import Count, Offer
 from rollway.weights.transports.base import Reader, never
-from rollway.weights.transports.shm import SHM, mapped, plain_file
+from rollway.weights.transports.shared_memory import SHM, map_for_reading, open_shared_file
 
 _PREFIX = "verl_weights_"
 _MAX_MESSAGE_BYTES = 64 << 20
@@ -96,12 +96,12 @@ class VerlBucketsReceiver(Reader):
         if Path(bucket.name).name != bucket.name or not bucket.name.startswith(_PREFIX):
             raise WeightsError(f"`{bucket.name}` is not a bucket of verl's.")
         path = self._directory / bucket.name
-        with plain_file(path) as (handle, status):
+        with open_shared_file(path) as (handle, status):
             if status.st_uid != os.getuid():
                 raise WeightsError(f"{path} belongs to another user.")
             if not 0 < bucket.size <= status.st_size:
                 raise WeightsError(f"{path} does not hold {bucket.size} bytes.")
-            return mapped(handle, status.st_size, whole=False)[: bucket.size]
+            return map_for_reading(handle, status.st_size, whole=False)[: bucket.size]
 
 
 def _read_source(offer: Offer) -> BucketSource:

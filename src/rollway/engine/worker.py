@@ -29,7 +29,7 @@ from rollway.engine.fingerprint import Proof
 from rollway.engine.receivers import reader_for
 from rollway.engine.shadow import ParameterArena, explain_no_swap
 from rollway.engine.staging import Staging
-from rollway.orders import OrderRefused, Verifier, keep_secret, stack_secret
+from rollway.orders import OrderRefused, Verifier, keep_secret, read_stack_secret
 from rollway.weights.checkpoint import (
     TensorHeader,
     check_checkpoint,
@@ -39,7 +39,7 @@ from rollway.weights.checkpoint import (
 )
 from rollway.weights.offer import read_offer
 from rollway.weights.transports.base import Reader
-from rollway.weights.transports.files import checkpoint_tensors
+from rollway.weights.transports.files import read_tensors
 
 ORDER_SECONDS = 1800.0
 """How old an order may be: an engine may be busy for a while before it runs one."""
@@ -159,7 +159,7 @@ def load_checkpoint(worker: Any, path: str, *, identity: str = "") -> None:
     with ThreadPoolExecutor(1) as pool:
         # Hash the files while loading: it takes about as long as reading them.
         intact = pool.submit(check_checkpoint, Path(path))
-        worker.reload_weights(weights_iterator=proof.watching(checkpoint_tensors(Path(path))))
+        worker.reload_weights(weights_iterator=proof.watching(read_tensors(Path(path))))
         checkpoint = intact.result()
     if identity and checkpoint.identity != identity:
         raise RuntimeError(f"{path} changed while it was loaded")
@@ -168,7 +168,7 @@ def load_checkpoint(worker: Any, path: str, *, identity: str = "") -> None:
 
 def _open_order(method: str, order: Any) -> dict[str, Any]:
     try:
-        return (_verifier or Verifier(stack_secret())).open(method, order)
+        return (_verifier or Verifier(read_stack_secret())).open(method, order)
     except OrderRefused as refusal:
         raise RuntimeError(f"{method} is refused: {refusal}") from refusal
 

@@ -22,10 +22,10 @@ from functools import partial
 from typing import Any
 
 from rollway.errors import AdminError, UsageError
-from rollway.fleet.admin import AdminAPI, NoSuchMethod, on_all
+from rollway.fleet.admin import AdminAPI, NoSuchMethod, call_all
 from rollway.fleet.discovery import Worker, is_dead
 from rollway.fleet.updates import start_and_wait
-from rollway.weights.adapter import Adapter, attached, check_config, directory_of, served_name
+from rollway.weights.adapter import Adapter, attach_adapter, check_config, directory_of, served_name
 from rollway.weights.offer import Offer
 
 log = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ class Adapters:
             await self._call_all(workers, partial(self._serve, new))
         except BaseException:
             if len(others) == len(known):  # else it was loaded before, and stays
-                await on_all(workers, partial(self._remove, new.served))
+                await call_all(workers, partial(self._remove, new.served))
             raise
         new.workers = {worker.instance_id for worker in workers}
         known[:] = [*others, new]
@@ -145,7 +145,7 @@ class Adapters:
 
     async def _send(self, version: AdapterVersion, worker: Worker) -> None:
         """Have a worker receive and verify the adapter's files."""
-        offer = attached(version.offer, version.on(worker)).signed(self._secret)
+        offer = attach_adapter(version.offer, version.on(worker)).sign(self._secret)
         start = RECEIVE_METHOD, {"offer": offer.as_json()}
         try:
             await start_and_wait(
@@ -170,7 +170,7 @@ class Adapters:
             await self._admin.unload_lora(worker, served)
             await self._admin.call(worker, DROP_METHOD, {"served": served})
 
-        for result in await on_all(workers, unload):
+        for result in await call_all(workers, unload):
             if isinstance(result, AdminError):
                 log.warning("%s is still loaded: %s", served, result.message)
             elif isinstance(result, BaseException):
@@ -187,7 +187,7 @@ class Adapters:
         self, workers: Sequence[Worker], call: Callable[[Worker], Awaitable[None]]
     ) -> None:
         """Make one call on every worker. Raise the first failure, unless its worker has died."""
-        for worker, result in zip(workers, await on_all(workers, call), strict=True):
+        for worker, result in zip(workers, await call_all(workers, call), strict=True):
             if isinstance(result, BaseException):
                 if isinstance(result, AdminError) and await is_dead(worker):
                     continue

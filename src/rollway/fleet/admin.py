@@ -54,7 +54,7 @@ class AdminAPI(Protocol):
     taints: bool
     """Whether a router respects `set_taints`."""
 
-    def held(self) -> AbstractAsyncContextManager[AdminAPI]:
+    def pinned(self) -> AbstractAsyncContextManager[AdminAPI]:
         """Return a client for one worker that is pinned to one connection. Once that breaks, its
         calls fail: they never reach another process at the same address."""
         ...
@@ -153,8 +153,8 @@ class DynamoAdmin:
         """The name of the process at each admin address; empty for a process without a guard."""
 
     @asynccontextmanager
-    async def held(self) -> AsyncIterator[AdminAPI]:
-        async with self._http.one_connection() as http:
+    async def pinned(self) -> AsyncIterator[AdminAPI]:
+        async with self._http.pinned() as http:
             yield DynamoAdmin(http, self._timeouts, self._secret, self._processes)
 
     async def health(self, worker: Worker) -> bool:
@@ -348,7 +348,7 @@ async def list_models(http: Http, openai_url: str, timeout: float) -> list[str]:
         raise RequestFailed(f"{base}/v1/models answered without models.", status=200) from error
 
 
-async def on_all(
+async def call_all(
     workers: Iterable[W], call: Callable[[W], Awaitable[T]]
 ) -> list[T | BaseException]:
     """Make one call on every worker, a bounded number at once. Return the results in order; the

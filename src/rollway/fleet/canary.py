@@ -47,7 +47,7 @@ Ask = Callable[[Worker], Awaitable[Answer]]
 """Asks one worker the canary prompt."""
 
 
-def canary(http: Http, frontend_url: str, model: str, *, timeout: float = 60.0) -> Ask:
+def make_canary(http: Http, frontend_url: str, model: str, *, timeout: float = 60.0) -> Ask:
     """Return a function that asks one worker, whatever the router would choose."""
     url = f"{frontend_url.rstrip('/')}/v1/completions"
     runs = 0

@@ -22,9 +22,9 @@ from rollway.fleet.admin import (
     AdminAPI,
     DynamoAdmin,
     PauseMode,
+    call_all,
     leaving_label,
     no_workers_error,
-    on_all,
     silent_workers_error,
     unverified_label,
 )
@@ -43,8 +43,8 @@ from rollway.fleet.worker_refit import (
     set_taints,
 )
 from rollway.http import Http
-from rollway.orders import stack_secret
-from rollway.versions import Ticket, VersionBook, taint_of
+from rollway.orders import read_stack_secret
+from rollway.versions import FleetVersions, Ticket, taint_of
 from rollway.weights.checkpoint import TensorHeader, check_checkpoint, read_headers
 from rollway.weights.offer import Offer
 
@@ -95,12 +95,12 @@ class Fleet:
         replace: Replace | None = None,
         guard: Guard = nullcontext,
         supervised: Supervised = lambda _: False,
-        shelf: VersionRecord | None = None,
+        record: VersionRecord | None = None,
         secret: str | None = None,
     ) -> None:
         self.model = model
-        self.versions = VersionBook()
-        self._secret = stack_secret() if secret is None else secret
+        self.versions = FleetVersions()
+        self._secret = read_stack_secret() if secret is None else secret
         self.admin: AdminAPI = admin or DynamoAdmin(http, timeouts, self._secret)
         self.membership = Membership(
             http, RlListing(source) if isinstance(source, str) else source, model
@@ -115,7 +115,7 @@ class Fleet:
         self._replace = replace
         self._guard = guard
         self._supervised = supervised
-        self._record = shelf
+        self._record = record
         self._lock = asyncio.Lock()
         self._recipe: tuple[int, Update] | None = None
         """The last version that this process refitted to, and its update."""
@@ -125,7 +125,7 @@ class Fleet:
         """The newest claim when this process last began to change weights."""
         self._questions: dict[int, asyncio.Task[int | None]] = {}
 
-    def supervised_by(self, replace: Replace) -> None:
+    def set_supervisor(self, replace: Replace) -> None:
         """Declare that every worker has a supervisor, which `replace` reaches."""
         self._replace, self._supervised = replace, lambda _: True
 
@@ -148,7 +148,7 @@ class Fleet:
                     await self.admin.pause(worker, "abort", clear_cache=clear_cache)
 
             async def undo() -> None:
-                await on_all(workers, self._put_back)
+                await call_all(workers, self._put_back)
                 self.versions.open()
 
             self.versions.close()
@@ -206,10 +206,10 @@ class Fleet:
         except RollwayError as error:
             log.debug("versions cannot be read: %s", error.message)
 
-    async def confirms(self, ticket: Ticket, instance: int | None) -> bool:
+    async def still_serves(self, ticket: Ticket, instance: int | None) -> bool:
         """Return whether the worker that has just answered still serves the ticket's version; with
         `instance` None, whether all workers do."""
-        # `VersionBook.vouches` covers refits by this process, this covers refits by others.
+        # `FleetVersions.attributes_to` covers refits by this process, this covers refits by others.
         # Versions only go up, so a worker whose label is still the ticket's version *after* the
         # answer has served nothing else in between.
         assert ticket.version is not None
@@ -362,7 +362,7 @@ class Fleet:
 
     async def _put_back(self, worker: Worker) -> None:
         """Resume a worker with its own version, unless it is in doubt."""
-        async with self.admin.held() as connection:
+        async with self.admin.pinned() as connection:
             version = await connection.weight_version(worker)
             if version is None or version >= 0:
                 await connection.resume(worker)
@@ -435,7 +435,7 @@ class Fleet:
 
     async def _read_labels(self, workers: Sequence[Worker]) -> dict[int, int | None]:
         answering = [worker for worker in workers if worker.error is None]
-        results = await on_all(answering, self.admin.weight_version)
+        results = await call_all(answering, self.admin.weight_version)
         labels: dict[int, int | None] = {worker.instance_id: None for worker in workers}
         for worker, label in zip(answering, results, strict=True):
             if isinstance(label, int):
@@ -454,6 +454,6 @@ class Fleet:
 
     async def _call_all(self, workers: Sequence[Worker], call: Callable[[Worker], Any]) -> None:
         """Make one call on every worker at once, and raise the first failure at the end."""
-        for result in await on_all(workers, call):
+        for result in await call_all(workers, call):
             if isinstance(result, BaseException):
                 raise result

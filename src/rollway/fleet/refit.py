@@ -27,7 +27,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
 from rollway.errors import AdminError, RollwayError, UsageError
-from rollway.fleet.admin import PauseMode, no_workers_error, on_all, silent_workers_error
+from rollway.fleet.admin import PauseMode, call_all, no_workers_error, silent_workers_error
 from rollway.fleet.discovery import Worker, is_dead
 from rollway.fleet.membership import Membership
 from rollway.fleet.report import RefitMode, RefitReport, WorkerReport, refit_error
@@ -145,7 +145,7 @@ class Refit:
         """Track these workers, and return those that are ready. A supervised worker without a
         label is still starting: it gets no requests, and joins later."""
         supervised = [worker for worker in listed if self.supervised(worker)]
-        labels = await on_all(supervised, self.plan.admin.weight_version)
+        labels = await call_all(supervised, self.plan.admin.weight_version)
         starting = [w for w, label in zip(supervised, labels, strict=True) if label is None]
         for worker in starting:
             self._track(worker).report.state = "joining"
@@ -188,7 +188,7 @@ class Refit:
         canaries = self.plan.canaries
         if canaries is None or all(worker.verifies_itself for worker in behind):
             return
-        ids = self.plan.versions.served_by(self.plan.version)
+        ids = self.plan.versions.list_serving(self.plan.version)
         listed = await self.membership.workers()
         serving = [w for w in listed if w.instance_id in ids and w.error is None]
         if serving:
@@ -215,7 +215,7 @@ class Refit:
             for group in self._split_in_groups(workers):
                 seconds = await self._move(group, is_first_pass=report.passes == 1)
                 report.paused_seconds = max(report.paused_seconds, seconds)
-                if not self.plan.versions.served_by(self.plan.version):
+                if not self.plan.versions.list_serving(self.plan.version):
                     # The other groups would fail as well: they had better serve the old version.
                     raise AdminError("None of the first workers loaded the new weights.")
             workers = await self._list_joined()
@@ -236,7 +236,7 @@ class Refit:
         """Pause a group and move it to the version; return how long it was out of service."""
         versions = self.plan.versions
         current = versions.current
-        serving = set() if current is None else set(versions.served_by(current))
+        serving = set() if current is None else set(versions.list_serving(current))
         nobody_left = serving <= {worker.instance_id for worker in group}
         if (self.mode != "rolling" and is_first_pass) or nobody_left:
             versions.close()
@@ -297,7 +297,7 @@ class Refit:
 
     async def _list_behind(self, skip: Iterable[int] = ()) -> list[WorkerRefit]:
         """Return ready workers that are not on the version and that this refit has not touched."""
-        excluded = {*self.plan.versions.served_by(self.plan.version), *skip}
+        excluded = {*self.plan.versions.list_serving(self.plan.version), *skip}
         for instance, worker in self.workers.items():
             if worker.report.state not in ("untouched", "joining"):
                 excluded.add(instance)
@@ -324,7 +324,7 @@ class Refit:
     def _check_outcome(self, report: RefitReport) -> None:
         """Raise unless every live worker is on the version."""
         good = ("serving", "gone", "replaced", "joining")
-        is_served = report.serving or self.plan.versions.served_by(self.plan.version)
+        is_served = report.serving or self.plan.versions.list_serving(self.plan.version)
         if not is_served or any(worker.state not in good for worker in report.workers):
             raise refit_error(report)
 
@@ -350,5 +350,5 @@ class Refit:
         self, workers: Sequence[WorkerRefit], call: Callable[[WorkerRefit], Awaitable[None]]
     ) -> list[tuple[WorkerRefit, BaseException]]:
         """Make one call on every worker, and return those that failed with their errors."""
-        results = zip(workers, await on_all(workers, call), strict=True)
+        results = zip(workers, await call_all(workers, call), strict=True)
         return [(worker, error) for worker, error in results if error is not None]

@@ -219,7 +219,7 @@ async def stage(
     seconds: float = STAGE_SECONDS,
 ) -> None:
     """Have a worker receive and verify weights while it generates, if it has the methods."""
-    start = {"offer": offer.signed(secret).as_json(), "allow_cast": allow_cast}
+    start = {"offer": offer.sign(secret).as_json(), "allow_cast": allow_cast}
     check = {"identity": offer.identity}
     await start_and_wait(admin, worker, (STAGE_METHOD, start), (STAGED_METHOD, check), seconds)
 

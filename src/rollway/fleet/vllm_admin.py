@@ -27,7 +27,7 @@ from rollway.fleet.admin import (
     unwrap_engine_error,
 )
 from rollway.fleet.discovery import Worker
-from rollway.http import IDEMPOTENT, ONCE, Http, Retry, server_message
+from rollway.http import IDEMPOTENT, ONCE, Http, Retry, read_error_message
 
 _UNDECLARED = "default"  # vLLM's label until one is declared
 # vLLM drops the connection after a 500. The next call on it would fail without having reached the
@@ -46,7 +46,7 @@ class VllmAdmin:
         self._http = http
         self._timeouts = timeouts or AdminTimeouts()
 
-    def held(self) -> AbstractAsyncContextManager[AdminAPI]:
+    def pinned(self) -> AbstractAsyncContextManager[AdminAPI]:
         """Return this client: vLLM closes connections at any time, so none can be pinned. No
         supervisor of ours restarts its servers."""
         return nullcontext(self)
@@ -246,7 +246,7 @@ def _refusal(
 ) -> AdminError:
     if isinstance(error, Unreachable) or error.status < 400:
         return AdminError(f"{worker}: {error.message}", error.hint)
-    message = server_message(error.body)
+    message = read_error_message(error.body)
     if error.status == 404 and message == _NO_ROUTE:
         switch = "VLLM_SERVER_DEV_MODE=1"
         if route.startswith("v1/"):

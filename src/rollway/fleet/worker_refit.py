@@ -38,7 +38,7 @@ from rollway.fleet.canary import CanaryCheck
 from rollway.fleet.discovery import Worker, is_dead
 from rollway.fleet.report import WorkerReport
 from rollway.fleet.updates import Update
-from rollway.versions import VersionBook, taint_of
+from rollway.versions import FleetVersions, taint_of
 
 Observer = Callable[[str, Worker], Awaitable[None]]
 """Called with the name of each step and its worker, before the step."""
@@ -47,7 +47,7 @@ Replace = Callable[[Worker], Awaitable[bool]]
 
 ROUTING_SECONDS = 0.05
 """A router may still send requests that it placed before it received new taints (10 to 30 ms
-measured). `VersionBook.vouches` rejects the answers to requests that arrive even later."""
+measured). `FleetVersions.attributes_to` rejects the answers to requests that arrive even later."""
 
 
 @dataclass(slots=True)
@@ -55,7 +55,7 @@ class RefitPlan:
     """The version of one refit and the objects that its workers share."""
 
     admin: AdminAPI
-    versions: VersionBook
+    versions: FleetVersions
     update: Update
     version: int
     canaries: CanaryCheck | None = None
@@ -117,7 +117,7 @@ class WorkerRefit:
 
     async def stay(self) -> None:
         """Put a worker that has the weights into service; an interrupted refit may have not."""
-        async with self.plan.admin.held() as connection:
+        async with self.plan.admin.pinned() as connection:
             await self._check_process(connection)
             await self._set_taints(connection, [taint_of(self.plan.version)])
             await connection.resume(self.worker)
@@ -126,7 +126,7 @@ class WorkerRefit:
         """Connect to the worker, label it as leaving and take it out of the routing."""
         self._lap()
         await self._step("pause")
-        connection = await connections.enter_async_context(self.plan.admin.held())
+        connection = await connections.enter_async_context(self.plan.admin.pinned())
         await self._check_process(connection)
         self._connection = connection
         if self.label is not None and self.label >= 0:
@@ -141,7 +141,7 @@ class WorkerRefit:
     async def restore(self) -> None:
         """Put the worker back into service as it was. No update was issued to it."""
         # A new connection: the failure may have broken the pinned one.
-        async with self.plan.admin.held() as connection:
+        async with self.plan.admin.pinned() as connection:
             await self._check_process(connection)
             version = self.label if self._label_before is None else self._label_before
             # A worker in doubt since an earlier refit is never resumed.
@@ -237,7 +237,7 @@ class WorkerRefit:
             return
         # A failure is no harm: the worker left the routing before the update.
         with contextlib.suppress(RollwayError):
-            async with self.plan.admin.held() as connection:
+            async with self.plan.admin.pinned() as connection:
                 label = await connection.weight_version(self.worker)
                 has_version = label is None or label >= 0
                 if has_version and label not in (self.plan.version, self.label):
@@ -263,7 +263,7 @@ class WorkerRefit:
         is_lost = await is_dead(self.worker)
         if not is_lost:
             try:
-                async with self.plan.admin.held() as connection:
+                async with self.plan.admin.pinned() as connection:
                     await self._check_process(connection)
             except _AnotherProcess:
                 is_lost = True
@@ -329,7 +329,7 @@ class _AnotherProcess(AdminError):
 
 
 async def set_taints(
-    admin: AdminAPI, versions: VersionBook, worker: Worker, taints: Sequence[str]
+    admin: AdminAPI, versions: FleetVersions, worker: Worker, taints: Sequence[str]
 ) -> None:
     """Set a worker's taints, and note whether a router respects them."""
     respected = admin.taints

@@ -17,7 +17,7 @@ from rollway.errors import RequestFailed, RollwayError, Unreachable, UsageError
 from rollway.gateway.journal import JournalFull
 from rollway.gateway.messages import EXPERTS, GENERATION, LOGPROBS, PROMPT
 from rollway.gateway.upstream import ChatReply
-from rollway.http import server_message
+from rollway.http import read_error_message
 from rollway.rollout.completion import Completion
 
 log = logging.getLogger(__name__)
@@ -157,9 +157,9 @@ def explain(failure: Exception) -> tuple[int, str, str]:
         return 400, "invalid_request_error", str(failure)
     if isinstance(failure, RequestFailed):
         if 400 <= failure.status < 500:
-            return failure.status, "invalid_request_error", server_message(failure.body)
+            return failure.status, "invalid_request_error", read_error_message(failure.body)
         log.warning("the frontend failed: %s", failure)
-        return 502, "upstream", server_message(failure.body)
+        return 502, "upstream", read_error_message(failure.body)
     if isinstance(failure, web.HTTPException):
         return failure.status, "invalid_request_error", _http_message(failure)
     if isinstance(failure, web.RequestPayloadError):

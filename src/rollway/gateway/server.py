@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import msgspec
 from aiohttp import web
 
-from rollway.api import Stack
+from rollway.aio import Stack
 from rollway.errors import UsageError
 from rollway.gateway import pages, replies, requests
 from rollway.gateway.access import SESSION, Access, Caller

@@ -47,7 +47,7 @@ class StackProgress:
 
     def __call__(self, state: StackState) -> None:
         if self._live is not None:
-            self._live.update(process_table(state))
+            self._live.update(make_process_table(state))
         for process in state.processes:
             text = f"{process.state} {process.detail}".strip()
             if process.state == "waiting" or self._shown.get(process.name) == text:
@@ -58,7 +58,7 @@ class StackProgress:
                 self.console.print(f"[{elapsed:6.1f} s] {process.name}: {text}", markup=False)
 
 
-def process_table(state: StackState) -> Table:
+def make_process_table(state: StackState) -> Table:
     """Return the processes of a stack as a table."""
     elapsed = time.time() - state.started_at
     table = Table(

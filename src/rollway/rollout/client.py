@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from rollway.errors import RequestFailed, RolloutError, UsageError
-from rollway.http import server_message
+from rollway.http import read_error_message
 from rollway.rollout.completion import Assembly, Completion
 from rollway.rollout.sampling import Sampling
 from rollway.rollout.sender import (
@@ -198,7 +198,7 @@ class Rollouts(Sender):
             return trajectory.rollout("aborted", ticket.version)
         await self._refresh_workers(now=True)
         current = ticket.version == versions.current and not versions.changing
-        if current and self._still_serves(ticket, worker):
+        if current and self._is_still_current(ticket, worker):
             # No refit cut it: somebody aborted this rollout on purpose.
             return trajectory.rollout("aborted", ticket.version)
         if streamed and trajectory.sampling.has_penalties and trajectory.token_ids:
@@ -208,10 +208,10 @@ class Rollouts(Sender):
         trajectory.cut()
         return None
 
-    def _still_serves(self, ticket: Ticket, worker: int | None) -> bool:
+    def _is_still_current(self, ticket: Ticket, worker: int | None) -> bool:
         """Return whether the worker still serves the ticket's version; if not, another process is
         refitting it."""
-        return ticket.version is None or worker in self._versions.served_by(ticket.version)
+        return ticket.version is None or worker in self._versions.list_serving(ticket.version)
 
     def _request(
         self,
@@ -256,7 +256,7 @@ async def events(lines: AsyncIterator[bytes]) -> AsyncIterator[object]:
         except msgspec.DecodeError as error:
             raise RolloutError(f"The stream contains invalid JSON: {error}.") from error
         if isinstance(event, dict) and "choices" not in event:
-            message = server_message(data.decode(errors="replace"))
+            message = read_error_message(data.decode(errors="replace"))
             raise RolloutError(f"The stream ended with an error: {message}")
         yield event
     raise RolloutError("The stream broke off before [DONE].")

@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 from rollway.errors import RequestFailed, RolloutError, Unreachable, UsageError
 from rollway.http import Http, Retry
 from rollway.rollout.wire import COMPLETIONS, GENERATE, Wire, has_route
-from rollway.versions import Ticket, VersionBook
+from rollway.versions import FleetVersions, Ticket
 
 T = TypeVar("T")
 
@@ -49,10 +49,10 @@ class Sender:
         http: Http,
         frontend_url: str,
         model: str,
-        versions: VersionBook,
+        versions: FleetVersions,
         *,
         refresh: Callable[..., Awaitable[None]] | None = None,
-        confirms: Callable[[Ticket, int | None], Awaitable[bool]] | None = None,
+        still_serves: Callable[[Ticket, int | None], Awaitable[bool]] | None = None,
         concurrency: int = 256,
         timeout: float = 3600.0,
         patience: float = PATIENCE_SECONDS,
@@ -67,7 +67,7 @@ class Sender:
         self._url = f"{frontend_url.rstrip('/')}{wire.path}"
         self._versions = versions
         self._refresh = refresh
-        self._confirms = confirms
+        self._still_serves = still_serves
         self._slots = asyncio.Semaphore(concurrency)
         self._timeout = timeout
         self._patience = patience
@@ -122,7 +122,7 @@ class Sender:
     async def _ticket(self, trouble: Trouble, version: int | None = None) -> Ticket:
         """Wait until no refit blocks requests and a worker serves the version; return a ticket."""
         while True:
-            await self._versions.settled()
+            await self._versions.wait_open()
             try:
                 ticket = self._versions.ticket(version)
                 return ticket if self.wire.routed else replace(ticket, taint=None)
@@ -135,14 +135,14 @@ class Sender:
     async def _is_attributed(self, ticket: Ticket, worker: int | None) -> bool:
         """Return whether the answer was sampled from the ticket's version.
 
-        This process may not know of refits by other processes, so `confirms` asks the worker."""
+        This process may not know of refits by other processes, so `still_serves` asks the worker."""
         if ticket.version is None:
             return True
         if worker is None and ticket.taint is None and self.wire.routed:
             return False  # it migrated, and without a taint possibly to a worker of another version
-        if not self._versions.vouches(ticket, worker):
+        if not self._versions.attributes_to(ticket, worker):
             return False
-        return self._confirms is None or await self._confirms(ticket, worker)
+        return self._still_serves is None or await self._still_serves(ticket, worker)
 
     async def _refresh_workers(self, *, now: bool = False) -> None:
         if self._refresh is not None:
@@ -203,7 +203,7 @@ class Pins:
     another one is tried. With taints the router itself selects by version, and nothing is
     pinned."""
 
-    versions: VersionBook
+    versions: FleetVersions
     able: bool = True
     now: int | None = None
     _dead: set[int] = field(default_factory=set)
@@ -212,7 +212,7 @@ class Pins:
         """Pin a worker that serves the ticket's version, if there is one."""
         self.now = None
         if self.able and ticket.version is not None and ticket.taint is None:
-            good = [i for i in self.versions.served_by(ticket.version) if i not in self._dead]
+            good = [i for i in self.versions.list_serving(ticket.version) if i not in self._dead]
             self.now = random.choice(good) if good else None
 
     def exclude_current(self, ticket: Ticket) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rollway import private, processes
 from rollway.config import StackSpec
-from rollway.orders import SECRET, SECRET_FILE, stack_secret
+from rollway.orders import SECRET, SECRET_FILE, read_stack_secret
 from rollway.processes import ProcessId
 from rollway.stack import retention
 from rollway.stack.lease import Lease
@@ -72,7 +72,7 @@ class Children:
         # A stack that joins another shares its secret: otherwise each would refuse the other's
         # orders and offers.
         join = self.spec.join
-        self.secret = write_secret(run_dir, (join.secret or stack_secret()) if join else "")
+        self.secret = write_secret(run_dir, (join.secret or read_stack_secret()) if join else "")
         plan = plan_stack(
             self.spec, run_id=self.state.run_id, run_dir=run_dir, log_dir=log_dir, ports=ports
         )
@@ -148,7 +148,7 @@ class Children:
         """Kill what a dead process left in its session: vLLM's EngineCore and Worker processes."""
 
         def find_left() -> set[ProcessId]:
-            members = processes.members(self.state.run_id)
+            members = processes.find_members(self.state.run_id)
             return {process for process in members if _get_session(process.pid) == leader}
 
         memory = processes.end(find_left, 0.0)
@@ -162,7 +162,7 @@ class Children:
     def scan_memory(self) -> None:
         """Record the shared memory of living processes: after a SIGKILL nobody knows the names."""
         known = set(self.state.shared_memory)
-        segments = processes.find_shared_memory(processes.members(self.state.run_id))
+        segments = processes.find_shared_memory(processes.find_members(self.state.run_id))
         if not segments <= known:
             self.state.shared_memory = sorted(known | segments)
             self.write_state()
@@ -213,10 +213,10 @@ class Children:
             self.reap()
             if all(child.poll() is not None for child in self.running.values()):
                 break
-            memory |= processes.find_shared_memory(processes.members(self.state.run_id))
+            memory |= processes.find_shared_memory(processes.find_members(self.state.run_id))
             time.sleep(0.05)
         # Children of a child that has exited may still be on their way out: half a second.
-        memory |= processes.end(lambda: processes.members(self.state.run_id), 0.5)
+        memory |= processes.end(lambda: processes.find_members(self.state.run_id), 0.5)
         for child in self.running.values():
             child.poll()
         processes.reap({})

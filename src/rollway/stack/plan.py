@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from rollway.config import ModelSpec, RawArgs, StackSpec, is_loopback, slug
 from rollway.errors import SpecError, StartError
-from rollway.processes import run_environment
+from rollway.processes import make_run_environment
 from rollway.stack import machine
 from rollway.stack.lease import Lease
 from rollway.stack.preset import get_frontend_defaults, get_worker_defaults, merge_args
@@ -277,14 +277,14 @@ class _Planner:
             **env,
             **self.spec.env,
             **user_env,
-            **run_environment(self.run_id),
+            **make_run_environment(self.run_id),
         }
         return ProcessPlan(name, role, argv, whole_env, self.log_dir / f"{name}.log", ports)
 
     def _assign_gpus(self) -> dict[tuple[str, int], str]:
         """Assign consecutive GPUs to each worker; none on a machine without GPUs."""
         requested = self.spec.env.get("CUDA_VISIBLE_DEVICES")
-        available = machine.gpus() if requested is None else machine.parse_gpus(requested)
+        available = machine.list_gpus() if requested is None else machine.parse_gpus(requested)
         if not available:
             return {}
         workers = [

@@ -89,7 +89,7 @@ def get_worker_defaults(spec: StackSpec, model: ModelSpec) -> Defaults:
         env["DYN_STRUCTURAL_TAG"] = "false"
         # A stack that stops has no requests to drain; Dynamo would wait 5 s.
         env["DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS"] = "0.5"
-    if not machine.gpus():
+    if not machine.list_gpus():
         _add_cpu_profile(spec, model, args, env)
     return Defaults(args, env)
 
@@ -125,7 +125,7 @@ def _add_cpu_profile(spec: StackSpec, model: ModelSpec, args: RawArgs, env: dict
         {
             # vLLM's default binding pins every worker to the same core.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": str(max(1, machine.cores() // workers)),
+            "OMP_NUM_THREADS": str(max(1, machine.count_cores() // workers)),
             # Without `enforce-eager` the first start compiles; a cache saves later starts it.
             "TORCHINDUCTOR_CACHE_DIR": str(cache_dir() / "torchinductor"),
         }

@@ -189,7 +189,7 @@ class ServingCheck:
             "the model.",
             "Perhaps it could not load the model's files (a missing chat template, for example): "
             f"see {log or f'the log of {self._plan.frontend_url}'}.",
-            log_tail="\n".join(logs.telling_tail(log)) if log else "",
+            log_tail="\n".join(logs.read_error_tail(log)) if log else "",
         )
 
     async def _declare_base(self, instance: int) -> None:
@@ -201,7 +201,7 @@ class ServingCheck:
             try:
                 for listed in await discover(self._http, RlListing(self._plan.rl_url)):
                     if listed.instance_id == instance and listed.error is None:
-                        async with DynamoAdmin(self._http, secret=self._secret).held() as admin:
+                        async with DynamoAdmin(self._http, secret=self._secret).pinned() as admin:
                             if await admin.weight_version(listed) is None:
                                 await admin.set_taints(listed, [taint_of(BASE_VERSION)])
                                 await admin.declare_version(listed, BASE_VERSION)

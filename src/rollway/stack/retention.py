@@ -20,7 +20,7 @@ from pathlib import Path
 from rollway import private
 from rollway.errors import StartError
 from rollway.stack.locks import NamedLock
-from rollway.stack.state import StackDir, home, known_stacks
+from rollway.stack.state import StackDir, home, list_stacks
 
 EVENTS_BYTES = 2**20
 _BLOCK = 2**20
@@ -105,8 +105,8 @@ def record_names(log_dir: Path, names: Iterable[str]) -> None:
 
 def set_aside(log_dir: Path, stack: str) -> None:
     """Move the logs of the previous run to a directory below `earlier`."""
-    for state in known_stacks():
-        if state.name != stack and state.supervised and Path(state.log_dir) == log_dir:
+    for state in list_stacks():
+        if state.name != stack and state.is_supervised and Path(state.log_dir) == log_dir:
             return  # another stack writes its logs here
     files = _list_logs(log_dir)
     if not files:

@@ -96,14 +96,12 @@ class StackState(msgspec.Struct):
     """Fields for the spec of a stack that joins this one, without the secret."""
     error: dict[str, Any] | None = None
 
-    invitation = property(lambda self: self.join_spec)  # temporary
-
     @property
     def supervisor(self) -> ProcessId:
         return ProcessId(self.supervisor_pid, self.supervisor_start)
 
     @property
-    def supervised(self) -> bool:
+    def is_supervised(self) -> bool:
         """Whether the supervisor is alive."""
         # Start times count from boot, so after a reboot they could match another process.
         return self.boot == boot_id() and self.supervisor.alive
@@ -229,7 +227,7 @@ def secret_file(state: StackState) -> Path:
     return Path(state.run_dir) / SECRET_NAME
 
 
-def secret_of(state: StackState) -> str:
+def read_secret(state: StackState) -> str:
     """Read the secret of a run of this user; return an empty one if there is none to read."""
     try:
         return private.read_file(secret_file(state), 1 << 16).decode()
@@ -350,13 +348,13 @@ def _read_stacks() -> Iterator[tuple[StackDir, StackState | StateUnreadable]]:
                 yield directory, state
 
 
-def known_stacks() -> list[StackState]:
+def list_stacks() -> list[StackState]:
     """List every stack of this user that has a readable state, running or left behind."""
     states = [state for _, state in _read_stacks() if isinstance(state, StackState)]
     return [state for state in states if state.uid == os.getuid()]
 
 
-def unreadable_stacks() -> dict[str, str]:
+def list_unreadable_stacks() -> dict[str, str]:
     """Return the stacks of this user whose state is damaged, with the reason."""
     return {
         directory.name: error.reason

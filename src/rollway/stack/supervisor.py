@@ -141,8 +141,8 @@ class Supervisor:
         self._children.report(process, "failed", describe_exit(status))
         return StartError(
             f"{process.name} {describe_exit(status)} while the stack was starting.",
-            logs.hint(process.log),
-            log_tail="\n".join(logs.telling_tail(process.log)),
+            logs.find_hint(process.log),
+            log_tail="\n".join(logs.read_error_tail(process.log)),
         )
 
     def _make_timeout_error(self) -> StartError:
@@ -153,7 +153,7 @@ class Supervisor:
         return StartError(
             f"The stack was not ready after {self._spec.start_seconds:g} s; waiting for: {names}.",
             f"Give it more time with `start_seconds`, or see why in {log}.",
-            log_tail="\n".join(logs.telling_tail(log)),
+            log_tail="\n".join(logs.read_error_tail(log)),
         )
 
     def _become_ready(self) -> None:

@@ -109,14 +109,14 @@ def _check_values(config: Mapping[str, Any]) -> None:
         )
 
 
-def attached(offer: Offer, adapter: Adapter) -> Offer:
+def attach_adapter(offer: Offer, adapter: Adapter) -> Offer:
     """Return the offer of an adapter's tensors with the adapter in it, to be signed as one."""
     where = {**offer.where, _KEY: msgspec.to_builtins(adapter)}
     return msgspec.structs.replace(offer, where=where, mac="")
 
 
-def detached(offer: Offer) -> tuple[Offer, Adapter]:
-    """Return the transport's offer and the adapter that `attached` put together."""
+def detach_adapter(offer: Offer) -> tuple[Offer, Adapter]:
+    """Return the transport's offer and the adapter that `attach_adapter` put together."""
     where = dict(offer.where)
     try:
         adapter = msgspec.convert(where.pop(_KEY), Adapter)
@@ -142,11 +142,11 @@ def remove_abandoned() -> None:
     """Remove the adapters of workers that have ended without removing them."""
     for home in HOME.glob(f"{_PREFIX}*"):
         owners = list(home.glob(f"*{_OWNER}"))
-        if owners and all(leftovers.gone(path.name, 0.0) for path in owners):
+        if owners and all(leftovers.is_abandoned(path.name, 0.0) for path in owners):
             shutil.rmtree(home, ignore_errors=True)
 
 
-def take_home(place: str) -> Path:
+def create_adapter_home(place: str) -> Path:
     """Create the private directory of this worker's adapters, marked with this process."""
     remove_abandoned()
     home = home_of(place)
@@ -157,7 +157,7 @@ def take_home(place: str) -> Path:
         raise WeightsError(
             f"{home} is there already and is not this worker's.", "Remove it, or ask its owner to."
         )
-    (home / f"{leftovers.mark()}{_OWNER}").touch()
+    (home / f"{leftovers.writer_mark()}{_OWNER}").touch()
     return home
 
 

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rollway.weights.digest.checksums import by_triton, started_digests
+from rollway.weights.digest.checksums import start_digests, uses_triton
 
 if TYPE_CHECKING:
-    from rollway.weights.digest.gpu import Summing
+    from rollway.weights.digest.gpu import DigestKernel
 
 _LARGE = 16 << 20  # From this many bytes on, the cost of one more request does not matter
 _WORD = torch.int64
@@ -69,15 +69,15 @@ class SummedCopies:
     def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Prepare copies from (target, source) pairs, all on one device."""
         self.size = len(pairs)
-        self._kernel: Summing | None = None
+        self._kernel: DigestKernel | None = None
         fused: list[int] = []
-        if pairs and by_triton(pairs[0][0].device):
-            from rollway.weights.digest.gpu import Summing
+        if pairs and uses_triton(pairs[0][0].device):
+            from rollway.weights.digest.gpu import DigestKernel
 
             fused = [i for i, pair in enumerate(pairs) if all(map(_is_aligned_run, pair))]
             if fused:
                 targets, sources = zip(*(pairs[i] for i in fused), strict=True)
-                self._kernel = Summing(sources, targets)
+                self._kernel = DigestKernel(sources, targets)
         self._fused = fused
         self._others = {i: pairs[i] for i in sorted(set(range(len(pairs))) - set(fused))}
 
@@ -92,7 +92,7 @@ class SummedCopies:
         fused_digests = self._kernel.start() if self._kernel is not None else list
         copy_all(list(self._others.values()))
         targets = [target for target, _ in self._others.values()]
-        other_digests = started_digests(targets) if targets else list
+        other_digests = start_digests(targets) if targets else list
 
         def wait() -> list[str]:
             digests = [""] * self.size

@@ -37,7 +37,7 @@ def _find_fault(shape: Shape, boxes: tuple[Box, ...]) -> tuple[str, str] | None:
     """Return the fault and its fix, or None."""
     whole = Box.whole(shape)
     for box in boxes:
-        if len(box.start) != len(shape) or (shape and box.cut(whole) != box):
+        if len(box.start) != len(shape) or (shape and box.intersect(whole) != box):
             return (
                 f"has the shape {list(shape)}; {_show(box)} is outside of it.",
                 "Check the shapes and positions that the ranks report.",
@@ -72,7 +72,7 @@ def find_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
         for other in islice(ordered, i + 1, None):
             if other.start[axis] >= box.stop[axis]:
                 break
-            if box.cut(other):
+            if box.intersect(other):
                 return box, other
     return None
 

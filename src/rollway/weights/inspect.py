@@ -98,7 +98,7 @@ class Comparison:
         return {"equal": self.equal, **asdict(self)}
 
 
-def inventories(directory: Path) -> list[Inventory]:
+def list_inventories(directory: Path) -> list[Inventory]:
     """Return one inventory for a checkpoint, or one per rank for files of a trainer's ranks."""
     if not directory.is_dir():
         raise UsageError(f"There is no directory {directory}.", "Check the path.")

@@ -58,7 +58,7 @@ class Box:
         """The index that selects this box from a tensor or an array."""
         return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
 
-    def cut(self, other: Box) -> Box | None:
+    def intersect(self, other: Box) -> Box | None:
         """Return the intersection with `other`, or None if it is empty."""
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
@@ -70,7 +70,7 @@ class Box:
             tuple(b + d for b, d in zip(self.stop, by, strict=True)),
         )
 
-    def seen_from(self, origin: Shape) -> Box:
+    def relative_to(self, origin: Shape) -> Box:
         """Return this box in coordinates that begin at `origin`."""
         return self.shift(tuple(-a for a in origin))
 

@@ -22,7 +22,7 @@ PARTIAL, TRASH = "partial", "trash"
 _MARK = re.compile(r"(?P<place>[0-9a-f]{12})-(?P<pid>\d{1,10})-(?P<start>\d{1,20})")
 
 
-def mark() -> str:
+def writer_mark() -> str:
     """Return a text that names this process, for file names."""
     process = ProcessId.of(os.getpid())
     assert process is not None
@@ -31,10 +31,10 @@ def mark() -> str:
 
 def scratch_name(name: str, kind: str = PARTIAL) -> str:
     """Return a hidden name beside `name`, for files that readers must not see."""
-    return f".{name}.{mark()}.{kind}"
+    return f".{name}.{writer_mark()}.{kind}"
 
 
-def gone(name: str, idle_seconds: float) -> bool:
+def is_abandoned(name: str, idle_seconds: float) -> bool:
     """Return whether the writer of a file is dead, judged by the mark in the file's name.
 
     `idle_seconds` is the time since the last write; it decides for writers in other namespaces,

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from rollway.errors import WeightsError
-from rollway.orders import SECRET, stack_secret
+from rollway.orders import SECRET, read_stack_secret
 from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.layout import ELEMENT_BYTES
 from rollway.weights.untrusted import MOST_DIMS, MOST_NAME, check_shape
@@ -45,7 +45,7 @@ class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     repeatable: bool = True  # Whether a receiver that comes later can still receive this version
     mac: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{64})?\Z")] = ""
 
-    def signed(self, secret: str) -> Offer:
+    def sign(self, secret: str) -> Offer:
         """Return this offer with a signature, or unchanged if the secret is empty."""
         return msgspec.structs.replace(self, mac=_compute_mac(self, secret)) if secret else self
 
@@ -73,7 +73,7 @@ def parse_offer(raw: Mapping[str, Any]) -> Offer:
 def read_offer(raw: Mapping[str, Any], secret: str | None = None) -> Offer:
     """Return an offer if it is signed with `secret`, or by default with this stack's secret."""
     offer = parse_offer(raw)
-    secret = stack_secret() if secret is None else secret
+    secret = read_stack_secret() if secret is None else secret
     if not secret:
         raise WeightsError(
             "This worker was started without a secret, so it accepts no offer of weights.",
@@ -94,7 +94,7 @@ def _compute_mac(offer: Offer, secret: str) -> str:
     return hmac.new(secret.encode(), body, hashlib.sha256).hexdigest()
 
 
-class Lies(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PlacedBox(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A box of a Hugging Face tensor, and where it starts in a shard: `Placed`, for the wire."""
 
     name: Text
@@ -114,7 +114,7 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     nbytes: Count
     digest: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{16}|[0-9a-f]{32})?\Z")] = ""
     """Hexadecimal: 32 digits of `digest`, or 16 digits of the checksum `word_sum`."""
-    lies: tuple[Lies, ...] = ()
+    lies: tuple[PlacedBox, ...] = ()
     """The boxes that a shard contains; empty if this is a Hugging Face tensor itself."""
 
     @property
@@ -182,7 +182,7 @@ def check_entries(entries: Sequence[Entry], nbytes: int) -> None:
         raise WeightsError("A tensor is listed twice.", _PUBLISH_AGAIN)
 
 
-def _check_placed(entry: Entry, placed: Lies) -> None:
+def _check_placed(entry: Entry, placed: PlacedBox) -> None:
     """Raise unless the box is a box and has as many dimensions as its shard."""
     dims = {len(placed.start), len(placed.stop), len(placed.at), len(entry.shape)}
     if (

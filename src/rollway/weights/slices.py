@@ -29,7 +29,7 @@ class Slices:
     parameters: Mapping[str, str] = field(default_factory=dict)
     """The engine's parameter that each tensor is loaded into."""
 
-    def made_of(self, pieces: Mapping[str, list[Box]]) -> Slices:
+    def keep_whole_pieces(self, pieces: Mapping[str, list[Box]]) -> Slices:
         """Keep the slices that consist of whole pieces, which have digests of their own.
 
         The tensors of one parameter stay all sliced or all whole, because they are verified
@@ -38,16 +38,16 @@ class Slices:
             self.parameters[name]
             for name, box in self.boxes.items()
             if box is not None
-            and not all(piece.cut(box) in (None, piece) for piece in pieces.get(name, []))
+            and not all(piece.intersect(box) in (None, piece) for piece in pieces.get(name, []))
         }
         return self.without(unaligned)
 
-    def hollowed(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def zero_padded(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors, with each part at its place in a zero-padded whole tensor."""
         for name, tensor in tensors:
             box = self.boxes.get(name)
             if box is not None and box != Box.whole(self.shapes[name]):
-                tensor = hollow(tensor, box, self.shapes[name])
+                tensor = zero_pad(tensor, box, self.shapes[name])
             yield name, tensor
 
     def without(self, parameters: set[str]) -> Slices:
@@ -59,7 +59,7 @@ class Slices:
 WHOLE = Slices()
 
 
-def hollow(part: Tensor, box: Box, shape: Shape) -> Tensor:
+def zero_pad(part: Tensor, box: Box, shape: Shape) -> Tensor:
     """Return a zero-padded tensor of this shape with `part` at `box`."""
     import numpy as np
     import torch

@@ -2,7 +2,7 @@
 
 Three kinds of trainers are supported: a plain module (also under DDP), a module whose parameters
 are DTensors (FSDP2, tensor parallelism, or both), and Megatron-Core (`megatron.live`).
-A `Held` refers to the parameter's own memory: nothing is gathered or copied. If several ranks hold
+A `HeldTensor` refers to the parameter's own memory: nothing is gathered or copied. If several ranks hold
 the same tensor, one of them publishes it.
 """
 
@@ -24,7 +24,7 @@ _WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldTensor:
     """A tensor of this rank, and the boxes of Hugging Face tensors that it contains."""
 
     shard: Shard
@@ -34,7 +34,9 @@ class Held:
     owned_here: bool  # Whether this rank publishes it; exactly one of its replicas does
 
 
-def from_module(module: torch.nn.Module, *, replica: tuple[int, int] | None = None) -> list[Held]:
+def from_module(
+    module: torch.nn.Module, *, replica: tuple[int, int] | None = None
+) -> list[HeldTensor]:
     """Describe this rank's tensors of a model with Hugging Face names.
 
     Call it on every rank. Parameters that are DTensors count with their local part.
@@ -106,7 +108,7 @@ def _sharding_order(sizes: Shape, placements: Sequence[Any]) -> list[int]:
     return order + strided[::-1]
 
 
-def _describe_dtensor(name: str, tensor: DTensor) -> Held | None:
+def _describe_dtensor(name: str, tensor: DTensor) -> HeldTensor | None:
     """Return this rank's part; None outside the tensor's mesh, and if the part is empty."""
     mesh, placements = tensor.device_mesh, tensor.placements
     coordinate = mesh.get_coordinate()
@@ -133,9 +135,9 @@ def _describe_dtensor(name: str, tensor: DTensor) -> Held | None:
     return _describe(name, shape, box, local, publishing_replica(name, count) == index)
 
 
-def _describe(name: str, shape: Shape, box: Box, tensor: torch.Tensor, owned: bool) -> Held:
+def _describe(name: str, shape: Shape, box: Box, tensor: torch.Tensor, owned: bool) -> HeldTensor:
     shard = Shard(name, dtype_name(tensor), shape, box, Role.REPLICATED)
-    return Held(shard, tensor, [Piece(name, box, name, (0,) * len(shape))], owned)
+    return HeldTensor(shard, tensor, [Piece(name, box, name, (0,) * len(shape))], owned)
 
 
 def _list_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

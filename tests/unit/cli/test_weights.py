@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 from rollway.bench.plan import QWEN3_30B_A3B, SYNTHETIC_1T, measure
 from rollway.cli import main
 from rollway.weights.megatron.geometry import Topology
-from rollway.weights.planning.hf_model import hf_headers
+from rollway.weights.planning.scenario import hf_headers
 from tests.checkpoints import write_checkpoint
 
 SMALL = {

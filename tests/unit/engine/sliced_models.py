@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rollway.weights.checkpoint import TensorHeader
-from rollway.weights.planning.vllm_layout import engine_ranks, wants
+from rollway.weights.planning.vllm_layout import engine_ranks, engine_targets
 from tests.unit.weights.megatron_plans import DENSE as SMALL
 from tests.unit.weights.megatron_plans import MOE as SMALL_MOE
 
@@ -22,7 +22,7 @@ def engine(config: dict[str, Any], headers: Headers, tp: int, ep: int, rank: int
     """As far as anybody looks: the parameters of a rank, with their shapes."""
     shapes = {
         want.target: part.shape
-        for (want,) in wants(engine_ranks(config, tp, ep), headers).values()
+        for (want,) in engine_targets(engine_ranks(config, tp, ep), headers).values()
         if (part := want.parts[rank]) is not None
     }
     named = [(name, torch.empty(shape)) for name, shape in shapes.items()]

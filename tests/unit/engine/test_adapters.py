@@ -22,8 +22,8 @@ from rollway.weights import adapter as adapter_module
 from rollway.weights import leftovers
 from rollway.weights.adapter import (
     Adapter,
-    attached,
-    detached,
+    attach_adapter,
+    detach_adapter,
     directory_of,
     is_adapter,
     served_name,
@@ -47,8 +47,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_config_is_signed_with_the_offer() -> None:
-    sent = attached(OFFER, Adapter("style@1", CONFIG, "7")).signed("secret").as_json()
-    offer, adapter = detached(read_offer(sent, "secret"))
+    sent = attach_adapter(OFFER, Adapter("style@1", CONFIG, "7")).sign("secret").as_json()
+    offer, adapter = detach_adapter(read_offer(sent, "secret"))
     assert offer.where == OFFER.where and adapter.config == CONFIG
     sent["where"]["adapter"]["config"]["lora_alpha"] = 400
     with pytest.raises(WeightsError, match="not signed"):
@@ -70,7 +70,7 @@ def test_the_directory_is_derived_and_never_given() -> None:
 def test_a_name_that_nobody_makes_is_refused(served: str) -> None:
     where = {**OFFER.where, "adapter": {"served": served, "config": CONFIG, "place": ""}}
     with pytest.raises(WeightsError, match="no offer of an adapter"):
-        detached(Offer("shm", 3, "a" * 32, 10, where))
+        detach_adapter(Offer("shm", 3, "a" * 32, 10, where))
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_a_name_that_nobody_makes_is_refused(served: str) -> None:
 )
 def test_what_vllm_would_pass_over_is_refused(field: str) -> None:
     with pytest.raises(UsageError, match=field):
-        detached(attached(OFFER, Adapter("style@1", {**CONFIG, field: {"q": 1}}, "")))
+        detach_adapter(attach_adapter(OFFER, Adapter("style@1", {**CONFIG, field: {"q": 1}}, "")))
 
 
 def test_names_and_versions_are_checked() -> None:
@@ -90,10 +90,10 @@ def test_names_and_versions_are_checked() -> None:
 
 
 def test_what_dead_workers_left_is_removed(home: Path) -> None:
-    mine = adapter_module.take_home("mine")
+    mine = adapter_module.create_adapter_home("mine")
     dead = adapter_module.home_of("dead")
     dead.mkdir()
-    place = leftovers.mark().split("-")[0]
+    place = leftovers.writer_mark().split("-")[0]
     (dead / f"{place}-4194304-1.owner").touch()
     adapter_module.remove_abandoned()
     assert mine.is_dir() and not dead.exists()
@@ -105,11 +105,11 @@ def test_a_directory_that_is_not_ours_is_not_used(home: Path) -> None:
     elsewhere.mkdir(mode=0o700)
     adapter_module.home_of("w").symlink_to(elsewhere)
     with pytest.raises((WeightsError, FileExistsError)):
-        adapter_module.take_home("w")
+        adapter_module.create_adapter_home("w")
     adapter_module.home_of("open").mkdir()
     os.chmod(adapter_module.home_of("open"), 0o777)  # noqa: PTH101
     with pytest.raises(WeightsError, match="not this worker's"):
-        adapter_module.take_home("open")
+        adapter_module.create_adapter_home("open")
 
 
 # --- inside a worker -----------------------------------------------------------------------------
@@ -175,7 +175,7 @@ def test_what_the_layers_hold_is_compared_bit_by_bit() -> None:
     adapters = engine.Adapters(worker, None)
     with ShmPublisher() as publisher:
         offer = publisher.publish(1, q_proj().items())
-        adapters.receive(attached(offer, Adapter("style@1", CONFIG, "w")), "")
+        adapters.receive(attach_adapter(offer, Adapter("style@1", CONFIG, "w")), "")
         arrival = adapters._arrivals["style@1"]
         assert arrival.task is not None and arrival.task.wait(30)
     adapters.check_ready("style@1")
@@ -210,7 +210,7 @@ def test_one_that_is_dropped_on_its_way_leaves_nothing(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(engine, "reader_for", lambda offer, kept: Slow())
     adapters = engine.Adapters(Engine(), None)
-    offer = attached(OFFER, Adapter("style@1", CONFIG, "w"))
+    offer = attach_adapter(OFFER, Adapter("style@1", CONFIG, "w"))
     adapters.receive(offer, "")
     arrival = adapters._arrivals["style@1"]
     adapters.discard("style@1")
@@ -230,10 +230,14 @@ def test_a_version_names_one_set_of_weights() -> None:
     pytest.importorskip("vllm")
     adapters = engine.Adapters(Engine(), None)
     with ShmPublisher() as publisher:
-        first = attached(publisher.publish(1, q_proj().items()), Adapter("style@1", CONFIG, "w"))
+        first = attach_adapter(
+            publisher.publish(1, q_proj().items()), Adapter("style@1", CONFIG, "w")
+        )
         adapters.receive(first, "")
         adapters.receive(first, "")  # asked again: the same
-        other = attached(publisher.publish(2, q_proj(1).items()), Adapter("style@1", CONFIG, "w"))
+        other = attach_adapter(
+            publisher.publish(2, q_proj(1).items()), Adapter("style@1", CONFIG, "w")
+        )
         with pytest.raises(RuntimeError, match="already names other weights"):
             adapters.receive(other, "")
         adapters.discard("style@1")

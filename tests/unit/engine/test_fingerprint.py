@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollway.engine.fingerprint import Proof, fingerprint
-from rollway.weights.digest.bits import word_sum
+from rollway.weights.digest.checksums import word_sum
 
 HIDDEN = 8
 

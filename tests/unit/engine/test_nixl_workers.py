@@ -16,10 +16,10 @@ from rollway.errors import UsageError, WeightsError
 from rollway.orders import SECRET
 from rollway.weights.layout import Box, Piece, Shard
 from rollway.weights.offer import Offer
-from rollway.weights.planning.trainers import fsdp_sources
+from rollway.weights.planning.sources import fsdp_sources
 from rollway.weights.planning.vllm_layout import engine_ranks
 from rollway.weights.slices import Slices
-from rollway.weights.sources import Held, from_module
+from rollway.weights.sources import HeldTensor, from_module
 from rollway.weights.transports.nixl import NixlPublisher, NixlReader
 from rollway.weights.transports.nixl.catalog_http import CatalogServer, HttpCatalog
 from tests.unit.engine.sliced_models import DENSE, MOE, engine
@@ -271,4 +271,4 @@ def test_wrong_use_is_refused() -> None:
         stray = [Piece("o_proj.weight", Box((0, 0), (4, 4)), "elsewhere", (0, 0))]
         shard = Shard("a", "F32", (2,), Box((0,), (2,)))
         with pytest.raises(UsageError, match="is in elsewhere, which is not published"):
-            publisher.publish(0, [Held(shard, torch.ones(2), stray, True)])
+            publisher.publish(0, [HeldTensor(shard, torch.ones(2), stray, True)])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rollway.engine.slices import Slices, hollow, slices
+from rollway.engine.slices import Slices, slices, zero_pad
 from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.layout import Box
 from rollway.weights.planning.vllm_layout import cells, engine_ranks
@@ -25,7 +25,7 @@ def test_every_part_is_made_of_cells(config: dict[str, Any], tp: int, ep: int) -
     pieces = {name: list(cells(name, headers, 8)) for name in headers}
     for place, rank in enumerate(engine_ranks(config, tp, ep)):
         mine = slices(rank, headers, engine(config, headers, tp, ep, place))
-        assert mine.made_of(pieces).boxes == mine.boxes
+        assert mine.keep_whole_pieces(pieces).boxes == mine.boxes
         assert "model.norm.weight" not in mine.boxes
         assert "model.embed_tokens.weight" in mine.boxes
         assert mine.boxes["model.layers.0.self_attn.q_proj.weight"] is not None
@@ -69,15 +69,15 @@ def test_parts_that_cannot_be_proved_are_taken_whole_with_those_they_are_fused_w
     pieces = {name: list(cells(name, headers, 2)) for name in headers}
     cut_elsewhere = "model.layers.1.self_attn.k_proj.weight"
     pieces[cut_elsewhere] = [Box.whole(headers[cut_elsewhere].shape)]
-    left_out = mine.boxes.keys() - mine.made_of(pieces).boxes.keys()
+    left_out = mine.boxes.keys() - mine.keep_whole_pieces(pieces).boxes.keys()
     assert left_out == {f"model.layers.1.self_attn.{part}_proj.weight" for part in "qkv"}
-    assert mine.made_of({}).boxes == mine.boxes  # nothing is cut through
+    assert mine.keep_whole_pieces({}).boxes == mine.boxes  # nothing is cut through
 
 
 def test_a_hollow_tensor_costs_what_is_in_it() -> None:
     before = _resident()
     part = torch.ones(16, 1 << 14)
-    made = hollow(part, Box((100, 0), (116, 1 << 14)), (1 << 14, 1 << 14))  # 1 GiB
+    made = zero_pad(part, Box((100, 0), (116, 1 << 14)), (1 << 14, 1 << 14))  # 1 GiB
     assert made.shape == (1 << 14, 1 << 14) and made.dtype == torch.float32
     assert torch.equal(made[100:116], part)
     assert made[99].sum() == made[116].sum() == 0
@@ -87,7 +87,7 @@ def test_a_hollow_tensor_costs_what_is_in_it() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int64])
 def test_a_hollow_tensor_of_any_dtype(dtype: torch.dtype) -> None:
     part = torch.ones(2, 3).to(dtype)
-    made = hollow(part, Box((1, 2), (3, 5)), (4, 6))
+    made = zero_pad(part, Box((1, 2), (3, 5)), (4, 6))
     assert made.dtype == dtype
     assert made.float().sum() == 6 and torch.equal(made[1:3, 2:5].float(), part.float())
 

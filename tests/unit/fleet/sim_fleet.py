@@ -443,7 +443,7 @@ class SimAdmin:
         """`then` is called at the last of this number of calls."""
 
     @asynccontextmanager
-    async def held(self) -> AsyncIterator[SimAdmin]:
+    async def pinned(self) -> AsyncIterator[SimAdmin]:
         yield SimAdmin(self.world, self._owner)
 
     async def _call(

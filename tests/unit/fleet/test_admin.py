@@ -154,14 +154,14 @@ async def test_an_adapter_whose_name_is_in_use_is_reloaded() -> None:
     assert calls[4][1]["source"] == {"uri": "file:///adapters/b"}
 
 
-async def test_a_held_line_never_reaches_a_second_process() -> None:
+async def test_a_pinned_connection_never_reaches_a_second_process() -> None:
     drop = [False]
 
     def script(route: str, body: dict[str, Any]) -> Any:
         return None if drop[0] else {"status": "ok", "version": 3}
 
     async with worker(script) as (target, calls), Http() as http:
-        async with DynamoAdmin(http).held() as connection:
+        async with DynamoAdmin(http).pinned() as connection:
             assert await connection.weight_version(target) == 3
             assert await connection.weight_version(target) == 3
             drop[0] = True

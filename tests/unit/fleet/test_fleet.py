@@ -59,7 +59,7 @@ async def test_a_refit_moves_every_worker(checkpoint: Path) -> None:
         report = await fleet.refit(7, checkpoint)
         assert fleet.versions.current == 7
         assert fleet.versions.by_worker == {1: 7, 2: 7}
-        assert not fleet.versions.moving
+        assert not fleet.versions.is_closed
     assert [worker.state for worker in report.workers] == ["serving", "serving"]
     for worker in workers:
         assert worker.calls == [
@@ -116,7 +116,7 @@ async def test_a_failed_pause_undoes_the_others(checkpoint: Path) -> None:
         fleet = Fleet(http, url)
         with pytest.raises(RefitError, match="engine is busy") as failure:
             await fleet.refit(7, checkpoint)
-        assert not fleet.versions.moving
+        assert not fleet.versions.is_closed
         assert fleet.versions.current is None
         assert {w.state for w in failure.value.report.workers} == {"restored"}
     assert good.taints == ["rollway-v0"]
@@ -142,7 +142,7 @@ async def test_an_update_is_sent_once_and_its_worker_stays_paused(checkpoint: Pa
     assert [worker.state for worker in failure.value.report.workers] == ["serving", "in doubt"]
 
 
-async def test_a_refit_that_is_cancelled_vouches_only_for_what_it_knows(checkpoint: Path) -> None:
+async def test_a_cancelled_refit_marks_only_verified_workers_as_serving(checkpoint: Path) -> None:
     quick, slow = FakeWorker(1), FakeWorker(2, fail={"update_weights_from_disk": 1.0})
     async with fake_fleet(quick, slow) as url, Http() as http:
         fleet = Fleet(http, url)
@@ -156,7 +156,7 @@ async def test_a_refit_that_is_cancelled_vouches_only_for_what_it_knows(checkpoi
             await task
         assert fleet.versions.by_worker == {1: 7}
         assert fleet.versions.current == 7
-        assert not fleet.versions.moving and not fleet.versions.changing
+        assert not fleet.versions.is_closed and not fleet.versions.changing
     assert slow.paused and slow.version == leaving_label(0) and slow.taints == []
 
 
@@ -182,7 +182,7 @@ async def test_a_refit_cancelled_while_pausing_changes_nothing(checkpoint: Path)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert not fleet.versions.moving
+        assert not fleet.versions.is_closed
     assert not quick.paused
     assert "resume_generation" in slow.calls  # its pause may have been on its way
 

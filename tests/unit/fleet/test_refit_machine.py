@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from rollway.errors import RollwayError, UsageError
-from rollway.fleet.canary import canary
+from rollway.fleet.canary import make_canary
 from rollway.fleet.fleet import Fleet
 from rollway.fleet.report import RefitMode
 from rollway.fleet.worker_refit import WorkerRefit
 from rollway.rollout.client import Rollout, Rollouts
 from rollway.rollout.sampling import Sampling
-from rollway.versions import VersionBook, taint_of
+from rollway.versions import FleetVersions, taint_of
 from tests.soak import examples
 from tests.unit.fleet import sim_fleet
 from tests.unit.fleet.sim_fleet import OP, Call, SimAdmin, SimLoop, SimUpdate, SimWorker, World
@@ -49,17 +49,17 @@ class Coordinator:
             http,
             "sim",
             admin=self.admin,  # type: ignore[arg-type]
-            canary=canary(http, "sim", "m"),
+            canary=make_canary(http, "sim", "m"),
             replace=self._replace if replacing else None,
             guard=lambda: world.lock,  # type: ignore[arg-type, return-value]
             supervised=lambda _: world.supervised,
-            shelf=world,
+            record=world,
         )
         self.versions = self.fleet.versions
         self.fleet.observer = world.observe
         self.versions.tainted = world.supervised
         bounds = {"timeout": 200.0, "patience": 10.0}
-        checks = {"refresh": self.fleet.refresh, "confirms": self.fleet.confirms}
+        checks = {"refresh": self.fleet.refresh, "still_serves": self.fleet.still_serves}
         self.rollouts = Rollouts(http, "sim", "m", self.versions, **checks, **bounds)
         self.under_way: Tasks = set()
         self.sampling: Tasks = set()
@@ -209,7 +209,7 @@ class Coordinator:
         if current < self._seen:
             self.world.broken(f"the current version went from {self._seen} to {current}")
         self._seen = current
-        shut = self.versions.moving and not self.user_paused
+        shut = self.versions.is_closed and not self.user_paused
         if not self.under_way and (self.versions.changing or shut):
             self.world.broken(f"nothing is under way, changing={self.versions.changing}, {shut=}")
 
@@ -648,13 +648,13 @@ def nothing(patch: pytest.MonkeyPatch) -> None: ...
 
 def late_answers_are_believed(patch: pytest.MonkeyPatch) -> None:
     """Requests that arrive late are aborted, but a stalled router sends even later."""
-    patch.setattr(VersionBook, "mark_entered", lambda *_: None)
+    patch.setattr(FleetVersions, "mark_entered", lambda *_: None)
 
 
 def no_salt(patch: pytest.MonkeyPatch) -> None:
-    real = VersionBook.ticket
+    real = FleetVersions.ticket
     patch.setattr(
-        VersionBook, "ticket", lambda self, version=None: replace(real(self, version), salt=None)
+        FleetVersions, "ticket", lambda self, version=None: replace(real(self, version), salt=None)
     )
 
 
@@ -698,11 +698,11 @@ def updates_are_sent_again(patch: pytest.MonkeyPatch) -> None:
 
 
 def versions_go_back(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(VersionBook, "claim", lambda *_: None)
+    patch.setattr(FleetVersions, "claim", lambda *_: None)
 
 
 def the_gate_stays_shut(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(VersionBook, "open", lambda _: None)
+    patch.setattr(FleetVersions, "open", lambda _: None)
 
 
 def every_answer_is_believed(patch: pytest.MonkeyPatch) -> None:

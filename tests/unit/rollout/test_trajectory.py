@@ -19,7 +19,7 @@ from rollway.rollout.client import Rollouts
 from rollway.rollout.sampling import Sampling
 from rollway.rollout.trajectory import Rollout, Trajectory
 from rollway.rollout.wire import Completion
-from rollway.versions import VersionBook
+from rollway.versions import FleetVersions
 
 
 def leg(count: int, reason: Any = "aborted", start: int = 0, worker: int = 1) -> Completion:
@@ -96,8 +96,8 @@ def answer(ids: list[int], prompt: int, detailed: str = "length", extra: int = 0
     }
 
 
-def book(version: int = 1, *, tainted: bool = True) -> VersionBook:
-    made = VersionBook()
+def book(version: int = 1, *, tainted: bool = True) -> FleetVersions:
+    made = FleetVersions()
     made.learn({1: version})
     made.tainted = tainted
     return made
@@ -166,12 +166,12 @@ async def test_a_rollout_is_in_flight_from_its_request_to_its_result() -> None:
         seen.append(rollouts.in_flight)
         return answer([5], 3)
 
-    async def confirms(*_: Any) -> bool:
+    async def still_serves(*_: Any) -> bool:
         seen.append(rollouts.in_flight)
         return True
 
     versions = book()
-    rollouts = Rollouts(Scripted(sent), "http://f", "m", versions, confirms=confirms)
+    rollouts = Rollouts(Scripted(sent), "http://f", "m", versions, still_serves=still_serves)
     versions.close()
     waiting = asyncio.create_task(rollouts.generate([1, 2, 3]))
     await asyncio.sleep(0.01)

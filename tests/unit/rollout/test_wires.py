@@ -18,7 +18,7 @@ from rollway.rollout.client import Rollouts, events
 from rollway.rollout.sampling import Sampling
 from rollway.rollout.teacher import _read, flatten
 from rollway.rollout.wire import COMPLETIONS, GENERATE, VLLM, Wire, wire_named
-from rollway.versions import VersionBook
+from rollway.versions import FleetVersions
 from tests.unit.rollout.headers import JSON
 
 SAMPLING = Sampling(max_tokens=4)
@@ -209,7 +209,7 @@ async def test_a_route_that_is_not_there_is_said_at_once() -> None:
         async def post(self, url: str, body: Any, **_: Any) -> Any:
             raise RequestFailed("no such route", status=404)
 
-    rollouts = Rollouts(Missing(), "http://f", "m", VersionBook(), wire=GENERATE)
+    rollouts = Rollouts(Missing(), "http://f", "m", FleetVersions(), wire=GENERATE)
     with pytest.raises(RolloutError, match="has no route") as refused:
         await rollouts.generate([1])
     assert "DYN_VLLM_ENABLE_INFERENCE_V1_GENERATE" in refused.value.hint

@@ -37,7 +37,7 @@ def option(argv: list[str], name: str) -> str:
 
 @pytest.fixture(autouse=True)
 def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "gpus", list)
+    monkeypatch.setattr(machine, "list_gpus", list)
 
 
 def test_every_worker_has_its_own_kv_event_socket_and_system_port(plan_for: Any) -> None:
@@ -142,7 +142,7 @@ def test_every_model_has_its_own_endpoint(plan_for: Any) -> None:
 def test_each_worker_gets_as_many_gpus_as_its_tensor_parallel_size(
     plan_for: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "gpus", lambda: ["0", "1", "2", "3"])
+    monkeypatch.setattr(machine, "list_gpus", lambda: ["0", "1", "2", "3"])
     workers = plan_for(model={"tensor_parallel": 2}).by_role("worker")
     assert [w.env["CUDA_VISIBLE_DEVICES"] for w in workers] == ["0,1", "2,3"]
     assert "--enforce-eager" not in workers[0].argv  # the CPU profile is for CPUs

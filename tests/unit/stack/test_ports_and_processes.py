@@ -108,7 +108,7 @@ def test_a_process_whose_name_is_not_utf8_is_listed() -> None:
     try:
         assert odd.stdout is not None and odd.stdout.readline() == "up\n"
         assert ProcessId.of(odd.pid) is not None
-        assert ProcessId.of(odd.pid) in processes.descendants(os.getpid())
+        assert ProcessId.of(odd.pid) in processes.find_descendants(os.getpid())
     finally:
         odd.kill()
         odd.wait()
@@ -132,27 +132,27 @@ def test_an_orphan_that_changed_its_name_is_found() -> None:
     run_id = f"test{os.getpid()}"
     parent = subprocess.Popen(
         [sys.executable, "-c", ORPHAN],
-        env={**os.environ, **processes.run_environment(run_id)},
+        env={**os.environ, **processes.make_run_environment(run_id)},
         stdout=subprocess.PIPE,
         start_new_session=True,
     )
     assert parent.stdout is not None and parent.stdout.readline() == b"up\n"
-    assert len(processes.members(run_id)) == 2
+    assert len(processes.find_members(run_id)) == 2
     parent.kill()
     parent.wait()
-    (orphan,) = processes.members(run_id)
+    (orphan,) = processes.find_members(run_id)
     assert b"EngineCore" in Path(f"/proc/{orphan.pid}/cmdline").read_bytes()
-    assert processes.end(lambda: processes.members(run_id), grace_seconds=0.0) == set()
-    assert processes.members(run_id) == set()
+    assert processes.end(lambda: processes.find_members(run_id), grace_seconds=0.0) == set()
+    assert processes.find_members(run_id) == set()
 
 
 def test_processes_of_other_runs_are_not_members() -> None:
     other = subprocess.Popen(
-        ["sleep", "60"], env={**os.environ, **processes.run_environment("other-run")}
+        ["sleep", "60"], env={**os.environ, **processes.make_run_environment("other-run")}
     )
     try:
-        assert {p.pid for p in processes.members("other-run")} == {other.pid}
-        assert processes.members("other") == set()
+        assert {p.pid for p in processes.find_members("other-run")} == {other.pid}
+        assert processes.find_members("other") == set()
     finally:
         other.kill()
         other.wait()
@@ -189,14 +189,14 @@ def test_shared_memory_of_a_process_that_ended_on_its_own_is_known() -> None:
     run_id, name = f"leaver{os.getpid()}", f"rollway-test-leaver-{os.getpid()}"
     owner = subprocess.Popen(
         [sys.executable, "-c", SEGMENT.format(name=name).replace("sleep(60)", "sleep(0.5)")],
-        env={**os.environ, **processes.run_environment(run_id)},
+        env={**os.environ, **processes.make_run_environment(run_id)},
         stdout=subprocess.PIPE,
     )
     assert owner.stdout is not None and owner.stdout.readline() == b"up\n"
 
     def find_left() -> set[ProcessId]:
         owner.poll()
-        return processes.members(run_id)
+        return processes.find_members(run_id)
 
     assert processes.end(find_left, 20.0) == {name}
     assert owner.wait(10) == 0  # `find_left` may see its end before `poll` does
@@ -216,12 +216,12 @@ def test_a_process_that_keeps_forking_is_killed_with_all_its_children() -> None:
     run_id = f"breeder{os.getpid()}"
     parent = subprocess.Popen(
         [sys.executable, "-c", BREEDER],
-        env={**os.environ, **processes.run_environment(run_id)},
+        env={**os.environ, **processes.make_run_environment(run_id)},
         stdout=subprocess.PIPE,
     )
     assert parent.stdout is not None and parent.stdout.readline() == b"up\n"
-    processes.end(lambda: processes.members(run_id), grace_seconds=0.1)
-    assert processes.members(run_id) == set()
+    processes.end(lambda: processes.find_members(run_id), grace_seconds=0.1)
+    assert processes.find_members(run_id) == set()
     parent.wait()
 
 

@@ -13,7 +13,7 @@ from rollway.stack.preset import UNIPROCESS, Defaults, worker_defaults
 
 @pytest.fixture
 def defaults(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(machine, "gpus", list)
+    monkeypatch.setattr(machine, "list_gpus", list)
 
     def make(**model: Any) -> Defaults:
         spec = load_spec({"name": "t", "models": [{"path": "org/model", **model}]})

@@ -437,7 +437,7 @@ class FarNode:
         self.wait_until_unsupervised = SimpleNamespace(remote=lambda: self.over)
         self.replace = SimpleNamespace(remote=self._replace)
         self.fleet = SimpleNamespace(
-            supervised_by=lambda replace: setattr(self, "replace_worker", replace),
+            set_supervisor=lambda replace: setattr(self, "replace_worker", replace),
             workers=self._workers,
             pause=self._pause,
         )
@@ -478,7 +478,7 @@ async def far(monkeypatch: pytest.MonkeyPatch, engines: Engines) -> FarNode:
         yield SimpleNamespace(
             name=spec.name,
             frontend_url="http://127.0.0.1:9",
-            invitation=INVITATION,
+            join_spec=INVITATION,
             rollouts=lambda **_: engines,
             weights_secret="s",
             fleet=node.fleet,

@@ -23,7 +23,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from rollway.engine.receivers import Receiver, receiver_for
+from rollway.engine.receivers import reader_for
 from rollway.errors import UsageError, WeightsError
 from rollway.integrations.verl import publish
 from rollway.integrations.verl.options import WeightOptions
@@ -32,6 +32,7 @@ from rollway.integrations.verl.spec import find_tied_names
 from rollway.integrations.verl.weight_stream import WeightStream, iterate
 from rollway.integrations.verl.weights import PoolInfo, UpdateReply
 from rollway.weights.offer import Offer, parse_offer
+from rollway.weights.transports.base import Reader
 from rollway.weights.transports.choose import Destination, open_publisher
 from rollway.weights.transports.cuda_ipc import CudaIpcPublisher, CudaIpcReader
 from rollway.weights.transports.shm import ShmPublisher, ShmReader
@@ -76,7 +77,7 @@ class Pool:
     """The number that `info` returns, if it is not the true one."""
     version: int = 0
     served: Tensors = field(default_factory=dict)
-    readers: dict[str, Receiver] = field(default_factory=dict)
+    readers: dict[str, Reader] = field(default_factory=dict)
     fails: bool = False
     refuses: bool = False
     tied: frozenset[str] = frozenset()
@@ -106,7 +107,7 @@ class Pool:
         return UpdateReply(self._describe(self.receivers), figures={"seconds": 0.5})
 
     def _read(self, offer: Offer) -> Tensors:
-        reader = receiver_for(offer, self.readers)
+        reader = reader_for(offer, self.readers)
         return {name: tensor.clone() for name, tensor in reader.tensors(offer)}
 
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from rollway.engine.receivers import reader_for
 from rollway.errors import RollwayError
-from rollway.weights.digest.bits import raw_bytes
+from rollway.weights.digest.checksums import raw_bytes
 from rollway.weights.offer import parse_offer
 from rollway.weights.transports.base import Reader
 from rollway.weights.transports.collective import CollectivePublisher

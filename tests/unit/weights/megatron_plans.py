@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from rollway.weights.checkpoint import TensorHeader
-from rollway.weights.planning.hf_model import hf_headers
+from rollway.weights.planning.scenario import hf_headers
 from tests.unit.weights.planned import DTYPE, Model, some_model
 
 MOE: dict[str, Any] = {

@@ -13,20 +13,20 @@ from rollway.weights.megatron.describe import describe
 from rollway.weights.megatron.geometry import ModelGeometry, Topology
 from rollway.weights.megatron.names import NameMap
 from rollway.weights.megatron.pieces import pieces
-from rollway.weights.sources import Held
+from rollway.weights.sources import HeldTensor
 from rollway.weights.translate import from_hf
 
 
 def held_by_ranks(
     directory: Path, tensors: Mapping[str, torch.Tensor], topology: Topology
-) -> list[list[Held]]:
+) -> list[list[HeldTensor]]:
     config = json.loads((directory / "config.json").read_text())
     names = NameMap(config["model_type"], ModelGeometry.from_hf_config(config))
     model = describe(read_headers(directory), names, topology)
     local = from_hf(tensors, model)
     return [
         [
-            Held(
+            HeldTensor(
                 shard,
                 local[rank][name].view(shard.box.shape),
                 pieces(shard, layout.names[name], names.geometry),

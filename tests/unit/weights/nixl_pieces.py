@@ -13,8 +13,8 @@ import torch
 from rollway.weights.layout import Box, Piece, Shard
 from rollway.weights.offer import Offer
 from rollway.weights.planning.sources import Source
-from rollway.weights.planning.targets import Described
-from rollway.weights.sources import Held
+from rollway.weights.planning.targets import TensorInfo
+from rollway.weights.sources import HeldTensor
 from rollway.weights.transports.nixl import NixlReader
 from tests.unit.weights.nixl_source import Tensors
 from tests.unit.weights.planned import held_by
@@ -38,8 +38,8 @@ def same(actual: Tensors, expected: Tensors) -> bool:
 
 
 def held_tensors(
-    source: Source, model: dict[str, Any], shapes: Mapping[str, Described] | None = None
-) -> list[Held]:
+    source: Source, model: dict[str, Any], shapes: Mapping[str, TensorInfo] | None = None
+) -> list[HeldTensor]:
     """Return what a rank holds of a model; `shapes` are those of the whole tensors."""
     held = []
     for name, array in held_by(source, model).items():
@@ -50,5 +50,5 @@ def held_tensors(
         ]
         shape = shapes[name].shape if shapes else tuple(array.shape)
         shard = Shard(name, offer.holding.dtype, shape, Box.whole(tuple(array.shape)))
-        held.append(Held(shard, torch.from_numpy(array), pieces, True))
+        held.append(HeldTensor(shard, torch.from_numpy(array), pieces, True))
     return held

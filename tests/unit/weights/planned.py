@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from rollway.weights.layout import Box
 from rollway.weights.planning.costs import Method
 from rollway.weights.planning.sources import Source
-from rollway.weights.planning.targets import LocalTensor, Wants
+from rollway.weights.planning.targets import LocalTensor, Targets
 from rollway.weights.planning.transfers import Plan, Transfer
 
 Array = NDArray[np.int32]
@@ -48,7 +48,7 @@ def held_by(source: Source, model: Model) -> Model:
     return arrays
 
 
-def carried_out(plan: Plan, sources: list[Source], model: Model, wants: Wants) -> list[Model]:
+def carried_out(plan: Plan, sources: list[Source], model: Model, wants: Targets) -> list[Model]:
     """Return what every receiver has afterwards; fail if an element is written twice."""
     held = {source.name: held_by(source, model) for source in sources}
     received = []
@@ -89,7 +89,7 @@ def _carry(transfer: Transfer, array: Array, mine: Model) -> int:
     return moved
 
 
-def expected(model: Model, wants: Wants, number: int) -> Model:
+def expected(model: Model, wants: Targets, number: int) -> Model:
     """Return what a receiver should have, straight from the whole tensors."""
     mine: Model = {}
     for name, several in wants.items():

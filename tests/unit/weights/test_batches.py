@@ -52,9 +52,9 @@ def one_thread() -> Iterator[None]:
 def way(monkeypatch: pytest.MonkeyPatch, triton: bool) -> str:
     """Make Triton available, or not."""
     if triton and GPU:
-        assert checksums.by_triton(torch.device("cuda"))
+        assert checksums.uses_triton(torch.device("cuda"))
     for module in (checksums, changes, copies):
-        monkeypatch.setattr(module, "by_triton", lambda device: triton and device.type == DEVICE)
+        monkeypatch.setattr(module, "uses_triton", lambda device: triton and device.type == DEVICE)
     return "triton" if triton else "torch"
 
 
@@ -91,7 +91,7 @@ def shifted(tensor: Tensor, draw: random.Random) -> Tensor:
 def plainly(tensor: Tensor) -> str:
     """Its digest by torch, on a CPU."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checksums, "by_triton", lambda device: False)
+        patch.setattr(checksums, "uses_triton", lambda device: False)
         return digest(tensor.cpu())
 
 

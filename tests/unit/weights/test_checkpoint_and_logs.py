@@ -118,15 +118,15 @@ def test_the_tail_ends_with_the_error_that_matters(tmp_path: Path) -> None:
     lines = [f"line {i}" for i in range(50)]
     lines.insert(30, "ValueError: No common block size for 16")
     log.write_text("\n".join(lines))
-    shown = logs.telling_tail(log, 5)
+    shown = logs.read_error_tail(log, 5)
     assert any("ValueError" in line for line in shown)
-    assert "multiple of 32" in logs.hint(log)
+    assert "multiple of 32" in logs.find_hint(log)
 
 
 def test_an_unknown_failure_points_to_the_log(tmp_path: Path) -> None:
     log = tmp_path / "w.log"
     log.write_text("all is well\n")
-    assert str(log) in logs.hint(log)
+    assert str(log) in logs.find_hint(log)
     assert logs.tail(tmp_path / "none.log") == []
 
 

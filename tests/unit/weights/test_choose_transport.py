@@ -14,7 +14,7 @@ from rollway.engine.receivers import reader_for
 from rollway.errors import UsageError
 from rollway.orders import SECRET
 from rollway.weights.layout import Box, Piece, Shard
-from rollway.weights.sources import Held, from_module
+from rollway.weights.sources import HeldTensor, from_module
 from rollway.weights.transports.base import Publisher
 from rollway.weights.transports.choose import (
     AutomaticPublisher,
@@ -30,10 +30,10 @@ HERE = Destination("s", "secret", "/model")
 ELSEWHERE = dataclasses.replace(HERE, addresses=frozenset({"10.0.0.1", "10.0.0.2"}))
 
 
-def half() -> Held:
+def half() -> HeldTensor:
     box = Box((0, 0), (2, 4))
     shard = Shard("w", "F32", (4, 4), box)
-    return Held(shard, torch.ones(2, 4), [Piece("w", box, "w", (0, 0))], True)
+    return HeldTensor(shard, torch.ones(2, 4), [Piece("w", box, "w", (0, 0))], True)
 
 
 @pytest.mark.parametrize(

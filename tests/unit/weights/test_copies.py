@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollway.weights import delta
 from rollway.weights.copies import copy_all, view_as_words
 from rollway.weights.digest.checksums import DTYPES, digest, digests, raw_bytes
+from rollway.weights.transports.delta import format as delta
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 SLICES = [

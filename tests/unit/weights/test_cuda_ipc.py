@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rollway.engine.receivers import reader_for
 from rollway.errors import UsageError, WeightsError
-from rollway.weights.digest.bits import by_triton, digest
+from rollway.weights.digest.checksums import digest, uses_triton
 from rollway.weights.offer import Offer, parse_offer, read_offer
 from rollway.weights.transports.cuda_ipc import CudaIpcPublisher, CudaIpcReader, device_memory
 
@@ -30,7 +30,7 @@ import json, sys
 from pathlib import Path
 import torch
 from rollway.errors import RollwayError
-from rollway.weights.digest.bits import digest
+from rollway.weights.digest.checksums import digest
 from rollway.weights.offer import parse_offer
 from rollway.weights.transports.cuda_ipc import CudaIpcReader, reader as module
 
@@ -54,7 +54,7 @@ import json, sys
 from pathlib import Path
 import torch
 from rollway.errors import RollwayError
-from rollway.weights.digest.bits import DTYPES, digest
+from rollway.weights.digest.checksums import DTYPES, digest
 from rollway.weights.offer import parse_offer
 from rollway.weights.transports.cuda_ipc import CudaIpcReader
 
@@ -141,7 +141,7 @@ def test_another_process_reads_what_was_published(
 def test_adopted_parameters_are_read_in_place(device: str, tmp_path: Path, other: Other) -> None:
     module = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 4)).to(device)
     with CudaIpcPublisher(directory=tmp_path) as publisher:
-        publisher.adopt(module)
+        publisher.adopt(module.named_parameters())
         places = [parameter.data_ptr() for parameter in module.parameters()]
         for version in range(1, 3):
             with torch.no_grad():
@@ -159,7 +159,7 @@ def test_adopted_parameters_are_read_in_place(device: str, tmp_path: Path, other
 def test_offers_are_plain_and_private(device: str, tmp_path: Path) -> None:
     with CudaIpcPublisher(directory=tmp_path) as publisher:
         offer = publisher.publish(1, model(device).items())
-        text = json.dumps(offer.signed("secret").as_json())
+        text = json.dumps(offer.sign("secret").as_json())
         assert read_offer(json.loads(text), "secret").where == offer.where
         (directory,) = tmp_path.iterdir()
         assert stat.S_IMODE(directory.stat().st_mode) == 0o700
@@ -253,7 +253,7 @@ def test_a_publisher_that_dies_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_leftovers_of_a_dead_publisher_are_removed_by_the_next(tmp_path: Path) -> None:
-    code = "from rollway.weights import leftovers; print(leftovers.mark())"
+    code = "from rollway.weights import leftovers; print(leftovers.writer_mark())"
     run = [sys.executable, "-c", code]
     dead = subprocess.run(run, capture_output=True, text=True, check=True).stdout.strip()
     left = tmp_path / f"rollway-ipc-{dead}-0123"
@@ -329,7 +329,7 @@ def test_another_process_copies_into_its_own_tensors(device: str, tmp_path: Path
                 tensor.add_(1)
             digests, prepared = other.read(publisher.publish(version, contiguous.items()))
             assert digests == {name: digest(tensor) for name, tensor in contiguous.items()}
-            assert prepared == int(by_triton(torch.device(device)))
+            assert prepared == int(uses_triton(torch.device(device)))
         for version in range(4, 6):  # from others
             tensors = model(device, version)
             digests, _ = other.read(publisher.publish(version, tensors.items()))

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollway.errors import RollwayError, UsageError, WeightsError
-from rollway.weights.digest import bits, changes
-from rollway.weights.digest.bits import DTYPES, digest, raw_bytes
+from rollway.weights.digest import changes, checksums
+from rollway.weights.digest.checksums import DTYPES, digest, raw_bytes
 from rollway.weights.transports.delta import format as delta
 from rollway.weights.transports.delta.format import Encoded, apply, decode, encode
 
@@ -277,7 +277,7 @@ def test_the_number_of_blocks_per_step_makes_no_difference(monkeypatch: pytest.M
     old = noise((1_700_003,), torch.float32, 1)
     new = changed(old, 0.01, 2)
     one_by_one = encode("w", old, new).to_bytes()
-    for module in (bits, changes):
+    for module in (checksums, changes):
         monkeypatch.setattr(module, "blocks_at_once", lambda device: 5)
     assert encode("w", old, new).to_bytes() == one_by_one
 

@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollway.errors import RollwayError, UsageError, WeightsError
-from rollway.weights.digest.bits import digest, raw_bytes
+from rollway.weights.digest.checksums import digest, raw_bytes
 from rollway.weights.layout import Box, Piece, Shard
-from rollway.weights.sources import Held
+from rollway.weights.sources import HeldTensor
 from rollway.weights.transports.delta import (
     DeltaPublisher,
     DeltaReader,
@@ -452,9 +452,9 @@ def test_a_temporary_store_goes_with_its_publisher(tmp_path: Path) -> None:
 
 
 def test_whole_held_tensors_are_published_and_parts_refused(tmp_path: Path) -> None:
-    def held(box: Box) -> Held:
+    def held(box: Box) -> HeldTensor:
         tensor = torch.ones(box.shape)
-        return Held(Shard("w", "F32", (4,), box), tensor, [Piece("w", box, "w", (0,))], True)
+        return HeldTensor(Shard("w", "F32", (4,), box), tensor, [Piece("w", box, "w", (0,))], True)
 
     publisher = DeltaPublisher(Store(tmp_path))
     assert publisher.publish(1, [held(Box((0,), (4,)))]).nbytes == 16

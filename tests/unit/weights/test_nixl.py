@@ -25,8 +25,7 @@ from rollway.weights.megatron.describe import Experts, describe
 from rollway.weights.megatron.geometry import ModelGeometry, Topology
 from rollway.weights.megatron.names import NameMap
 from rollway.weights.offer import Offer
-from rollway.weights.planning.holdings import Source
-from rollway.weights.planning.trainers import fsdp_sources, hf_source, megatron_sources
+from rollway.weights.planning.sources import Source, fsdp_sources, hf_source, megatron_sources
 from rollway.weights.slices import Slices
 from rollway.weights.sources import from_module
 from rollway.weights.transports.nixl import NixlPublisher, NixlReader
@@ -383,7 +382,7 @@ def test_a_worker_receives_by_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
     with Trainer() as trainer:
         offer = trainer.publish(0)
         kept: dict[str, Any] = {}
-        receiver = receivers.receiver_for(offer, kept)
-        assert receiver is receivers.receiver_for(offer, kept)
+        receiver = receivers.reader_for(offer, kept)
+        assert receiver is receivers.reader_for(offer, kept)
         assert set(receiver.headers(offer)) == set(tensors_of(0))
         assert same({n: t.clone() for n, t in receiver.tensors(offer)}, tensors_of(0))

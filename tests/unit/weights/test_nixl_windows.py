@@ -17,11 +17,10 @@ from rollway.weights.megatron.describe import Experts, describe
 from rollway.weights.megatron.geometry import ModelGeometry, Topology
 from rollway.weights.megatron.names import NameMap
 from rollway.weights.planning.costs import Costs
-from rollway.weights.planning.holdings import Source
 from rollway.weights.planning.plan import Receiver, plan
-from rollway.weights.planning.trainers import fsdp_sources, megatron_sources
-from rollway.weights.planning.vllm_layout import engine_ranks, wants
-from rollway.weights.planning.wants import LocalTensor, Wants, hf_target
+from rollway.weights.planning.sources import Source, fsdp_sources, megatron_sources
+from rollway.weights.planning.targets import LocalTensor, Targets, hf_target
+from rollway.weights.planning.vllm_layout import engine_ranks, engine_targets
 from rollway.weights.transports.nixl.listing import read_layout, write_layout
 from rollway.weights.transports.nixl.windows import (
     ALIGNED,
@@ -86,7 +85,7 @@ def run_windows(windows: Windows, sources: list[Source], model: Model) -> Model:
 
 
 def windows_of(
-    sources: list[Source], wanted: Wants, costs: Costs, size: int, keep: bool
+    sources: list[Source], wanted: Targets, costs: Costs, size: int, keep: bool
 ) -> Windows:
     plan_made = plan(sources, [Receiver("r")], wanted, costs)
     pieces = {
@@ -136,7 +135,7 @@ def test_whole_experts_land_in_the_parameter_of_their_rank() -> None:
     model, headers = model_of(MOE)
     experts = {name: one for name, one in headers.items() if ".experts." in name}
     ranks = engine_ranks(MOE, tp=1, ep=2)
-    wanted = wants([ranks[1]], experts)
+    wanted = engine_targets([ranks[1]], experts)
     sources = fsdp_sources(experts, 1)
     windows = windows_of(sources, wanted, Costs(pack_gb_per_s=0), 1 << 20, keep=False)
     held = {name: array for name, array in model.items() if name in experts}
@@ -155,7 +154,7 @@ def test_a_part_of_a_piece_cannot_be_verified() -> None:
     rank = engine_ranks(MOE, tp=2)[0]
     sources = fsdp_sources(headers, 1)
     with pytest.raises(UsageError, match="cannot be verified"):
-        windows_of(sources, wants([rank], headers), Costs(pack_gb_per_s=0), 1, keep=False)
+        windows_of(sources, engine_targets([rank], headers), Costs(pack_gb_per_s=0), 1, keep=False)
 
 
 def test_neighbouring_reads_are_merged() -> None:

@@ -18,11 +18,11 @@ from rollway.weights.planning.sources import (
     Place,
     Source,
     fsdp_sources,
-    source_of_pieces,
+    source_from_pieces,
 )
-from rollway.weights.planning.targets import LocalTensor, TargetPart, Want, hf_target
+from rollway.weights.planning.targets import LocalTensor, Target, TargetPart, hf_target
 from rollway.weights.planning.transfers import Edge, Plan
-from rollway.weights.planning.vllm_layout import EngineTarget, engine_ranks, wants
+from rollway.weights.planning.vllm_layout import EngineRank, engine_ranks, engine_targets
 from tests.unit.weights.megatron_plans import DENSE
 
 MB = 1 << 20
@@ -35,7 +35,7 @@ def whole(name: str, shape: tuple[int, ...], source: str = "") -> Piece:
 def holder(name: str, shapes: dict[str, tuple[int, ...]], place: Place = ANYWHERE) -> Source:
     tensors = {tensor: LocalTensor("BF16", shape) for tensor, shape in shapes.items()}
     pieces = [whole(tensor, shape) for tensor, shape in shapes.items()]
-    return source_of_pieces(name, tensors, pieces, place)
+    return source_from_pieces(name, tensors, pieces, place)
 
 
 def held(source: Source) -> dict[str, LocalTensor]:
@@ -47,9 +47,9 @@ def held(source: Source) -> dict[str, LocalTensor]:
 
 def targets_of(
     shape: tuple[int, ...], *boxes: tuple[Box, tuple[int, ...]]
-) -> dict[str, list[Want]]:
+) -> dict[str, list[Target]]:
     """One receiver whose parameter x of this shape gets boxes of the tensor w, each at a place."""
-    return {"w": [Want("x", "BF16", (TargetPart(box, at, shape),)) for box, at in boxes]}
+    return {"w": [Target("x", "BF16", (TargetPart(box, at, shape),)) for box, at in boxes]}
 
 
 def plan_box(box: Box, shape: tuple[int, ...], source_shape: tuple[int, ...], c: Costs) -> Plan:
@@ -102,7 +102,7 @@ def test_a_whole_shard_that_is_needed_whole_is_placed_by_the_receiver() -> None:
 
 def test_a_transposed_piece_is_never_read_element_by_element() -> None:
     piece = Piece("w", Box.whole((64, 32)), "w", (0, 0), transposed=True)
-    source = source_of_pieces("t", {"w": LocalTensor("BF16", (32, 64))}, [piece])
+    source = source_from_pieces("t", {"w": LocalTensor("BF16", (32, 64))}, [piece])
     wanted = hf_target({"w": LocalTensor("BF16", (64, 32))})
     for costs in (Costs(), Costs(pack_gb_per_s=0), Costs(block_seconds=0)):
         (transfer,) = plan([source], [Receiver("r")], wanted, costs).transfers("r")
@@ -136,10 +136,10 @@ def test_neighbouring_cuts_become_one_copy() -> None:
         Piece("mlp.gate_proj.weight", Box((0, 0), (f, h)), "fc1", (0, 0)),
         Piece("mlp.up_proj.weight", Box((0, 0), (f, h)), "fc1", (f, 0)),
     ]
-    source = source_of_pieces("t", {"fc1": LocalTensor("BF16", (2 * f, h))}, pieces)
+    source = source_from_pieces("t", {"fc1": LocalTensor("BF16", (2 * f, h))}, pieces)
     tensors = {piece.name: LocalTensor("BF16", (f, h)) for piece in pieces}
-    rank = EngineTarget(heads=1, kv_heads=1, head_dim=1)
-    result = plan([source], [Receiver("r")], wants([rank], tensors))
+    rank = EngineRank(heads=1, kv_heads=1, head_dim=1)
+    result = plan([source], [Receiver("r")], engine_targets([rank], tensors))
     (copy,) = result.copies("r")
     assert copy.target == "mlp.gate_up_proj.weight"
     assert copy.box == Box((0, 0), (2 * f, h))
@@ -147,9 +147,9 @@ def test_neighbouring_cuts_become_one_copy() -> None:
 
 def test_equal_layers_share_one_recipe() -> None:
     shapes = {f"model.layers.{n}.self_attn.o_proj.weight": (8, 8) for n in range(50)}
-    ranks = [EngineTarget(heads=4, kv_heads=4, head_dim=2, tp_size=2, tp_rank=t) for t in (0, 1)]
+    ranks = [EngineRank(heads=4, kv_heads=4, head_dim=2, tp_size=2, tp_rank=t) for t in (0, 1)]
     source = holder("t", shapes)
-    result = plan([source], [Receiver("a"), Receiver("b")], wants(ranks, held(source)))
+    result = plan([source], [Receiver("a"), Receiver("b")], engine_targets(ranks, held(source)))
     assert len(result.recipes) == 1
     assert len(list(result.copies("a"))) == 50
 
@@ -197,7 +197,7 @@ def test_the_same_device_is_preferred_to_the_same_node_and_that_to_the_rest() ->
 
 def test_a_near_source_is_preferred_even_if_it_holds_more_than_the_others() -> None:
     half = Piece("w", Box((0, 0), (4, 8)), "half", (0, 0))
-    far = source_of_pieces("far", {"half": LocalTensor("BF16", (4, 8))}, [half])
+    far = source_from_pieces("far", {"half": LocalTensor("BF16", (4, 8))}, [half])
     near = holder("near", {"w": (8, 8)}, Place("n"))
     wanted = hf_target({"w": LocalTensor("BF16", (8, 8))})
     result = plan([far, near], [Receiver("r", Place("n"))], wanted)
@@ -218,7 +218,7 @@ def test_fsdp_shards_rows_and_the_last_rank_has_the_rest() -> None:
 def test_elements_that_nobody_holds_are_named() -> None:
     shape = (8, 4)
     half = Piece("w", Box((0, 0), (3, 4)), "w", (0, 0))
-    source = source_of_pieces("t", {"w": LocalTensor("BF16", (3, 4))}, [half])
+    source = source_from_pieces("t", {"w": LocalTensor("BF16", (3, 4))}, [half])
     wanted = hf_target({"w": LocalTensor("BF16", shape)})
     with pytest.raises(UsageError, match=r"holds w at \[3, 0\] to \[8, 4\]"):
         plan([source], [Receiver("r")], wanted)
@@ -236,7 +236,7 @@ def test_boxes_that_do_not_fit_are_refused() -> None:
     wanted = targets_of((5,), (Box((0,), (6,)), (0,)))
     with pytest.raises(UsageError, match="w does not fit into x"):
         plan([holder("t", {"w": (6,)})], [Receiver("r")], wanted)
-    beyond = source_of_pieces("t", {"w": LocalTensor("BF16", (5,))}, [whole("w", (6,))])
+    beyond = source_from_pieces("t", {"w": LocalTensor("BF16", (5,))}, [whole("w", (6,))])
     with pytest.raises(UsageError, match="does not fit into w of t"):
         plan([beyond], [Receiver("r")], hf_target({"w": LocalTensor("BF16", (6,))}))
 
@@ -247,9 +247,9 @@ def test_pieces_outside_their_tensor_are_refused() -> None:
     deep = Piece("w", Box((0,), (6,)), "w", (0, 0))
     for piece, words in ((flat, "is transposed"), (deep, "dimensions")):
         with pytest.raises(UsageError, match=words):
-            plan([source_of_pieces("t", tensors, [piece])], [Receiver("r")], hf_target(tensors))
+            plan([source_from_pieces("t", tensors, [piece])], [Receiver("r")], hf_target(tensors))
     with pytest.raises(UsageError, match="has no such tensor"):
-        source_of_pieces("t", {}, [flat])
+        source_from_pieces("t", {}, [flat])
 
 
 def test_a_plan_does_not_cast() -> None:
@@ -270,16 +270,18 @@ def test_names_of_sources_and_receivers_must_be_unique() -> None:
 
 
 def test_no_rank_needs_vocabulary_rows_of_padding() -> None:
-    ranks = [EngineTarget(heads=4, kv_heads=4, head_dim=2, tp_size=4, tp_rank=t) for t in range(4)]
-    found = wants(ranks, {"lm_head.weight": LocalTensor("BF16", (70, 8))})
+    ranks = [EngineRank(heads=4, kv_heads=4, head_dim=2, tp_size=4, tp_rank=t) for t in range(4)]
+    found = engine_targets(ranks, {"lm_head.weight": LocalTensor("BF16", (70, 8))})
     (want,) = found["lm_head.weight"]
     rows = [part and (part.box.start[0], part.box.stop[0], part.shape[0]) for part in want.parts]
     assert rows == [(0, 32, 32), (32, 64, 32), (64, 70, 32), None]
 
 
 def test_kv_heads_are_repeated_when_there_are_fewer_than_ranks() -> None:
-    ranks = [EngineTarget(heads=8, kv_heads=2, head_dim=4, tp_size=4, tp_rank=t) for t in range(4)]
-    found = wants(ranks, {"model.layers.0.self_attn.v_proj.weight": LocalTensor("BF16", (8, 16))})
+    ranks = [EngineRank(heads=8, kv_heads=2, head_dim=4, tp_size=4, tp_rank=t) for t in range(4)]
+    found = engine_targets(
+        ranks, {"model.layers.0.self_attn.v_proj.weight": LocalTensor("BF16", (8, 16))}
+    )
     (want,) = found["model.layers.0.self_attn.v_proj.weight"]
     assert want.target == "model.layers.0.self_attn.qkv_proj.weight"
     assert [part.box.start[0] for part in want.parts if part] == [0, 0, 4, 4]
@@ -291,7 +293,7 @@ def test_uneven_experts_go_to_the_first_ranks() -> None:
     ranks = engine_ranks(config, tp=1, ep=3)
     assert [list(rank.owned) for rank in ranks] == [[0, 1], [2, 3], [4]]
     name = "model.layers.0.mlp.experts.3.up_proj.weight"
-    (want,) = wants(ranks, {name: LocalTensor("BF16", (6, 4))})[name]
+    (want,) = engine_targets(ranks, {name: LocalTensor("BF16", (6, 4))})[name]
     assert want.target == "model.layers.0.mlp.experts.routed_experts.w13_weight"
     assert [part and (part.at, part.shape) for part in want.parts] == [
         None,
@@ -301,8 +303,8 @@ def test_uneven_experts_go_to_the_first_ranks() -> None:
 
 
 def test_tied_output_layers_need_nothing() -> None:
-    rank = EngineTarget(heads=1, kv_heads=1, head_dim=1, tied=True)
-    assert wants([rank], {"lm_head.weight": LocalTensor("BF16", (64, 2))}) == {}
+    rank = EngineRank(heads=1, kv_heads=1, head_dim=1, tied=True)
+    assert engine_targets([rank], {"lm_head.weight": LocalTensor("BF16", (64, 2))}) == {}
 
 
 @pytest.mark.parametrize(
@@ -317,9 +319,9 @@ def test_tied_output_layers_need_nothing() -> None:
 def test_tensors_that_vllm_would_not_load_are_refused(
     name: str, shape: tuple[int, int], words: str
 ) -> None:
-    rank = EngineTarget(heads=2, kv_heads=2, head_dim=2, experts=2, tp_size=2)
+    rank = EngineRank(heads=2, kv_heads=2, head_dim=2, experts=2, tp_size=2)
     with pytest.raises(UsageError, match=words):
-        wants([rank], {name: LocalTensor("BF16", shape)})
+        engine_targets([rank], {name: LocalTensor("BF16", shape)})
 
 
 def test_impossible_engines_are_refused() -> None:

@@ -17,7 +17,7 @@ from rollway.weights.megatron.names import NameMap
 from rollway.weights.planning.costs import Costs
 from rollway.weights.planning.plan import Receiver, plan
 from rollway.weights.planning.sources import megatron_sources
-from rollway.weights.planning.vllm_layout import engine_ranks, wants
+from rollway.weights.planning.vllm_layout import engine_ranks, engine_targets
 from tests.unit.weights.megatron_plans import DENSE, MOE, model_of
 from tests.unit.weights.planned import carried_out, expected
 
@@ -55,7 +55,7 @@ def test_any_topology_to_any_engine(
     described = describe(headers, names, topology, norms=norms, experts=experts)
     sources = megatron_sources(described)
     ranks = engine_ranks(config, *engine)
-    wanted = wants(ranks, headers)
+    wanted = engine_targets(ranks, headers)
     result = plan(sources, [Receiver(f"r{n}") for n in range(len(ranks))], wanted, costs)
     for rank, mine in enumerate(carried_out(result, sources, model, wanted)):
         for target, values in expected(model, wanted, rank).items():
@@ -66,6 +66,6 @@ def test_the_error_names_a_tensor_of_a_missing_stage() -> None:
     _, headers = model_of(DENSE)
     names = NameMap("qwen2", ModelGeometry.from_hf_config(DENSE))
     sources = megatron_sources(describe(headers, names, Topology(pp=2)))
-    wanted = wants(engine_ranks(DENSE), headers)
+    wanted = engine_targets(engine_ranks(DENSE), headers)
     with pytest.raises(UsageError, match=r"No source holds model\.layers\.1\."):
         plan(sources[:1], [Receiver("r")], wanted)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from rollway.weights.layout import Box, Piece
 from rollway.weights.planning.costs import Costs
 from rollway.weights.planning.plan import Receiver, plan
-from rollway.weights.planning.sources import Source, source_of_pieces
-from rollway.weights.planning.targets import LocalTensor, TargetPart, Want, Wants, hf_target
-from rollway.weights.planning.vllm_layout import EngineTarget, part_of, wants
+from rollway.weights.planning.sources import Source, source_from_pieces
+from rollway.weights.planning.targets import LocalTensor, Target, TargetPart, Targets, hf_target
+from rollway.weights.planning.vllm_layout import EngineRank, engine_targets, part_of
 from tests.unit.weights.planned import DTYPE, Model, carried_out, expected, headers, some_model
 
 COSTS = [
@@ -24,7 +24,9 @@ COSTS = [
 ]
 
 
-def assert_exact(sources: list[Source], ranks: int, wanted: Wants, model: Model, c: Costs) -> None:
+def assert_exact(
+    sources: list[Source], ranks: int, wanted: Targets, model: Model, c: Costs
+) -> None:
     receivers = [Receiver(f"engine{rank}") for rank in range(ranks)]
     result = plan(sources, receivers, wanted, c)
     for rank, mine in enumerate(carried_out(result, sources, model, wanted)):
@@ -89,7 +91,7 @@ def trainers(draw: st.DrawFn, model: Model) -> list[Source]:
         tensors.append(headers(model))
         pieces.append([Piece(n, Box.whole(a.shape), n, (0,) * a.ndim) for n, a in model.items()])
     return [
-        source_of_pieces(f"trainer{rank}", tensors[rank], pieces[rank])
+        source_from_pieces(f"trainer{rank}", tensors[rank], pieces[rank])
         for rank in range(len(tensors))
     ]
 
@@ -112,7 +114,7 @@ def fused_trainers(draw: st.DrawFn, model: Model, fused: list[list[str]]) -> lis
                     pieces.append(Piece(name, box, "+".join(names), (at, 0)))
                     at += last - first
             tensors["+".join(names)] = LocalTensor(DTYPE, (at, columns))
-        sources.append(source_of_pieces(f"trainer{rank}", tensors, pieces))
+        sources.append(source_from_pieces(f"trainer{rank}", tensors, pieces))
     return sources
 
 
@@ -120,7 +122,7 @@ def fused_trainers(draw: st.DrawFn, model: Model, fused: list[list[str]]) -> lis
 
 
 @st.composite
-def engines(draw: st.DrawFn) -> tuple[list[EngineTarget], Model]:
+def engines(draw: st.DrawFn) -> tuple[list[EngineRank], Model]:
     """A small model, and an engine of any tensor and expert parallelism for it."""
     tp = draw(st.sampled_from([1, 2, 4]))
     ep = draw(st.sampled_from([1, tp, 2 * tp]))
@@ -146,7 +148,7 @@ def engines(draw: st.DrawFn) -> tuple[list[EngineTarget], Model]:
     shapes |= {"model.layers.0.mlp.gate.weight": (experts, h)} if experts else {}
     shapes |= _mlp("model.layers.1.mlp", f, h)
     ranks = [
-        EngineTarget(
+        EngineRank(
             heads=heads,
             kv_heads=kv_heads,
             head_dim=d,
@@ -174,7 +176,7 @@ def _mlp(prefix: str, f: int, h: int) -> dict[str, tuple[int, ...]]:
 def test_any_trainer_to_any_engine(data: st.DataObject) -> None:
     ranks, model = data.draw(engines())
     sources = data.draw(trainers(model))
-    wanted = wants(ranks, headers(model))
+    wanted = engine_targets(ranks, headers(model))
     assert_exact(sources, len(ranks), wanted, model, data.draw(st.sampled_from(COSTS)))
 
 
@@ -190,7 +192,7 @@ def test_fused_trainers_to_any_engine(data: st.DataObject) -> None:
             short = short.replace(part, "q_proj")
         groups.setdefault(short, []).append(name)
     sources = data.draw(fused_trainers(model, list(groups.values())))
-    wanted = wants(ranks, headers(model))
+    wanted = engine_targets(ranks, headers(model))
     assert_exact(sources, len(ranks), wanted, model, data.draw(st.sampled_from(COSTS)))
 
 
@@ -201,15 +203,15 @@ def test_boxes_of_any_shape(data: st.DataObject) -> None:
     every = data.draw(trainers({n: a for n, a in model.items() if a.ndim in (1, 2)}))
     rest = {n: a for n, a in model.items() if a.ndim not in (1, 2)}
     holder = [Piece(n, Box.whole(a.shape), n, (0,) * a.ndim) for n, a in rest.items()]
-    sources = [*every, source_of_pieces("rest", headers(rest), holder)]
-    wanted: dict[str, list[Want]] = {}
+    sources = [*every, source_from_pieces("rest", headers(rest), holder)]
+    wanted: dict[str, list[Target]] = {}
     for rank in range(2):
         for name, array in model.items():
             for number, box in enumerate(data.draw(grids(array.shape))):
                 if data.draw(st.booleans()):
                     part = TargetPart(box, (0,) * array.ndim, box.shape)
                     parts = (part, None) if rank == 0 else (None, part)
-                    target = Want(f"{name}#{number}", DTYPE, parts)
+                    target = Target(f"{name}#{number}", DTYPE, parts)
                     wanted.setdefault(name, []).append(target)
     assert_exact(sources, 2, wanted, model, data.draw(st.sampled_from(COSTS)))
 
@@ -217,9 +219,9 @@ def test_boxes_of_any_shape(data: st.DataObject) -> None:
 def test_the_part_of_one_rank_is_that_of_all_ranks_together() -> None:
     model = some_model({"model.embed_tokens.weight": (100, 4), "model.norm.weight": (4,)})
     ranks = [
-        EngineTarget(heads=4, kv_heads=1, head_dim=2, tp_size=2, tp_rank=rank) for rank in (0, 1)
+        EngineRank(heads=4, kv_heads=1, head_dim=2, tp_size=2, tp_rank=rank) for rank in (0, 1)
     ]
-    together = wants(ranks, headers(model))
+    together = engine_targets(ranks, headers(model))
     for number, rank in enumerate(ranks):
         for name, (target,) in together.items():
             assert part_of(name, headers(model), rank) == (target.target, target.parts[number])
@@ -228,5 +230,5 @@ def test_the_part_of_one_rank_is_that_of_all_ranks_together() -> None:
 def test_a_checkpoint_is_received_as_it_is() -> None:
     model = some_model({"a": (3, 4), "b": (5,)})
     pieces = [Piece(n, Box.whole(a.shape), n, (0,) * a.ndim) for n, a in model.items()]
-    sources = [source_of_pieces("trainer", headers(model), pieces)]
+    sources = [source_from_pieces("trainer", headers(model), pieces)]
     assert_exact(sources, 2, hf_target(headers(model), 2), model, Costs())

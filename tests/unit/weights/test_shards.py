@@ -14,7 +14,7 @@ from rollway.errors import UsageError, WeightsError
 from rollway.weights.layout import Box, Piece, Shard
 from rollway.weights.megatron.geometry import Topology
 from rollway.weights.offer import Offer
-from rollway.weights.sources import Held, from_module
+from rollway.weights.sources import HeldTensor, from_module
 from rollway.weights.transports.shm import ShmPublisher, ShmReader, join_offers
 from tests.unit.weights.megatron_shards import held_by_ranks
 
@@ -75,12 +75,12 @@ def test_a_single_rank_publishes_a_plain_version(tmp_path: Path) -> None:
         assert torch.equal(received["weight"], module.weight)
 
 
-def _rows(start: int, stop: int, tensor: torch.Tensor) -> Held:
+def _rows(start: int, stop: int, tensor: torch.Tensor) -> HeldTensor:
     box = Box((start, 0), (stop, 4))
-    return Held(Shard("w", "F32", (8, 4), box), tensor, [Piece("w", box, "w", (0, 0))], True)
+    return HeldTensor(Shard("w", "F32", (8, 4), box), tensor, [Piece("w", box, "w", (0, 0))], True)
 
 
-def _publish(tmp_path: Path, cleanup: ExitStack, *held: Held) -> Offer:
+def _publish(tmp_path: Path, cleanup: ExitStack, *held: HeldTensor) -> Offer:
     return join_offers(
         [
             cleanup.enter_context(ShmPublisher(directory=tmp_path)).publish(1, [shard])
@@ -116,7 +116,7 @@ def test_offers_of_ranks_must_fit_together(tmp_path: Path) -> None:
         rank = Offer("shm", 1, "a" * 32, 8, {"slot": offer.where["ranks"][0]["slot"]})
         with pytest.raises(UsageError, match="different versions"):
             join_offers([rank, msgspec.structs.replace(rank, version=2)])
-        outside = Held(
+        outside = HeldTensor(
             Shard("w", "F32", (8, 4), Box.whole((8, 4))),
             torch.ones(8, 4),
             [Piece("w", Box.whole((8, 4)), "w", (1, 0))],

@@ -175,7 +175,11 @@ def test_a_killed_publisher_leaves_nothing(tmp_path: Path) -> None:
 
 def test_leftovers_of_a_dead_publisher_are_removed_by_the_next(tmp_path: Path) -> None:
     dead = subprocess.run(
-        [sys.executable, "-c", "from rollway.weights import leftovers; print(leftovers.mark())"],
+        [
+            sys.executable,
+            "-c",
+            "from rollway.weights import leftovers; print(leftovers.writer_mark())",
+        ],
         capture_output=True,
         text=True,
         check=True,
@@ -187,14 +191,14 @@ def test_leftovers_of_a_dead_publisher_are_removed_by_the_next(tmp_path: Path) -
 
 def test_offers_are_signed_and_checked() -> None:
     offer = Offer("shm", 3, "a" * 32, 10, {"slot": "x"})
-    signed = offer.signed("secret")
+    signed = offer.sign("secret")
     assert read_offer(signed.as_json(), "secret") == signed
     assert parse_offer(offer.as_json()) == offer
     with pytest.raises(WeightsError, match="started without a secret"):
         read_offer(signed.as_json(), "")
     for unsigned in (
         offer,
-        offer.signed("other"),
+        offer.sign("other"),
         signed.__class__(**{**signed.as_json(), "version": 4}),
     ):
         with pytest.raises(WeightsError, match="not signed with this stack's secret"):

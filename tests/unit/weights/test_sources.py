@@ -30,7 +30,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from rollway.errors import UsageError
 from rollway.weights.coverage import check_covered
 from rollway.weights.layout import Box
-from rollway.weights.sources import Held, dtensor_box, from_module
+from rollway.weights.sources import HeldTensor, dtensor_box, from_module
 
 
 class Tiny(nn.Module):
@@ -61,7 +61,7 @@ def _rank(rank: int, world: int) -> Iterator[None]:
         debug._clear_fast_path_sharding_prop_cache()
 
 
-def _held_by_all(world: int, shard: Callable[[nn.Module], nn.Module]) -> list[list[Held]]:
+def _held_by_all(world: int, shard: Callable[[nn.Module], nn.Module]) -> list[list[HeldTensor]]:
     everyone = []
     for rank in range(world):
         with _rank(rank, world):
@@ -69,7 +69,7 @@ def _held_by_all(world: int, shard: Callable[[nn.Module], nn.Module]) -> list[li
     return everyone
 
 
-def _check_whole(everyone: list[list[Held]]) -> None:
+def _check_whole(everyone: list[list[HeldTensor]]) -> None:
     """Check that the published boxes make up the model, and that no element comes twice."""
     for name, truth in Tiny().state_dict().items():
         owned = [held for rank in everyone for held in rank if held.shard.name == name]

@@ -9,7 +9,7 @@ import pytest
 
 from rollway.weights.layout import Box
 from rollway.weights.planning.targets import LocalTensor
-from rollway.weights.planning.vllm_layout import EngineTarget, wants
+from rollway.weights.planning.vllm_layout import EngineRank, engine_targets
 
 torch = pytest.importorskip("torch")
 linear: Any = None
@@ -32,11 +32,11 @@ def slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
 
 
-def placed(target: EngineTarget, tensors: dict[str, Any]) -> dict[str, Any]:
+def placed(target: EngineRank, tensors: dict[str, Any]) -> dict[str, Any]:
     """Return a rank's parameters, filled by our rules; padding is 0."""
     headers = {name: LocalTensor("F32", tuple(tensor.shape)) for name, tensor in tensors.items()}
     filled: dict[str, Any] = {}
-    for name, (want,) in wants([target], headers).items():
+    for name, (want,) in engine_targets([target], headers).items():
         part = want.parts[0]
         if part is None:
             continue
@@ -97,9 +97,7 @@ def test_dense_layers_are_sharded_as_in_vllm(
         "model.embed_tokens.weight": tokens.weight,
         "lm_head.weight": head.weight,
     }
-    target = EngineTarget(
-        heads=HEADS, kv_heads=kv_heads, head_dim=HEAD_DIM, tp_size=tp, tp_rank=rank
-    )
+    target = EngineRank(heads=HEADS, kv_heads=kv_heads, head_dim=HEAD_DIM, tp_size=tp, tp_rank=rank)
     ours = placed(target, tensors)
     only_padding = {name for name in loaded if name not in ours}
     assert all(not loaded[name].any() for name in only_padding)
@@ -125,7 +123,7 @@ def test_experts_are_sharded_as_in_vllm(rank: int) -> None:
     experts._load_w13(w13[1], 0, "w1", tensors[f"{prefix}.gate_proj.weight"], rank)
     experts._load_w13(w13[1], 0, "w3", tensors[f"{prefix}.up_proj.weight"], rank)
     experts._load_w2(w2[1], 1, tensors[f"{prefix}.down_proj.weight"], rank)
-    target = EngineTarget(heads=4, kv_heads=4, head_dim=4, experts=2, tp_size=4, tp_rank=rank)
+    target = EngineRank(heads=4, kv_heads=4, head_dim=4, experts=2, tp_size=4, tp_rank=rank)
     ours = placed(target, tensors)
     assert torch.equal(ours["mlp.experts.routed_experts.w13_weight"], w13)
     assert torch.equal(ours["mlp.experts.routed_experts.w2_weight"], w2)
@@ -136,7 +134,7 @@ def test_experts_are_assigned_to_ranks_as_in_vllm(experts: int, ep: int) -> None
     manager = pytest.importorskip("vllm.model_executor.layers.fused_moe.expert_map_manager")
     for rank in range(ep):
         count, places, _ = manager.determine_expert_map(ep, rank, experts)
-        target = EngineTarget(
+        target = EngineRank(
             heads=1, kv_heads=1, head_dim=1, experts=experts, ep_size=ep, ep_rank=rank
         )
         assert len(target.owned) == count

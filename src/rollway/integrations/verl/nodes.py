@@ -67,7 +67,7 @@ class Node:
 
     async def wait_until_unsupervised(self) -> None:
         # The supervisor's state is in a file, which has to be polled.
-        while self._running is not None and self._running.state.supervised:  # noqa: ASYNC110
+        while self._running is not None and self._running.state.is_supervised:  # noqa: ASYNC110
             await asyncio.sleep(1.0)
 
     async def stop(self) -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from rollway.api import Stack, up
+from rollway.aio import Stack, up
 from rollway.config import StackSpec
 from rollway.errors import RolloutError, StartError, UsageError
 from rollway.integrations.verl import fallback, nodes
@@ -119,13 +119,13 @@ class Pool:
         stack = await self._cleanup.enter_async_context(up(spec))
         if specs:
             node_specs = {
-                node: make_node_spec(node_spec, stack.invitation, spec.name, number)
+                node: make_node_spec(node_spec, stack.join_spec, spec.name, number)
                 for number, (node, node_spec) in enumerate(specs.items(), 1)
             }
             actors = await self._cleanup.enter_async_context(
                 nodes.start_on_nodes(node_specs, self._lose_node)
             )
-            stack.fleet.supervised_by(
+            stack.fleet.set_supervisor(
                 partial(nodes.replace_worker, pool_stack=spec.name, actors=actors)
             )
         frees_memory = should_free_memory(self._rollout, self._options) and bool(shares[0].gpus)

@@ -21,7 +21,7 @@ from rollway.integrations.verl.weights import PoolInfo, UpdateReply
 from rollway.weights.offer import Offer
 from rollway.weights.transports.base import Publisher
 from rollway.weights.transports.choose import LOOPBACK, open_publisher
-from rollway.weights.transports.nixl_agent import import_nixl
+from rollway.weights.transports.nixl.agent import import_nixl
 
 Kind = Literal["policy", "adapter"]
 

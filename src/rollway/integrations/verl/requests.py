@@ -19,9 +19,9 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from rollway.api import Stack
+from rollway.aio import Stack
 from rollway.errors import RolloutError, RollwayError
-from rollway.fleet.admin import on_all
+from rollway.fleet.admin import call_all
 from rollway.integrations.verl.generation import (
     make_empty_output,
     make_output,
@@ -259,7 +259,7 @@ class Requests:
 
     async def _call_workers(self, method: str) -> None:
         fleet = self._stack.fleet
-        for result in await on_all(await fleet.workers(), getattr(fleet.admin, method)):
+        for result in await call_all(await fleet.workers(), getattr(fleet.admin, method)):
             if isinstance(result, BaseException):
                 raise result
 

@@ -24,7 +24,7 @@ from rollway.weights.offer import Offer
 from rollway.weights.transports.choose import Destination
 
 if TYPE_CHECKING:  # trainer ranks import this module too
-    from rollway.api import Stack
+    from rollway.aio import Stack
     from rollway.fleet.updates import Weights
 
 ADAPTER = "policy"
@@ -81,7 +81,7 @@ class PoolWeights:
     stack: Stack
     versions: Versions
     control: asyncio.Lock
-    """Held during an update, so that an abort waits for it."""
+    """HeldTensor during an update, so that an abort waits for it."""
     destination: Destination
     engine_ranks: int
     """Tensor parallelism of each worker."""

@@ -14,13 +14,13 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from rollway.weights.digest.bits import (
+from rollway.weights.digest.checksums import (
     BLOCK,
     blocks_at_once,
-    by_triton,
     digests,
     raw_bytes,
-    words_of,
+    split_words,
+    uses_triton,
 )
 
 Pair = tuple[Tensor, Tensor]
@@ -65,7 +65,7 @@ class Comparison(Protocol):
 
 def compare_pairs(pairs: Sequence[Pair], with_digests: bool = False) -> Comparison:
     """Compare pairs on one device; the host waits for the device once."""
-    if by_triton(pairs[0][0].device):
+    if uses_triton(pairs[0][0].device):
         from rollway.weights.digest.gpu_changes import TritonComparison
 
         return TritonComparison(pairs, with_digests)
@@ -109,8 +109,8 @@ def find_changes(old: Tensor, new: Tensor) -> Changes:
 
 def _find_in_slab(old: Tensor, new: Tensor, start: int) -> Changes:
     """Compare whole words, then the elements of unequal words, then the tail that fills no word."""
-    old_words, old_tail = words_of(raw_bytes(old))
-    new_words, new_tail = words_of(raw_bytes(new))
+    old_words, old_tail = split_words(raw_bytes(old))
+    new_words, new_tail = split_words(raw_bytes(new))
     words = torch.nonzero(old_words != new_words).view(-1)
     old_bits = pick(old_words, words).view(old.dtype)
     new_bits = pick(new_words, words).view(new.dtype)

@@ -53,21 +53,21 @@ def digests(tensors: Sequence[Tensor]) -> list[str]:
 
     A GPU computes all of them before the host waits: waiting for each takes longer than reading it.
     """
-    return started_digests(tensors)() if tensors else []
+    return start_digests(tensors)() if tensors else []
 
 
-def started_digests(tensors: Sequence[Tensor]) -> Callable[[], list[str]]:
+def start_digests(tensors: Sequence[Tensor]) -> Callable[[], list[str]]:
     """Start digests on the device's current stream; return a function that waits for them."""
-    if by_triton(tensors[0].device):
-        from rollway.weights.digest.gpu import Summing
+    if uses_triton(tensors[0].device):
+        from rollway.weights.digest.gpu import DigestKernel
 
-        return Summing(tensors).start()
+        return DigestKernel(tensors).start()
     results = _digests_by_torch(tensors)
     return lambda: results
 
 
 def _digests_by_torch(tensors: Sequence[Tensor]) -> list[str]:
-    split = [words_of(raw_bytes(tensor)) for tensor in tensors]
+    split = [split_words(raw_bytes(tensor)) for tensor in tensors]
     sums = _sum_blocks([words for words, _ in split]).cpu().numpy()
     tails = torch.cat([tail for _, tail in split]).cpu().numpy()
     results, at, end = [], 0, 0
@@ -85,7 +85,7 @@ def _sum_blocks(tensors: list[Tensor]) -> Tensor:
     """Return the sums of all blocks of all tensors, in order."""
     device = tensors[0].device
     if device.type == "cpu":
-        return torch.from_numpy(np.concatenate(spread(_sum_blocks_on_cpu, tensors)))
+        return torch.from_numpy(np.concatenate(map_in_threads(_sum_blocks_on_cpu, tensors)))
     all_keys = keys(device)
     sums = [all_keys[:0]]
     for words in tensors:
@@ -98,7 +98,7 @@ def _sum_blocks(tensors: list[Tensor]) -> Tensor:
     return torch.cat(sums)
 
 
-def by_triton(device: torch.device) -> bool:
+def uses_triton(device: torch.device) -> bool:
     """Return whether Triton kernels process many tensors at once there; otherwise torch does."""
     return device.type == "cuda" and _triton_works()
 
@@ -121,7 +121,7 @@ def word_sum(tensor: Tensor) -> int:
 
     It is computed at the speed of memory; a `digest` would take longer than the copy it verifies.
     """
-    words, tail = words_of(raw_bytes(tensor))
+    words, tail = split_words(raw_bytes(tensor))
     rest = int.from_bytes(tail.cpu().numpy().tobytes(), "little")
     if words.device.type == "cpu":
         # numpy, because torch's threads wait for each other when cores are busy.
@@ -129,7 +129,7 @@ def word_sum(tensor: Tensor) -> int:
     return (int(words.sum()) + rest) % (1 << 64)
 
 
-def spread(work: Callable[[Tensor], Result], tensors: Sequence[Tensor]) -> list[Result]:
+def map_in_threads(work: Callable[[Tensor], Result], tensors: Sequence[Tensor]) -> list[Result]:
     """Call `work` for each tensor in CPU memory, in a few threads if the tensors are large.
 
     `work` must use numpy, which releases the GIL. torch's own threads wait for each other after
@@ -184,7 +184,7 @@ def integers(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
 
 
-def words_of(raw: Tensor) -> tuple[Tensor, Tensor]:
+def split_words(raw: Tensor) -> tuple[Tensor, Tensor]:
     """Return bytes as words of eight bytes, and the up to seven bytes that remain."""
     whole = raw.numel() // 8 * 8
     head = raw[:whole]

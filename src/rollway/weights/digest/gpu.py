@@ -69,14 +69,14 @@ def table(
     )
 
 
-def run_of(tensor: Tensor) -> Tensor:
+def make_run(tensor: Tensor) -> Tensor:
     """Return the tensor if it is one aligned run of bytes, or else a copy that is."""
     if not tensor.is_contiguous():
         return tensor.contiguous()
     return tensor.clone() if tensor.data_ptr() % 8 else tensor
 
 
-class Summing:
+class DigestKernel:
     """Digests of tensors on one device, prepared once and computed for every version.
 
     The tensors' addresses must not change."""
@@ -84,7 +84,7 @@ class Summing:
     def __init__(self, tensors: Sequence[Tensor], targets: Sequence[Tensor] | None = None) -> None:
         """With `targets`, also copy the tensors there; the digests are those of the copies."""
         self._device = tensors[0].device
-        runs = [run_of(tensor) for tensor in tensors]
+        runs = [make_run(tensor) for tensor in tensors]
         # The table has only addresses, so this keeps the memory of runs that had to be copied.
         self._copied_runs = [r for r, t in zip(runs, tensors, strict=True) if r is not t]
         self._sizes = [run.nbytes for run in runs]
@@ -97,11 +97,11 @@ class Summing:
     def start(self) -> Callable[[], list[str]]:
         """Enqueue the kernel on the current stream; return a function that waits for digests."""
         sums = sum_runs(self._table, checksums.keys(self._device), copy=self._copy)
-        host, wait = on_its_way(sums)
+        host, wait = start_copy_to_host(sums)
 
         def digests() -> list[str]:
             wait()
-            return digests_of(host, self._table.blocks, self._sizes, self._prefixes)
+            return finish_digests(host, self._table.blocks, self._sizes, self._prefixes)
 
         return digests
 
@@ -127,7 +127,7 @@ def sum_runs(runs: Table, keys: Tensor, copy: bool) -> Tensor:
     return sums
 
 
-def digests_of(
+def finish_digests(
     sums: Tensor, blocks: Sequence[int], sizes: Sequence[int], prefixes: Sequence[bytes]
 ) -> list[str]:
     """Return the digests, from sums in host memory as `sum_runs` lays them out."""
@@ -144,7 +144,7 @@ def digests_of(
     return digests
 
 
-def on_its_way(sums: Tensor) -> tuple[Tensor, Callable[[], object]]:
+def start_copy_to_host(sums: Tensor) -> tuple[Tensor, Callable[[], object]]:
     """Start a copy to the host; return the host tensor and a function that waits for it.
 
     An event marks the copy, so the wait does not include work that is enqueued later."""
@@ -167,7 +167,7 @@ def check() -> None:
     words = torch.arange(-STEP, 5 * STEP + 7, dtype=torch.int64) * 0x9E3779B97F4A7
     source = words.cuda()
     copy = torch.zeros_like(source)
-    digests = Summing([source], [copy]).start()()
+    digests = DigestKernel([source], [copy]).start()()
     if digests != [checksums.digest(words)] or not torch.equal(copy, source):
         raise RuntimeError("its sums are wrong")
 

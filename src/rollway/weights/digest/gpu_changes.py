@@ -19,9 +19,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rollway.weights.digest import bits
-from rollway.weights.digest.gpu import WARPS, digests_of, on, on_its_way
-from rollway.weights.digest.gpu_runs import COLUMNS, PART, STEP, STEPS, run_of, table
+from rollway.weights.digest import checksums
+from rollway.weights.digest.gpu import (
+    COLUMNS,
+    PART,
+    STEP,
+    STEPS,
+    WARPS,
+    finish_digests,
+    make_run,
+    on,
+    start_copy_to_host,
+    table,
+)
 
 Pair = tuple[Tensor, Tensor]
 _WORDS = 512
@@ -32,8 +42,8 @@ class TritonComparison:
     """A `changes.Comparison` by kernels; the digests of the new tensors cost no further read."""
 
     def __init__(self, pairs: Sequence[Pair], with_digests: bool = False) -> None:
-        old, new = ([run_of(pair[side]) for pair in pairs] for side in (0, 1))
-        self._runs = old, new  # kept alive: kernels still read copies that `run_of` made
+        old, new = ([make_run(pair[side]) for pair in pairs] for side in (0, 1))
+        self._runs = old, new  # kept alive: kernels still read copies that `make_run` made
         self._dtype, self._device = new[0].dtype, new[0].device
         sizes = [run.nbytes for run in new]
         old_addresses, new_addresses = ([run.data_ptr() for run in runs] for runs in (old, new))
@@ -46,7 +56,7 @@ class TritonComparison:
         firsts = (self._table.first_parts * STEPS).to(self._device)
         # One copy brings counts and sums to the host: this is the only wait.
         results = torch.cat([self._starts.index_select(1, firsts).view(-1), sums])
-        host, wait = on_its_way(results)
+        host, wait = start_copy_to_host(results)
         wait()
         bounds = len(pairs) + 1
         self._word_ends: list[int] = host[:bounds].tolist()
@@ -55,7 +65,7 @@ class TritonComparison:
         self.digests: list[str] = []
         if with_digests:
             prefixes = [(size // 8).to_bytes(8, "little") for size in sizes]
-            self.digests = digests_of(host[2 * bounds :], self._table.blocks, sizes, prefixes)
+            self.digests = finish_digests(host[2 * bounds :], self._table.blocks, sizes, prefixes)
 
     def _mark(self, with_digests: bool) -> Tensor:
         """Mark and count what differs; return the sums of blocks, and then each tensor's tail."""
@@ -68,9 +78,9 @@ class TritonComparison:
         if parts:
             with on(self._device):
                 _mark[(parts,)](
-                    self._table.rows, self._table.owners, bits.keys(self._device),
+                    self._table.rows, self._table.owners, checksums.keys(self._device),
                     sums, sum(blocks), self._marks, self._counts, parts * STEPS,
-                    SUMS=with_digests, SIZE=self._dtype.itemsize, BLOCK=bits.BLOCK,
+                    SUMS=with_digests, SIZE=self._dtype.itemsize, BLOCK=checksums.BLOCK,
                     STEP=STEP, STEPS=STEPS, COLUMNS=COLUMNS, num_warps=WARPS,
                 )  # fmt: skip
         return sums
@@ -116,7 +126,7 @@ def check() -> None:
     positions, before, after = comparison.gather(0, 2)
     is_right = (
         comparison.counts == [0, 4]
-        and comparison.digests == [bits.digest(old.cpu()), bits.digest(new.cpu())]
+        and comparison.digests == [checksums.digest(old.cpu()), checksums.digest(new.cpu())]
         and torch.equal(positions, places)
         and torch.equal(before, old[places])
         and torch.equal(after, new[places])

@@ -22,7 +22,7 @@ from rollway.weights.megatron.model import RankLayout
 from rollway.weights.megatron.names import NameMap, plain_name
 from rollway.weights.megatron.pieces import local_view, pieces, place
 from rollway.weights.megatron.roles import Overrides, Parameter, classify
-from rollway.weights.sources import Held
+from rollway.weights.sources import HeldTensor
 
 _LAYER = re.compile(r"^(decoder\.layers\.)(\d+)(?=\.|$)")
 _WEIGHT_BUFFERS = ("expert_bias",)  # Buffers that are weights; all others are counters and states
@@ -34,7 +34,7 @@ def from_megatron(
     position: Position | None = None,
     *,
     roles: Overrides | None = None,
-) -> list[Held]:
+) -> list[HeldTensor]:
     """Describe this rank's tensors of a Megatron model. Call it on every rank.
 
     Parameters:
@@ -51,7 +51,7 @@ def from_megatron(
     """
     layout, tensors = read_rank(model, names, position, roles=roles)
     return [
-        Held(
+        HeldTensor(
             shard,
             tensors[name],
             pieces(shard, layout.names[name], names.geometry),

@@ -30,7 +30,7 @@ from rollway.weights.planning.recipe import (
     steps_for,
 )
 from rollway.weights.planning.sources import ANYWHERE, Holding, Place, ResidentTensor, Source
-from rollway.weights.planning.targets import Parts, TargetPart, Wants
+from rollway.weights.planning.targets import Parts, TargetPart, Targets
 from rollway.weights.planning.transfers import Holders, Plan, Recipe, Total, Unit
 
 
@@ -45,7 +45,7 @@ class Receiver:
 def plan(
     sources: Sequence[Source],
     receivers: Sequence[Receiver],
-    targets: Wants,
+    targets: Targets,
     costs: Costs | None = None,
 ) -> Plan:
     """Find where every element that a receiver needs comes from, and how it is moved.
@@ -85,7 +85,7 @@ def _check_names(kind: str, names: list[str]) -> None:
         )
 
 
-def _check_targets(receivers: Sequence[Receiver], targets: Wants) -> None:
+def _check_targets(receivers: Sequence[Receiver], targets: Targets) -> None:
     """Refuse targets that write an element twice, or beyond their parameter."""
     writers: dict[str, list[tuple[str, Parts]]] = {}
     for name, several in targets.items():
@@ -116,7 +116,7 @@ def _check_parameter(
         if part is None or not part.box.elements:
             continue
         box = landing(part.at, part.box.shape)
-        if len(part.at) != len(part.shape) or box.cut(Box.whole(part.shape)) != box:
+        if len(part.at) != len(part.shape) or box.intersect(Box.whole(part.shape)) != box:
             raise UsageError(
                 f"{name} does not fit into {parameter} of {receiver}: {list(part.box.shape)} at "
                 f"{list(part.at)} of {list(part.shape)}.",
@@ -125,7 +125,7 @@ def _check_parameter(
         boxes.append(box)
     twice = find_overlap(boxes)
     if twice:
-        common = twice[0].cut(twice[1]) or twice[0]
+        common = twice[0].intersect(twice[1]) or twice[0]
         raise UsageError(
             f"{parameter} of {receiver} would be written twice at {list(common.start)} to "
             f"{list(common.stop)}.",
@@ -138,7 +138,7 @@ Holder = tuple[int, str, ResidentTensor]
 
 
 def _group_units(
-    sources: Sequence[Source], targets: Wants
+    sources: Sequence[Source], targets: Targets
 ) -> Iterable[tuple[list[str], list[Holder]]]:
     """Return the units: needed tensors that share source tensors, and who holds these.
 
@@ -196,7 +196,7 @@ class _RecipeFinder:
         self,
         sources: Sequence[Source],
         receivers: Sequence[Receiver],
-        targets: Wants,
+        targets: Targets,
         costs: Costs,
     ) -> None:
         self.sources = sources

@@ -85,7 +85,7 @@ def _cover(
                 continue
             uncovered = []
             for box in left:
-                common = box.cut(held.box)
+                common = box.intersect(held.box)
                 if common is None:
                     uncovered.append(box)
                     continue
@@ -98,11 +98,11 @@ def _cover(
 
 def _connect(target: int, part: TargetPart, held: Placed, common: Box) -> Placed:
     """Translate `common`, in Hugging Face coordinates, to a box of the source and its target."""
-    inside = common.seen_from(held.box.start)
+    inside = common.relative_to(held.box.start)
     if held.transposed:
         inside = Box(swap_last(inside.start), swap_last(inside.stop))
     source = place_at(held.at, inside)
-    at = place_at(part.at, common.seen_from(part.box.start)).start
+    at = place_at(part.at, common.relative_to(part.box.start)).start
     return Placed(source, at, held.transposed, target)
 
 
@@ -215,7 +215,7 @@ def check_fits(holding: Holding, name: str) -> None:
                 f"A piece of {name} has {dimensions} dimensions, and is transposed.", fix
             )
         box = held.destination
-        if box.cut(Box.whole(holding.shape)) != box:
+        if box.intersect(Box.whole(holding.shape)) != box:
             raise UsageError(
                 f"A piece at {list(box.start)} to {list(box.stop)} does not fit into "
                 f"{name}, which is {list(holding.shape)}.",

@@ -20,9 +20,9 @@ from rollway.weights.megatron.names import NameMap
 from rollway.weights.planning.costs import Costs
 from rollway.weights.planning.plan import Receiver, plan
 from rollway.weights.planning.sources import Source, fsdp_sources, hf_source, megatron_sources
-from rollway.weights.planning.targets import Want, hf_target
+from rollway.weights.planning.targets import Target, hf_target
 from rollway.weights.planning.transfers import Edge, FanOut, Plan
-from rollway.weights.planning.vllm_layout import engine_ranks, wants
+from rollway.weights.planning.vllm_layout import engine_ranks, engine_targets
 
 _SOURCES = "hf, fsdp:8, or megatron:tp=2,pp=1,ep=8,etp=1"
 _TARGETS = "hf, or vllm:tp=2,ep=1"
@@ -115,7 +115,7 @@ def _make_sources(spec: str, config: Config, headers: Headers) -> list[Source]:
 
 def _make_targets(
     kind: str, sizes: dict[str, int], spec: str, config: Config, headers: Headers
-) -> tuple[list[Receiver], dict[str, list[Want]]]:
+) -> tuple[list[Receiver], dict[str, list[Target]]]:
     if kind == "hf":
         _check_sizes(sizes, (), spec)
         return [Receiver("receiver")], hf_target(headers)
@@ -123,7 +123,9 @@ def _make_targets(
         raise UsageError(f"`{spec}` is no target that Rollway knows.", f"Use {_TARGETS}.")
     _check_sizes(sizes, ("tp", "ep"), spec)
     ranks = engine_ranks(config, sizes.get("tp", 1), sizes.get("ep", 1))
-    return [Receiver(f"rank{number}") for number in range(len(ranks))], wants(ranks, headers)
+    return [Receiver(f"rank{number}") for number in range(len(ranks))], engine_targets(
+        ranks, headers
+    )
 
 
 def _check_sizes(sizes: dict[str, int], allowed: tuple[str, ...], spec: str) -> None:

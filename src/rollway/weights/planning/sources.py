@@ -16,7 +16,7 @@ from rollway.errors import UsageError
 from rollway.weights.layout import Box, Piece, Placed, Shape, Shard
 from rollway.weights.megatron.model import MegatronModel, RankLayout
 from rollway.weights.megatron.pieces import cuts
-from rollway.weights.planning.targets import Described
+from rollway.weights.planning.targets import TensorInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +62,9 @@ class Source:
     place: Place = ANYWHERE
 
 
-def source_of_pieces(
+def source_from_pieces(
     name: str,
-    tensors: Mapping[str, Described],
+    tensors: Mapping[str, TensorInfo],
     pieces: Sequence[Piece],
     place: Place = ANYWHERE,
 ) -> Source:
@@ -90,13 +90,13 @@ def source_of_pieces(
     return Source(name, offers, place)
 
 
-def hf_source(headers: Mapping[str, Described], name: str = "trainer") -> Source:
+def hf_source(headers: Mapping[str, TensorInfo], name: str = "trainer") -> Source:
     """Return one rank that holds every Hugging Face tensor whole."""
     return fsdp_sources(headers, 1, name)[0]
 
 
 def fsdp_sources(
-    headers: Mapping[str, Described], ranks: int, name: str = "trainer"
+    headers: Mapping[str, TensorInfo], ranks: int, name: str = "trainer"
 ) -> list[Source]:
     """Return ranks that shard every tensor by rows as FSDP2 does: the last ones may have fewer
     rows, or none. A tensor without dimensions is on all ranks."""

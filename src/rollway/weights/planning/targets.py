@@ -1,6 +1,6 @@
 """Describe what the ranks of an engine receive.
 
-A `Want` says that one Hugging Face tensor goes into one parameter, and which part of it each rank
+A `Target` says that one Hugging Face tensor goes into one parameter, and which part of it each rank
 receives. Tensors of equal geometry share the very same `parts` object. So the planner recognises by
 identity that layer 60 is sharded like layer 0; a flat list of boxes would have more than a million
 entries for a large mixture of experts.
@@ -15,7 +15,7 @@ from typing import Protocol
 from rollway.weights.layout import Box, Shape
 
 
-class Described(Protocol):
+class TensorInfo(Protocol):
     """Anything with a dtype and a shape, for example the header of a weight file."""
 
     @property
@@ -49,7 +49,7 @@ Parts = tuple[TargetPart | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Want:
+class Target:
     """A Hugging Face tensor that goes into the parameter `target` of an engine's ranks."""
 
     target: str
@@ -57,13 +57,13 @@ class Want:
     parts: Parts
 
 
-Wants = Mapping[str, Sequence[Want]]
+Targets = Mapping[str, Sequence[Target]]
 """By the name of the Hugging Face tensor; two entries if it goes into two parameters."""
 
 
 def hf_slices(
-    headers: Mapping[str, Described], cuts: Mapping[str, Box | None], receivers: int = 1
-) -> dict[str, list[Want]]:
+    headers: Mapping[str, TensorInfo], cuts: Mapping[str, Box | None], receivers: int = 1
+) -> dict[str, list[Target]]:
     """Describe receivers that get the boxes `cuts` of some tensors (None: nothing), and all other
     tensors whole. A box keeps the name of its tensor."""
     shared: dict[Box, Parts] = {}
@@ -76,10 +76,10 @@ def hf_slices(
         if parts is None:
             part = TargetPart(box, (0,) * len(box.start), box.shape)
             parts = shared[box] = (part,) * receivers
-        targets[name] = [Want(name, tensor.dtype, parts)]
+        targets[name] = [Target(name, tensor.dtype, parts)]
     return targets
 
 
-def hf_target(headers: Mapping[str, Described], receivers: int = 1) -> dict[str, list[Want]]:
+def hf_target(headers: Mapping[str, TensorInfo], receivers: int = 1) -> dict[str, list[Target]]:
     """Describe receivers that each get every Hugging Face tensor whole."""
     return hf_slices(headers, {}, receivers)

@@ -26,9 +26,9 @@ from typing import Any
 
 from rollway.errors import UsageError
 from rollway.weights.layout import Box, Shape
-from rollway.weights.planning.targets import Described, Parts, TargetPart, Want
+from rollway.weights.planning.targets import Parts, Target, TargetPart, TensorInfo
 
-Headers = Mapping[str, Described]  # Hugging Face tensors by name
+Headers = Mapping[str, TensorInfo]  # Hugging Face tensors by name
 
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.([^.]+)\.weight")
 _REPLICATED = re.compile(r"(.*norm|gate|shared_expert_gate)\.(weight|bias)|e_score_correction_bias")
@@ -72,7 +72,7 @@ _EXPERT_MODULES = {
 
 
 @dataclass(frozen=True, slots=True)
-class EngineTarget:
+class EngineRank:
     """One rank of an engine, and the sizes of the model that decide how it is sharded."""
 
     heads: int
@@ -113,11 +113,11 @@ class EngineTarget:
         return range(start, start + base + (self.ep_rank < more))
 
 
-_ANY_RANK = EngineTarget(heads=1, kv_heads=1, head_dim=1)
+_ANY_RANK = EngineRank(heads=1, kv_heads=1, head_dim=1)
 """The sharded dimension is the same for all ranks of all engines."""
 
 
-def engine_ranks(config: Mapping[str, Any], tp: int = 1, ep: int = 1) -> list[EngineTarget]:
+def engine_ranks(config: Mapping[str, Any], tp: int = 1, ep: int = 1) -> list[EngineRank]:
     """Return the ranks of an engine that serves the model of this `config.json`.
 
     In vLLM all ranks are expert ranks: `ep` is `tp` times the data-parallel ranks, or 1."""
@@ -136,7 +136,7 @@ def engine_ranks(config: Mapping[str, Any], tp: int = 1, ep: int = 1) -> list[En
         ) from error
     experts = next((config[key] for key in _EXPERT_COUNTS if config.get(key)), 0)
     return [
-        EngineTarget(
+        EngineRank(
             heads=heads,
             kv_heads=int(config.get("num_key_value_heads") or heads),
             head_dim=int(head_dim),
@@ -151,7 +151,7 @@ def engine_ranks(config: Mapping[str, Any], tp: int = 1, ep: int = 1) -> list[En
     ]
 
 
-def wants(ranks: Sequence[EngineTarget], headers: Headers) -> dict[str, list[Want]]:
+def engine_targets(ranks: Sequence[EngineRank], headers: Headers) -> dict[str, list[Target]]:
     """Return what all ranks of an engine need; layers of equal geometry share their parts."""
     shared: dict[tuple[Kind, int, Shape], Parts] = {}
     targets = {}
@@ -164,11 +164,11 @@ def wants(ranks: Sequence[EngineTarget], headers: Headers) -> dict[str, list[Wan
         if parts is None:
             parts = tuple(_find_part(name, kind, expert, tensor.shape, rank) for rank in ranks)
             shared[key] = parts
-        targets[name] = [Want(parameter, tensor.dtype, parts)]
+        targets[name] = [Target(parameter, tensor.dtype, parts)]
     return targets
 
 
-def part_of(name: str, headers: Headers, rank: EngineTarget) -> tuple[str, TargetPart | None]:
+def part_of(name: str, headers: Headers, rank: EngineRank) -> tuple[str, TargetPart | None]:
     """Return the parameter that a tensor goes into, and the part of it that a rank needs."""
     kind, expert, parameter = _find_rule(name, headers, rank)
     return parameter, _find_part(name, kind, expert, headers[name].shape, rank)
@@ -207,7 +207,7 @@ def _split_along(axis: int, shape: Shape, ranks: int, multiple: int) -> tuple[Bo
     )
 
 
-def _find_rule(name: str, headers: Headers, rank: EngineTarget) -> tuple[Kind, int, str]:
+def _find_rule(name: str, headers: Headers, rank: EngineRank) -> tuple[Kind, int, str]:
     """Return how a tensor is sharded, its expert's number (0 if it has none), and its parameter."""
     if match := _EXPERT.fullmatch(name):
         prefix, expert, module = match.groups()
@@ -231,7 +231,7 @@ def _find_rule(name: str, headers: Headers, rank: EngineTarget) -> tuple[Kind, i
 
 
 def _find_part(
-    name: str, kind: Kind, expert: int, shape: Shape, rank: EngineTarget
+    name: str, kind: Kind, expert: int, shape: Shape, rank: EngineRank
 ) -> TargetPart | None:
     if kind is Kind.REPLICATED or (kind is Kind.ROW and len(shape) == 1):
         return TargetPart(Box.whole(shape), (0,) * len(shape), shape)
@@ -259,7 +259,7 @@ def _make_rows(shape: Shape, start: int, rows: int, at: int, of: int) -> TargetP
     return TargetPart(Box((start, *zeros), (start + rows, *rest)), (at, *zeros), (of, *rest))
 
 
-def _find_qkv(name: str, kind: Kind, shape: Shape, rank: EngineTarget) -> TargetPart:
+def _find_qkv(name: str, kind: Kind, shape: Shape, rank: EngineRank) -> TargetPart:
     tp, t, d = rank.tp_size, rank.tp_rank, rank.head_dim
     heads = rank.heads if kind is Kind.Q else rank.kv_heads
     if shape[0] != heads * d:
@@ -277,7 +277,7 @@ def _find_qkv(name: str, kind: Kind, shape: Shape, rank: EngineTarget) -> Target
     return _make_rows(shape, t // replicas * kv_rows, kv_rows, at, fused)
 
 
-def _find_vocab(shape: Shape, rank: EngineTarget) -> TargetPart | None:
+def _find_vocab(shape: Shape, rank: EngineRank) -> TargetPart | None:
     """Return this rank's rows without padding, or None if it holds padding alone."""
     padded = -(-shape[0] // rank.vocab_multiple) * rank.vocab_multiple
     if padded % rank.tp_size:
@@ -291,7 +291,7 @@ def _find_vocab(shape: Shape, rank: EngineTarget) -> TargetPart | None:
 
 
 def _find_expert(
-    name: str, kind: Kind, expert: int, shape: Shape, rank: EngineTarget
+    name: str, kind: Kind, expert: int, shape: Shape, rank: EngineRank
 ) -> TargetPart | None:
     if expert >= rank.experts:
         raise UsageError(

@@ -27,10 +27,12 @@ if TYPE_CHECKING:
     from rollway.weights.checkpoint import TensorHeader
     from rollway.weights.offer import Offer, Transport
     from rollway.weights.slices import Slices
-    from rollway.weights.sources import Held
+    from rollway.weights.sources import HeldTensor
 
 NamedTensor: TypeAlias = "tuple[str, Tensor]"
-Source: TypeAlias = "Iterable[NamedTensor] | Iterable[Held] | Iterable[NamedTensor | Held]"
+Source: TypeAlias = (
+    "Iterable[NamedTensor] | Iterable[HeldTensor] | Iterable[NamedTensor | HeldTensor]"
+)
 """Pairs of name and tensor, or the HeldTensors of `from_module` and `from_megatron`."""
 
 
@@ -134,7 +136,7 @@ class InspectedSource:
     """The tensors of a Source, of which only the first has been requested yet."""
 
     tensors: Iterator[NamedTensor]
-    shards: Sequence[Held]
+    shards: Sequence[HeldTensor]
     """Set instead of `tensors`, where this rank holds parts of tensors or does not own all."""
     on_gpu: bool
     """Whether the first tensor is on a GPU."""
@@ -154,7 +156,7 @@ def inspect_source(tensors: Source | None) -> InspectedSource:
     if not first:
         raise UsageError("There are no tensors to publish.", "Pass them, or `adopt` them.")
 
-    def all_items() -> Iterator[NamedTensor | Held]:
+    def all_items() -> Iterator[NamedTensor | HeldTensor]:
         # `pop`: a trainer that gathers tensors one by one must not have two of them in memory.
         yield first.pop()
         yield from iterator
@@ -185,7 +187,7 @@ def named_tensors(tensors: Source) -> Iterator[NamedTensor]:
             )
 
 
-def is_whole(held: Held) -> bool:
+def is_whole(held: HeldTensor) -> bool:
     """Tell whether a HeldTensor is a complete tensor of the checkpoint, under its own name."""
     if len(held.pieces) != 1:
         return False

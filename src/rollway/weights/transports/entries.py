@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from rollway.errors import WeightsError
-from rollway.weights.digest.bits import DTYPES, dtype_name
-from rollway.weights.offer import Entry, Lies
+from rollway.weights.digest.checksums import DTYPES, dtype_name
+from rollway.weights.offer import Entry, PlacedBox
 
 Parameters: TypeAlias = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | torch.nn.Module
 
@@ -34,7 +34,7 @@ def align(nbytes: int, alignment: int) -> int:
 
 
 def make_entry(
-    name: str, tensor: Tensor, offset: int, digest: str = "", boxes: Iterable[Lies] = ()
+    name: str, tensor: Tensor, offset: int, digest: str = "", boxes: Iterable[PlacedBox] = ()
 ) -> Entry:
     kind, shape = dtype_name(tensor), tuple(tensor.shape)
     return Entry(name, kind, shape, offset, tensor.nbytes, digest, tuple(boxes))

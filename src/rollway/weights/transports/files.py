@@ -121,7 +121,7 @@ class FilesPublisher(Publisher):
             except OSError:
                 continue  # another publisher was faster
         for path in self._root.glob(".v*"):
-            is_abandoned = path.name.endswith(f".{leftovers.PARTIAL}") and leftovers.gone(
+            is_abandoned = path.name.endswith(f".{leftovers.PARTIAL}") and leftovers.is_abandoned(
                 path.name, _idle_seconds(path)
             )
             if is_abandoned or path.name.endswith(f".{leftovers.TRASH}"):
@@ -142,14 +142,14 @@ class FilesReader(Reader):
         with ThreadPoolExecutor(1) as pool:
             # Beside reading, since hashing takes about as long.
             verified = pool.submit(check)
-            yield from checkpoint_tensors(directory)
+            yield from read_tensors(directory)
             checkpoint = verified.result()
         now = check_checkpoint(directory, whole=False)
         if not checkpoint.identity == now.identity == offer.identity:
             raise WeightsError(f"{directory} changed while it was read.", "Write it again.")
 
 
-def checkpoint_tensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
+def read_tensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a checkpoint, file by file."""
     from safetensors import safe_open
 

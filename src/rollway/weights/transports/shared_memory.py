@@ -26,7 +26,7 @@ def prepare_directory(directory: Path, prefix: str) -> None:
     if not directory.is_dir():
         raise UsageError(f"There is no shared memory at {directory}.", "Publish to files.")
     for path in directory.glob(f"{prefix}*"):
-        if not leftovers.gone(path.name, 0.0):
+        if not leftovers.is_abandoned(path.name, 0.0):
             continue
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)

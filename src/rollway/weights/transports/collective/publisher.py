@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rollway.errors import UsageError, WeightsError
-from rollway.weights.digest.bits import digest, raw_bytes
+from rollway.weights.digest.checksums import digest, raw_bytes
 from rollway.weights.offer import Entry, Manifest, Offer
 from rollway.weights.transports.base import Publisher, Source, inspect_source
 from rollway.weights.transports.collective import rendezvous

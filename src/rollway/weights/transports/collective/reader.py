@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rollway.errors import WeightsError
 from rollway.weights.checkpoint import TensorHeader
-from rollway.weights.digest.bits import DTYPES, digest
+from rollway.weights.digest.checksums import DTYPES, digest
 from rollway.weights.offer import Entry, Manifest, Offer
 from rollway.weights.transports.base import Reader, never
 from rollway.weights.transports.collective import rendezvous

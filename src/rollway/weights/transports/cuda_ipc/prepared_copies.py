@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rollway.errors import WeightsError
 from rollway.weights.copies import SummedCopies
-from rollway.weights.digest.bits import describe
+from rollway.weights.digest.checksums import describe
 from rollway.weights.offer import Entry
 from rollway.weights.transports.cuda_ipc.device_memory import Handle
 from rollway.weights.transports.entries import view_entries

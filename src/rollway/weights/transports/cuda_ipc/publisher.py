@@ -15,7 +15,7 @@ from torch import Tensor
 from rollway.errors import UsageError
 from rollway.weights import leftovers
 from rollway.weights.copies import SummedCopies
-from rollway.weights.digest.bits import digests
+from rollway.weights.digest.checksums import digests
 from rollway.weights.offer import Count, Entry, Manifest, Offer
 from rollway.weights.transports.base import Publisher, Source, inspect_source
 from rollway.weights.transports.cuda_ipc.device_memory import (
@@ -108,7 +108,7 @@ class CudaIpcPublisher(Publisher):
                 "Both must be 1 or more.",
             )
         prepare_directory(directory, PREFIX)
-        self._directory = directory / f"{PREFIX}{leftovers.mark()}-{os.urandom(4).hex()}"
+        self._directory = directory / f"{PREFIX}{leftovers.writer_mark()}-{os.urandom(4).hex()}"
         self._directory.mkdir(mode=0o700)
         self._guard = leftovers.Guard(self._directory)
         self._bucket_bytes = bucket_bytes

@@ -16,7 +16,6 @@ from torch import Tensor
 from rollway.errors import WeightsError
 from rollway.weights import leftovers
 from rollway.weights.checkpoint import TensorHeader
-from rollway.weights.digest.bits import started_digests
 from rollway.weights.offer import Entry, Manifest, Offer, read_manifest
 from rollway.weights.transports.base import Reader, never
 from rollway.weights.transports.cuda_ipc.device_memory import Handle, local_device, open_handle
@@ -68,9 +67,9 @@ class CudaIpcReader(Reader):
         unchecked_bytes = 0
         running: list[tuple[list[Entry], Callable[[], list[str]]]] = []
 
-        def start_digests() -> None:
+        def start_batch() -> None:
             entries, tensors = zip(*unchecked, strict=True)
-            running.append((list(entries), started_digests(list(tensors))))
+            running.append((list(entries), start_digests(list(tensors))))
 
         views = view_entries(manifest.entries, buckets)
         for entry, view in zip(manifest.entries, views, strict=True):
@@ -78,13 +77,13 @@ class CudaIpcReader(Reader):
             unchecked.append((entry, view))
             unchecked_bytes += entry.nbytes
             if unchecked_bytes >= (_COMPARED_BYTES if on_gpu else 0):
-                start_digests()
+                start_batch()
                 unchecked, unchecked_bytes = [], 0
                 # A GPU computes these digests while the caller copies the next tensors.
                 while len(running) > (1 if on_gpu else 0):
                     _compare(*running.pop(0), offer)
         if unchecked:
-            start_digests()
+            start_batch()
         for entries, wait in running:
             _compare(entries, wait, offer)
         self._check_unreplaced(offer, location, raw)
@@ -161,7 +160,7 @@ class CudaIpcReader(Reader):
 
     def _read_list(self, offer: Offer, location: IpcLocation) -> bytes:
         try:
-            if leftovers.gone(location.directory, 0.0):
+            if leftovers.is_abandoned(location.directory, 0.0):
                 # Its publisher died: the device memory may belong to another process by now.
                 raise VersionGone(offer.version)
             path = self._directory / location.directory / f"{location.slot}.json"

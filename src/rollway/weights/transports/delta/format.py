@@ -22,7 +22,8 @@ import zstandard
 from torch import Tensor
 
 from rollway.errors import UsageError, WeightsError
-from rollway.weights.digest.bits import (
+from rollway.weights.digest.changes import ESCAPE, pick
+from rollway.weights.digest.checksums import (
     DTYPES,
     describe,
     digest,
@@ -31,7 +32,6 @@ from rollway.weights.digest.bits import (
     integers,
     raw_bytes,
 )
-from rollway.weights.digest.changes import ESCAPE, pick
 from rollway.weights.layout import ELEMENT_BYTES
 from rollway.weights.offer import Count
 from rollway.weights.transports.delta.packing import Packed, Places, Values, pack, pack_all

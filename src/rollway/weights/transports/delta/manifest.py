@@ -127,7 +127,7 @@ def manifest_key(version: int) -> str:
 
 def object_key(version: int, kind: Kind) -> str:
     """Return a key that carries this process's mark, so that orphans show whether it lives."""
-    return f"{OBJECTS}{version:015d}.{kind}.{leftovers.mark()}"
+    return f"{OBJECTS}{version:015d}.{kind}.{leftovers.writer_mark()}"
 
 
 def _check_entry(name: str, entry: Entry) -> None:

@@ -197,7 +197,7 @@ class DeltaPublisher(Publisher):
         """Remove objects without a manifest whose publisher is dead."""
         known = {item.key for manifest in self._published.values() for item in manifest.objects}
         for key in self._store.keys(OBJECTS):
-            if key not in known and leftovers.gone(key, self._store.idle_seconds(key)):
+            if key not in known and leftovers.is_abandoned(key, self._store.idle_seconds(key)):
                 self._store.delete(key)
 
 

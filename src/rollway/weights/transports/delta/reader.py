@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rollway.errors import WeightsError
 from rollway.weights.checkpoint import TensorHeader
-from rollway.weights.digest.bits import digest
+from rollway.weights.digest.checksums import digest
 from rollway.weights.offer import MOST_MANIFEST_BYTES, Offer
 from rollway.weights.transports.base import Reader, never
 from rollway.weights.transports.delta.format import (

@@ -93,7 +93,7 @@ class Store:
     def sweep(self) -> None:
         """Remove the partial files of dead writers."""
         for path in self.root.rglob(f".*.{leftovers.PARTIAL}"):
-            if leftovers.gone(path.name, _idle_seconds(path)):
+            if leftovers.is_abandoned(path.name, _idle_seconds(path)):
                 path.unlink(missing_ok=True)
 
     def _path(self, key: str) -> Path:
@@ -115,7 +115,7 @@ class SharedMemory(Store):
 
     def __init__(self, label: str = "delta") -> None:
         sweep_shared_memory()
-        name = f"{_SHARED}{label}.{leftovers.mark()}.{secrets.token_hex(4)}"
+        name = f"{_SHARED}{label}.{leftovers.writer_mark()}.{secrets.token_hex(4)}"
         super().__init__(SHM / name, private=True)
         self._path(label)  # raises for a label that is not a plain name
         self._make_directory(self.root)
@@ -185,7 +185,7 @@ class Blob:
 def sweep_shared_memory() -> None:
     """Remove the stores of publishers that died together with their guards."""
     for path in SHM.glob(f"{_SHARED}*"):
-        if leftovers.gone(path.name, _idle_seconds(path)):
+        if leftovers.is_abandoned(path.name, _idle_seconds(path)):
             shutil.rmtree(path, ignore_errors=True)
 
 

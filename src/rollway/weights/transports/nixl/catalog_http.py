@@ -24,7 +24,7 @@ import msgspec
 from aiohttp import web
 
 from rollway.errors import RollwayError, UsageError, WeightsError
-from rollway.orders import FRESH_SECONDS, SECRET, UsedNumbers, stack_secret
+from rollway.orders import FRESH_SECONDS, SECRET, UsedNumbers, read_stack_secret
 from rollway.weights.offer import Count
 from rollway.weights.transports.nixl.catalog import (
     Catalog,
@@ -67,7 +67,7 @@ class Seal:
     Without `secret` it uses this stack's own; a catalog never runs without one."""
 
     def __init__(self, secret: str | None) -> None:
-        secret = stack_secret() if secret is None else secret
+        secret = read_stack_secret() if secret is None else secret
         if not secret:
             raise UsageError(
                 "A catalog of weights needs a secret.", f"Set {SECRET} to the workers' secret."

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rollway.errors import WeightsError
 from rollway.weights.layout import Piece
-from rollway.weights.planning.wants import LocalTensor
+from rollway.weights.planning.targets import LocalTensor
 from rollway.weights.transports.nixl.agent import Agent, Numbers, Prepared, Settings
 from rollway.weights.transports.nixl.listing import (
     SourceGroup,

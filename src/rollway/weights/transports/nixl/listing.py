@@ -23,8 +23,8 @@ from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.coverage import check_covered
 from rollway.weights.layout import ELEMENT_BYTES, Box, Piece, Shape
 from rollway.weights.offer import Count, Text
-from rollway.weights.planning.holdings import Place, Source, source_of_pieces
-from rollway.weights.planning.wants import LocalTensor
+from rollway.weights.planning.sources import Place, Source, source_from_pieces
+from rollway.weights.planning.targets import LocalTensor
 from rollway.weights.transports.nixl.agent import ErrorHandling, Memory
 from rollway.weights.transports.nixl.catalog import Listing
 from rollway.weights.untrusted import check_shape
@@ -103,7 +103,7 @@ class Layout:
     def as_source(self, name: str, node: str) -> Source:
         """Return a source for the planner, which does not know tensors without elements."""
         pieces = [piece for piece in self.pieces if piece.box.elements]
-        return source_of_pieces(name, self.tensors, pieces, Place(node))
+        return source_from_pieces(name, self.tensors, pieces, Place(node))
 
 
 @lru_cache(maxsize=1024)  # a source has the same layout in every version

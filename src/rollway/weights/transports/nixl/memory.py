@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rollway.errors import UsageError, WeightsError
-from rollway.weights.digest.bits import DTYPES, digest
+from rollway.weights.digest.checksums import DTYPES, digest
 from rollway.weights.layout import Box, place_at
 from rollway.weights.transports.nixl.agent import Agent, Memory
 from rollway.weights.transports.nixl.listing import SourceGroup

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from rollway.errors import UsageError
-from rollway.weights.digest.bits import digest, dtype_name
+from rollway.weights.digest.checksums import digest, dtype_name
 from rollway.weights.layout import Box, Piece
 from rollway.weights.offer import Offer
-from rollway.weights.planning.wants import Described, LocalTensor
+from rollway.weights.planning.targets import LocalTensor, TensorInfo
 from rollway.weights.transports.base import NamedTensor, Publisher, Source
 from rollway.weights.transports.nixl.agent import (
     Agent,
@@ -255,11 +255,11 @@ class _AdoptedTensors:
 
 def _read_source(
     source: Source,
-) -> tuple[dict[str, Tensor], list[Piece], dict[str, Described]]:
+) -> tuple[dict[str, Tensor], list[Piece], dict[str, TensorInfo]]:
     """Return tensors, their pieces, and the whole tensors' headers, as far as those are known."""
     tensors: dict[str, Tensor] = {}
     pieces: list[Piece] = []
-    headers: dict[str, Described] = {}
+    headers: dict[str, TensorInfo] = {}
     for item in source:
         if isinstance(item, tuple):
             name, tensor = item

@@ -30,10 +30,10 @@ from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.layout import Box
 from rollway.weights.offer import Offer
 from rollway.weights.planning.costs import Costs
-from rollway.weights.planning.holdings import Place
 from rollway.weights.planning.plan import Receiver, plan
+from rollway.weights.planning.sources import Place
+from rollway.weights.planning.targets import hf_slices
 from rollway.weights.planning.transfers import Total
-from rollway.weights.planning.wants import hf_slices
 from rollway.weights.slices import Slices
 from rollway.weights.transports.base import Reader, never
 from rollway.weights.transports.nixl.agent import TimedOut, unique_name
@@ -95,7 +95,7 @@ class NixlReader(Reader):
         if slices.boxes:
             for name, box in self.look_up(offer)[1].digests:
                 pieces.setdefault(name, []).append(box)
-        self._slices = slices.made_of(pieces)
+        self._slices = slices.keep_whole_pieces(pieces)
         return self._slices
 
     def tensors(

@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from rollway.weights.layout import Box, Piece, place_at, swap_last
+from rollway.weights.planning.targets import TensorInfo
 from rollway.weights.planning.vllm_layout import cells
-from rollway.weights.planning.wants import Described
 
 
 def split_for_ranks(
-    pieces: Sequence[Piece], headers: Mapping[str, Described], ranks: int
+    pieces: Sequence[Piece], headers: Mapping[str, TensorInfo], ranks: int
 ) -> dict[Piece, list[Piece]]:
     """Return the parts of each piece; `headers` describe the whole tensors, where known."""
     if ranks == 1:
@@ -25,7 +25,7 @@ def split_for_ranks(
     parts: dict[Piece, list[Piece]] = {}
     for piece in pieces:
         boxes = cells(piece.name, headers, ranks) if piece.name in headers else ()
-        common = [part for box in boxes if (part := box.cut(piece.box)) is not None]
+        common = [part for box in boxes if (part := box.intersect(piece.box)) is not None]
         parts[piece] = [_cut(piece, box) for box in common] if len(common) > 1 else [piece]
     return parts
 
@@ -68,7 +68,7 @@ def slice_piece(tensor: Tensor, piece: Piece) -> Tensor:
 
 
 def _cut(piece: Piece, box: Box) -> Piece:
-    inside = box.seen_from(piece.box.start)
+    inside = box.relative_to(piece.box.start)
     if piece.transposed:
         inside = Box(swap_last(inside.start), swap_last(inside.stop))
     at = place_at(piece.at, inside).start

@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from rollway.errors import UsageError
 from rollway.weights.layout import ELEMENT_BYTES, Box, Shape, place_at
 from rollway.weights.planning.recipe import run
+from rollway.weights.planning.targets import LocalTensor, Targets
 from rollway.weights.planning.transfers import Copy, Plan, Total, Transfer
-from rollway.weights.planning.wants import LocalTensor, Wants
 
 ALIGNED = 256
 Offsets = NDArray[np.int64]
@@ -83,7 +83,7 @@ class Windows:
 def make_windows(
     plan: Plan,
     receiver: str,
-    wants: Wants,
+    wants: Targets,
     sources: Mapping[str, Mapping[str, LocalTensor]],
     pieces: Iterable[tuple[str, Box]],
     *,
@@ -170,7 +170,7 @@ def _place_whole_tensors(
             window.nbytes = last.offset + align(last.nbytes) - window.offset
 
 
-def _list_targets(wants: Wants) -> dict[str, LocalTensor]:
+def _list_targets(wants: Targets) -> dict[str, LocalTensor]:
     return {
         want.target: LocalTensor(want.dtype, part.shape)
         for several in wants.values()
@@ -225,13 +225,13 @@ def _flatten(blocks: Offsets, extent: Shape, start: Shape, shape: Shape) -> Offs
     return np.asarray(np.ravel_multi_index(at, shape), dtype=np.int64)
 
 
-def _find_checks(wants: Wants, pieces: Iterable[tuple[str, Box]]) -> dict[str, list[PieceCheck]]:
+def _find_checks(wants: Targets, pieces: Iterable[tuple[str, Box]]) -> dict[str, list[PieceCheck]]:
     """Find where each piece is in the targets; a digest covers a whole piece only."""
     checks: dict[str, list[PieceCheck]] = {}
     for name, box in pieces:
         for want in wants.get(name, ()):
             part = want.parts[0]
-            common = box.cut(part.box) if part else None
+            common = box.intersect(part.box) if part else None
             if part is None or common is None:
                 continue
             if common != box:
@@ -239,7 +239,7 @@ def _find_checks(wants: Wants, pieces: Iterable[tuple[str, Box]]) -> dict[str, l
                     f"Only a part of a piece of {name} is wanted, which cannot be verified.",
                     "Receive whole tensors; digests are those of the pieces that ranks hold.",
                 )
-            place = place_at(part.at, box.seen_from(part.box.start))
+            place = place_at(part.at, box.relative_to(part.box.start))
             checks.setdefault(want.target, []).append((place, (name, box)))
     return checks
 

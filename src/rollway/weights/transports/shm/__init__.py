@@ -9,11 +9,8 @@ publisher removes a slot's list of tensors before it overwrites the bytes, and a
 list again after it has read: it never receives a mixture of two versions.
 """
 
-from rollway.weights.transports.shared_memory import SHM  # temporary
-from rollway.weights.transports.shared_memory import map_for_reading as mapped  # temporary
-from rollway.weights.transports.shared_memory import open_shared_file as plain_file  # temporary
 from rollway.weights.transports.shm.publisher import ShmPublisher
 from rollway.weights.transports.shm.reader import ShmReader
 from rollway.weights.transports.shm.shards import join_offers
 
-__all__ = ["SHM", "ShmPublisher", "ShmReader", "join_offers", "mapped", "plain_file"]
+__all__ = ["ShmPublisher", "ShmReader", "join_offers"]

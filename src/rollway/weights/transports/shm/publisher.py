@@ -14,8 +14,8 @@ from torch import Tensor
 
 from rollway.errors import UsageError
 from rollway.weights import leftovers
-from rollway.weights.digest.bits import raw_bytes, spread, word_sum
-from rollway.weights.offer import Entry, Lies, Manifest, Offer
+from rollway.weights.digest.checksums import map_in_threads, raw_bytes, word_sum
+from rollway.weights.offer import Entry, Manifest, Offer, PlacedBox
 from rollway.weights.transports.base import Publisher, Source, inspect_source
 from rollway.weights.transports.entries import (
     Parameters,
@@ -35,7 +35,7 @@ from rollway.weights.transports.shared_memory import (
 from rollway.weights.transports.shm.shards import join_offers, list_boxes
 
 if TYPE_CHECKING:
-    from rollway.weights.sources import Held
+    from rollway.weights.sources import HeldTensor
 
 PREFIX = "rollway-weights-"
 _ALIGNMENT = 256
@@ -96,7 +96,7 @@ class ShmPublisher(Publisher):
         if keep < 1:
             raise UsageError(f"At least one version must be kept, not {keep}.")
         prepare_directory(directory, PREFIX)
-        name = f"{PREFIX}{leftovers.mark()}-{os.urandom(4).hex()}"
+        name = f"{PREFIX}{leftovers.writer_mark()}-{os.urandom(4).hex()}"
         slots = [_Slot(directory / f"{name}-{number}") for number in range(keep + 1)]
         # Adopted parameters have a slot that no published copy ever overwrites.
         self._adopted_slot, *self._slots = slots
@@ -141,10 +141,10 @@ class ShmPublisher(Publisher):
         slot = self._adopted_slot
         slot.withdraw()
         entries, nbytes = lay_out(self._adopted, _ALIGNMENT)
-        sums = spread(word_sum, [view_entry(slot.grow(nbytes), entry) for entry in entries])
+        sums = map_in_threads(word_sum, [view_entry(slot.grow(nbytes), entry) for entry in entries])
         return _announce(slot, version, entries, sums, nbytes)
 
-    def _publish_shards(self, version: int, held: Sequence[Held]) -> Offer:
+    def _publish_shards(self, version: int, held: Sequence[HeldTensor]) -> Offer:
         """Publish what this rank owns; each shard lists the boxes of the model in it."""
         # A shard may consist of padding only; then it has no pieces.
         owned = [item for item in held if item.owned_here and item.pieces]
@@ -156,7 +156,7 @@ class ShmPublisher(Publisher):
         self,
         version: int,
         tensors: Iterable[tuple[str, Tensor]],
-        boxes: Mapping[str, Sequence[Lies]] = MappingProxyType({}),
+        boxes: Mapping[str, Sequence[PlacedBox]] = MappingProxyType({}),
     ) -> Offer:
         """Copy tensors into the oldest slot as they come, and sum each while the next is copied."""
         slot = min(self._slots, key=lambda slot: slot.version)

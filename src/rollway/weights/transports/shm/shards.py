@@ -24,12 +24,12 @@ from torch import Tensor
 from rollway.errors import UsageError, WeightsError
 from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.coverage import check_covered
-from rollway.weights.digest.bits import word_sum
+from rollway.weights.digest.checksums import word_sum
 from rollway.weights.layout import ELEMENT_BYTES, Box
-from rollway.weights.offer import Count, Entry, Lies, Manifest, Offer
+from rollway.weights.offer import Count, Entry, Manifest, Offer, PlacedBox
 
 if TYPE_CHECKING:
-    from rollway.weights.sources import Held
+    from rollway.weights.sources import HeldTensor
     from rollway.weights.transports.shm.reader import ShmReader
 
 
@@ -44,9 +44,9 @@ class RankSlot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 _Slots = Annotated[list[RankSlot], msgspec.Meta(min_length=1, max_length=1 << 16)]
 
 
-def list_boxes(held: Held) -> list[Lies]:
+def list_boxes(held: HeldTensor) -> list[PlacedBox]:
     """List the boxes of the model that this tensor of a rank contains."""
-    return [Lies(p.name, p.box.start, p.box.stop, p.at, p.transposed) for p in held.pieces]
+    return [PlacedBox(p.name, p.box.start, p.box.stop, p.at, p.transposed) for p in held.pieces]
 
 
 def join_offers(offers: Sequence[Offer]) -> Offer:
@@ -88,7 +88,7 @@ class _Part(NamedTuple):
 
     rank: int
     entry: Entry
-    lies: Lies
+    lies: PlacedBox
 
     @property
     def extents(self) -> tuple[int, ...]:
@@ -164,10 +164,10 @@ def group_by_tensor(manifests: Sequence[Manifest]) -> dict[str, list[_Part]]:
     return parts_by_name
 
 
-def _whole_box(entry: Entry) -> Lies:
+def _whole_box(entry: Entry) -> PlacedBox:
     """Return the box of an entry without boxes, which is a Hugging Face tensor itself."""
     start = (0,) * len(entry.shape)
-    return Lies(entry.name, start, entry.shape, start)
+    return PlacedBox(entry.name, start, entry.shape, start)
 
 
 def _find_shape(parts: Sequence[_Part]) -> tuple[int, ...]:

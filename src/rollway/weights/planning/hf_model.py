@@ -1,2 +1,0 @@
-# temporary: moved to rollway.weights.planning.scenario
-from rollway.weights.planning.scenario import *  # noqa: F403

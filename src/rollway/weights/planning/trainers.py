@@ -1,2 +1,0 @@
-# temporary: moved to rollway.weights.planning.sources
-from rollway.weights.planning.sources import *  # noqa: F403
