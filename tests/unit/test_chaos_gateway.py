@@ -219,7 +219,7 @@ def test_a_small_disk_is_filled_freed_and_removed(tmp_path: Path) -> None:
         disk.free(os.getpid())
         assert file.write(b"x" * 8192) == 8192
     disk.close()
-    assert not disk.left_behind
+    assert not disk.still_exists
 
 
 def test_the_old_recorder_makes_the_old_mistakes(tmp_path: Path) -> None:
@@ -251,9 +251,9 @@ def test_the_old_recorder_makes_the_old_mistakes(tmp_path: Path) -> None:
 
 def test_a_round_whose_fault_did_not_strike_is_not_clean() -> None:
     report = GatewayReport(turns_checked=5, detail=[GatewayRound(1, FAULTS[0], struck=True)])
-    assert report.clean
+    assert report.is_clean
     report.detail.append(GatewayRound(2, FAULTS[1]))
-    assert not report.clean and not report.broken
+    assert not report.is_clean and not report.broken
     report.lost_turns = 1
     assert report.broken == ["lost_turns"]
 

@@ -220,9 +220,8 @@ def test_template_history_forks_where_the_template_drops_reasoning() -> None:
     conversation.add(user_says("hi"))
     first = conversation.prompt()
     add_reply(conversation, [*encode("<think>\nhe is here\n</think>\n\nhello", REASONER), END])
-    conversation.add(
-        tool_returns("a result")
-    )  # the template drops reasoning only at the next user turn
+    # The template drops the reasoning only at the next user turn, not here.
+    conversation.add(tool_returns("a result"))
     add_reply(conversation, [*encode("<think>\nso\n</think>\n\nyes", REASONER), END])
     conversation.add(user_says("again"))
     prompt = conversation.prompt()
