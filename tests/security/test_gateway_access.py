@@ -77,7 +77,7 @@ async def test_bodies_must_be_json_even_with_a_token(tmp_path: Path) -> None:
         assert (await gateway.get("/v1/models", **authorize("agent-a", host="a.example")))[0] == 200
 
 
-async def test_guessed_tokens_are_refused_on_every_route(tmp_path: Path) -> None:
+async def test_guessed_tokens_are_refused(tmp_path: Path) -> None:
     async with serve_gateway(tmp_path, access=TOKENS) as gateway:
         for headers in (
             {},

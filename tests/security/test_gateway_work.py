@@ -1,4 +1,4 @@
-"""Requests that take long to prepare do not block others, and they are stopped."""
+"""Requests that take long to prepare do not block others, and they are stopped in time."""
 
 from __future__ import annotations
 

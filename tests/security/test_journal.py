@@ -1,4 +1,4 @@
-"""Full disks, damaged files, deleted sessions and killed gateways lose no acknowledged turn."""
+"""What full disks, damaged files, deleted sessions and killed gateways can lose."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "journal.jsonl"
 
 
-# --- deleted sessions --------------------------------------------------------------------------
+# --- deleted sessions ----------------------------------------------------------------------------
 
 
 def test_deleting_a_session_with_a_turn_in_flight_records_nothing(path: Path) -> None:
@@ -152,7 +152,7 @@ def test_turns_added_during_compaction_are_kept(path: Path) -> None:
     assert {name: list_ids(again, name) for name in again.sessions} == known
 
 
-# --- full disks --------------------------------------------------------------------------------
+# --- full disks ----------------------------------------------------------------------------------
 
 
 def test_a_short_write_is_refused_and_joins_no_lines(path: Path) -> None:
@@ -354,7 +354,7 @@ def test_turns_of_another_gateway_are_not_overwritten(small_disk: Path) -> None:
     assert set(reopen(path).sessions) == {"s", "other"}
 
 
-# --- damaged files -----------------------------------------------------------------------------
+# --- damaged files -------------------------------------------------------------------------------
 
 
 def test_a_damaged_line_loses_only_its_turn_and_descendants(
@@ -471,7 +471,7 @@ def test_impossible_values_do_not_break_the_session(path: Path) -> None:
     assert len(session.trajectories()) == 1
 
 
-# --- journals of the previous format -----------------------------------------------------------
+# --- journals of the previous format -------------------------------------------------------------
 
 
 def encode_old_turn(session: str, parent: int | None = None) -> bytes:
@@ -548,7 +548,7 @@ def test_a_turn_of_a_deleted_session_in_an_old_journal_does_not_hang_the_reader(
     assert session.trajectories() == [] and session.lost == 2
 
 
-# --- permissions -------------------------------------------------------------------------------
+# --- permissions ---------------------------------------------------------------------------------
 
 
 def test_nobody_else_can_read_the_journal(tmp_path: Path) -> None:
@@ -576,7 +576,7 @@ def test_a_journal_that_is_a_pipe_is_refused(path: Path) -> None:
         Recorder(path)
 
 
-# --- threads and kills -------------------------------------------------------------------------
+# --- threads and kills ---------------------------------------------------------------------------
 
 
 async def test_synced_turns_share_a_wait_and_keep_their_order(path: Path) -> None:

@@ -47,7 +47,7 @@ def _decode_lines(lines: Iterable[bytes]) -> Iterator[Turn | Forgotten | Lost]:
 
 
 class JournalMachine(RuleBasedStateMachine):
-    """The model is `known`. Turns that were written but not acknowledged are in `unsure`."""
+    """The model is `known`. Turns that may or may not be in the file are in `unsure`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class JournalMachine(RuleBasedStateMachine):
         kill(self.recorder)
         shutil.rmtree(self.directory)
 
-    # --- actions of clients ---------------------------------------------------------------------
+    # --- actions of clients ----------------------------------------------------------------------
 
     @rule(name=_NAMES, choice=st.integers(0, 9), amount=st.integers(1, 2))
     def add(self, name: str, choice: int, amount: int) -> None:
@@ -128,7 +128,7 @@ class JournalMachine(RuleBasedStateMachine):
             if recorded:
                 self.known |= new
 
-    # --- faults of the disk ---------------------------------------------------------------------
+    # --- faults of the disk ----------------------------------------------------------------------
 
     @rule(free_bytes=st.one_of(st.none(), st.integers(0, 600)))
     def fill(self, free_bytes: int | None) -> None:
@@ -185,7 +185,7 @@ class JournalMachine(RuleBasedStateMachine):
         for entry in _decode_lines(missing):
             if isinstance(entry, Turn):
                 lost.add(entry.id)
-            elif isinstance(entry, Forgotten):  # the deleted turns of this session return
+            elif isinstance(entry, Forgotten):  # its deleted turns may return
                 self.unsure |= self._list_turns(before, entry.session)
         for key, known in list(self.known.items()):  # parents come before children
             if key in lost or known.parent in lost:
@@ -211,7 +211,7 @@ class JournalMachine(RuleBasedStateMachine):
         self.faults.crash_at_replace = False
         self.recorder = Recorder(self.path, disk=self.faults.as_disk())
 
-    # --- invariants -----------------------------------------------------------------------------
+    # --- invariants ------------------------------------------------------------------------------
 
     @invariant()
     def every_acknowledged_turn_is_in_one_place(self) -> None:
@@ -258,7 +258,7 @@ class TestJournal(JournalMachine.TestCase):  # type: ignore[misc]
     )
 
 
-# --- the file format ---------------------------------------------------------------------------
+# --- the file format -----------------------------------------------------------------------------
 
 _IDS = st.sampled_from(["a", "b", "c", "d", ""])
 

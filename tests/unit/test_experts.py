@@ -257,7 +257,7 @@ def test_records_of_a_bypassed_capture_are_refused() -> None:
         RoutedExperts(partly, 10).check(14, 8)
 
 
-def test_zeros_are_accepted_where_expert_0_can_be_chosen() -> None:
+def test_zeros_are_accepted_where_they_are_plausible() -> None:
     RoutedExperts(np.zeros((9, 2, 1), dtype=np.uint8)).check(9, 1)  # a model with one expert
     RoutedExperts(np.zeros((1, 2, 1), dtype=np.uint8)).check(1, 8)  # two choices of top-1
     RoutedExperts(np.zeros((0, 2, 2), dtype=np.uint8), 5).check(6, 8)

@@ -24,7 +24,7 @@ def make_worker(quantization: str | None) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def use_single_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "_ranks", lambda: (1, torch.clone))
 
 
