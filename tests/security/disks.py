@@ -1,4 +1,4 @@
-"""Disks that fail, and turns to write on them."""
+"""Disks that fail, and turns to record on them."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class Crash(BaseException):
 
 @dataclass
 class FaultyDisk:
-    """Real files, and system calls that fail when told to."""
+    """Real files, and system calls that fail on request."""
 
-    room: int | None = None
-    """Bytes until the disk is full; None for no end."""
+    free_bytes: int | None = None
+    """Bytes until the disk is full; None means no limit."""
     crash_after: int | None = None
     """Bytes until the process dies in the middle of a write."""
     failing: set[str] = field(default_factory=set)
-    """Which of truncate, sync and replace fail."""
+    """The calls that fail: truncate, sync, replace."""
     crash_at_replace: bool = False
 
     def as_disk(self) -> Disk:
@@ -41,12 +41,12 @@ class FaultyDisk:
             if not self.crash_after:
                 raise Crash
             return written
-        if self.room is None:
+        if self.free_bytes is None:
             return os.write(fd, data)
-        if not self.room:
+        if not self.free_bytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        written = os.write(fd, data[: self.room])
-        self.room -= written
+        written = os.write(fd, data[: self.free_bytes])
+        self.free_bytes -= written
         return written
 
     def truncate(self, fd: int, length: int) -> None:
@@ -67,8 +67,8 @@ class FaultyDisk:
             raise OSError(number, os.strerror(number))
 
 
-def turn(session: str, parent: str | None = None, **fields: Any) -> Turn:
-    """A turn whose tokens no other turn has."""
+def make_turn(session: str, parent: str | None = None, **fields: Any) -> Turn:
+    """Make a turn whose tokens no other turn has."""
     number = next(_numbers)
     values: dict[str, Any] = {
         "model": "m",
@@ -89,7 +89,7 @@ def record(recorder: Recorder, new: Turn) -> bool:
 
 
 def kill(recorder: Recorder) -> None:
-    """Leave the files as they are, as a killed process does."""
+    """Close the recorder without cleaning up, as a killed process does."""
     assert recorder._journal is not None
     recorder._background.close()
     recorder._journal.close()

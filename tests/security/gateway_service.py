@@ -29,25 +29,25 @@ _SAMPLED = [*make().encode("ok"), make().eos_token_id]
 
 
 class Frontend:
-    """Answers every request with `ok`, unless a test sets something else."""
+    """A frontend that answers every request with `ok`, unless a test sets another answer."""
 
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
-        self.refuses: tuple[int, Any] | None = None
-        """Status and body of every answer, if it is not `ok`."""
-        self.go = asyncio.Event()
-        """Answers wait for it."""
-        self.go.set()
+        self.error_answer: tuple[int, Any] | None = None
+        """Status and body of every answer, unless it is `ok`."""
+        self.may_answer = asyncio.Event()
+        """Every answer waits for this event."""
+        self.may_answer.set()
         self.url = ""
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         body = json.loads(await request.read())
         self.bodies.append(body)
-        await self.go.wait()
-        if self.refuses is not None:
-            status, refusal = self.refuses
-            return web.json_response(refusal, status=status)
-        whole = _whole(body, chat=request.path.endswith("chat/completions"))
+        await self.may_answer.wait()
+        if self.error_answer is not None:
+            status, content = self.error_answer
+            return web.json_response(content, status=status)
+        whole = _build_answer(body, chat=request.path.endswith("chat/completions"))
         if not body.get("stream"):
             return web.json_response(whole)
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
@@ -59,7 +59,7 @@ class Frontend:
         return response
 
 
-def _whole(body: dict[str, Any], *, chat: bool) -> dict[str, Any]:
+def _build_answer(body: dict[str, Any], *, chat: bool) -> dict[str, Any]:
     ids = _SAMPLED[: body["max_tokens"]]
     reason = "stop" if len(ids) == len(_SAMPLED) else "length"
     choice: dict[str, Any] = {"index": 0, "finish_reason": reason}
@@ -93,7 +93,7 @@ class Service:
     async def post(
         self, path: str, body: Any, *, headers: dict[str, str] | None = None
     ) -> tuple[int, Any]:
-        """POST JSON, or bytes as they are; return the status and the decoded answer."""
+        """POST JSON or raw bytes; return the status and the decoded answer."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         all_headers = {"content-type": "application/json", **(headers or {})}
         return await self.call("POST", path, data=data, headers=all_headers)
@@ -113,7 +113,7 @@ class Service:
 
 
 @asynccontextmanager
-async def service(
+async def serve_gateway(
     directory: Path, *, template: str = PLAIN, context: int = CONTEXT, **options: Any
 ) -> AsyncIterator[Service]:
     """Serve on a free port until the block ends."""
@@ -139,15 +139,15 @@ async def service(
         try:
             yield running
         finally:
-            frontend.go.set()
+            frontend.may_answer.set()
             await running.http.close()
             await listener.close()
             recorder.close()
             await runner.cleanup()
 
 
-def error_of(answer: Any) -> dict[str, Any]:
-    """The error of an answer, which must have OpenAI's form and nothing else."""
+def read_error(answer: Any) -> dict[str, Any]:
+    """Return the error of an answer, which must have OpenAI's form and nothing else."""
     assert isinstance(answer, dict) and set(answer) == {"error"}, answer
     error = answer["error"]
     assert set(error) == {"message", "type", "code", "param"}, error

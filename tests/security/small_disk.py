@@ -11,8 +11,8 @@ import pytest
 
 
 @contextmanager
-def mounted(directory: Path) -> Iterator[Path]:
-    """Mount it in a directory, or skip the test."""
+def mount_small_disk(directory: Path) -> Iterator[Path]:
+    """Mount the disk in a directory, or skip the test."""
     mount = directory / "small"
     mount.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(mount)]
@@ -27,7 +27,7 @@ def mounted(directory: Path) -> Iterator[Path]:
 
 
 def fill(disk: Path) -> Path:
-    """Take all room; return the file that has it."""
+    """Fill the disk and return the file that fills it."""
     filler = disk / "filler"
     with filler.open("wb", buffering=0) as file:
         try:

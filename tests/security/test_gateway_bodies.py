@@ -1,4 +1,4 @@
-"""Bodies that an attacker sends: each is a 400 in OpenAI's form, and costs little."""
+"""An attacker sends bad bodies: each gets an error in OpenAI's form and costs little."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from rollway.gateway import requests
 from rollway.gateway.tokenizing import longest_token
 from tests.awkward_tokenizer import PLAIN, make
 from tests.security.bad_bodies import _MEDIUM, BAD_CHATS, BAD_TEXTS
-from tests.security.gateway_service import error_of, service
+from tests.security.gateway_service import read_error, serve_gateway
 
 for _ in range(200):
     _MEDIUM = [_MEDIUM]
 
 
-TAKEN_SETTINGS = [
+RESERVED_SETTINGS = [
     "chat_template", "conversation", "padding", "truncation", "max_length", "documents",
     "tokenizer_kwargs", "tools", "tokenize", "return_dict", "return_tensors",
     "return_assistant_tokens_mask", "add_generation_prompt", "continue_final_message",
@@ -28,31 +28,31 @@ TAKEN_SETTINGS = [
 ]  # fmt: skip
 
 
-async def test_a_bad_chat_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
-    async with service(tmp_path) as gateway:
-        for what, body in BAD_CHATS.items():
+async def test_a_bad_chat_is_refused_and_leaves_no_session(tmp_path: Path) -> None:
+    async with serve_gateway(tmp_path) as gateway:
+        for label, body in BAD_CHATS.items():
             headers = {"x-rollway-session": "bad"}
             status, answer = await gateway.post("/v1/chat/completions", body, headers=headers)
-            assert status == 400, (what, status, answer)
-            assert error_of(answer)["type"] == "invalid_request_error", what
+            assert status == 400, (label, status, answer)
+            assert read_error(answer)["type"] == "invalid_request_error", label
             if "messages" in str(body)[:200]:
                 status, answer = await gateway.post("/tokenize", body)
-                assert status in (200, 400), (what, status, answer)
+                assert status in (200, 400), (label, status, answer)
         assert gateway.frontend.bodies == []
         assert (await gateway.get("/v1/rollway/sessions"))[1]["sessions"] == {}
         assert (await gateway.chat())[0] == 200
 
 
 async def test_a_bad_completion_is_refused(tmp_path: Path) -> None:
-    async with service(tmp_path) as gateway:
-        for what, body in BAD_TEXTS.items():
+    async with serve_gateway(tmp_path) as gateway:
+        for label, body in BAD_TEXTS.items():
             status, answer = await gateway.post("/v1/completions", body)
-            assert status == 400, (what, status, answer)
-            error_of(answer)
+            assert status == 400, (label, status, answer)
+            read_error(answer)
         for tokens in (5, [2**70], [-1], ["a"], [True], [[1]], "12", [1] * 3000):
             status, answer = await gateway.post("/detokenize", {"tokens": tokens})
             assert status == 400, (tokens, answer)
-            error_of(answer)
+            read_error(answer)
         for prompt in (5, ["a"], {"a": 1}, None):
             status, answer = await gateway.post("/tokenize", {"prompt": prompt})
             assert status == 400, (prompt, answer)
@@ -62,29 +62,29 @@ async def test_a_bad_completion_is_refused(tmp_path: Path) -> None:
         assert status == 200 and len(answer["choices"]) == 4
 
 
-@pytest.mark.parametrize("name", TAKEN_SETTINGS)
+@pytest.mark.parametrize("name", RESERVED_SETTINGS)
 async def test_a_client_sets_a_parameter_of_the_tokenizer(tmp_path: Path, name: str) -> None:
-    async with service(tmp_path) as gateway:
+    async with serve_gateway(tmp_path) as gateway:
         status, answer = await gateway.chat(chat_template_kwargs={name: "x"})
-        assert status == 400 and name in error_of(answer)["message"]
+        assert status == 400 and name in read_error(answer)["message"]
 
 
-async def test_a_client_brings_a_template_that_never_ends(tmp_path: Path) -> None:
-    """It hung the event loop for good."""
+async def test_a_client_sends_a_template_that_never_ends(tmp_path: Path) -> None:
+    """Such a template once blocked the event loop for ever."""
     loops = "{% for a in range(99999) %}" * 4 + "x" + "{% endfor %}" * 4
-    async with service(tmp_path) as gateway:
+    async with serve_gateway(tmp_path) as gateway:
         for fields in (
             {"chat_template_kwargs": {"chat_template": loops}},
             {"chat_template": loops},
         ):
             status, answer = await gateway.chat(**fields)
-            assert status == 400 and "chat_template" in error_of(answer)["message"]
+            assert status == 400 and "chat_template" in read_error(answer)["message"]
         assert gateway.frontend.bodies == []
 
 
-async def test_settings_of_the_model_still_pass(tmp_path: Path) -> None:
+async def test_settings_of_the_model_reach_the_template(tmp_path: Path) -> None:
     template = "{% if thinking %}<|im_start|>{% endif %}" + PLAIN
-    async with service(tmp_path, template=template) as gateway:
+    async with serve_gateway(tmp_path, template=template) as gateway:
         assert (await gateway.chat(chat_template_kwargs={"thinking": True}))[0] == 200
         first, sent = gateway.frontend.bodies[0]["nvext"]["token_data"][:2]
         assert first == sent, "the setting did not reach the template"
@@ -93,23 +93,23 @@ async def test_settings_of_the_model_still_pass(tmp_path: Path) -> None:
         assert (await gateway.chat(chat_template_kwargs={str(i): i for i in range(65)}))[0] == 400
 
 
-async def test_packed_bodies_are_refused_before_they_are_unpacked(tmp_path: Path) -> None:
-    """200 KiB of gzip were 200 MiB of JSON."""
-    packed = {"gzip": _packed(31), "deflate": _packed(15)}
-    async with service(tmp_path) as gateway:
+async def test_compressed_bodies_are_refused_before_decompression(tmp_path: Path) -> None:
+    """200 KiB of gzip once became 200 MiB of JSON."""
+    compressed = {"gzip": _compress_long_text(31), "deflate": _compress_long_text(15)}
+    async with serve_gateway(tmp_path) as gateway:
         assert (await gateway.get("/health"))[0] == 200
-        for coding, body in packed.items():
-            # The peak of this process begins anew: an earlier test may have had a higher one.
+        for coding, body in compressed.items():
+            # Reset the peak of this process: an earlier test may have had a higher one.
             Path("/proc/self/clear_refs").write_text("5")
-            before = _peak_kib()
+            before = _read_peak_kib()
             headers = {"content-encoding": coding}
             status, answer = await gateway.post("/tokenize", body, headers=headers)
-            assert _peak_kib() - before < 50 * 1024, coding
-            assert status == 415 and "ompressed" in error_of(answer)["message"]
+            assert _read_peak_kib() - before < 50 * 1024, coding
+            assert status == 415 and "ompressed" in read_error(answer)["message"]
 
 
-def _packed(format_bits: int) -> bytes:
-    """Pack a long text piece by piece: it must not be in memory here either."""
+def _compress_long_text(format_bits: int) -> bytes:
+    """Compress a long text piece by piece: the whole must not be in memory here either."""
     packer = zlib.compressobj(1, zlib.DEFLATED, format_bits)
     pieces = [b'{"prompt": "', *[b"a" * 2**20] * 200, b'"}']
     return b"".join([*(packer.compress(piece) for piece in pieces), packer.flush()])
@@ -118,33 +118,33 @@ def _packed(format_bits: int) -> bytes:
 async def test_a_body_beyond_the_limit_is_refused(tmp_path: Path) -> None:
     limit = requests.body_limit(2048)
     assert limit == 32 * 2**20 and requests.body_limit(10**9) == 128 * 2**20
-    async with service(tmp_path) as gateway:
+    async with serve_gateway(tmp_path) as gateway:
         body = b'{"prompt": "' + b"a" * limit + b'"}'
         status, answer = await gateway.post("/tokenize", body)
         assert status == 413, answer
-        error_of(answer)
+        read_error(answer)
         lists = b'{"a": [' + b"[]," * 1_100_000 + b"1]}"
         status, answer = await gateway.post("/tokenize", lists)
-        assert status == 400 and "lists" in error_of(answer)["message"]
+        assert status == 400 and "lists" in read_error(answer)["message"]
 
 
 @pytest.mark.parametrize("item", [b'"a"', b"500"])
-async def test_a_body_of_too_many_values_is_refused_before_it_is_decoded(
+async def test_a_body_with_too_many_values_is_refused_before_it_is_decoded(
     tmp_path: Path, item: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """32 MiB of short texts took 500 MiB of memory; 57 MiB of ids held up everybody for 4.6 s."""
+    """32 MiB of short texts once used 500 MiB; 57 MiB of ids blocked all requests for 4.6 s."""
     count = 1_100_000 if item == b'"a"' else 8_100_000
-    async with service(tmp_path) as gateway:
+    async with serve_gateway(tmp_path) as gateway:
         body = b'{"prompt": [' + (item + b",") * count + item + b"]}"
         monkeypatch.setattr(requests.msgspec.json, "decode", None)
         status, answer = await gateway.post("/v1/completions", body)
-        assert status == 400 and "The body has more than" in error_of(answer)["message"]
+        assert status == 400 and "The body has more than" in read_error(answer)["message"]
 
 
-def test_ids_beyond_the_context_are_not_looked_at() -> None:
+def test_token_lists_beyond_the_context_are_refused_unread() -> None:
     class Unread(list[Any]):
         def __iter__(self) -> Any:
-            raise AssertionError("the ids were looked at")
+            raise AssertionError("the ids were read")
 
     ids = Unread([5] * 10)
     for read in (
@@ -158,9 +158,9 @@ def test_ids_beyond_the_context_are_not_looked_at() -> None:
 
 @pytest.mark.parametrize("chunked", [False, True])
 async def test_many_long_bodies_do_not_fill_the_memory(tmp_path: Path, chunked: bool) -> None:
-    """The sum of all bodies had no bound. The largest single one always fits."""
+    """The sum of all bodies once had no bound. The largest allowed body always fits."""
     limit = requests.body_limit(2048)
-    async with service(tmp_path, body_bytes=1) as gateway:
+    async with serve_gateway(tmp_path, body_bytes=1) as gateway:
         whole = b'{"prompt": "' + b"a" * (limit - 14) + b'"}'
         assert len(whole) == limit
         status, answer = await gateway.post("/tokenize", whole)
@@ -179,7 +179,7 @@ async def test_many_long_bodies_do_not_fill_the_memory(tmp_path: Path, chunked: 
         async with asyncio.timeout(30):
             while status != 503:  # until the unfinished body has arrived
                 status, answer = await gateway.post("/tokenize", whole)
-        assert error_of(answer)["type"] == "overloaded"
+        assert read_error(answer)["type"] == "overloaded"
         assert (await gateway.chat())[0] == 200, "a short request needs no budget"
         writer.close()
         async with asyncio.timeout(30):
@@ -188,7 +188,7 @@ async def test_many_long_bodies_do_not_fill_the_memory(tmp_path: Path, chunked: 
         assert status == 400
 
 
-def test_the_longest_token_bounds_a_text_only_where_it_can() -> None:
+def test_the_longest_token_is_unknown_when_tokenizing_drops_text() -> None:
     from tokenizers import normalizers, pre_tokenizers
 
     tokenizer = make()
@@ -200,14 +200,14 @@ def test_the_longest_token_bounds_a_text_only_where_it_can() -> None:
         backend.normalizer = normalizer
         assert longest_token(tokenizer) is None
     backend.normalizer = None
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()  # drops spaces
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()  # this one drops spaces
     assert longest_token(tokenizer) is None
     backend.pre_tokenizer = pre_tokenizers.Split(" ", "isolated")
     assert longest_token(tokenizer) == len("<|endoftext|>")
 
 
-def _peak_kib() -> int:
+def _read_peak_kib() -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1])
-    raise AssertionError("the kernel does not tell")
+    raise AssertionError("the kernel does not report VmHWM")

@@ -1,4 +1,4 @@
-"""Connections that send nothing, or little: they keep nobody out."""
+"""Connections that send nothing or little do not block other clients."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ import pytest
 from aiohttp import web
 
 from rollway.gateway.connections import Connections, raise_file_limit
-from tests.security.gateway_service import Service, service
+from tests.security.gateway_service import Service, serve_gateway
 
 _HEAD = b"POST /tokenize HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-async def _open(gateway: Service, data: bytes = b"") -> Streams:
+async def _connect(gateway: Service, data: bytes = b"") -> Streams:
     reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
     if data:
         writer.write(data)
     return reader, writer
 
 
-async def _ends(streams: Streams) -> bool:
+async def _wait_for_close(streams: Streams) -> bool:
     """Wait until the gateway closes the connection."""
     reader, writer = streams
     try:
@@ -41,11 +41,11 @@ async def _ends(streams: Streams) -> bool:
     return True
 
 
-async def test_headers_that_never_end_are_cut_off(tmp_path: Path) -> None:
+async def test_requests_that_never_end_are_disconnected(tmp_path: Path) -> None:
     connections = Connections(100, header_seconds=0.5, body_seconds=0.5, idle_seconds=60)
-    async with service(tmp_path, connections=connections) as gateway:
-        silent = await _open(gateway)
-        slow = await _open(gateway, b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nX-A: ")
+    async with serve_gateway(tmp_path, connections=connections) as gateway:
+        silent = await _connect(gateway)
+        slow = await _connect(gateway, b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nX-A: ")
 
         async def drip() -> None:
             while not slow[1].is_closing():
@@ -53,57 +53,61 @@ async def test_headers_that_never_end_are_cut_off(tmp_path: Path) -> None:
                 await asyncio.sleep(0.1)
 
         dripping = asyncio.create_task(drip())
-        body = await _open(gateway, _HEAD + b"Content-Length: 500\r\n\r\n{")
+        body = await _connect(gateway, _HEAD + b"Content-Length: 500\r\n\r\n{")
         async with asyncio.timeout(60):
-            assert all(await asyncio.gather(*(_ends(one) for one in (silent, slow, body))))
+            assert all(
+                await asyncio.gather(
+                    *(_wait_for_close(streams) for streams in (silent, slow, body))
+                )
+            )
         dripping.cancel()
         assert (await gateway.get("/health"))[0] == 200
 
 
 async def test_idle_connections_are_closed_and_busy_ones_are_not(tmp_path: Path) -> None:
     connections = Connections(100, header_seconds=0.5, body_seconds=0.5, idle_seconds=0.5)
-    async with service(tmp_path, connections=connections) as gateway:
-        gateway.frontend.go.clear()
+    async with serve_gateway(tmp_path, connections=connections) as gateway:
+        gateway.frontend.may_answer.clear()
         busy = asyncio.create_task(gateway.chat())
         while not gateway.frontend.bodies:
             await asyncio.sleep(0.01)
-        idle = await _open(gateway, b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        idle = await _connect(gateway, b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
         async with asyncio.timeout(60):
-            await _ends(idle)  # it waited longer than the busy one may idle
-        gateway.frontend.go.set()
+            await _wait_for_close(idle)  # by now the busy one has waited longer than the idle limit
+        gateway.frontend.may_answer.set()
         assert (await busy)[0] == 200
 
 
-async def test_idle_connections_keep_nobody_out(tmp_path: Path) -> None:
-    """More than the limit, none of which has to wait for a timeout."""
-    async with service(tmp_path, connections=Connections(40)) as gateway:
-        gateway.frontend.go.clear()
+async def test_idle_connections_do_not_block_clients(tmp_path: Path) -> None:
+    """There are more connections than the limit, and no client waits for a timeout."""
+    async with serve_gateway(tmp_path, connections=Connections(40)) as gateway:
+        gateway.frontend.may_answer.clear()
         busy = asyncio.create_task(gateway.chat())
         while not gateway.frontend.bodies:
             await asyncio.sleep(0.01)
         half = _HEAD + b"Content-Length: 500\r\n\r\n{"
-        held = [await _open(gateway, half if number % 2 else b"") for number in range(400)]
+        held = [await _connect(gateway, half if number % 2 else b"") for number in range(400)]
         assert (await gateway.get("/health"))[0] == 200
         assert gateway.gateway.connections._open <= 60
-        gateway.frontend.go.set()
-        assert (await busy)[0] == 200, "a request that is being answered is not cut"
+        gateway.frontend.may_answer.set()
+        assert (await busy)[0] == 200, "a request that is being answered is not disconnected"
         for _, writer in held:
             writer.close()
 
 
-async def test_the_limit_of_the_process_keeps_nobody_out(tmp_path: Path) -> None:
-    """A gateway with 256 files, 1,000 idle connections, and a client that wants in."""
+async def test_idle_connections_beyond_the_file_limit_do_not_block_clients(tmp_path: Path) -> None:
+    """The gateway may open 256 files and has 1,000 idle connections and one client."""
     script = textwrap.dedent(
         """
         import asyncio, resource, sys
         from pathlib import Path
         resource.setrlimit(resource.RLIMIT_NOFILE, (128, 256))
         from rollway.gateway.connections import raise_file_limit
-        from tests.security.gateway_service import service
+        from tests.security.gateway_service import serve_gateway
 
         async def main():
             print(raise_file_limit(), file=sys.stderr)
-            async with service(Path(sys.argv[1])) as gateway:
+            async with serve_gateway(Path(sys.argv[1])) as gateway:
                 print(gateway.port, flush=True)
                 await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
 
@@ -122,18 +126,18 @@ async def test_the_limit_of_the_process_keeps_nobody_out(tmp_path: Path) -> None
         for number in range(1_000):
             held.append(await asyncio.open_connection("127.0.0.1", port))
             if number % 250 == 249:
-                assert await _status(port) == b"200"
+                assert await _get_status(port) == b"200"
     finally:
         for _, writer in held:
             writer.close()
         process.stdin.close()
-        told = (await process.stderr.read()).decode()
+        stderr = (await process.stderr.read()).decode()
         await process.wait()
-    assert "may open 256 files" in told and "ulimit" in told
-    assert process.returncode == 0, told
+    assert "may open 256 files" in stderr and "ulimit" in stderr
+    assert process.returncode == 0, stderr
 
 
-async def _status(port: int) -> bytes:
+async def _get_status(port: int) -> bytes:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
     async with asyncio.timeout(60):
@@ -142,7 +146,7 @@ async def _status(port: int) -> bytes:
     return answer.split(b" ")[1] if answer else b""
 
 
-def test_the_soft_limit_is_raised_to_the_hard_one() -> None:
+def test_the_soft_file_limit_is_raised_to_the_hard_limit() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(512, before[1]), before[1]))
@@ -152,10 +156,10 @@ def test_the_soft_limit_is_raised_to_the_hard_one() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-async def test_a_client_that_does_not_read_its_answer_is_let_go(tmp_path: Path) -> None:
-    """A plain close waits until the client has read all: its socket and answer stayed for ever."""
+async def test_a_client_that_does_not_read_its_answer_is_disconnected(tmp_path: Path) -> None:
+    """A plain close waits until the client has read all, so socket and answer stayed for ever."""
     connections = Connections(100, header_seconds=0.5, body_seconds=60, idle_seconds=0.5)
-    async with service(tmp_path, connections=connections, context=4_000_000) as gateway:
+    async with serve_gateway(tmp_path, connections=connections, context=4_000_000) as gateway:
         body = b'{"tokens": [' + b"5," * 3_000_000 + b"5]}"
         head = _HEAD.replace(b"/tokenize", b"/detokenize")
         request = head + b"Content-Length: %d\r\n\r\n" % len(body) + body
@@ -177,30 +181,30 @@ def _is_held(port: int, peer: str) -> bool:
     for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
         _, local, remote, *_, inode = line.split()[:10]
         if local.endswith(f":{port:04X}") and remote.endswith(f":{peer}"):
-            return inode != "0"  # else only the kernel still knows it
+            return inode != "0"  # otherwise only the kernel still has it
     return False
 
 
-async def test_what_is_no_http_leaves_no_key_in_the_log(
+async def test_malformed_http_leaves_no_key_in_the_log(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with service(tmp_path) as gateway:
+    async with serve_gateway(tmp_path) as gateway:
         for _ in range(20):
-            streams = await _open(
+            streams = await _connect(
                 gateway, b"GET / HTTP/1.1\r\nAuthorization: Bearer sk-KEY\x01\r\n\r\n"
             )
             async with asyncio.timeout(60):
-                await _ends(streams)
+                await _wait_for_close(streams)
         assert (await gateway.get("/health"))[0] == 200
     assert "sk-KEY" not in caplog.text and len(caplog.text) < 1000
 
 
-async def test_connections_that_shake_no_hands_are_counted() -> None:
+async def test_connections_without_a_handshake_are_counted() -> None:
     connections = Connections(10)
     connections.attach(web.Server(lambda request: None), handshake_seconds=5.0)  # type: ignore[arg-type]
     for _ in range(30):
         connections.accept()
     assert connections._open == 30 and len(connections._handshakes) == 30
-    connections._handshake_seconds = -1.0  # all of them are too late
+    connections._handshake_seconds = -1.0  # all handshakes are too late
     connections._update()
     assert connections._open == 0

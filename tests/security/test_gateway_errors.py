@@ -1,4 +1,4 @@
-"""What goes wrong behind the gateway, as its client sees it; and what it leaves behind."""
+"""Failures behind the gateway: the client gets a clean error, and no session remains."""
 
 from __future__ import annotations
 
@@ -10,54 +10,54 @@ from typing import Any
 import pytest
 
 from rollway.gateway.server import Gateway
-from tests.security.gateway_service import Service, error_of, service
+from tests.security.gateway_service import Service, read_error, serve_gateway
 
 REFUSAL = {"message": "Invalid request", "details": {"field": "temperature"}, "type": "x"}
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/completions"])
-async def test_what_the_frontend_refuses_is_refused(
+async def test_refusals_of_the_frontend_keep_their_status(
     tmp_path: Path, stream: bool, route: str
 ) -> None:
-    async with service(tmp_path) as gateway:
+    async with serve_gateway(tmp_path) as gateway:
         for status in (400, 403, 409, 413, 422):
-            gateway.frontend.refuses = (status, REFUSAL)
+            gateway.frontend.error_answer = (status, REFUSAL)
             body = {"prompt": "a", "messages": [{"role": "user", "content": "a"}], "stream": stream}
             got, answer = await gateway.post(route, body, headers={"x-rollway-session": "s"})
             assert got == status, answer
-            error = error_of(answer)
+            error = read_error(answer)
             assert "Invalid request" in error["message"]
             assert error["type"] == "invalid_request_error"
         assert (await gateway.get("/v1/rollway/sessions"))[1]["sessions"] == {}
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_error_tells_no_internal_address(tmp_path: Path, stream: bool) -> None:
-    async with service(tmp_path) as gateway:
+async def test_errors_do_not_reveal_internal_addresses(tmp_path: Path, stream: bool) -> None:
+    async with serve_gateway(tmp_path) as gateway:
         url = f"{gateway.frontend.url}/v1/chat/completions"
         port = gateway.frontend.url.rpartition(":")[2]
-        told = f"no worker at {url}, tcp://10.1.2.3:{port} or [::1]:{port} or localhost:{port}"
+        text = f"no worker at {url}, tcp://10.1.2.3:{port} or [::1]:{port} or localhost:{port}"
         for status in (400, 500, 503):
-            gateway.frontend.refuses = (status, {"message": told})
+            gateway.frontend.error_answer = (status, {"message": text})
             got, answer = await gateway.chat(stream=stream)
             assert got == (400 if status == 400 else 502)
-            assert port not in error_of(answer)["message"]
+            assert port not in read_error(answer)["message"]
 
 
-async def test_a_frontend_that_is_gone_is_a_503(tmp_path: Path) -> None:
-    async with service(tmp_path) as gateway:
+async def test_a_missing_frontend_is_answered_with_503(tmp_path: Path) -> None:
+    async with serve_gateway(tmp_path) as gateway:
         for upstream in (gateway.gateway.chat, gateway.gateway.text):
             upstream._url = "http://127.0.0.1:9/v1/chat/completions"
         for stream in (False, True):
             status, answer = await gateway.chat({"x-rollway-session": "s"}, stream=stream)
-            assert status == 503 and ":9" not in error_of(answer)["message"]
+            assert status == 503 and ":9" not in read_error(answer)["message"]
         assert (await gateway.get("/v1/rollway/sessions"))[1]["sessions"] == {}
 
 
-async def test_a_client_that_leaves_leaves_no_session(tmp_path: Path) -> None:
-    async with service(tmp_path) as gateway:
-        gateway.frontend.go.clear()
+async def test_a_disconnected_client_leaves_no_session(tmp_path: Path) -> None:
+    async with serve_gateway(tmp_path) as gateway:
+        gateway.frontend.may_answer.clear()
         for stream in (False, True):
             before = len(gateway.frontend.bodies)
             request = asyncio.create_task(
@@ -70,17 +70,17 @@ async def test_a_client_that_leaves_leaves_no_session(tmp_path: Path) -> None:
         assert (await gateway.get("/v1/rollway/sessions"))[1]["sessions"] == {}
 
 
-async def test_a_fault_of_the_gateway_is_a_logged_500_in_the_same_form(
+async def test_a_fault_of_the_gateway_is_logged_and_answered_with_500(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def fail(self: Gateway, request: Any) -> Any:
         raise KeyError("an internal secret")
 
     monkeypatch.setattr(Gateway, "models", fail)
-    async with service(tmp_path) as gateway:
+    async with serve_gateway(tmp_path) as gateway:
         with caplog.at_level(logging.ERROR):
             status, answer = await gateway.get("/v1/models")
-        error = error_of(answer)
+        error = read_error(answer)
         assert status == 500 and error["type"] == "internal_error"
         assert "secret" not in error["message"]
         assert "an internal secret" in caplog.text, "the log has the cause"
@@ -88,8 +88,8 @@ async def test_a_fault_of_the_gateway_is_a_logged_500_in_the_same_form(
         assert number in caplog.text
 
 
-async def test_routes_that_are_not_there_have_the_same_form(tmp_path: Path) -> None:
-    async with service(tmp_path) as gateway:
+async def test_unknown_routes_are_answered_with_errors_of_the_same_form(tmp_path: Path) -> None:
+    async with serve_gateway(tmp_path) as gateway:
         for method, path, status in (
             ("GET", "/nothing", 404),
             ("GET", "/v1/chat/completions", 405),
@@ -101,24 +101,24 @@ async def test_routes_that_are_not_there_have_the_same_form(tmp_path: Path) -> N
         ):
             got, answer = await gateway.call(method, path)
             assert got == status, (method, path)
-            error_of(answer)
+            read_error(answer)
 
 
 async def test_an_error_in_a_stream_is_an_event(tmp_path: Path) -> None:
-    """What comes after the first token can have no status any more."""
-    async with service(tmp_path) as gateway:
+    """After the first token, an error can no longer have a status."""
+    async with serve_gateway(tmp_path) as gateway:
 
         async def settle(*_: Any) -> Any:
             raise ValueError("http://10.0.0.1:5 said no")
 
         gateway.gateway.chat.settle = settle  # type: ignore[method-assign]
-        status, raw = await _streamed(gateway)
+        status, raw = await _stream_chat(gateway)
         assert status == 200 and b"internal_error" in raw and b"10.0.0.1" not in raw
         assert b"[DONE]" not in raw
         assert (await gateway.get("/v1/rollway/sessions"))[1]["sessions"] == {}
 
 
-async def _streamed(gateway: Service) -> tuple[int, bytes]:
+async def _stream_chat(gateway: Service) -> tuple[int, bytes]:
     status, raw = await gateway.chat({"x-rollway-session": "s"}, stream=True)
     assert isinstance(raw, bytes)
     return status, raw

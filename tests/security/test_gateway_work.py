@@ -1,4 +1,4 @@
-"""Requests that take long to prepare: they hold up nobody else, and they end."""
+"""Requests that take long to prepare do not block others, and they are stopped in time."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from rollway.gateway.template import Template
 from rollway.gateway.threads import Threads
 from rollway.gateway.tokenizing import BoundedTokenizer
 from tests.awkward_tokenizer import PLAIN
-from tests.security.gateway_service import USER, Service, error_of, service
+from tests.security.gateway_service import USER, Service, read_error, serve_gateway
 
-# A loop as long as the number in the settings says, and squared.
+# Two nested loops, each as long as `n` in the settings.
 _LOOPS = "{% for a in range(n or 0) %}{% for b in range(n or 0) %}{% endfor %}{% endfor %}" + PLAIN
 _NESTED = (
     "{% for a in messages %}{% for b in messages %}{% for c in messages %}{% for d in messages %}"
@@ -29,8 +29,8 @@ _NESTED = (
 )
 
 
-async def _answers_meanwhile(gateway: Service, slow: asyncio.Task[Any]) -> int:
-    """How many other requests are answered before a slow one is."""
+async def _count_other_answers(gateway: Service, slow: asyncio.Task[Any]) -> int:
+    """Count the requests that are answered before a slow one."""
     count = 0
     while not slow.done():
         assert (await gateway.get("/health"))[0] == 200
@@ -39,25 +39,25 @@ async def _answers_meanwhile(gateway: Service, slow: asyncio.Task[Any]) -> int:
     return count
 
 
-@pytest.mark.parametrize("how", ["settings", "messages"])
-async def test_a_template_that_loops_is_ended(tmp_path: Path, how: str) -> None:
-    template = _LOOPS if how == "settings" else _NESTED
+@pytest.mark.parametrize("source", ["settings", "messages"])
+async def test_a_template_that_loops_is_stopped(tmp_path: Path, source: str) -> None:
+    template = _LOOPS if source == "settings" else _NESTED
     fields: dict[str, Any] = {"chat_template_kwargs": {"n": 90_000}}
-    if how == "messages":
+    if source == "messages":
         fields = {"messages": [{"role": "user", "content": "a"}] * 2_000}
-    async with service(tmp_path, template=template) as gateway:
+    async with serve_gateway(tmp_path, template=template) as gateway:
         gateway.gateway.template.threads.seconds = 1.0
         slow = asyncio.create_task(gateway.chat(**fields))
-        assert await _answers_meanwhile(gateway, slow) > 3
+        assert await _count_other_answers(gateway, slow) > 3
         status, answer = await slow
-        assert status == 400 and "took longer" in error_of(answer)["message"]
+        assert status == 400 and "took longer" in read_error(answer)["message"]
         assert (await gateway.chat())[0] == 200
-        while _workers():  # the loop itself was ended, not only its request
+        while _list_workers():  # the loop itself was stopped, not only its request
             await asyncio.sleep(0.05)
 
 
-async def test_work_that_cannot_be_ended_takes_its_slot_and_no_more() -> None:
-    """A call into C is not interrupted: with all slots lost there is an error and no hang."""
+async def test_work_that_cannot_be_stopped_costs_only_its_slot() -> None:
+    """C code cannot be interrupted. With all slots lost, requests get an error and do not hang."""
     threads = Threads(2, seconds=0.05, wait_seconds=0.05)
     locks = [threading.Lock(), threading.Lock()]
     for lock in locks:
@@ -69,29 +69,29 @@ async def test_work_that_cannot_be_ended_takes_its_slot_and_no_more() -> None:
     assert refused.value.status == 503
     for lock in locks:
         lock.release()
-    while _workers():
+    while _list_workers():
         await asyncio.sleep(0.01)
     threads.wait_seconds = 60.0
     assert await threads.run(lambda: 5, "It") == 5
 
 
-async def test_a_client_that_leaves_ends_its_work(tmp_path: Path) -> None:
-    async with service(tmp_path, template=_LOOPS) as gateway:
+async def test_the_work_of_a_disconnected_client_is_stopped(tmp_path: Path) -> None:
+    async with serve_gateway(tmp_path, template=_LOOPS) as gateway:
         slow = asyncio.create_task(gateway.chat(chat_template_kwargs={"n": 90_000}))
-        while not _workers():
+        while not _list_workers():
             await asyncio.sleep(0.01)
         slow.cancel()
-        while _workers():
+        while _list_workers():
             await asyncio.sleep(0.05)
         assert (await gateway.get("/v1/rollway/sessions"))[1]["sessions"] == {}
 
 
 @pytest.mark.parametrize("route", ["/tokenize", "/v1/completions"])
-async def test_text_that_cannot_fit_is_not_tokenized(
+async def test_text_beyond_the_context_is_not_tokenized(
     tmp_path: Path, route: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """8 MB blocked everybody for 12 s."""
-    async with service(tmp_path) as gateway:
+    """8 MB of text once blocked all requests for 12 s."""
+    async with serve_gateway(tmp_path) as gateway:
         tokenized: list[int] = []
         tokenizer = gateway.gateway.template.tokenizer
         encode = type(tokenizer)._encode_plus
@@ -102,28 +102,28 @@ async def test_text_that_cannot_fit_is_not_tokenized(
 
         monkeypatch.setattr(type(tokenizer), "_encode_plus", count)
         status, answer = await gateway.post(route, {"prompt": "1 2 3 " * 1_400_000})
-        assert status == 400 and error_of(answer)["code"] == "context_length_exceeded"
+        assert status == 400 and read_error(answer)["code"] == "context_length_exceeded"
         assert sum(tokenized) < 1_000_000
         long = [{"role": "user", "content": "1 2 3 " * 1_400_000}]
         status, answer = await gateway.chat(messages=long)
-        assert status == 400 and error_of(answer)["code"] == "context_length_exceeded"
+        assert status == 400 and read_error(answer)["code"] == "context_length_exceeded"
         assert sum(tokenized) < 1_000_000
         assert gateway.frontend.bodies == []
 
 
-async def test_long_text_is_tokenized_beside_other_requests(tmp_path: Path) -> None:
-    async with service(tmp_path, context=4_000_000) as gateway:
+async def test_long_text_is_tokenized_without_blocking_other_requests(tmp_path: Path) -> None:
+    async with serve_gateway(tmp_path, context=4_000_000) as gateway:
         for route, body in (
             ("/tokenize", {"prompt": "there is no end to it, " * 20_000}),
             ("/tokenize", {"messages": [USER, {"role": "user", "content": "ab " * 150_000}]}),
             ("/detokenize", {"tokens": [5] * 1_000_000}),
         ):
             slow = asyncio.create_task(gateway.post(route, body))
-            assert await _answers_meanwhile(gateway, slow) > 3, route
+            assert await _count_other_answers(gateway, slow) > 3, route
             assert (await slow)[0] == 200
 
 
-def _forked_session(turns: int, forks: int, tokens: int) -> Session:
+def _make_forked_session(turns: int, forks: int, tokens: int) -> Session:
     session = Session()
 
     def add(parent: str | None, new: int) -> str:
@@ -140,21 +140,21 @@ def _forked_session(turns: int, forks: int, tokens: int) -> Session:
     return session
 
 
-async def test_trajectories_of_a_long_session_are_put_together_beside_other_requests(
+async def test_long_sessions_are_assembled_without_blocking_other_requests(
     tmp_path: Path,
 ) -> None:
-    """80 turns x 8 took 3 s in the event loop."""
-    async with service(tmp_path) as gateway:
-        gateway.gateway.recorder.sessions["s"] = _forked_session(80, 8, 200)
+    """80 turns with 8 forks once blocked the event loop for 3 s."""
+    async with serve_gateway(tmp_path) as gateway:
+        gateway.gateway.recorder.sessions["s"] = _make_forked_session(80, 8, 200)
         slow = asyncio.create_task(gateway.get("/v1/rollway/trajectories/s"))
-        assert await _answers_meanwhile(gateway, slow) > 3
+        assert await _count_other_answers(gateway, slow) > 3
         status, answer = await slow
         assert status == 200 and len(answer["trajectories"]) == 8 and answer["next"] is None
 
 
-async def test_trajectories_come_in_pages(tmp_path: Path) -> None:
-    async with service(tmp_path) as gateway:
-        gateway.gateway.recorder.sessions["s"] = _forked_session(2, 600, 2)
+async def test_trajectories_are_paged(tmp_path: Path) -> None:
+    async with serve_gateway(tmp_path) as gateway:
+        gateway.gateway.recorder.sessions["s"] = _make_forked_session(2, 600, 2)
         base = "/v1/rollway/trajectories/s"
         status, first = await gateway.get(base)
         assert status == 200 and len(first["trajectories"]) == 256
@@ -176,18 +176,18 @@ async def test_trajectories_come_in_pages(tmp_path: Path) -> None:
         ):
             status, answer = await gateway.get(f"{base}?{query}")
             assert status == 400, query
-            error_of(answer)
+            read_error(answer)
 
 
 def test_a_page_has_a_bounded_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages, "_PAGE_TOKENS", 20_000)
-    session = _forked_session(10, 5, 500)
+    session = _make_forked_session(10, 5, 500)
     answer = json.loads(pages.page(session, "s", 0, 256))
     assert len(answer["trajectories"]) == 2 and answer["next"] == 2
 
 
 def test_short_prompts_need_no_thread() -> None:
-    """The usual request is rendered at once: a thread would cost more than the rendering."""
+    """A thread would cost more than the rendering of a usual request."""
     from rollway.gateway.requests import measure
 
     usual = [[USER] * 20, [{"type": "function", "function": {"name": "f"}}], {"thinking": True}]
@@ -196,12 +196,12 @@ def test_short_prompts_need_no_thread() -> None:
         assert not measure(unusual).is_short
 
 
-async def test_many_prompts_are_tokenized_beside_other_requests(
+async def test_many_prompts_are_tokenized_without_blocking_other_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each of 256 prompts was short, and all of them took 2 s in the event loop."""
+    """256 short prompts once blocked the event loop for 2 s."""
     threads = _watch(monkeypatch, BoundedTokenizer, "encode")
-    async with service(tmp_path, context=131_072) as gateway:
+    async with serve_gateway(tmp_path, context=131_072) as gateway:
         body = {"prompt": ["lorem ipsum " * 100] * 64, "max_tokens": 1}
         status, answer = await gateway.post("/v1/completions", body)
         assert status == 200 and len(answer["choices"]) == 64
@@ -211,15 +211,15 @@ async def test_many_prompts_are_tokenized_beside_other_requests(
         assert threads[-1] is threading.main_thread()
 
 
-async def test_a_long_body_is_decoded_beside_other_requests(
+async def test_a_long_body_is_decoded_without_blocking_other_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = ("parse", "messages_of", "prompts_of")
     calls = {name: _watch(monkeypatch, requests, name) for name in names}
-    async with service(tmp_path) as gateway:
+    async with serve_gateway(tmp_path) as gateway:
         body = {"prompt": [5] * 100_000}
         status, answer = await gateway.post("/v1/completions", body)
-        assert status == 400 and error_of(answer)["code"] == "context_length_exceeded"
+        assert status == 400 and read_error(answer)["code"] == "context_length_exceeded"
         assert (await gateway.chat(metadata={"a": "a" * 300_000}))[0] == 200
         for name, threads in calls.items():
             assert threads and threading.main_thread() not in threads, name
@@ -227,83 +227,84 @@ async def test_a_long_body_is_decoded_beside_other_requests(
         assert calls["parse"][-1] is calls["messages_of"][-1] is threading.main_thread()
 
 
-_SPOKEN = [USER, {"role": "assistant", "content": "ok"}, USER]
+_HISTORY = [USER, {"role": "assistant", "content": "ok"}, USER]
 
 
 async def test_a_prefix_beyond_the_context_is_refused(tmp_path: Path) -> None:
     ids = {"prompt_token_ids": [5] * 1_500, "generation_token_ids": [5] * 1_500}
-    async with service(tmp_path) as gateway:
+    async with serve_gateway(tmp_path) as gateway:
         for body in (
-            {"messages": _SPOKEN, "required_prefix_token_ids": [5] * 3_000},
-            {"messages": [USER, {**_SPOKEN[1], **ids}, USER]},
+            {"messages": _HISTORY, "required_prefix_token_ids": [5] * 3_000},
+            {"messages": [USER, {**_HISTORY[1], **ids}, USER]},
         ):
             for route in ("/tokenize", "/v1/chat/completions"):
                 status, answer = await gateway.post(route, body)
                 assert status == 400, (route, answer)
-                assert error_of(answer)["code"] == "context_length_exceeded"
+                assert read_error(answer)["code"] == "context_length_exceeded"
 
 
-async def test_a_long_prefix_is_joined_beside_other_requests(
+async def test_a_long_prefix_is_joined_without_blocking_other_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads = _watch(monkeypatch, Template, "_render")
-    async with service(tmp_path, context=131_072) as gateway:
+    async with serve_gateway(tmp_path, context=131_072) as gateway:
         ids = [*[5] * 30_000, gateway.gateway.template.end_of_turn]
-        await gateway.chat(messages=_SPOKEN, required_prefix_token_ids=ids)
+        await gateway.chat(messages=_HISTORY, required_prefix_token_ids=ids)
         assert threads[0] is not threading.main_thread()
 
 
 @pytest.mark.parametrize("sync", [False, True])
-async def test_turns_of_many_ids_are_recorded_beside_other_requests(
+async def test_long_turns_are_recorded_without_blocking_other_requests(
     tmp_path: Path, sync: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """256 answers to a prompt of 130,000 tokens took 2.5 s in the event loop."""
+    """256 answers to a prompt of 130,000 tokens once blocked the event loop for 2.5 s."""
     recorder = Recorder(tmp_path / "journal.jsonl", sync=sync)
     checks = _watch(monkeypatch, Turn, "check")
 
-    def turn(history: str, count: int) -> Turn:
+    def make_turn(history: str, count: int) -> Turn:
         return Turn("s", "m", history, [1] * count, [2], [-0.5], "stop", None, None)
 
     try:
         session = recorder.open("s")
-        assert await recorder.add_async(session, [turn("0", 10)])
+        assert await recorder.add_async(session, [make_turn("0", 10)])
         assert checks == [threading.main_thread()]
         added = await asyncio.gather(
-            recorder.add_async(session, [turn("1", 10)]),
-            recorder.add_async(session, [turn("2", 30_000), turn("3", 30_000)]),
-            recorder.add_async(session, [turn("4", 10)]),
-            recorder.add_async(session, [turn("5", 60_000)]),
+            recorder.add_async(session, [make_turn("1", 10)]),
+            recorder.add_async(session, [make_turn("2", 30_000), make_turn("3", 30_000)]),
+            recorder.add_async(session, [make_turn("4", 10)]),
+            recorder.add_async(session, [make_turn("5", 60_000)]),
             recorder.forget_async("s"),
-            recorder.add_async(session, [turn("6", 10)]),
+            recorder.add_async(session, [make_turn("6", 10)]),
         )
         assert added == [True, True, True, True, True, False]
-        assert [each.history for each in session.turns] == list("012345")
+        assert [turn.history for turn in session.turns] == list("012345")
         assert threading.main_thread() not in checks[2:]
         assert "s" not in recorder.sessions
         again = recorder.open("s")
-        assert await recorder.add_async(again, [turn("7", 10)])
+        assert await recorder.add_async(again, [make_turn("7", 10)])
     finally:
         recorder.close()
 
 
-async def test_an_agent_takes_all_the_threads_of_pages(
+async def test_an_agent_tries_to_occupy_all_page_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One agent kept the trainer from its trajectories."""
-    go, begun = threading.Event(), threading.Semaphore(0)
+    """One agent once kept the trainer from fetching its trajectories."""
+    may_finish, started = threading.Event(), threading.Semaphore(0)
     page = pages.page
 
     def wait(session: Session, name: str, offset: int, limit: int) -> bytes:
-        if name == "v":  # as an agent sees it
-            begun.release()
-            go.wait(60)
+        if name == "v":  # the name that an agent uses
+            started.release()
+            may_finish.wait(60)
         return page(session, name, offset, limit)
 
     monkeypatch.setattr(pages, "page", wait)
     agents = [b"agent-a", b"agent-b", b"agent-c"]
-    async with service(tmp_path, access=Access(tuple(agents), (b"operator",))) as gateway:
+    async with serve_gateway(tmp_path, access=Access(tuple(agents), (b"operator",))) as gateway:
         for token in agents:
-            gateway.gateway.recorder.sessions[f"{scope_of(token)}/v"] = _forked_session(1, 1, 1)
+            session = _make_forked_session(1, 1, 1)
+            gateway.gateway.recorder.sessions[f"{scope_of(token)}/v"] = session
         base = "/v1/rollway/trajectories"
 
         def fetch(token: str, name: str) -> asyncio.Task[tuple[int, Any]]:
@@ -313,35 +314,35 @@ async def test_an_agent_takes_all_the_threads_of_pages(
 
         flood = [fetch("agent-a", "v") for _ in range(5)]
         try:
-            while not begun.acquire(blocking=False):
+            while not started.acquire(blocking=False):
                 await asyncio.sleep(0.01)
-            # A second agent begins too, so the first one has one thread and no more.
+            # A second agent gets a thread too, so the first one has only one.
             flood.append(fetch("agent-b", "v"))
             async with asyncio.timeout(20):
-                while not begun.acquire(blocking=False):
+                while not started.acquire(blocking=False):
                     await asyncio.sleep(0.01)
                 flood.append(fetch("agent-c", "v"))
                 name = f"{scope_of(agents[0])}/v"
                 assert (await fetch("operator", name))[0] == 200
-            assert not begun.acquire(blocking=False)
+            assert not started.acquire(blocking=False)
         finally:
-            go.set()
+            may_finish.set()
             answers = await asyncio.gather(*flood)
         assert [status for status, _ in answers] == [200] * 7
 
 
 def _watch(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[threading.Thread]:
-    """Note the thread of each call of a function."""
+    """Record the thread of every call of a function."""
     threads: list[threading.Thread] = []
     function = getattr(owner, name)
 
-    def noted(*args: Any, **options: Any) -> Any:
+    def record_thread(*args: Any, **options: Any) -> Any:
         threads.append(threading.current_thread())
         return function(*args, **options)
 
-    monkeypatch.setattr(owner, name, noted)
+    monkeypatch.setattr(owner, name, record_thread)
     return threads
 
 
-def _workers() -> list[threading.Thread]:
-    return [one for one in threading.enumerate() if one.name == "gateway-work"]
+def _list_workers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "gateway-work"]

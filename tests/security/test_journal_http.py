@@ -1,4 +1,4 @@
-"""What a client of the gateway sees when its turn cannot be recorded."""
+"""Answers of the gateway when a turn cannot be recorded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rollway.gateway.upstream import ChatReply, ChatRequest
 from rollway.rollout.completion import Completion
 from rollway.versions import Ticket
 from tests.awkward_tokenizer import make
-from tests.security.small_disk import fill, mounted
+from tests.security.small_disk import fill, mount_small_disk
 
 pytestmark = pytest.mark.timeout(60)
 TICKET = Ticket(0, None, None, 0)
@@ -30,13 +30,13 @@ QUESTION: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
 
 @dataclass
 class Engine:
-    """Samples the same answer each time, once it may."""
+    """An engine that always samples the same answer, once `may_answer` is set."""
 
     template: Template
     may_answer: asyncio.Event = field(default_factory=asyncio.Event)
     requests: int = 0
 
-    def completion(self) -> Completion:
+    def make_completion(self) -> Completion:
         ids = [*self.template.tokenizer.encode("yes"), self.template.end_of_turn]
         return Completion(ids, [-0.5] * len(ids), "stop", 7, 0)
 
@@ -45,7 +45,7 @@ class Engine:
         await self.may_answer.wait()
         message = {"role": "assistant", "content": "yes"}
         choice = {"index": 0, "message": message, "text": "yes", "finish_reason": "stop"}
-        return ChatReply(request, {"choices": [choice]}, self.completion(), TICKET)
+        return ChatReply(request, {"choices": [choice]}, self.make_completion(), TICKET)
 
     @asynccontextmanager
     async def stream(self, request: ChatRequest) -> AsyncIterator[Any]:
@@ -58,11 +58,11 @@ class Engine:
         yield chunks(), None, TICKET
 
     async def settle(self, assembly: None, ticket: Ticket) -> Completion:
-        return self.completion()
+        return self.make_completion()
 
 
 @dataclass
-class Served:
+class RunningGateway:
     client: TestClient[Any, Any]
     engine: Engine
 
@@ -80,14 +80,14 @@ class Served:
 
 
 @asynccontextmanager
-async def served(journal: Path, tokenizer: Path) -> AsyncIterator[Served]:
+async def serve(journal: Path, tokenizer: Path) -> AsyncIterator[RunningGateway]:
     template = Template(tokenizer)
     engine: Any = Engine(template)
     recorder = Recorder(journal)
     gateway = Gateway("m", template, recorder, engine, engine, 4096)
     try:
         async with TestClient(TestServer(gateway.app())) as client:
-            yield Served(client, engine)
+            yield RunningGateway(client, engine)
     finally:
         recorder.close()
 
@@ -101,15 +101,15 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    with mounted(tmp_path) as disk:
+    with mount_small_disk(tmp_path) as disk:
         yield disk
 
 
-async def test_deleting_a_session_during_a_turn_hangs_nobody(
+async def test_deleting_a_session_during_a_turn_hangs_no_request(
     tmp_path: Path, tokenizer: Path
 ) -> None:
     journal = tmp_path / "journal.jsonl"
-    async with served(journal, tokenizer) as gateway:
+    async with serve(journal, tokenizer) as gateway:
         gateway.engine.may_answer.set()
         first = await (await gateway.chat(QUESTION)).json()
         assert "recorded" not in first
@@ -125,18 +125,18 @@ async def test_deleting_a_session_during_a_turn_hangs_nobody(
         assert answer.status == 200 and body["recorded"] is False
         assert answer.headers["x-rollway-recorded"] == "false"
         assert (await gateway.get("sessions"))["sessions"] == {}
-        # This one looped for ever: it went on from a turn that was its own parent.
+        # This request once looped for ever: it continued a turn that was its own parent.
         later = [*history, body["choices"][0]["message"], *QUESTION]
         assert "recorded" not in await (await gateway.chat(later)).json()
         assert len((await gateway.get("trajectories/s"))["trajectories"]) == 1
-    async with served(journal, tokenizer) as again:
+    async with serve(journal, tokenizer) as again:
         assert (await again.get("sessions"))["sessions"] == {"s": 1}
 
 
-async def test_deleting_a_session_during_a_stream_is_told_at_its_end(
+async def test_deleting_a_session_during_a_stream_is_reported_at_its_end(
     tmp_path: Path, tokenizer: Path
 ) -> None:
-    async with served(tmp_path / "journal.jsonl", tokenizer) as gateway:
+    async with serve(tmp_path / "journal.jsonl", tokenizer) as gateway:
         answer = await gateway.chat(QUESTION, stream=True)
         await gateway.wait_for_requests(1)
         async with gateway.client.delete("/v1/rollway/trajectories/s") as deleted:
@@ -148,8 +148,8 @@ async def test_deleting_a_session_during_a_stream_is_told_at_its_end(
         assert (await gateway.get("sessions"))["sessions"] == {}
 
 
-async def test_a_request_that_fails_leaves_no_session(tmp_path: Path, tokenizer: Path) -> None:
-    async with served(tmp_path / "journal.jsonl", tokenizer) as gateway:
+async def test_a_failed_request_leaves_no_session(tmp_path: Path, tokenizer: Path) -> None:
+    async with serve(tmp_path / "journal.jsonl", tokenizer) as gateway:
         for wrong in ({"max_tokens": -1}, {"n": 99}):
             assert (await gateway.chat(QUESTION, **wrong)).status == 400
         pending = asyncio.create_task(gateway.chat(QUESTION))
@@ -162,7 +162,7 @@ async def test_a_request_that_fails_leaves_no_session(tmp_path: Path, tokenizer:
 async def test_a_full_disk_is_answered_with_507(
     small_disk: Path, tokenizer: Path, stream: bool
 ) -> None:
-    async with served(small_disk / "journal.jsonl", tokenizer) as gateway:
+    async with serve(small_disk / "journal.jsonl", tokenizer) as gateway:
         gateway.engine.may_answer.set()
         assert (await gateway.chat(QUESTION)).status == 200
         filler = fill(small_disk)
@@ -174,14 +174,14 @@ async def test_a_full_disk_is_answered_with_507(
                 break
             acknowledged += 1 if stream else 8
         else:
-            pytest.fail("the full disk was never told of")
+            pytest.fail("the full disk was never reported")
         assert "507" in text and answer.status == (200 if stream else 507)
         assert (await gateway.get("sessions"))["sessions"] == {"s": acknowledged}
         filler.unlink()
         assert (await gateway.chat(QUESTION)).status == 200
         assert (await gateway.get("sessions"))["sessions"] == {"s": acknowledged + 1}
         before = (await gateway.get("trajectories/s"))["trajectories"]
-    async with served(small_disk / "journal.jsonl", tokenizer) as again:
+    async with serve(small_disk / "journal.jsonl", tokenizer) as again:
         after = await again.get("trajectories/s")
         assert after["trajectories"] == before
         assert (after["turns"], after["lost"]) == (acknowledged + 1, 0)
@@ -189,7 +189,7 @@ async def test_a_full_disk_is_answered_with_507(
 
 async def test_lost_turns_are_reported(tmp_path: Path, tokenizer: Path) -> None:
     journal = tmp_path / "journal.jsonl"
-    async with served(journal, tokenizer) as gateway:
+    async with serve(journal, tokenizer) as gateway:
         gateway.engine.may_answer.set()
         first = await (await gateway.chat(QUESTION)).json()
         history = [*QUESTION, first["choices"][0]["message"], *QUESTION]
@@ -197,7 +197,7 @@ async def test_lost_turns_are_reported(tmp_path: Path, tokenizer: Path) -> None:
         assert (await gateway.chat([{"role": "user", "content": "ho"}])).status == 200
     lines = journal.read_bytes().splitlines(keepends=True)
     journal.write_bytes(b"#" + b"".join(lines))
-    async with served(journal, tokenizer) as again:
+    async with serve(journal, tokenizer) as again:
         sessions = await again.get("sessions")
         assert sessions["sessions"] == {"s": 1} and sessions["lost"] == {"s": 2}
         assert sessions["unreadable_lines"] == 2

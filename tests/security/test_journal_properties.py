@@ -1,4 +1,4 @@
-"""Any sequence of turns, deletes, full disks, crashes, damage and compactions, against a model."""
+"""Arbitrary turns, deletes, full disks, crashes, damage and compactions, against a model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rollway.gateway.entries import _decode, encode
 from rollway.gateway.journal import JournalFull
 from rollway.gateway.recorder import Recorder, Session, Turn
 from rollway.gateway.turns import Forgotten, Lost
-from tests.security.disks import Crash, FaultyDisk, kill, turn
+from tests.security.disks import Crash, FaultyDisk, kill, make_turn
 from tests.soak import examples
 
 _NAMES = st.sampled_from(["a", "b", "c"])
@@ -34,21 +34,21 @@ _ROOT = str(_SHARED_MEMORY) if _SHARED_MEMORY.is_dir() else None
 
 @dataclass
 class Known:
-    """An acknowledged turn: where it is, and all tokens up to its end."""
+    """A turn: its session, all tokens up to its end, and its parent."""
 
     session: str
     tokens: list[int]
     parent: str | None
 
 
-def _entries_of(lines: Iterable[bytes]) -> Iterator[Turn | Forgotten | Lost]:
+def _decode_lines(lines: Iterable[bytes]) -> Iterator[Turn | Forgotten | Lost]:
     for line in lines:
         with contextlib.suppress(RollwayError, ValueError):
             yield _decode(line)
 
 
 class JournalMachine(RuleBasedStateMachine):
-    """The model is `known`. Turns nobody was told of are in `unsure`."""
+    """The model is `known`. Turns that may or may not be in the file are in `unsure`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,14 +58,14 @@ class JournalMachine(RuleBasedStateMachine):
         self.known: dict[str, Known] = {}
         self.unsure: dict[str, Known] = {}
         self.held: list[Session] = []
-        self.numbers = count(1)  # the same in every run
+        self.numbers = count(1)  # deterministic in every run
         self.recorder = Recorder(self.path, disk=self.faults.as_disk())
 
     def teardown(self) -> None:
         kill(self.recorder)
         shutil.rmtree(self.directory)
 
-    # --- what clients do -------------------------------------------------------------------------
+    # --- actions of clients ----------------------------------------------------------------------
 
     @rule(name=_NAMES, choice=st.integers(0, 9), amount=st.integers(1, 2))
     def add(self, name: str, choice: int, amount: int) -> None:
@@ -73,7 +73,7 @@ class JournalMachine(RuleBasedStateMachine):
 
     @rule(name=_NAMES)
     def hold(self, name: str) -> None:
-        """A request begins that ends later."""
+        """Begin a request that ends later."""
         self.held.append(self.recorder.open(name))
 
     @rule(choice=st.integers(0, 9))
@@ -83,7 +83,7 @@ class JournalMachine(RuleBasedStateMachine):
 
     @rule(name=_NAMES)
     def forget(self, name: str) -> None:
-        ours = [key for key, each in self.known.items() if each.session == name]
+        ours = [key for key, known in self.known.items() if known.session == name]
         try:
             gone = self.recorder.forget(name)
         except JournalFull:
@@ -98,26 +98,28 @@ class JournalMachine(RuleBasedStateMachine):
         for key in ours:
             del self.known[key]
 
-    def _turn(self, session: str, parent: str | None) -> Turn:
+    def _make_turn(self, session: str, parent: str | None) -> Turn:
         number = next(self.numbers)
         tokens = {"new_ids": [2 * number], "token_ids": [2 * number + 1]}
-        return turn(session, parent, id=f"turn {number}", history=f"history {number}", **tokens)
+        return make_turn(
+            session, parent, id=f"turn {number}", history=f"history {number}", **tokens
+        )
 
     def _add(self, session: Session, choice: int, amount: int) -> None:
-        ours = [key for key, each in self.known.items() if each.session == session.name]
+        ours = [key for key, known in self.known.items() if known.session == session.name]
         parent = ours[choice % len(ours)] if ours and choice else None
         before = self.known[parent].tokens if parent else []
-        turns = [self._turn(session.name, parent) for _ in range(amount)]
+        turns = [self._make_turn(session.name, parent) for _ in range(amount)]
         new = {
-            each.id: Known(session.name, [*before, *each.new_ids, *each.token_ids], parent)
-            for each in turns
+            turn.id: Known(session.name, [*before, *turn.new_ids, *turn.token_ids], parent)
+            for turn in turns
         }
         was_gone, healthy = session.gone, self.faults == FaultyDisk()
         try:
             recorded = self.recorder.add_all(session, turns)
         except JournalFull:
             assert not any(key in session for key in new) and not healthy
-            if "truncate" in self.faults.failing:  # one of two lines may stay in the file
+            if "truncate" in self.faults.failing:  # one of the lines may stay in the file
                 self.unsure |= new
         except Crash:
             self.unsure |= new
@@ -127,11 +129,11 @@ class JournalMachine(RuleBasedStateMachine):
             if recorded:
                 self.known |= new
 
-    # --- what happens to the disk ----------------------------------------------------------------
+    # --- faults of the disk ----------------------------------------------------------------------
 
-    @rule(room=st.one_of(st.none(), st.integers(0, 600)))
-    def fill(self, room: int | None) -> None:
-        self.faults.room = room
+    @rule(free_bytes=st.one_of(st.none(), st.integers(0, 600)))
+    def fill(self, free_bytes: int | None) -> None:
+        self.faults.free_bytes = free_bytes
 
     @rule(calls=st.sets(st.sampled_from(["truncate", "replace"])))
     def fail(self, calls: set[str]) -> None:
@@ -168,7 +170,7 @@ class JournalMachine(RuleBasedStateMachine):
 
     @rule(place=st.integers(0), byte=st.integers(0, 255), cut=st.booleans())
     def damage(self, place: int, byte: int, cut: bool) -> None:
-        """A byte changes, or the end of the file is gone, while no gateway runs."""
+        """Change a byte or cut the end of the file while no gateway runs."""
         kill(self.recorder)
         content = self.path.read_bytes()
         if content:
@@ -180,20 +182,20 @@ class JournalMachine(RuleBasedStateMachine):
 
     def _lose(self, before: bytes, after: bytes) -> None:
         missing = Counter(before.split(b"\n")[:-1]) - Counter(after.split(b"\n")[:-1])
-        costs = set()
-        for entry in _entries_of(missing):
+        lost = set()
+        for entry in _decode_lines(missing):
             if isinstance(entry, Turn):
-                costs.add(entry.id)
-            elif isinstance(entry, Forgotten):  # what was deleted comes back, and is no other's
-                self.unsure |= self._all_that_was(before, entry.session)
-        for key, each in list(self.known.items()):  # parents come before children
-            if key in costs or each.parent in costs:
-                costs.add(key)
+                lost.add(entry.id)
+            elif isinstance(entry, Forgotten):  # its deleted turns may return
+                self.unsure |= self._list_turns(before, entry.session)
+        for key, known in list(self.known.items()):  # parents come before children
+            if key in lost or known.parent in lost:
+                lost.add(key)
                 del self.known[key]
 
-    def _all_that_was(self, content: bytes, session: str) -> dict[str, Known]:
+    def _list_turns(self, content: bytes, session: str) -> dict[str, Known]:
         turns: dict[str, Known] = {}
-        for entry in _entries_of(content.split(b"\n")):
+        for entry in _decode_lines(content.split(b"\n")):
             if isinstance(entry, Turn) and entry.session == session:
                 before = turns[entry.parent].tokens if entry.parent in turns else []
                 tokens = [*before, *entry.new_ids, *entry.token_ids]
@@ -210,17 +212,17 @@ class JournalMachine(RuleBasedStateMachine):
         self.faults.crash_at_replace = False
         self.recorder = Recorder(self.path, disk=self.faults.as_disk())
 
-    # --- what must hold --------------------------------------------------------------------------
+    # --- invariants ------------------------------------------------------------------------------
 
     @invariant()
     def every_acknowledged_turn_is_in_one_place(self) -> None:
         places = Counter(
-            (each.id, name)
+            (turn.id, name)
             for name, session in self.recorder.sessions.items()
-            for each in session.turns
+            for turn in session.turns
         )
         assert all(count == 1 for count in places.values())
-        expected = {(key, each.session) for key, each in self.known.items()}
+        expected = {(key, known.session) for key, known in self.known.items()}
         assert expected <= set(places)
         for key, _ in set(places) - expected:
             assert key in self.unsure
@@ -228,7 +230,7 @@ class JournalMachine(RuleBasedStateMachine):
     @invariant()
     def no_two_conversations_are_joined(self) -> None:
         every = {**self.unsure, **self.known}
-        legal = [each.tokens for each in every.values()]
+        legal = [known.tokens for known in every.values()]
         for name, session in self.recorder.sessions.items():
             sampled: Counter[int] = Counter()
             for sequence in session.trajectories():
@@ -236,13 +238,13 @@ class JournalMachine(RuleBasedStateMachine):
                 pairs = zip(sequence.token_ids, sequence.loss_mask, strict=True)
                 sampled.update(token for token, bit in pairs if bit)
             assert all(count == 1 for count in sampled.values())
-            ours = {each.tokens[-1] for each in self.known.values() if each.session == name}
+            ours = {known.tokens[-1] for known in self.known.values() if known.session == name}
             assert ours <= set(sampled)
 
 
 @pytest.fixture(autouse=True)
 def no_background(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compactions come when the test says so."""
+    """Compact only when the test requests it."""
     monkeypatch.setattr(recorder_module._Background, "schedule", lambda self, delay: None)
 
 
@@ -263,8 +265,8 @@ _IDS = st.sampled_from(["a", "b", "c", "d", ""])
 
 
 @st.composite
-def _entries(draw: st.DrawFn) -> bytes:
-    """A line of a journal: well-formed, with values that need not make sense."""
+def _draw_entry(draw: st.DrawFn) -> bytes:
+    """Draw a well-formed line of a journal, whose values need not make sense."""
     name = draw(st.sampled_from(["s", "t", "ü", ""]))
     kind = draw(st.integers(0, 9))
     if kind == 0:
@@ -272,7 +274,7 @@ def _entries(draw: st.DrawFn) -> bytes:
     if kind == 1:
         return encode(Lost(name, draw(st.integers(-5, 2**40))))
     parent = draw(st.one_of(st.none(), _IDS))
-    new = turn(name, parent, id=draw(_IDS), history="h", new_ids=[1], token_ids=[2])
+    new = make_turn(name, parent, id=draw(_IDS), history="h", new_ids=[1], token_ids=[2])
     numbers = st.integers(-1, 2**66)
     if draw(st.integers(0, 4)) == 0:
         new.token_ids = draw(st.lists(numbers, max_size=3))
@@ -280,7 +282,7 @@ def _entries(draw: st.DrawFn) -> bytes:
         shape = draw(st.lists(numbers, max_size=4))
         data = draw(st.sampled_from(["", "AA==", "AAAA", "?"]))
         new.routed_experts = {"data": data, "shape": shape, "start": draw(st.integers(-1, 3))}
-    if kind < 4:  # of the version before
+    if kind < 4:  # the previous format
         fields = msgspec.to_builtins(new)
         del fields["id"], fields["type"]
         fields["parent"] = draw(st.one_of(st.none(), st.integers(-2, 6), st.just("x")))
@@ -289,9 +291,9 @@ def _entries(draw: st.DrawFn) -> bytes:
 
 
 @st.composite
-def _files(draw: st.DrawFn) -> bytes:
-    """Lines, then a few changes of bytes anywhere."""
-    parts = st.one_of(_entries(), _entries(), _entries(), st.binary(max_size=40))
+def _draw_file(draw: st.DrawFn) -> bytes:
+    """Draw lines, then change a few bytes anywhere."""
+    parts = st.one_of(_draw_entry(), _draw_entry(), _draw_entry(), st.binary(max_size=40))
     content = bytearray(b"".join(draw(st.lists(parts, max_size=12))))
     for _ in range(draw(st.integers(0, 3))):
         if content:
@@ -308,17 +310,17 @@ def fuzzed() -> Iterator[Path]:
     shutil.rmtree(directory)
 
 
-def _summary(recorder: Recorder) -> Any:
+def _summarise(recorder: Recorder) -> Any:
     return {
-        name: (session.lost, [msgspec.to_builtins(each) for each in session.turns])
+        name: (session.lost, [msgspec.to_builtins(turn) for turn in session.turns])
         for name, session in recorder.sessions.items()
     }
 
 
 @pytest.mark.timeout(600)
 @settings(max_examples=examples(3000), deadline=None, suppress_health_check=list(HealthCheck))
-@given(content=_files())
-def test_no_file_breaks_the_reader(fuzzed: Path, content: bytes) -> None:
+@given(content=_draw_file())
+def test_arbitrary_files_do_not_break_the_reader(fuzzed: Path, content: bytes) -> None:
     path = fuzzed / "journal.jsonl"
     path.write_bytes(content)
     recorder = Recorder(path)
@@ -327,20 +329,20 @@ def test_no_file_breaks_the_reader(fuzzed: Path, content: bytes) -> None:
             try:
                 trajectories = session.trajectories()
             except RollwayError as error:
-                pytest.fail(f"the reader let in what cannot be served: {error}")
+                pytest.fail(f"the reader accepted a session that cannot be served: {error}")
             assert len(trajectories) == session.count_trajectories()
             msgspec.json.encode([sequence.as_json() for sequence in trajectories])
-            for each in session.turns:
-                session.ids(each.id)
-        before = _summary(recorder)
+            for turn in session.turns:
+                session.ids(turn.id)
+        before = _summarise(recorder)
         recorder.compact()
-        assert recorder.add(recorder.open("s"), turn("s", id="after"))
+        assert recorder.add(recorder.open("s"), make_turn("s", id="after"))
     finally:
         kill(recorder)
     again = Recorder(path)
     try:
         assert again.sessions["s"].turns[-1].id == "after" and again.lost == 0
-        after = _summary(again)
+        after = _summarise(again)
         after["s"][1].pop()
         if not any(after["s"]):
             before.setdefault("s", after["s"])

@@ -9,7 +9,7 @@ from rollway.cli.output import print_json
 from rollway.errors import RollwayError, UsageError
 from rollway.private import is_plain_name
 from rollway.stack import local, logs
-from rollway.stack.state import StackDir, list_stacks, list_stack_names
+from rollway.stack.state import StackDir, list_stack_names, list_stacks
 
 
 def show_logs(options: argparse.Namespace) -> int:

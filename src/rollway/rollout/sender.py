@@ -135,7 +135,8 @@ class Sender:
     async def _is_attributed(self, ticket: Ticket, worker: int | None) -> bool:
         """Return whether the answer was sampled from the ticket's version.
 
-        This process may not know of refits by other processes, so `still_serves` asks the worker."""
+        This process may not know of refits by other processes, so `still_serves` asks the
+        worker."""
         if ticket.version is None:
             return True
         if worker is None and ticket.taint is None and self.wire.routed:

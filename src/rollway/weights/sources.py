@@ -1,9 +1,9 @@
 """Describe the tensors that this rank of a trainer holds, and which boxes of the model they are.
 
 Three kinds of trainers are supported: a plain module (also under DDP), a module whose parameters
-are DTensors (FSDP2, tensor parallelism, or both), and Megatron-Core (`megatron.live`).
-A `HeldTensor` refers to the parameter's own memory: nothing is gathered or copied. If several ranks hold
-the same tensor, one of them publishes it.
+are DTensors (FSDP2, tensor parallelism, or both), and Megatron-Core (`megatron.live`). A
+`HeldTensor` refers to the parameter's own memory: nothing is gathered or copied. If several ranks
+hold the same tensor, one of them publishes it.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def task(tokenizer: PreTrainedTokenizerFast) -> CountingTask:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint after a token warm-up: the arithmetic does not need a good policy."""
+    """Build a checkpoint after a short warm-up: the arithmetic does not need a good policy."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(builder, "WARMUP_STEPS", 2)
         return builder.build_base(tmp_path_factory.mktemp("demo") / "base")
@@ -60,19 +60,19 @@ class TestTask:
         assert len(heads) == 1
         assert len(heads.pop()) >= 4 * KV_BLOCK
 
-    def test_starts_are_dealt_evenly(self, task: CountingTask) -> None:
+    def test_starts_are_distributed_evenly(self, task: CountingTask) -> None:
         starts = [prompt.start for prompt in task.prompts(0, 16, Random(3))]
         assert set(starts) == set(range(10))
         assert max(starts.count(digit) for digit in range(10)) == 2
 
     def test_the_seed_decides_the_prompts(self, task: CountingTask) -> None:
-        def deal(seed: int) -> list[int]:
+        def draw_starts(seed: int) -> list[int]:
             return [prompt.start for prompt in task.prompts(0, 16, Random(seed))]
 
-        assert deal(1) == deal(1)
-        assert deal(1) != deal(2)
+        assert draw_starts(1) == draw_starts(1)
+        assert draw_starts(1) != draw_starts(2)
 
-    def test_counting_on_earns_everything(
+    def test_the_right_count_earns_the_full_reward(
         self, task: CountingTask, tokenizer: PreTrainedTokenizerFast
     ) -> None:
         seven = next(p for p in task.prompts(0, 10, Random(0)) if p.start == 7)
@@ -85,7 +85,7 @@ class TestTask:
         wrong[0], wrong[3] = wrong[1], wrong[4]
         assert task.reward(prompt, wrong) == pytest.approx(1 - 2 / task.max_tokens)
 
-    def test_short_and_long_answers_gain_nothing(self, task: CountingTask) -> None:
+    def test_short_and_long_answers_earn_less(self, task: CountingTask) -> None:
         prompt = task.prompts(0, 1, Random(0))[0]
         assert task.reward(prompt, []) == 0.0
         assert task.reward(prompt, prompt.answer_ids[:3]) == 3 / task.max_tokens
@@ -94,12 +94,12 @@ class TestTask:
     def test_ignoring_the_prompt_earns_a_tenth(self, task: CountingTask) -> None:
         prompts = task.prompts(0, 10, Random(0))
         for constant in (prompts[0].answer_ids, [task.digit_ids[4]] * task.max_tokens):
-            earned = [task.reward(prompt, constant) for prompt in prompts]
-            assert sum(earned) / 10 == pytest.approx(0.1)
+            rewards = [task.reward(prompt, constant) for prompt in prompts]
+            assert sum(rewards) / 10 == pytest.approx(0.1)
 
 
 class TestAdvantages:
-    def test_centred_and_scaled_within_the_group(self) -> None:
+    def test_advantages_are_centred_and_scaled_within_the_group(self) -> None:
         rewards = torch.tensor([[0.0, 1.0, 0.0, 1.0], [0.2, 0.2, 0.2, 0.6]])
         advantages = group_advantages(rewards, eps=0.0)
         assert torch.allclose(advantages[0], torch.tensor([-1.0, 1.0, -1.0, 1.0]))
@@ -107,7 +107,7 @@ class TestAdvantages:
         assert torch.allclose(advantages.std(dim=1, correction=0), torch.ones(2), atol=1e-5)
 
     @pytest.mark.parametrize("value", [0.0, 1.0, 1 / 3, 0.1])
-    def test_a_constant_group_has_exactly_none(self, value: float) -> None:
+    def test_a_constant_group_has_zero_advantage(self, value: float) -> None:
         # The mean of equal floats may differ from them by a rounding error; with eps = 0 that
         # error would become an advantage of order one.
         advantages = group_advantages(torch.full((2, 7), value), eps=0.0)
@@ -118,7 +118,7 @@ class TestTokenLogprobs:
     PROMPTS = ((5, 6, 7), (9,), (1, 2, 3, 4, 5, 6))
     COMPLETIONS = ((10, 11), (12, 13, 14, 15), (16,))
 
-    def test_matches_one_row_at_a_time_without_padding(self, policy: torch.nn.Module) -> None:
+    def test_batched_logprobs_equal_those_of_single_rows(self, policy: torch.nn.Module) -> None:
         with torch.no_grad():
             batched = token_logprobs(policy, self.PROMPTS, self.COMPLETIONS)
             for row, prompt, ids in zip(batched, self.PROMPTS, self.COMPLETIONS, strict=True):
@@ -137,7 +137,7 @@ class TestTokenLogprobs:
 
 
 class TestLoss:
-    def test_on_policy_it_is_minus_the_mean_advantage(self) -> None:
+    def test_the_loss_on_policy_is_minus_the_mean_advantage(self) -> None:
         lp = torch.tensor([[-1.0, -2.0], [-0.5, 0.0]])
         mask = torch.tensor([[1.0, 1.0], [1.0, 0.0]])
         loss = compute_clipped_loss(lp, lp, torch.tensor([1.0, -0.5]), mask)
@@ -153,12 +153,12 @@ class TestLoss:
         ("ratio", "advantage", "expected"),
         [
             (1.5, 1.0, 1.2),  # already raised enough: clipped
-            (0.5, 1.0, 0.5),  # lowered though good: the full gradient brings it back
+            (0.5, 1.0, 0.5),  # lowered though good: the full gradient raises it again
             (0.5, -1.0, -0.8),  # already lowered enough: clipped
-            (1.5, -1.0, -1.5),  # raised though bad: the full gradient brings it back
+            (1.5, -1.0, -1.5),  # raised though bad: the full gradient lowers it again
         ],
     )
-    def test_clips_on_the_side_of_the_advantage(
+    def test_the_loss_is_clipped_on_the_side_of_the_advantage(
         self, ratio: float, advantage: float, expected: float
     ) -> None:
         new = torch.tensor([[math.log(ratio)]])
@@ -169,7 +169,7 @@ class TestLoss:
 
 
 class TestMismatch:
-    def test_zero_for_equal_and_exact_for_one_gap(self) -> None:
+    def test_the_kl_is_zero_for_equal_logprobs_and_exact_for_one_gap(self) -> None:
         lp, mask = torch.tensor([[-1.0, -2.0]]), torch.ones(1, 2)
         assert mismatch_kl(lp, lp, mask).item() == 0.0
         d = 0.3
@@ -192,7 +192,7 @@ class TestMismatch:
 def make_batch(
     task: CountingTask, policy: torch.nn.Module, *, engine: bool = True, shift: float = 0.0
 ) -> RolloutBatch:
-    """Two rollouts, one right and one wrong; the "engine" is the policy plus a shift."""
+    """Make a right and a wrong rollout; the "engine" is the policy plus a shift."""
     prompt = task.prompts(0, 1, Random(0))[0]
     prompts = [prompt.token_ids] * 2
     completions = [prompt.answer_ids, prompt.answer_ids[3:] + prompt.answer_ids[:3]]
@@ -247,7 +247,7 @@ class TestTrainer:
             trainer.train_step(batch)
         assert rates == pytest.approx([5e-5, 1e-4, 1e-4])
 
-    def test_a_batch_must_line_up(self) -> None:
+    def test_a_batch_needs_matching_lengths(self) -> None:
         with pytest.raises(ValueError, match="2 sampled tokens, 1 log-probs"):
             RolloutBatch([[1]], [[2, 3]], [0.0], [0.0], [[-1.0]])
         with pytest.raises(ValueError, match="one entry per completion"):
@@ -273,17 +273,19 @@ class TestBuilder:
         )
         assert chat == "<|im_start|>user\n7<|im_end|>\n<|im_start|>assistant\n"
 
-    def test_nothing_is_left_beside_it(self, base: Path) -> None:
+    def test_the_build_leaves_no_other_files(self, base: Path) -> None:
         assert [path.name for path in base.parent.iterdir()] == [base.name]
 
-    def test_a_complete_one_is_kept(self, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_complete_checkpoint_is_not_rebuilt(
+        self, base: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         def build(directory: Path, seed: int) -> None:
             raise AssertionError("built again")
 
         monkeypatch.setattr(builder, "_write_checkpoint", build)
         assert builder.build_base(base) == base
 
-    def test_an_interrupted_build_leaves_nothing(
+    def test_an_interrupted_build_leaves_no_files(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def interrupt(*_: object) -> None:
@@ -295,7 +297,7 @@ class TestBuilder:
             builder.build_base(tmp_path / "base")
         assert list(tmp_path.iterdir()) == []
 
-    def test_an_outdated_one_is_replaced(
+    def test_an_outdated_checkpoint_is_replaced(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(builder, "WARMUP_STEPS", 0)
@@ -313,7 +315,7 @@ class TestBuilder:
             builder.build_base(tmp_path)
         assert (tmp_path / "thesis.tex").exists()
 
-    def test_the_callers_random_stream_is_left_alone(
+    def test_the_random_stream_of_the_caller_is_not_changed(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(builder, "WARMUP_STEPS", 0)

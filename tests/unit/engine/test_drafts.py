@@ -1,4 +1,4 @@
-"""Draft models: which tensors are theirs, what they share with the policy, and what is refused."""
+"""Draft models: their tensors, the layers that they share with the policy, and invalid input."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Policy(torch.nn.Module):
 
 
 class Head(torch.nn.Module):
-    """A draft model that shares the embeddings, as vLLM makes an EAGLE head share them."""
+    """A draft model that shares the embeddings of the policy, as EAGLE heads do in vLLM."""
 
     def __init__(self, shared: torch.nn.Module | None = None) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Head(torch.nn.Module):
         self.fc = torch.nn.Linear(2 * WIDTH, WIDTH, bias=False)
 
 
-def worker(directory: Path, *, quantised: str | None = None) -> Any:
+def make_worker(directory: Path, *, quantised: str | None = None) -> Any:
     policy = Policy()
     save_file({"fc.weight": torch.zeros(WIDTH, 2 * WIDTH)}, directory / "model.safetensors")
     config = SimpleNamespace(model=str(directory), quantization=quantised)
@@ -45,64 +45,64 @@ def worker(directory: Path, *, quantised: str | None = None) -> Any:
     return SimpleNamespace(model_runner=runner, model_config=SimpleNamespace(model="/policy"))
 
 
-def header(*shape: int) -> TensorHeader:
+def make_header(*shape: int) -> TensorHeader:
     return TensorHeader("F32", shape, "")
 
 
-FC = {"fc.weight": header(WIDTH, 2 * WIDTH)}
+FC = {"fc.weight": make_header(WIDTH, 2 * WIDTH)}
 
 
-def test_tensors_of_both_are_told_apart_by_their_names() -> None:
-    policy, draft = split_draft({"model.w": header(1), "draft.fc.weight": header(2)})
+def test_draft_tensors_are_recognised_by_their_prefix() -> None:
+    policy, draft = split_draft({"model.w": make_header(1), "draft.fc.weight": make_header(2)})
     assert list(policy) == ["model.w"] and list(draft) == ["fc.weight"]
 
 
-def test_a_worker_without_a_draft_model_says_so(tmp_path: Path) -> None:
+def test_a_worker_without_a_draft_model_refuses_draft_tensors(tmp_path: Path) -> None:
     plain = SimpleNamespace(model_runner=SimpleNamespace())
     with pytest.raises(RuntimeError, match="this worker has none; start it with a speculative"):
         Draft(plain, FC)
-    guessing = SimpleNamespace(model_runner=SimpleNamespace(drafter=SimpleNamespace()))  # n-grams
+    n_gram_worker = SimpleNamespace(model_runner=SimpleNamespace(drafter=SimpleNamespace()))
     with pytest.raises(RuntimeError, match="this worker has none"):
-        Draft(guessing, FC)
+        Draft(n_gram_worker, FC)
 
 
-def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+def test_draft_tensors_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"fc\.weight is missing"):
-        Draft(worker(tmp_path), {"other.weight": header(1)})
+        Draft(make_worker(tmp_path), {"other.weight": make_header(1)})
     with pytest.raises(UsageError, match=r"fc\.weight is .*, served is"):
-        Draft(worker(tmp_path), {"fc.weight": header(1)})
+        Draft(make_worker(tmp_path), {"fc.weight": make_header(1)})
     with pytest.raises(RuntimeError, match="shares embed_tokens"):
-        Draft(worker(tmp_path), {**FC, "embed_tokens.weight": header(8, WIDTH)})
+        Draft(make_worker(tmp_path), {**FC, "embed_tokens.weight": make_header(8, WIDTH)})
     with pytest.raises(RuntimeError, match="quantised"):
-        Draft(worker(tmp_path, quantised="fp8"), FC)
+        Draft(make_worker(tmp_path, quantised="fp8"), FC)
 
 
-def test_draft_tensors_are_kept_while_the_policy_s_go_by(tmp_path: Path) -> None:
-    draft = Draft(worker(tmp_path), FC)
+def test_draft_tensors_are_copied_and_policy_tensors_pass_through(tmp_path: Path) -> None:
+    draft = Draft(make_worker(tmp_path), FC)
     buffer = torch.ones(2)
-    came = [("a", torch.zeros(1)), ("draft.fc.weight", buffer), ("b", torch.zeros(1))]
-    assert [name for name, _ in draft.keep_draft(iter(came))] == ["a", "b"]
-    buffer.zero_()  # the transport's memory holds another tensor by now
+    tensors = [("a", torch.zeros(1)), ("draft.fc.weight", buffer), ("b", torch.zeros(1))]
+    assert [name for name, _ in draft.keep_draft(iter(tensors))] == ["a", "b"]
+    buffer.zero_()  # the transport reuses its memory for another tensor
     assert draft._tensors["fc.weight"].tolist() == [1.0, 1.0]
 
 
-def test_a_shared_layer_has_the_policy_s_new_parameters(tmp_path: Path) -> None:
-    """Exchanged by module: who shares the module shares what is in it, before and after."""
-    served = worker(tmp_path)
+def test_a_shared_layer_has_the_new_parameters_of_the_policy(tmp_path: Path) -> None:
+    """Parameters are exchanged module by module, so both models see those of a shared module."""
+    served = make_worker(tmp_path)
     policy, live = served.model_runner.get_model(), served.model_runner.drafter.model
     fresh_policy, fresh = Policy(), Head()
     shared = frozenset(id(module) for module in policy.modules())
     pairs = pair_modules(fresh, live, shared)
-    assert all(one is not live.embed_tokens for one, _ in pairs)
+    assert all(module is not live.embed_tokens for module, _ in pairs)
     expected, own = fresh_policy.embed_tokens.weight, fresh.fc.weight
-    for one, other in [*pair_modules(fresh_policy, policy), *pairs]:
-        exchange(one, other)
+    for fresh_module, live_module in [*pair_modules(fresh_policy, policy), *pairs]:
+        exchange(fresh_module, live_module)
     assert live.embed_tokens.weight is policy.embed_tokens.weight is expected
     assert live.fc.weight is own
 
 
-def test_a_draft_model_that_holds_something_else_is_refused(tmp_path: Path) -> None:
-    draft = Draft(worker(tmp_path), FC)
+def test_a_draft_model_with_other_weights_is_refused(tmp_path: Path) -> None:
+    draft = Draft(make_worker(tmp_path), FC)
     fresh = Head()
     draft._tensors = {"fc.weight": fresh.fc.weight.detach().clone()}
     draft._check(fresh, 1)

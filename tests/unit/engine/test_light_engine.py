@@ -1,4 +1,4 @@
-"""The light engine's arithmetic: exact against torch, and its prefix cache really is one."""
+"""The arithmetic of the light engine equals that of torch, and its prefix cache reuses blocks."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def policies(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list
     return [Policy(base_model), Policy(other)]
 
 
-def some_tokens(count: int, seed: int = 0) -> list[int]:
+def make_tokens(count: int, seed: int = 0) -> list[int]:
     rng = random.Random(seed)
     return [rng.randrange(256) for _ in range(count)]
 
 
 def score(decoding: Decoding, completion: list[int]) -> list[float]:
-    """Decode given tokens one by one; the log-prob of each."""
+    """Decode the given tokens one by one and return their log-probs."""
     logprobs = []
     for token in completion:
         logprobs.append(float(log_softmax(decoding.next_logits())[token]))
@@ -46,14 +46,14 @@ def assert_close(mine: list[float], reference: list[float]) -> None:
 
 @pytest.mark.parametrize("prompt_length", [1, 15, 16, 17, 300])
 def test_logprobs_equal_those_of_torch(policies: list[Policy], prompt_length: int) -> None:
-    prompt, completion = some_tokens(prompt_length), some_tokens(40, seed=1)
+    prompt, completion = make_tokens(prompt_length), make_tokens(40, seed=1)
     for policy in policies:
         decoding = Decoding(Qwen3.load(policy.path), PrefixCache(), prompt)
         assert_close(score(decoding, completion), policy.logprobs(prompt, completion))
 
 
 def test_decoding_token_by_token_equals_torch(policies: list[Policy]) -> None:
-    prompt = some_tokens(20)
+    prompt = make_tokens(20)
     decoding = Decoding(Qwen3.load(policies[1].path), PrefixCache(), prompt)
     tokens, logprobs = [], []
     for _ in range(40):
@@ -67,7 +67,7 @@ def test_decoding_token_by_token_equals_torch(policies: list[Policy]) -> None:
 
 def test_a_reused_prefix_changes_nothing(policies: list[Policy]) -> None:
     model, cache = Qwen3.load(policies[0].path), PrefixCache()
-    prompt, completion = some_tokens(4 * BLOCK + 3), some_tokens(20, seed=1)
+    prompt, completion = make_tokens(4 * BLOCK + 3), make_tokens(20, seed=1)
     first = score(Decoding(model, cache, prompt), completion)
     again = Decoding(model, cache, prompt)
     assert again.uncached_tokens() == 3
@@ -75,10 +75,10 @@ def test_a_reused_prefix_changes_nothing(policies: list[Policy]) -> None:
     assert again.cached_tokens == 4 * BLOCK
 
 
-def test_a_stale_prefix_is_neither_policy(policies: list[Policy]) -> None:
+def test_a_stale_prefix_matches_neither_policy(policies: list[Policy]) -> None:
     old, new = policies
     model, cache = Qwen3.load(old.path), PrefixCache()
-    prompt, completion = some_tokens(4 * BLOCK + 3), some_tokens(20, seed=1)
+    prompt, completion = make_tokens(4 * BLOCK + 3), make_tokens(20, seed=1)
     Decoding(model, cache, prompt).next_logits()
     model.swap(share_tensors(new.path))
 
@@ -96,10 +96,10 @@ def test_a_stale_prefix_is_neither_policy(policies: list[Policy]) -> None:
     assert_close(score(flushed, completion), new.logprobs(prompt, completion))
 
 
-def test_dropped_kv_is_computed_again_under_the_new_weights(policies: list[Policy]) -> None:
+def test_dropped_kv_is_recomputed_with_the_new_weights(policies: list[Policy]) -> None:
     old, new = policies
     model, cache = Qwen3.load(old.path), PrefixCache()
-    prompt, completion = some_tokens(50), some_tokens(20, seed=1)
+    prompt, completion = make_tokens(50), make_tokens(20, seed=1)
     decoding = Decoding(model, cache, prompt)
     decoding.next_logits()
     assert decoding.holds_blocks
@@ -110,20 +110,20 @@ def test_dropped_kv_is_computed_again_under_the_new_weights(policies: list[Polic
     assert_close(score(decoding, completion), new.logprobs(prompt, completion))
 
 
-def test_events_tell_what_is_cached_and_the_oldest_goes_first(base_model: Path) -> None:
+def test_events_report_cached_blocks_and_the_oldest_is_evicted_first(base_model: Path) -> None:
     model, cache = Qwen3.load(base_model), PrefixCache(capacity=3)
     known: dict[int, int | None] = {}
 
-    def stored(tokens: list[int], hashes: list[int], parent: int | None, salt: str) -> None:
+    def record_stored(tokens: list[int], hashes: list[int], parent: int | None, salt: str) -> None:
         assert salt == "s" and len(tokens) == len(hashes) * BLOCK
         for key in hashes:
             known[key], parent = parent, key
 
-    cache.on_stored = stored
+    cache.on_stored = record_stored
     cache.on_removed = lambda hashes: [known.pop(key) for key in hashes] and None
-    Decoding(model, cache, some_tokens(2 * BLOCK), "s").next_logits()
+    Decoding(model, cache, make_tokens(2 * BLOCK), "s").next_logits()
     assert len(known) == len(cache) == 2
-    Decoding(model, cache, some_tokens(2 * BLOCK, seed=1), "s").next_logits()
+    Decoding(model, cache, make_tokens(2 * BLOCK, seed=1), "s").next_logits()
     assert len(known) == len(cache) == 3
     assert list(known.values()).count(None) == 1  # the head of the older chain was evicted
     cache.clear()
@@ -145,29 +145,29 @@ def test_shards_and_tied_heads_are_read(tmp_path: Path, base_model: Path) -> Non
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
-    prompt, completion = some_tokens(20), some_tokens(10, seed=1)
+    prompt, completion = make_tokens(20), make_tokens(10, seed=1)
     mine = score(Decoding(Qwen3.load(tmp_path), PrefixCache(), prompt), completion)
     assert_close(mine, Policy(tmp_path).logprobs(prompt, completion))
 
 
 class FakeContext:
-    """What the engine uses of Dynamo's request context."""
+    """The part of Dynamo's request context that the engine uses."""
 
     def __init__(self, key: str) -> None:
         self._key = key
-        self._gone = asyncio.Event()
+        self._left = asyncio.Event()
 
     def id(self) -> str:
         return self._key
 
     def leave(self) -> None:
-        self._gone.set()
+        self._left.set()
 
     def is_stopped(self) -> bool:
-        return self._gone.is_set()
+        return self._left.is_set()
 
     async def async_killed_or_stopped(self) -> bool:
-        return await self._gone.wait()
+        return await self._left.wait()
 
 
 class Rig:
@@ -187,7 +187,7 @@ class Rig:
         return await self._routes[route](body)
 
     def start(self, prompt: list[int], count: int) -> tuple[FakeContext, asyncio.Task[Any]]:
-        """A greedy request; the task gives (token ids, log-probs, finish reason)."""
+        """Start a greedy request; the task returns (token ids, log-probs, finish reason)."""
         self._started += 1
         context = FakeContext(str(self._started))
         request = {
@@ -208,7 +208,7 @@ class Rig:
 
 
 async def test_abort_ends_running_and_queued_requests(policies: list[Policy]) -> None:
-    rig, prompt = Rig(policies[0].path), some_tokens(40)
+    rig, prompt = Rig(policies[0].path), make_tokens(40)
     _, running = rig.start(prompt, 1000)
     await asyncio.sleep(0.05)
     await rig.admin("pause_generation", mode="keep")
@@ -222,7 +222,7 @@ async def test_abort_ends_running_and_queued_requests(policies: list[Policy]) ->
 
 
 async def test_wait_lets_running_requests_finish_and_holds_new_ones(policies: list[Policy]) -> None:
-    rig, prompt = Rig(policies[0].path), some_tokens(40)
+    rig, prompt = Rig(policies[0].path), make_tokens(40)
     _, running = rig.start(prompt, 30)
     await asyncio.sleep(0.02)
     pausing = asyncio.create_task(rig.admin("pause_generation", mode="wait"))
@@ -236,12 +236,12 @@ async def test_wait_lets_running_requests_finish_and_holds_new_ones(policies: li
     assert (await queued)[0] == policies[0].greedy(prompt, 3)
 
 
-async def test_a_client_that_leaves_ends_its_request_also_in_a_pause(
+async def test_a_disconnected_client_ends_its_request_even_during_a_pause(
     policies: list[Policy],
 ) -> None:
     rig = Rig(policies[0].path)
     await rig.admin("pause_generation")
-    context, queued = rig.start(some_tokens(40), 3)
+    context, queued = rig.start(make_tokens(40), 3)
     await asyncio.sleep(0.02)
     context.leave()
     assert await queued == ([], [], "cancelled")
@@ -252,7 +252,7 @@ async def test_an_update_under_frozen_requests_leaves_stale_kv_unless_cleared(
     policies: list[Policy], clear_cache: bool
 ) -> None:
     old, new = policies
-    rig, prompt = Rig(old.path), some_tokens(40)
+    rig, prompt = Rig(old.path), make_tokens(40)
     _, frozen = rig.start(prompt, 60)
     await asyncio.sleep(0.03)
     await rig.admin("pause_generation", mode="keep", clear_cache=clear_cache)
@@ -292,19 +292,19 @@ async def test_updates_fail_as_vllm_does(policies: list[Policy], tmp_path: Path)
         tensors["model.norm.weight"], share_tensors(old.path)["model.norm.weight"]
     )
 
-    rig.engine.worker._verifier = Verifier("word")
+    rig.engine.worker._verifier = Verifier("secret")
 
-    async def load_proved(path: str | Path) -> dict[str, Any]:
-        order = sign("word", "rollway_load", "", {"path": str(path)})
+    async def load_verified(path: str | Path) -> dict[str, Any]:
+        order = sign("secret", "rollway_load", "", {"path": str(path)})
         body = {"engine_rpc": "rollway_load", "order": order}
         return await rig.admin("update_weights_from_distributed", **body)
 
-    refused = await load_proved(part)
+    refused = await load_verified(part)
     assert refused["status"] == "error" and "is missing" in refused["message"]
     assert rig.engine.worker.usable
     assert (await load(tmp_path / "nowhere"))["status"] == "error"
     assert not rig.engine.worker.usable
-    assert (await load_proved(new.path))["status"] == "ok"
+    assert (await load_verified(new.path))["status"] == "ok"
     assert rig.engine.worker.usable
     small = checkpoint("small", {"model.norm.weight": np.ones(8, np.float32)})
     assert await load(small) == {"status": "error", "message": ""}

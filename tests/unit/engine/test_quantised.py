@@ -1,4 +1,4 @@
-"""A quantised model takes no published tensors, and says why; its checkpoints go another way."""
+"""A quantised model refuses published tensors with the reason; it loads checkpoints instead."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rollway.weights.checkpoint import TensorHeader
 NEW = {"fc.weight": TensorHeader("F32", (2, 2), "")}
 
 
-def served(quantization: str | None) -> Any:
+def make_worker(quantization: str | None) -> Any:
     model = torch.nn.ModuleDict({"fc": torch.nn.Linear(2, 2, bias=False)})
     return SimpleNamespace(
         model_runner=SimpleNamespace(get_model=lambda: model),
@@ -24,25 +24,25 @@ def served(quantization: str | None) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def use_single_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "_ranks", lambda: (1, torch.clone))
 
 
-def test_an_offer_is_refused_with_the_reason_and_the_way_out() -> None:
+def test_an_offer_is_refused_with_the_reason_and_the_fix() -> None:
     with pytest.raises(RuntimeError, match=r"quantised \(fp8\).*refit from a checkpoint directory"):
-        engine._refuse_unverifiable(served("fp8"), NEW, "rollway_stage", from_files=False)
-    engine._refuse_unverifiable(served(None), NEW, "rollway_stage", from_files=False)
+        engine._refuse_unverifiable(make_worker("fp8"), NEW, "rollway_stage", from_files=False)
+    engine._refuse_unverifiable(make_worker(None), NEW, "rollway_stage", from_files=False)
 
 
-def test_a_checkpoint_is_left_to_the_engine_and_a_canary() -> None:
-    """In the words that callers know from a worker without this class."""
+def test_a_checkpoint_is_left_to_the_engine_and_the_canary() -> None:
+    """Callers know this message from a worker without this class."""
     for method in ("rollway_stage", "rollway_check"):
-        words = f"Method '{method}' is not implemented for quantised models"
-        with pytest.raises(NotImplementedError, match=words):
-            engine._refuse_unverifiable(served("fp8"), NEW, method)
+        message = f"Method '{method}' is not implemented for quantised models"
+        with pytest.raises(NotImplementedError, match=message):
+            engine._refuse_unverifiable(make_worker("fp8"), NEW, method)
 
 
-def test_an_offer_with_tensors_of_nobody_is_refused() -> None:
+def test_an_offer_with_unknown_tensors_is_refused() -> None:
     other = {**NEW, "other.weight": NEW["fc.weight"]}
     with pytest.raises(RuntimeError, match="tensors like other"):
-        engine._refuse_unverifiable(served(None), other, "x", from_files=False)
+        engine._refuse_unverifiable(make_worker(None), other, "x", from_files=False)

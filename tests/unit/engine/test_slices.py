@@ -1,4 +1,4 @@
-"""What one rank of an engine is brought: its own part, where that is known and can be proved."""
+"""A rank of an engine receives only its part where that is known and can be verified."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.unit.weights.megatron_plans import model_of
 @pytest.mark.parametrize("config", [DENSE, MOE])
 @pytest.mark.parametrize(("tp", "ep"), [(2, 1), (4, 1), (8, 1), (2, 2), (4, 4)])
 def test_every_part_is_made_of_cells(config: dict[str, Any], tp: int, ep: int) -> None:
-    """Those of eight ranks do for engines of two and four, too."""
+    """The cells of eight ranks also serve engines with two and four."""
     _, headers = model_of(config)
     pieces = {name: list(cells(name, headers, 8)) for name in headers}
     for place, rank in enumerate(engine_ranks(config, tp, ep)):
@@ -35,7 +35,7 @@ def test_every_part_is_made_of_cells(config: dict[str, Any], tp: int, ep: int) -
             assert len(owned) == len(experts) // ep
 
 
-def test_a_rank_that_holds_only_padding_takes_it_whole() -> None:
+def test_a_rank_with_only_padding_receives_the_whole_tensor() -> None:
     config = {**DENSE, "vocab_size": 30}  # 64 with padding, 16 for each of four
     _, headers = model_of(config)
     for place, rank in enumerate(engine_ranks(config, 4)):
@@ -43,13 +43,13 @@ def test_a_rank_that_holds_only_padding_takes_it_whole() -> None:
         assert ("lm_head.weight" in mine.boxes) == (16 * place < 30)
 
 
-def test_what_is_not_known_is_taken_whole() -> None:
+def test_unknown_tensors_are_received_whole() -> None:
     _, headers = model_of(DENSE)
     headers["model.layers.0.mystery.weight"] = TensorHeader("F32", (8, 8), "")
     rank = engine_ranks(DENSE, 2)[0]
     model = engine(DENSE, model_of(DENSE)[1], 2, 1, 0)
     assert "model.layers.0.mystery.weight" not in slices(rank, headers, model).boxes
-    # Another shape than our rules give it: this engine cuts in another way.
+    # The shape differs from our rules, so this engine splits the parameter in another way.
     named = dict(model.named_parameters())
     name = "model.layers.0.self_attn.qkv_proj"
     named[f"{name}.weight"] = torch.empty(9, 9)
@@ -63,7 +63,7 @@ def test_what_is_not_known_is_taken_whole() -> None:
     assert slices(None, headers, model) == Slices()
 
 
-def test_parts_that_cannot_be_proved_are_taken_whole_with_those_they_are_fused_with() -> None:
+def test_unverifiable_parts_and_their_fused_partners_are_received_whole() -> None:
     _, headers = model_of(DENSE)
     mine = slices(engine_ranks(DENSE, 2)[1], headers, engine(DENSE, headers, 2, 1, 1))
     pieces = {name: list(cells(name, headers, 2)) for name in headers}
@@ -71,26 +71,28 @@ def test_parts_that_cannot_be_proved_are_taken_whole_with_those_they_are_fused_w
     pieces[cut_elsewhere] = [Box.whole(headers[cut_elsewhere].shape)]
     left_out = mine.boxes.keys() - mine.keep_whole_pieces(pieces).boxes.keys()
     assert left_out == {f"model.layers.1.self_attn.{part}_proj.weight" for part in "qkv"}
-    assert mine.keep_whole_pieces({}).boxes == mine.boxes  # nothing is cut through
+    assert (
+        mine.keep_whole_pieces({}).boxes == mine.boxes
+    )  # no part crosses a boundary
 
 
-def test_a_hollow_tensor_costs_what_is_in_it() -> None:
-    before = _resident()
+def test_a_zero_padded_tensor_uses_memory_only_for_its_part() -> None:
+    before = _read_resident_bytes()
     part = torch.ones(16, 1 << 14)
-    made = zero_pad(part, Box((100, 0), (116, 1 << 14)), (1 << 14, 1 << 14))  # 1 GiB
-    assert made.shape == (1 << 14, 1 << 14) and made.dtype == torch.float32
-    assert torch.equal(made[100:116], part)
-    assert made[99].sum() == made[116].sum() == 0
-    assert _resident() - before < 64 << 20
+    padded = zero_pad(part, Box((100, 0), (116, 1 << 14)), (1 << 14, 1 << 14))  # 1 GiB
+    assert padded.shape == (1 << 14, 1 << 14) and padded.dtype == torch.float32
+    assert torch.equal(padded[100:116], part)
+    assert padded[99].sum() == padded[116].sum() == 0
+    assert _read_resident_bytes() - before < 64 << 20
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int64])
-def test_a_hollow_tensor_of_any_dtype(dtype: torch.dtype) -> None:
+def test_a_zero_padded_tensor_keeps_its_dtype(dtype: torch.dtype) -> None:
     part = torch.ones(2, 3).to(dtype)
-    made = zero_pad(part, Box((1, 2), (3, 5)), (4, 6))
-    assert made.dtype == dtype
-    assert made.float().sum() == 6 and torch.equal(made[1:3, 2:5].float(), part.float())
+    padded = zero_pad(part, Box((1, 2), (3, 5)), (4, 6))
+    assert padded.dtype == dtype
+    assert padded.float().sum() == 6 and torch.equal(padded[1:3, 2:5].float(), part.float())
 
 
-def _resident() -> int:
+def _read_resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096

@@ -43,10 +43,9 @@ class Admin:
             raise AdminError(answer)
 
 
-async def test_a_worker_that_notifies_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        updates, "ASK_SECONDS", 3600.0
-    )  # only a notification ends the wait before that
+async def test_a_worker_that_notifies_is_polled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Only a notification ends the wait before an hour.
+    monkeypatch.setattr(updates, "ASK_SECONDS", 3600.0)
     admin = Admin(None)
     await asyncio.wait_for(stage(admin, WORKER, OFFER, "secret"), 30)  # type: ignore[arg-type]
     assert admin.calls == ["rollway_stage", "rollway_staged"]
@@ -54,7 +53,7 @@ async def test_a_worker_that_notifies_is_asked_once(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("notifications", [0, 1])
-async def test_a_worker_that_cannot_notify_is_asked_repeatedly(notifications: int) -> None:
+async def test_a_worker_that_cannot_notify_is_polled_repeatedly(notifications: int) -> None:
     admin = Admin("refused: still staging version 3.", None, notifications=notifications)
     await stage(admin, WORKER, OFFER, "secret")  # type: ignore[arg-type]
     assert admin.calls == ["rollway_stage", "rollway_staged", "rollway_staged"]

@@ -1,4 +1,4 @@
-"""How the gateway finds its way back to what was sampled, and keeps it."""
+"""How the gateway matches requests to sampled turns, and records them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HISTORY: list[dict[str, Any]] = [
 ]
 
 
-def turn(session: str, history: str, new: list[int], ids: list[int], **more: Any) -> Turn:
+def make_turn(session: str, history: str, new: list[int], ids: list[int], **more: Any) -> Turn:
     return Turn(
         session=session,
         model="m",
@@ -40,16 +40,16 @@ def turn(session: str, history: str, new: list[int], ids: list[int], **more: Any
     )
 
 
-def test_a_history_is_known_by_what_it_says() -> None:
-    """Clients drop fields, add nulls, write arguments anew, and cut text into parts."""
+def test_histories_with_the_same_content_have_the_same_chain() -> None:
+    """Clients drop fields, add nulls, rewrite arguments and split text into parts."""
     function = {"name": "add", "arguments": '{"b": 2, "a": 1}'}
-    said = {"role": "assistant", "content": "", "tool_calls": [{"id": "x", "function": function}],
+    reply = {"role": "assistant", "content": "", "tool_calls": [{"id": "x", "function": function}],
             "refusal": None, "function_call": None, "reasoning_content": "hm"}  # fmt: skip
     parts = {
         "role": "user",
         "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}],
     }
-    assert chain([parts, said, HISTORY[2]]) == chain(HISTORY)
+    assert chain([parts, reply, HISTORY[2]]) == chain(HISTORY)
     for other in (
         [{"role": "user", "content": "ho"}, *HISTORY[1:]],
         [HISTORY[0], {"role": "assistant", "content": "3"}, HISTORY[2]],
@@ -59,14 +59,14 @@ def test_a_history_is_known_by_what_it_says() -> None:
     assert link(chain(HISTORY)[1], HISTORY[2]) == chain(HISTORY)[2]
 
 
-def test_ids_that_a_client_sends_come_first() -> None:
-    spoken = {**HISTORY[1], "prompt_token_ids": [1, 2], "generation_token_ids": [3]}
-    found = find_sent_prefix({}, [HISTORY[0], spoken, HISTORY[2]], 100)
-    assert found is not None and (found.token_ids, found.messages) == ([1, 2, 3], 2)
-    found = find_sent_prefix({"required_prefix_token_ids": [7]}, HISTORY, 100)
-    assert found is not None and (found.token_ids, found.messages) == ([7], 2)
+def test_token_ids_from_the_client_take_precedence() -> None:
+    message = {**HISTORY[1], "prompt_token_ids": [1, 2], "generation_token_ids": [3]}
+    prefix = find_sent_prefix({}, [HISTORY[0], message, HISTORY[2]], 100)
+    assert prefix is not None and (prefix.token_ids, prefix.messages) == ([1, 2, 3], 2)
+    prefix = find_sent_prefix({"required_prefix_token_ids": [7]}, HISTORY, 100)
+    assert prefix is not None and (prefix.token_ids, prefix.messages) == ([7], 2)
     assert find_sent_prefix({}, HISTORY, 100) is None
-    assert "prompt_token_ids" not in without_bundle([spoken])[0]
+    assert "prompt_token_ids" not in without_bundle([message])[0]
     for wrong in ([1.5], "12", [True], [-1]):
         with pytest.raises(UsageError, match="list of token ids"):
             find_sent_prefix({"required_prefix_token_ids": wrong}, HISTORY, 100)
@@ -74,11 +74,11 @@ def test_ids_that_a_client_sends_come_first() -> None:
         find_sent_prefix({"required_prefix_token_ids": [1]}, HISTORY[:1], 100)
 
 
-def test_what_two_trajectories_share_is_trained_on_once() -> None:
+def test_tokens_shared_by_two_trajectories_are_trained_on_once() -> None:
     session = Session()
-    session.add(turn("s", "a", [1, 2], [3, 4], id="1"))
-    session.add(turn("s", "b", [5], [6], parent="1"))
-    session.add(turn("s", "c", [5], [7, 8], parent="1", version=1))
+    session.add(make_turn("s", "a", [1, 2], [3, 4], id="1"))
+    session.add(make_turn("s", "b", [5], [6], parent="1"))
+    session.add(make_turn("s", "c", [5], [7, 8], parent="1", version=1))
     first, second = session.trajectories()
     assert first.token_ids == [1, 2, 3, 4, 5, 6] and first.loss_mask == [0, 0, 1, 1, 0, 1]
     assert second.token_ids == [1, 2, 3, 4, 5, 7, 8]
@@ -90,44 +90,50 @@ def test_what_two_trajectories_share_is_trained_on_once() -> None:
     assert session.latest(["x", "a", "y"]) == ("1", 2) and session.latest(["x"]) is None
 
 
-def test_each_turn_keeps_the_experts_it_adds(tmp_path: Path) -> None:
-    """Two layers, top-1; a turn's record begins where that of its parent ends."""
+def test_every_turn_keeps_the_experts_that_it_adds(tmp_path: Path) -> None:
+    """The record of a turn begins where the record of its parent ends (two layers, top-1)."""
 
-    def experts(start: int, end: int) -> dict[str, Any]:
+    def encode_experts(start: int, end: int) -> dict[str, Any]:
         rows = [[[position], [position + 1]] for position in range(start, end)]
         return RoutedExperts(np.array(rows, dtype=np.uint8), start).as_json()
 
     recorder = Recorder(tmp_path / "journal.jsonl")
     session = recorder.open("s")
-    recorder.add(session, turn("s", "a", [1, 2], [3, 4], id="1", routed_experts=experts(0, 3)))
-    recorder.add(session, turn("s", "b", [5], [6], parent="1", routed_experts=experts(3, 5)))
-    recorder.add(session, turn("s", "c", [5], [7, 8], parent="1", routed_experts=experts(3, 6)))
+    recorder.add(
+        session, make_turn("s", "a", [1, 2], [3, 4], id="1", routed_experts=encode_experts(0, 3))
+    )
+    recorder.add(
+        session, make_turn("s", "b", [5], [6], parent="1", routed_experts=encode_experts(3, 5))
+    )
+    recorder.add(
+        session, make_turn("s", "c", [5], [7, 8], parent="1", routed_experts=encode_experts(3, 6))
+    )
     recorder.close()
     again = Recorder(tmp_path / "journal.jsonl")
     session = again.sessions["s"]
     again.close()
     for sequence in session.trajectories():
         assert sequence.routed_experts is not None
-        assert sequence.routed_experts.as_json() == experts(0, len(sequence.token_ids) - 1)
+        assert sequence.routed_experts.as_json() == encode_experts(0, len(sequence.token_ids) - 1)
     assert session.experts_end(session.turns[1].id) == 5 and session.experts_end(None) == 0
 
 
-def test_the_journal_survives_being_cut(tmp_path: Path) -> None:
+def test_the_journal_survives_a_truncated_line(tmp_path: Path) -> None:
     path = tmp_path / "sub" / "journal.jsonl"
     recorder = Recorder(path)
     first = recorder.open("one")
-    recorder.add(first, turn("one", "a", [1], [2], id="1"))
-    recorder.add(recorder.open("two"), turn("two", "a", [1], [2]))
-    recorder.add(first, turn("one", "b", [3], [4], id="2", parent="1"))
+    recorder.add(first, make_turn("one", "a", [1], [2], id="1"))
+    recorder.add(recorder.open("two"), make_turn("two", "a", [1], [2]))
+    recorder.add(first, make_turn("one", "b", [3], [4], id="2", parent="1"))
     assert recorder.forget("two") and not recorder.forget("two")
     before = recorder.sessions["one"].trajectories()
     recorder.close()
     with path.open("ab") as file:
-        file.write(b'{"session": "one", "history"')  # the power went
+        file.write(b'{"session": "one", "history"')  # a power failure
     again = Recorder(path)
     assert list(again.sessions) == ["one"]
     assert again.sessions["one"].trajectories() == before
-    again.add(again.open("one"), turn("one", "c", [5], [6], parent="2"))
+    again.add(again.open("one"), make_turn("one", "c", [5], [6], parent="2"))
     again.close()
     assert all(json.loads(line) for line in path.read_text().splitlines())
     last = Recorder(path)
@@ -137,14 +143,14 @@ def test_the_journal_survives_being_cut(tmp_path: Path) -> None:
     last.close()
 
 
-def test_a_journal_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+def test_the_error_names_an_unusable_journal(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="cannot be used"):
         Recorder(tmp_path / "file" / "journal.jsonl")
 
 
-def test_a_stream_adds_up_to_the_message_that_comes_back() -> None:
-    spoken = StreamedMessage()
+def test_streamed_deltas_add_up_to_the_whole_message() -> None:
+    streamed = StreamedMessage()
     for delta in (
         {"role": "assistant", "content": None},
         {
@@ -154,18 +160,18 @@ def test_a_stream_adds_up_to_the_message_that_comes_back() -> None:
         },
         {"tool_calls": [{"index": 0, "function": {"arguments": ' 1, "b": 2}'}}]},
     ):
-        spoken.add({"choices": [{"delta": delta}]})
-    assert link("", spoken.message()) == link("", HISTORY[1])
+        streamed.add({"choices": [{"delta": delta}]})
+    assert link("", streamed.message()) == link("", HISTORY[1])
     plain = chunk({"choices": [{"delta": {}, "logprobs": {"content": []}}], "nvext": {"a": 1}}, {})
     assert plain == {"choices": [{"delta": {}, "logprobs": None}]}
     assert chunk({"choices": [], "usage": {}}, {}) is None
 
 
-def test_the_token_that_ends_a_turn_is_found() -> None:
+def test_the_end_of_turn_token_is_detected() -> None:
     tokenizer = make()
     end = tokenizer.convert_tokens_to_ids(TURN_END)
     assert _end_of_turn(tokenizer) == end
-    tokenizer.eos_token = "<|endoftext|>"  # which the template does not use
+    tokenizer.eos_token = "<|endoftext|>"  # a token that the template does not use
     assert _end_of_turn(tokenizer) == end
     tokenizer.chat_template = "{{ messages[0].content }}"
     assert _end_of_turn(tokenizer) == tokenizer.eos_token_id
@@ -174,7 +180,7 @@ def test_the_token_that_ends_a_turn_is_found() -> None:
         _end_of_turn(tokenizer)
 
 
-def test_the_count_of_turns_is_remembered_and_bounded() -> None:
+def test_turn_counts_are_cached_and_bounded() -> None:
     counts = TurnCounts(most=3)
     prompts = [([{"role": "user", "content": str(number)}], None, {}) for number in range(4)]
     for number, prompt in enumerate(prompts):

@@ -1,5 +1,7 @@
-"""Any conversation: prompts only ever grow, and every sampled token ends up in one sequence, with
-its version. The control encodes text again and breaks both."""
+"""Prompts only grow, and every sampled token is in one sequence, with its version.
+
+A control test shows that encoding the text again breaks both.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,10 @@ from tests.unit.rollout.turns import (
     TOKENIZER,
     TOOL,
     encode,
-    spelled,
-    tool,
-    turn,
-    user,
+    make_rollout,
+    spell,
+    tool_returns,
+    user_says,
 )
 
 
@@ -46,10 +48,12 @@ texts = st.one_of(
     st.text("etaoins <|>/\n\u00e9", min_size=1, max_size=12),
     st.just(f"no{TURN_END}\n{TURN_START}assistant\nyes"),
 )
-added = st.lists(st.one_of(st.builds(user, texts), st.builds(tool, texts)), min_size=1, max_size=3)
+added = st.lists(
+    st.one_of(st.builds(user_says, texts), st.builds(tool_returns, texts)), min_size=1, max_size=3
+)
 any_ids = st.lists(st.integers(0, LARGEST - 1), min_size=1, max_size=12)
 thoughts = st.builds(
-    lambda thought, said: [*spelled("<think>\n"), *thought, *spelled("\n</think>\n\n"), *said],
+    lambda thought, reply: [*spell("<think>\n"), *thought, *spell("\n</think>\n\n"), *reply],
     any_ids,
     any_ids,
 )
@@ -59,18 +63,18 @@ conversations = st.lists(turns, min_size=1, max_size=5)
 
 
 def play(conversation: Conversation, turns: list[Turn]) -> list[list[int]]:
-    """Have the conversation; returns the prompts."""
+    """Play the turns and return the prompts."""
     prompts = []
-    for version, one in enumerate(turns):
-        conversation.add(*one.added)
+    for version, turn in enumerate(turns):
+        conversation.add(*turn.added)
         prompts.append(conversation.prompt())
-        conversation.add_rollout(turn(prompts[-1], one.sampled, one.reason, version))
+        conversation.add_rollout(make_rollout(prompts[-1], turn.sampled, turn.reason, version))
     return prompts
 
 
-def added_ids(tokenizer: Any, added: tuple[dict[str, Any], ...]) -> list[int]:
-    """What a conversation has after the end of an assistant's turn, in text that is known."""
-    start = [user("-"), {"role": "assistant", "content": "-"}]
+def encode_added(tokenizer: Any, added: tuple[dict[str, Any], ...]) -> list[int]:
+    """Return the tokens that these messages add after the end of an assistant's turn."""
+    start = [user_says("-"), {"role": "assistant", "content": "-"}]
     text = tokenizer.apply_chat_template(
         [*start, *added], add_generation_prompt=True, tokenize=False
     )
@@ -78,7 +82,7 @@ def added_ids(tokenizer: Any, added: tuple[dict[str, Any], ...]) -> list[int]:
 
 
 def check_sampled(sequences: list[TokenSequence], turns: list[Turn]) -> None:
-    """Every sampled token is there once, in order, and belongs to a span of its version."""
+    """Check that every sampled token occurs once, in order, in a span of its version."""
     sampled, versions = [], []
     for sequence in sequences:
         spans = {
@@ -89,8 +93,8 @@ def check_sampled(sequences: list[TokenSequence], turns: list[Turn]) -> None:
                 sampled.append(sequence.token_ids[place])
                 versions.append(spans.pop(place))
         assert not spans and sequence.loss_mask[-1] == 1
-    assert sampled == [token for one in turns for token in one.sampled]
-    assert versions == [version for version, one in enumerate(turns) for _ in one.sampled]
+    assert sampled == [token for turn in turns for token in turn.sampled]
+    assert versions == [version for version, turn in enumerate(turns) for _ in turn.sampled]
 
 
 @given(conversations, st.sampled_from([TOKENIZER, REASONER]))
@@ -98,10 +102,10 @@ def check_sampled(sequences: list[TokenSequence], turns: list[Turn]) -> None:
 def test_verbatim_prompts_only_grow(turns: list[Turn], tokenizer: Any) -> None:
     conversation = Conversation(tokenizer, tools=[TOOL])
     prompts = play(conversation, turns)
-    for before, one, following, after in zip(prompts, turns, turns[1:], prompts[1:], strict=False):
-        seen = [*before, *one.sampled]
+    for before, turn, following, after in zip(prompts, turns, turns[1:], prompts[1:], strict=False):
+        seen = [*before, *turn.sampled]
         end = [] if seen[-1] == END else [END]
-        assert after == [*seen, *end, *added_ids(tokenizer, following.added)]
+        assert after == [*seen, *end, *encode_added(tokenizer, following.added)]
     (sequence,) = conversation.sequences()
     assert sequence.token_ids == [*prompts[-1], *turns[-1].sampled]
     check_sampled([sequence], turns)
@@ -110,7 +114,9 @@ def test_verbatim_prompts_only_grow(turns: list[Turn], tokenizer: Any) -> None:
 
 @given(conversations, st.sampled_from([TOKENIZER, REASONER]))
 @settings(max_examples=60)
-def test_template_history_forks_and_loses_nothing(turns: list[Turn], tokenizer: Any) -> None:
+def test_template_history_forks_and_loses_no_sampled_token(
+    turns: list[Turn], tokenizer: Any
+) -> None:
     conversation = Conversation(tokenizer, history="template")
     play(conversation, turns)
     sequences = conversation.sequences()
@@ -123,16 +129,16 @@ def test_template_history_forks_and_loses_nothing(turns: list[Turn], tokenizer: 
         assert sequence.token_ids[fork.position] != before.token_ids[fork.position]
 
 
-def test_encoding_the_text_again_breaks_what_verbatim_keeps() -> None:
-    """The control: with the same turns, prompts made from text often change earlier tokens."""
+def test_encoding_the_text_again_changes_earlier_tokens() -> None:
+    """Control: with the same turns, prompts encoded from text often change earlier tokens."""
     random, broken, rounds = Random(0), 0, 60
     for _ in range(rounds):
         ids = [[random.randrange(LARGEST - 4) for _ in range(8)] for _ in range(2)]
-        turns = [Turn((user("and then"),), each, "end") for each in ids]
+        turns = [Turn((user_says("and then"),), token_ids, "end") for token_ids in ids]
         exact = Conversation(TOKENIZER)
         first, second = play(exact, turns)
         seen = [*first, *turns[0].sampled]
         assert second[: len(seen)] == seen and len(exact.sequences()) == 1
-        anew = encode(TOKENIZER.decode(second))
-        broken += anew[: len(seen)] != seen
+        encoded_again = encode(TOKENIZER.decode(second))
+        broken += encoded_again[: len(seen)] != seen
     assert 0.5 * rounds < broken < rounds

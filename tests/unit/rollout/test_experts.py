@@ -1,4 +1,4 @@
-"""Routed experts: every form is read exactly, and what cannot be is a typed error."""
+"""Routed experts: every valid form is read exactly; all other input raises a typed error."""
 
 from __future__ import annotations
 
@@ -23,24 +23,26 @@ from rollway.rollout.experts import (  # noqa: E402
 )
 
 
-def routing(rows: int = 4, layers: int = 2, top_k: int = 2, experts: int = 8, seed: int = 0) -> Any:
-    """A plausible record: distinct ids in every row."""
+def make_routing(
+    rows: int = 4, layers: int = 2, top_k: int = 2, experts: int = 8, seed: int = 0
+) -> Any:
+    """Make a plausible record, with distinct ids in every row."""
     draw = np.random.default_rng(seed).random((rows, layers, experts))
     return np.argsort(draw, axis=-1)[..., :top_k]
 
 
-def b64(data: bytes) -> str:
+def encode_base64(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
-def npy(array: Any) -> str:
+def encode_npy(array: Any) -> str:
     file = io.BytesIO()
     np.save(file, array)
-    return b64(file.getvalue())
+    return encode_base64(file.getvalue())
 
 
-def wire(ids: Any, dtype: str = "uint8", **changes: Any) -> dict[str, Any]:
-    data = b64(ids.astype(dtype).tobytes())
+def make_wire(ids: Any, dtype: str = "uint8", **changes: Any) -> dict[str, Any]:
+    data = encode_base64(ids.astype(dtype).tobytes())
     return {"data": data, "shape": list(ids.shape), "start": 0, "dtype": dtype, **changes}
 
 
@@ -48,16 +50,18 @@ SHAPES = st.tuples(st.integers(0, 6), st.integers(1, 4), st.integers(1, 3))
 
 
 @given(SHAPES, st.sampled_from([8, 256, 257, 65536, 65537]), st.integers(0, 99))
-def test_every_form_says_the_same(shape: tuple[int, int, int], experts: int, start: int) -> None:
+def test_every_form_decodes_to_the_same_ids(
+    shape: tuple[int, int, int], experts: int, start: int
+) -> None:
     ids = np.random.default_rng(1).integers(0, experts, shape)
     dtype = dtype_for(experts).name
     rows, layers, top_k = shape
     forms: list[Any] = [
-        wire(ids, dtype, start=start),
-        npy(ids.astype(dtype)),
-        npy(np.asfortranarray(ids.astype(dtype))),
-        f"nrlre1:{dtype}:{rows}x{layers}x{top_k}:{b64(ids.astype(dtype).tobytes())}",
-        *([ids.tolist()] if rows else []),  # empty lists do not say how many layers there are
+        make_wire(ids, dtype, start=start),
+        encode_npy(ids.astype(dtype)),
+        encode_npy(np.asfortranarray(ids.astype(dtype))),
+        f"nrlre1:{dtype}:{rows}x{layers}x{top_k}:{encode_base64(ids.astype(dtype).tobytes())}",
+        *([ids.tolist()] if rows else []),  # empty lists do not contain the number of layers
     ]
     for form in forms:
         routed = decode(form, experts=experts, start=start)
@@ -68,19 +72,19 @@ def test_every_form_says_the_same(shape: tuple[int, int, int], experts: int, sta
         assert np.array_equal(again.ids, ids) and again.start == start
 
 
-def test_what_is_not_said_has_a_default() -> None:
-    routed = decode({"data": b64(bytes([1, 2, 3, 4])), "shape": [2, 1, 2]})
+def test_missing_fields_have_defaults() -> None:
+    routed = decode({"data": encode_base64(bytes([1, 2, 3, 4])), "shape": [2, 1, 2]})
     assert routed.ids.tolist() == [[[1, 2]], [[3, 4]]]
     assert (routed.start, routed.ids.dtype.name) == (0, "uint8")
 
 
-def test_one_dtype_for_a_model() -> None:
-    small, large = routing(experts=8), routing(experts=512)
+def test_all_records_of_a_model_have_one_dtype() -> None:
+    small, large = make_routing(experts=8), make_routing(experts=512)
     for ids in (small, large):
-        assert decode(wire(ids, "uint16"), experts=512).as_json()["dtype"] == "uint16"
+        assert decode(make_wire(ids, "uint16"), experts=512).as_json()["dtype"] == "uint16"
         assert encode(RoutedExperts(ids), experts=512)["dtype"] == "uint16"
     for wide in ("int16", "int32", "int64"):
-        assert decode(wire(small, wide), experts=8).ids.dtype == np.uint8
+        assert decode(make_wire(small, wide), experts=8).ids.dtype == np.uint8
     assert [dtype_for(n).name for n in (1, 256, 257, 65536, 65537)] == [
         "uint8", "uint8", "uint16", "uint16", "int32",
     ]  # fmt: skip
@@ -88,37 +92,39 @@ def test_one_dtype_for_a_model() -> None:
         dtype_for(0)
 
 
-def _npy_claiming(shape: str) -> str:
-    """A header that asks for more than there is."""
+def _make_npy_claiming(shape: str) -> str:
+    """Make a file whose header claims more data than the file has."""
     header = f"{{'descr': '|u1', 'fortran_order': False, 'shape': {shape}, }}".encode()
-    return b64(b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + bytes(8))
+    return encode_base64(
+        b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + bytes(8)
+    )
 
 
 @pytest.mark.parametrize(
-    ("raw", "words"),
+    ("raw", "message"),
     [
         (None, "not a known form"),
         (7, "not a known form"),
         ({}, "wrong shape"),
-        (wire(routing(), shape=[4, 2]), "wrong shape"),
-        (wire(routing(), shape=[4, 2, True]), "wrong shape"),
-        (wire(routing(), shape=[-4, -2, 2]), r"\[-4, -2, 2\]"),
-        (wire(routing(), shape=[4, 0, 2]), r"\[4, 0, 2\]"),
-        (wire(routing(), shape=[4, 2, 3]), "have 16 bytes.*needs 24"),
-        (wire(routing(), shape=[2**62, 2**62, 2**62]), "16 bytes"),
-        (wire(routing(), dtype="float32"), "16 bytes|float32"),
-        (wire(routing(), start=-1), "position -1"),
-        (wire(routing(), start="x"), "wrong shape"),
-        (wire(routing(), data="not base64!"), "not base64"),
-        (wire(routing(), data="é"), "not base64"),
-        (wire(routing(), data="x" * 1_000_001), "not base64"),
+        (make_wire(make_routing(), shape=[4, 2]), "wrong shape"),
+        (make_wire(make_routing(), shape=[4, 2, True]), "wrong shape"),
+        (make_wire(make_routing(), shape=[-4, -2, 2]), r"\[-4, -2, 2\]"),
+        (make_wire(make_routing(), shape=[4, 0, 2]), r"\[4, 0, 2\]"),
+        (make_wire(make_routing(), shape=[4, 2, 3]), "have 16 bytes.*needs 24"),
+        (make_wire(make_routing(), shape=[2**62, 2**62, 2**62]), "16 bytes"),
+        (make_wire(make_routing(), dtype="float32"), "16 bytes|float32"),
+        (make_wire(make_routing(), start=-1), "position -1"),
+        (make_wire(make_routing(), start="x"), "wrong shape"),
+        (make_wire(make_routing(), data="not base64!"), "not base64"),
+        (make_wire(make_routing(), data="é"), "not base64"),
+        (make_wire(make_routing(), data="x" * 1_000_001), "not base64"),
         ("", "not of a .npy file"),
         ("A" * 1_000_000, "not of a .npy file"),
-        (npy(np.zeros((2, 2))), "not of a .npy file"),
-        (npy(np.zeros((2, 2, 2))), "not of a .npy file"),
-        (npy(np.array(["x"])), "not of a .npy file"),
-        (_npy_claiming("(1000000000000, 2, 2)"), "8 bytes"),
-        (_npy_claiming("(" * 5000), "not of a .npy file"),
+        (encode_npy(np.zeros((2, 2))), "not of a .npy file"),
+        (encode_npy(np.zeros((2, 2, 2))), "not of a .npy file"),
+        (encode_npy(np.array(["x"])), "not of a .npy file"),
+        (_make_npy_claiming("(1000000000000, 2, 2)"), "8 bytes"),
+        (_make_npy_claiming("(" * 5000), "not of a .npy file"),
         ("nrlre1:", "which is not"),
         ("nrlre1:uint8:4x2:AAAA", "which is not"),
         ("nrlre1:uint8:4x2x-2:AAAA", "which is not"),
@@ -131,8 +137,8 @@ def _npy_claiming(shape: str) -> str:
         ([[[1.5]]], "wrong shape"),
     ],
 )
-def test_what_does_not_add_up_is_refused(raw: Any, words: str) -> None:
-    with pytest.raises(RolloutError, match=words):
+def test_inconsistent_records_are_refused(raw: Any, message: str) -> None:
+    with pytest.raises(RolloutError, match=message):
         decode(raw)
 
 
@@ -146,14 +152,17 @@ JSON = st.recursive(
 @given(
     JSON
     | st.text().map("nrlre1:".__add__)
-    | st.binary(max_size=64).map(b64)
-    | st.binary(max_size=64).map(lambda tail: b64(b"\x93NUMPY" + tail))
+    | st.binary(max_size=64).map(encode_base64)
+    | st.binary(max_size=64).map(lambda tail: encode_base64(b"\x93NUMPY" + tail))
     | st.fixed_dictionaries(
-        {"data": JSON | st.binary(max_size=16).map(b64), "shape": st.lists(st.integers()) | JSON},
+        {
+            "data": JSON | st.binary(max_size=16).map(encode_base64),
+            "shape": st.lists(st.integers()) | JSON,
+        },
         optional={"start": JSON, "dtype": JSON | st.sampled_from(["uint8", "int32"])},
     )
 )
-def test_anything_is_read_or_refused(raw: Any) -> None:
+def test_arbitrary_input_is_read_or_refused(raw: Any) -> None:
     try:
         routed = decode(raw, experts=8)
     except RolloutError:
@@ -164,17 +173,17 @@ def test_anything_is_read_or_refused(raw: Any) -> None:
 
 @given(st.binary(max_size=200), st.integers(0, 200))
 def test_a_damaged_file_is_read_or_refused(noise: bytes, position: int) -> None:
-    whole = base64.b64decode(npy(routing().astype("uint8")))
+    whole = base64.b64decode(encode_npy(make_routing().astype("uint8")))
     damaged = whole[:position] + noise + whole[position + len(noise) :]
     try:
-        decode(b64(damaged))
+        decode(encode_base64(damaged))
     except RolloutError:
         return
 
 
 @given(st.integers(1, 8), st.lists(st.integers(0, 8), max_size=3))
-def test_parts_join_to_the_whole(rows: int, cuts: list[int]) -> None:
-    whole = RoutedExperts(routing(rows), start=5)
+def test_joined_parts_equal_the_whole(rows: int, cuts: list[int]) -> None:
+    whole = RoutedExperts(make_routing(rows), start=5)
     ends = sorted({min(cut, rows) for cut in cuts} | {0, rows})
     parts = [RoutedExperts(whole.ids[begin:end], 5 + begin) for begin, end in pairwise(ends)]
     again = join(*parts)
@@ -182,40 +191,43 @@ def test_parts_join_to_the_whole(rows: int, cuts: list[int]) -> None:
     assert np.array_equal(again.ids, whole.ids)
 
 
-def test_a_later_leg_adds_what_is_new() -> None:
-    whole = RoutedExperts(routing(8))
+def test_a_later_leg_adds_only_its_new_rows() -> None:
+    whole = RoutedExperts(make_routing(8))
     first = RoutedExperts(whole.ids[:5])
     assert np.array_equal(join(first, whole.since(first.end)).ids, whole.ids)
     with pytest.raises(UsageError, match="do not reach 9"):
         whole.since(9)
 
 
-def test_parts_of_two_dtypes_join_in_the_wider() -> None:
-    parts = RoutedExperts(routing().astype("uint8")), RoutedExperts(routing().astype("uint16"), 4)
+def test_parts_of_two_dtypes_join_in_the_wider_dtype() -> None:
+    parts = (
+        RoutedExperts(make_routing().astype("uint8")),
+        RoutedExperts(make_routing().astype("uint16"), 4),
+    )
     assert join(*parts).ids.dtype == np.uint16
 
 
 @pytest.mark.parametrize(
-    ("other", "words"),
+    ("other", "message"),
     [
-        (RoutedExperts(routing(), 5), "end at position 4 and continue at 5"),
-        (RoutedExperts(routing(), 3), "end at position 4 and continue at 3"),
-        (RoutedExperts(routing(layers=3), 4), "2 layers and top-2 .* 3 layers and top-2"),
-        (RoutedExperts(routing(top_k=3), 4), "top-3"),
+        (RoutedExperts(make_routing(), 5), "end at position 4 and continue at 5"),
+        (RoutedExperts(make_routing(), 3), "end at position 4 and continue at 3"),
+        (RoutedExperts(make_routing(layers=3), 4), "2 layers and top-2 .* 3 layers and top-2"),
+        (RoutedExperts(make_routing(top_k=3), 4), "top-3"),
     ],
 )
-def test_parts_that_do_not_follow_are_refused(other: RoutedExperts, words: str) -> None:
-    with pytest.raises(RolloutError, match=words):
-        join(RoutedExperts(routing()), other)
+def test_parts_that_do_not_fit_together_are_refused(other: RoutedExperts, message: str) -> None:
+    with pytest.raises(RolloutError, match=message):
+        join(RoutedExperts(make_routing()), other)
 
 
-def test_nothing_cannot_be_joined() -> None:
+def test_joining_no_parts_is_refused() -> None:
     with pytest.raises(UsageError):
         join()
 
 
 def test_the_last_token_needs_no_row() -> None:
-    routed = RoutedExperts(routing(4), start=2)
+    routed = RoutedExperts(make_routing(4), start=2)
     routed.check(6, 8)
     routed.check(7, 8)
     for tokens in (5, 8):
@@ -223,7 +235,7 @@ def test_the_last_token_needs_no_row() -> None:
             routed.check(tokens, 8)
 
 
-def test_ids_must_be_of_the_model() -> None:
+def test_ids_beyond_the_experts_of_the_model_are_refused() -> None:
     routed = RoutedExperts(np.array([[[0, 7]]]))
     routed.check(1, 8)
     for wrong in (routed, RoutedExperts(np.array([[[-1, 2]]]))):
@@ -233,10 +245,10 @@ def test_ids_must_be_of_the_model() -> None:
             wrong.cast(7)
 
 
-def test_a_capture_that_was_bypassed_is_refused() -> None:
+def test_records_of_a_bypassed_capture_are_refused() -> None:
     with pytest.raises(RolloutError, match=r"all 0.*moe-backend: triton"):
         RoutedExperts(np.zeros((4, 2, 2), dtype=np.uint8)).check(4, 8)
-    partly = routing(4)
+    partly = make_routing(4)
     partly[2, 1] = 0
     with pytest.raises(
         RolloutError,
@@ -245,7 +257,7 @@ def test_a_capture_that_was_bypassed_is_refused() -> None:
         RoutedExperts(partly, 10).check(14, 8)
 
 
-def test_zeros_may_be_a_choice() -> None:
+def test_zeros_are_accepted_where_they_are_plausible() -> None:
     RoutedExperts(np.zeros((9, 2, 1), dtype=np.uint8)).check(9, 1)  # a model with one expert
     RoutedExperts(np.zeros((1, 2, 1), dtype=np.uint8)).check(1, 8)  # two choices of top-1
     RoutedExperts(np.zeros((0, 2, 2), dtype=np.uint8), 5).check(6, 8)
@@ -256,6 +268,6 @@ def test_zeros_may_be_a_choice() -> None:
 @pytest.mark.parametrize(
     "wrong", [np.zeros((2, 2), int), np.zeros((2, 2, 2)), np.zeros((2, 0, 2), int)]
 )
-def test_a_record_has_three_dimensions_of_integers(wrong: Any) -> None:
+def test_a_record_must_have_three_dimensions_of_integers(wrong: Any) -> None:
     with pytest.raises(RolloutError, match="rows, layers, top_k"):
         RoutedExperts(wrong)

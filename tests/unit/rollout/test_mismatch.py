@@ -1,4 +1,4 @@
-"""The mismatch of trainer and engine: known figures, properties, and what is refused."""
+"""The mismatch of trainer and engine: known figures, properties, and invalid input."""
 
 from __future__ import annotations
 
@@ -19,99 +19,99 @@ LOGPROB = st.floats(-20.0, 0.0)
 PAIRS = st.lists(st.tuples(LOGPROB, LOGPROB), min_size=1, max_size=40)
 
 
-def figures(pairs: list[tuple[float, float]], **options: Any) -> Mismatch:
+def compute_figures(pairs: list[tuple[float, float]], **options: Any) -> Mismatch:
     trainer, engine = zip(*pairs, strict=True)
     return mismatch(list(trainer), list(engine), **options)
 
 
 def test_known_figures() -> None:
     half = math.log(0.5)
-    found = mismatch([half, 2 * half], [half, half])  # d = 0 and -log 2
-    assert found.tokens == 2
-    assert found.k1 == pytest.approx(-half / 2)
-    assert found.k3 == pytest.approx((0.5 - half - 1) / 2)
-    assert found.k3_max == pytest.approx(0.5 - half - 1)
-    assert found.max_abs == pytest.approx(-half)
-    assert found.p50 == pytest.approx(-half / 2)
-    assert (found.ratio_mean, found.ratio_min, found.ratio_max) == pytest.approx((0.75, 0.5, 1.0))
-    assert found.prob_diff_mean == pytest.approx(0.125)
-    assert found.ess == pytest.approx(1.5**2 / 1.25 / 2)
-    assert found.prob_corr is None and found.logprob_corr is None  # the engine's are constant
+    result = mismatch([half, 2 * half], [half, half])  # d = 0 and -log 2
+    assert result.tokens == 2
+    assert result.k1 == pytest.approx(-half / 2)
+    assert result.k3 == pytest.approx((0.5 - half - 1) / 2)
+    assert result.k3_max == pytest.approx(0.5 - half - 1)
+    assert result.max_abs == pytest.approx(-half)
+    assert result.p50 == pytest.approx(-half / 2)
+    assert (result.ratio_mean, result.ratio_min, result.ratio_max) == pytest.approx(
+        (0.75, 0.5, 1.0)
+    )
+    assert result.prob_diff_mean == pytest.approx(0.125)
+    assert result.ess == pytest.approx(1.5**2 / 1.25 / 2)
+    assert result.prob_corr is None and result.logprob_corr is None  # the engine's are constant
 
 
-def test_equal_sides_have_none() -> None:
-    found = mismatch([-0.1, -2.0, -0.7], [-0.1, -2.0, -0.7])
-    assert (found.k1, found.k3, found.max_abs, found.prob_diff_mean) == (0, 0, 0, 0)
-    assert (found.ratio_mean, found.ess) == (1, 1)
-    assert found.prob_corr == pytest.approx(1.0)
+def test_equal_logprobs_have_no_mismatch() -> None:
+    result = mismatch([-0.1, -2.0, -0.7], [-0.1, -2.0, -0.7])
+    assert (result.k1, result.k3, result.max_abs, result.prob_diff_mean) == (0, 0, 0, 0)
+    assert (result.ratio_mean, result.ess) == (1, 1)
+    assert result.prob_corr == pytest.approx(1.0)
 
 
 @given(PAIRS)
-def test_figures_keep_their_bounds(pairs: list[tuple[float, float]]) -> None:
-    found = figures(pairs)
-    assert found.k3 >= 0
-    assert 0 <= found.p50 <= found.p90 <= found.p99 <= found.max_abs
-    assert found.ratio_min * (1 - 1e-9) <= found.ratio_mean <= found.ratio_max * (1 + 1e-9)
-    assert 1 / len(pairs) * (1 - 1e-9) <= found.ess <= 1 + 1e-9
-    assert abs(found.k1) <= found.max_abs * (1 + 1e-9)
-    for correlation in (found.prob_corr, found.logprob_corr):
+def test_figures_stay_within_their_bounds(pairs: list[tuple[float, float]]) -> None:
+    result = compute_figures(pairs)
+    assert result.k3 >= 0
+    assert 0 <= result.p50 <= result.p90 <= result.p99 <= result.max_abs
+    assert result.ratio_min * (1 - 1e-9) <= result.ratio_mean <= result.ratio_max * (1 + 1e-9)
+    assert 1 / len(pairs) * (1 - 1e-9) <= result.ess <= 1 + 1e-9
+    assert abs(result.k1) <= result.max_abs * (1 + 1e-9)
+    for correlation in (result.prob_corr, result.logprob_corr):
         assert correlation is None or -1 <= correlation <= 1
 
 
 @given(PAIRS, st.randoms())
 def test_the_order_of_tokens_does_not_matter(pairs: list[tuple[float, float]], random: Any) -> None:
     shuffled = random.sample(pairs, len(pairs))
-    left, right = figures(pairs).as_json(), figures(shuffled).as_json()
+    left, right = compute_figures(pairs).as_json(), compute_figures(shuffled).as_json()
     for name, value in left.items():
         if value is not None and right[name] is not None and "corr" not in name:
             assert right[name] == pytest.approx(value, rel=1e-9, abs=1e-12)
 
 
 @given(PAIRS, st.lists(st.sampled_from([math.nan, math.inf, -math.inf, 3.0]), max_size=5))
-def test_what_the_mask_hides_is_not_looked_at(
-    pairs: list[tuple[float, float]], hidden: list[float]
-) -> None:
+def test_masked_tokens_are_ignored(pairs: list[tuple[float, float]], hidden: list[float]) -> None:
     mask = [1] * len(pairs) + [0] * len(hidden)
     padded = [*pairs, *((value, value) for value in hidden)]
-    assert figures(padded, mask=mask) == figures(pairs)
+    assert compute_figures(padded, mask=mask) == compute_figures(pairs)
 
 
 @given(st.lists(st.tuples(LOGPROB, LOGPROB, st.integers(0, 3)), min_size=1, max_size=30))
-def test_each_version_has_figures_of_its_own(triples: list[tuple[float, float, int]]) -> None:
+def test_every_version_has_its_own_figures(triples: list[tuple[float, float, int]]) -> None:
     pairs = [(trainer, engine) for trainer, engine, _ in triples]
     versions = [version for *_, version in triples]
-    found = figures(pairs, versions=versions)
-    assert set(found.per_version) == set(versions)
-    for version, part in found.per_version.items():
-        assert part == figures([pair for *pair, of in triples if of == version])  # type: ignore[misc]
-    k3 = sum(part.k3 * part.tokens for part in found.per_version.values()) / found.tokens
-    assert k3 == pytest.approx(found.k3)
+    result = compute_figures(pairs, versions=versions)
+    assert set(result.per_version) == set(versions)
+    for version, part in result.per_version.items():
+        assert part == compute_figures([pair for *pair, other in triples if other == version])  # type: ignore[misc]
+    k3 = sum(part.k3 * part.tokens for part in result.per_version.values()) / result.tokens
+    assert k3 == pytest.approx(result.k3)
 
 
-def test_a_stale_part_stands_out() -> None:
-    found = mismatch([-1.0, -1.0, -1.5], [-1.0, -1.0, -1.0], versions=[4, 4, 3])
-    assert found.per_version[4].k3 == 0
-    assert found.per_version[3].k3 > 0.1
-    assert json.loads(json.dumps(found.as_json()))["per_version"]["3"]["tokens"] == 1
+def test_stale_tokens_show_in_the_figures_of_their_version() -> None:
+    result = mismatch([-1.0, -1.0, -1.5], [-1.0, -1.0, -1.0], versions=[4, 4, 3])
+    assert result.per_version[4].k3 == 0
+    assert result.per_version[3].k3 > 0.1
+    assert json.loads(json.dumps(result.as_json()))["per_version"]["3"]["tokens"] == 1
 
 
-def test_every_container_is_read() -> None:
+def test_lists_arrays_and_tensors_are_accepted() -> None:
     torch = pytest.importorskip("torch")
     trainer, engine = [[-0.5, -1.0], [-2.0, -0.25]], [[-0.25, -1.5], [-2.0, -0.5]]
     mask = [[1, 1], [0, 1]]
-    found = mismatch(trainer, engine, mask)
-    assert found.tokens == 3
-    for make in (np.array, torch.tensor, lambda rows: [np.array(row) for row in rows]):
-        assert mismatch(make(trainer), make(engine), make(mask)) == found
-    grown = torch.tensor(trainer, dtype=torch.bfloat16, requires_grad=True)
-    assert mismatch(grown, engine, torch.tensor(mask, dtype=torch.bool)) == found
+    result = mismatch(trainer, engine, mask)
+    assert result.tokens == 3
+    for convert in (np.array, torch.tensor, lambda rows: [np.array(row) for row in rows]):
+        assert mismatch(convert(trainer), convert(engine), convert(mask)) == result
+    with_gradient = torch.tensor(trainer, dtype=torch.bfloat16, requires_grad=True)
+    assert mismatch(with_gradient, engine, torch.tensor(mask, dtype=torch.bool)) == result
 
 
 def test_rows_may_differ_in_length() -> None:
     assert mismatch([[-1.0], [-2.0, -3.0]], [[-1.0], [-2.0, -3.5]]).tokens == 3
 
 
-def test_it_agrees_with_the_demo() -> None:
+def test_k3_equals_the_mismatch_of_the_demo() -> None:
     torch = pytest.importorskip("torch")
     pytest.importorskip("transformers")
     from rollway.demo.grpo import mismatch_kl
@@ -123,24 +123,24 @@ def test_it_agrees_with_the_demo() -> None:
     assert mismatch(trainer, engine, mask).k3 == pytest.approx(expected, rel=1e-6)
 
 
-def test_a_token_at_the_floor_stays_a_number() -> None:
+def test_clamped_logprobs_give_finite_figures() -> None:
     """Engines clamp impossible tokens to -9999."""
-    found = mismatch([-0.1, -0.2], [-9999.0, -0.2])
-    assert all(value is None or math.isfinite(value) for value in found.as_json().values())
-    assert found.max_abs == pytest.approx(9998.9)
-    assert found.k3 > 1e20
+    result = mismatch([-0.1, -0.2], [-9999.0, -0.2])
+    assert all(value is None or math.isfinite(value) for value in result.as_json().values())
+    assert result.max_abs == pytest.approx(9998.9)
+    assert result.k3 > 1e20
 
 
-def test_frameworks_find_their_names() -> None:
-    found = mismatch([-0.5, -1.0], [-0.25, -1.5])
-    names = found.names()
+def test_figures_have_the_names_that_frameworks_use() -> None:
+    result = mismatch([-0.5, -1.0], [-0.25, -1.5])
+    names = result.names()
     assert names["verl"]["rollout_corr/k3_kl"] == names["prime-rl"]["mismatch_kl/all/mean"]
-    assert names["verl"]["rollout_actor_probs_pearson_corr"] == found.prob_corr
-    assert names["prime-rl"]["mismatch_kl/all/max"] == found.k3_max
+    assert names["verl"]["rollout_actor_probs_pearson_corr"] == result.prob_corr
+    assert names["prime-rl"]["mismatch_kl/all/max"] == result.k3_max
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         (([-1.0], [-1.0, -2.0]), "1 log-probs of the trainer and 2 engine's log-probs"),
         (([-1.0], [-1.0], [1, 0]), "2 values of the mask"),
@@ -154,13 +154,13 @@ def test_frameworks_find_their_names() -> None:
         ((object(), [-1.0]), "not numbers"),
     ],
 )
-def test_what_does_not_fit_is_refused(arguments: Any, words: str) -> None:
-    with pytest.raises((UsageError, RolloutError), match=words):
+def test_invalid_arguments_are_refused(arguments: Any, message: str) -> None:
+    with pytest.raises((UsageError, RolloutError), match=message):
         mismatch(*arguments)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_log_prob_that_is_no_number_is_refused(bad: float) -> None:
+def test_logprobs_that_are_not_finite_are_refused(bad: float) -> None:
     with pytest.raises(RolloutError, match=r"1 of 2 log-probs of the trainer .* at token 2"):
         mismatch([-1.0, 0.0, bad], [-1.0, 0.0, -1.0], [1, 0, 1])
     with pytest.raises(RolloutError, match="engine"):

@@ -45,8 +45,9 @@ def build(kind: str = "qwen3") -> Any:
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(MODELS[kind]())
         for name, weight in model.named_parameters():
-            # Some begin with zeros. Nearly even scores, as of many experts: a router that moves a
-            # little then changes which experts run, and hardly their weights.
+            # Some models initialise the router with zeros. These values give nearly even scores,
+            # like those of many experts: a small change of the router then changes which experts
+            # run, but hardly their weights.
             if name.endswith("gate.weight"):
                 torch.nn.init.normal_(weight, std=0.1)
     return model.float().eval()
@@ -62,18 +63,18 @@ def model(shared: Any) -> Any:
     return copy.deepcopy(shared)
 
 
-def tokens(seed: int = 0, length: int = LENGTH) -> list[int]:
+def make_tokens(seed: int = 0, length: int = LENGTH) -> list[int]:
     return np.random.default_rng(seed).integers(0, 96, length).tolist()
 
 
-def logprobs(model: Any, *rows: list[int]) -> Any:
+def compute_logprobs(model: Any, *rows: list[int]) -> Any:
     ids = torch.tensor(rows)
     scores = model(ids).logits[:, :-1].double().log_softmax(dim=-1)
     return scores.gather(-1, ids[:, 1:, None]).squeeze(-1)
 
 
-def perturbed(model: Any, scale: float = 0.02) -> Any:
-    """Another router: some tokens go to other experts."""
+def perturb(model: Any, scale: float = 0.02) -> Any:
+    """Return a copy with a changed router, which sends some tokens to other experts."""
     other, draw = copy.deepcopy(model), torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, weight in other.named_parameters():
@@ -83,69 +84,69 @@ def perturbed(model: Any, scale: float = 0.02) -> Any:
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_its_own_choices_change_nothing(kind: str) -> None:
-    model, ids = build(kind), tokens()
+def test_replaying_the_own_choices_of_a_model_changes_nothing(kind: str) -> None:
+    model, ids = build(kind), make_tokens()
     routed = router_choices(model, ids)
     sparse = 2 if kind == "qwen3 with a dense layer" else 3
     assert routed.ids.shape == (LENGTH, sparse, 2)
     routed.check(LENGTH, 8)
     with torch.no_grad():
-        own = logprobs(model, ids)
+        own = compute_logprobs(model, ids)
         with replay(model, routed):
-            replayed = logprobs(model, ids)
+            replayed = compute_logprobs(model, ids)
         assert (own - replayed).abs().max() < 1e-6
-        assert torch.equal(logprobs(model, ids), own)  # nothing stays behind
+        assert torch.equal(compute_logprobs(model, ids), own)  # the replay leaves no hook behind
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_a_router_that_moved_runs_the_experts_that_sampled(kind: str) -> None:
-    model, ids = build(kind), tokens()
-    routed, other = router_choices(model, ids), perturbed(model)
+def test_a_changed_router_runs_the_recorded_experts(kind: str) -> None:
+    model, ids = build(kind), make_tokens()
+    routed, other = router_choices(model, ids), perturb(model)
     assert not np.array_equal(router_choices(other, ids).ids, routed.ids)
     with torch.no_grad():
-        engine = logprobs(model, ids)
-        own = mismatch(logprobs(other, ids), engine)
+        engine = compute_logprobs(model, ids)
+        own = mismatch(compute_logprobs(other, ids), engine)
         with replay(other, routed):
-            replayed = mismatch(logprobs(other, ids), engine)
+            replayed = mismatch(compute_logprobs(other, ids), engine)
             chosen = router_choices(other, ids)
     assert np.array_equal(chosen.ids, routed.ids)
     assert replayed.k3 < own.k3 / 10
 
 
 def test_gradients_reach_the_router(model: Any) -> None:
-    ids = tokens()
-    with replay(perturbed(model), router_choices(model, ids)):
-        pass  # entering changes nothing
-    with replay(model, router_choices(perturbed(model, 0.5), ids)):
-        logprobs(model, ids).sum().backward()
+    ids = make_tokens()
+    with replay(perturb(model), router_choices(model, ids)):
+        pass  # entering alone changes nothing
+    with replay(model, router_choices(perturb(model, 0.5), ids)):
+        compute_logprobs(model, ids).sum().backward()
     for layer in model.model.layers:
         assert layer.mlp.gate.weight.grad.abs().sum() > 0
         assert layer.mlp.experts.down_proj.grad.abs().sum() > 0
 
 
-def test_gradients_are_those_of_the_model(model: Any) -> None:
-    ids, twin = tokens(), copy.deepcopy(model)
-    logprobs(twin, ids).sum().backward()
+def test_gradients_under_replay_equal_those_of_the_model(model: Any) -> None:
+    ids, twin = make_tokens(), copy.deepcopy(model)
+    compute_logprobs(twin, ids).sum().backward()
     with replay(model, router_choices(model, ids)):
-        logprobs(model, ids).sum().backward()
+        compute_logprobs(model, ids).sum().backward()
     for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad)
 
 
-def test_checkpointed_layers_replay_in_the_backward_too(model: Any) -> None:
-    ids, routed = tokens(), router_choices(perturbed(model, 0.5), tokens())
+def test_checkpointed_layers_replay_in_the_backward_pass(model: Any) -> None:
+    ids, routed = make_tokens(), router_choices(perturb(model, 0.5), make_tokens())
     twin = copy.deepcopy(model)
     with replay(twin, routed):
-        logprobs(twin, ids).sum().backward()
+        compute_logprobs(twin, ids).sum().backward()
     model.train().gradient_checkpointing_enable()
     with replay(model, routed):
-        logprobs(model, ids).sum().backward()
+        compute_logprobs(model, ids).sum().backward()
     for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad)
 
 
-def test_the_last_token_is_routed_by_the_model(model: Any) -> None:
-    ids, other = tokens(), perturbed(model, 0.5)
+def test_tokens_without_a_record_are_routed_by_the_model(model: Any) -> None:
+    ids, other = make_tokens(), perturb(model, 0.5)
     routed = router_choices(other, ids)
     short = RoutedExperts(routed.ids[:-1])
     with replay(model, short):
@@ -158,37 +159,37 @@ def test_the_last_token_is_routed_by_the_model(model: Any) -> None:
     assert np.array_equal(chosen.ids, join(RoutedExperts(own.ids[:10]), tail).ids)
 
 
-def test_a_padded_batch(model: Any) -> None:
-    rows = [tokens(1, 20), tokens(2, 12)]
-    other = perturbed(model, 0.5)
+def test_a_padded_batch_replays_every_row(model: Any) -> None:
+    rows = [make_tokens(1, 20), make_tokens(2, 12)]
+    other = perturb(model, 0.5)
     records = [router_choices(other, row) for row in rows]
     with torch.no_grad():
         alone = []
         for row, record in zip(rows, records, strict=True):
             with replay(model, record):
-                alone.append(logprobs(model, row)[0])
+                alone.append(compute_logprobs(model, row)[0])
         with replay(model, records):
-            both = logprobs(model, rows[0], rows[1] + [0] * 8)
+            both = compute_logprobs(model, rows[0], rows[1] + [0] * 8)
     torch.testing.assert_close(both[0], alone[0], rtol=0, atol=1e-5)
     torch.testing.assert_close(both[1, :11], alone[1], rtol=0, atol=1e-5)
 
 
-def test_what_does_not_fit_is_refused(model: Any) -> None:
-    routed = router_choices(model, tokens())
+def test_records_that_do_not_fit_the_model_are_refused(model: Any) -> None:
+    routed = router_choices(model, make_tokens())
     wrong = [
         (RoutedExperts(routed.ids[:, :2]), "2 layers and top-2; the model has 3"),
         (RoutedExperts(routed.ids[..., :1]), "top-1"),
         (RoutedExperts(routed.ids + 7), "the model has 8 experts"),
         ([], "no routed experts"),
     ]
-    for record, words in wrong:
-        with pytest.raises(UsageError, match=words), replay(model, record):
+    for record, message in wrong:
+        with pytest.raises(UsageError, match=message), replay(model, record):
             raise AssertionError
     for length in (LENGTH - 1, LENGTH + 2):
         with pytest.raises(UsageError, match=f"{length} tokens"), replay(model, routed):
-            logprobs(model, tokens(length=length))
-    before = logprobs(model, tokens())
-    assert torch.equal(before, logprobs(model, tokens()))
+            compute_logprobs(model, make_tokens(length=length))
+    before = compute_logprobs(model, make_tokens())
+    assert torch.equal(before, compute_logprobs(model, make_tokens()))
 
 
 def test_a_model_without_experts_is_refused() -> None:
@@ -196,19 +197,19 @@ def test_a_model_without_experts_is_refused() -> None:
         router_choices(torch.nn.Linear(2, 2), [1])
 
 
-def test_a_layer_that_passes_its_router_by_is_noticed(
+def test_a_layer_that_bypasses_its_router_is_reported(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a fused kernel would."""
-    routed = router_choices(model, tokens())
+    """A fused kernel bypasses it, too."""
+    routed = router_choices(model, make_tokens())
     monkeypatch.setattr(model.model.layers[1].mlp, "forward", lambda hidden: hidden)
     with pytest.raises(UsageError, match="1 of 3 routers"), replay(model, routed):
-        logprobs(model, tokens())
+        compute_logprobs(model, make_tokens())
 
 
-def test_the_mismatch_of_equal_models_is_rounding(model: Any) -> None:
-    ids = tokens()
+def test_equal_models_have_no_mismatch(model: Any) -> None:
+    ids = make_tokens()
     with torch.no_grad():
-        found = mismatch(logprobs(model, ids), logprobs(model, ids))
-    assert isinstance(found, Mismatch)
-    assert found.k3 == 0
+        figures = mismatch(compute_logprobs(model, ids), compute_logprobs(model, ids))
+    assert isinstance(figures, Mismatch)
+    assert figures.k3 == 0

@@ -1,4 +1,4 @@
-"""The pieces of a conversation: token sequences, differences, and the tokenizer of these tests."""
+"""Token sequences, first differences, and the tokenizer of these tests."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from rollway.rollout.sequence import Fork, TokenSequence
 from rollway.rollout.template import first_difference
 from rollway.rollout.trajectory import Span
 from tests.awkward_tokenizer import LARGEST, REASONING, TURN_END, build
-from tests.unit.rollout.turns import END, TOKENIZER, encode, spelled, user
+from tests.unit.rollout.turns import END, TOKENIZER, encode, spell, user_says
 
 
-def test_first_difference() -> None:
+def test_the_first_difference_is_described() -> None:
     assert first_difference(TOKENIZER, [1, 2], [1, 2]) is None
-    found = first_difference(TOKENIZER, [*spelled("the"), END], [*encode("the"), END])
-    assert found is not None and found.position == 0
+    difference = first_difference(TOKENIZER, [*spell("the"), END], [*encode("the"), END])
+    assert difference is not None and difference.position == 0
     for part in ("expected", "('t')", "('th')", "'the<|im_end|>'"):
-        assert part in str(found)
+        assert part in str(difference)
     shorter = first_difference(TOKENIZER, [1, 2, 3], [1, 2])
     assert shorter is not None and shorter.position == 2 and "no more tokens" in str(shorter)
 
@@ -60,23 +60,25 @@ def test_a_sequence_survives_json() -> None:
         ({"spans": (Span(2, 2, 1, 1),)}, "empty"),
     ],
 )
-def test_a_sequence_that_does_not_add_up_is_refused(change: dict[str, Any], match: str) -> None:
+def test_inconsistent_sequences_are_refused(change: dict[str, Any], match: str) -> None:
     with pytest.raises(RolloutError, match=match):
         TokenSequence(**{**GOOD, **change})
 
 
 @pytest.mark.parametrize("size", [160, LARGEST])
-def test_the_tokenizer_can_be_loaded_and_is_the_same_every_time(tmp_path: Path, size: int) -> None:
+def test_the_test_tokenizer_loads_and_is_deterministic(tmp_path: Path, size: int) -> None:
     from transformers import AutoTokenizer
 
-    one, two = (build(tmp_path / name, size=size, template=REASONING) for name in ("one", "two"))
+    first, second = (
+        build(tmp_path / name, size=size, template=REASONING) for name in ("first", "second")
+    )
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        assert (one / name).read_bytes() == (two / name).read_bytes()
-    assert "chat_template" in json.loads((one / "tokenizer_config.json").read_text())
-    loaded = AutoTokenizer.from_pretrained(one)
+        assert (first / name).read_bytes() == (second / name).read_bytes()
+    assert "chat_template" in json.loads((first / "tokenizer_config.json").read_text())
+    loaded = AutoTokenizer.from_pretrained(first)
     assert len(loaded) == size and loaded.eos_token == TURN_END
     conversation = Conversation(loaded)
-    conversation.add(user("hi"))
+    conversation.add(user_says("hi"))
     assert conversation.prompt() == loaded.apply_chat_template(
-        [user("hi")], add_generation_prompt=True, return_dict=False
+        [user_says("hi")], add_generation_prompt=True, return_dict=False
     )

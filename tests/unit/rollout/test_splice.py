@@ -1,4 +1,4 @@
-"""The splice rule: known answers, and what holds for any template that only shortens turns."""
+"""The splice rule: known results, and a property of all templates that only shorten turns."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ VECTORS = {
 
 
 @pytest.mark.parametrize("name", VECTORS)
-def test_vectors(name: str) -> None:
+def test_known_vectors(name: str) -> None:
     verbatim, prefix, full, result = VECTORS[name]
     assert splice(verbatim, prefix, full, END) == result
 
 
 def test_the_positional_rule_would_lose_a_turn() -> None:
-    """What counting is for: by position, the turn 20 of this vector was dropped in silence."""
+    """Splicing by position silently drops turn 20 of this vector. This is why splice() counts."""
     verbatim, prefix, full, result = VECTORS["reasoning dropped, prefix shorter than the whole"]
     by_position = max(place for place in range(len(prefix)) if full[place] == END)
     assert [*verbatim[:-1], *full[by_position:]] == [10, 2, 31, 31, 31, 40, 2, 60, 61, 62, 63, 50]
@@ -71,20 +71,23 @@ turns = st.lists(st.lists(st.integers(3, 9), max_size=5), min_size=1, max_size=6
 
 
 @given(turns, turns, turns, st.booleans(), st.data())
-def test_every_new_token_follows_the_exact_ones(
+def test_new_tokens_follow_the_sampled_ones_unchanged(
     old: list[list[int]],
     new: list[list[int]],
     sampled: list[list[int]],
     stopped: bool,
     data: st.DataObject,
 ) -> None:
-    """Whatever the model sampled, and however much the template leaves out of earlier turns."""
+    """The model may sample anything, and the template may shorten earlier turns to any length."""
     shortened = [turn[: data.draw(st.integers(0, len(turn)))] for turn in old]
-    verbatim = [*_ended(sampled)[:-1], *([END] if stopped else [7])]
-    result = splice(verbatim, _ended(old), _ended([*shortened, *new]), END)
-    assert result == [*verbatim, *([] if stopped else [END]), *_ended(new)]
-    assert turn_end(_ended(old), _ended([*shortened, *new]), END) == len(_ended(shortened)) - 1
+    verbatim = [*_end_turns(sampled)[:-1], *([END] if stopped else [7])]
+    result = splice(verbatim, _end_turns(old), _end_turns([*shortened, *new]), END)
+    assert result == [*verbatim, *([] if stopped else [END]), *_end_turns(new)]
+    assert (
+        turn_end(_end_turns(old), _end_turns([*shortened, *new]), END)
+        == len(_end_turns(shortened)) - 1
+    )
 
 
-def _ended(turns: list[list[int]]) -> list[int]:
+def _end_turns(turns: list[list[int]]) -> list[int]:
     return [token for turn in turns for token in (*turn, END)]

@@ -1,4 +1,4 @@
-"""Rollouts put together from legs: continuations, spans, seeds and what cannot be continued."""
+"""Rollouts assembled from legs: continuations, spans, seeds, and rollouts that cannot continue."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from rollway.rollout.wire import Completion
 from rollway.versions import FleetVersions
 
 
-def leg(count: int, reason: Any = "aborted", start: int = 0, worker: int = 1) -> Completion:
+def make_leg(count: int, reason: Any = "aborted", start: int = 0, worker: int = 1) -> Completion:
     ids = list(range(start, start + count))
     return Completion(ids, [-0.5] * count, reason, worker, 0)
 
 
 @given(st.lists(st.integers(0, 20), max_size=6), st.integers(1, 20))
-def test_legs_add_up(cuts: list[int], last: int) -> None:
+def test_legs_are_joined_into_one_rollout(cuts: list[int], last: int) -> None:
     total = sum(cuts) + last
     trajectory = Trajectory([9, 9], Sampling(max_tokens=total, min_tokens=total, seed=5))
     seeds = set()
@@ -37,31 +37,31 @@ def test_legs_add_up(cuts: list[int], last: int) -> None:
         assert list(prompt) == [9, 9, *trajectory.token_ids]
         assert sampling.max_tokens == total - len(trajectory.token_ids)
         seeds.add((sampling.seed, len(trajectory.token_ids)))
-        trajectory.add(leg(cut, start=len(trajectory.token_ids)), version)
-    trajectory.add(leg(last, "length", start=len(trajectory.token_ids)), len(cuts))
+        trajectory.add(make_leg(cut, start=len(trajectory.token_ids)), version)
+    trajectory.add(make_leg(last, "length", start=len(trajectory.token_ids)), len(cuts))
     rollout = trajectory.rollout("length", len(cuts))
     assert rollout.token_ids == list(range(total)) and len(rollout.logprobs or []) == total
     covered = [place for span in rollout.spans for place in range(span.start, span.end)]
     assert covered == list(range(total))
     assert [span.version for span in rollout.spans] == [v for v, c in enumerate([*cuts, last]) if c]
     used = [seed for seed, tokens in seeds if tokens]
-    assert len(set(used)) == len(used)  # no two continuations draw from one stream
+    assert len(set(used)) == len(used)  # no two continuations share a random stream
 
 
-def test_penalties_cannot_be_continued() -> None:
+def test_a_rollout_with_penalties_starts_again_after_a_cut() -> None:
     trajectory = Trajectory([1], Sampling(max_tokens=8, presence_penalty=0.5))
-    trajectory.add(leg(3), 1)
+    trajectory.add(make_leg(3), 1)
     trajectory.cut()
     assert trajectory.token_ids == [] and trajectory.next_leg()[0] == [1]
     plain = Trajectory([1], Sampling(max_tokens=8))
-    plain.add(leg(3), 1)
+    plain.add(make_leg(3), 1)
     plain.cut()
     assert plain.next_leg()[0] == [1, 0, 1, 2]
 
 
-def test_a_rollout_without_a_token_still_has_its_version() -> None:
+def test_a_rollout_without_tokens_has_its_version() -> None:
     trajectory = Trajectory([1], Sampling())
-    trajectory.add(leg(0), 3)
+    trajectory.add(make_leg(0), 3)
     rollout = trajectory.rollout("aborted", 3)
     assert rollout.weight_version == 3 and rollout.token_ids == []
 
@@ -84,7 +84,9 @@ class Scripted(Http):
         return step
 
 
-def answer(ids: list[int], prompt: int, detailed: str = "length", extra: int = 0) -> dict[str, Any]:
+def make_answer(
+    ids: list[int], prompt: int, detailed: str = "length", extra: int = 0
+) -> dict[str, Any]:
     return {
         "choices": [{"finish_reason": "stop", "logprobs": {"token_logprobs": [-0.1] * len(ids)}}],
         "nvext": {
@@ -96,21 +98,21 @@ def answer(ids: list[int], prompt: int, detailed: str = "length", extra: int = 0
     }
 
 
-def book(version: int = 1, *, tainted: bool = True) -> FleetVersions:
-    made = FleetVersions()
-    made.learn({1: version})
-    made.tainted = tainted
-    return made
+def make_versions(version: int = 1, *, tainted: bool = True) -> FleetVersions:
+    versions = FleetVersions()
+    versions.learn({1: version})
+    versions.tainted = tainted
+    return versions
 
 
-async def test_a_rollout_that_a_refit_cut_goes_on_with_the_new_weights() -> None:
-    versions = book()
+async def test_a_rollout_cut_by_a_refit_resumes_with_the_new_weights() -> None:
+    versions = make_versions()
 
     def cut() -> Any:
-        versions.learn({1: 2})  # the refit was over when the answer came
-        return answer([5, 6], 3, "cancelled")
+        versions.learn({1: 2})  # the refit ended before the answer arrived
+        return make_answer([5, 6], 3, "cancelled")
 
-    http = Scripted(cut, answer([7, 8, 9], 5))
+    http = Scripted(cut, make_answer([7, 8, 9], 5))
     (rollout,) = await Rollouts(http, "http://f", "m", versions).generate(
         [1, 2, 3], Sampling(max_tokens=5)
     )
@@ -124,14 +126,14 @@ async def test_a_rollout_that_a_refit_cut_goes_on_with_the_new_weights() -> None
     assert second["nvext"]["cache_salt"] == "v2"
 
 
-async def test_an_abort_that_no_refit_explains_is_returned_as_one() -> None:
-    http = Scripted(answer([5], 3, "cancelled"))
-    (rollout,) = await Rollouts(http, "http://f", "m", book()).generate([1, 2, 3])
+async def test_an_abort_without_a_refit_is_returned_as_aborted() -> None:
+    http = Scripted(make_answer([5], 3, "cancelled"))
+    (rollout,) = await Rollouts(http, "http://f", "m", make_versions()).generate([1, 2, 3])
     assert rollout.finish_reason == "aborted" and rollout.token_ids == [5]
 
 
 class Streaming(Scripted):
-    """The same, line by line."""
+    """A scripted frontend that streams its answers line by line."""
 
     @asynccontextmanager
     async def stream_lines(
@@ -146,32 +148,34 @@ class Streaming(Scripted):
         yield lines()
 
 
-async def test_a_stream_that_is_refused_before_it_begins_is_asked_for_again() -> None:
+async def test_a_stream_refused_before_it_begins_is_retried() -> None:
     refused = RequestFailed("answered 500: Failed to generate completions", status=500)
-    http = Streaming(refused, answer([5, 6, 7], 3))
-    stream = Rollouts(http, "http://f", "m", book()).stream([1, 2, 3], Sampling(max_tokens=3))
+    http = Streaming(refused, make_answer([5, 6, 7], 3))
+    stream = Rollouts(http, "http://f", "m", make_versions()).stream(
+        [1, 2, 3], Sampling(max_tokens=3)
+    )
     *tokens, rollout = [part async for part in stream]
     assert tokens == [[5, 6, 7]] and isinstance(rollout, Rollout)
     assert len(http.bodies) == 2
     http = Streaming(RequestFailed("answered 400", status=400))
     with pytest.raises(RequestFailed):
-        await anext(Rollouts(http, "http://f", "m", book()).stream([1, 2, 3]))
+        await anext(Rollouts(http, "http://f", "m", make_versions()).stream([1, 2, 3]))
 
 
 async def test_a_rollout_is_in_flight_from_its_request_to_its_result() -> None:
-    """Whoever cancels rollouts that are not in flight loses no token."""
+    """A caller that cancels only rollouts that are not in flight loses no token."""
     seen: list[int] = []
 
-    def sent() -> Any:
+    def respond() -> Any:
         seen.append(rollouts.in_flight)
-        return answer([5], 3)
+        return make_answer([5], 3)
 
     async def still_serves(*_: Any) -> bool:
         seen.append(rollouts.in_flight)
         return True
 
-    versions = book()
-    rollouts = Rollouts(Scripted(sent), "http://f", "m", versions, still_serves=still_serves)
+    versions = make_versions()
+    rollouts = Rollouts(Scripted(respond), "http://f", "m", versions, still_serves=still_serves)
     versions.close()
     waiting = asyncio.create_task(rollouts.generate([1, 2, 3]))
     await asyncio.sleep(0.01)
@@ -182,54 +186,54 @@ async def test_a_rollout_is_in_flight_from_its_request_to_its_result() -> None:
 
 
 async def test_a_migrated_answer_names_no_worker() -> None:
-    """What the dead worker had sampled counts as prompt in the answer of its successor."""
-    http = Scripted(answer([5, 6, 7], 3, extra=2))
-    (rollout,) = await Rollouts(http, "http://f", "m", book()).generate([1, 2, 3])
+    """The new worker counts the tokens of the dead worker as prompt."""
+    http = Scripted(make_answer([5, 6, 7], 3, extra=2))
+    (rollout,) = await Rollouts(http, "http://f", "m", make_versions()).generate([1, 2, 3])
     assert rollout.worker_id is None and rollout.weight_version == 1
-    without_taints = Scripted(answer([5, 6, 7], 3, extra=2), answer([8, 9, 9], 3))
-    rollouts = Rollouts(without_taints, "http://f", "m", book(tainted=False))
+    without_taints = Scripted(make_answer([5, 6, 7], 3, extra=2), make_answer([8, 9, 9], 3))
+    rollouts = Rollouts(without_taints, "http://f", "m", make_versions(tainted=False))
     (rollout,) = await rollouts.generate([1, 2, 3])
-    assert rollout.token_ids == [8, 9, 9]  # who sampled the first cannot be told
+    assert rollout.token_ids == [8, 9, 9]  # the worker of the first answer is unknown: retried
 
 
 async def test_an_answer_to_another_prompt_is_refused() -> None:
-    http = Scripted(answer([5], 3, extra=2))
+    http = Scripted(make_answer([5], 3, extra=2))
     with pytest.raises(RolloutError, match="counted 5 prompt tokens, not 3"):
-        await Rollouts(http, "http://f", "m", book()).generate([1, 2, 3])
+        await Rollouts(http, "http://f", "m", make_versions()).generate([1, 2, 3])
 
 
-async def test_patience_ends_in_the_last_error() -> None:
-    nobody = RequestFailed("answered 500: no worker", status=500)
-    http = Scripted(*[nobody] * 50)
+async def test_the_last_error_is_raised_when_patience_ends() -> None:
+    no_worker = RequestFailed("answered 500: no worker", status=500)
+    http = Scripted(*[no_worker] * 50)
     with pytest.raises(RolloutError, match="answered 500"):
-        await Rollouts(http, "http://f", "m", book(), patience=0.5).generate([1])
+        await Rollouts(http, "http://f", "m", make_versions(), patience=0.5).generate([1])
     assert 1 < len(http.bodies) < 10
 
 
-async def test_a_version_that_nobody_serves_is_refused() -> None:
-    rollouts = Rollouts(Scripted(), "http://f", "m", book(), patience=0.1)
+async def test_a_version_that_no_worker_serves_is_refused() -> None:
+    rollouts = Rollouts(Scripted(), "http://f", "m", make_versions(), patience=0.1)
     with pytest.raises(RolloutError, match="No worker is known to serve weight version 7"):
         await rollouts.generate([1], version=7)
 
 
-def experts(rows: int, first: int) -> dict[str, Any]:
-    """One layer, one expert a token, counted up from `first` so that each row tells its leg."""
+def encode_experts(rows: int, first: int) -> dict[str, Any]:
+    """Encode one layer and one expert per token, counted from `first` to tell the legs apart."""
     data = bytes(first + row for row in range(rows))
     return {"data": base64.b64encode(data).decode(), "shape": [rows, 1, 1], "start": 0}
 
 
 async def test_experts_of_an_earlier_leg_are_kept() -> None:
-    """The engine tells of the whole prompt again after a cut; the first leg keeps its own."""
-    versions = book()
+    """After a cut the engine reports the whole prompt again; the first leg keeps its own record."""
+    versions = make_versions()
 
     def cut() -> Any:
         versions.learn({1: 2})
-        made = answer([5, 6], 3, "cancelled")
-        made["nvext"]["routed_experts"] = experts(4, 10)  # 3 + 2 tokens, the last has none
-        return made
+        body = make_answer([5, 6], 3, "cancelled")
+        body["nvext"]["routed_experts"] = encode_experts(4, 10)  # 3 + 2 tokens; the last has no row
+        return body
 
-    second = answer([7], 5)
-    second["nvext"]["routed_experts"] = experts(5, 50)
+    second = make_answer([7], 5)
+    second["nvext"]["routed_experts"] = encode_experts(5, 50)
     http = Scripted(cut, second)
     sampling = Sampling(max_tokens=3, routed_experts=True)
     (rollout,) = await Rollouts(http, "http://f", "m", versions).generate([1, 2, 3], sampling)
@@ -237,8 +241,10 @@ async def test_experts_of_an_earlier_leg_are_kept() -> None:
     assert rollout.routed_experts.ids.flatten().tolist() == [10, 11, 12, 13, 54]
     assert "routed_experts" in http.bodies[0]["nvext"]["extra_fields"]
 
-    for wrong in (None, experts(1, 0)):
-        body = answer([5], 3)
+    for wrong in (None, encode_experts(1, 0)):
+        body = make_answer([5], 3)
         body["nvext"]["routed_experts"] = wrong
         with pytest.raises(RolloutError, match="outed experts"):
-            await Rollouts(Scripted(body), "http://f", "m", book()).generate([1, 2, 3], sampling)
+            await Rollouts(Scripted(body), "http://f", "m", make_versions()).generate(
+                [1, 2, 3], sampling
+            )

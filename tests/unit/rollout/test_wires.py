@@ -1,4 +1,4 @@
-"""Whatever a server answers, on whichever wire: a rollout that adds up, or a typed error."""
+"""Every wire returns a consistent rollout or raises a typed error, whatever the server answers."""
 
 from __future__ import annotations
 
@@ -75,48 +75,50 @@ GOOD: dict[str, Any] = {
     },
 }
 WIRES = [COMPLETIONS, VLLM, GENERATE, CHAT]
-each_wire = pytest.mark.parametrize("wire", WIRES, ids=[wire.name for wire in WIRES])
+for_every_wire = pytest.mark.parametrize("wire", WIRES, ids=[wire.name for wire in WIRES])
 
 
-def read(wire: Wire, body: Any) -> Any:
+def read_answer(wire: Wire, body: Any) -> Any:
     assembly = wire.assembly(SAMPLING, 3)
     assembly.add(body)
     return assembly.finish()
 
 
-@each_wire
+@for_every_wire
 def test_a_good_answer_is_read(wire: Wire) -> None:
-    found = read(wire, GOOD[wire.name])
-    assert (found.token_ids, found.logprobs) == ([5, 6], [-0.5, -1.0])
-    assert found.finish_reason == "length"
-    assert found.worker_id == (2**63 + 1 if wire.routed else None)
+    completion = read_answer(wire, GOOD[wire.name])
+    assert (completion.token_ids, completion.logprobs) == ([5, 6], [-0.5, -1.0])
+    assert completion.finish_reason == "length"
+    assert completion.worker_id == (2**63 + 1 if wire.routed else None)
 
 
-@each_wire
+@for_every_wire
 @given(JSON)
-def test_any_json_is_refused(wire: Wire, body: Any) -> None:
+def test_arbitrary_json_is_refused(wire: Wire, body: Any) -> None:
     with pytest.raises(RolloutError):
-        read(wire, body)
+        read_answer(wire, body)
 
 
-def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Every place in a JSON value."""
+def iterate_paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the path of every value inside a JSON value."""
     if path:
         yield path
     if isinstance(value, dict):
         for key, inner in value.items():
-            yield from places(inner, (*path, key))
+            yield from iterate_paths(inner, (*path, key))
     elif isinstance(value, list):
         for index, inner in enumerate(value):
-            yield from places(inner, (*path, index))
+            yield from iterate_paths(inner, (*path, index))
 
 
-@each_wire
+@for_every_wire
 @given(st.data())
-def test_any_place_may_hold_anything(wire: Wire, data: st.DataObject) -> None:
-    """Nulls, floats for ids, wrong lengths, other types: in one place of a good answer."""
+def test_an_answer_with_one_arbitrary_value_is_read_or_refused(
+    wire: Wire, data: st.DataObject
+) -> None:
+    """Replace, remove or repeat one value of a valid answer."""
     body = copy.deepcopy(GOOD[wire.name])
-    *parents, last = data.draw(st.sampled_from(list(places(body))))
+    *parents, last = data.draw(st.sampled_from(list(iterate_paths(body))))
     target: Any = body
     for parent in parents:
         target = target[parent]
@@ -127,25 +129,25 @@ def test_any_place_may_hold_anything(wire: Wire, data: st.DataObject) -> None:
     else:
         target.append(target[last])
     try:
-        found = read(wire, body)
+        completion = read_answer(wire, body)
     except RolloutError:
         return
-    assert all(type(token) is int for token in found.token_ids)
-    assert len(found.logprobs) == len(found.token_ids)
-    assert all(isinstance(logprob, float) for logprob in found.logprobs)
+    assert all(type(token) is int for token in completion.token_ids)
+    assert len(completion.logprobs) == len(completion.token_ids)
+    assert all(isinstance(logprob, float) for logprob in completion.logprobs)
 
 
-@each_wire
+@for_every_wire
 def test_logprobs_of_other_tokens_are_refused(wire: Wire) -> None:
     text = json.dumps(GOOD[wire.name])
-    other = text.replace("token_id:6", "token_id:7").replace('"token_id": 6', '"token_id": 7')
-    if other == text:
-        pytest.skip("this wire does not name them")
+    changed = text.replace("token_id:6", "token_id:7").replace('"token_id": 6', '"token_id": 7')
+    if changed == text:
+        pytest.skip("this wire does not name the tokens of its log-probs")
     with pytest.raises(RolloutError, match="other tokens"):
-        read(wire, json.loads(other))
+        read_answer(wire, json.loads(changed))
 
 
-async def streamed(raw: bytes) -> list[Any]:
+async def read_stream(raw: bytes) -> list[Any]:
     async def lines() -> AsyncIterator[bytes]:
         for line in raw.splitlines(keepends=True):
             yield line
@@ -155,25 +157,25 @@ async def streamed(raw: bytes) -> list[Any]:
 
 async def test_a_stream_is_read_to_its_end() -> None:
     event = b'data: {"choices": []}\n\n'
-    assert len(await streamed(event * 3 + b": ping\n\ndata: [DONE]\n")) == 3
+    assert len(await read_stream(event * 3 + b": ping\n\ndata: [DONE]\n")) == 3
     long = b'data: {"choices": [], "x": "' + b"a" * 2**20 + b'"}\n'
-    assert len(await streamed(long + b"data: [DONE]\n")) == 1
+    assert len(await read_stream(long + b"data: [DONE]\n")) == 1
     for broken in (event, b"data: {", event + b'data: {"error": "no"}\n', b"data: [1, 2\n"):
         with pytest.raises(RolloutError):
-            await streamed(broken)
+            await read_stream(broken)
 
 
 @given(st.binary(max_size=200))
-def test_a_stream_of_anything_is_read_or_refused(raw: bytes) -> None:
+def test_a_stream_of_arbitrary_bytes_is_read_or_refused(raw: bytes) -> None:
     import asyncio
 
     try:
-        asyncio.run(streamed(raw))
+        asyncio.run(read_stream(raw))
     except RolloutError:
         return
 
 
-def test_the_token_itself_is_scored_and_never_the_first_entry() -> None:
+def test_the_score_is_that_of_the_token_and_not_of_the_first_entry() -> None:
     raw = [None, {"9": {"logprob": -0.1, "rank": 1}, "5": {"logprob": -3.0}}, {6: -2.0}, -1.5]
     assert flatten(raw, [4, 5, 6, 7]) == [None, -3.0, -2.0, -1.5]
     for wrong in (
@@ -190,26 +192,26 @@ def test_the_token_itself_is_scored_and_never_the_first_entry() -> None:
 
 
 @given(JSON, JSON)
-def test_any_scores_are_read_or_refused(raw: Any, entry: Any) -> None:
+def test_arbitrary_scores_are_read_or_refused(raw: Any, entry: Any) -> None:
     for body in (raw, {"prompt_logprobs": raw}, {"nvext": {"prompt_logprobs": [None, entry]}}):
         try:
-            found = flatten(_read(body)[0], [4, 5])
+            scores = flatten(_read(body)[0], [4, 5])
         except RolloutError:
             continue
-        assert found[0] is None and isinstance(found[1], float)
+        assert scores[0] is None and isinstance(scores[1], float)
 
 
-def test_a_wire_that_does_not_exist_is_named() -> None:
+def test_the_error_names_an_unknown_wire() -> None:
     with pytest.raises(UsageError, match="no wire `carrier pigeon`"):
         wire_named("carrier pigeon")
 
 
-async def test_a_route_that_is_not_there_is_said_at_once() -> None:
+async def test_a_missing_route_is_reported_at_once() -> None:
     class Missing(Http):
         async def post(self, url: str, body: Any, **_: Any) -> Any:
             raise RequestFailed("no such route", status=404)
 
     rollouts = Rollouts(Missing(), "http://f", "m", FleetVersions(), wire=GENERATE)
-    with pytest.raises(RolloutError, match="has no route") as refused:
+    with pytest.raises(RolloutError, match="has no route") as error:
         await rollouts.generate([1])
-    assert "DYN_VLLM_ENABLE_INFERENCE_V1_GENERATE" in refused.value.hint
+    assert "DYN_VLLM_ENABLE_INFERENCE_V1_GENERATE" in error.value.hint

@@ -1,4 +1,4 @@
-"""What tests of conversations say and sample, over the awkward tokenizer."""
+"""Messages and rollouts for the tests of conversations, over the awkward tokenizer."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ PAD = TOKENIZER.pad_token_id
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {}}}
 
 
-def user(text: str) -> dict[str, Any]:
+def user_says(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
-def tool(text: str) -> dict[str, Any]:
+def tool_returns(text: str) -> dict[str, Any]:
     return {"role": "tool", "content": text}
 
 
-def turn(prompt: list[int], ids: list[int], reason: Any = "stop", version: int = 0) -> Rollout:
+def make_rollout(
+    prompt: list[int], ids: list[int], reason: Any = "stop", version: int = 0
+) -> Rollout:
     logprobs = [-0.25 * (1 + place) for place in range(len(ids))]
     spans = (Span(0, len(ids), version, 7),)
     return Rollout(prompt, ids, logprobs, reason, spans, 0)
@@ -33,10 +35,10 @@ def encode(text: str, tokenizer: Any = TOKENIZER) -> list[int]:
     return list(tokenizer.encode(text))
 
 
-def spelled(text: str) -> list[int]:
-    """One token for each character, which is not how the tokenizer spells it."""
+def spell(text: str) -> list[int]:
+    """Encode one token per character, unlike the tokenizer."""
     return [TOKENIZER.convert_tokens_to_ids(character) for character in text]
 
 
-def reply(conversation: Conversation, ids: list[int], *rest: Any, **more: Any) -> None:
-    conversation.add_rollout(turn(conversation.prompt(), ids, *rest), **more)
+def add_reply(conversation: Conversation, ids: list[int], *rest: Any, **more: Any) -> None:
+    conversation.add_rollout(make_rollout(conversation.prompt(), ids, *rest), **more)

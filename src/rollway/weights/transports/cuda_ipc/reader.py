@@ -16,6 +16,7 @@ from torch import Tensor
 from rollway.errors import WeightsError
 from rollway.weights import leftovers
 from rollway.weights.checkpoint import TensorHeader
+from rollway.weights.digest.checksums import start_digests
 from rollway.weights.offer import Entry, Manifest, Offer, read_manifest
 from rollway.weights.transports.base import Reader, never
 from rollway.weights.transports.cuda_ipc.device_memory import Handle, local_device, open_handle
