@@ -194,7 +194,13 @@ class LogSpec(_Part):
 
 
 class StackSpec(_Part):
-    """A whole stack: models, frontend, router, planes, ports, logs."""
+    """A whole stack: models, frontend, router, planes, ports, logs.
+
+    docs/stack.md explains the fields with examples.
+
+    Example:
+        spec = rollway.StackSpec(name="trainer", models=[{"path": "/models/policy", "replicas": 2}])
+    """
 
     name: Annotated[str, AfterValidator(check_stack_name)] = "default"
     """The name of the stack, by which all commands find it."""
@@ -320,7 +326,22 @@ def load_spec(
     overrides: Sequence[str] = (),
     **fields: Any,
 ) -> StackSpec:
-    """Read a spec from a YAML file, a mapping or keywords, then apply `a.b=c` overrides."""
+    """Read a spec from a YAML file, a mapping or keywords, then apply overrides.
+
+    Args:
+        source: a YAML file, a mapping, or a `StackSpec`; None when `fields` say everything.
+        overrides: changes of single fields, for example "models.0.replicas=4".
+        **fields: fields of the spec, for example `name="trainer"`.
+
+    Returns:
+        The spec, validated.
+
+    Raises:
+        SpecError: a field is unknown or wrong; the message has its path.
+
+    Example:
+        spec = rollway.load_spec("stack.yaml", ["router.mode=kv"])
+    """
     if isinstance(source, StackSpec):
         data: dict[str, Any] = source.model_dump(mode="json", exclude_unset=True)
     elif isinstance(source, Mapping):

@@ -10,7 +10,18 @@ from typing import Any
 
 
 class RollwayError(Exception):
-    """The base of every error that Rollway raises on purpose."""
+    """Base of every error that Rollway raises on purpose.
+
+    Attributes:
+        message: the cause.
+        hint: the fix.
+
+    Example:
+        try:
+            stack.refit(step, offer)
+        except rollway.RefitError as error:
+            print(error.report.as_json())
+    """
 
     exit_code = 1
 

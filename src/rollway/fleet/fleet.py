@@ -130,12 +130,33 @@ class Fleet:
         self._replace, self._supervised = replace, lambda _: True
 
     async def workers(self, *, fresh: bool = True) -> list[Worker]:
-        """Return all workers, those in error included; `fresh=False` accepts a recent listing."""
+        """Return the workers that are listed, also those in error.
+
+        Args:
+            fresh: ask the frontend now; False may return a list that is a moment old.
+
+        Returns:
+            The workers; `error` says why one of them does not answer.
+
+        Raises:
+            Unreachable: the RL worker listing does not answer.
+        """
         return await self.membership.workers(fresh=fresh)
 
     async def pause(self, mode: PauseMode = "wait", *, clear_cache: bool = True) -> None:
-        """Pause every worker and take it out of the routing, where it would collect requests that
-        hang. If one fails, the others are resumed."""
+        """Pause every worker and remove it from routing, so that no request waits at a paused
+        worker.
+
+        If one worker fails, the others are resumed.
+
+        Args:
+            mode: "wait" lets running requests finish, "abort" ends them, "keep" freezes them.
+            clear_cache: clear the prefix caches.
+
+        Raises:
+            AdminError: a worker refused, or does not answer.
+            NoWorkers: no worker is listed.
+        """
         async with self._lock, self._guard():
             workers = await self._list_usable()
 
@@ -159,8 +180,12 @@ class Fleet:
                 raise
 
     async def resume(self) -> None:
-        """Resume every worker whose weights are known. Raise if a worker is in doubt, which stays
-        paused, or does not answer."""
+        """Resume every worker whose weights are known.
+
+        Raises:
+            AdminError: a worker does not answer, or a refit left it between two versions; it
+                stays paused.
+        """
         async with self._lock, self._guard():
             workers = await self.workers()
             answering = [worker for worker in workers if worker.error is None]
@@ -181,11 +206,26 @@ class Fleet:
                 )
 
     async def flush_cache(self) -> None:
+        """Clear the prefix cache of every worker.
+
+        Raises:
+            AdminError: a worker refused, or does not answer.
+            NoWorkers: no worker is listed.
+        """
         await self._call_all(await self._list_usable(), self.admin.flush_cache)
 
     async def read_versions(self) -> dict[int, int | None]:
-        """Return the version that each worker declares: None if it declares none or is silent,
-        negative if its weights are changing or in doubt. Also update `versions`."""
+        """Return the version that each worker declares, by instance id.
+
+        Returns:
+            The version; None where a worker declares none or does not answer, `IN_DOUBT` (a
+                negative
+            number) while its weights change or after that failed.
+
+        Raises:
+            NoWorkers: no worker is listed.
+            Unreachable: the RL worker listing does not answer.
+        """
         epoch = self.versions.epoch
         workers = await self.workers()
         if not workers:
@@ -267,8 +307,27 @@ class Fleet:
         expected: Answer | None = None,
         allow_cast: bool = False,
     ) -> RefitReport:
-        """Move every worker to `version`. `update` is a publisher's offer, a checkpoint directory
-        that all workers can read, or another `Update`. A second refit waits for the first."""
+        """Load new weights into every worker, and return when all of them serve the version.
+
+        A second refit waits for the first. `Stack.refit` also completes transfers in which the
+        publisher takes part; prefer it.
+
+        Args:
+            version: the number of the version, higher than all before.
+            update: an offer of a publisher, or a checkpoint directory that all workers can read.
+            mode: "pause-all", "rolling" or "in-flight", see `Stack.refit`.
+            share: with "rolling", the share of the workers that is updated at a time.
+            expected: what the canary must answer afterwards; by default the workers must agree.
+            allow_cast: accept another dtype than the served one.
+
+        Returns:
+            The state and the times of every worker.
+
+        Raises:
+            RefitError: not every worker serves the version; its `report` says which do.
+            UsageError: a wrong argument, or weights that do not fit the model.
+            WeightsError: published weights that are damaged, incomplete or gone.
+        """
         if mode not in get_args(RefitMode) or not 0.0 < share <= 1.0:
             raise UsageError(
                 f"A refit is not possible with mode {mode!r} and share {share!r}.",
@@ -291,8 +350,22 @@ class Fleet:
     async def load_adapter(
         self, name: str, version: int, offer: Offer, config: Mapping[str, Any], *, keep: int = 2
     ) -> str:
-        """Load a published LoRA adapter on every worker, beside its older versions, and return the
-        name for requests, `name@version`. The newest `keep` versions stay loaded."""
+        """Load a LoRA adapter into every worker, beside its older versions.
+
+        Args:
+            name: the name of the adapter.
+            version: the number of its version, higher than all before.
+            offer: what a publisher returned for the adapter's tensors.
+            config: PEFT's config of the adapter (adapter_config.json).
+            keep: how many versions stay loaded.
+
+        Returns:
+            The name that requests use, `name@version`.
+
+        Raises:
+            AdminError: a worker refused, or does not answer.
+            WeightsError: published weights that are damaged, incomplete or gone.
+        """
         if offer.transport == "files":
             path = Path(offer.where["path"])
             await asyncio.to_thread(check_checkpoint, path, roots=self._roots, whole=False)
@@ -301,13 +374,27 @@ class Fleet:
             return await self.adapters.load(workers, name, version, offer, config, keep)
 
     async def unload_adapter(self, name: str) -> None:
-        """Unload an adapter, or one version (`name@version`), once its requests have ended."""
+        """Unload an adapter; its running requests end first.
+
+        Args:
+            name: `name` for all versions, `name@version` for one.
+
+        Raises:
+            AdminError: a worker refused, or does not answer.
+        """
         async with self._lock, self._guard():
             await self.adapters.unload(await self._list_usable(), name)
 
     async def admit(self) -> RefitReport | None:
-        """Move workers that are behind to the current version while the others generate. Return
-        None if none is behind, or if the weights cannot be loaded again."""
+        """Bring workers that joined or restarted to the current version, while the others serve.
+
+        Returns:
+            The report; None when no worker is behind, or the current weights cannot be published
+                again.
+
+        Raises:
+            RefitError: a worker could not be brought to the version.
+        """
         async with self._lock, self._guard():
             self._learn_claims()
             await self.read_versions()

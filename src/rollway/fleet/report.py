@@ -37,7 +37,12 @@ class WorkerReport:
 
 @dataclass(slots=True)
 class RefitReport:
-    """The outcome of one refit."""
+    """The outcome of one refit.
+
+    Example:
+        report = stack.refit(1, "/checkpoints/step-1")
+        print(report.seconds, report.paused_seconds, report.serving)
+    """
 
     version: int
     mode: RefitMode = "pause-all"
@@ -57,7 +62,7 @@ class RefitReport:
 
     @property
     def serving(self) -> int:
-        """The number of workers that serve the version."""
+        """How many workers serve the version."""
         return sum(worker.state == "serving" for worker in self.workers)
 
 

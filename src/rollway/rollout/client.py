@@ -93,12 +93,18 @@ class Rollouts(Sender):
         sampling: Sampling | None = None,
         n: int = 1,
     ) -> list[list[Rollout]]:
-        """Sample a group of n rollouts for each prompt; return them in the order of the prompts.
+        """Sample n rollouts for each of several prompts.
 
-        With a seed, the rollouts of the batch use seed, seed + 1, … The first failure cancels the
-        other requests and is raised; see `generate` for the errors.
+        Args:
+            prompts: the token ids of each prompt.
+            sampling: how to sample. With a seed, every rollout of the batch has its own.
+            n: how many rollouts for each prompt.
 
-            groups = await rollouts.generate_batch(prompts, Sampling(max_tokens=64), n=8)
+        Returns:
+            One list of n rollouts for each prompt, in the order of the prompts.
+
+        Raises:
+            RollwayError: as `generate`; the first failure cancels the others.
         """
         chosen = sampling or Sampling()
         return await all_or_none(
@@ -113,14 +119,20 @@ class Rollouts(Sender):
         *,
         group: str | None = None,
     ) -> AsyncIterator[list[int] | Rollout]:
-        """Yield token ids as they arrive, and the whole checked Rollout last.
+        """Yield token ids as they are sampled, and last the complete Rollout.
 
-        A broken stream raises an error: tokens that the reader has seen are never sampled again. A
-        stream that is refused before it begins, as a router does for a moment after a refit, is
-        retried. A stream that a refit cut continues on the new weights.
+        A request that is refused before its first token is sent again, and one that a refit
+        interrupts resumes on the new weights. A stream that breaks raises; nothing is sampled a
+        second time.
 
-            async for part in rollouts.stream(prompt_ids):
-                ...  # lists of token ids, then a Rollout
+        Args:
+            prompt_ids: the token ids of the prompt.
+            sampling: how to sample.
+            group: a session id; calls with the same id are sent to the same worker.
+
+        Raises:
+            UsageError: the wire cannot stream.
+            RolloutError: the stream broke, or its weights changed.
         """
         if not self.wire.streams:
             raise UsageError(f"The wire `{self.wire.name}` cannot stream.", "Use `completions`.")

@@ -54,18 +54,29 @@ class _Next:
 
 
 class Conversation:
-    """The turns of one conversation.
+    """A conversation of many turns, token for token as the model saw it.
+
+    Sampled ids are never decoded and encoded again: the next prompt begins with the prompt and
+    the completion of the turn before it, id for id.
 
     Args:
-        tokenizer: A tokenizer of transformers, or any object with the same three members.
-        tools: Tool schemas for the chat template.
-        history: What the model sees of its earlier turns. "verbatim" is exactly what it sampled.
-            "template" is what the template renders, with a fork wherever that differs (many
-            templates drop earlier reasoning).
-        end_of_turn: The token that ends a turn; by default the tokenizer's `eos_token_id`.
-        template_kwargs: Settings of the chat template, such as `enable_thinking`.
+        tokenizer: a Hugging Face tokenizer with a chat template.
+        tools: tool schemas for the template.
+        history: what the model sees of its earlier turns: "verbatim" is exactly what it sampled,
+            "template" is what the template makes of them (many drop earlier reasoning). Wherever
+            that differs, a new sequence begins (a fork).
+        end_of_turn: the token id that ends a turn; by default the tokenizer's end of sequence.
+        template_kwargs: further arguments of the template.
 
-    Raises `UsageError` if the template does not end an assistant turn with `end_of_turn`.
+    Raises:
+        UsageError: the template and `end_of_turn` do not fit together.
+
+    Example:
+        conversation = rollway.Conversation(tokenizer)
+        conversation.add({"role": "user", "content": "What is 17 * 3?"})
+        (rollout,) = stack.rollouts().generate(conversation.prompt())
+        conversation.add_rollout(rollout)
+        (sequence,) = conversation.sequences()
     """
 
     def __init__(
@@ -96,7 +107,14 @@ class Conversation:
         self._next: _Next | None = None
 
     def add(self, *messages: Message) -> None:
-        """Append system, user and tool messages in OpenAI's form."""
+        """Append system, user and tool messages.
+
+        Args:
+            messages: messages in OpenAI's form.
+
+        Raises:
+            UsageError: an assistant message, or a message without a role.
+        """
         for message in messages:
             role = message.get("role")
             if role == "assistant":
@@ -110,15 +128,24 @@ class Conversation:
         self._next = None
 
     def prompt(self) -> list[int]:
-        """Return the ids to send for the next assistant turn."""
+        """Return the token ids to sample the next assistant turn from.
+
+        Raises:
+            UsageError: the conversation is empty.
+        """
         return list(self._plan_next().ids)
 
     def add_rollout(self, rollout: Rollout, message: Message | None = None) -> None:
-        """Append the assistant's turn, which was sampled from `prompt()`.
+        """Append the assistant's turn that was sampled from `prompt()`.
 
-        `message` is how the template should see it (`content`, `tool_calls`, `reasoning_content`);
-        by default its content is the text of the ids. Raises `RolloutError` for an aborted rollout
-        and for one that was sampled from another prompt."""
+        Args:
+            rollout: the sampled turn.
+            message: the turn as the template should see it (`content`, `tool_calls`,
+                `reasoning_content`); by default its content is the text of the ids.
+
+        Raises:
+            RolloutError: the rollout was aborted, or was sampled from another prompt.
+        """
         planned = self._plan_next()
         self._check_rollout(rollout, planned.ids)
         reply = self._as_message(rollout, message)

@@ -16,12 +16,13 @@ from rollway.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """The sampling parameters of a request. The defaults sample the policy itself.
+    """How to sample. The defaults sample the policy itself, without any cut of its distribution.
 
-    Raises `UsageError` for values that no engine accepts, and for `ignore_eos` together with
-    `stop_token_ids`, which Dynamo 1.6.1 gets wrong.
+    Raises:
+        UsageError: a value out of its range.
 
-        Sampling(max_tokens=512, temperature=0.7, stop_token_ids=(151645,))
+    Example:
+        rollway.Sampling(max_tokens=64, temperature=0.8, seed=0)
     """
 
     max_tokens: int = 256

@@ -33,7 +33,12 @@ class Fork:
 class TokenSequence:
     """Token ids with everything a trainer needs to learn from them. It ends with a sampled token.
 
-    Raises `RolloutError` if lengths, values or spans do not fit together.
+    Raises:
+        RolloutError: lengths or values that do not fit together.
+
+    Example:
+        for sequence in conversation.sequences():
+            train(sequence.token_ids, sequence.loss_mask, sequence.logprobs)
     """
 
     token_ids: list[int]
@@ -71,7 +76,14 @@ class TokenSequence:
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> TokenSequence:
-        """Read what `as_json` wrote; check it like any other sequence."""
+        """Return the sequence that `as_json` wrote, checked like any other.
+
+        Args:
+            raw: the parsed JSON.
+
+        Raises:
+            RolloutError: it is not a sequence.
+        """
         try:
             fork = raw.get("forked_from")
             return cls(

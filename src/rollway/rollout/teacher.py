@@ -31,7 +31,12 @@ _ONE_TOKEN = Sampling(max_tokens=1, temperature=0.0, logprobs=False)
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """The log-probs of one sequence under a model."""
+    """The log-probs that a model gives to one sequence.
+
+    Example:
+        (scores,) = stack.teacher().score([prompt_ids + completion_ids])
+        scores.logprobs[0] is None  # no token precedes the first
+    """
 
     token_ids: list[int]
     logprobs: list[float | None]
@@ -45,7 +50,19 @@ class Teacher(Sender):
     async def score(
         self, sequences: Sequence[Sequence[int]], *, version: int | None = None
     ) -> list[Scores]:
-        """One result per sequence, in order; `version` as in `Rollouts.generate`."""
+        """Return the log-prob of every token of some sequences.
+
+        Args:
+            sequences: the token ids of each sequence.
+            version: a weight version that some worker still serves; None for the current one.
+
+        Returns:
+            One `Scores` for each sequence, in order.
+
+        Raises:
+            RolloutError: the engine returned no log-probs, or they cannot be attributed to one
+                version.
+        """
         return await all_or_none(self._score(check_prompt(ids), version) for ids in sequences)
 
     async def _score(self, ids: list[int], version: int | None) -> Scores:

@@ -34,7 +34,12 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """A sampled completion, with what a trainer needs to accept or refuse it."""
+    """One sampled completion, with everything a trainer needs to use it or to refuse it.
+
+    Example:
+        (rollout,) = stack.rollouts().generate(prompt_ids)
+        rollout.token_ids, rollout.logprobs, rollout.weight_version
+    """
 
     prompt_ids: list[int]
     token_ids: list[int]

@@ -35,7 +35,12 @@ _PUBLISH_AGAIN = "Publish the version again."
 
 
 class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One version of the weights, as its publisher announces it."""
+    """One version of the weights, as its publisher announces it: a few hundred bytes of JSON.
+
+    Example:
+        offer = weights.publish(1, model.named_parameters())
+        offer.transport, offer.version, offer.nbytes
+    """
 
     transport: Transport
     version: Count
@@ -50,6 +55,7 @@ class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return msgspec.structs.replace(self, mac=_compute_mac(self, secret)) if secret else self
 
     def as_json(self) -> dict[str, Any]:
+        """Return plain values, for another process of the same job."""
         fields: dict[str, Any] = msgspec.to_builtins(self)
         return fields
 

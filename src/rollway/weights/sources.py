@@ -37,19 +37,23 @@ class HeldTensor:
 def from_module(
     module: torch.nn.Module, *, replica: tuple[int, int] | None = None
 ) -> list[HeldTensor]:
-    """Describe this rank's tensors of a model with Hugging Face names.
+    """Return what this rank holds of a model with Hugging Face names, also under DDP or FSDP2.
 
-    Call it on every rank. Parameters that are DTensors count with their local part.
+    Nothing is gathered or copied: parameters that are DTensors count with their local part.
 
-    Parameters:
-        module: the model; wrappers (DDP, FSDP, torch.compile) are left out of the names.
-        replica: this rank's number among the ranks that hold the same plain tensors, and how many
-            these are; by default all ranks of the default process group.
+    Args:
+        module: the model, wrapped or not.
+        replica: this rank's number among those that hold the same plain tensors, and how many
+            they are; by default all ranks of the default process group.
 
-    Returns the tensors for `Publisher.publish`.
+    Returns:
+        The tensors for `Publisher.publish`.
 
-    Raises `UsageError` for tensors whose memory cannot be read in place: quantised ones, FSDP1's
-    flat parameters, partial sums, and DTensors whose local part is not one block.
+    Raises:
+        UsageError: a parameter whose part is not one block of the tensor.
+
+    Example:
+        offer = weights.publish(step, rollway.from_module(model))
     """
     index, count = replica or _get_rank_and_world()
     held = []

@@ -71,9 +71,7 @@ def test_unverifiable_parts_and_their_fused_partners_are_received_whole() -> Non
     pieces[cut_elsewhere] = [Box.whole(headers[cut_elsewhere].shape)]
     left_out = mine.boxes.keys() - mine.keep_whole_pieces(pieces).boxes.keys()
     assert left_out == {f"model.layers.1.self_attn.{part}_proj.weight" for part in "qkv"}
-    assert (
-        mine.keep_whole_pieces({}).boxes == mine.boxes
-    )  # no part crosses a boundary
+    assert mine.keep_whole_pieces({}).boxes == mine.boxes  # no part crosses a boundary
 
 
 def test_a_zero_padded_tensor_uses_memory_only_for_its_part() -> None:

@@ -35,19 +35,24 @@ def from_megatron(
     *,
     roles: Overrides | None = None,
 ) -> list[HeldTensor]:
-    """Describe this rank's tensors of a Megatron model. Call it on every rank.
+    """Return what this rank holds of a Megatron-Core model, under Hugging Face names.
 
-    Parameters:
-        model: the model or, with a virtual pipeline, all its chunks; wrapped by DDP or not.
-        names: the Hugging Face names of the model's tensors.
-        position: this rank's position; by default it is read from Megatron's process groups.
-        roles: roles by glob pattern of the parameter's name, where the module's class does not
-            show how the parameter is sharded.
+    Args:
+        model: the model or its chunks, wrapped by DDP or not.
+        names: the map from Megatron's names to those of the checkpoint.
+        position: the rank's place in the parallel groups; by default that of Megatron's own
+            state.
+        roles: how to read parameters that Rollway does not know.
 
-    Returns the tensors for `Publisher.publish`.
+    Returns:
+        The tensors for `Publisher.publish`.
 
-    Raises `UsageError` for a parameter without a known name, role or plain memory, and for two
-    tensors of the same name.
+    Raises:
+        UsageError: a parameter that cannot be mapped.
+
+    Example:
+        names = NameMap(config["model_type"], ModelGeometry.from_hf_config(config))
+        offer = weights.publish(step, rollway.from_megatron(model, names))
     """
     layout, tensors = read_rank(model, names, position, roles=roles)
     return [

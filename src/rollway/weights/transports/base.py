@@ -59,21 +59,53 @@ class Publisher(ABC):
     def publish(self, version: int, tensors: Source | None = None) -> Offer:
         """Publish a version and return its offer, which a refit distributes to the workers.
 
-        Without `tensors`, publish the adopted ones. Transports that copy do so before they request
-        the next tensor from an iterator, so a trainer may gather tensors one by one."""
+        Transports that copy do so before they request the next tensor from an iterator, so a
+        trainer may gather tensors one by one.
+
+        Args:
+            version: the number of the version, higher than all before.
+            tensors: pairs of name and tensor, for example `model.named_parameters()`, or the
+                result of `from_module` or `from_megatron`; None for the adopted tensors.
+
+        Raises:
+            UsageError: no tensors, an old version, or tensors that this transport cannot
+                publish.
+            WeightsError: the version cannot be written.
+        """
 
     def adopt(self, tensors: Iterable[NamedTensor]) -> None:
-        """Publish these parameters from their own memory from now on, without a copy."""
+        """Publish these parameters from their own memory from now on, without a copy.
+
+        Args:
+            tensors: pairs of name and tensor. They must not change between `publish` and the end
+                of the refit.
+
+        Raises:
+            UsageError: the transport copies tensors and cannot adopt them.
+        """
         raise UsageError(
             f"The {self.transport} transport cannot adopt tensors.",
             "Pass the tensors to `publish`, or use shm, cuda_ipc or nixl.",
         )
 
     def expect(self, receivers: int) -> None:
-        """Set how many ranks of workers will receive the next version."""
+        """Set how many ranks of workers will receive the next version. `Stack.publisher` counts
+        them itself.
+
+        Args:
+            receivers: every rank of every worker counts.
+        """
 
     def wait(self, version: int, seconds: float | None = None) -> None:
-        """Wait until every receiver has the version; raise the error of a transfer that failed."""
+        """Wait until every receiver has the version. `Stack.refit` does it.
+
+        Args:
+            version: the version that was published last.
+            seconds: how long to wait; None for as long as the transport's own limits.
+
+        Raises:
+            WeightsError: the transfer failed, or the time has passed.
+        """
 
     def cancel(self) -> None:
         """End the transfer in progress, for example after a refit that failed."""

@@ -50,9 +50,20 @@ def list_boxes(held: HeldTensor) -> list[PlacedBox]:
 
 
 def join_offers(offers: Sequence[Offer]) -> Offer:
-    """Join the offers of all trainer ranks, in the order of the ranks, into one offer.
+    """Join the offers of all ranks of a trainer into one, for one refit.
 
-    Example: `stack.refit(7, join_offers(offers))`."""
+    Args:
+        offers: what each rank's shm publisher returned, in the order of the ranks.
+
+    Raises:
+        UsageError: the ranks offer different versions.
+
+    Returns:
+        One offer for `Stack.refit`.
+
+    Example:
+        stack.refit(step, rollway.join_offers(offers))
+    """
     versions = {offer.version for offer in offers}
     if len(versions) != 1:
         raise UsageError(
