@@ -57,7 +57,7 @@ def test_without_protection_stale_tokens_are_found(cli: Cli) -> None:
 @pytest.mark.parametrize(
     "faults",
     [
-        ("connection_reset", "kill_worker"),
+        ("kill_worker",),
         pytest.param(
             ("stop_worker", "connection_reset", "kill_worker", "refit_cancelled"),
             marks=pytest.mark.soak,

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.conftest import Cli, Footprint
 from tests.light.spec import WITH_LIGHT_WORKERS
 
@@ -39,6 +41,7 @@ def test_a_gateway_that_is_broken_in_every_way_loses_and_mixes_nothing(
     assert footprint.settle() == {} and mounts() == []
 
 
+@pytest.mark.soak
 def test_with_the_old_journal_promises_are_broken(cli: Cli, footprint: Footprint) -> None:
     faults = ("--fault", "full_disk", "--fault", "deleted_sessions")
     code, report = chaos(cli, "--rounds", "2", *faults, "--old-journal")

@@ -110,7 +110,7 @@ def test_logs_name_a_stack_a_process_or_both(
 ) -> None:
     from rollway.cli import logs
 
-    monkeypatch.setattr(logs, "stack_names", lambda: ["only", "other"])
+    monkeypatch.setattr(logs, "list_stack_names", lambda: ["only", "other"])
     monkeypatch.setattr(logs, "_find_only_stack", lambda: "only")
     assert logs._read_log_names(parse("logs", *words)) == expected
 

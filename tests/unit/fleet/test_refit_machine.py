@@ -709,7 +709,7 @@ def every_answer_is_believed(patch: pytest.MonkeyPatch) -> None:
     async def yes(*_: object) -> bool:
         return True
 
-    patch.setattr(Rollouts, "_vouched", yes)
+    patch.setattr(Rollouts, "_is_attributed", yes)
 
 
 @pytest.mark.parametrize("verifying", [True, False], ids=["parameters", "canary"])

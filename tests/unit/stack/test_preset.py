@@ -8,7 +8,7 @@ import pytest
 
 from rollway.config import load_spec
 from rollway.stack import machine
-from rollway.stack.preset import UNIPROCESS, Defaults, worker_defaults
+from rollway.stack.preset import UNIPROCESS, Defaults, get_worker_defaults
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def defaults(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def make(**model: Any) -> Defaults:
         spec = load_spec({"name": "t", "models": [{"path": "org/model", **model}]})
-        return worker_defaults(spec, spec.models[0])
+        return get_worker_defaults(spec, spec.models[0])
 
     return make
 

@@ -113,7 +113,7 @@ def test_the_next_publisher_sweeps_if_the_guard_died_too() -> None:
 
 
 def _mark_of_a_dead_process() -> str:
-    code = "from rollway.weights.leftovers import mark; print(mark())"
+    code = "from rollway.weights.leftovers import writer_mark; print(writer_mark())"
     return subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout.strip()

@@ -50,7 +50,7 @@ class Publisher(ABC):
             for step in range(1, steps):
                 train()
                 stack.refit(step, publisher.publish(step, model.named_parameters()))
-                publisher.wait(step)   # before the optimizer changes the weights
+                publisher.wait(step)  # before the optimizer changes the weights
     """
 
     transport: Transport
