@@ -5,7 +5,7 @@ BIN := .venv/bin
 # says which. `make test ARGS="-n 0"` runs them one after the other.
 PARALLEL := -n 2 --dist loadgroup --durations 15
 
-.PHONY: help setup setup-verl demo test test-all test-fast test-verl lint format clean
+.PHONY: help setup setup-verl demo docs test test-all test-fast test-verl lint format clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -18,6 +18,9 @@ setup-verl: setup  ## create .venv-verl, where verl's trainer runs
 
 demo: setup  ## train a tiny policy with GRPO on a real Dynamo stack
 	@$(BIN)/rollway demo
+
+docs: setup  ## write docs/api.md from the docstrings
+	@$(BIN)/python scripts/api_page.py
 
 test: setup  ## all tests but the soaks, against real Dynamo and vLLM on CPU
 	@$(BIN)/python -m pytest --ignore tests/verl $(PARALLEL) $(ARGS)
