@@ -52,7 +52,7 @@ def _look(foreign: set[int]) -> dict[str, set[str]]:
     return {
         "processes": _marked_processes(foreign),
         "shared memory": {path.name for path in processes.SHM.iterdir()}
-        - processes.shared_memory(processes.ProcessId(pid, 0) for pid in foreign),
+        - processes.find_shared_memory(processes.ProcessId(pid, 0) for pid in foreign),
         "scratch": _scratch(foreign),
         "ports": _listening_ports(sockets),
         "reservations": _reservations(foreign, sockets),

@@ -7,9 +7,9 @@ from typing import Any
 from tests.security.gateway_service import CHAT_BODY, USER
 
 _DEEP = b"[" * 100_000 + b"]" * 100_000
-
-
 _MEDIUM: Any = "x"
+for _ in range(200):
+    _MEDIUM = [_MEDIUM]
 
 
 def _message(**fields: Any) -> dict[str, Any]:
@@ -24,7 +24,7 @@ BAD_CHATS: dict[str, Any] = {
     "no JSON": b"{",
     "no object": b"[]",
     "deep nesting": b'{"messages": ' + _DEEP + b"}",
-    "nesting that JSON parsers still take": {**CHAT_BODY, "metadata": {"a": _MEDIUM}},
+    "nesting that JSON parsers still accept": {**CHAT_BODY, "metadata": {"a": _MEDIUM}},
     "nested arguments": _call(name="f", arguments={"a": _MEDIUM}),
     "not UTF-8": b'{"messages": [{"role": "user", "content": "\xff"}]}',
     "a lone surrogate": b'{"messages": [{"role": "user", "content": "a\\ud800b"}]}',

@@ -301,8 +301,6 @@ def test_the_gateway_still_answers_after_thousands_of_requests(running: Backgrou
     for name in running.send("GET", "/v1/rollway/sessions")[1]["sessions"]:
         status, _ = running.send("GET", f"/v1/rollway/trajectories/{quote(name, safe='')}")
         assert status == 200, name
-    # Fewer than 100 requests were sent if this test runs alone.
-    assert _requests_sent > examples(8_000) or _requests_sent < 100, _requests_sent
 
 
 def _read_rss_kib() -> int:

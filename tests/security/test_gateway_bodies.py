@@ -13,12 +13,8 @@ from rollway.errors import UsageError
 from rollway.gateway import requests
 from rollway.gateway.tokenizing import longest_token
 from tests.awkward_tokenizer import PLAIN, make
-from tests.security.bad_bodies import _MEDIUM, BAD_CHATS, BAD_TEXTS
+from tests.security.bad_bodies import BAD_CHATS, BAD_TEXTS
 from tests.security.gateway_service import read_error, serve_gateway
-
-for _ in range(200):
-    _MEDIUM = [_MEDIUM]
-
 
 RESERVED_SETTINGS = [
     "chat_template", "conversation", "padding", "truncation", "max_length", "documents",

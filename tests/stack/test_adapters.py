@@ -164,7 +164,7 @@ def test_what_does_not_fit_is_refused_and_what_was_served_stays(
         for wrong, words in (
             (wide, "has shape"),
             (half, "only one of lora_A and lora_B"),
-            (elsewhere, "no layer that the served model can adapt"),
+            (elsewhere, "the served model has no layer for"),
         ):
             with pytest.raises(UsageError, match=words):
                 stack.fleet.load_adapter("style", 3, publisher.publish(3, wrong.items()), CONFIG)

@@ -49,7 +49,7 @@ def test_two_models_of_one_name(cli: Cli, tmp_path: Path, model: Path) -> None:
 def test_unreadable_yaml(cli: Cli, tmp_path: Path) -> None:
     file = tmp_path / "s.yaml"
     file.write_text("models: [")
-    expect(cli, ["up", str(file)], 2, "not valid YAML", "Mend")
+    expect(cli, ["up", str(file)], 2, "not valid YAML", "Correct the line")
     expect(cli, ["up", str(tmp_path / "none.yaml")], 2, "There is no file")
     file.write_bytes(b"\xff\xfe\x00")
     expect(cli, ["up", str(file)], 2, "cannot be read")

@@ -63,7 +63,7 @@ def test_what_does_not_go_together_is_explained(cli: Cli) -> None:
     for arguments, text in (
         (("--old-journal",), "control of --gateway"),
         (("--gateway", "--unprotected"), "Use --old-journal"),
-        (("--gateway", "--fault", "earthquake"), "There is no fault `earthquake`"),
+        (("--gateway", "--fault", "earthquake"), "There is no gateway fault `earthquake`"),
         (("--gateway", "--agents", "0"), "at least one"),
     ):
         done = cli("chaos", *arguments)
