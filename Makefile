@@ -1,9 +1,9 @@
 # Every target creates or reuses .venv; the first run installs about 3 GB, later ones start at once.
 PYTHON ?= python3
 BIN := .venv/bin
-# Two processes: one has the tests of real engines, the other those of processes; tests/conftest.py
+# Two processes: one has the tests of real engines, the other those of processes; tests/groups.py
 # says which. `make test ARGS="-n 0"` runs them one after the other.
-PARALLEL := -n 2 --dist loadgroup --durations 15
+PARALLEL := -n 2 --dist loadfile --durations 15
 
 .PHONY: help setup setup-verl demo docs test test-all test-fast test-verl lint format clean
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -33,32 +34,20 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Under xdist each of these groups runs in one process, one test after the other, so that the real
-# stacks are started once. The rest is dealt out file by file.
-PROCESSES = (
-    "bad_input", "bench_router", "chaos", "chaos_gateway", "demo", "join", "lifecycle",
-    "light_stack",
-)  # fmt: skip
-
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the soaks out unless they are asked for, and say what runs in one process."""
-    soaks = [item for item in items if item.get_closest_marker("soak") and not SOAK]
+    """Leave the soaks out unless they are asked for."""
+    soaks = {item for item in items if item.get_closest_marker("soak") and not SOAK}
     if soaks:
-        config.hook.pytest_deselected(items=soaks)
+        config.hook.pytest_deselected(items=list(soaks))
         items[:] = [item for item in items if item not in soaks]
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(_group(item)))
 
 
-def _group(item: pytest.Item) -> str:
-    names = set(getattr(item, "fixturenames", ()))
-    if names & {"vllm_stack", "tool_stack"}:
-        return "engines"
-    if item.path.parent.name == "stack":
-        short = item.path.stem.removeprefix("test_")
-        return "processes" if short in PROCESSES else "engines"
-    return "processes" if "footprint" in names else str(item.path)
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from tests.groups import StackScheduling
+
+    return StackScheduling(config, log)
 
 
 @pytest.fixture(scope="session")

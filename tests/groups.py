@@ -1,0 +1,34 @@
+"""Which tests run one after the other in one process when pytest runs in two.
+
+The real stacks are then started once. (xdist 3.8's own `loadgroup` has no effect with pytest 9.2,
+which no longer reads the attribute that it sets.)
+"""
+
+from __future__ import annotations
+
+from pathlib import PurePath
+
+from xdist.scheduler import LoadFileScheduling
+
+PROCESSES = {
+    "bad_input", "bench_router", "chaos", "chaos_gateway", "demo", "join", "lifecycle",
+    "light_stack",
+}  # fmt: skip
+"""Of tests/stack: those that start and kill stacks of their own. The others use real engines."""
+ELSEWHERE = {
+    "tests/security/test_admin_port.py": "engines",
+    "tests/security/test_state_and_config.py": "processes",
+}
+
+
+def find_group(nodeid: str) -> str:
+    """Return the group of a test; files are groups of their own unless they share a stack."""
+    file = nodeid.split("::", 1)[0]
+    if PurePath(file).parts[:2] == ("tests", "stack"):
+        return "processes" if PurePath(file).stem.removeprefix("test_") in PROCESSES else "engines"
+    return ELSEWHERE.get(file, file)
+
+
+class StackScheduling(LoadFileScheduling):
+    def _split_scope(self, nodeid: str) -> str:
+        return find_group(nodeid)
