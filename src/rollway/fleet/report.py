@@ -29,9 +29,15 @@ class WorkerReport:
     proof: str = ""
     """How the weights were verified: `parameters`, `canary`, `declared` (by its label alone) or
     `earlier refit`."""
+    preflight_seconds: float = 0.0
+    """The check before the pause, with the staging of the weights. Each of these times is 0 unless
+    its step succeeded."""
     pause_seconds: float = 0.0
+    """From its leaving the routing until it is paused."""
     update_seconds: float = 0.0
+    """The load or swap of the weights, the flush of the cache, and the verification."""
     resume_seconds: float = 0.0
+    """From the verification until it serves the version."""
     error: str | None = None
 
 

@@ -86,8 +86,11 @@ class WorkerRefit:
         return self.worker.instance_id
 
     async def prepare(self) -> None:
-        """Have the worker check and stage the update, and read its label. Touches no service."""
+        """Have the worker check and stage the update, and read its label. Touches no service.
+
+        This is the worker's preflight. `Update.prepare` is an earlier step, without workers."""
         plan = self.plan
+        self._lap()
         await self._step("preflight")
         self.may_hold_update = True  # first: a call that is cancelled may take effect
         self.verifies_itself = await plan.update.preflight(plan.admin, self.worker)
@@ -100,6 +103,7 @@ class WorkerRefit:
         generates = self.label is None or self.label >= 0
         if plan.canaries is not None and generates and not self.verifies_itself:
             await plan.canaries.record_before(self.worker)
+        self.report.preflight_seconds = self._lap()
 
     async def discard(self) -> None:
         """Free the staged update, if it was not applied."""
