@@ -57,6 +57,8 @@ class RefitReport:
     """From the first pause to the last resume; with `rolling`, of the slowest share."""
     passes: int = 0
     workers: list[WorkerReport] = field(default_factory=list)
+    """For each worker its state, version, proof, error, and the seconds of its preflight, pause,
+    update and resume."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the report as JSON types, with instance ids as text: readers that store numbers

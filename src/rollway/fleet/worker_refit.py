@@ -41,7 +41,8 @@ from rollway.fleet.updates import Update
 from rollway.versions import FleetVersions, taint_of
 
 Observer = Callable[[str, Worker], Awaitable[None]]
-"""Called with the name of each step and its worker, before the step."""
+"""Called with the name of each step and its worker, before the step. The names, in order:
+preflight, pause, update, flush, verify, open, resume."""
 Replace = Callable[[Worker], Awaitable[bool]]
 """Stops a worker so that its supervisor restarts it; False if it has no supervisor."""
 
@@ -322,7 +323,8 @@ class WorkerRefit:
             await self.plan.observer(name, self.worker)
 
     def _lap(self) -> float:
-        """Return the seconds since the last lap, and begin the next one."""
+        """Return the seconds since the last lap, and begin the next one. A step that begins
+        after a wait for other workers calls this first, so that the wait is not counted."""
         now = time.monotonic()
         seconds, self._lap_began = now - self._lap_began, now
         return seconds
