@@ -162,12 +162,13 @@ def _print_count(options: argparse.Namespace, action: str, fleet: Fleet) -> int:
 
 def _print_report(report: RefitReport) -> None:
     print_table(
-        ("worker", "state", "proof", "pause s", "update s", "resume s", "error"),
+        ("worker", "state", "proof", "preflight s", "pause s", "update s", "resume s", "error"),
         (
             (
                 str(worker.instance_id),
                 worker.state,
                 worker.proof,
+                f"{worker.preflight_seconds:.3f}",
                 f"{worker.pause_seconds:.3f}",
                 f"{worker.update_seconds:.3f}",
                 f"{worker.resume_seconds:.3f}",

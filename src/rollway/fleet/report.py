@@ -29,9 +29,15 @@ class WorkerReport:
     proof: str = ""
     """How the weights were verified: `parameters`, `canary`, `declared` (by its label alone) or
     `earlier refit`."""
+    preflight_seconds: float = 0.0
+    """The check before the pause, with the staging of the weights. Each of these times is 0 unless
+    its step succeeded."""
     pause_seconds: float = 0.0
+    """From its leaving the routing until it is paused."""
     update_seconds: float = 0.0
+    """The load or swap of the weights, the flush of the cache, and the verification."""
     resume_seconds: float = 0.0
+    """From the verification until it serves the version."""
     error: str | None = None
 
 
@@ -51,6 +57,8 @@ class RefitReport:
     """From the first pause to the last resume; with `rolling`, of the slowest share."""
     passes: int = 0
     workers: list[WorkerReport] = field(default_factory=list)
+    """For each worker its state, version, proof, error, and the seconds of its preflight, pause,
+    update and resume."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the report as JSON types, with instance ids as text: readers that store numbers

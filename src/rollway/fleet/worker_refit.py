@@ -41,7 +41,8 @@ from rollway.fleet.updates import Update
 from rollway.versions import FleetVersions, taint_of
 
 Observer = Callable[[str, Worker], Awaitable[None]]
-"""Called with the name of each step and its worker, before the step."""
+"""Called with the name of each step and its worker, before the step. The names, in order:
+preflight, pause, update, flush, verify, open, resume."""
 Replace = Callable[[Worker], Awaitable[bool]]
 """Stops a worker so that its supervisor restarts it; False if it has no supervisor."""
 
@@ -86,8 +87,11 @@ class WorkerRefit:
         return self.worker.instance_id
 
     async def prepare(self) -> None:
-        """Have the worker check and stage the update, and read its label. Touches no service."""
+        """Have the worker check and stage the update, and read its label. Touches no service.
+
+        This is the worker's preflight. `Update.prepare` is an earlier step, without workers."""
         plan = self.plan
+        self._lap()
         await self._step("preflight")
         self.may_hold_update = True  # first: a call that is cancelled may take effect
         self.verifies_itself = await plan.update.preflight(plan.admin, self.worker)
@@ -100,6 +104,7 @@ class WorkerRefit:
         generates = self.label is None or self.label >= 0
         if plan.canaries is not None and generates and not self.verifies_itself:
             await plan.canaries.record_before(self.worker)
+        self.report.preflight_seconds = self._lap()
 
     async def discard(self) -> None:
         """Free the staged update, if it was not applied."""
@@ -318,7 +323,8 @@ class WorkerRefit:
             await self.plan.observer(name, self.worker)
 
     def _lap(self) -> float:
-        """Return the seconds since the last lap, and begin the next one."""
+        """Return the seconds since the last lap, and begin the next one. A step that begins
+        after a wait for other workers calls this first, so that the wait is not counted."""
         now = time.monotonic()
         seconds, self._lap_began = now - self._lap_began, now
         return seconds

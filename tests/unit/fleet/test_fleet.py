@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,6 +18,7 @@ from rollway.errors import (
     Unreachable,
     UsageError,
 )
+from rollway.fleet import worker_refit
 from rollway.fleet.admin import leaving_label
 from rollway.fleet.discovery import Worker
 from rollway.fleet.fleet import Fleet
@@ -69,6 +71,26 @@ async def test_a_refit_moves_every_worker(checkpoint: Path) -> None:
             "pause_generation", "update/model_taints", "resume_generation", "set_weight_version",
         ]  # fmt: skip
         assert worker.taints == ["rollway-v7"]
+
+
+async def test_the_report_says_how_long_each_step_of_a_worker_took(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a clock that only the steps advance, so that the times are exact."""
+    times = {"preflight": 8.0, "pause": 4.0, "update": 2.0, "resume": 1.0}
+    now = 100.0
+    monkeypatch.setattr(worker_refit, "time", SimpleNamespace(monotonic=lambda: now))
+
+    async def advance(step: str, worker: Worker) -> None:
+        nonlocal now
+        now += times.get(step, 0.0)
+
+    async with fake_fleet(FakeWorker(1)) as url, Http() as http:
+        fleet = Fleet(http, url)
+        fleet.observer = advance
+        report = await fleet.refit(7, checkpoint)
+    [worker] = report.as_json()["workers"]
+    assert {step: worker[f"{step}_seconds"] for step in times} == times
 
 
 async def test_a_checkpoint_that_changes_while_it_is_loaded_is_not_served(checkpoint: Path) -> None:
