@@ -120,7 +120,7 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     nbytes: Count
     digest: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{16}|[0-9a-f]{32})?\Z")] = ""
     """Hexadecimal: 32 digits of `digest`, or 16 digits of the checksum `word_sum`."""
-    lies: tuple[PlacedBox, ...] = ()
+    boxes: tuple[PlacedBox, ...] = ()
     """The boxes that a shard contains; empty if this is a Hugging Face tensor itself."""
 
     @property
@@ -138,7 +138,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def identity(self) -> str:
         """A digest of names, dtypes, shapes and digests; offsets do not count."""
-        facts = [(e.name, e.dtype, e.shape, e.digest, e.lies) for e in self.entries]
+        facts = [(e.name, e.dtype, e.shape, e.digest, e.boxes) for e in self.entries]
         return hashlib.sha256(msgspec.json.encode(facts)).hexdigest()[:32]
 
     def encode(self) -> bytes:
@@ -172,7 +172,7 @@ def check_entries(entries: Sequence[Entry], nbytes: int) -> None:
             check_shape(entry.shape)
         except ValueError as error:
             raise WeightsError(f"{entry.name}: {error}.", _PUBLISH_AGAIN) from error
-        for placed in entry.lies:
+        for placed in entry.boxes:
             _check_placed(entry, placed)
         expected = math.prod(entry.shape) * ELEMENT_BYTES.get(entry.dtype, 0)
         if entry.dtype not in ELEMENT_BYTES or expected != entry.nbytes:

@@ -192,10 +192,10 @@ def test_the_catalog_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         catalog.announce(listing(version))
     with pytest.raises(UsageError, match="64 versions"):
         catalog.announce(listing(64))
-    monkeypatch.setattr("rollway.weights.transports.nixl.catalog._MOST_BYTES", 100)
+    monkeypatch.setattr("rollway.weights.transports.nixl.catalog._MAX_BYTES", 100)
     with pytest.raises(UsageError, match="full"):
         catalog.announce(listing(3, source="another"))
-    monkeypatch.setattr("rollway.weights.transports.nixl.catalog._MOST_MEMBERS", 1)
+    monkeypatch.setattr("rollway.weights.transports.nixl.catalog._MAX_MEMBERS", 1)
     with pytest.raises(UsageError, match="members"):
         catalog.look_up(3, "r")
 
