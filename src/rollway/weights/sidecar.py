@@ -20,15 +20,15 @@ from rollway.weights.layout import ELEMENT_BYTES, Box, Role, Shard
 from rollway.weights.megatron.geometry import ModelGeometry, Position
 from rollway.weights.megatron.model import MegatronModel, RankLayout
 from rollway.weights.megatron.pieces import place
-from rollway.weights.untrusted import MOST_ELEMENTS, MOST_NAME, parse_json, reason
+from rollway.weights.untrusted import MAX_ELEMENTS, MAX_NAME, parse_json, reason
 
 VERSION = 1
 
 _MAX_BYTES = 64 << 20
 _WRITE_AGAIN = "Write it again in the trainer, with the same version of Rollway."
 _MAX_RANKS = 1 << 16
-_Name = Annotated[str, Field(min_length=1, max_length=MOST_NAME)]
-_Size = Annotated[int, Field(ge=0, le=MOST_ELEMENTS)]
+_Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
+_Size = Annotated[int, Field(ge=0, le=MAX_ELEMENTS)]
 _Shape = Annotated[list[_Size], Field(max_length=8)]
 _Number = Annotated[int, Field(ge=0, lt=_MAX_RANKS)]
 _RankName = Annotated[str, Field(pattern=r"^[0-9]{1,6}$")]

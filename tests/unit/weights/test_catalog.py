@@ -313,10 +313,10 @@ def test_sizes_are_bounded_at_both_ends(
 ) -> None:
     client = HttpCatalog(server.url, secret=WORD)
     client.announce(Listing(1, "t0", 0, 1, "trainer", os.urandom(100_000)))
-    monkeypatch.setattr(catalog_http, "MOST_ANSWER", 50_000)
+    monkeypatch.setattr(catalog_http, "MAX_ANSWER", 50_000)
     with pytest.raises(WeightsError, match="more than 50000 bytes"):
         client.look_up(1, "r")
-    monkeypatch.setattr(catalog_http, "MOST_REQUEST", 50_000)
+    monkeypatch.setattr(catalog_http, "MAX_REQUEST", 50_000)
     with pytest.raises(UsageError, match="more than 50000"):
         client.announce(Listing(2, "t0", 0, 1, "trainer", os.urandom(100_000)))
     body = msgspec.msgpack.encode(

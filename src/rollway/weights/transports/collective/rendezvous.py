@@ -24,14 +24,14 @@ import msgspec
 import torch.distributed as dist
 
 from rollway.errors import UsageError, WeightsError
-from rollway.weights.offer import MOST_MANIFEST_BYTES, Manifest, Offer, read_manifest
+from rollway.weights.offer import MAX_MANIFEST_BYTES, Manifest, Offer, read_manifest
 from rollway.weights.transports.collective.group import Backend, BrokenOff
 
 _CONNECT_SECONDS = 3.0
 _PART_BYTES = 4 << 20
 """Bytes of a list of tensors per key; the store accepts up to 8 MiB."""
 _MAX_CHARACTERS = 500
-_MAX_PARTS = MOST_MANIFEST_BYTES // _PART_BYTES
+_MAX_PARTS = MAX_MANIFEST_BYTES // _PART_BYTES
 _GRACE_SECONDS = 5.0
 """How long a receiver that was stopped may take to report its outcome."""
 T = TypeVar("T")
@@ -134,7 +134,7 @@ def fetch_manifest(store: Any, location: Location, offer: Offer) -> Manifest:
         store.wait(keys, timedelta(seconds=_CONNECT_SECONDS))
         for key in keys:
             raw += store.get(key)
-            if len(raw) > MOST_MANIFEST_BYTES:
+            if len(raw) > MAX_MANIFEST_BYTES:
                 raise WeightsError(f"The list of tensors of version {offer.version} is too long.")
     except RuntimeError as error:
         raise WeightsError(f"The list of tensors of version {offer.version} is gone.") from error

@@ -13,7 +13,7 @@ from torch import Tensor
 from rollway.errors import WeightsError
 from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.digest.checksums import digest
-from rollway.weights.offer import MOST_MANIFEST_BYTES, Offer
+from rollway.weights.offer import MAX_MANIFEST_BYTES, Offer
 from rollway.weights.transports.base import Reader, never
 from rollway.weights.transports.delta.format import (
     Encoded,
@@ -51,7 +51,7 @@ class DeltaVersions:
 
     def read_manifest(self, version: int) -> Manifest:
         with self._store.open(manifest_key(version)) as blob:
-            if blob.size > MOST_MANIFEST_BYTES:
+            if blob.size > MAX_MANIFEST_BYTES:
                 raise needs_snapshot(f"The manifest of version {version} is too large.")
             data = blob.read(0, blob.size)
         try:

@@ -27,7 +27,7 @@ from rollway.errors import UsageError, WeightsError
 from rollway.weights.offer import Count
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
-MOST_RANKS = 1 << 16
+MAX_RANKS = 1 << 16
 _MAX_VERSIONS = 64
 _MAX_BYTES = 2 << 30
 _MAX_MEMBERS = 1 << 16
@@ -41,8 +41,8 @@ class Listing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     version: Count
     source: Name
     """A unique name; a receiver that serves peers uses the name that it looks up with."""
-    rank: Annotated[int, msgspec.Meta(ge=0, lt=MOST_RANKS)]
-    world: Annotated[int, msgspec.Meta(ge=1, le=MOST_RANKS)]
+    rank: Annotated[int, msgspec.Meta(ge=0, lt=MAX_RANKS)]
+    world: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
     role: Literal["trainer", "receiver"]
     body: bytes
 
