@@ -77,7 +77,7 @@ class Stack:
         self._publishers: WeakKeyDictionary[Publisher, str] = WeakKeyDictionary()
 
     def _make_fleet(self, model: str) -> Fleet:
-        """Make the fleet of a model. A stack of this machine adds its lock, spec and supervisor."""
+        """Make the fleet of a model; a stack of this machine adds its lock, spec and supervisor."""
         if self._plain_vllm:
             return Fleet(
                 self._http,
@@ -85,10 +85,12 @@ class Stack:
                 model=model,
                 admin=VllmAdmin(self._http, self._timeouts),
             )
-        ask = make_canary(self._http, self.frontend_url, model)
+        canary = make_canary(self._http, self.frontend_url, model)
         state = self._read_state()
         if state is None:
-            return Fleet(self._http, self.rl_url, model=model, canary=ask, timeouts=self._timeouts)
+            return Fleet(
+                self._http, self.rl_url, model=model, canary=canary, timeouts=self._timeouts
+            )
         fleet = Fleet(
             self._http,
             self.rl_url,
@@ -96,7 +98,7 @@ class Stack:
             timeouts=self._timeouts or AdminTimeouts(**state.timeouts),
             roots=[Path(root) for root in state.checkpoint_roots],
             reference=Path(state.model_paths.get(model, "")),
-            canary=ask,
+            canary=canary,
             replace=partial(local.replace_worker, self.name),
             guard=partial(hold_machine_lock, f"refit/{state.run_id}/{model}"),
             supervised=partial(local.is_supervised, self.name),
@@ -198,7 +200,7 @@ class Stack:
             model: the name of a served model; None for the only one.
 
         Raises:
-            RequestFailed: the frontend does not say it.
+            RequestFailed: the frontend does not report it.
         """
         model = self._find_model(model)
         answer = await self._http.get(f"{self.frontend_url}/v1/models", timeout=10.0)
@@ -241,7 +243,7 @@ class Stack:
         workers: list[Worker],
         count_receivers: Callable[[], int],
     ) -> Publisher:
-        """Open a publisher in this thread; `publisher` finds the arguments."""
+        """Open a publisher in this thread; `publisher` calls it with the workers it found."""
         model = self._find_model(model)
         state = self._read_state()
         publisher = open_for_stack(
@@ -275,7 +277,7 @@ class Stack:
     ) -> RefitReport:
         """Load new weights into every worker, and return when all of them serve the version.
 
-        If it returns, the weights that were published may change again.
+        Once it has returned, the trainer may change the published weights again.
 
         Args:
             version: the number of the version, higher than all before.
@@ -300,35 +302,36 @@ class Stack:
             report = stack.refit(step, weights.publish(step, model.named_parameters()))
         """
         model = self._find_model(model)
-        sender = self._find_sender(update, model)
+        sending = self._find_sending_publisher(update, model)
         try:
             report = await self._fleets[model].refit(
                 version, update, mode=mode, share=share, expected=expected, allow_cast=allow_cast
             )
         except BaseException:
-            if sender is not None:
-                sender.cancel()
+            if sending is not None:
+                sending.cancel()
             raise
-        if sender is not None:
-            await asyncio.to_thread(sender.wait, version)
+        if sending is not None:
+            await asyncio.to_thread(sending.wait, version)
         return report
 
-    def _find_sender(self, update: Weights, model: str) -> Publisher | None:
-        """Return the publisher that sends an offer while workers receive it, if it is ours.
+    def _find_sending_publisher(self, update: Weights, model: str) -> Publisher | None:
+        """Return the publisher of an offer, if this stack opened it and it is still sending.
 
-        It must learn that the refit failed, and the trainer must not change weights before it has
-        sent them. Offers of other transports are complete when they are made."""
+        A publisher that sends while workers receive must learn that the refit failed, and the
+        trainer must not change weights before they are sent. The offer of any other transport is
+        `repeatable`: all its bytes were written before `publish` returned."""
         if not isinstance(update, Offer) or update.repeatable:
             return None
-        for publisher, its_model in reversed(list(self._publishers.items())):
-            # A publisher that chooses by itself has no transport before its first tensors.
+        for publisher, publisher_model in reversed(list(self._publishers.items())):
+            # An `AutomaticPublisher` has no transport before it has seen tensors.
             transport = getattr(publisher, "transport", None)
-            if its_model == model and transport == update.transport:
+            if publisher_model == model and transport == update.transport:
                 return publisher
         return None
 
     async def learn(self, *, watch: bool = True) -> None:
-        """Ask the workers which version they serve, and watch who joins and leaves from now on.
+        """Ask the workers which version they serve; with `watch`, then follow joins and leaves.
 
         Mockers and stacks without RL have no versions: rollouts have `weight_version=None`."""
         for fleet in self._fleets.values():

@@ -42,7 +42,7 @@ OTHER_PROCESS = "the order is for another process"
 # `UNSIGNED` and `OTHER_PROCESS` are on the wire: the fleet recognises a refusal by them.
 FRESH_SECONDS = 120.0
 """How much two clocks may differ, and for how long a number is remembered."""
-_MOST_NUMBERS = 1 << 20
+_MAX_NUMBERS = 1 << 20
 
 _kept_secret: str | None = None
 
@@ -75,7 +75,7 @@ def keep_secret() -> str:
 class UsedNumbers:
     """Accepts each number once, and remembers it for as long as its order counts as fresh."""
 
-    def __init__(self, fresh_seconds: float = FRESH_SECONDS, most: int = _MOST_NUMBERS) -> None:
+    def __init__(self, fresh_seconds: float = FRESH_SECONDS, most: int = _MAX_NUMBERS) -> None:
         self._fresh_seconds = fresh_seconds
         self._most = most
         self._numbers: dict[str, float] = {}

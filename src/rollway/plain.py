@@ -20,7 +20,7 @@ from rollway.errors import SpecError, UsageError
 
 DEEPEST = 64
 _LARGEST_FILE = 256 << 10  # bytes
-MOST_VALUES = 100_000
+MAX_VALUES = 100_000
 _FLATTEN = "Write it flatter."
 _INTEGER_BITS = 64
 _KEY = 1000
@@ -103,8 +103,8 @@ class _Counter:
                 keys.add(key)
             self._open[-1].is_at_key = not self._open[-1].is_at_key
         self._values += values
-        if self._values > MOST_VALUES:
-            raise SpecError(f"{self._what} unfolds to more than {MOST_VALUES} values.", _FLATTEN)
+        if self._values > MAX_VALUES:
+            raise SpecError(f"{self._what} unfolds to more than {MAX_VALUES} values.", _FLATTEN)
 
 
 def read_yaml_file(path: Path) -> dict[str, Any]:
@@ -187,8 +187,8 @@ def check_plain(data: Any, what: str, free_text: tuple[str, ...] = ("",)) -> Non
     while pending:
         item, path, depth, free = pending.pop()
         values += 1
-        if values > MOST_VALUES:
-            raise SpecError(f"{what} unfolds to more than {MOST_VALUES} values.", _FLATTEN)
+        if values > MAX_VALUES:
+            raise SpecError(f"{what} unfolds to more than {MAX_VALUES} values.", _FLATTEN)
         if isinstance(item, (Mapping, list, tuple)):
             if depth == DEEPEST:
                 raise SpecError(

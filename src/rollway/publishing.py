@@ -19,12 +19,12 @@ from urllib.parse import urlsplit
 
 from rollway.fleet.discovery import Worker
 from rollway.weights.transports.base import Publisher
-from rollway.weights.transports.choose import LOOPBACK, Destination, Published, open_publisher
+from rollway.weights.transports.choose import LOOPBACK, Destination, TransportName, open_publisher
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-Transport = Published | Literal["auto"]
+Transport = TransportName | Literal["auto"]
 
 
 class PublisherOptions(TypedDict, total=False):

@@ -8,15 +8,15 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-_MOST_SHOWN = 5
+_MAX_SHOWN = 5
 
 
 def describe_error(error: ValidationError, model: type[BaseModel]) -> str:
     """Describe what is wrong with data for `model`, one sentence per field."""
     details = error.errors()
-    sentences = [_describe_detail(dict(detail), model) for detail in details[:_MOST_SHOWN]]
-    if len(details) > _MOST_SHOWN:
-        sentences.append(f"There are {len(details) - _MOST_SHOWN} more.")
+    sentences = [_describe_detail(dict(detail), model) for detail in details[:_MAX_SHOWN]]
+    if len(details) > _MAX_SHOWN:
+        sentences.append(f"There are {len(details) - _MAX_SHOWN} more.")
     return " ".join(sentences)
 
 

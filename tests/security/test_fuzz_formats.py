@@ -227,7 +227,7 @@ def _source_memory() -> bytes:
 def _offer() -> bytes:
     where = {
         "host": "127.0.0.1", "port": 9, "receivers": 1, "backend": "gloo", "bucket_bytes": 1,
-        "init_seconds": 1.0, "step_seconds": 1.0, "manifest_parts": 1, "room": "12345678",
+        "init_seconds": 1.0, "step_seconds": 1.0, "manifest_parts": 1, "prefix": "12345678",
     }  # fmt: skip
     return msgspec.json.encode(Offer("collective", 1, "12345678", 0, where).sign("s"))
 

@@ -259,13 +259,13 @@ def test_a_piece_outside_of_its_tensor(piece: Any) -> None:
 @pytest.mark.parametrize(
     "change",
     [{"host": "a\0b"}, {"host": "x" * 300}, {"host": ""}, {"port": 0}, {"manifest_parts": 1000},
-     {"receivers": 10**9}, {"bucket_bytes": 2**60}, {"step_seconds": 1e12}, {"room": "x" * 99}],
+     {"receivers": 10**9}, {"bucket_bytes": 2**60}, {"step_seconds": 1e12}, {"prefix": "x" * 99}],
     ids=range(9),
 )  # fmt: skip
 def test_a_malformed_rendezvous(change: dict[str, Any]) -> None:
     where = {
         "host": "127.0.0.1", "port": 9, "receivers": 1, "backend": "gloo", "bucket_bytes": 1,
-        "init_seconds": 1.0, "step_seconds": 1.0, "manifest_parts": 1, "room": "12345678",
+        "init_seconds": 1.0, "step_seconds": 1.0, "manifest_parts": 1, "prefix": "12345678",
     }  # fmt: skip
     rendezvous.read_location(Offer("collective", 1, "12345678", 0, where))
     with pytest.raises(WeightsError, match="names no rendezvous"):

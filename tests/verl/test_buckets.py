@@ -43,7 +43,7 @@ def test_verls_sender_and_our_receiver_agree(tmp_path: Path) -> None:
     save_file(sent, tmp_path / "model.safetensors")
     process = start_sender(tmp_path, 60.0)
     socket = f"/tmp/rl-colocate-zmq-{tmp_path.name}-rollway-rank-0.sock"
-    where = {"sockets": [socket], "like": str(tmp_path), "seconds": 60.0}
+    where = {"sockets": [socket], "checkpoint": str(tmp_path), "seconds": 60.0}
     offer = Offer("verl_buckets", 1, "i" * 16, 1, where, repeatable=False)
     received = {n: t.clone() for n, t in VerlBucketsReceiver(lambda: 0).tensors(offer)}
     _, errors = process.communicate(timeout=60)

@@ -1,8 +1,8 @@
-"""`rollway chaos`: refits under traffic and injected faults, and checks every token.
+"""`rollway chaos`: refit under traffic and injected faults, and check every token.
 
-A round arms one fault, refits, waits until the fleet has recovered, and sends requests on warm
-prefixes. Callers generate all the while. Each token is compared with a forward pass of the version
-it is stamped with. Chaos starts, breaks and stops its own stack.
+A round arms one fault, refits, waits until the fleet has recovered, and sends requests whose
+prefixes are cached. Callers generate during all of this. Each token is compared with a forward pass
+of the version it is stamped with. Chaos starts, breaks and stops its own stack.
 """
 
 from __future__ import annotations
@@ -50,8 +50,11 @@ class ChaosOptions:
     faults: tuple[str, ...] = tuple(WHERE)
     callers: int = 6
     unprotected: bool = False
+    """Whether to refit without Rollway's protections and without faults, as a control."""
     hang_seconds: float = 120.0
+    """A refit or a rollout that takes longer counts as a hang."""
     heal_seconds: float = 400.0
+    """The run ends if the fleet has not recovered after this time."""
 
 
 @dataclass(slots=True)
@@ -64,7 +67,9 @@ class Round:
     mode: str
     version: int
     struck: bool = False
+    """Whether the fault was injected: a refit may end before the fault's step."""
     outcome: str = ""
+    """`served`, `partly` (not by all workers), `refused`, `failed`, `cancelled` or `hung`."""
     seconds: float = 0.0
     heal_seconds: float = 0.0
     error: str = ""
@@ -160,7 +165,7 @@ class Chaos:
     # --- the stack -----------------------------------------------------------------------------
 
     async def _open(self) -> None:
-        """Start the stack; also after its supervisor was killed."""
+        """Start the stack, at the beginning and again after its supervisor was killed."""
         self.progress("starting the stack")
         self.exits = AsyncExitStack()
         self.stack = await self.exits.enter_async_context(up(self.spec))
@@ -190,7 +195,7 @@ class Chaos:
                 callers=self.options.callers,
                 hang_seconds=self.options.hang_seconds,
             )
-            if self.options.unprotected:  # there are no restarts that need the cores
+            if self.options.unprotected:  # no worker restarts, so callers may use all cores
                 self.traffic.think_seconds = 0.0
 
     async def _close(self) -> None:
@@ -208,14 +213,14 @@ class Chaos:
     # --- rounds --------------------------------------------------------------------------------
 
     def _strikes(self) -> list[Strike]:
-        """Return every fault at every possible step, shuffled and repeated."""
+        """Return a strike per round: every fault at each of its steps, shuffled and repeated."""
         if self.options.unprotected:
             return [Strike("none", "before")] * self.options.rounds
-        every = [Strike(fault, step) for fault in self.options.faults for step in WHERE[fault]]
+        possible = [Strike(fault, step) for fault in self.options.faults for step in WHERE[fault]]
         strikes: list[Strike] = []
         while len(strikes) < self.options.rounds:
-            self.random.shuffle(every)
-            strikes += every
+            self.random.shuffle(possible)
+            strikes += possible
         return strikes[: self.options.rounds]
 
     async def _round(self, number: int, strike: Strike) -> None:
@@ -299,8 +304,8 @@ class Chaos:
         raise RollwayError(f"The fleet did not recover within {self.options.heal_seconds:g} s.")
 
     async def _is_whole(self) -> bool:
-        """Return whether all workers of the spec answer and serve the current version. Dead
-        workers stay listed for a while."""
+        """Return whether at least as many workers as in the spec answer, and all that answer serve
+        the current version. Dead workers stay listed for a while, with an error."""
         alive = [worker for worker in await self.fleet.workers() if worker.error is None]
         versions = await self.fleet.read_versions()
         current = [w for w in alive if versions.get(w.instance_id) == self.fleet.versions.current]
@@ -328,6 +333,7 @@ class Chaos:
         report.tokens_checked = ledger.tokens_checked
         report.stale_tokens = ledger.stale_tokens
         report.wrong_logprobs = ledger.wrong_logprobs
+        # Lost: calls without a result or an error, cut answers, and calls that never ended.
         report.lost_rollouts = ledger.lost_calls + ledger.cut + ledger.issued - ledger.accounted
         report.hangs += ledger.hangs
         report.rollouts = ledger.issued

@@ -151,8 +151,7 @@ def _describe(state: StackState) -> dict[str, Any]:
 
 
 async def _read_versions(state: StackState) -> dict[str, int | None]:
-    """Return the version of each worker; nothing when the workers do not answer in time."""
-
+    """Return the version of each worker; empty if the workers do not answer in time."""
     async with Http() as http:
         try:
             async with asyncio.timeout(6.0):
@@ -163,12 +162,12 @@ async def _read_versions(state: StackState) -> dict[str, int | None]:
 
 
 def _as_text(versions: dict[int, int | None]) -> dict[str, int | None]:
-    """Write instance ids as text: JSON readers that use doubles would round them."""
+    """Return the same with ids as text: JSON readers that use doubles would round the numbers."""
     return {str(instance): version for instance, version in versions.items()}
 
 
 def _show_remote_status(options: argparse.Namespace) -> int:
-    """Show a stack that Rollway did not start, by the address of its frontend."""
+    """Show a stack by the address of its frontend; Rollway need not have started it."""
     versions: dict[str, dict[str, int | None]] = {}
     with rollway.attach(options.name, watch=False) as stack:
         for model in stack.models:

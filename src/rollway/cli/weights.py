@@ -10,7 +10,7 @@ from rollway.weights.planning.costs import Costs
 from rollway.weights.planning.scenario import plan_scenario
 from rollway.weights.planning.transfers import Plan, Total
 
-_MOST_LINES = 40
+_MAX_LINES = 40
 
 
 def inspect(options: argparse.Namespace) -> int:
@@ -85,7 +85,7 @@ def _print_comparison(comparison: Comparison) -> None:
                 "" if tensor.max_abs is None else f"{tensor.max_abs:.6g}",
                 tensor.name,
             )
-            for tensor in comparison.different[:_MOST_LINES]
+            for tensor in comparison.different[:_MAX_LINES]
         )
         print_table(("different", "of", "largest", "name"), rows)
         _print_rest(len(comparison.different))
@@ -95,14 +95,14 @@ def _print_comparison(comparison: Comparison) -> None:
 
 
 def _print_lines(lines: list[str]) -> None:
-    for line in lines[:_MOST_LINES]:
+    for line in lines[:_MAX_LINES]:
         print(line)
     _print_rest(len(lines))
 
 
 def _print_rest(count: int) -> None:
-    if count > _MOST_LINES:
-        print(f"and {count - _MOST_LINES} more")
+    if count > _MAX_LINES:
+        print(f"and {count - _MAX_LINES} more")
 
 
 def _print_plan(scenario: Plan) -> None:
@@ -133,7 +133,7 @@ def _print_plan(scenario: Plan) -> None:
 
 
 def _describe_sources(total: Total) -> str:
-    """Say how many sources there are, and how evenly they are used."""
+    """Return how many sources there are, and how many bytes each sends."""
     if not total.sources:
         return "none"
     low, high = min(total.sources.values()), max(total.sources.values())

@@ -1,12 +1,12 @@
-"""Builds the demo's base policy: a tiny Qwen3 checkpoint with its tokenizer, offline.
+"""Build the demo's base policy: a tiny Qwen3 checkpoint with its tokenizer, offline.
 
 Nothing is downloaded: the weights are random apart from a short supervised warm-up, and the
-tokenizer has one token per byte. The warm-up teaches the *format*, answering with digits, and
-a shaky hand at the task: in the answers it shows, about half of the steps count on and the
-others jump elsewhere. Since one slip spoils the rest of an answer, the base policy earns about
-0.15 where guessing earns 0.1. Everything above that is learnt by RL. (From a policy that only
-guesses, the same RL makes no headway in 80 steps: counting on pays only after a right digit, and
-nearly all of the digits before it are wrong.)
+tokenizer has one token per byte. The warm-up teaches the *format*, answering with digits, and some
+skill at the task: in its answers about half of the steps count up correctly, and the others jump to
+any digit. One mistake spoils the rest of an answer, so the base policy earns about 0.15, where
+guessing earns 0.1. The policy learns everything above that by RL. (From a policy that only guesses,
+the same RL makes no progress in 80 steps: counting up is rewarded only after a right digit, and
+nearly all digits are wrong.)
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PAD_TOKEN = "<|pad|>"
 TURN_START = "<|im_start|>"
 TURN_END = "<|im_end|>"
 
-# The training prompts are raw token ids; the template serves whoever tries the chat endpoint.
+# The training prompts are raw token ids; the template is for users who try the chat endpoint.
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
@@ -58,17 +58,17 @@ WARMUP_STEPS = 60
 WARMUP_BATCH = 10
 WARMUP_ANSWER = 64
 WARMUP_LR = 3e-3
-# Share of steps that count on by intent in the warm-up's answers; the others are any digit, now
-# and then the right one. At 0.3 some seeds end up with one digit never learnt; towards 1 there
-# would be nothing left to learn.
+# Share of steps in the warm-up's answers that count up; the others are a random digit, which is
+# sometimes the right one. At 0.3 the policy never learns one of the digits with some seeds; near 1
+# nothing would be left to learn.
 WARMUP_SKILL = 0.45
 
 
 def build_base(directory: Path, *, seed: int = 0) -> Path:
-    """Make sure that ``directory`` holds the base checkpoint of ``seed``, and return it.
+    """Build the base checkpoint of ``seed`` in ``directory`` unless it is there; return the path.
 
-    A complete checkpoint is returned at once. Otherwise one is built next to it and renamed
-    into place, so that an interrupted build never leaves half a checkpoint behind.
+    The checkpoint is built next to it and renamed into place, so that an interrupted build never
+    leaves an incomplete checkpoint.
     """
     directory = Path(directory)
     if _is_complete(directory, seed):
@@ -87,8 +87,9 @@ def build_base(directory: Path, *, seed: int = 0) -> Path:
 
 
 def copy_bare(base: Path, directory: Path) -> Path:
-    """Copy the checkpoint with a chat template that adds nothing, for trainers that apply one: the
-    base policy has learnt to answer the bare question."""
+    """Copy the checkpoint with a chat template that adds nothing, for trainers that apply one.
+
+    The base policy has learnt to answer questions without the marks of a chat."""
     shutil.copytree(base, directory)
     (directory / "chat_template.jinja").write_text(BARE_TEMPLATE)
     path = directory / "tokenizer_config.json"
@@ -134,7 +135,7 @@ def _config(tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
         # three projections, and a weight transfer has to get the uneven split right.
         num_attention_heads=4,
         num_key_value_heads=2,
-        # CPU attention kernels take multiples of 32 only.
+        # CPU attention kernels accept only multiples of 32.
         head_dim=32,
         max_position_embeddings=MAX_POSITIONS,
         # 1 / sqrt(hidden_size). The usual 0.02 suits wide models; at this width the policy then
@@ -150,7 +151,7 @@ def _config(tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
 def _generation_config(tokenizer: PreTrainedTokenizerFast) -> GenerationConfig:
     # Real checkpoints ship such values, and engines adopt them as defaults for whatever a
     # request leaves out. RL samples from the policy itself, so the rollout client must not let
-    # them change an RL request. They are here on purpose, so that the demo would show it.
+    # them change an RL request. They are here on purpose: if that fails, the demo shows it.
     return GenerationConfig(
         do_sample=True,
         temperature=0.7,
@@ -186,7 +187,7 @@ def _save_tokenizer(tokenizer: PreTrainedTokenizerFast, directory: Path) -> None
 
 
 def _warm_up(model: Qwen3ForCausalLM, task: CountingTask, rng: Random) -> None:
-    """Train on prompts with clumsy answers; only the answers count in the loss."""
+    """Train on prompts with partly wrong answers; only the answers count in the loss."""
     optimizer = torch.optim.Adam(model.parameters(), lr=WARMUP_LR)
     model.train()
     for prompt_length, rows in _warm_up_batches(task, rng):
@@ -203,11 +204,11 @@ def _warm_up(model: Qwen3ForCausalLM, task: CountingTask, rng: Random) -> None:
 def _warm_up_batches(task: CountingTask, rng: Random) -> Iterator[tuple[int, torch.Tensor]]:
     for step in range(WARMUP_STEPS):
         prompts = task.prompts(step, WARMUP_BATCH, rng)
-        rows = [prompt.token_ids + _clumsy_answer(task, prompt, rng) for prompt in prompts]
+        rows = [prompt.token_ids + _make_flawed_answer(task, prompt, rng) for prompt in prompts]
         yield len(prompts[0].token_ids), torch.tensor(rows)
 
 
-def _clumsy_answer(task: CountingTask, prompt: Prompt, rng: Random) -> list[int]:
+def _make_flawed_answer(task: CountingTask, prompt: Prompt, rng: Random) -> list[int]:
     digits, last = [], prompt.start
     for _ in range(WARMUP_ANSWER):
         last = (last + 1) % 10 if rng.random() < WARMUP_SKILL else rng.randrange(10)
@@ -234,18 +235,19 @@ def _refuse_foreign(directory: Path) -> None:
 def _move_into_place(workspace: Path, directory: Path, seed: int) -> None:
     try:
         if (directory / MARKER).is_file() and not _is_complete(directory, seed):
-            # Outdated: it leaves with the workspace. A rename, so that nobody sees half of it.
+            # It is outdated, and is removed with the workspace. Rename it first, so that no reader
+            # sees it half removed.
             directory.rename(workspace / "outdated")
         (workspace / "fresh").rename(directory)
     except OSError:
-        # Another process may have finished the same build first; its result is as good.
+        # Another process may have finished the same build first; use its result.
         if not _is_complete(directory, seed):
             raise
 
 
 def demo_path(stack: Path | None) -> list[str]:
     """Return the override that replaces `path: demo` in a stack file by the demo's checkpoint, and
-    build that if necessary. Commands use it that need any small model."""
+    build that if necessary. It is for commands that need any small model."""
     if stack is not None and f"path: {DEMO_PATH}\n" not in stack.read_text():
         return []
     return [f"models.0.path={build_base(cache_dir() / 'demo')}"]

@@ -1,10 +1,10 @@
-"""Verifies that a model holds the tensors of a checkpoint.
+"""Verify that a model holds the tensors of a checkpoint.
 
 An engine fuses tensors (q, k, v into one), divides them among ranks, pads the vocabulary, and may
 pack them into its own form. So a tensor's fingerprint is a sum over its bits, eight bytes at a time
 where rows and cuts allow it: it does not depend on order, cuts or zeros. A packed layer keeps no
-readable weights; there the product with a known vector is compared with the same product of the
-file's tensors.
+readable weights. There Rollway multiplies the layer with a known vector, and compares the product
+with that of the checkpoint's tensors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CHUNK = 1 << 16  # stays in a core's cache
 _WORD = 8
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 _COMPUTED = "rotary_emb.inv_freq"
-# These are tied to the embeddings, or computed and not loaded.
+# Tensors of a checkpoint without a parameter: tied to the embeddings, or computed by the engine.
 _WITHOUT_PARAMETER = ("lm_head.weight", _COMPUTED)
 _EXPERTS = {"gate_proj": "w13_weight", "up_proj": "w13_weight", "down_proj": "w2_weight"}
 
@@ -32,8 +32,8 @@ def fingerprint(tensor: torch.Tensor, *, words: bool = False) -> int:
     """Return 64 bits that depend on a tensor's elements, or on its words of eight bytes, but not on
     their order or on zeros.
 
-    Words are summed, as fast as memory allows. Elements have few bits and many equal values, so
-    their squares count too."""
+    Words are only summed, which is as fast as memory allows. Elements have few bits and many equal
+    values, so different tensors may have equal sums; their squares count too."""
     if words:
         return _signed(word_sum(tensor))
     flat = tensor.detach().contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
@@ -63,8 +63,9 @@ class _Group:
     cut: bool = False
     """Whether this rank received only its parts of the tensors."""
     words: bool = False
+    """Whether the fingerprint sums words of eight bytes; otherwise it sums elements."""
     held: int | None = None
-    """The fingerprint of the engine's parameter after `look`; None if it cannot be read."""
+    """The fingerprint of the engine's parameter after `measure`; None if it cannot be read."""
 
 
 class Proof:
@@ -88,11 +89,11 @@ class Proof:
         self._parameters = _parameters(model)
         self._groups: dict[str, _Group] = {}
         self.by_sum: set[str] = set()
-        """Tensors that were not read here: the model must have their published sums."""
+        """Tensors that this proof did not read: the model must have their published sums."""
         self._wrong: list[str] = []
         self._device = torch.device("cpu")
 
-    def unknown_among(self, names: Iterable[str]) -> list[str]:
+    def list_unverifiable(self, names: Iterable[str]) -> list[str]:
         """Return the tensors that cannot be verified: they have no parameter, or ranks hold a part
         of them more often than the rest."""
         return [
@@ -107,7 +108,7 @@ class Proof:
         """Whether some layers keep their weights only in a packed form."""
         return any(parameter.numel() == 0 for parameter in self._parameters.values())
 
-    def watching(
+    def collect(
         self, tensors: Iterable[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors, and collect their fingerprints."""
@@ -117,11 +118,11 @@ class Proof:
 
     def check(self, model: torch.nn.Module, reduced: Reduce = torch.clone) -> None:
         """Raise unless every parameter holds the collected tensors; `reduced` sums over ranks."""
-        self.look(model)
-        self.judge(reduced)
+        self.measure(model)
+        self.compare(reduced)
 
-    def look(self, model: torch.nn.Module) -> None:
-        """Compute the fingerprints of this rank's parameters."""
+    def measure(self, model: torch.nn.Module) -> None:
+        """Compute the fingerprints of this rank's parameters, for `compare`."""
         parameters = _parameters(model)
         missing = sorted(
             name for name in parameters.keys() - self._groups.keys() if not name.endswith(_COMPUTED)
@@ -142,13 +143,13 @@ class Proof:
                 self._wrong.append(name)
         self._device = next(iter(parameters.values())).device
 
-    def judge(self, reduced: Reduce = torch.clone) -> None:
+    def compare(self, reduced: Reduce = torch.clone) -> None:
         """Compare the fingerprints; all ranks must call this at the same time."""
         # Sort by name: ranks may have received their tensors in different orders.
         readable = {n: group for n, group in sorted(self._groups.items()) if group.held is not None}
         local = [group.held for group in readable.values()]
         total = reduced(torch.tensor(local, dtype=torch.int64, device=self._device)).tolist()
-        self._refuse(
+        self._raise_if_any(
             self._wrong
             + [
                 name
@@ -158,11 +159,11 @@ class Proof:
             ]
         )
 
-    def judge_alone(self) -> None:
+    def compare_alone(self) -> None:
         """Raise for errors that this rank can find without the others."""
-        self._refuse(self._wrong)
+        self._raise_if_any(self._wrong)
 
-    def _refuse(self, wrong: list[str]) -> None:
+    def _raise_if_any(self, wrong: list[str]) -> None:
         if wrong:
             raise RuntimeError(
                 f"{len(wrong)} of {len(self._groups)} parameters differ from the checkpoint, for "
@@ -178,16 +179,20 @@ class Proof:
         words = _fits_words(values) and _fits_words(parameter)
         cut = name in self._cuts
         group = self._groups.setdefault(target, _Group(words=words, cut=cut))
+        # The first tensor decides for the group. Any tensor can be summed by elements, but not any
+        # by words.
         if (group.words and not words) or group.cut != cut:
             raise RuntimeError(f"{name} cannot be summed with the other parts of {target}")
         if parameter.numel():
-            lost = parameter.device.type == "meta"  # an update failed: there is no device
-            values = values if lost or name in self._sums else values.to(parameter.device)
-            known = self._sums.get(name) if group.words and values is tensor else None
-            if known is None:
+            # After a failed update the parameter has no data, so there is no device to move to.
+            is_empty = parameter.device.type == "meta"
+            values = values if is_empty or name in self._sums else values.to(parameter.device)
+            # A published sum counts the words of the tensor as it was sent, not after a cast.
+            published = self._sums.get(name) if group.words and values is tensor else None
+            if published is None:
                 total = fingerprint(values, words=group.words)
             else:
-                total = known
+                total = published
                 self.by_sum.add(name)
             group.fingerprint += total if cut else total * (self._count_copies(name) or 1)
         else:
@@ -204,9 +209,9 @@ class Proof:
         if len(parts) > 2 and parts[-2] in self._fused_into:
             parts[-2] = self._fused_into[parts[-2]]
         if "experts" in parts and parts[-2] in _EXPERTS:
-            home = parts[: parts.index("experts") + 1]
-            inner = [[], ["routed_experts"]]  # newer versions of vLLM
-            targets = [".".join([*home, *more, _EXPERTS[parts[-2]]]) for more in inner]
+            module = parts[: parts.index("experts") + 1]
+            submodules = [[], ["routed_experts"]]  # the second in newer versions of vLLM
+            targets = [".".join([*module, *path, _EXPERTS[parts[-2]]]) for path in submodules]
         else:
             targets = [".".join(parts), mapped]
         return next((target for target in targets if target in self._parameters), None)
@@ -243,9 +248,10 @@ class Proof:
         product = kernel(probe[None], layer.weight, None)[0].float()
         if product.numel() != expected.numel():
             return False
+        # The packed kernel adds in another order than torch, so the products differ by rounding.
         scale = expected.abs().max().clamp(min=1e-6)
-        precise = layer.weight.dtype == torch.float32
-        return bool((product - expected).abs().max() / scale < (1e-4 if precise else 3e-2))
+        is_precise = layer.weight.dtype == torch.float32
+        return bool((product - expected).abs().max() / scale < (1e-4 if is_precise else 3e-2))
 
 
 def _parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
@@ -260,6 +266,7 @@ def _replicas(model: torch.nn.Module) -> dict[str, int]:
 
 
 def _probe(width: int) -> torch.Tensor:
+    """Return the known vector that packed layers are multiplied with."""
     return torch.cos(torch.arange(width, dtype=torch.float32) * 1.7 + 0.3)
 
 
@@ -268,5 +275,6 @@ def _width(layer: Any) -> int:
 
 
 def _signed(value: int) -> int:
+    """Return the lower 64 bits as a signed number, as torch's int64 has it."""
     value &= (1 << 64) - 1
     return value - (1 << 64) if value >> 63 else value

@@ -102,7 +102,7 @@ class Staging:
             assert self._proof is not None
             # Several ranks sum their fingerprints only now: while they serve, their group is in
             # use.
-            self._proof.judge(self.reduced)
+            self._proof.compare(self.reduced)
             self._shadow.exchange()
             if self.draft is not None:
                 self.draft.exchange()
@@ -137,7 +137,7 @@ class Staging:
                 sums = self.reader.sums(self.offer)
                 self._proof = Proof(self._shadow.model, sums, self._slices.boxes)
                 tensors = self._policy_tensors(self._proof.by_sum.__contains__)
-                self._shadow.load(self._slices.zero_padded(self._proof.watching(tensors)))
+                self._shadow.load(self._slices.zero_padded(self._proof.collect(tensors)))
             with self._measure("prove"):
                 self._verify(self._proof, self._shadow.model)
             with self._measure("prepare"):
@@ -150,10 +150,10 @@ class Staging:
 
     def _verify(self, proof: Proof, model: torch.nn.Module) -> None:
         try:
-            proof.look(model)
-            proof.judge_alone()
+            proof.measure(model)
+            proof.compare_alone()
             if self.ranks == 1:
-                proof.judge()
+                proof.compare()
         except RuntimeError:
             if proof.by_sum:
                 # Read once more: this raises if the publisher changed the tensors meanwhile.
@@ -166,7 +166,7 @@ class Staging:
         proof = Proof(model, cuts=self._slices.boxes)
         tensors = iter(self._tensors) if self.strategy == "memory" else self._policy_tensors()
         self.worker.reload_weights(
-            weights_iterator=self._slices.zero_padded(proof.watching(tensors))
+            weights_iterator=self._slices.zero_padded(proof.collect(tensors))
         )
         proof.check(model, self.reduced)
         if self.draft is not None:

@@ -39,14 +39,14 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()
 
 
 class BucketSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The `where` of an offer."""
+    """The part of an offer that says where its tensors come from."""
 
     sockets: Annotated[list[str], msgspec.Meta(min_length=1, max_length=1 << 10)]
     """A socket for each rank of the engine."""
-    like: str
-    """A checkpoint with the same tensors."""
+    checkpoint: str
+    """A checkpoint with the same names, shapes and dtypes."""
     seconds: Annotated[float, msgspec.Meta(gt=0, le=86400)]
-    """Within which each message must arrive."""
+    """The time limit for each message to arrive."""
 
 
 class Bucket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -64,7 +64,7 @@ class VerlBucketsReceiver(Reader):
 
     def headers(self, offer: Offer) -> dict[str, TensorHeader]:
         """Return the checkpoint's headers; `tensors` compares the messages with them."""
-        return read_headers(Path(_read_source(offer).like))
+        return read_headers(Path(_read_source(offer).checkpoint))
 
     def tensors(
         self, offer: Offer, summed: Callable[[str], bool] = never
@@ -87,9 +87,11 @@ class VerlBucketsReceiver(Reader):
                         raise WeightsError(f"verl sent {name} twice.")
                     received[str(name)] = TensorHeader(dtype_name(tensor), tuple(tensor.shape), "")
                     yield name, tensor
-            mismatches = differences(received, read_headers(Path(source.like)), allow_cast=True)
+            mismatches = differences(
+                received, read_headers(Path(source.checkpoint)), allow_cast=True
+            )
             refuse_differences(mismatches, f"version {offer.version}")
-            # Acknowledged only now, so that verl's sender fails if its tensors were wrong.
+            # Acknowledge only now, so that verl's sender fails if its tensors were wrong.
             socket.send(b"")
 
     def _map(self, bucket: Bucket) -> Tensor:

@@ -159,7 +159,7 @@ def load_checkpoint(worker: Any, path: str, *, identity: str = "") -> None:
     with ThreadPoolExecutor(1) as pool:
         # Hash the files while loading: it takes about as long as reading them.
         intact = pool.submit(check_checkpoint, Path(path))
-        worker.reload_weights(weights_iterator=proof.watching(read_tensors(Path(path))))
+        worker.reload_weights(weights_iterator=proof.collect(read_tensors(Path(path))))
         checkpoint = intact.result()
     if identity and checkpoint.identity != identity:
         raise RuntimeError(f"{path} changed while it was loaded")
@@ -219,7 +219,7 @@ def _refuse_unverifiable(
             "directory, which a canary then verifies"
         )
     proof = Proof(_model(worker))
-    unsupported = [f"tensors like {name}" for name in proof.unknown_among(new)[:1]]
+    unsupported = [f"tensors like {name}" for name in proof.list_unverifiable(new)[:1]]
     if quantised is not None:
         unsupported.append("quantised models")
     if proof.packed and _ranks()[0] > 1 and explain_no_swap(worker):

@@ -191,7 +191,7 @@ class DynamoAdmin:
         await self._post(worker, "update_weights_from_distributed", body, limit, retry=ONCE)
 
     async def call(self, worker: Worker, method: str, arguments: Mapping[str, Any]) -> None:
-        # Without a version and with the cache left alone, this route only runs the method.
+        # Without a version and without a cache reset, this route only runs the method.
         body = {**arguments, "engine_rpc": method}
         body |= {"allow_unpaused": True, "reset_prefix_cache": False}
         limit = self._timeouts.pause
@@ -279,7 +279,7 @@ class DynamoAdmin:
         except (RequestFailed, Unreachable) as error:
             raise AdminError(f"{worker}: {error.message}", error.hint) from error
         if not isinstance(reply, dict) or reply.get("status") not in ("ok", "success"):
-            raise _refusal(worker, name, str(body.get("engine_rpc", "")), reply)
+            raise _make_refusal(worker, name, str(body.get("engine_rpc", "")), reply)
         return reply
 
     async def send(
@@ -311,7 +311,7 @@ class DynamoAdmin:
             return await self._http.post(url, body, timeout=timeout, retry=retry)
 
         def sign_body() -> dict[str, Any]:
-            # Once per attempt: a worker accepts the number of an order only once.
+            # Sign again for each attempt: a worker accepts the number of an order only once.
             return {ORDER: sign(self._secret, route, process, body)}
 
         return await self._http.post(url, sign_body, timeout=timeout, retry=retry)
@@ -415,7 +415,7 @@ def _find_route(worker: Worker, name: str) -> str:
         return advertised
     if name in _UNADVERTISED:
         return _UNADVERTISED[name]
-    if not worker.routes:  # its source lists no routes; vLLM workers have flat ones
+    if not worker.routes:  # the listing has no routes; vLLM workers serve flat ones
         return name
     raise NoSuchMethod(
         f"{worker} does not offer `{name}`.",
@@ -423,7 +423,7 @@ def _find_route(worker: Worker, name: str) -> str:
     )
 
 
-def _refusal(worker: Worker, name: str, method: str, reply: Any) -> AdminError:
+def _make_refusal(worker: Worker, name: str, method: str, reply: Any) -> AdminError:
     message = str((reply.get("message") if isinstance(reply, dict) else reply) or "no reason given")
     reason = unwrap_engine_error(message).rstrip(".")
     if method and is_missing_method(method, reason):

@@ -85,8 +85,10 @@ async def discover(http: Http, source: Source, *, retry: Retry = IDEMPOTENT) -> 
 
 
 async def is_dead(worker: Worker, listed: Sequence[Worker] = ()) -> bool:
-    """Return whether a silent worker is dead, not slow: nothing listens at its admin address, or a
-    listed successor with the same ports does."""
+    """Return whether a silent worker is dead and not just slow.
+
+    It is dead if nothing listens at its admin address, or if another worker in `listed` has that
+    address and answers: a restarted worker gets the same ports."""
     if any(w.admin_url == worker.admin_url and w.error is None for w in listed):
         return worker.error is not None
     host, port = _split_address(worker.admin_url)
@@ -98,7 +100,7 @@ async def is_dead(worker: Worker, listed: Sequence[Worker] = ()) -> bool:
     except ConnectionRefusedError:
         return True
     except (OSError, TimeoutError):
-        return False  # the network, or a full backlog: it may be alive
+        return False  # a network error or a full backlog: it may be alive
     writer.close()
     return False
 
@@ -133,9 +135,9 @@ def _parse_entry(entry: Any) -> Worker:
         return worker
     if not worker.admin_url:
         return replace(worker, error="it is listed without an admin address (DYN_SYSTEM_PORT)")
-    lacking = sorted(NEEDED_ROUTES - {route.rpartition("/")[2] for route in worker.routes})
-    if lacking:
-        return replace(worker, error=f"it does not offer {', '.join(lacking)} (--enable-rl)")
+    missing = sorted(NEEDED_ROUTES - {route.rpartition("/")[2] for route in worker.routes})
+    if missing:
+        return replace(worker, error=f"it does not offer {', '.join(missing)} (--enable-rl)")
     return worker
 
 

@@ -60,7 +60,7 @@ class Membership:
         """Return the workers; `fresh` lists them now, otherwise a recent listing is used."""
         if not fresh and time.monotonic() - self._listed_at < self._keep_seconds:
             return list(self._known)
-        # A fresh listing must start now: one that is under way may be of an older state.
+        # A fresh listing must start now: one that is already running may show an older state.
         if fresh or self._listing is None or self._listing.done():
             self._listing = asyncio.create_task(self._list())
             # If every caller was cancelled, nobody reads the exception.
@@ -84,8 +84,8 @@ class Membership:
                 await _notify(self._leave_listeners, worker)
         for instance, worker in listed.items():
             # A worker that could not be probed when it was first listed joins now.
-            known = before.get(instance)
-            if worker.error is None and (known is None or known.error is not None):
+            earlier = before.get(instance)
+            if worker.error is None and (earlier is None or earlier.error is not None):
                 await _notify(self._join_listeners, worker)
         return True
 
@@ -104,12 +104,13 @@ class Membership:
 
     async def _list(self) -> list[Worker]:
         listed = await discover(self._http, self.source)
-        # A worker in error may be listed without its model, so its model is remembered.
+        # Remember models: a worker in error may be listed without its model.
         self._models = {
             w.instance_id: w.model or self._models.get(w.instance_id, "") for w in listed
         }
-        ours = (self._model, "") if self._model is not None else self._models.values()
-        self._known = [w for w in listed if self._models[w.instance_id] in ours]
+        # A worker whose model was never listed may be ours, so keep it.
+        models = (self._model, "") if self._model is not None else self._models.values()
+        self._known = [w for w in listed if self._models[w.instance_id] in models]
         self._listed_at = time.monotonic()
         return self._known
 

@@ -161,7 +161,7 @@ class Refit:
 
     async def _preflight(self, workers: Sequence[WorkerRefit]) -> list[WorkerRefit]:
         """Have every worker check and stage the update; raise if one refuses. Return live ones."""
-        for worker, error in await self._call_all(workers, WorkerRefit.prepare):
+        for worker, error in await self._call_all(workers, WorkerRefit.preflight):
             is_silent = isinstance(error, AdminError)
             if not (is_silent and await self.membership.has_died(worker.worker)):
                 raise error
@@ -179,7 +179,7 @@ class Refit:
     async def _keep_current(self, workers: Sequence[WorkerRefit]) -> list[WorkerRefit]:
         """Put workers that have the version into service, and return the others."""
         current = [worker for worker in workers if worker.note_if_current()]
-        for worker, error in await self._call_all(current, WorkerRefit.stay):
+        for worker, error in await self._call_all(current, WorkerRefit.ensure_service):
             worker.mark_in_doubt(error)
         return [worker for worker in workers if worker not in current]
 

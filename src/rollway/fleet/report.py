@@ -56,6 +56,7 @@ class RefitReport:
     paused_seconds: float = 0.0
     """From the first pause to the last resume; with `rolling`, of the slowest share."""
     passes: int = 0
+    """How often the workers were listed and refitted; more than 1 if some joined meanwhile."""
     workers: list[WorkerReport] = field(default_factory=list)
     """For each worker its state, version, proof, error, and the seconds of its preflight, pause,
     update and resume."""
@@ -63,10 +64,10 @@ class RefitReport:
     def as_json(self) -> dict[str, Any]:
         """Return the report as JSON types, with instance ids as text: readers that store numbers
         as doubles would round them."""
-        plain = asdict(self)
-        for worker in plain["workers"]:
+        fields = asdict(self)
+        for worker in fields["workers"]:
             worker["instance_id"] = str(worker["instance_id"])
-        return plain
+        return fields
 
     @property
     def serving(self) -> int:

@@ -1,9 +1,9 @@
 """`AdminAPI` of plain vLLM servers (`vllm serve`), over the routes of VLLM_SERVER_DEV_MODE=1.
 
-The rules are Dynamo's: a worker must be paused for an update, and an update leaves neither an old
-cache block nor an undeclared version. Dynamo does that in one call, and here it takes several, so
-only one client may control a server. The server has these routes on the port of its OpenAI API:
-everyone who can send prompts can replace the weights.
+This module keeps the rules that Dynamo enforces: a worker must be paused for an update, and an
+update leaves no old cache block and declares its version. Dynamo does this in one call. Here it
+takes several calls, so only one client may control a server. The server has these routes on the
+port of its OpenAI API: everyone who can send prompts can replace the weights.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ class VllmAdmin:
         try:
             reply = await self._http.get(url, timeout=self._timeouts.probe)
         except (RequestFailed, Unreachable) as error:
-            raise _refusal(worker, route, error) from error
+            raise _make_refusal(worker, route, error) from error
         return _check_reply(worker, route, reply)
 
     async def _post(
@@ -225,7 +225,7 @@ class VllmAdmin:
         except (RequestFailed, Unreachable) as error:
             if plain and isinstance(error, RequestFailed) and error.status < 400:
                 return {}
-            raise _refusal(worker, route, error, name) from error
+            raise _make_refusal(worker, route, error, name) from error
         return _check_reply(worker, route, reply)
 
 
@@ -241,7 +241,7 @@ def _check_reply(worker: Worker, route: str, reply: Any) -> dict[str, Any]:
     raise AdminError(f"{worker} answered `{route}` with {reply!r}.", "Is this a vLLM server?")
 
 
-def _refusal(
+def _make_refusal(
     worker: Worker, route: str, error: RequestFailed | Unreachable, name: str = ""
 ) -> AdminError:
     if isinstance(error, Unreachable) or error.status < 400:

@@ -1,6 +1,6 @@
 """One worker in a refit: out of service, new weights, back into service.
 
-    untouched ── prepare ──► untouched, update staged ── discard ──► untouched
+    untouched ── preflight ► untouched, update staged ── discard ──► untouched
                                    │
                                    │ leave_service: label "leaving", no taints; pause
                                    ▼
@@ -72,7 +72,8 @@ class WorkerRefit:
     worker: Worker
     report: WorkerReport
     label: int | None = None
-    """The label that this process last read or set. Another label means another process."""
+    """The label that this process last read or set. If the worker shows a different one, another
+    process has its address."""
     verifies_itself: bool = False
     """Whether the worker compares its parameters with the update."""
     may_hold_update: bool = False
@@ -86,14 +87,12 @@ class WorkerRefit:
     def instance_id(self) -> int:
         return self.worker.instance_id
 
-    async def prepare(self) -> None:
-        """Have the worker check and stage the update, and read its label. Touches no service.
-
-        This is the worker's preflight. `Update.prepare` is an earlier step, without workers."""
+    async def preflight(self) -> None:
+        """Have the worker check and stage the update, and read its label. It stays in service."""
         plan = self.plan
         self._lap()
         await self._step("preflight")
-        self.may_hold_update = True  # first: a call that is cancelled may take effect
+        self.may_hold_update = True  # before the call, which may take effect even if cancelled
         self.verifies_itself = await plan.update.preflight(plan.admin, self.worker)
         self.label = await plan.admin.weight_version(self.worker)
         if self.label is not None and self.label >= 0:
@@ -113,15 +112,16 @@ class WorkerRefit:
             self.may_hold_update = False
 
     def note_if_current(self) -> bool:
-        """Return whether the worker already serves the version."""
-        is_current = self.label == self.plan.version  # which names one set of weights
+        """Return whether the worker already serves the version; if so, record that."""
+        is_current = self.label == self.plan.version  # a version names one set of weights
         if is_current:
             self.report.state, self.report.version = "serving", self.plan.version
             self.report.proof = "earlier refit"
         return is_current
 
-    async def stay(self) -> None:
-        """Put a worker that has the weights into service; an interrupted refit may have not."""
+    async def ensure_service(self) -> None:
+        """Route to a worker that has the weights, and resume it. An interrupted refit may not have
+        done so."""
         async with self.plan.admin.pinned() as connection:
             await self._check_process(connection)
             await self._set_taints(connection, [taint_of(self.plan.version)])
@@ -236,11 +236,11 @@ class WorkerRefit:
         self.report.state, self.report.version = "serving", plan.version
 
     async def keep_out(self) -> None:
-        """Keep a worker in doubt out of service; it may have generated, or entered service."""
+        """Take a worker in doubt out of service, whatever state it is in, and keep it out."""
         if await is_dead(self.worker):
             self.report.state = "gone"
             return
-        # A failure is no harm: the worker left the routing before the update.
+        # This may fail without harm: the worker left the routing before the update.
         with contextlib.suppress(RollwayError):
             async with self.plan.admin.pinned() as connection:
                 label = await connection.weight_version(self.worker)
@@ -250,7 +250,7 @@ class WorkerRefit:
                     return
                 await self._set_taints(connection, [])
                 if has_version:
-                    # Not `leaving_label`, which says that nothing was generated since.
+                    # Not `leaving_label`, which promises that nothing was generated since.
                     doubt = IN_DOUBT if label is None else unverified_label(self.plan.version)
                     await connection.declare_version(self.worker, doubt)
                 await connection.pause(self.worker, "abort")
@@ -264,7 +264,7 @@ class WorkerRefit:
         return is_replaced
 
     async def note_if_lost(self) -> bool:
-        """Return whether the worker has died or another process has its address."""
+        """Return whether the worker died or another process has its address; if so, record that."""
         is_lost = await is_dead(self.worker)
         if not is_lost:
             try:
@@ -273,7 +273,7 @@ class WorkerRefit:
             except _AnotherProcess:
                 is_lost = True
             except AdminError:
-                pass  # it is there and does not answer
+                pass  # something listens there but did not answer: it is not lost
         if is_lost:
             self.report.state = "gone"
             self.plan.versions.forget(self.instance_id)
@@ -337,22 +337,22 @@ class _AnotherProcess(AdminError):
 async def set_taints(
     admin: AdminAPI, versions: FleetVersions, worker: Worker, taints: Sequence[str]
 ) -> None:
-    """Set a worker's taints, and note whether a router respects them."""
-    respected = admin.taints
-    if respected:
+    """Set a worker's taints, and record whether a router respects them."""
+    is_respected = admin.taints
+    if is_respected:
         try:
             await admin.set_taints(worker, taints)
         except AdminError as error:
             cause = error.__cause__
             if not (isinstance(cause, RequestFailed) and cause.status == 404):
                 raise
-            respected = False  # an older Dynamo: only this process's own record counts
-    versions.tainted = respected
+            is_respected = False  # an older Dynamo: only this process's own record counts
+    versions.tainted = is_respected
 
 
 async def run_to_the_end(work: Coroutine[Any, Any, None]) -> None:
-    """Run to the end even if cancelled, and raise the cancellation afterwards: the caller's lock
-    must not be released before."""
+    """Run to the end even if cancelled, and raise the cancellation afterwards: until the work is
+    done, the caller's lock must not be released."""
     task = asyncio.create_task(work)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():

@@ -1,4 +1,4 @@
-"""Runs `rollway gateway`."""
+"""Run `rollway gateway`: open the stack and the journal, listen, and serve until a signal."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ async def serve(
 
 
 def _tune_collector() -> None:
-    """Exclude what is loaded so far from garbage collection, and collect less often.
+    """Exclude the objects that exist now from garbage collection, and collect less often.
 
-    A request creates thousands of objects and hardly any cycle, and recorded turns stay. Useless
-    collections took a tenth of the time of a request."""
+    A request creates thousands of objects but hardly any cycles, and recorded turns stay in memory.
+    Collections freed nothing and took a tenth of the time of a request."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
@@ -107,12 +107,12 @@ async def _serve_until_signal(
         url = f"{scheme}://{host}:{port}/v1"
         ready = json.dumps({"url": url, "model": gateway.model})
         print(ready if options.json else f"{url} serves {gateway.model}", flush=True)
-        ended = asyncio.Event()
+        stop_requested = asyncio.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             with contextlib.suppress(NotImplementedError):
-                asyncio.get_running_loop().add_signal_handler(number, ended.set)
-        await ended.wait()
-        print("ending", file=sys.stderr)
+                asyncio.get_running_loop().add_signal_handler(number, stop_requested.set)
+        await stop_requested.wait()
+        print("stopping", file=sys.stderr)
     finally:
         await server.close()
 
@@ -127,7 +127,7 @@ class Listener:
         self.port = int(server.sockets[0].getsockname()[1])
 
     async def close(self) -> None:
-        """Stop accepting connections, and give requests a moment to end."""
+        """Stop accepting connections, and give running requests 5 s to end."""
         self._server.close()
         self._watch.cancel()
         await self._runner.cleanup()
@@ -137,7 +137,7 @@ async def listen(
     gateway: Gateway, host: str, port: int, tls: ssl.SSLContext | None = None
 ) -> Listener:
     """Start serving a gateway, with bounds on its connections."""
-    # handler_cancellation: if a client is gone, its request must end on the worker too.
+    # handler_cancellation: when a client disconnects, its request must end on the worker too.
     runner = web.AppRunner(
         gateway.app(),
         access_log=None,
@@ -159,7 +159,8 @@ async def listen(
             port,
             ssl=tls,
             ssl_handshake_timeout=_HANDSHAKE_SECONDS if tls else None,
-            # The loop accepts this many at once; more would exceed the limit before any is closed.
+            # The event loop accepts this many connections in one step. With more, it would exceed
+            # the limit before `connections` can close any.
             backlog=min(_BACKLOG, max(1, connections.limit // 4)),
         )
     except OSError as error:

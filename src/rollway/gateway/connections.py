@@ -1,4 +1,4 @@
-"""Limits open connections: their number, their idle time, and which are closed first.
+"""Limit open connections: their number, their idle time, and which are closed first.
 
 A connection without a complete request costs a file descriptor. Thousands of them would lock every
 other client out. So each has a time limit, and when there are too many, the oldest idle connections
@@ -19,7 +19,7 @@ HEADER_SECONDS = 20.0
 BODY_SECONDS = 120.0
 IDLE_SECONDS = 75.0
 """The time between two requests; longer than clients keep a connection, so they close it first."""
-_FEW_FILES = 4096
+_FEW_FILES = 4096  # with a lower limit, the gateway warns
 _RESERVED_FILES = 64
 """Descriptors for the journal, the listener and the interpreter."""
 
@@ -35,7 +35,7 @@ class Connections:
         body_seconds: float = BODY_SECONDS,
         idle_seconds: float = IDLE_SECONDS,
     ) -> None:
-        self.limit = limit or connection_limit()
+        self.limit = limit or get_connection_limit()
         self._header_seconds = header_seconds
         self._body_seconds = body_seconds
         self._idle_seconds = idle_seconds
@@ -43,6 +43,7 @@ class Connections:
         self._waiting: dict[Any, _Wait] = {}
         """Connections that wait for their client, the longest wait first."""
         self._busy: set[Any] = set()
+        """Connections whose request is being answered."""
         self._handshakes: dict[Any, float] = {}
         """Connections in their TLS handshake, which the server does not know yet, with their
         start."""
@@ -66,18 +67,18 @@ class Connections:
             self._handshakes[connection] = time.monotonic()
         return connection
 
-    def receive(self, connection: Any) -> None:
-        """Note that the headers of a request have arrived, but not yet its body."""
+    def mark_receiving(self, connection: Any) -> None:
+        """Record that the headers of a request have arrived, but not yet its body."""
         self._wait(connection, self._body_seconds)
 
-    def answer(self, connection: Any) -> None:
-        """Note that a request is complete: now the client waits."""
+    def mark_answering(self, connection: Any) -> None:
+        """Record that a request is complete: from now on the client waits, not the gateway."""
         if self._server is not None:
             self._waiting.pop(connection, None)
             self._busy.add(connection)
 
-    def rest(self, connection: Any) -> None:
-        """Note that a request is answered."""
+    def mark_idle(self, connection: Any) -> None:
+        """Record that a request is answered, and that the connection waits for the next one."""
         self._busy.discard(connection)
         self._wait(connection, self._idle_seconds)
 
@@ -111,7 +112,7 @@ class Connections:
         }
         self._open = len(current) + len(self._handshakes)
         self._busy &= known
-        for connection in [gone for gone in self._waiting if gone not in known]:
+        for connection in [c for c in self._waiting if c not in known]:
             del self._waiting[connection]
         for connection in current:
             if connection not in self._waiting and connection not in self._busy:
@@ -126,7 +127,7 @@ class Connections:
         for connection in list(self._waiting)[: excess + self.limit // 8]:
             self._close(connection)
             self._open -= 1
-        self._open += 1  # the new one
+        self._open += 1  # the new connection, which `_update` does not see yet
 
     def _close(self, connection: Any) -> None:
         self._waiting.pop(connection, None)
@@ -160,14 +161,14 @@ def raise_file_limit() -> str:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     if hard != resource.RLIM_INFINITY and hard < _FEW_FILES:
         return (
-            f"This process may open {hard} files, so at most {connection_limit()} clients can be "
-            "connected. Raise the hard limit (ulimit -Hn) for more."
+            f"This process may open {hard} files, so at most {get_connection_limit()} clients can "
+            "be connected. Raise the hard limit (ulimit -Hn) for more."
         )
     return ""
 
 
-def connection_limit() -> int:
-    """Return how many connections leave a descriptor for each request to the frontend."""
+def get_connection_limit() -> int:
+    """Return how many clients may connect: each needs a second descriptor, to the frontend."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return 100_000

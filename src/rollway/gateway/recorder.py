@@ -1,4 +1,4 @@
-"""Records sampled turns by session, in memory and in a journal.
+"""Record sampled turns by session, in memory and in a journal.
 
     request ─► open(name) ─► … sample … ─► add(session, turn): journal, then memory ─► answer
 
@@ -29,10 +29,10 @@ __all__ = ["JournalFull", "Recorder", "Session", "Turn"]
 
 log = logging.getLogger(__name__)
 
-_ERASE_WITHIN = 60.0
-_LONG = 50_000
-"""Turns with more token ids are recorded outside the event loop: they take about 10 ms."""
-_WORTH_IT = 2**20  # fewer deleted bytes wait for the next scheduled compaction
+_ERASE_SECONDS = 60.0
+_MANY_IDS = 50_000
+"""Turns with more token ids are recorded in the writer thread: that takes about 10 ms."""
+_URGENT_BYTES = 2**20  # with fewer deleted bytes, a compaction is never urgent
 
 _Batch = list[tuple[Session, Sequence[Turn]]]
 
@@ -45,7 +45,7 @@ class Recorder:
         journal: Path | None,
         *,
         sync: bool = False,
-        erase_within: float = _ERASE_WITHIN,
+        erase_within: float = _ERASE_SECONDS,
         disk: Disk | None = None,
     ) -> None:
         """Read the journal of an earlier gateway. With `sync`, a turn counts only when it is on the
@@ -55,16 +55,21 @@ class Recorder:
         self.lost = 0
         """How many lines of the journal could not be used."""
         self._opened: WeakValueDictionary[str, Session] = WeakValueDictionary()
+        """Recorded sessions, and those that only a request in flight refers to so far."""
         self._lock = threading.Lock()  # guards the journal and the order of turns; held for writes
         self._names = threading.Lock()  # guards the tables of sessions; held only briefly
-        self._compacting = threading.Lock()
+        self._compacting = threading.Lock()  # lets one compaction run at a time
         self._journal: Journal | None = None
         self._live = 0
+        """The bytes of the journal that belong to sessions which are not deleted."""
         self._unreadable: list[tuple[int, int]] = []
+        """Where the journal has unreadable lines; a compaction moves them to another file."""
         self._erased: set[str] = set()
+        """Deleted sessions whose text is still in the journal."""
         self._erase_within = erase_within
         self._background = _Background(self.compact, retry=erase_within / 2)
         self._pending: deque[tuple[Session, Sequence[Turn], Future[bool]]] = deque()
+        """With `sync`: turns that wait for the writer thread."""
         self._sync = sync
         self._writer = ThreadPoolExecutor(1, "journal-writer")
         self._in_writer: set[Future[bool]] = set()
@@ -84,7 +89,7 @@ class Recorder:
             return session
 
     def __contains__(self, name: object) -> bool:
-        """Whether there is something to delete: a recorded session, or a request in flight."""
+        """Return whether there is something to delete: a recorded session, or one in flight."""
         return name in self._opened
 
     def add(self, session: Session, turn: Turn) -> bool:
@@ -97,11 +102,13 @@ class Recorder:
         return self._commit([(session, turns)])[0]
 
     async def add_async(self, session: Session, turns: Sequence[Turn]) -> bool:
-        """Record turns. If that waits for the disk, a thread does it, and turns that arrive
-        meanwhile share the next wait. That thread also records turns with many ids; turns that
-        arrive meanwhile are recorded after them."""
-        long = sum(len(turn.new_ids) + len(turn.token_ids) for turn in turns) > _LONG
-        if long or self._in_writer:
+        """Record turns without blocking the event loop.
+
+        With `sync` the writer thread records them, and turns that arrive while it waits for the
+        disk share its next wait. It also records turns with many ids; turns that arrive meanwhile
+        queue behind them, so that the order stays."""
+        is_long = sum(len(turn.new_ids) + len(turn.token_ids) for turn in turns) > _MANY_IDS
+        if is_long or self._in_writer:
             return await self._in_order(self.add_all, session, turns)
         if not self._sync:
             return self.add_all(session, turns)
@@ -161,12 +168,9 @@ class Recorder:
         self._background.close()
         if self._journal is not None:
             if self._erased:
-                with contextlib.suppress(OSError, RollwayError):  # the next start does it
+                with contextlib.suppress(OSError, RollwayError):  # then the next start compacts
                     self.compact()
             self._journal.close()
-
-    # --- internals
-    # -------------------------------------------------------------------------------------
 
     async def _in_order(self, work: Callable[..., bool], *arguments: object) -> bool:
         """Run `work` in the writer thread, before anything that is recorded later."""
@@ -196,14 +200,14 @@ class Recorder:
             self._background.schedule(0)
 
     def _commit(self, batch: _Batch) -> list[bool]:
-        """Write turns to the journal, then to memory. It is one write, so all count or none."""
+        """Write turns to the journal in one write, then to memory: all of them count, or none."""
         with self._lock:
-            wanted = [(session, turns) for session, turns in batch if not session.gone]
-            lines = _lines(wanted)
-            if self._journal is not None and wanted:
+            live = [(session, turns) for session, turns in batch if not session.gone]
+            lines = _encode_batch(live)
+            if self._journal is not None and live:
                 self._journal.append(b"".join(line for part in lines for line in part))
             with self._names:
-                for (session, turns), part in zip(wanted, lines, strict=True):
+                for (session, turns), part in zip(live, lines, strict=True):
                     for turn in turns:
                         session.add(turn)
                     self.sessions[session.name] = session
@@ -217,24 +221,25 @@ class Recorder:
         batch = []
         while self._pending:
             session, turns, future = self._pending.popleft()
-            if future.set_running_or_notify_cancel():  # otherwise its client is gone
+            if future.set_running_or_notify_cancel():  # False if its client is gone
                 batch.append((session, turns, future))
         try:
-            recorded = self._commit([(session, turns) for session, turns, _ in batch])
+            results = self._commit([(session, turns) for session, turns, _ in batch])
         except Exception as error:  # noqa: BLE001 - the requests must not wait for ever
             for _, _, future in batch:
                 future.set_exception(error)
             return
-        for (_, _, future), answer in zip(batch, recorded, strict=True):
-            future.set_result(answer)
+        for (_, _, future), is_recorded in zip(batch, results, strict=True):
+            future.set_result(is_recorded)
 
     def _schedule(self) -> None:
+        """Schedule a compaction: now if most of the journal is deleted text, otherwise soon."""
         if self._journal is None:
             return
         size = self._journal.size
-        forgotten = size - self._live
-        urgent = forgotten > size / 2 and forgotten >= _WORTH_IT
-        self._background.schedule(0 if urgent else self._erase_within / 2)
+        deleted = size - self._live
+        is_urgent = deleted > size / 2 and deleted >= _URGENT_BYTES
+        self._background.schedule(0 if is_urgent else self._erase_within / 2)
 
     def _snapshot(self) -> tuple[int, Iterator[bytes]]:
         """Return the size and the lines of all sessions as they are now; lines are encoded
@@ -284,13 +289,14 @@ class _Background:
                 self.schedule(self._retry)
 
     def _wait(self) -> bool:
+        """Wait until a run is due; return False when the thread must end."""
         with self._wake:
             while not self._ended:
-                left = None if self._due is None else self._due - time.monotonic()
-                if left is not None and left <= 0:
+                seconds = None if self._due is None else self._due - time.monotonic()
+                if seconds is not None and seconds <= 0:
                     self._due = None
                     return True
-                self._wake.wait(left)
+                self._wake.wait(seconds)
         return False
 
 
@@ -302,12 +308,12 @@ def _encode_all(parts: Iterable[tuple[Session, int, int]]) -> Iterator[bytes]:
             yield encode(session.turns[position])
 
 
-def _lines(batch: _Batch) -> list[list[bytes]]:
-    """Encode turns as they will be added: a turn without its parent becomes a root."""
-    coming: dict[str, set[str]] = {}
+def _encode_batch(batch: _Batch) -> list[list[bytes]]:
+    """Encode turns, by session. A turn whose parent is not recorded becomes a root."""
+    batch_ids: dict[str, set[str]] = {}
     lines = []
     for session, turns in batch:
-        ids = coming.setdefault(session.name, set())
+        ids = batch_ids.setdefault(session.name, set())
         part = []
         for turn in turns:
             if turn.id in session or turn.id in ids:
@@ -321,7 +327,7 @@ def _lines(batch: _Batch) -> list[list[bytes]]:
 
 
 def _check(session: Session, turns: Iterable[Turn]) -> None:
-    """Raise for turns that could be written but not read back."""
+    """Raise for turns that could be written to the journal but not read back."""
     for turn in turns:
         turn.check()
         if turn.session != session.name:

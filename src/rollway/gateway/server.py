@@ -378,9 +378,9 @@ class Gateway:
         try:
             request[_CALLER] = self.access.admit(request)
             if request.method == "POST":
-                self.connections.receive(connection)
+                self.connections.mark_receiving(connection)
                 await self._receive(request, body)
-            self.connections.answer(connection)
+            self.connections.mark_answering(connection)
             return await handler(request)
         except ConnectionError:
             # The client is gone, or does not read; a plain close would wait until it does.
@@ -391,7 +391,7 @@ class Gateway:
             return replies.refusal(failure)
         finally:
             self._budget.give_back(_count_bytes(len(body)))
-            self.connections.rest(connection)
+            self.connections.mark_idle(connection)
 
 
 @dataclass(slots=True)

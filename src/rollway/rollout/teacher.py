@@ -73,7 +73,7 @@ class Teacher(Sender):
                 answer = await self._send(
                     self._request(ids, ticket, attempt.pins.now), ticket, attempt
                 )
-                if answer is None:
+                if answer is None:  # a temporary failure; `_send` has waited
                     continue
                 raw, worker = _read(answer)
                 if await self._is_attributed(ticket, worker):
@@ -90,7 +90,7 @@ class Teacher(Sender):
             pin=pin,
         )
         parameters = body["sampling_params"] if self.wire is GENERATE else body
-        parameters["prompt_logprobs"] = 0  # only of the tokens themselves
+        parameters["prompt_logprobs"] = 0  # no alternatives: only the sequence's own tokens
         if "nvext" in body:
             body["nvext"] = {**body["nvext"], "extra_fields": ["prompt_logprobs", "worker_id"]}
         return body
@@ -132,7 +132,8 @@ class _Choice(msgspec.Struct):
 
 
 class _Answer(msgspec.Struct):
-    """Where each wire puts them: Dynamo under nvext, vLLM in the choice, generate at the top."""
+    """The three places for prompt log-probs: Dynamo has them under `nvext`, vLLM in the choice, and
+    the generate route at the top."""
 
     choices: list[_Choice] = []
     prompt_logprobs: Any = None

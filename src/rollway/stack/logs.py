@@ -1,4 +1,4 @@
-"""Reads process logs: the end of a log, new lines as they come, and hints for known errors."""
+"""Read process logs: the end of a log, new lines as they come, and hints for known errors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _HINTS: list[tuple[str, str]] = [
 ]  # fmt: skip
 _LINE_END = re.compile(r"\r\n|\r|\n")
 _BLOCK = 2**16
-_TRUNCATED_POLLS = 50
+_TRUNCATED_POLLS = 50  # how often to look for the copy of a truncated log
 _ERROR = re.compile(r"(?i)error\b|exception|traceback|fatal|killed|panic")
 
 
@@ -46,12 +46,12 @@ def tail(path: Path, lines: int = 20, *, before: int | None = None) -> list[str]
     """Return the last lines of a log, including those that a rotation has moved.
 
     `before` is a position in the log; lines after it are left out."""
-    shown = _read_last_lines(path, lines, before)
+    last_lines = _read_last_lines(path, lines, before)
     for file in list_rotated(path):
-        if len(shown) >= lines:
+        if len(last_lines) >= lines:
             break
-        shown = _read_last_lines(file, lines - len(shown)) + shown
-    return shown
+        last_lines = _read_last_lines(file, lines - len(last_lines)) + last_lines
+    return last_lines
 
 
 def read_error_tail(path: Path, lines: int = 15) -> list[str]:
@@ -80,20 +80,20 @@ def follow(
     try:
         reader.skip_whole_lines()
         yield from tail(path, lines, before=reader.position)
-        pending, over = b"", False
+        pending, has_ended = b"", False
         while True:
             block = reader.read()
             if block:
                 pending += block
                 # A carriage return at the very end may be half of a line end.
                 cut = 1 + max(pending.rfind(b"\n"), pending.rfind(b"\r", 0, -1))
-                whole, pending = pending[:cut], pending[cut:]
-                yield from _split(whole)
-            elif over:
+                complete, pending = pending[:cut], pending[cut:]
+                yield from _split(complete)
+            elif has_ended:
                 yield from _split(pending)
                 return
             elif ended():
-                over = True  # read once more: lines may have come since
+                has_ended = True  # read once more: lines may have come since the last read
             else:
                 time.sleep(poll_seconds)
     finally:
@@ -110,6 +110,7 @@ class _Reader:
 
     def _open(self) -> None:
         self._file = os.open(self._path, os.O_RDONLY)
+        # The newest rotated file; when it changes, a rotation has moved lines.
         self._newest = _get_inode(list_rotated(self._path)[:1])
         self.position = 0
 
@@ -129,8 +130,8 @@ class _Reader:
             return self._open_next_run()
         if _get_inode(list_rotated(self._path)[:1]) != self._newest:
             return self._read_rotated()
-        missing = os.fstat(self._file).st_size - self.position
-        if missing < 0:
+        unread = os.fstat(self._file).st_size - self.position
+        if unread < 0:
             # The log was truncated. The rotation's copy appears a moment later; if it does not,
             # another program has emptied the log.
             self._truncated += 1
@@ -138,7 +139,7 @@ class _Reader:
                 self.position, self._truncated = 0, 0
             return b""
         self._truncated = 0
-        block = os.pread(self._file, missing, self.position)
+        block = os.pread(self._file, unread, self.position)
         self.position += len(block)
         return block
 
@@ -157,8 +158,8 @@ class _Reader:
 
     def _open_next_run(self) -> bytes:
         """Read the rest of the old run's log, and open the log of the new run."""
-        missing = os.fstat(self._file).st_size - self.position
-        rest = os.pread(self._file, max(0, missing), self.position)
+        unread = os.fstat(self._file).st_size - self.position
+        rest = os.pread(self._file, max(0, unread), self.position)
         self.close()
         self._open()
         return rest or self.read()
@@ -170,7 +171,7 @@ def _read_last_lines(path: Path, lines: int, before: int | None = None) -> list[
             start, end = file.seek(0, os.SEEK_END), b""
             start = start if before is None else min(start, before)
             while start > 0 and end.count(b"\n") <= lines:
-                size = min(start, max(_BLOCK, len(end)))  # doubles what is read
+                size = min(start, max(_BLOCK, len(end)))  # each pass reads as much as all before
                 start -= size
                 file.seek(start)
                 end = file.read(size) + end

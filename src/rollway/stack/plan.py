@@ -1,4 +1,4 @@
-"""Turns a spec into command lines: the processes of the stack, with their arguments.
+"""Turn a spec into command lines: the processes of the stack, with their arguments.
 
 Planning reserves ports and GPUs and starts nothing, so `rollway up --dry-run` shows exactly what
 would run.
@@ -90,6 +90,8 @@ def plan_stack(
 
 
 class _Planner:
+    """Plans the processes. Plan services first: that sets the addresses of etcd and NATS."""
+
     def __init__(
         self, spec: StackSpec, run_id: str, run_dir: Path, log_dir: Path, ports: Lease
     ) -> None:
@@ -99,8 +101,8 @@ class _Planner:
         self.log_dir = log_dir
         self.ports = ports
         # The run id separates a restarted stack from its earlier entries in a shared etcd.
-        own = f"rollway-{spec.name}-{run_id[:8]}"
-        self.namespace = own if spec.join is None else spec.join.namespace
+        own_namespace = f"rollway-{spec.name}-{run_id[:8]}"
+        self.namespace = own_namespace if spec.join is None else spec.join.namespace
         self.discovery_dir = (spec.join and spec.join.discovery_dir) or run_dir / "discovery"
         self.python = spec.python or sys.executable
         self.etcd = spec.etcd_endpoints
@@ -108,9 +110,8 @@ class _Planner:
 
     def plan_services(self) -> list[ProcessPlan]:
         plans = []
-        host = get_dial_address(
-            self.spec.admin_host
-        )  # workers of other machines must reach it, too
+        # On `admin_host`, because workers of other machines must reach these services, too.
+        host = get_dial_address(self.spec.admin_host)
         if self.spec.needs_etcd:
             client = self.ports.reserve_port(0, host, "etcd's client port")
             peer = self.ports.reserve_port(0, LOOPBACK, "etcd's peer port")
@@ -208,8 +209,8 @@ class _Planner:
             return seed if model.engine == "custom" else []
         flags = ["--enable-rl", "--tensor-parallel-size", str(model.tensor_parallel)]
         if "kv-events-config" not in model.args:
-            # Without this configuration the router does not learn what is cached, and two workers
-            # of one machine compete for a default port.
+            # Without this option the router does not learn what workers have cached, and two
+            # workers of one machine compete for a default port.
             number = self.spec.models.index(model)
             events = {
                 "enable_kv_cache_events": True,
@@ -218,7 +219,7 @@ class _Planner:
                 "endpoint": make_kv_events_endpoint(self.run_dir, number, replica),
             }
             flags += ["--kv-events-config", json.dumps(events)]
-        # Another interpreter may lack Rollway; refits verify its workers by canaries then.
+        # Another interpreter may lack Rollway. Refits then verify its workers by canaries.
         if self.spec.python is None and "worker-extension-cls" not in model.args:
             flags += ["--worker-extension-cls", WORKER_EXTENSION]
         return flags + seed
@@ -272,14 +273,14 @@ class _Planner:
     ) -> ProcessPlan:
         # Later entries win: the spec overrides our defaults, and nothing overrides the run's mark,
         # by which `rollway down` finds the process.
-        whole_env = {
-            "TMPDIR": str(self.run_dir / "tmp"),  # sockets and scratch files go with the run
+        process_env = {
+            "TMPDIR": str(self.run_dir / "tmp"),  # its files are removed with the run
             **env,
             **self.spec.env,
             **user_env,
             **make_run_environment(self.run_id),
         }
-        return ProcessPlan(name, role, argv, whole_env, self.log_dir / f"{name}.log", ports)
+        return ProcessPlan(name, role, argv, process_env, self.log_dir / f"{name}.log", ports)
 
     def _assign_gpus(self) -> dict[tuple[str, int], str]:
         """Assign consecutive GPUs to each worker; none on a machine without GPUs."""

@@ -44,7 +44,7 @@ def get_frontend_defaults(spec: StackSpec) -> Defaults:
         # A request whose worker dies continues on another one instead of failing with 503.
         "migration-limit": 3 if migration is None else migration,
         # The rollouts of one group share a session id and stay where their prefix is cached: 0.85
-        # prefix hits, against 0.63 with the router's own choice (32 workers, G=8, 3 turns).
+        # prefix hits, against 0.62 with the router's own choice (32 workers, G=8, 3 turns).
         "router-session-affinity-ttl-secs": 3600,
         # With Dynamo's default, `hard`, requests of a group whose worker died fail for the 10 s
         # that it stays listed (384 requests, 4 of 8 workers killed, retried every 0.3 s: 1,380 to
@@ -113,12 +113,12 @@ def _add_cpu_profile(spec: StackSpec, model: ModelSpec, args: RawArgs, env: dict
     if model.tensor_parallel == 1 and not any("parallel" in name for name in model.args):
         # Run the model in the engine's process, as on a GPU. On CPU vLLM would start a third
         # process to bind its threads, which Rollway does not do: that costs 10 s of CPU time at
-        # each start, and two processes that spin while they wait for each other. vLLM overrules the
-        # name "uni".
+        # each start, and two processes that spin while they wait for each other. vLLM replaces the
+        # short name "uni" on CPU, so pass the class.
         args["distributed-executor-backend"] = UNIPROCESS
     if model.args.get("enforce-eager", True):
-        # A function of the sampler is compiled even so, at the first request: 17 s the first time,
-        # 3 s from the cache.
+        # `enforce-eager` does not cover one function of the sampler, which torch compiles at the
+        # first request: 17 s the first time, 3 s from the cache.
         env["TORCH_COMPILE_DISABLE"] = "1"
     workers = sum(m.replicas * m.tensor_parallel for m in spec.models if m.engine == "vllm")
     env.update(
@@ -126,7 +126,8 @@ def _add_cpu_profile(spec: StackSpec, model: ModelSpec, args: RawArgs, env: dict
             # vLLM's default binding pins every worker to the same core.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": str(max(1, machine.count_cores() // workers)),
-            # Without `enforce-eager` the first start compiles; a cache saves later starts it.
+            # If the user turns `enforce-eager` off, the first start compiles; later ones use this
+            # cache.
             "TORCHINDUCTOR_CACHE_DIR": str(cache_dir() / "torchinductor"),
         }
     )

@@ -29,8 +29,8 @@ from rollway.weights.offer import Offer
 HOME = Path("/dev/shm")
 _KEY, _PREFIX, _OWNER = "adapter", "rollway-adapters-", ".owner"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-_MOST_CONFIG_BYTES = 1 << 20
-_MOST_RANK = 1 << 16
+_MAX_CONFIG_BYTES = 1 << 20
+_MAX_RANK = 1 << 16
 # vLLM ignores these fields of PEFT's config; served without them, it is another adapter.
 _IGNORED = ("rank_pattern", "alpha_pattern", "layer_replication", "fan_in_fan_out", "lora_bias")
 _GIVE_DICT = "Give the dict of adapter_config.json."
@@ -88,9 +88,9 @@ def check_config(config: Mapping[str, Any]) -> None:
         raise UsageError(
             f"The adapter's config is not plain JSON: {str(error)[:300]}.", _GIVE_DICT
         ) from error
-    if size > _MOST_CONFIG_BYTES:
+    if size > _MAX_CONFIG_BYTES:
         raise UsageError(
-            f"The adapter's config takes {size} bytes, more than {_MOST_CONFIG_BYTES}.", _GIVE_DICT
+            f"The adapter's config takes {size} bytes, more than {_MAX_CONFIG_BYTES}.", _GIVE_DICT
         )
 
 
@@ -98,7 +98,7 @@ def _check_values(config: Mapping[str, Any]) -> None:
     rank, alpha, modules = (config[field] for field in ("r", "lora_alpha", "target_modules"))
     is_list = isinstance(modules, list | tuple | set | frozenset)
     wrong = {
-        "r": type(rank) is not int or not 0 < rank <= _MOST_RANK,
+        "r": type(rank) is not int or not 0 < rank <= _MAX_RANK,
         "lora_alpha": type(alpha) not in (int, float) or not math.isfinite(alpha),
         "target_modules": not isinstance(modules, str)
         and not (is_list and all(isinstance(module, str) for module in modules)),

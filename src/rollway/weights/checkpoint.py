@@ -37,8 +37,8 @@ from rollway.weights.weight_file import HALF_WRITTEN, read_weight_file
 STABLE = "STABLE"
 _INDEX = "model.safetensors.index.json"
 _SINGLE_FILE = "model.safetensors"
-_MOST_INDEX = _MOST_STABLE = 128 << 20
-_MOST_CONFIG = 16 << 20
+_MAX_INDEX = _MAX_STABLE = 128 << 20
+_MAX_CONFIG = 16 << 20
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _WRITE_AGAIN = "Write the checkpoint again."
 
@@ -210,7 +210,7 @@ def refuse_differences(sentences: Sequence[str], path: Path | str) -> None:
 def read_config(file: Path) -> dict[str, Any]:
     """Read a model's config.json."""
     try:
-        config = parse_json(read_plain(file, _MOST_CONFIG), unique=False)
+        config = parse_json(read_plain(file, _MAX_CONFIG), unique=False)
     except OSError as error:
         raise UsageError(
             f"{file} cannot be read: {reason(error)}.",
@@ -263,7 +263,7 @@ def _read_index(directory: Path) -> dict[str, str] | None:
     if not index.exists():
         return None
     try:
-        fields = parse_json(read_plain(index, _MOST_INDEX))
+        fields = parse_json(read_plain(index, _MAX_INDEX))
         weight_map = fields.get("weight_map") if isinstance(fields, dict) else None
         if not isinstance(weight_map, dict):
             raise ValueError("it has no weight_map")
@@ -288,7 +288,7 @@ def _read_stable(directory: Path) -> FileDigests | None:
     if not stable.exists():
         return None
     try:
-        raw = read_plain(stable, _MOST_STABLE)
+        raw = read_plain(stable, _MAX_STABLE)
         if not raw.lstrip().startswith((b"{", b"[")):
             return None
         fields = parse_json(raw)

@@ -18,7 +18,7 @@ from rollway.weights.untrusted import parse_json, read_plain, reason
 from rollway.weights.weight_file import StoredTensor, read_weight_file
 
 _RANK_FILE = re.compile(r"rank(\d+)\.safetensors")
-_MOST_POSITION = 64 << 20
+_MAX_POSITION = 64 << 20
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|(?<=weight)\d+$|(?<=bias)\d+$")
 _FLOATS = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 """numpy's dtype names. numpy has no BF16; it is the upper half of an F32."""
@@ -147,7 +147,7 @@ def _read_rank(rank: int, path: Path) -> Inventory:
     position: dict[str, Any] = {}
     if sidecar.is_file():
         try:
-            position = _find_position(parse_json(read_plain(sidecar, _MOST_POSITION)), rank)
+            position = _find_position(parse_json(read_plain(sidecar, _MAX_POSITION)), rank)
         except (OSError, ValueError) as error:
             raise UsageError(
                 f"{sidecar} does not describe rank {rank} ({reason(error)}).",

@@ -21,16 +21,16 @@ from rollway.errors import WeightsError
 from rollway.orders import SECRET, read_stack_secret
 from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.layout import ELEMENT_BYTES
-from rollway.weights.untrusted import MOST_DIMS, MOST_NAME, check_shape
+from rollway.weights.untrusted import MAX_DIMS, MAX_NAME, check_shape
 
 STILL = "still staging"  # A worker's answer while it has not received all weights
 Transport = Literal["files", "delta", "shm", "cuda_ipc", "collective", "nixl", "verl_buckets"]
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
-Text = Annotated[str, msgspec.Meta(min_length=1, max_length=MOST_NAME)]
-Dims = Annotated[tuple[Count, ...], msgspec.Meta(max_length=MOST_DIMS)]
-MOST_MANIFEST_BYTES = 1 << 28  # The largest list of tensors that is read, from any place
-_MOST_OFFER_BYTES = 64 << 20
-_MOST_TENSORS = 1 << 22
+Text = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME)]
+Dims = Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_DIMS)]
+MAX_MANIFEST_BYTES = 1 << 28  # The largest list of tensors that is read, from any place
+_MAX_OFFER_BYTES = 64 << 20
+_MAX_TENSORS = 1 << 22
 _PUBLISH_AGAIN = "Publish the version again."
 
 
@@ -67,8 +67,8 @@ def parse_offer(raw: Mapping[str, Any]) -> Offer:
         offer = msgspec.convert(dict(raw), Offer)
         # `where` may contain anything, so this also refuses values that have no JSON.
         size = len(msgspec.json.encode(offer))
-        if size > _MOST_OFFER_BYTES:
-            raise ValueError(f"it takes {size} bytes, more than {_MOST_OFFER_BYTES}")
+        if size > _MAX_OFFER_BYTES:
+            raise ValueError(f"it takes {size} bytes, more than {_MAX_OFFER_BYTES}")
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise WeightsError(
             f"This is no offer of weights: {str(error)[:300]}.", _PUBLISH_AGAIN
@@ -120,7 +120,7 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     nbytes: Count
     digest: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{16}|[0-9a-f]{32})?\Z")] = ""
     """Hexadecimal: 32 digits of `digest`, or 16 digits of the checksum `word_sum`."""
-    lies: tuple[PlacedBox, ...] = ()
+    boxes: tuple[PlacedBox, ...] = ()
     """The boxes that a shard contains; empty if this is a Hugging Face tensor itself."""
 
     @property
@@ -133,12 +133,12 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     version: Count
     nbytes: Count
-    entries: Annotated[list[Entry], msgspec.Meta(max_length=_MOST_TENSORS)]
+    entries: Annotated[list[Entry], msgspec.Meta(max_length=_MAX_TENSORS)]
 
     @property
     def identity(self) -> str:
         """A digest of names, dtypes, shapes and digests; offsets do not count."""
-        facts = [(e.name, e.dtype, e.shape, e.digest, e.lies) for e in self.entries]
+        facts = [(e.name, e.dtype, e.shape, e.digest, e.boxes) for e in self.entries]
         return hashlib.sha256(msgspec.json.encode(facts)).hexdigest()[:32]
 
     def encode(self) -> bytes:
@@ -172,7 +172,7 @@ def check_entries(entries: Sequence[Entry], nbytes: int) -> None:
             check_shape(entry.shape)
         except ValueError as error:
             raise WeightsError(f"{entry.name}: {error}.", _PUBLISH_AGAIN) from error
-        for placed in entry.lies:
+        for placed in entry.boxes:
             _check_placed(entry, placed)
         expected = math.prod(entry.shape) * ELEMENT_BYTES.get(entry.dtype, 0)
         if entry.dtype not in ELEMENT_BYTES or expected != entry.nbytes:

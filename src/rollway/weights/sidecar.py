@@ -1,9 +1,9 @@
-"""Sidecars: a trainer's layout as JSON, which can be read without Megatron.
+"""Sidecars: a Megatron trainer's layout as JSON, which can be read without Megatron.
 
-Every rank of a trainer writes its part with `dump`; `join` reads the parts of all ranks, and `load`
-a file that has all ranks. Everything is checked: another version, an unknown or missing field, a
-box outside its tensor, and shards that do not make up whole Hugging Face tensors are errors. There
-is no way to use half of a layout.
+Every rank of a trainer writes its part with `dump`. `join` reads the parts of all ranks; `load`
+reads one file that has all ranks. Everything is checked: another version, an unknown or missing
+field, a box outside its tensor, and shards that do not make up whole Hugging Face tensors are
+errors. A receiver never gets an incomplete layout.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from rollway.weights.layout import ELEMENT_BYTES, Box, Role, Shard
 from rollway.weights.megatron.geometry import ModelGeometry, Position
 from rollway.weights.megatron.model import MegatronModel, RankLayout
 from rollway.weights.megatron.pieces import place
-from rollway.weights.untrusted import MOST_ELEMENTS, MOST_NAME, parse_json, reason
+from rollway.weights.untrusted import MAX_ELEMENTS, MAX_NAME, parse_json, reason
 
 VERSION = 1
 
-_MOST_BYTES = 64 << 20
-_WRITE_AGAIN = "Let the trainer write it again, with the same Rollway."
-_MOST_RANKS = 1 << 16
-_Name = Annotated[str, Field(min_length=1, max_length=MOST_NAME)]
-_Size = Annotated[int, Field(ge=0, le=MOST_ELEMENTS)]
+_MAX_BYTES = 64 << 20
+_WRITE_AGAIN = "Write it again in the trainer, with the same version of Rollway."
+_MAX_RANKS = 1 << 16
+_Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
+_Size = Annotated[int, Field(ge=0, le=MAX_ELEMENTS)]
 _Shape = Annotated[list[_Size], Field(max_length=8)]
-_Number = Annotated[int, Field(ge=0, lt=_MOST_RANKS)]
+_Number = Annotated[int, Field(ge=0, lt=_MAX_RANKS)]
 _RankName = Annotated[str, Field(pattern=r"^[0-9]{1,6}$")]
-_Ranks = Annotated[int, Field(ge=1, le=_MOST_RANKS)]
+_Ranks = Annotated[int, Field(ge=1, le=_MAX_RANKS)]
 
 
 class _Strict(BaseModel):
-    """Every field must be there and have its own type; a number is not accepted as text."""
+    """A model whose fields are all required and are never converted, for example to a number."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
@@ -75,7 +75,7 @@ class _Position(_Strict):
 
 class _Tensor(_Strict):
     role: Annotated[Role, Field(strict=False)]
-    """Not strict: strict accepts only an enum's member, which JSON cannot have."""
+    """Not strict, because JSON has the value of the enum, and strict mode accepts only a member."""
     dtype: Annotated[str, Field(max_length=32)]
     shape: _Shape  # The whole shape, all ranks joined
     start: _Shape
@@ -85,7 +85,7 @@ class _Tensor(_Strict):
 class _Rank(_Strict):
     position: _Position
     names: dict[_Name, list[_Name]]
-    """The Hugging Face tensors in each tensor, in order: q, k, v; gate, up; by expert."""
+    """The Hugging Face tensors in each Megatron tensor, in order: q, k, v; gate, up; by expert."""
     tensors: dict[_Name, _Tensor]
 
 
@@ -93,13 +93,13 @@ class _Sidecar(_Strict):
     version: int
     world: _Ranks
     geometry: _Geometry
-    ranks: Annotated[dict[_RankName, _Rank], Field(max_length=_MOST_RANKS)]
+    ranks: Annotated[dict[_RankName, _Rank], Field(max_length=_MAX_RANKS)]
 
 
 def dump(model: MegatronModel, world: int) -> str:
     """Return a sidecar of the ranks that `model` describes, as JSON text.
 
-    Parameters:
+    Args:
         model: the layout of this rank, for example from `read_rank`, or of several ranks.
         world: how many ranks the trainer has.
     """
@@ -125,7 +125,7 @@ def load(text: str | bytes) -> MegatronModel:
 def join(texts: Iterable[str | bytes]) -> MegatronModel:
     """Return the trainer that the sidecars of its ranks describe together.
 
-    Parameters:
+    Args:
         texts: the JSON texts; together they describe every rank once.
 
     Raises `UsageError` if a text is not a sidecar, if a rank is missing or described twice, or if
@@ -140,14 +140,14 @@ def join(texts: Iterable[str | bytes]) -> MegatronModel:
             raise UsageError(
                 "The sidecars to join come from different trainers.", "Join those of one run."
             )
-        for rank, described in part.ranks.items():
+        for rank, rank_part in part.ranks.items():
             if int(rank) >= first.world:
                 raise UsageError(
                     f"The sidecar has a rank {rank} among {first.world}.", _WRITE_AGAIN
                 )
             if int(rank) in ranks:
                 raise UsageError(f"Two sidecars describe rank {rank}.", "Join each rank once.")
-            ranks[int(rank)] = _read_layout(rank, described)
+            ranks[int(rank)] = _read_layout(rank, rank_part)
     if len(ranks) < first.world:
         missing = next(rank for rank in range(first.world) if rank not in ranks)
         raise UsageError(
@@ -161,10 +161,10 @@ def join(texts: Iterable[str | bytes]) -> MegatronModel:
 
 
 def _parse(text: str | bytes) -> _Sidecar:
-    if len(text) > _MOST_BYTES:
+    if len(text) > _MAX_BYTES:
         raise UsageError(
-            f"The sidecar has {len(text)} bytes, more than {_MOST_BYTES}.",
-            "Let every rank write its own part, and join those.",
+            f"The sidecar has {len(text)} bytes, more than {_MAX_BYTES}.",
+            "Write one sidecar per rank in the trainer, and join them.",
         )
     try:
         raw: Any = parse_json(text)
@@ -188,16 +188,16 @@ def _parse(text: str | bytes) -> _Sidecar:
         ) from error
 
 
-def _read_layout(rank: str, described: _Rank) -> RankLayout:
-    unpaired = sorted(described.names.keys() ^ described.tensors.keys())
+def _read_layout(rank: str, rank_part: _Rank) -> RankLayout:
+    unpaired = sorted(rank_part.names.keys() ^ rank_part.tensors.keys())
     if unpaired:
-        where = "names" if unpaired[0] in described.names else "tensors"
+        where = "names" if unpaired[0] in rank_part.names else "tensors"
         raise UsageError(
             f"Rank {rank} has {unpaired[0]} only among its {where} ({len(unpaired)} in all).",
             _WRITE_AGAIN,
         )
-    position = Position(**described.position.model_dump())
-    shards = {name: _read_shard(rank, name, tensor) for name, tensor in described.tensors.items()}
+    position = Position(**rank_part.position.model_dump())
+    shards = {name: _read_shard(rank, name, tensor) for name, tensor in rank_part.tensors.items()}
     for name, shard in shards.items():
         expected = place(name, shard.dtype, shard.box.shape, shard.role, position)
         if shard != expected:
@@ -207,13 +207,13 @@ def _read_layout(rank: str, described: _Rank) -> RankLayout:
                 f"{list(expected.box.start)} of {list(expected.shape)}.",
                 _WRITE_AGAIN,
             )
-    names = {name: tuple(hf) for name, hf in described.names.items()}
+    names = {name: tuple(hf) for name, hf in rank_part.names.items()}
     return RankLayout(position, shards, names)
 
 
 def _read_shard(rank: str, name: str, tensor: _Tensor) -> Shard:
     shape, start, local = tuple(tensor.shape), tuple(tensor.start), tuple(tensor.local)
-    # Before boxes are compared: that needs equal numbers of dimensions.
+    # Check this before boxes are compared, which needs equal numbers of dimensions.
     fits = len(shape) == len(start) == len(local) and all(
         a + n <= whole for a, n, whole in zip(start, local, shape, strict=True)
     )

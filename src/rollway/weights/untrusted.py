@@ -18,10 +18,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-MOST_NAME = 4096  # Characters in the name of a tensor
-MOST_DIMS = 16
-MOST_ELEMENTS = 1 << 53
-_MOST_FILE_NAME = 255
+MAX_NAME = 4096  # Characters in the name of a tensor
+MAX_DIMS = 16
+MAX_ELEMENTS = 1 << 53
+_MAX_FILE_NAME = 255
 
 
 @contextmanager
@@ -71,28 +71,28 @@ def is_file_name(name: str, prefix: str = "") -> bool:
         name not in ("", ".", "..")
         and "/" not in name
         and name.isprintable()  # no NUL, no line end, no half of a surrogate pair
-        and len(name.encode()) <= _MOST_FILE_NAME
+        and len(name.encode()) <= _MAX_FILE_NAME
         and name.startswith(prefix)
     )
 
 
 def check_tensor_name(name: object) -> str:
     """Return `name` if it can be the name of a tensor."""
-    if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= MOST_NAME:
+    if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= MAX_NAME:
         raise ValueError(f"{_show(name)} cannot be the name of a tensor")
     return name
 
 
 def check_shape(shape: object) -> tuple[int, ...]:
     """Return `shape` as a tuple if a tensor can have it."""
-    if not isinstance(shape, list | tuple) or len(shape) > MOST_DIMS:
-        raise ValueError(f"{_show(shape)} is not a shape of at most {MOST_DIMS} dimensions")
+    if not isinstance(shape, list | tuple) or len(shape) > MAX_DIMS:
+        raise ValueError(f"{_show(shape)} is not a shape of at most {MAX_DIMS} dimensions")
     spread = 1  # zeros are left out: strides are products of the other dimensions alone
     for size in shape:
-        if type(size) is not int or not 0 <= size <= MOST_ELEMENTS:
+        if type(size) is not int or not 0 <= size <= MAX_ELEMENTS:
             raise ValueError(f"{_show(size)} is not a size of a dimension")
         spread *= max(size, 1)
-    if spread > MOST_ELEMENTS:
+    if spread > MAX_ELEMENTS:
         raise ValueError(f"a tensor cannot have the shape {_show(shape)}")
     return tuple(shape)
 

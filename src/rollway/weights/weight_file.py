@@ -22,7 +22,7 @@ from rollway.weights.untrusted import (
 
 CHUNK = 16 << 20
 HALF_WRITTEN = "Wait until its writer is done; if the writer died, write it again."
-_MOST_HEADER = 100_000_000  # Bytes; safetensors has the same limit
+_MAX_HEADER = 100_000_000  # Bytes; safetensors has the same limit
 _ELEMENT_BITS = {
     **{name: 8 * size for name, size in ELEMENT_BYTES.items()},
     **{"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "C64": 64},
@@ -81,10 +81,10 @@ def _read_header(handle: int, size: int) -> bytes:
     if len(prefix) < 8:
         raise ValueError(f"it has {size} bytes and no header")
     (length,) = struct.unpack("<Q", prefix)
-    if length > min(size - 8, _MOST_HEADER):
+    if length > min(size - 8, _MAX_HEADER):
         raise ValueError(
             f"its header would have {length} bytes; the file has {size}, a header at most "
-            f"{_MOST_HEADER}"
+            f"{_MAX_HEADER}"
         )
     header = os.pread(handle, length, 8)
     if len(header) < length:

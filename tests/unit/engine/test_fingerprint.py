@@ -64,7 +64,7 @@ def make_checkpoint(seed: int) -> dict[str, torch.Tensor]:
 
 def verify(model: Model, tensors: dict[str, torch.Tensor]) -> None:
     proof = Proof(model)
-    seen: Iterator[tuple[str, torch.Tensor]] = proof.watching(tensors.items())
+    seen: Iterator[tuple[str, torch.Tensor]] = proof.collect(tensors.items())
     assert [name for name, _ in seen] == list(tensors)
     proof.check(model)
 
@@ -101,7 +101,7 @@ def test_tensors_without_a_parameter_are_listed_before_loading() -> None:
         "attn.rotary_emb.inv_freq",
         "attn.q_proj.qweight",
     ]
-    assert proof.unknown_among(names) == ["attn.q_proj.qweight"]
+    assert proof.list_unverifiable(names) == ["attn.q_proj.qweight"]
 
 
 def test_a_flipped_bit_is_reported() -> None:
@@ -127,11 +127,11 @@ def test_a_tensor_changed_in_transit_is_reported(name: str) -> None:
     model = Model(arrived, packed=False)
     for tensors in (published, arrived):
         proof = Proof(model, sums)
-        assert [key for key, _ in proof.watching(tensors.items()) if key in proof.by_sum]
+        assert [key for key, _ in proof.collect(tensors.items()) if key in proof.by_sum]
         with pytest.raises(RuntimeError, match=r"1 of 2 parameters differ"):
             proof.check(model)
     proof = Proof(Model(published, packed=False).to(torch.bfloat16), sums)
-    assert not [key for key, _ in proof.watching(published.items()) if key in proof.by_sum]
+    assert not [key for key, _ in proof.collect(published.items()) if key in proof.by_sum]
 
 
 @settings(deadline=None, max_examples=50)
@@ -196,7 +196,7 @@ def judge_together(models: list[Rank], proofs: list[Proof]) -> None:
     """Let all ranks inspect their models, then judge together."""
     local_sums: list[torch.Tensor] = []
     for proof, model in zip(proofs, models, strict=True):
-        proof.look(model)
+        proof.measure(model)
     for proof in proofs:  # capture the values that the rank would send to the others
         captured = list[torch.Tensor]()
 
@@ -205,10 +205,10 @@ def judge_together(models: list[Rank], proofs: list[Proof]) -> None:
             raise InterruptedError
 
         with pytest.raises(InterruptedError):
-            proof.judge(capture)
+            proof.compare(capture)
         local_sums += captured
     for proof in proofs:
-        proof.judge(lambda _: torch.stack(local_sums).sum(0))
+        proof.compare(lambda _: torch.stack(local_sums).sum(0))
 
 
 def watch(models: list[Rank], tensors: dict[str, torch.Tensor], received: str) -> list[Proof]:
@@ -221,7 +221,7 @@ def watch(models: list[Rank], tensors: dict[str, torch.Tensor], received: str) -
         cuts = {name for name, _ in mine}
         proof = Proof(model, sums if received == "sums" else None, cuts)
         whole = [(name, tensor) for name, tensor in tensors.items() if name not in dict(mine)]
-        assert len(list(proof.watching([*mine, *whole]))) == len(tensors)
+        assert len(list(proof.collect([*mine, *whole]))) == len(tensors)
         proofs.append(proof)
     return proofs
 
@@ -253,11 +253,11 @@ def test_swapped_parts_of_two_ranks_are_reported_when_parts_were_received() -> N
     models = [Rank(tensors, rank) for rank in (1, 0, 2, 3)]
     judge_together(models, watch(models, tensors, "whole"))
     proof = watch(models, tensors, "parts")[0]
-    proof.look(models[0])
+    proof.measure(models[0])
     with pytest.raises(RuntimeError, match=r"2 of 3 .*attn\.qkv_proj\.weight, embed\.weight"):
-        proof.judge_alone()
+        proof.compare_alone()
     with pytest.raises(RuntimeError, match=r"2 of 3"):
-        proof.judge(lambda local: local)
+        proof.compare(lambda local: local)
 
 
 def test_a_part_loaded_at_another_offset_is_reported() -> None:
@@ -265,19 +265,19 @@ def test_a_part_loaded_at_another_offset_is_reported() -> None:
     tensors = make_rank_checkpoint(1)
     model = Rank({**tensors, "attn.k_proj.weight": torch.zeros(4, HIDDEN)}, 0)
     (proof,) = watch([model], tensors, "parts")
-    proof.look(model)
+    proof.measure(model)
     with pytest.raises(RuntimeError, match=r"1 of 3 .*attn\.qkv_proj\.weight"):
-        proof.judge_alone()
+        proof.compare_alone()
 
 
 def test_mixing_parts_and_whole_tensors_of_one_parameter_is_refused() -> None:
     tensors = make_rank_checkpoint(1)
     proof = Proof(Rank(tensors, 0), cuts={"attn.q_proj.weight"})
     with pytest.raises(RuntimeError, match="cannot be summed"):
-        list(proof.watching(tensors.items()))
+        list(proof.collect(tensors.items()))
 
 
 def test_fused_and_replicated_keys_and_values_cannot_be_verified() -> None:
     proof = Proof(Rank(make_rank_checkpoint(1), 0))
-    assert proof.unknown_among(["attn.q_proj.weight", "attn.k_proj.weight"]) == []
-    assert proof.unknown_among(["attn.qkv_proj.weight"]) == ["attn.qkv_proj.weight"]
+    assert proof.list_unverifiable(["attn.q_proj.weight", "attn.k_proj.weight"]) == []
+    assert proof.list_unverifiable(["attn.qkv_proj.weight"]) == ["attn.qkv_proj.weight"]

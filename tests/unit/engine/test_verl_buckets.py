@@ -91,7 +91,7 @@ def offer(sender: Sender, seconds: float = 3.0) -> Offer:
     model = sender.directory / "model"
     model.mkdir(exist_ok=True)
     save_file(weights(), model / "model.safetensors")
-    where = {"sockets": ["/nobody", str(sender.path)], "like": str(model), "seconds": seconds}
+    where = {"sockets": ["/nobody", str(sender.path)], "checkpoint": str(model), "seconds": seconds}
     return Offer("verl_buckets", 1, "i" * 16, 54, where, repeatable=False)
 
 

@@ -192,10 +192,10 @@ def test_the_catalog_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         catalog.announce(listing(version))
     with pytest.raises(UsageError, match="64 versions"):
         catalog.announce(listing(64))
-    monkeypatch.setattr("rollway.weights.transports.nixl.catalog._MOST_BYTES", 100)
+    monkeypatch.setattr("rollway.weights.transports.nixl.catalog._MAX_BYTES", 100)
     with pytest.raises(UsageError, match="full"):
         catalog.announce(listing(3, source="another"))
-    monkeypatch.setattr("rollway.weights.transports.nixl.catalog._MOST_MEMBERS", 1)
+    monkeypatch.setattr("rollway.weights.transports.nixl.catalog._MAX_MEMBERS", 1)
     with pytest.raises(UsageError, match="members"):
         catalog.look_up(3, "r")
 
@@ -313,10 +313,10 @@ def test_sizes_are_bounded_at_both_ends(
 ) -> None:
     client = HttpCatalog(server.url, secret=WORD)
     client.announce(Listing(1, "t0", 0, 1, "trainer", os.urandom(100_000)))
-    monkeypatch.setattr(catalog_http, "MOST_ANSWER", 50_000)
+    monkeypatch.setattr(catalog_http, "MAX_ANSWER", 50_000)
     with pytest.raises(WeightsError, match="more than 50000 bytes"):
         client.look_up(1, "r")
-    monkeypatch.setattr(catalog_http, "MOST_REQUEST", 50_000)
+    monkeypatch.setattr(catalog_http, "MAX_REQUEST", 50_000)
     with pytest.raises(UsageError, match="more than 50000"):
         client.announce(Listing(2, "t0", 0, 1, "trainer", os.urandom(100_000)))
     body = msgspec.msgpack.encode(

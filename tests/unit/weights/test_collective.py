@@ -119,7 +119,7 @@ def store_of(offer: Offer) -> dist.PrefixStore:
     """Connect to the store, as anybody who knows the offer can."""
     host, port = offer.where["host"], offer.where["port"]
     store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
-    return dist.PrefixStore(offer.where["room"], store)
+    return dist.PrefixStore(offer.where["prefix"], store)
 
 
 def wait_until_joined(offer: Offer) -> None:

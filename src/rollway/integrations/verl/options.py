@@ -1,4 +1,4 @@
-"""The user's options, under `actor_rollout_ref.rollout.engine_kwargs.dynamo`."""
+"""The user's options for verl, under `actor_rollout_ref.rollout.engine_kwargs.dynamo`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Transport = Literal[
 
 
 class WeightOptions(BaseModel):
-    """How engines receive new weights."""
+    """Options for how engines receive new weights."""
 
     model_config = ConfigDict(extra="forbid", coerce_numbers_to_str=True)
 
@@ -33,7 +33,7 @@ class WeightOptions(BaseModel):
 
 
 class Options(WeightOptions):
-    """Every option has a default; `docs/verl.md` explains each."""
+    """All options of the rollout. Each has a default; `docs/verl.md` explains them."""
 
     router_mode: str = "kv"
     router_args: RawArgs = Field(default_factory=dict)
@@ -66,7 +66,7 @@ class Options(WeightOptions):
     """Rollway writes the addresses of all metrics there, in a file for each pool, for
     Prometheus."""
     request_log: Path | None = None
-    """A file with a line for each answer: `request_log.RequestRecord`."""
+    """A file that gets a JSON line for each answer; `request_log.RequestRecord` has the fields."""
     restart: bool = True
     """Whether an engine that dies is restarted, or ends the run."""
     fallback: Literal["vllm"] | None = None
@@ -82,7 +82,7 @@ def read_options(engine_kwargs: Mapping[str, Any] | None) -> Options:
 
 
 def parse_options(kind: type[Kind], fields: Mapping[str, Any], where: str) -> Kind:
-    """Validate options; errors name the place `where` the user wrote them."""
+    """Validate options; `where` is the config key that errors name."""
     try:
         options = kind.model_validate(dict(fields))
     except ValidationError as error:

@@ -129,7 +129,7 @@ def make_bucket_update(
 ) -> BucketUpdate:
     headers = read_headers(model).values()
     nbytes = sum(math.prod(header.shape) * ELEMENT_BYTES[header.dtype] for header in headers)
-    where = {"sockets": [], "like": str(model), "seconds": MESSAGE_SECONDS}
+    where = {"sockets": [], "checkpoint": str(model), "seconds": MESSAGE_SECONDS}
     # The contents are unknown in advance, so a random identity makes each version distinct.
     identity = secrets.token_hex(16)
     offer = Offer("verl_buckets", version, identity, nbytes, where, repeatable=False)

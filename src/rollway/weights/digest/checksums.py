@@ -35,7 +35,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 BLOCK = 1 << 17  # Words of eight bytes that make up one block of a digest: 1 MiB
 _WORTH_THREADS = 16 << 20
-_MOST_THREADS = 8
+_MAX_THREADS = 8
 Result = TypeVar("Result")
 
 
@@ -136,7 +136,7 @@ def map_in_threads(work: Callable[[Tensor], Result], tensors: Sequence[Tensor]) 
     every operation, which is slow when cores are busy."""
     if len(tensors) < 2 or sum(tensor.nbytes for tensor in tensors) < _WORTH_THREADS:
         return [work(tensor) for tensor in tensors]
-    with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as threads:
+    with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as threads:
         return list(threads.map(work, tensors))
 
 

@@ -18,7 +18,7 @@ _MOST = {
     **dict.fromkeys(("hidden", "head_dim", "vocab", "ffn", "moe_ffn", "padded_vocab"), 1 << 32),
 }
 """Far above any model; the first four decide how many tensors and parts are listed in memory."""
-_MOST_EXPERTS = 1 << 20  # Experts of all layers together
+_MAX_EXPERTS = 1 << 20  # Experts of all layers together
 _CHECK_CONFIG = "Check the model's config or sidecar."
 
 
@@ -53,9 +53,9 @@ class ModelGeometry:
                     f"A model with {name}={getattr(self, name)} is too large: at most {most}.",
                     _CHECK_CONFIG,
                 )
-        if self.layers * self.experts > _MOST_EXPERTS:
+        if self.layers * self.experts > _MAX_EXPERTS:
             raise UsageError(
-                f"{self.layers} layers of {self.experts} experts are more than {_MOST_EXPERTS}.",
+                f"{self.layers} layers of {self.experts} experts are more than {_MAX_EXPERTS}.",
                 _CHECK_CONFIG,
             )
         if self.heads % self.query_groups:

@@ -1,7 +1,7 @@
-"""A described Megatron model: what every rank holds, and which Hugging Face tensors that is.
+"""The layout of a Megatron model: the tensors of every rank, and the Hugging Face tensors in them.
 
-`live.read_rank` describes a running model rank by rank, `describe` a model that does not exist yet,
-and a sidecar carries either of them.
+`live.read_rank` reads the layout of one rank of a running model. `describe` computes the layout of
+a model that does not run yet. `sidecar` stores either as JSON.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from rollway.weights.layout import Placed, Role, Shape, Shard
 from rollway.weights.megatron.geometry import ModelGeometry, Position
 from rollway.weights.megatron.pieces import cuts, hf_shapes, replica
 
-_MOST_PARTS = 1 << 21
-"""Parts of all tensors together. 60 layers of 400 experts in 8 parts have a quarter of it."""
+_MAX_PARTS = 1 << 21
+"""The limit for all tensors together: four times what 60 layers of 400 experts in 8 parts have."""
 _LAYER_NUMBER = re.compile(r"\blayers\.(\d+)\.")
 
 
@@ -33,8 +33,8 @@ class RankLayout:
 
     def owns(self, name: str) -> bool:
         """Return whether this rank is the replica that publishes its shard."""
-        me = replica(self.shards[name], self.position)
-        return publishing_replica(name, me.count) == me.index
+        own = replica(self.shards[name], self.position)
+        return publishing_replica(name, own.count) == own.index
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class MegatronModel:
     def parts(self) -> Iterator[tuple[str, Shape, str, list[Part]]]:
         """Yield name, shape and dtype of each Hugging Face tensor, and the parts that make it up.
 
-        One of several replicas is used. Raises `UsageError` if a part is missing or claimed twice.
+        Of several replicas, one is used. Raise `UsageError` if a part is missing or held twice.
         """
         for name, (shape, parts) in self._index().items():
             check_covered(name, shape, (part.cut.box for part in parts))
@@ -90,11 +90,11 @@ class MegatronModel:
             names = self.ranks[rank].names[source]
             shapes = hf_shapes(shard, len(names), self.geometry)
             for name, shape in zip(names, shapes, strict=True):
-                known, _ = index.setdefault(name, (shape, []))
-                if known != shape:
+                first_shape, _ = index.setdefault(name, (shape, []))
+                if first_shape != shape:
                     raise UsageError(
-                        f"{name} has the shape {list(known)} on some ranks and {list(shape)} on "
-                        f"rank {rank}.",
+                        f"{name} has the shape {list(first_shape)} on some ranks and "
+                        f"{list(shape)} on rank {rank}.",
                         "Check the parallel sizes that the ranks report.",
                     )
             for cut in cuts(shard, len(names), self.geometry):
@@ -102,16 +102,17 @@ class MegatronModel:
         return index
 
     def _check_count(self, published: Mapping[tuple[str, int], Shard]) -> None:
-        """Refuse more parts than fit in memory, before any is made.
+        """Raise if there are more parts than fit in memory, before any is created.
 
-        A sidecar describes a fused tensor in a few bytes that stand for parts of every head."""
+        A few bytes of a sidecar describe a fused tensor, which has parts for every head. So a small
+        file can stand for very many parts."""
         count = sum(len(self.ranks[rank].names[source]) for source, rank in published)
         for shard in published.values():
             if shard.role is Role.QKV_COLUMN:
                 count += shard.box.shape[0] // self.geometry.head_dim
-        if count > _MOST_PARTS:
+        if count > _MAX_PARTS:
             raise UsageError(
-                f"The model is cut into more than {_MOST_PARTS} parts.",
+                f"The model is cut into more than {_MAX_PARTS} parts.",
                 "Check the numbers of heads, experts and ranks.",
             )
 
@@ -121,14 +122,14 @@ class MegatronModel:
         seen: dict[tuple[str, Shape, int], int] = {}
         for rank, layout in self.ranks.items():
             for name, shard in layout.shards.items():
-                me = replica(shard, layout.position)
-                other = seen.setdefault((name, me.group, me.index), rank)
+                own = replica(shard, layout.position)
+                other = seen.setdefault((name, own.group, own.index), rank)
                 if other != rank:
                     raise UsageError(
                         f"Ranks {other} and {rank} say that they are at the same position.",
                         "Data-parallel replicas must differ in dp (and edp, for experts).",
                     )
-                publishes = publishing_replica(name, me.count) == me.index
-                if publishes or (name, me.group) not in chosen:
-                    chosen[name, me.group] = rank
+                publishes = publishing_replica(name, own.count) == own.index
+                if publishes or (name, own.group) not in chosen:
+                    chosen[name, own.group] = rank
         return {(name, rank): self.ranks[rank].shards[name] for (name, _), rank in chosen.items()}

@@ -1,9 +1,9 @@
 """Describe what the ranks of a trainer hold, for the planner.
 
 A `ResidentTensor` is a tensor in a rank's memory; its `Holding` lists the boxes of Hugging Face
-tensors in it. Tensors of equal geometry share the very same `Holding`, so the planner recognises by
-identity that they are alike. The functions here make sources from pieces, and from descriptions of
-FSDP and Megatron trainers; nothing is copied.
+tensors in it. Tensors of equal geometry share one `Holding` object, so the planner recognises equal
+ones by identity. The functions here make sources from pieces, and from descriptions of FSDP and
+Megatron trainers. They describe tensors and copy none.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rollway.weights.planning.targets import TensorInfo
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The machine and device where a rank runs; an empty name equals no other."""
+    """The machine and device where a rank runs. An empty name is unknown, and equals no other."""
 
     node: str = ""
     device: str = ""
@@ -47,7 +47,7 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class ResidentTensor:
-    """A tensor of a source; `names` are the Hugging Face tensors that `holding` numbers."""
+    """A tensor of a source. `holding` refers to Hugging Face tensors by their index in `names`."""
 
     names: tuple[str, ...]
     holding: Holding
@@ -55,7 +55,7 @@ class ResidentTensor:
 
 @dataclass(frozen=True)
 class Source:
-    """A rank that can be read, with its tensors by their own names."""
+    """A rank that receivers can read from, with its tensors by the trainer's names."""
 
     name: str
     offers: Mapping[str, ResidentTensor]
@@ -68,13 +68,13 @@ def source_from_pieces(
     pieces: Sequence[Piece],
     place: Place = ANYWHERE,
 ) -> Source:
-    """Return a source for a rank that lists its pieces; `tensors` are the rank's own."""
+    """Return a source for a rank from its own tensors and the pieces that are stored in them."""
     by_tensor: dict[str, list[Piece]] = {}
     for piece in pieces:
         by_tensor.setdefault(piece.source, []).append(piece)
     shared: dict[Holding, Holding] = {}
     offers = {}
-    for tensor, mine in by_tensor.items():
+    for tensor, tensor_pieces in by_tensor.items():
         if tensor not in tensors:
             raise UsageError(
                 f"{name} offers pieces of {tensor}, but has no such tensor.",
@@ -83,7 +83,7 @@ def source_from_pieces(
         numbers: dict[str, int] = {}
         held = tuple(
             Placed(p.box, p.at, p.transposed, numbers.setdefault(p.name, len(numbers)))
-            for p in mine
+            for p in tensor_pieces
         )
         holding = Holding(tensors[tensor].dtype, tensors[tensor].shape, held)
         offers[tensor] = ResidentTensor(tuple(numbers), shared.setdefault(holding, holding))
@@ -98,8 +98,8 @@ def hf_source(headers: Mapping[str, TensorInfo], name: str = "trainer") -> Sourc
 def fsdp_sources(
     headers: Mapping[str, TensorInfo], ranks: int, name: str = "trainer"
 ) -> list[Source]:
-    """Return ranks that shard every tensor by rows as FSDP2 does: the last ones may have fewer
-    rows, or none. A tensor without dimensions is on all ranks."""
+    """Return ranks that shard every tensor by rows as FSDP2 does. The last ranks may have fewer
+    rows than others, or none. A tensor without dimensions is on all ranks."""
     if ranks < 1:
         raise UsageError(f"A trainer cannot have {ranks} ranks.", "Use 1 or more.")
     offers: list[dict[str, ResidentTensor]] = [{} for _ in range(ranks)]
@@ -133,8 +133,8 @@ def megatron_sources(model: MegatronModel, name: str = "trainer") -> list[Source
 
     def find_holding(shard: Shard, count: int) -> Holding:
         held = cuts(shard, count, model.geometry)
-        # `cuts` returns the very same tuple for equal layers. The holding keeps a reference to it,
-        # so its id cannot be reused.
+        # `cuts` caches: it returns one tuple object for equal layers. The holding keeps a reference
+        # to it, so its id cannot be reused.
         key = shard.dtype, shard.box, id(held)
         if key not in shared:
             shared[key] = Holding(shard.dtype, shard.box.shape, held)

@@ -1,7 +1,9 @@
 """The result of planning: what each receiver reads, from which source, by which method.
 
-A plan has recipes and names, never rows and never a list of all copies: the copies of one receiver
-are expanded while they are read.
+A unit is a small set of tensors that are planned together, for example q, k and v of one layer. All
+units of equal geometry share one `Recipe`, in which tensors and ranks have numbers instead of
+names; a `Unit` adds the names. So a plan stays small: it has no list of all copies.
+`Plan.transfers` expands the copies of one receiver while the caller iterates.
 """
 
 from __future__ import annotations
@@ -20,9 +22,9 @@ from rollway.weights.planning.recipe import Step
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """`box` of a source's tensor goes to `at` of a target, where its extent is `shape`.
+    """One copy: `box` of a source's tensor goes to position `at` of a target, with extent `shape`.
 
-    It is a `Placed` box with the names of both tensors."""
+    This is a `Placed` box with the names of both tensors."""
 
     source: str
     tensor: str
@@ -42,8 +44,8 @@ class Transfer:
     method: Method
     staged: bool
     reason: str
-    needed: int
-    moved: int
+    needed: int  # Bytes that the receiver needs
+    moved: int  # Bytes that this method moves
     copies: tuple[Copy, ...]
 
 
@@ -55,10 +57,10 @@ class Total:
     moved: int = 0
     descriptors: int = 0
     blocks: int = 0
-    seconds: float = 0.0  # The estimate of the cost model, one transfer after the other
+    seconds: float = 0.0  # Estimated by the cost model, for transfers one after another
     methods: Counter[str] = field(default_factory=Counter)  # Bytes on the wire, by method
     reasons: Counter[str] = field(default_factory=Counter)
-    """Bytes that move although they are not needed, by reason."""
+    """Bytes that are moved but not needed, by reason."""
     sources: Counter[str] = field(default_factory=Counter)  # Bytes on the wire, by source
 
     @property
@@ -66,7 +68,7 @@ class Total:
         return self.moved / self.needed if self.needed else 1.0
 
     def add(self, step: Step, count: int) -> None:
-        """Add a step that is done for `count` units."""
+        """Add a step that `count` units share."""
         choice = step.choice
         self.needed += step.needed * count
         self.moved += choice.moved * count
@@ -93,28 +95,30 @@ class Total:
 
 @dataclass(frozen=True, slots=True)
 class Holders:
-    """Which of the ranks with the same holding serves which units: each serves those up to its
-    `upto`."""
+    """Divides the units of a recipe among the ranks that have the same holding.
+
+    `places[i]` serves the units from `upto[i - 1]` up to (not including) `upto[i]`."""
 
     places: tuple[int, ...]  # Positions among the ranks that have the holding
     upto: tuple[int, ...]
 
     def find(self, unit: int) -> int:
+        """Return the position of the rank that serves a unit."""
         return self.places[bisect_right(self.upto, unit)]
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """The names that a recipe lacks."""
+    """The names of one unit's tensors, which its recipe only numbers."""
 
     tensors: tuple[tuple[str, ...], ...]
-    """The sources' tensors, by holding and by the rank that has it."""
-    targets: tuple[str, ...]
+    """The names of the sources' tensors, by holding, then by the rank that has it."""
+    targets: tuple[str, ...]  # The names of the receivers' tensors
 
 
 @dataclass(slots=True)
 class Recipe:
-    """What all receivers do for each of these units."""
+    """The steps of every receiver, the same for each of `units`."""
 
     steps: list[tuple[Step, ...]]  # One entry per receiver
     ranks: tuple[tuple[int, ...], ...]  # The ranks that have each holding
@@ -124,7 +128,7 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """`receiver` reads from `source`; None is the trainer."""
+    """`receiver` reads from the engine `source`, or from the trainer if that is None."""
 
     source: str | None
     receiver: str
@@ -132,8 +136,8 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class FanOut:
-    """How a version spreads from engine to engine: the edges of one level run at the same time,
-    after all levels before."""
+    """How a version spreads from engine to engine. All edges of a level run at the same time, after
+    the previous level has finished."""
 
     levels: tuple[tuple[Edge, ...], ...]
 
@@ -149,25 +153,27 @@ class FanOut:
 
 @dataclass(slots=True)
 class Plan:
-    """What every receiver reads; made by `plan`."""
+    """What every receiver reads; `planning.plan.plan` creates it."""
 
     sources: list[str]
     receivers: list[str]
     recipes: list[Recipe]
     totals: dict[str, Total]  # By receiver
     fanout: FanOut | None = None
-    """How further engines of the same layout receive the version, each rank from its like."""
+    """How further engines of the same layout receive the version, each rank from the same rank of
+    another engine."""
 
     def transfers(self, receiver: str) -> Iterator[Transfer]:
+        """Yield the transfers of one receiver; raise `UsageError` if the plan has no such one."""
         if receiver not in self.receivers:
             raise UsageError(
                 f"The plan has no receiver {receiver}.", f"It has {', '.join(self.receivers[:8])}."
             )
         number = self.receivers.index(receiver)
         for recipe in self.recipes:
-            for k, unit in enumerate(recipe.units):
-                for place, step in enumerate(recipe.steps[number]):
-                    holder = recipe.holders[number, place].find(k)
+            for unit_number, unit in enumerate(recipe.units):
+                for step_number, step in enumerate(recipe.steps[number]):
+                    holder = recipe.holders[number, step_number].find(unit_number)
                     source = self.sources[recipe.ranks[step.holding][holder]]
                     tensor = unit.tensors[step.holding][holder]
                     yield _make_transfer(step, source, tensor, unit.targets)
@@ -178,18 +184,18 @@ class Plan:
 
     @property
     def total(self) -> Total:
-        """The sum over all receivers; `seconds` is the slowest one's, as they run at once."""
-        whole = Total()
+        """The sum over all receivers. They run at once, so `seconds` is that of the slowest."""
+        grand_total = Total()
         for total in self.totals.values():
-            whole.needed += total.needed
-            whole.moved += total.moved
-            whole.descriptors += total.descriptors
-            whole.blocks += total.blocks
-            whole.seconds = max(whole.seconds, total.seconds)
-            whole.methods.update(total.methods)
-            whole.reasons.update(total.reasons)
-            whole.sources.update(total.sources)
-        return whole
+            grand_total.needed += total.needed
+            grand_total.moved += total.moved
+            grand_total.descriptors += total.descriptors
+            grand_total.blocks += total.blocks
+            grand_total.seconds = max(grand_total.seconds, total.seconds)
+            grand_total.methods.update(total.methods)
+            grand_total.reasons.update(total.reasons)
+            grand_total.sources.update(total.sources)
+        return grand_total
 
     def as_json(self) -> dict[str, Any]:
         fields: dict[str, Any] = {

@@ -1,9 +1,10 @@
-"""Open the publisher that brings weights to a stack; "auto" chooses its transport.
+"""Open a publisher of weights for a stack; "auto" chooses its transport:
 
-engines on this machine   tensors on a GPU        cuda_ipc   (shm, if this rank holds shards)
-                          tensors on a CPU        shm
-engines elsewhere too     a shared directory      files      (nixl, if this rank holds shards)
-                          NIXL is installed       nixl
+engines run                the trainer has         transport
+only on this machine       tensors on a GPU        cuda_ipc   (shm, if this rank holds shards)
+                           tensors on a CPU        shm
+also on other machines     a shared directory      files      (nixl, if this rank holds shards)
+                           NIXL installed          nixl
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
-Published = Literal["shm", "cuda_ipc", "files", "delta", "collective", "nixl"]
-"""Transports that `open_publisher` knows."""
-_PUBLISHERS: dict[Published, tuple[str, str]] = {
+TransportName = Literal["shm", "cuda_ipc", "files", "delta", "collective", "nixl"]
+"""The transports that `open_publisher` can open."""
+_PUBLISHERS: dict[TransportName, tuple[str, str]] = {
     "shm": ("rollway.weights.transports.shm", "ShmPublisher"),
     "cuda_ipc": ("rollway.weights.transports.cuda_ipc", "CudaIpcPublisher"),
     "files": ("rollway.weights.transports.files", "FilesPublisher"),
@@ -39,7 +40,7 @@ _PUBLISHERS: dict[Published, tuple[str, str]] = {
 
 @dataclass(frozen=True)
 class Destination:
-    """What a publisher must know of the stack that receives its versions."""
+    """What a publisher must know about the stack that receives its versions."""
 
     stack: str
     """The name of the stack."""
@@ -67,12 +68,12 @@ class Destination:
 class Choice:
     """A transport, and the reason for it."""
 
-    transport: Published
+    transport: TransportName
     reason: str
 
 
 def choose_transport(
-    requested: Published | Literal["auto"],
+    requested: TransportName | Literal["auto"],
     destination: Destination,
     *,
     on_gpu: bool = False,
@@ -82,7 +83,8 @@ def choose_transport(
     """Choose a transport for tensors on this kind of device.
 
     `is_sharded` says that this rank holds parts of tensors; `directory` is one that the trainer and
-    all engines see. Raise UsageError where the requested transport, or any, cannot reach them.
+    all engines see. Raise UsageError if the requested transport cannot reach the engines, or if
+    "auto" finds none that can.
 
     Example: `choose_transport("auto", destination, on_gpu=True)` returns
     `Choice("cuda_ipc", "the tensors are on a GPU of the engines' machine")`."""
@@ -115,7 +117,7 @@ def choose_transport(
 
 
 def open_publisher(
-    transport: Published | Literal["auto"],
+    transport: TransportName | Literal["auto"],
     destination: Destination,
     *,
     directory: Path | None = None,
@@ -126,9 +128,9 @@ def open_publisher(
     """Open a publisher of that transport; "auto" decides at the first publish.
 
     `directory` is where files and delta store versions. With `temporary` they remove it when the
-    publisher closes or its process ends, however it ends. `bucket_bytes` limits the memory that
-    cuda_ipc, files and collective need for tensors on their way. `options` are further ones of the
-    transport's own publisher.
+    publisher closes or its process ends, even if it is killed. `bucket_bytes` limits the memory
+    that cuda_ipc, files and collective need for tensors in transit. `options` are more arguments
+    for the transport's own publisher.
 
     Example:
         destination = Destination(stack="s1", secret=secret, model=path)
@@ -144,23 +146,23 @@ def open_publisher(
         return AutomaticPublisher(
             destination, directory=directory, temporary=temporary, bucket_bytes=bucket_bytes
         )
-    choose_transport(transport, destination)  # raises where it cannot reach the engines
+    choose_transport(transport, destination)  # raises if it cannot reach the engines
     arguments = _find_arguments(transport, destination, directory, temporary, bucket_bytes)
-    # Imported only now: all need torch, and NIXL is not installed everywhere.
+    # Import only the one that is needed: all import torch, and NIXL is not installed everywhere.
     module, name = _PUBLISHERS[transport]
-    publisher: type[Publisher] = getattr(import_module(module), name)
-    known = inspect.signature(publisher).parameters
+    publisher_class: type[Publisher] = getattr(import_module(module), name)
+    known = inspect.signature(publisher_class).parameters
     unknown = sorted(options.keys() - known.keys())
     if unknown:
         raise UsageError(
             f"The {transport} transport has no option {unknown[0]}.",
             f"Its options are {', '.join(sorted(known))}.",
         )
-    return publisher(**{**arguments, **options})
+    return publisher_class(**{**arguments, **options})
 
 
 def _find_arguments(
-    transport: Published,
+    transport: TransportName,
     destination: Destination,
     directory: Path | None,
     temporary: bool,
@@ -197,10 +199,10 @@ def _find_arguments(
 
 
 class AutomaticPublisher(Publisher):
-    """Chooses a transport when it sees the first tensors, and publishes by it from then on."""
+    """A publisher that chooses its transport when it sees the first tensors, and then keeps it."""
 
     def __init__(self, destination: Destination, **options: Any) -> None:
-        """`options` are those of `open_publisher`."""
+        """Pass `options` to `open_publisher` when the first tensors arrive."""
         self._destination, self._options = destination, options
         self._publisher: Publisher | None = None
         self.choice: Choice | None = None
@@ -234,7 +236,8 @@ class AutomaticPublisher(Publisher):
             self._publisher.close()
 
     def _open(self, tensors: Source | None) -> tuple[Publisher, Source]:
-        """Open the publisher for these tensors; return it and the tensors."""
+        """Open the publisher for these tensors; return it and the tensors, because inspecting
+        an iterator consumes its start."""
         source = inspect_source(tensors)
         self.choice = choose_transport(
             "auto",

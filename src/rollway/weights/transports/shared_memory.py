@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rollway.errors import UsageError, WeightsError
 from rollway.weights import leftovers
-from rollway.weights.offer import MOST_MANIFEST_BYTES, Manifest, Offer
+from rollway.weights.offer import MAX_MANIFEST_BYTES, Manifest, Offer
 from rollway.weights.untrusted import open_plain, read_plain, reason
 
 SHM = Path("/dev/shm")
@@ -98,7 +98,7 @@ class VersionGone(WeightsError):
 def read_tensor_list(path: Path, offer: Offer) -> bytes:
     """Read the file with the list of tensors that a publisher wrote for this offer."""
     try:
-        return read_plain(path, MOST_MANIFEST_BYTES, follow=False)
+        return read_plain(path, MAX_MANIFEST_BYTES, follow=False)
     except FileNotFoundError as error:
         raise VersionGone(offer.version) from error
     except OSError as error:

@@ -24,13 +24,13 @@ SOURCES = {
     "aime_2024": "Maxwell-Jia/AIME_2024",
     "aime_2025": "yentinglin/aime_2025",
 }
-"""By `data_source`, under which verl reports scores: the name on the hub."""
+"""The name on the hub of each `data_source`, the key under which verl reports scores."""
 ALIASES = {
     "math_dapo": ("mathdapo", "dapomath", "dapomath17k", "dapomath17kprocessed", "dapo"),
     "aime_2024": ("aime2024", "aime24"),
     "aime_2025": ("aime2025", "aime25"),
 }
-"""Names of a source in a path, in lower case, without punctuation and file suffix."""
+"""How a path may spell each source, in lower case, without punctuation and file suffix."""
 FILES = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
 
 
@@ -39,8 +39,8 @@ def recognise(entry: str) -> tuple[str, str]:
     name, colon, path = entry.partition(":")
     if colon and (source := _find_source(name)):
         return source, path
-    bare_name = re.fullmatch(r"[\w-]+", entry) is not None and not Path(entry).exists()
-    if bare_name and (source := _find_source(entry)):
+    is_bare_name = re.fullmatch(r"[\w-]+", entry) is not None and not Path(entry).exists()
+    if is_bare_name and (source := _find_source(entry)):
         return source, SOURCES[source]
     for part in reversed(re.split(r"/|--", entry)):  # the hub's cache has datasets--owner--name
         if source := _find_source(part):
@@ -52,9 +52,11 @@ def recognise(entry: str) -> tuple[str, str]:
 
 
 def _find_source(part: str) -> str | None:
-    plain = re.sub(r"(-\d+-of-\d+)?(\.\w+)?$", "", part.lower())  # shard-00000-of-00002.parquet
-    plain = re.sub(r"[^a-z0-9]", "", plain)
-    return next((source for source, names in ALIASES.items() if plain in names), None)
+    """Return the source that one part of a path names, if any."""
+    # Cut the end of a name like `aime24-00000-of-00002.parquet`.
+    alias = re.sub(r"(-\d+-of-\d+)?(\.\w+)?$", "", part.lower())
+    alias = re.sub(r"[^a-z0-9]", "", alias)
+    return next((source for source, aliases in ALIASES.items() if alias in aliases), None)
 
 
 def map_row(

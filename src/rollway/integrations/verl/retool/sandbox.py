@@ -1,4 +1,4 @@
-"""`Sandbox`: runs Python that a model wrote, in a confined process.
+"""`Sandbox`: run Python that a model wrote, in a confined process.
 
     sandbox = Sandbox(Limits(timeout=10))
     sandbox.check()
@@ -94,8 +94,9 @@ class Outcome:
     """Exit code; if negative, the signal that ended the program."""
     seconds: float
     confined: dict[str, bool]
-    """The layers that confined the program: `user` (not the caller's), `own_user` (nobody else's),
-    `files`, `truncation` and `scopes` (Landlock 1, 3 and 6), and `calls` (seccomp)."""
+    """Whether each layer confined the program: `user` (it ran as another user than the caller),
+    `own_user` (no other program had that user), `files`, `truncation` and `scopes` (Landlock 1, 3
+    and 6), and `calls` (seccomp)."""
 
     @property
     def ok(self) -> bool:
@@ -103,7 +104,7 @@ class Outcome:
 
     @property
     def missing_protections(self) -> tuple[str, ...]:
-        """Sentences about what programs can do here because a layer is missing."""
+        """One sentence for each thing that programs can do here because a layer is missing."""
         return tuple(list_missing_protections(self.confined)) if self.confined else ()
 
 
@@ -118,7 +119,7 @@ class Sandbox:
     packages: bool = True
     """Whether programs can import the interpreter's installed packages, e.g. sympy."""
     readable: tuple[str, ...] = ()
-    """Further directories that programs may read, where the kernel can block the others."""
+    """More directories that programs may read. Only Landlock blocks the others."""
     scratch: str | None = None
     """Parent of the working directories; None: the default for temporary files."""
     max_concurrent: int = 16
@@ -127,9 +128,9 @@ class Sandbox:
 
     def __post_init__(self) -> None:
         if self.network not in ("deny", "allow"):
-            raise UsageError(f"`network` of the sandbox is {self.network!r}.", "deny or allow.")
+            raise UsageError(f"`network` of the sandbox is {self.network!r}.", "Set deny or allow.")
         if self.max_concurrent < 1:
-            raise UsageError(f"`max_concurrent` is {self.max_concurrent}.", "At least 1.")
+            raise UsageError(f"`max_concurrent` is {self.max_concurrent}.", "Set 1 or more.")
         self.interpreter = find_interpreter(self.interpreter)
         self._slots = asyncio.Semaphore(self.max_concurrent)
 
@@ -172,7 +173,7 @@ class Sandbox:
 
     async def _wait_for_report(self, keeper: asyncio.subprocess.Process, code: str) -> Outcome:
         assert keeper.stdin and keeper.stdout and keeper.stderr
-        # stdin stays open: its end means to the keeper that the caller is gone.
+        # Keep stdin open: the keeper reads its end as the death of the caller.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             keeper.stdin.write(self.encode_job(code))
             await keeper.stdin.drain()
@@ -189,7 +190,8 @@ class Sandbox:
         return [self.interpreter, "-I", "-S", "-B", str(JAIL)]
 
     def encode_job(self, code: str) -> bytes:
-        """Return the line that `jail.py` reads; the first job also sweeps old directories."""
+        """Return the line that `jail.py` reads. The first job also has it remove directories that
+        killed keepers left."""
         sweep, self._swept = not self._swept, True
         job = {
             **dataclasses.asdict(self.limits),
@@ -241,7 +243,7 @@ class Sandbox:
 
 
 def list_missing_protections(confined: dict[str, bool]) -> Iterator[str]:
-    """List what a program can do where one of the layers is missing."""
+    """Yield a sentence for each thing that a program can do because a layer is missing."""
     files, calls = confined["files"], confined["calls"]
     if not files and not confined["user"]:
         yield (
@@ -271,8 +273,8 @@ def list_missing_protections(confined: dict[str, bool]) -> Iterator[str]:
 
 
 async def stop_keeper(keeper: asyncio.subprocess.Process) -> None:
-    """Close the pipe, whereupon the keeper kills its program and removes its directory. Kill a
-    keeper that takes too long; the next start sweeps what it left."""
+    """Close the pipe, so that the keeper kills its program and removes its directory. Kill a keeper
+    that takes too long; the first job of the next sandbox removes what it left."""
     assert keeper.stdin
     keeper.stdin.close()
     try:
@@ -285,6 +287,7 @@ async def stop_keeper(keeper: asyncio.subprocess.Process) -> None:
 
 
 def find_interpreter(name: str | None) -> str:
+    """Return the path of the interpreter; raise `UsageError` if a named one does not exist."""
     path = shutil.which(name or "python3", path=os.environ.get("PATH") if name else SYSTEM_PATH)
     if path is None and name:
         raise UsageError(

@@ -99,9 +99,9 @@ class CollectivePublisher(Publisher):
             init_seconds=self._init_seconds,
             step_seconds=self._step_seconds,
             manifest_parts=len(parts),
-            room=secrets.token_hex(8),
+            prefix=secrets.token_hex(8),
         )
-        store = dist.PrefixStore(location.room, store)
+        store = dist.PrefixStore(location.prefix, store)
         for number, part in enumerate(parts):
             store.set(f"manifest/{number}", part)
         self._transfer = _Transfer(version, location, manifest.entries, sources, store)

@@ -1,8 +1,13 @@
 """The store in which a publisher and its receivers coordinate one transfer.
 
-Keys below the prefix:  manifest/0…  joined  who/R  go  failed  stop  ended/R  done  left
-The publisher serves the store. It cannot tell a worker from a stranger, so data from it counts only
-if it agrees with the offer, which is signed.
+All keys are below a random prefix; R is the rank of a receiver:
+
+    manifest/0…  the list of tensors      joined  how many receivers joined   who/R  host and pid
+    go           all receivers joined     failed  some receiver failed        stop   why to stop
+    ended/R      the receiver's outcome   done    all confirmed               left   how many left
+
+The publisher serves the store. The store has no authentication, so a receiver uses data from it
+only if it agrees with the offer, which is signed.
 """
 
 from __future__ import annotations
@@ -19,14 +24,14 @@ import msgspec
 import torch.distributed as dist
 
 from rollway.errors import UsageError, WeightsError
-from rollway.weights.offer import MOST_MANIFEST_BYTES, Manifest, Offer, read_manifest
+from rollway.weights.offer import MAX_MANIFEST_BYTES, Manifest, Offer, read_manifest
 from rollway.weights.transports.collective.group import Backend, BrokenOff
 
 _CONNECT_SECONDS = 3.0
 _PART_BYTES = 4 << 20
 """Bytes of a list of tensors per key; the store accepts up to 8 MiB."""
-_MOST_CHARACTERS = 500
-_MOST_PARTS = MOST_MANIFEST_BYTES // _PART_BYTES
+_MAX_CHARACTERS = 500
+_MAX_PARTS = MAX_MANIFEST_BYTES // _PART_BYTES
 _GRACE_SECONDS = 5.0
 """How long a receiver that was stopped may take to report its outcome."""
 T = TypeVar("T")
@@ -34,7 +39,7 @@ Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 
 
 class Location(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The part of an offer that names the store, and all that ranks must agree on."""
+    """The part of an offer that names the store, and the settings that all ranks share."""
 
     host: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._:%-]{1,255}\Z")]
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
@@ -42,16 +47,16 @@ class Location(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     backend: Backend
     bucket_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
     init_seconds: Seconds
-    """The limit within which all join, and once more for the group to form."""
+    """The time limit for all receivers to join, and again for the process group to form."""
     step_seconds: Seconds
-    """The limit within which each message reaches everyone."""
-    manifest_parts: Annotated[int, msgspec.Meta(ge=1, le=_MOST_PARTS)]
-    room: Annotated[str, msgspec.Meta(min_length=8, max_length=64)]
-    """The prefix of all keys: random, so that nobody confuses two transfers."""
+    """The time limit for each message to reach all receivers."""
+    manifest_parts: Annotated[int, msgspec.Meta(ge=1, le=_MAX_PARTS)]
+    prefix: Annotated[str, msgspec.Meta(min_length=8, max_length=64)]
+    """The prefix of all keys: random, so that two transfers are never confused."""
 
 
 class ReceiverId(msgspec.Struct, frozen=True):
-    """Names a receiver for the person who has to find it."""
+    """The process of a receiver, for the person who has to find it."""
 
     host: Annotated[str, msgspec.Meta(max_length=255)]
     pid: int
@@ -61,14 +66,14 @@ class ReceiverId(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """The outcome of a receiver: it has everything, others failed, or it failed itself."""
+    """The outcome of a receiver: it has everything, stopped because others failed, or failed."""
 
-    how: Literal["taken", "stopped", "failed"]
-    words: Annotated[str, msgspec.Meta(max_length=_MOST_CHARACTERS)] = ""
+    status: Literal["received", "stopped", "failed"]
+    message: Annotated[str, msgspec.Meta(max_length=_MAX_CHARACTERS)] = ""
 
 
 class Stopped(WeightsError):
-    """The publisher gave up, for a reason elsewhere."""
+    """The publisher stopped the transfer because something failed elsewhere."""
 
 
 def read_location(offer: Offer) -> Location:
@@ -102,7 +107,7 @@ def serve_store(host: str, port: int, seconds: float) -> tuple[Any, int]:
 def connect_store(location: Location, offer: Offer) -> Any:
     """Connect to the publisher's store."""
     try:
-        # Probed first: the store's own client retries until its time is up, and then once more.
+        # Probe first: without a listener, the store's own client retries until its timeout, twice.
         socket.create_connection((location.host, location.port), _CONNECT_SECONDS).close()
         limit = timedelta(seconds=_CONNECT_SECONDS)
         store = dist.TCPStore(
@@ -114,7 +119,7 @@ def connect_store(location: Location, offer: Offer) -> Any:
             f"Nobody offers version {offer.version} at {location.host}:{location.port} any more.",
             "It is sent once, to as many receivers as were expected: publish it again.",
         ) from error
-    return dist.PrefixStore(location.room, store)
+    return dist.PrefixStore(location.prefix, store)
 
 
 def split_manifest(raw: bytes) -> list[bytes]:
@@ -129,7 +134,7 @@ def fetch_manifest(store: Any, location: Location, offer: Offer) -> Manifest:
         store.wait(keys, timedelta(seconds=_CONNECT_SECONDS))
         for key in keys:
             raw += store.get(key)
-            if len(raw) > MOST_MANIFEST_BYTES:
+            if len(raw) > MAX_MANIFEST_BYTES:
                 raise WeightsError(f"The list of tensors of version {offer.version} is too long.")
     except RuntimeError as error:
         raise WeightsError(f"The list of tensors of version {offer.version} is gone.") from error
@@ -145,24 +150,24 @@ class ReceiverSide:
             self.rank = self._join()
 
     def wait_for_go(self) -> None:
-        # A moment longer than the publisher waits, because only it can name who is missing.
+        # Wait a little longer than the publisher does, because only it can name who is missing.
         self._wait("go", self._location.init_seconds + _GRACE_SECONDS)
 
     def check(self) -> None:
         """Raise if the publisher has given up, or is gone."""
         with self._publisher_present():
             if self._store.check(["stop"]):
-                # Bounded before it is decoded: a stranger may have written megabytes.
-                message = self._store.get("stop")[: 4 * _MOST_CHARACTERS].decode(errors="replace")
-                raise Stopped(message[:_MOST_CHARACTERS])
+                # Cut it before decoding: anyone who reaches the port may have written megabytes.
+                message = self._store.get("stop")[: 4 * _MAX_CHARACTERS].decode(errors="replace")
+                raise Stopped(message[:_MAX_CHARACTERS])
 
     def confirm(self) -> None:
-        """Report that all bytes are here and verified; return when everyone has reported so.
+        """Report that all bytes arrived and are verified; return when all receivers have reported.
 
-        Until then the group must stay: this rank may have forwarded bytes that are still on their
-        way to others."""
+        Until then the process group must stay open: this rank may have forwarded bytes that others
+        have not received yet."""
         with self._publisher_present():
-            self._report(Outcome("taken"))
+            self._report(Outcome("received"))
         self._wait("done", self._location.step_seconds + _GRACE_SECONDS)
         with self._publisher_present():
             self._store.add("left", 1)
@@ -213,7 +218,7 @@ def _make_outcome(error: BaseException) -> Outcome:
     if isinstance(error, GeneratorExit):
         return Outcome("failed", "the worker stopped receiving; its own error says why")
     is_elsewhere = isinstance(error, Stopped | BrokenOff)
-    return Outcome("stopped" if is_elsewhere else "failed", str(error)[:_MOST_CHARACTERS])
+    return Outcome("stopped" if is_elsewhere else "failed", str(error)[:_MAX_CHARACTERS])
 
 
 class PublisherSide:
@@ -246,19 +251,19 @@ class PublisherSide:
         """Wait until every receiver has confirmed that it has all bytes, verified."""
         ranks = range(1, self._location.receivers + 1)
         outcomes = self._collect_outcomes(ranks, self._location.step_seconds, self.check)
-        if [outcome.how for outcome in outcomes.values()] != ["taken"] * len(ranks):
+        if [outcome.status for outcome in outcomes.values()] != ["received"] * len(ranks):
             seconds = self._location.step_seconds
             raise WeightsError(f"Not every receiver confirmed within {seconds:g} s.")
         self._store.set("done", "")
-        # The store must outlive the receivers' last call to it.
+        # Keep serving the store until every receiver has made its last call to it.
         deadline = time.monotonic() + _GRACE_SECONDS
         while self._store.add("left", 0) < len(ranks) and time.monotonic() < deadline:
             time.sleep(0.002)
 
     def stop(self, message: str) -> str:
-        """Stop all receivers; return a description of those that are to blame."""
-        self._store.set("stop", message[:_MOST_CHARACTERS])
-        # Set after `stop`: a receiver that wakes up then checks for it.
+        """Stop all receivers; return a description of those that failed or are missing."""
+        self._store.set("stop", message[:_MAX_CHARACTERS])
+        # Set these after `stop`: they wake up waiting receivers, which then check for `stop`.
         for key in ("go", "done"):
             self._store.set(key, "")
         joined = range(1, min(self._store.add("joined", 0), self._location.receivers) + 1)
@@ -267,19 +272,19 @@ class PublisherSide:
             return f"joined: {', '.join(map(self._describe, joined)) or 'none'}"
         silent = [self._describe(rank) for rank in joined if rank not in outcomes]
         reports = {
-            how: [
-                f"{self._describe(rank)} reported: {outcome.words}"
+            status: [
+                f"{self._describe(rank)} reported: {outcome.message}"
                 for rank, outcome in outcomes.items()
-                if outcome.how == how
+                if outcome.status == status
             ]
-            for how in ("failed", "stopped")
+            for status in ("failed", "stopped")
         }
         lost = [f"no report from {', '.join(silent)}"] if silent else []
-        # Receivers that only stopped are named if nobody else is to blame.
+        # Name receivers that only stopped if no other is silent or has failed.
         return "; ".join(lost + reports["failed"] or reports["stopped"])
 
     def leave(self) -> None:
-        """Drop the store, even if somebody keeps an exception and its frames."""
+        """Drop the store: an exception that is kept would keep it open through its frames."""
         self._store = None
 
     def _collect_outcomes(

@@ -40,8 +40,8 @@ from rollway.weights.untrusted import check_shape
 
 _MAGIC = b"RWD1"
 _PREFIX_BYTES = 8
-_MOST_HEADER_BYTES = 1 << 16
-MOST_OVERHEAD = _PREFIX_BYTES + _MOST_HEADER_BYTES + 1
+_MAX_HEADER_BYTES = 1 << 16
+MAX_OVERHEAD = _PREFIX_BYTES + _MAX_HEADER_BYTES + 1
 """How many bytes a packed change may exceed its tensor by; a longer one is sent whole."""
 
 Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
@@ -87,7 +87,7 @@ class Encoded:
     def parts(self) -> list[Buffer]:
         """Return the bytes in parts, so that large ones are not copied."""
         header = msgspec.msgpack.encode(self.header)
-        if len(header) > _MOST_HEADER_BYTES:
+        if len(header) > _MAX_HEADER_BYTES:
             raise UsageError(f"The name or shape of {self.header.name[:80]!r} is too long.")
         return [_MAGIC + len(header).to_bytes(4, "little") + header, self.places, self.values]
 
@@ -199,7 +199,7 @@ def decode(data: Buffer) -> Encoded:
     """Read what `to_bytes` wrote. `apply`, which knows the tensor, checks the payload."""
     view = memoryview(data)
     length = int.from_bytes(view[4:_PREFIX_BYTES], "little")
-    if bytes(view[:4]) != _MAGIC or length > min(_MOST_HEADER_BYTES, len(view) - _PREFIX_BYTES):
+    if bytes(view[:4]) != _MAGIC or length > min(_MAX_HEADER_BYTES, len(view) - _PREFIX_BYTES):
         raise _damaged("These bytes are not a packed change of a tensor.")
     payload = view[_PREFIX_BYTES + length :]
     try:

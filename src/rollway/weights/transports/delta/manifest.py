@@ -14,7 +14,7 @@ from rollway.weights import leftovers
 from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.layout import ELEMENT_BYTES
 from rollway.weights.offer import Count, Text
-from rollway.weights.transports.delta.format import MOST_OVERHEAD, Digest
+from rollway.weights.transports.delta.format import MAX_OVERHEAD, Digest
 from rollway.weights.untrusted import check_shape
 
 MANIFESTS, OBJECTS = "manifests/", "objects/"
@@ -137,7 +137,7 @@ def _check_entry(name: str, entry: Entry) -> None:
     except (ValueError, KeyError) as error:
         raise needs_snapshot(f"{name} is said to be {entry.dtype}{list(entry.shape)}.") from error
     for extent in (entry.delta, entry.snapshot):
-        if extent is not None and extent[1] > MOST_OVERHEAD + nbytes:
+        if extent is not None and extent[1] > MAX_OVERHEAD + nbytes:
             raise needs_snapshot(
                 f"A change of {name} is said to have {extent[1]} bytes, the tensor {nbytes}."
             )

@@ -48,7 +48,7 @@ _LEAST = 1 << 16
 """Bytes that a small tensor counts as there."""
 _GATHERED = 1 << 25
 """Changed elements that are encoded together; each needs about 50 bytes of scratch memory."""
-_MOST_THREADS = 16
+_MAX_THREADS = 16
 _local = threading.local()
 
 
@@ -86,7 +86,7 @@ def pack(old: Tensor, new: Tensor) -> Packed:
 def pack_all(pairs: Sequence[Pair]) -> list[Packed]:
     """Pack the changes of many tensors on one device; element sizes may differ."""
     packed: dict[int, Packed] = {}
-    with ThreadPoolExecutor(min(_MOST_THREADS, len(os.sched_getaffinity(0)))) as pool:
+    with ThreadPoolExecutor(min(_MAX_THREADS, len(os.sched_getaffinity(0)))) as pool:
         for batch in _split_batches(pairs):
             packed.update(zip(batch, _pack_batch([pairs[i] for i in batch], pool), strict=True))
     return [packed[i] for i in range(len(pairs))]

@@ -13,7 +13,7 @@ from torch import Tensor
 from rollway.errors import WeightsError
 from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.digest.checksums import digest
-from rollway.weights.offer import MOST_MANIFEST_BYTES, Offer
+from rollway.weights.offer import MAX_MANIFEST_BYTES, Offer
 from rollway.weights.transports.base import Reader, never
 from rollway.weights.transports.delta.format import (
     Encoded,
@@ -33,8 +33,8 @@ from rollway.weights.transports.delta.manifest import (
 )
 from rollway.weights.transports.delta.store import Store
 
-_FEW = 0.02
-"""Up to this share of changed elements, writing those is faster than copying the tensor."""
+_FEW_CHANGED = 0.02
+"""Up to this share of changed elements, writing only them is faster than copying the tensor."""
 State = dict[str, Tensor]
 
 
@@ -51,7 +51,7 @@ class DeltaVersions:
 
     def read_manifest(self, version: int) -> Manifest:
         with self._store.open(manifest_key(version)) as blob:
-            if blob.size > MOST_MANIFEST_BYTES:
+            if blob.size > MAX_MANIFEST_BYTES:
                 raise needs_snapshot(f"The manifest of version {version} is too large.")
             data = blob.read(0, blob.size)
         try:
@@ -69,11 +69,11 @@ class DeltaVersions:
             return []
         chains: list[list[Step]] = []
         deltas: list[Step] = []
-        at = wanted
+        version = wanted
         # Walk back from `wanted`: every snapshot on the way starts a chain, and so does `held`.
         while True:
             try:
-                manifest = self.read_manifest(at)
+                manifest = self.read_manifest(version)
             except WeightsError:
                 if chains:
                     break  # a chain that does not need this version is already known
@@ -86,7 +86,7 @@ class DeltaVersions:
             if manifest.base == held:
                 chains.append(deltas)
                 break
-            at = manifest.base
+            version = manifest.base
         if not chains:
             raise WeightsError(f"Nothing leads to version {wanted}.", "Publish a snapshot.")
         return min(chains, key=lambda steps: sum(step.object.size for step in steps))
@@ -94,7 +94,7 @@ class DeltaVersions:
     def fetch(self, state: State, held: int | None, wanted: int) -> StagedVersion:
         """Stage the shortest chain; if it is broken or was removed meanwhile, use a snapshot.
 
-        So every version that the publisher keeps can be read, whatever the reader holds."""
+        So a reader can read every version that the publisher keeps, whatever version it holds."""
         steps = self.find_chain(held, wanted)
         try:
             return self.stage(state, steps)
@@ -173,7 +173,7 @@ class StagedVersion:
                 )
         for name, positions in self._positions.items():
             tensor = self.tensors[name]
-            if positions is not None and sum(map(len, positions)) <= _FEW * tensor.numel():
+            if positions is not None and sum(map(len, positions)) <= _FEW_CHANGED * tensor.numel():
                 self._sparse[name] = [(at, read_elements(tensor, at)) for at in positions]
 
     def install(self) -> None:

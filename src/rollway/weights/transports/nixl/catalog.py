@@ -11,7 +11,7 @@ that all arrive at once ask for a `fanout`, and then form a tree:
     trainer ──► r0 ──► r1 ──► r3, r4       the trainer serves one receiver at a time,
                  └───► r2 ──► r5, r6       a receiver that has the version serves `fanout`
 
-The catalog knows no bytes and no transports: the `body` of a listing is for readers alone.
+The catalog does not interpret the `body` of a listing, which says how to read the bytes.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from rollway.errors import UsageError, WeightsError
 from rollway.weights.offer import Count
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
-MOST_RANKS = 1 << 16
-_MOST_VERSIONS = 64
-_MOST_BYTES = 2 << 30
-_MOST_MEMBERS = 1 << 16
+MAX_RANKS = 1 << 16
+_MAX_VERSIONS = 64
+_MAX_BYTES = 2 << 30
+_MAX_MEMBERS = 1 << 16
 _ASSIGNED_SECONDS = 600.0
-"""A receiver that never acknowledged counts as load of its source for this long."""
+"""How long a receiver counts as load of its source if it never acknowledges."""
 
 
 class Listing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -41,8 +41,8 @@ class Listing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     version: Count
     source: Name
     """A unique name; a receiver that serves peers uses the name that it looks up with."""
-    rank: Annotated[int, msgspec.Meta(ge=0, lt=MOST_RANKS)]
-    world: Annotated[int, msgspec.Meta(ge=1, le=MOST_RANKS)]
+    rank: Annotated[int, msgspec.Meta(ge=0, lt=MAX_RANKS)]
+    world: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
     role: Literal["trainer", "receiver"]
     body: bytes
 
@@ -82,7 +82,7 @@ class Catalog(Protocol):
         ...
 
     def where(self) -> dict[str, Any]:
-        """Return what an offer says about reaching this catalog."""
+        """Return the fields of an offer that say how to reach this catalog."""
         ...
 
 
@@ -94,7 +94,7 @@ class MemoryCatalog:
         self._versions: dict[int, dict[str, Listing]] = {}
         self._newest = -1
         self._assigned: dict[tuple[int, str], dict[str, float]] = {}
-        """By version and first source of a set: the receivers sent there, and when."""
+        """By version and first source of a set: the receivers that read from it, and since when."""
         self._acknowledged: dict[int, set[str]] = {}
         self._members: set[str] = set()
 
@@ -132,7 +132,8 @@ class MemoryCatalog:
                 raise NotYet(f"All sources of version {version} are serving others.")
             # Prefer a receiver to the trainer, which has other work.
             chosen = min(sets, key=lambda ranks: (self._load(ranks), ranks[0].role == "trainer"))
-            # A rank that looks up its own version only asks whether it is complete.
+            # A trainer rank that looks up its own version reads nothing: it asks whether all ranks
+            # have announced it.
             if all(listing.source != member for listing in chosen):
                 assigned = self._assigned.setdefault((version, chosen[0].source), {})
                 assigned[member] = time.monotonic()
@@ -171,8 +172,8 @@ class MemoryCatalog:
             return sorted(self._versions)
 
     def _join(self, member: str) -> None:
-        if member not in self._members and len(self._members) >= _MOST_MEMBERS:
-            raise UsageError(f"The catalog has {_MOST_MEMBERS} members already.")
+        if member not in self._members and len(self._members) >= _MAX_MEMBERS:
+            raise UsageError(f"The catalog has {_MAX_MEMBERS} members already.")
         self._members.add(member)
 
     def _unassign(self, member: str) -> None:
@@ -180,13 +181,13 @@ class MemoryCatalog:
             assigned.pop(member, None)
 
     def _check_limits(self, listing: Listing) -> None:
-        if listing.version not in self._versions and len(self._versions) >= _MOST_VERSIONS:
+        if listing.version not in self._versions and len(self._versions) >= _MAX_VERSIONS:
             raise UsageError(
-                f"The catalog holds {_MOST_VERSIONS} versions already.", "Withdraw old ones."
+                f"The catalog holds {_MAX_VERSIONS} versions already.", "Withdraw old ones."
             )
         versions = self._versions.values()
-        nbytes = sum(len(held.body) for listed in versions for held in listed.values())
-        if nbytes + len(listing.body) > _MOST_BYTES:
+        nbytes = sum(len(item.body) for listed in versions for item in listed.values())
+        if nbytes + len(listing.body) > _MAX_BYTES:
             raise UsageError(f"The catalog is full: {nbytes} bytes.", "Keep fewer versions.")
 
     def _find_sets(self, version: int, member: str, without: Sequence[str]) -> list[list[Listing]]:
@@ -208,13 +209,14 @@ class MemoryCatalog:
     def _find_free(self, sets: list[list[Listing]], fanout: int) -> list[list[Listing]]:
         """Return the sets that can serve one more: receivers up to `fanout`, the trainer one.
 
-        The trainer serves only while no receiver has the version: its network card is what all
-        would wait for."""
+        The trainer serves only while no receiver has the version, because its network would limit
+        all of them."""
         receivers = [group for group in sets if group[0].role == "receiver"]
-        most = fanout if receivers else 1
-        return [group for group in receivers or sets if self._load(group) < most]
+        limit = fanout if receivers else 1
+        return [group for group in receivers or sets if self._load(group) < limit]
 
     def _load(self, listings: list[Listing]) -> int:
+        """Return how many receivers read from these sources now."""
         since = time.monotonic() - _ASSIGNED_SECONDS
         assigned = self._assigned.get((listings[0].version, listings[0].source), {})
         return sum(when > since for when in assigned.values())
@@ -251,7 +253,7 @@ class MemoryCatalog:
 
 
 def _remove_replaced(listed: dict[str, Listing], listing: Listing) -> None:
-    """Remove what a restarted rank announced before; a trainer of another size replaces all."""
+    """Remove the earlier listing of a restarted rank, and those of a trainer of another size."""
     replaced = [
         old.source
         for old in listed.values()

@@ -36,10 +36,10 @@ from rollway.weights.transports.nixl.catalog import (
 from rollway.weights.transports.nixl.catalog_modelexpress import ModelExpressCatalog
 
 LOOPBACK = "127.0.0.1"
-MOST_REQUEST = 64 << 20
-MOST_ANSWER = 1 << 30
-_MOST_URL = 2048
-_MOST_WITHOUT = 1 << 16
+MAX_REQUEST = 64 << 20
+MAX_ANSWER = 1 << 30
+_MAX_URL = 2048
+_MAX_WITHOUT = 1 << 16
 _READ = 1 << 20
 _CALLS = ("announce", "withdraw", "look_up", "acknowledge", "acknowledged", "leave")
 
@@ -49,7 +49,7 @@ class Call(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
 
     version: Count = 0
     member: Name = "-"
-    without: Annotated[list[Name], msgspec.Meta(max_length=_MOST_WITHOUT)] = []
+    without: Annotated[list[Name], msgspec.Meta(max_length=_MAX_WITHOUT)] = []
     listing: Listing | None = None
     fanout: Count = 0
 
@@ -153,7 +153,7 @@ class CatalogServer(MemoryCatalog):
         self.close()
 
     async def _start(self, host: str, port: int) -> int:
-        app = web.Application(client_max_size=MOST_REQUEST)
+        app = web.Application(client_max_size=MAX_REQUEST)
         for name in _CALLS:
             app.router.add_post(f"/v1/{name}", self._handle)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
@@ -166,8 +166,8 @@ class CatalogServer(MemoryCatalog):
             body_hash = self._seal.check_request(request.path, request.headers)
         except PermissionError as error:
             return web.Response(status=401, text=f"This request is {error}.")
-        if (request.content_length or 0) > MOST_REQUEST:
-            return self._sign(request, 413, Answer(f"More than {MOST_REQUEST} bytes."))
+        if (request.content_length or 0) > MAX_REQUEST:
+            return self._sign(request, 413, Answer(f"More than {MAX_REQUEST} bytes."))
         body = await request.read()
         if not _is_same(hashlib.sha256(body).hexdigest(), body_hash):
             return web.Response(status=401, text="This request is not what was signed.")
@@ -246,10 +246,10 @@ class HttpCatalog:
 
     def _call(self, name: str, call: Call) -> Answer:
         path, body = f"/v1/{name}", msgspec.msgpack.encode(call)
-        if len(body) > MOST_REQUEST:
+        if len(body) > MAX_REQUEST:
             raise UsageError(
                 f"The description of this rank's tensors takes {len(body)} bytes, more than "
-                f"{MOST_REQUEST}."
+                f"{MAX_REQUEST}."
             )
         headers = self._seal.request_headers(path, body)
         try:
@@ -291,8 +291,8 @@ class HttpCatalog:
             while part := answer.read1(_READ):  # what has arrived, to check the deadline between
                 parts.append(part)
                 size += len(part)
-                if size > MOST_ANSWER:
-                    raise OSError(f"it answers more than {MOST_ANSWER} bytes")
+                if size > MAX_ANSWER:
+                    raise OSError(f"it answers more than {MAX_ANSWER} bytes")
                 if time.monotonic() > deadline:
                     break
             if time.monotonic() > deadline:  # the timer may have shut the connection down
@@ -328,7 +328,7 @@ def _is_same(left: str, right: str) -> bool:
 def open_catalog(where: dict[str, Any], *, secret: str | None = None) -> Catalog:
     """Return the catalog that an offer names."""
     url = where.get("catalog")
-    if not isinstance(url, str) or len(url) > _MOST_URL:
+    if not isinstance(url, str) or len(url) > _MAX_URL:
         raise WeightsError("The offer does not say where its catalog is.")
     listings = HttpCatalog(url, secret=secret)
     if "modelexpress" not in where:

@@ -33,7 +33,7 @@ from rollway.weights.transports.nixl.windows import Window, Windows, resolve_rea
 
 Buffers = tuple[Tensor, Tensor]
 """The staging memory of even and of odd windows."""
-_MOST_PREPARED = 4
+_MAX_PREPARED = 4
 _ABANDONED: list[tuple[Agent | None, list[Pool]]] = []
 """Agents and memory of reads that timed out. They may still write, so the memory must never be
 freed for other use: it stays here as long as the process lives."""
@@ -108,7 +108,7 @@ class Connections:
             ]
         self.prepared[key] = reads
         self.prepared.move_to_end(key)
-        while len(self.prepared) > _MOST_PREPARED:
+        while len(self.prepared) > _MAX_PREPARED:
             _release_all(self.prepared.popitem(last=False)[1])
         return reads
 

@@ -52,7 +52,7 @@ _COSTS = Costs(wire_gb_per_s=5.0, pack_gb_per_s=0.0)
 _ATTEMPTS = 3
 _ARITY = 2
 """How many peers a receiver serves at the same time."""
-_MOST_PLANS = 4
+_MAX_PLANS = 4
 
 
 class NixlReader(Reader):
@@ -258,7 +258,7 @@ class NixlReader(Reader):
             self.plans += 1
         self._windows[group.key] = windows
         self._windows.move_to_end(group.key)
-        while len(self._windows) > _MOST_PLANS:
+        while len(self._windows) > _MAX_PLANS:
             self._windows.popitem(last=False)
         return windows
 

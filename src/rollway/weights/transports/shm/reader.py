@@ -34,7 +34,7 @@ class ShmLocation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ShmReader(Reader):
     """Reads whole tensors of one publisher, or the shards of many.
 
-    Mappings are kept, so that the next version costs no page faults."""
+    It keeps files mapped, so that the next version in the same slot costs no page faults."""
 
     def __init__(self, directory: Path = SHM) -> None:
         self._directory = directory
@@ -55,9 +55,10 @@ class ShmReader(Reader):
     def tensors(
         self, offer: Offer, summed: Callable[[str], bool] = never
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield each tensor in place, and compare its sum when the next one is requested.
+        """Yield each tensor in place, and check it when the caller requests the next one.
 
-        So what the caller has copied by then is what was published, or this raises."""
+        The publisher may overwrite the memory at any time. So the check comes after the caller has
+        copied the tensor: if it passes, the copy is what was published."""
         if "ranks" in offer.where:
             yield from ShardReader(self, offer).tensors()
             return
@@ -65,7 +66,7 @@ class ShmReader(Reader):
         views = self.views(offer, manifest)
         for entry in manifest.entries:
             yield entry.name, views[entry.name]
-            if not summed(entry.name):
+            if not summed(entry.name):  # otherwise the caller compares the sum itself
                 check_unchanged(views[entry.name], entry, offer)
         self.check_unreplaced(offer, manifest)
 
@@ -83,7 +84,7 @@ class ShmReader(Reader):
         return {entry.name: view_entry(memory, entry) for entry in manifest.entries}
 
     def check_unreplaced(self, offer: Offer, manifest: Manifest) -> None:
-        """Raise if the slot's list is not the one with which reading began."""
+        """Raise if the slot's list of tensors has changed since reading began."""
         if self.manifest(offer) != manifest:
             raise WeightsError(f"Version {offer.version} was overwritten while it was read.")
 
@@ -106,8 +107,8 @@ class ShmReader(Reader):
             if memory is None or inode != status.st_ino or memory.numel() < nbytes:
                 # Drop the maps of removed files: a publisher that closed frees its memory.
                 self._maps = {
-                    name: known
-                    for name, known in self._maps.items()
+                    name: mapping
+                    for name, mapping in self._maps.items()
                     if (self._directory / name).exists()
                 }
                 memory = map_for_reading(handle, status.st_size)

@@ -99,18 +99,18 @@ class _Part(NamedTuple):
 
     rank: int
     entry: Entry
-    lies: PlacedBox
+    placed: PlacedBox
 
     @property
     def extents(self) -> tuple[int, ...]:
         """The box's shape, as it is stored in the shard."""
-        shape = Box(self.lies.start, self.lies.stop).shape
-        return shape[::-1] if self.lies.transposed else shape
+        shape = Box(self.placed.start, self.placed.stop).shape
+        return shape[::-1] if self.placed.transposed else shape
 
     def cut_from(self, views: Sequence[dict[str, Tensor]]) -> Tensor:
-        sizes = zip(self.lies.at, self.extents, strict=True)
+        sizes = zip(self.placed.at, self.extents, strict=True)
         box = views[self.rank][self.entry.name][tuple(slice(a, a + n) for a, n in sizes)]
-        return box.t() if self.lies.transposed else box
+        return box.t() if self.placed.transposed else box
 
 
 class ShardReader:
@@ -139,7 +139,7 @@ class ShardReader:
             yield name, _assemble(parts, views)
             for part in parts:
                 unread[part.rank, part.entry.name] -= 1
-                # A shard has one sum for all tensors in it: compared after the last of them.
+                # A shard has one sum for all tensors in it, so compare it after the last of them.
                 if not unread[part.rank, part.entry.name]:
                     view = views[part.rank][part.entry.name]
                     check_unchanged(view, part.entry, self._offers[part.rank])
@@ -152,20 +152,20 @@ def group_by_tensor(manifests: Sequence[Manifest]) -> dict[str, list[_Part]]:
     parts_by_name: dict[str, list[_Part]] = {}
     for rank, manifest in enumerate(manifests):
         for entry in manifest.entries:
-            for lies in entry.lies or [_whole_box(entry)]:
-                parts_by_name.setdefault(lies.name, []).append(_Part(rank, entry, lies))
+            for placed in entry.boxes or [_whole_box(entry)]:
+                parts_by_name.setdefault(placed.name, []).append(_Part(rank, entry, placed))
     published = sum(entry.nbytes for manifest in manifests for entry in manifest.entries)
     for name, parts in parts_by_name.items():
-        if len({(len(part.lies.stop), part.entry.dtype) for part in parts}) > 1:
+        if len({(len(part.placed.stop), part.entry.dtype) for part in parts}) > 1:
             raise WeightsError(f"Ranks do not agree on the shape or dtype of {name}.")
         for part in parts:
             _check_inside(part)
         shape = _find_shape(parts)
         try:
-            check_covered(name, shape, (Box(p.lies.start, p.lies.stop) for p in parts))
+            check_covered(name, shape, (Box(p.placed.start, p.placed.stop) for p in parts))
         except UsageError as error:
             raise WeightsError(error.message, error.hint) from error
-        # Boxes that all name the same bytes could claim a tensor of any size.
+        # Boxes that all refer to the same bytes could describe a tensor of any size.
         nbytes = math.prod(shape) * ELEMENT_BYTES[parts[0].entry.dtype]
         if nbytes > published:
             raise WeightsError(
@@ -182,16 +182,16 @@ def _whole_box(entry: Entry) -> PlacedBox:
 
 
 def _find_shape(parts: Sequence[_Part]) -> tuple[int, ...]:
-    """Return the shape up to which the parts extend; a worker compares it with what it serves."""
-    return tuple(max(column) for column in zip(*(part.lies.stop for part in parts), strict=True))
+    """Return the smallest shape that contains all parts; a worker compares it with its own."""
+    return tuple(max(column) for column in zip(*(part.placed.stop for part in parts), strict=True))
 
 
 def _check_inside(part: _Part) -> None:
-    at, extents, shape = part.lies.at, part.extents, part.entry.shape
+    at, extents, shape = part.placed.at, part.extents, part.entry.shape
     if not len(at) == len(extents) == len(shape) or any(
         start + extent > size for start, extent, size in zip(at, extents, shape, strict=True)
     ):
-        raise WeightsError(f"{part.lies.name} is outside of {part.entry.name}, its shard.")
+        raise WeightsError(f"{part.placed.name} is outside of {part.entry.name}, its shard.")
 
 
 def _assemble(parts: Sequence[_Part], views: Sequence[dict[str, Tensor]]) -> Tensor:
@@ -201,6 +201,6 @@ def _assemble(parts: Sequence[_Part], views: Sequence[dict[str, Tensor]]) -> Ten
     dtype = views[parts[0].rank][parts[0].entry.name].dtype
     whole = torch.empty(_find_shape(parts), dtype=dtype)
     for part in parts:
-        box = zip(part.lies.start, part.lies.stop, strict=True)
+        box = zip(part.placed.start, part.placed.stop, strict=True)
         whole[tuple(slice(a, b) for a, b in box)] = part.cut_from(views)
     return whole
