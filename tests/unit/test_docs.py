@@ -5,14 +5,32 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
+SOURCES = {path.name: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
 
 
-def test_every_promise_of_the_security_page_names_a_test_that_exists() -> None:
-    page = (ROOT / "docs" / "security.md").read_text()
-    sources = {path.name: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
-    everything = "\n".join(sources.values())
-    for name in re.findall(r"`(?:test_\w+\.py::)?(test_\w+)`", page):
+@pytest.mark.parametrize("page", ["security.md", "architecture.md"])
+def test_every_test_that_a_page_names_exists(page: str) -> None:
+    text = (ROOT / "docs" / page).read_text()
+    everything = "\n".join(SOURCES.values())
+    for name in re.findall(r"`(?:test_\w+\.py::)?(test_\w+)`", text):
         assert f"def {name}(" in everything, name
-    for name in re.findall(r"`(test_\w+\.py)", page):
-        assert name in sources, name
+    for name in re.findall(r"\b(test_\w+\.py)", text):
+        assert name in SOURCES, name
+
+
+@pytest.mark.parametrize("page", ["architecture.md", "first-change.md"])
+def test_every_file_that_a_page_names_exists(page: str) -> None:
+    text = (ROOT / "docs" / page).read_text()
+    folders = [ROOT / name for name in ("src", "tests", "scripts")]
+    files = {path.name for folder in folders for path in folder.rglob("*.py")}
+    assert set(re.findall(r"\b(\w+\.py)\b", text)) <= files
+
+
+@pytest.mark.parametrize("page", sorted(path.name for path in (ROOT / "docs").glob("*.md")))
+def test_every_link_of_a_page_leads_somewhere(page: str) -> None:
+    text = (ROOT / "docs" / page).read_text()
+    for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", text):
+        assert (ROOT / "docs" / target).exists(), target
