@@ -60,9 +60,9 @@ def _look(foreign: set[int]) -> dict[str, set[str]]:
 
 
 def _foreign_pids() -> set[int]:
-    """Return the processes that carry another run's id."""
+    """Return the processes that carry another run's id, and the other processes of pytest."""
     own = f"{RUN}={os.getpid()}".encode()
-    foreign = set()
+    foreign = _other_test_processes()
     for path in Path("/proc").iterdir():
         if path.name.isdigit() and path.name != str(os.getpid()):
             entries = _read(path / "environ").split(b"\0")
@@ -71,6 +71,15 @@ def _foreign_pids() -> set[int]:
             ):
                 foreign.add(int(path.name))
     return foreign
+
+
+def _other_test_processes() -> set[int]:
+    """Return the workers of xdist beside this one. Their environment shows no id: the kernel keeps
+    that of the start, and each sets its id later."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return set()
+    children = _read(Path(f"/proc/{os.getppid()}/task/{os.getppid()}/children")).split()
+    return {int(pid) for pid in children} - {os.getpid()}
 
 
 def _read(path: Path) -> bytes:

@@ -275,7 +275,7 @@ async def test_what_fails_says_why_and_changes_nothing(
         await admin.update_distributed(server, 901, "probe_receive", {})
     await admin.call(server, "rollway_check", {"order": check_order(policies[1].path)})
     with pytest.raises(
-        AdminError, match=r"refused `rollway_check`: .* lacks weight files.*died\.$"
+        AdminError, match=r"refused `rollway_check`: .* lacks weight files.*write it again\.$"
     ):
         await admin.call(server, "rollway_check", {"order": check_order(tmp_path)})
     with pytest.raises(NoSuchMethod, match="no engine method `nothing_of_the_kind`"):
