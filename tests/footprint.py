@@ -78,8 +78,11 @@ def _other_test_processes() -> set[int]:
     that of the start, and each sets its id later."""
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return set()
-    children = _read(Path(f"/proc/{os.getppid()}/task/{os.getppid()}/children")).split()
-    return {int(pid) for pid in children} - {os.getpid()}
+    parent = str(os.getppid()).encode()
+    numbers = [path.name for path in Path("/proc").iterdir() if path.name.isdigit()]
+    stats = {pid: _read(Path("/proc", pid, "stat")).rpartition(b")")[2].split() for pid in numbers}
+    siblings = {int(pid) for pid, fields in stats.items() if fields[1:2] == [parent]}
+    return siblings - {os.getpid()}
 
 
 def _read(path: Path) -> bytes:
