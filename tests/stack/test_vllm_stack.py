@@ -21,6 +21,7 @@ from rollway.errors import RolloutError, UsageError
 from rollway.rollout.client import Rollout
 from rollway.rollout.sampling import Sampling
 from tests.conftest import Footprint
+from tests.stack.brake import slowed
 from tests.stack.faults import under_way
 from tests.stack.policies import Policy
 from tests.stack.serving import (
@@ -196,20 +197,22 @@ async def test_streaming_gives_the_same_tokens(
 
 
 async def test_cancelling_ends_the_request_on_the_worker(
-    vllm_stack: rollway.Stack, served: tuple[int, Policy]
+    vllm_stack: rollway.Stack, served: tuple[int, Policy], brake_file: Path
 ) -> None:
+    async def is_idle() -> bool:
+        tokens = await asyncio.to_thread(generated_tokens, vllm_stack)
+        await asyncio.sleep(1.0)
+        return await asyncio.to_thread(generated_tokens, vllm_stack) == tokens
+
     async with rollway.attach(vllm_stack.frontend_url) as stack:
+        # The counter lags behind: tokens of an earlier test must not count here.
+        await wait_until_async(is_idle, 20.0)
         before = await asyncio.to_thread(generated_tokens, vllm_stack)
-        task = await under_way(stack, stack.rollouts().generate(fresh_prompt(), LONG, n=32))
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-        async def is_idle() -> bool:
-            tokens = await asyncio.to_thread(generated_tokens, vllm_stack)
-            await asyncio.sleep(1.0)
-            return await asyncio.to_thread(generated_tokens, vllm_stack) == tokens
-
+        with slowed(brake_file):
+            task = await under_way(stack, stack.rollouts().generate(fresh_prompt(), LONG, n=32))
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
         await wait_until_async(is_idle, 20.0)
     assert await asyncio.to_thread(generated_tokens, vllm_stack) < before + 32 * LONG.max_tokens
 
