@@ -104,7 +104,7 @@ async def check_late_start() -> None:
     try:
         await request(Engine([4], "uint8", extra_row=False, start=2), [5, 5, 5], most=99)
     except RolloutError as error:
-        assert "Routed experts of positions 2 to 6 came for 7 tokens" in error.message
+        assert "Routed experts cover positions 2 to 6 of 7 tokens" in error.message
     else:
         raise AssertionError("rows that begin late were accepted")
 
