@@ -17,7 +17,7 @@ def chaos(options: argparse.Namespace) -> int:
     if options.gateway:
         return _break_gateway(options)
     if options.old_journal:
-        raise UsageError("--old-journal is a control of --gateway.", "Give both.")
+        raise UsageError("--old-journal is a control of --gateway.", "Pass both options.")
     from rollway.chaos.command import run_command
 
     report = run_command(
