@@ -51,6 +51,8 @@ class FleetVersions:
         self._identities: dict[int, str] = {}
         self._entered: dict[int, int] = {}
         """The version that each worker was last resumed with by this process."""
+        self._enforced: set[int] = set()
+        """Workers whose engine refuses a request of another version than its own."""
         self._gate = asyncio.Event()
         self._gate.set()
 
@@ -116,6 +118,19 @@ class FleetVersions:
         resume on its answers may come from this version."""
         self._entered[worker] = version
 
+    def mark_enforced(self, worker: int) -> None:
+        """Note that the worker's engine itself samples a request from its version or not at all."""
+        self._enforced.add(worker)
+
+    def is_enforced(self, worker: int | None) -> bool:
+        """Return whether an answer of this worker is of its ticket's version in any case; None
+        means any worker."""
+        if worker is not None:
+            return worker in self._enforced
+        return (
+            bool(self._enforced) and self._enforced >= self.by_worker.keys() | self._entered.keys()
+        )
+
     def mark_serving(self, worker: int, version: int) -> None:
         self.by_worker[worker] = version
 
@@ -149,7 +164,7 @@ class FleetVersions:
 
         `worker` is the worker that answered; None means unknown, so the condition must hold for
         all workers."""
-        if ticket.version is None:
+        if ticket.version is None or (ticket.salt is not None and self.is_enforced(worker)):
             return True
         if ticket.taint is not None:
             # The router sends the request only to workers on the version, and a refit aborts what

@@ -94,8 +94,18 @@ class Staging:
         assert self._task is not None
         return self._task
 
-    def swap(self) -> None:
-        """Serve the staged weights; the worker must be paused."""
+    def describe(self) -> dict[str, Any]:
+        """Return the state of the staging: running, ready or failed, with the error."""
+        report = {"strategy": self.strategy, "seconds": dict(self.seconds)}
+        try:
+            self.check()
+        except RuntimeError as error:
+            state = "failed" if self.has_failed else "running"
+            return {"state": state, "error": str(error), **report}
+        return {"state": "ready", "error": "", **report}
+
+    def swap(self) -> dict[str, Any]:
+        """Serve the staged weights; the worker must be paused. Return how, and the seconds."""
         self.check()
         began = time.perf_counter()
         if self._shadow is not None:
@@ -112,6 +122,7 @@ class Staging:
         self._shadow, self._proof, self._tensors = None, None, []
         spent = ", ".join(f"{name} {value:.3f} s" for name, value in self.seconds.items())
         log.info("version %d is served (%s)", self.offer.version, spent)
+        return {"strategy": self.strategy, "seconds": dict(self.seconds)}
 
     def discard(self) -> None:
         """Release the received weights. If the background task still runs, it ends by itself."""

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from rollway.engine import rpc
+from rollway.engine import core, rpc
 from rollway.engine.adapters import adapters_of
 from rollway.engine.drafts import Draft, split_draft
 from rollway.engine.fingerprint import Proof
@@ -106,10 +106,23 @@ class WorkerExtension:
         """Raise unless these weights are staged and verified."""
         _find_staged(self, identity).check()
 
-    def rollway_swap(self, identity: str) -> None:
-        """Serve the staged weights; the worker must be paused."""
-        _find_staged(self, identity).swap()
+    def rollway_staging(self, identity: str) -> dict[str, Any]:
+        """Return the state of these weights: running, ready or failed, with the error."""
+        staging = _staging(self)
+        if staging is None or staging.offer.identity != identity:
+            return {"state": "failed", "error": f"weights {identity} are not staged here"}
+        return staging.describe()
+
+    def rollway_label(self, label: int | None) -> bool:
+        """Return False: no engine of this process refuses requests by their version. Where one
+        does, `engine/core.py` answers instead."""
+        return False
+
+    def rollway_swap(self, identity: str) -> dict[str, Any]:
+        """Serve the staged weights; the worker must be paused. Return how, and the seconds."""
+        report = _find_staged(self, identity).swap()
         self._rollway_staging = None
+        return report
 
     def rollway_unstage(self, identity: str = "") -> None:
         """Discard staged weights that will not be served; with an identity, only those."""
@@ -266,3 +279,4 @@ def _ranks() -> tuple[int, Callable[[torch.Tensor], torch.Tensor]]:
 
 if rpc.in_worker_process():
     rpc.guard_rpc(WorkerExtension)
+    core.install()

@@ -253,6 +253,8 @@ class Fleet:
         # Versions only go up, so a worker whose label is still the ticket's version *after* the
         # answer has served nothing else in between.
         assert ticket.version is not None
+        if ticket.salt is not None and self.versions.is_enforced(instance):
+            return True  # the engine has refused every request of another version
         accepted = {ticket.version}
         if ticket.taint is not None:
             if self._record is not None:
@@ -280,6 +282,8 @@ class Fleet:
             labels = [await self._read_label_from_now(worker) for worker in candidates]
         except RollwayError:
             return False  # without an answer nothing is known, and the rollout is repeated
+        if ticket.salt is not None and self.versions.is_enforced(instance):
+            return True  # the answers have told that
         return bool(labels) and accepted.issuperset(labels)
 
     async def _read_label_from_now(self, worker: Worker) -> int | None:
@@ -289,7 +293,7 @@ class Fleet:
             await asyncio.sleep(_SHARE_SECONDS)
             # Before the question: a caller that comes later must not get an older label.
             del self._questions[worker.instance_id]
-            return await self.admin.weight_version(worker)
+            return await self._read_label(worker)
 
         task = self._questions.get(worker.instance_id)
         if task is None:
@@ -522,12 +526,18 @@ class Fleet:
 
     async def _read_labels(self, workers: Sequence[Worker]) -> dict[int, int | None]:
         answering = [worker for worker in workers if worker.error is None]
-        results = await call_all(answering, self.admin.weight_version)
+        results = await call_all(answering, self._read_label)
         labels: dict[int, int | None] = {worker.instance_id: None for worker in workers}
         for worker, label in zip(answering, results, strict=True):
             if isinstance(label, int):
                 labels[worker.instance_id] = label
         return labels
+
+    async def _read_label(self, worker: Worker) -> int | None:
+        label = await self.admin.weight_version(worker)
+        if self.admin.enforces_versions(worker):
+            self.versions.mark_enforced(worker.instance_id)
+        return label
 
     async def _list_usable(self) -> list[Worker]:
         """Return all workers; raise if any does not answer."""
