@@ -127,9 +127,8 @@ class FleetVersions:
         means any worker."""
         if worker is not None:
             return worker in self._enforced
-        return (
-            bool(self._enforced) and self._enforced >= self.by_worker.keys() | self._entered.keys()
-        )
+        known = self.by_worker.keys() | self._entered.keys()
+        return bool(known) and known <= self._enforced
 
     def mark_serving(self, worker: int, version: int) -> None:
         self.by_worker[worker] = version

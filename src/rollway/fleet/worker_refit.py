@@ -165,7 +165,8 @@ class WorkerRefit:
         try:
             reply = await self._send_order(mode)
         except RefitRefused as error:
-            self._note_refusal(error)
+            if not await self.note_if_lost():
+                self._note_refusal(error)
         except BaseException as error:
             self.mark_in_doubt(error)
             await run_to_the_end(self._settle(error))
@@ -179,6 +180,7 @@ class WorkerRefit:
         plan, versions = self.plan, self.plan.versions
         self._lap()
         await self._step("pause")
+        await self._check_process(plan.admin)  # a worker that hangs is noticed soon
         await plan.update.check_unchanged()
         self.report.state = "updating"
         # The engine answers no request from other weights than its ticket's. So the answers that
@@ -210,7 +212,7 @@ class WorkerRefit:
             # A worker that lacks memory for a second model has read them only now.
             await plan.update.check_unchanged()
         except AdminError as error:
-            raise _WrongWeights(error.message) from error
+            raise _WrongWeights(error.message) from None
         return reply
 
     async def _cancel(self, running: asyncio.Task[dict[str, Any]]) -> None:
@@ -224,21 +226,19 @@ class WorkerRefit:
         """Find out what became of an order that failed or whose answer was lost, by the worker's
         label; keep the worker out of service if that does not tell."""
         deadline = time.monotonic() + SETTLE_SECONDS
-        is_wrong = isinstance(error, _WrongWeights)
+        # A worker that answered with an error has stayed paused.
         is_lost = not isinstance(error, AdminError) or error.__cause__ is not None
-        while (
-            is_lost
-            and not is_wrong
-            and time.monotonic() < deadline
-            and not await is_dead(self.worker)
-        ):
+        while is_lost and time.monotonic() < deadline and not await is_dead(self.worker):
+            label: int | None = IN_DOUBT
             with contextlib.suppress(RollwayError):
                 label = await self.plan.admin.weight_version(self.worker)
-                if label == self.plan.version:
-                    self.may_hold_update, self.report.error = False, None
-                    return self._note_service("parameters")
-                if label == self.label:
-                    return self._note_refusal(error)
+            if label == self.plan.version:
+                self.may_hold_update, self.report.error = False, None
+                self._note_service("parameters")
+                return
+            if label == self.label:
+                self._note_refusal(error)
+                return
             await asyncio.sleep(0.1)
         await self.keep_out()
         if self.report.state == "in doubt":
