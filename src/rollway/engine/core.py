@@ -154,6 +154,8 @@ class Refit:
             (swap,) = self._call("rollway_swap")
             frozen = self._count_tokens() if self._mode == "keep" else {}
             setattr(self._engine, _attribute, self._version)
+            if self._mode != "keep":
+                self._abort_others()
             self._engine.resume_scheduler()
         except BaseException as error:  # noqa: BLE001 (the caller gets it)
             self._result.set_exception(error)
@@ -182,6 +184,17 @@ class Refit:
         setattr(self._engine, _attribute, self._before)
         self._result.set_result([{"state": "refused", "error": reason}])
         return self._result
+
+    def _abort_others(self) -> None:
+        """Abort requests of other versions that still wait: they were admitted before the stop, and
+        had not begun, or were preempted."""
+        from vllm.v1.request import RequestStatus
+
+        scheduler = self._engine.scheduler
+        requests = scheduler.requests.values()
+        others = [r.request_id for r in requests if not is_admitted(self._engine, r)]
+        aborted = scheduler.finish_requests(others, RequestStatus.FINISHED_ABORTED)
+        self._engine._send_abort_outputs(aborted)
 
     def _count_tokens(self) -> dict[str, int]:
         """Return how many tokens each request has; its later tokens are of the new version."""
