@@ -19,8 +19,8 @@ from rollway import processes
 from rollway.config import load_spec
 from rollway.processes import ProcessId
 from rollway.stack import machine
-from rollway.stack.lease import Lease
 from rollway.stack.listeners import Listener, list_listeners
+from rollway.stack.locks import Lease
 from rollway.stack.plan import make_kv_events_endpoint, plan_stack
 from rollway.stack.run_dir import choose_run_dir
 from rollway.stack.state import ProcessState, StackDir, StackState

@@ -21,9 +21,8 @@ from typing import Any
 from rollway import processes
 from rollway.api import up
 from rollway.chaos.agents import BEHAVIOURS, CALM, Agents, Ledger
-from rollway.chaos.gateway_process import GatewayProcess, size_of
+from rollway.chaos.gateway_process import GatewayProcess, SmallDisk, size_of
 from rollway.chaos.judge import Decode, Verdict, judge
-from rollway.chaos.small_disk import SmallDisk
 from rollway.config import StackSpec
 from rollway.errors import RollwayError, StartError
 from rollway.rollout.sequence import TokenSequence

@@ -1,6 +1,6 @@
 """The control of `rollway chaos --gateway`: a gateway whose recorder makes the old mistakes.
 
-    python -m rollway.chaos.old_journal gateway …        # as `rollway gateway …`
+    python -m rollway.chaos.old_journal gateway STACK --journal FILE --port PORT
 
 A short write counts as complete, and the next line is appended to it. A parent is a position among
 the turns of a session, so every turn after a lost line continues the wrong one. A turn in flight
@@ -10,18 +10,20 @@ full disk.
 
 from __future__ import annotations
 
+import argparse
+import asyncio
 import json
-import sys
+import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
-from rollway import cli
 from rollway.errors import UsageError
-from rollway.gateway import command
-from rollway.gateway.recorder import Session, Turn
+from rollway.gateway.access import Access
+from rollway.gateway.command import GatewayOptions, serve
+from rollway.gateway.recorder import Recorder, Session, Turn
 
 
 class OldRecorder:
@@ -98,6 +100,18 @@ def _line(session: Session, turn: Turn) -> bytes:
     return json.dumps(entry).encode() + b"\n"
 
 
+def main() -> None:
+    """Serve with the old journal; takes those arguments of `rollway gateway` that chaos uses."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("command", choices=["gateway"])
+    parser.add_argument("stack")
+    parser.add_argument("--journal", type=Path)
+    parser.add_argument("--port", type=int)
+    arguments = parser.parse_args()
+    options = GatewayOptions(arguments.stack, port=arguments.port, journal=arguments.journal)
+    recorder_type = cast(type[Recorder], OldRecorder)
+    asyncio.run(serve(options, Access.from_environment(os.environ), recorder_type=recorder_type))
+
+
 if __name__ == "__main__":
-    vars(command)["Recorder"] = OldRecorder
-    sys.exit(cli.main())
+    main()

@@ -16,7 +16,7 @@ from rollway.config import StackSpec
 from rollway.orders import SECRET, SECRET_FILE, read_stack_secret
 from rollway.processes import ProcessId
 from rollway.stack import retention
-from rollway.stack.lease import Lease
+from rollway.stack.locks import Lease
 from rollway.stack.plan import ProcessPlan, StackPlan, plan_stack
 from rollway.stack.run_dir import choose_run_dir, remove_run_dir, write_secret
 from rollway.stack.state import (

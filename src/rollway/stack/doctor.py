@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from rollway.stack import machine
-from rollway.stack.lease import FIRST, LAST, Lease
+from rollway.stack.locks import FIRST, LAST, Lease
 from rollway.stack.machine import find_installed_version
 from rollway.stack.plan import SERVICE_PACKAGES
 from rollway.stack.preset import cache_dir

@@ -18,7 +18,7 @@ from rollway.config import ModelSpec, RawArgs, StackSpec, is_loopback, slug
 from rollway.errors import SpecError, StartError
 from rollway.processes import make_run_environment
 from rollway.stack import machine
-from rollway.stack.lease import Lease
+from rollway.stack.locks import Lease
 from rollway.stack.preset import get_frontend_defaults, get_worker_defaults, merge_args
 
 Role = Literal["service", "worker", "frontend"]

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from rollway.cli import main
-from rollway.cli.grammar import get_spec_file, make_parser
-from rollway.cli.output import format_size
+from rollway.cli.grammar import make_parser
+from rollway.cli.output import format_size, get_spec_file
 from rollway.errors import UsageError
 
 HEAVY = ("aiohttp", "msgspec", "pydantic", "rich", "torch", "yaml", "asyncio")
@@ -108,11 +108,11 @@ def test_bench_fleet_needs_a_file(capsys: pytest.CaptureFixture[str]) -> None:
 def test_logs_name_a_stack_a_process_or_both(
     words: list[str], expected: tuple[str, str | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rollway.cli import logs
+    from rollway.cli import stack
 
-    monkeypatch.setattr(logs, "list_stack_names", lambda: ["only", "other"])
-    monkeypatch.setattr(logs, "_find_only_stack", lambda: "only")
-    assert logs._read_log_names(parse("logs", *words)) == expected
+    monkeypatch.setattr(stack, "list_stack_names", lambda: ["only", "other"])
+    monkeypatch.setattr(stack, "_find_only_stack", lambda: "only")
+    assert stack._read_log_names(parse("logs", *words)) == expected
 
 
 def test_too_many_words_for_logs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,14 +147,15 @@ def test_errors_are_json_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
 def test_errors_of_the_system_are_explained(
     error: OSError, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from rollway.cli import root, stack
+    from rollway import cli
+    from rollway.cli import stack
 
     def fail(_: Any) -> int:
         raise error
 
     monkeypatch.setattr(stack, "status", fail)
-    monkeypatch.setattr(root.os, "dup2", lambda *_: None)
-    monkeypatch.setattr(root.sys.stdout, "fileno", lambda: 1, raising=False)
+    monkeypatch.setattr(cli.os, "dup2", lambda *_: None)
+    monkeypatch.setattr(cli.sys.stdout, "fileno", lambda: 1, raising=False)
     if isinstance(error, BrokenPipeError):
         assert main(["status"]) == 0  # the reader has closed the pipe
     else:

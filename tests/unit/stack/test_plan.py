@@ -11,7 +11,7 @@ import pytest
 from rollway.config import load_spec
 from rollway.errors import SpecError, StartError
 from rollway.stack import machine, plan
-from rollway.stack.lease import Lease
+from rollway.stack.locks import Lease
 from rollway.stack.plan import StackPlan, make_flags, plan_stack
 from rollway.stack.ready import is_at
 from rollway.stack.state import ProcessState
