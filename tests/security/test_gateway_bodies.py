@@ -11,7 +11,7 @@ import pytest
 
 from rollway.errors import UsageError
 from rollway.gateway import requests
-from rollway.gateway.tokenizing import longest_token
+from rollway.gateway.template import longest_token
 from tests.awkward_tokenizer import PLAIN, make
 from tests.security.bad_bodies import BAD_CHATS, BAD_TEXTS
 from tests.security.gateway_service import read_error, serve_gateway

@@ -22,7 +22,7 @@ from rollway.config import StackSpec, load_spec
 from rollway.errors import NoWorkers, UsageError
 from rollway.fleet.fleet import Fleet
 from rollway.http import Http
-from rollway.stack import machine
+from rollway.stack import preset
 from rollway.stack.doctor import list_installed_versions
 
 Routing = Literal["round_robin", "kv", "rollway"]
@@ -161,9 +161,9 @@ def _get_hit_rate(part: list[Figures]) -> float | None:
 
 
 def _describe_machine() -> dict[str, Any]:
-    total, _ = machine.read_memory()
+    total, _ = preset.read_memory()
     return {
-        "cores": machine.count_cores(),
+        "cores": preset.count_cores(),
         "memory_gib": round(total / 2**30, 1),
         "load_average": round(os.getloadavg()[0], 2),
         "processor": platform.machine(),

@@ -28,8 +28,8 @@ from typing import Any
 
 from rollway.demo.task import INSTRUCTION
 from rollway.errors import RollwayError, UsageError
-from rollway.integrations.verl.options import Affinity
-from rollway.integrations.verl.request_log import RequestRecord, read_log
+from rollway.integrations.verl.requests import RequestRecord, read_log
+from rollway.integrations.verl.spec import Affinity
 
 ROLLOUTS = 8
 """Rollouts of each prompt."""

@@ -23,8 +23,7 @@ from rollway.http import Http
 from rollway.observe.progress import StackProgress, make_process_table
 from rollway.private import is_plain_name
 from rollway.stack import local, logs
-from rollway.stack.doctor import Finding, examine
-from rollway.stack.listeners import Listener, list_listeners
+from rollway.stack.doctor import Finding, Listener, examine, list_listeners
 from rollway.stack.local import RunningStack
 from rollway.stack.locks import Lease
 from rollway.stack.plan import plan_stack

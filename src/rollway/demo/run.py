@@ -35,7 +35,7 @@ from rollway.errors import RolloutError, UsageError
 from rollway.fleet.fleet import RefitReport
 from rollway.rollout.client import Rollout
 from rollway.rollout.sampling import Sampling
-from rollway.stack import machine
+from rollway.stack import preset
 from rollway.stack.doctor import list_installed_versions
 from rollway.stack.preset import cache_dir
 from rollway.versions import BASE_VERSION
@@ -282,7 +282,7 @@ def _report(
         "refit": run.options.refit,
         "seed": run.options.seed,
         "config": asdict(run.config),
-        "machine": {"cores": machine.count_cores(), "gpus": len(machine.list_gpus())},
+        "machine": {"cores": preset.count_cores(), "gpus": len(preset.list_gpus())},
         "directory": str(run.directory),
     }
 

@@ -22,9 +22,8 @@ from aiohttp import web
 
 from rollway.config import is_loopback
 from rollway.errors import UsageError
-from rollway.gateway.replies import Refused
+from rollway.gateway.replies import SESSION, Refused
 
-SESSION = "x-rollway-session"
 AGENT_TOKENS = "ROLLWAY_GATEWAY_TOKENS"
 OPERATOR_TOKENS = "ROLLWAY_GATEWAY_OPERATOR_TOKENS"
 _NO_SESSION = ("", "EMPTY", "none", "null", "dummy")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import time
@@ -25,6 +26,11 @@ log = logging.getLogger(__name__)
 _ADDRESS = re.compile(
     r"\w+://[^\s'\"`<>]+|\[[0-9a-fA-F:.]+\]:\d+|\b(?:\d{1,3}\.){3}\d{1,3}(?::\d+)?|\blocalhost:\d+"
 )
+
+
+SESSION, RECORDED = "x-rollway-session", "x-rollway-recorded"
+_WRITE_SECONDS = 60.0
+"""The time limit for one event of a stream: a client that does not read would block a worker."""
 
 
 class Refused(RollwayError):
@@ -183,3 +189,25 @@ def _http_message(failure: web.HTTPException) -> str:
     if failure.status == 404:
         return "There is no such route."
     return f"{failure.reason}."
+
+
+def json_response(body: Mapping[str, Any]) -> web.Response:
+    """Return a body as a response; headers repeat its session, and that it was not recorded."""
+    headers = {SESSION: body["session"]} if body.get("session") else {}
+    if body.get("recorded") is False:
+        headers[RECORDED] = "false"
+    raw = msgspec.json.encode(body)
+    return web.Response(body=raw, content_type="application/json", headers=headers)
+
+
+async def send_event(response: web.StreamResponse, event: Mapping[str, Any]) -> None:
+    await send_data(response, msgspec.json.encode(event))
+
+
+async def send_data(response: web.StreamResponse, data: bytes) -> None:
+    """Send one event of a stream; raise if the client does not read it."""
+    try:
+        async with asyncio.timeout(_WRITE_SECONDS):
+            await response.write(b"data: " + data + b"\n\n")
+    except TimeoutError:
+        raise ConnectionResetError("the client does not read its answer") from None

@@ -28,7 +28,7 @@ from rollway.bench.verl import (
 )
 from rollway.cli.bench import BEGIN, END, format_markdown, replace_table
 from rollway.errors import UsageError
-from rollway.integrations.verl.request_log import RequestLog, RequestRecord
+from rollway.integrations.verl.requests import RequestLog, RequestRecord
 
 
 def record(
