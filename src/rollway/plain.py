@@ -1,4 +1,4 @@
-"""Reads plain data from outside with bounds on its size, its depth and its characters.
+"""Read plain data from outside with bounds on its size, its depth and its characters.
 
 PyYAML's safe loader runs no code, but it recurses once per level, follows an anchor into itself,
 and expands merge keys without a bound. So the stream of events is counted first, and values are

@@ -213,7 +213,7 @@ async def test_many_prompts_are_tokenized_without_blocking_other_requests(
 async def test_a_long_body_is_decoded_without_blocking_other_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = ("parse", "messages_of", "prompts_of")
+    names = ("parse", "read_messages", "read_prompts")
     calls = {name: _watch(monkeypatch, requests, name) for name in names}
     async with serve_gateway(tmp_path) as gateway:
         body = {"prompt": [5] * 100_000}
@@ -223,7 +223,7 @@ async def test_a_long_body_is_decoded_without_blocking_other_requests(
         for name, threads in calls.items():
             assert threads and threading.main_thread() not in threads, name
         assert (await gateway.chat())[0] == 200
-        assert calls["parse"][-1] is calls["messages_of"][-1] is threading.main_thread()
+        assert calls["parse"][-1] is calls["read_messages"][-1] is threading.main_thread()
 
 
 _HISTORY = [USER, {"role": "assistant", "content": "ok"}, USER]

@@ -16,7 +16,7 @@ from itertools import product
 from typing import Any, Literal, get_args
 
 from rollway.aio import Stack, up
-from rollway.bench.figures import Say
+from rollway.bench import Say
 from rollway.bench.router_traffic import GROUPS_PER_WORKER, Sender, Tally, Traffic, replay
 from rollway.config import StackSpec, load_spec
 from rollway.errors import NoWorkers, UsageError

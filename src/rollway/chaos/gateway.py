@@ -1,4 +1,4 @@
-"""`rollway chaos --gateway`: breaks the gateway under many agents, and checks every turn.
+"""`rollway chaos --gateway`: break the gateway under many agents, and check every turn.
 
 In a round, agents talk while one fault is injected. Then the gateway is killed and restarted on the
 same journal, and everything that agents received is compared with what a trainer can fetch. Chaos

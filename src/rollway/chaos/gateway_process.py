@@ -67,8 +67,7 @@ class GatewayProcess:
         if url.port is None:
             await self.kill()
             raise StartError(
-                "The gateway did not start.",
-                log_tail=self.log.read_text(errors="replace")[-2000:],
+                "The gateway did not start.", log_tail=self.log.read_text(errors="replace")[-2000:]
             )
         self.address = Address("127.0.0.1", url.port)
 

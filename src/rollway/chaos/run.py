@@ -333,7 +333,7 @@ class Chaos:
         report.stale_tokens = ledger.stale_tokens
         report.wrong_logprobs = ledger.wrong_logprobs
         # Lost: calls without a result or an error, cut answers, and calls that never ended.
-        report.lost_rollouts = ledger.lost_calls + ledger.cut + ledger.issued - ledger.accounted
+        report.lost_rollouts = ledger.lost_calls + ledger.cut + ledger.issued - ledger.outcomes
         report.hangs += ledger.hangs
         report.rollouts = ledger.issued
         report.rollout_errors = dict(ledger.errors)

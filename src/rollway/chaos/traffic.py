@@ -109,7 +109,7 @@ class Ledger:
     examples: list[str] = field(default_factory=list)
 
     @property
-    def accounted(self) -> int:
+    def outcomes(self) -> int:
         return self.answered + sum(self.errors.values()) + self.lost_calls + self.hangs
 
 

@@ -202,8 +202,8 @@ def _warm_up(model: Qwen3ForCausalLM, task: CountingTask, rng: Random) -> None:
 
 
 def _warm_up_batches(task: CountingTask, rng: Random) -> Iterator[tuple[int, torch.Tensor]]:
-    for step in range(WARMUP_STEPS):
-        prompts = task.prompts(step, WARMUP_BATCH, rng)
+    for _ in range(WARMUP_STEPS):
+        prompts = task.prompts(WARMUP_BATCH, rng)
         rows = [prompt.token_ids + _make_flawed_answer(task, prompt, rng) for prompt in prompts]
         yield len(prompts[0].token_ids), torch.tensor(rows)
 

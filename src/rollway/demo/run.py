@@ -162,15 +162,11 @@ def _stack_fields(run: _Run) -> dict[str, Any]:
             "max-num-seqs": run.config.groups_per_step * run.config.group_size,
             "kv-cache-memory-bytes": 128 * 2**20,
         }
-    return {
-        "name": run.options.name,
-        "log_dir": str(run.directory / "logs"),
-        "models": [model],
-    }
+    return {"name": run.options.name, "log_dir": str(run.directory / "logs"), "models": [model]}
 
 
 def _step(run: _Run, stack: rollway.Stack, rollouts: rollway.Rollouts, number: int) -> DemoStep:
-    prompts = run.task.prompts(number, run.config.groups_per_step, run.rng)
+    prompts = run.task.prompts(run.config.groups_per_step, run.rng)
     began = time.monotonic()
     groups = rollouts.generate_batch(
         [prompt.token_ids for prompt in prompts], _sampling(run, number), run.config.group_size
@@ -233,7 +229,6 @@ def _train(run: _Run, groups: list[list[Rollout]], rewards: list[list[float]]) -
     batch = RolloutBatch(
         prompt_ids=[rollout.prompt_ids for rollout in flat],
         completion_ids=[rollout.token_ids for rollout in flat],
-        rewards=[reward for group in rewards for reward in group],
         advantages=group_advantages(torch.tensor(rewards)).flatten().tolist(),
         engine_logprobs=[rollout.logprobs or [] for rollout in flat],
     )

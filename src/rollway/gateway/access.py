@@ -1,4 +1,4 @@
-"""Decides who may call the gateway, and which sessions they see.
+"""Decide who may call the gateway, and which sessions they see.
 
     no tokens         loopback only, and no web pages: Host must be loopback, no Origin
     agent tokens      generate, and see the sessions that the same token recorded

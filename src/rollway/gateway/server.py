@@ -71,12 +71,12 @@ class Gateway:
 
     def __post_init__(self) -> None:
         self.template.limit(self.context_length)
-        largest = requests.body_limit(self.context_length)
+        largest = requests.get_body_limit(self.context_length)
         self._budget = requests.Budget(max(self.body_bytes, largest))
 
     def app(self) -> web.Application:
         """Return the aiohttp application with all routes."""
-        limit = requests.body_limit(self.context_length)
+        limit = requests.get_body_limit(self.context_length)
         app = web.Application(client_max_size=limit, middlewares=[self._guard])
         app.router.add_post("/v1/chat/completions", self.chat_completions)
         app.router.add_post("/v1/completions", self.completions)
@@ -95,7 +95,8 @@ class Gateway:
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         body = await self._parse(request)
         messages, digests = await self._read_messages(request, body)
-        count, name = requests.choices_of(body), self.access.session_name(request[_CALLER], request)
+        count = requests.read_choice_count(body)
+        name = self.access.session_name(request[_CALLER], request)
         session = self.recorder.open(name) if name else Session()  # without a name, not recorded
         prompt, parent, forked = await self._prompt(body, messages, session, digests)
         chat_request = self._make_request(CHAT, body, prompt, name)
@@ -112,9 +113,9 @@ class Gateway:
         body = await self._parse(request)
         name = self.access.session_name(request[_CALLER], request)
         prompts = await self._run_work(
-            request, lambda: requests.prompts_of(body, self.context_length), "Reading the prompts"
+            request, lambda: requests.read_prompts(body, self.context_length), "Reading the prompts"
         )
-        count = requests.choices_of(body, len(prompts))
+        count = requests.read_choice_count(body, len(prompts))
         text_requests = [
             self._make_request(COMPLETIONS, body, prompt, name)
             for prompt in await self._all_ids(prompts)
@@ -153,14 +154,14 @@ class Gateway:
             except SpliceError as error:  # the client sent this prefix itself
                 raise UsageError(error.message) from error
         else:
-            ids = await self.template.encode(requests.text_of(body, "prompt"))
+            ids = await self.template.encode(requests.read_text(body, "prompt"))
         return json_response(
             {"tokens": ids, "count": len(ids), "max_model_len": self.context_length}
         )
 
     async def detokenize(self, request: web.Request) -> web.Response:
         body = await self._parse(request)
-        ids = requests.ids_of(body, "tokens", self.context_length)
+        ids = requests.read_ids(body, "tokens", self.context_length)
         return json_response({"prompt": await self.template.decode(ids)})
 
     # --- for the trainer -------------------------------------------------------------------------
@@ -185,23 +186,24 @@ class Gateway:
         return json_response(body)
 
     async def trajectories(self, request: web.Request) -> web.Response:
-        caller, given = request[_CALLER], request.match_info["session"]
-        for name in self.access.candidates(caller, given):
+        caller, requested = request[_CALLER], request.match_info["session"]
+        for name in self.access.candidates(caller, requested):
             session = self.recorder.sessions.get(name)
             if session is not None:
-                bounds = threads.read_bounds(request.query)
-                work = partial(threads.make_page, session, self._show(request, name), *bounds)
+                shown, bounds = self.access.show(caller, name), threads.read_bounds(request.query)
                 # In a thread, while the session may grow.
+                work = partial(threads.make_page, session, shown, *bounds)
                 page = await self._pages.run(caller, work)
                 return web.Response(body=page, content_type="application/json")
-        raise self.access.missing(caller, given)
+        raise self.access.missing(caller, requested)
 
     async def forget(self, request: web.Request) -> web.Response:
-        caller, given = request[_CALLER], request.match_info["session"]
-        for name in self.access.candidates(caller, given):
+        caller, requested = request[_CALLER], request.match_info["session"]
+        for name in self.access.candidates(caller, requested):
             if await self.recorder.forget_async(name):
-                return json_response({"session": self._show(request, name), "forgotten": True})
-        raise self.access.missing(caller, given)
+                shown = self.access.show(caller, name)
+                return json_response({"session": shown, "forgotten": True})
+        raise self.access.missing(caller, requested)
 
     # --- internals -------------------------------------------------------------------------------
 
@@ -229,7 +231,7 @@ class Gateway:
         self, wire: Wire, body: Mapping[str, Any], prompt: list[int], name: str
     ) -> ChatRequest:
         # The session goes into a header, which must be ASCII.
-        room = requests.room(body, len(prompt), self.context_length)
+        room = requests.count_room(body, len(prompt), self.context_length)
         session = name if name.isascii() else hashlib.sha256(name.encode()).hexdigest()
         session = session or new_id()
         return make_request(wire, body, self.model, prompt, room, session, self.routed_experts)
@@ -246,7 +248,7 @@ class Gateway:
         with_bundle = self._wants_bundle(body)
         choices, turns = [], []
         for index, (answer, turn) in enumerate(zip(answers, pending, strict=True)):
-            choice = replies.choice(answer.raw, index, body)
+            choice = replies.convert_choice(answer.raw, index, body)
             message = choice.get("message")  # a text completion has none
             turns.append(turn.complete(answer.completion, answer.ticket.version, message))
             if with_bundle:
@@ -254,7 +256,7 @@ class Gateway:
                 replies.add_bundle(target, answer.request.prompt_ids, answer.completion)
             choices.append(choice)
         recorded = await self._record(pending[0].session, turns)
-        shown = self._show(request, name)
+        shown = self.access.show(request[_CALLER], name)
         return json_response(replies.join_choices(answers, choices, self.model, shown, recorded))
 
     async def _stream(
@@ -280,8 +282,8 @@ class Gateway:
                     if not response.prepared:
                         await response.prepare(request)
                     streamed.add(chunk)
-                    shown = replies.chunk(chunk, body)
-                    if shown is not None and (last_events or replies.ends(shown)):
+                    shown = replies.convert_chunk(chunk, body)
+                    if shown is not None and (last_events or replies.ends_answer(shown)):
                         last_events.append(shown)
                     elif shown is not None:
                         await send_event(response, shown)
@@ -294,8 +296,8 @@ class Gateway:
             except Exception as failure:
                 if not response.prepared:
                     raise
-                status, kind, message_shown = replies.explain(failure)
-                await send_event(response, {"error": replies.error(message_shown, kind, status)})
+                status, kind, text = replies.explain(failure)
+                await send_event(response, {"error": replies.make_error(text, kind, status)})
                 return response
         if last_events and self._wants_bundle(body):
             choice = last_events[0]["choices"][0]
@@ -312,9 +314,8 @@ class Gateway:
         return not session.name or await self.recorder.add_async(session, turns)
 
     async def _parse(self, request: web.Request) -> dict[str, Any]:
-        return await self._run_work(
-            request, lambda: requests.parse(request[_BODY]), "Decoding the body"
-        )
+        work = partial(requests.parse, request[_BODY])
+        return await self._run_work(request, work, "Decoding the body")
 
     async def _read_messages(
         self, request: web.Request, body: Mapping[str, Any]
@@ -322,7 +323,7 @@ class Gateway:
         """Return the messages of a chat and the digests of their history."""
 
         def read() -> tuple[list[Message], list[str]]:
-            messages = requests.messages_of(body)
+            messages = requests.read_messages(body)
             return messages, chain(messages)
 
         return await self._run_work(request, read, "Reading the messages")
@@ -344,16 +345,13 @@ class Gateway:
 
     async def _receive(self, request: web.Request, body: bytearray) -> None:
         """Read the body of a request, and count its bytes as they arrive."""
-        most = requests.body_limit(self.context_length)
+        most = requests.get_body_limit(self.context_length)
         async for chunk in request.content.iter_any():
             size = len(body) + len(chunk)
             if size > most:
                 raise web.HTTPRequestEntityTooLarge(most, size)
             self._budget.take(_count_bytes(size) - _count_bytes(len(body)))
             body += chunk
-
-    def _show(self, request: web.Request, name: str) -> str:
-        return self.access.show(request[_CALLER], name)
 
     def _wants_bundle(self, body: Mapping[str, Any]) -> bool:
         if self.bundle != "asked":
@@ -381,7 +379,7 @@ class Gateway:
                 request.transport.abort()
             return web.Response(status=499)  # nobody receives it
         except Exception as failure:  # noqa: BLE001 - the last guard: it is answered and logged
-            return replies.refusal(failure)
+            return replies.make_refusal(failure)
         finally:
             self._budget.give_back(_count_bytes(len(body)))
             self.connections.mark_idle(connection)

@@ -1,4 +1,4 @@
-"""Runs slow work in threads with a deadline, so that it delays no other request.
+"""Run slow work in threads with a deadline, so that it delays no other request.
 
 Rendering a chat template runs the model author's code on a client's data, and may never end. It is
 Python code, so the interpreter can raise an exception in its thread, which ends a loop at once (a
@@ -7,6 +7,9 @@ the tokenizer again (hundreds of MiB) and copy every prompt twice.
 
 A slot is free again only when its thread has really ended. If all slots are busy with work that
 does not end, requests that need one are answered with 503, while short requests still work.
+
+Pages of a session's trajectories are built in such threads too: a long session is too large for
+one answer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,12 @@
-"""Renders chat templates to token ids, and describes where two lists of ids differ."""
+"""Render chat templates to token ids, and join sampled ids with what a template renders.
+
+Rendering a conversation again does not give back the sampled ids: text can be tokenised in many
+ways, and templates drop the reasoning of earlier turns. So Rollway keeps the ids up to the last
+model turn, and uses only what the template renders after that turn. It finds that place by counting
+end-of-turn tokens. Their position would not do: a template that drops reasoning moves them, and a
+whole turn would silently be lost. Counting works if the template keeps every turn and ends each
+with that token; `History` checks for this and refuses other templates.
+"""
 
 from __future__ import annotations
 

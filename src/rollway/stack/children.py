@@ -19,13 +19,7 @@ from rollway.stack import logs
 from rollway.stack.locks import Lease
 from rollway.stack.plan import ProcessPlan, StackPlan, plan_stack
 from rollway.stack.run_dir import choose_run_dir, remove_run_dir, write_secret
-from rollway.stack.state import (
-    ProcessState,
-    StackDir,
-    StackState,
-    get_stop_seconds,
-    secret_file,
-)
+from rollway.stack.state import ProcessState, StackDir, StackState, get_stop_seconds, secret_file
 from rollway.weights.adapter import remove_abandoned
 
 

@@ -1,4 +1,8 @@
-"""`rollway doctor`: checks whether this machine can run a stack, and gives advice."""
+"""`rollway doctor`: check whether this machine can run a stack, and list where stacks listen.
+
+The listeners come from the kernel and not from the plan, so they include ports that Dynamo or an
+engine opens on its own.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +31,7 @@ from rollway.stack.state import ProcessState, StackState, home, list_stacks, lis
 Level = Literal["ok", "note", "warning", "error"]
 
 # The versions that were tested together. A vLLM that is newer than this Dynamo does not start.
-_TESTED = {
-    "ai-dynamo": "1.6.1",
-    "ai-dynamo-runtime": "1.6.1",
-    "vllm": "0.31.0",
-    "torch": "2.13.0",
-}
+_TESTED = {"ai-dynamo": "1.6.1", "ai-dynamo-runtime": "1.6.1", "vllm": "0.31.0", "torch": "2.13.0"}
 _GIB = 2**30
 
 

@@ -1,4 +1,4 @@
-"""Starts, stops and clears stacks on this machine.
+"""Start, stop and clear stacks on this machine.
 
 This side spawns `rollway.stack.supervisor`, which runs the stack, reads the state file that the
 supervisor writes, and sends it signals.

@@ -1,4 +1,11 @@
-"""Read process logs: the end of a log, new lines as they come, and hints for known errors."""
+"""Process logs: their end, new lines, hints for known errors, rotation and removal.
+
+<log directory>/
+    tiny-0.log            the current log of a process
+    tiny-0.log.1, .2, …   older lines, newest first (`logs.keep` files)
+    .processes            the names of the processes whose logs Rollway may move
+    earlier/<time>/       the logs of an ended run (`keep_runs` directories)
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The defaults that Rollway adds to a user's spec: the RL preset and the CPU profile.
 
 The same key in the user's `args` or `env` overrides a default; `null` removes it.
-`rollway up --dry-run` prints the result. docs/stack.md has the figures.
+`rollway up --dry-run` prints the result. docs/stack.md has the figures. Some defaults depend on
+what the machine has: cores, memory, GPUs, programs.
 """
 
 from __future__ import annotations

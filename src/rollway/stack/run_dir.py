@@ -1,4 +1,6 @@
-"""The private directory of one run: sockets, scratch files, and the secret of the stack."""
+"""The private directory of one run (sockets, scratch files, the secret of the stack), and the
+validation of a state file: `rollway down` kills the processes and removes the files it names.
+"""
 
 from __future__ import annotations
 

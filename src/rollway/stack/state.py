@@ -1,4 +1,4 @@
-"""Reads and writes the private directory of a stack.
+"""Read and write the private directory of a stack.
 
     <home>/stacks/<name>/
         state.json     the processes that run now; the supervisor replaces it atomically

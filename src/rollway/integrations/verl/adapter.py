@@ -22,12 +22,7 @@ class ServerAdapter(BaseRollout):  # type: ignore[misc]
     """The adapter of one rank. Rank 0 acts for the whole trainer, since there is one pool."""
 
     def __init__(
-        self,
-        config: Any,
-        model_config: Any,
-        device_mesh: Any,
-        replica_rank: int = -1,
-        **_: Any,
+        self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1, **_: Any
     ) -> None:
         super().__init__(config, model_config, device_mesh)
         self._options = read_options(self.config.engine_kwargs)

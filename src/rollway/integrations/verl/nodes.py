@@ -6,6 +6,8 @@
 Each node's supervisor restarts its own workers when they die. If a node's actor or supervisor ends,
 its engines are lost for good, and the run ends with that cause: it must not continue with fewer
 engines for days, unnoticed. A node's stack ends with its pool.
+
+`open_proxy` gives each replica an address, `write_targets` gives Prometheus those of all metrics.
 """
 
 from __future__ import annotations

@@ -8,6 +8,9 @@
     wake     engines take their memory back; with the cache back, open the gate
 
 verl calls these for every replica of a pool at once; the second call finds the work done.
+
+`RequestLog` counts requests and their cache hits: a line per trainer step, and, if the user sets
+`request_log`, a file with a line per request.
 """
 
 from __future__ import annotations

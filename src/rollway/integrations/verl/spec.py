@@ -1,4 +1,7 @@
-"""Convert verl's rollout config to the spec of a stack: one model, one worker for each replica."""
+"""The user's options, and verl's rollout config as the spec of a stack: one worker per replica.
+
+Options are under `actor_rollout_ref.rollout.engine_kwargs.dynamo`.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +73,7 @@ class Options(WeightOptions):
     """Rollway writes the addresses of all metrics there, in a file for each pool, for
     Prometheus."""
     request_log: Path | None = None
-    """A file that gets a JSON line for each answer; `request_log.RequestRecord` has the fields."""
+    """A file that gets a JSON line for each answer; `requests.RequestRecord` has the fields."""
     restart: bool = True
     """Whether an engine that dies is restarted, or ends the run."""
     fallback: Literal["vllm"] | None = None
@@ -239,7 +242,7 @@ def read_lora_rank(model: Any) -> int:
 
 
 def should_free_memory(rollout: Any, options: Options) -> bool:
-    """Tell whether engines release their memory while the trainer trains."""
+    """Return whether engines release their memory while the trainer trains."""
     if options.free_engine is None:
         return bool(rollout.free_cache_engine)
     return options.free_engine

@@ -4,6 +4,16 @@
     rank 0        pool.receive_buckets ── the sockets of all ranks ───────► engines stage, then swap
 
 verl's sender waits for its receiver without a limit; here each wait has one.
+
+`WeightStream` is verl's iterator of weights for a publisher that runs on another thread:
+
+    event loop    gather the next tensor from all ranks        gather …
+                  ▲ request                │ tensor            ▲
+    thread        publish ──────────────── ▼ copy ─────────────┘
+
+A publisher requests a tensor after it has copied the last one, so no more tensors are in memory
+than the publisher keeps itself. The iterator stays on the thread where verl would walk it, since
+its CUDA streams and its current GPU belong to that thread.
 """
 
 from __future__ import annotations
