@@ -30,7 +30,7 @@ def _read_spec(options: argparse.Namespace) -> StackSpec | None:
     from rollway.demo.model import demo_path
 
     file = get_spec_file(options)
-    return file and make_spec(file, overrides=[*demo_path(file), *options.set])
+    return make_spec(file, overrides=[*demo_path(file), *options.set]) if file else None
 
 
 def _build_demo_model() -> Path:

@@ -15,18 +15,18 @@ from rich.text import Text
 
 import rollway
 from rollway.api import make_spec
-from rollway.cli.output import get_spec_file, print_json, print_rich, print_table
+from rollway.cli.output import get_spec_file, print_json, print_result, print_rich, print_table
 from rollway.config import StackSpec
 from rollway.errors import NoWorkers, RollwayError, Unreachable, UsageError
 from rollway.fleet.fleet import Fleet
 from rollway.http import Http
-from rollway.observe.progress import StackProgress, make_process_table
 from rollway.private import is_plain_name
 from rollway.stack import local, logs
 from rollway.stack.doctor import Finding, Listener, examine, list_listeners
 from rollway.stack.local import RunningStack
 from rollway.stack.locks import Lease
 from rollway.stack.plan import plan_stack
+from rollway.stack.progress import StackProgress, make_process_table
 from rollway.stack.state import (
     StackDir,
     StackState,
@@ -107,10 +107,9 @@ def down(options: argparse.Namespace) -> int:
     began = time.monotonic()
     with StackProgress(quiet=options.quiet) as progress:
         local.stop_all(names, progress)
-    if options.json:
-        print_json({"stopped": names, "seconds": round(time.monotonic() - began, 3)})
-    else:
-        print("\n".join(f"stopped {name}" for name in names) or "no stack is running")
+    result = {"stopped": names, "seconds": round(time.monotonic() - began, 3)}
+    text = "\n".join(f"stopped {name}" for name in names) or "no stack is running"
+    print_result(options, result, lambda _: print(text))
     return 0
 
 
@@ -262,10 +261,8 @@ def _list_logs(directory: Path, process: str | None, options: argparse.Namespace
     if process is not None:
         known = f"There are: {', '.join(names)}." if names else "Nothing has run there yet."
         raise UsageError(f"There is no log of `{process}` in {directory}.", known)
-    if options.json:
-        print_json({"directory": str(directory), "logs": names})
-    else:
-        print("\n".join(names) if names else f"no logs in {directory}")
+    text = "\n".join(names) if names else f"no logs in {directory}"
+    print_result(options, {"directory": str(directory), "logs": names}, lambda _: print(text))
     return 0
 
 
@@ -276,10 +273,8 @@ def doctor(options: argparse.Namespace) -> int:
     if options.ports is not None:
         return _show_ports(options)
     findings = examine()
-    if options.json:
-        print_json({"findings": [finding.as_json() for finding in findings]})
-    else:
-        _print_findings(findings)
+    result = {"findings": [finding.as_json() for finding in findings]}
+    print_result(options, result, lambda _: _print_findings(findings))
     return 1 if any(finding.level == "error" for finding in findings) else 0
 
 
@@ -301,17 +296,16 @@ def _show_ports(options: argparse.Namespace) -> int:
         if not states:
             raise local.make_not_running_error(options.ports)
     listeners = [listener for state in states for listener in list_listeners(state)]
-    if options.json:
-        print_json({"listeners": [listener.as_json() for listener in listeners]})
-    elif not states:
-        print("no stack is running")
-    else:
-        _print_listeners(listeners)
+    result = {"listeners": [listener.as_json() for listener in listeners]}
+    print_result(options, result, lambda _: _print_listeners(listeners))
     return 0
 
 
 def _print_listeners(listeners: list[Listener]) -> None:
     """Print one row for all listeners that differ only in their port or socket."""
+    if not listeners:  # a running stack has some
+        print("no stack is running")
+        return
     rows: dict[tuple[str, ...], list[str]] = {}
     for entry in listeners:
         directory, slash, name = entry.address.rpartition("/")

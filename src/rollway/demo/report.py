@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from rollway.observe.progress import StackProgress
+from rollway.stack.progress import StackProgress
 
 if TYPE_CHECKING:
     from rollway.demo.run import DemoStep

@@ -202,7 +202,7 @@ async def test_a_gateway_that_does_not_answer_counts_as_a_hang() -> None:
         agents.hold()
         await agents.wait_idle()
         await agents.stop()
-    assert agents.ledger.acknowledged == 0
+    assert agents.ledger.acknowledged_turns == 0
 
 
 def test_a_small_disk_is_filled_freed_and_removed(tmp_path: Path) -> None:
