@@ -235,6 +235,9 @@ def _check_number(number: float, path: str) -> None:
         raise SpecError(f"`{path}` is a whole number of more than 64 bits.", "Give a smaller one.")
 
 
+# --- errors of validation ------------------------------------------------------------------------
+
+
 _MAX_SHOWN = 5
 
 

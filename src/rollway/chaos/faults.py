@@ -239,6 +239,9 @@ def session(leader: int) -> list[ProcessId]:
     return members
 
 
+# --- workers that join ---------------------------------------------------------------------------
+
+
 class Joiner:
     """Starts workers that join the stack, copies of one of its workers on other ports; waits until
     they are listed, and stops them."""

@@ -149,6 +149,9 @@ def size_of(path: Path) -> int:
     return total
 
 
+# --- a disk that can be filled -------------------------------------------------------------------
+
+
 _FILLER = "filler"
 _SOURCE = "rollway-chaos-"
 """The name in the list of mounts, before the process id of the owner."""

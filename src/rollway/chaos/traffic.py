@@ -81,6 +81,9 @@ def perturb(base: Path, seed: int, directory: Path) -> None:
             shutil.copy(extra, directory)
 
 
+# --- traffic -------------------------------------------------------------------------------------
+
+
 TOLERANCE = 1e-3
 """The largest difference of a log-prob from torch's; policies differ by far more."""
 SHARED_TOKENS, OWN_TOKENS = 48, 8

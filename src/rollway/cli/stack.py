@@ -205,6 +205,9 @@ def _print_status(state: StackState, report: dict[str, Any]) -> None:
         print(f"worker {instance}: weight version {version}")
 
 
+# --- logs ----------------------------------------------------------------------------------------
+
+
 def show_logs(options: argparse.Namespace) -> int:
     name, process = _read_log_names(options)
     directory = _find_log_directory(name)
@@ -264,6 +267,9 @@ def _list_logs(directory: Path, process: str | None, options: argparse.Namespace
     text = "\n".join(names) if names else f"no logs in {directory}"
     print_result(options, {"directory": str(directory), "logs": names}, lambda _: print(text))
     return 0
+
+
+# --- doctor --------------------------------------------------------------------------------------
 
 
 _STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "red"}

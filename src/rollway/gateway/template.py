@@ -175,6 +175,9 @@ def _renders_text(tokenizer: Any) -> bool:
     return method is PreTrainedTokenizerBase.apply_chat_template
 
 
+# --- rendering -----------------------------------------------------------------------------------
+
+
 _LONG = 20_000
 """Longer texts, in characters or ids, are tokenized outside the event loop."""
 _MAX_SETTINGS = 64

@@ -129,6 +129,9 @@ class _Job(Generic[T]):
             self.outcome.set_exception(failure)
 
 
+# --- pages of trajectories -----------------------------------------------------------------------
+
+
 LIMIT = 256
 _MOST = 4096
 _SECONDS = 300.0

@@ -136,6 +136,9 @@ def _around(tokenizer: Tokenizer, ids: Sequence[int], place: int) -> str:
     return repr(tokenizer.decode(list(ids[max(0, place - _AROUND) : place + _AROUND + 1])))
 
 
+# --- sampled ids and the messages after them -----------------------------------------------------
+
+
 class SpliceError(RolloutError):
     """The end of the last model turn cannot be found in what the template renders."""
 

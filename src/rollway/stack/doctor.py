@@ -179,6 +179,9 @@ def list_installed_versions() -> dict[str, str | None]:
 
 Reach = Literal["only this user", "users of this machine", "the network"]
 
+# --- listeners -----------------------------------------------------------------------------------
+
+
 _PROC = Path("/proc")
 _SOCKET = re.compile(r"socket:\[(\d+)\]")
 _LISTENING, _UNCONNECTED = "0A", "07"  # states of TCP and UDP sockets in /proc/net

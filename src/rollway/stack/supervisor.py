@@ -56,6 +56,9 @@ _STABLE_SECONDS = 60.0
 _REGISTRATION_SECONDS = 10.0
 
 
+# --- restarts ------------------------------------------------------------------------------------
+
+
 class Healer:
     """Keeps the children of a ready stack serving."""
 
@@ -211,6 +214,9 @@ class Healer:
             await self.wait_for_frontend(process)
         else:
             await self.wait_for_service(process)
+
+
+# --- the supervisor ------------------------------------------------------------------------------
 
 
 _ROTATE_SECONDS = 1.0

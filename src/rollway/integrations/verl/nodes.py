@@ -155,6 +155,9 @@ def get_address(node: str) -> str:
     return str(next(n["NodeManagerAddress"] for n in ray.nodes() if n["NodeID"] == node))
 
 
+# --- addresses of replicas and of metrics --------------------------------------------------------
+
+
 @asynccontextmanager
 async def open_proxy(host: str, port: int, bind: str = "127.0.0.1") -> AsyncIterator[str]:
     """Forward a free port of `bind` to `host:port`; yield its address, as "host:port"."""

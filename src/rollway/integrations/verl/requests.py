@@ -88,6 +88,9 @@ def read_log(path: Path) -> list[RequestRecord]:
     return [RequestRecord(**json.loads(line)) for line in path.read_text().splitlines()]
 
 
+# --- requests ------------------------------------------------------------------------------------
+
+
 CONCURRENCY = 100_000
 ABORT_INTERVAL_SECONDS = 0.5
 """Aborts are repeated, since a router may deliver a request to an engine after the first."""

@@ -107,6 +107,9 @@ def parse_options(kind: type[Kind], fields: Mapping[str, Any], where: str) -> Ki
     return options
 
 
+# --- the spec of a stack -------------------------------------------------------------------------
+
+
 _ENGINE_FIELDS = (
     *("gpu_memory_utilization", "max_model_len", "max_num_batched_tokens", "max_num_seqs", "dtype"),
     *("enforce_eager", "enable_chunked_prefill", "enable_prefix_caching", "logprobs_mode"),
