@@ -19,7 +19,6 @@ from typing import Any
 
 from rollway.config import ModelSpec, RawArgs, StackSpec
 
-
 # --- the machine ---------------------------------------------------------------------------------
 
 
