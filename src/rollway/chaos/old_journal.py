@@ -16,7 +16,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
@@ -26,12 +26,11 @@ from rollway.gateway.command import GatewayOptions, serve
 from rollway.gateway.recorder import Recorder, Session, Turn
 
 
-class OldRecorder:
+class OldRecorder(Recorder):
     """A recorder with the old journal."""
 
     def __init__(self, journal: Path, **options: Any) -> None:
-        self.sessions: dict[str, Session] = {}
-        self.lost = 0
+        super().__init__(None)
         try:
             if journal.exists():
                 self._read(journal)
@@ -43,18 +42,11 @@ class OldRecorder:
     def open(self, name: str) -> Session:
         return self.sessions.setdefault(name, Session(name))
 
-    def add(self, session: Session, turn: Turn) -> bool:
-        self._file.write(_line(session, turn))  # ignores how much was written
-        self.open(turn.session).add(turn)  # also if it was deleted meanwhile
-        return True
-
     def add_all(self, session: Session, turns: Sequence[Turn]) -> bool:
         for turn in turns:
-            self.add(session, turn)
+            self._file.write(_line(session, turn))  # ignores how much was written
+            self.open(turn.session).add(turn)  # also if it was deleted meanwhile
         return True
-
-    async def add_async(self, session: Session, turns: Sequence[Turn]) -> bool:
-        return self.add_all(session, turns)
 
     def forget(self, name: str) -> bool:
         if self.sessions.pop(name, None) is None:
@@ -62,10 +54,8 @@ class OldRecorder:
         self._file.write(json.dumps({"forgotten": name}).encode() + b"\n")
         return True
 
-    async def forget_async(self, name: str) -> bool:
-        return self.forget(name)
-
     def close(self) -> None:
+        super().close()
         self._file.close()
 
     def _read(self, journal: Path) -> None:
@@ -109,8 +99,7 @@ def main() -> None:
     parser.add_argument("--port", type=int)
     arguments = parser.parse_args()
     options = GatewayOptions(arguments.stack, port=arguments.port, journal=arguments.journal)
-    recorder_type = cast(type[Recorder], OldRecorder)
-    asyncio.run(serve(options, Access.from_environment(os.environ), recorder_type=recorder_type))
+    asyncio.run(serve(options, Access.from_environment(os.environ), recorder_type=OldRecorder))
 
 
 if __name__ == "__main__":
