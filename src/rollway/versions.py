@@ -32,6 +32,8 @@ class Ticket:
     taint: str | None
     salt: str | None
     epoch: int
+    stamped: bool = False
+    """Whether the worker is asked to name the versions of the tokens in its answer."""
 
 
 class FleetVersions:
@@ -52,7 +54,7 @@ class FleetVersions:
         self._entered: dict[int, int] = {}
         """The version that each worker was last resumed with by this process."""
         self._enforced: set[int] = set()
-        """Workers whose engine refuses a request of another version than its own."""
+        """Workers that name the versions of their tokens."""
         self._gate = asyncio.Event()
         self._gate.set()
 
@@ -118,16 +120,9 @@ class FleetVersions:
         self._entered[worker] = version
 
     def mark_enforced(self, worker: int) -> None:
-        """Note that the worker's engine itself samples a request from its version or not at all."""
+        """Note that the worker's engine refuses a request of another version, so that the worker
+        can name the versions of the tokens in its answers."""
         self._enforced.add(worker)
-
-    def is_enforced(self, worker: int | None) -> bool:
-        """Return whether an answer of this worker is of its ticket's version in any case; None
-        means any worker."""
-        if worker is not None:
-            return worker in self._enforced
-        known = self.by_worker.keys() | self._entered.keys()
-        return bool(known) and known <= self._enforced
 
     def mark_serving(self, worker: int, version: int) -> None:
         self.by_worker[worker] = version
@@ -155,14 +150,15 @@ class FleetVersions:
                 "The last refit failed or was interrupted, or all workers restarted: refit.",
             )
         taint = taint_of(wanted) if self.tainted else None
-        return Ticket(wanted, taint, f"v{wanted}", self.epoch)
+        stamped = any(worker in self._enforced for worker in self.by_worker)
+        return Ticket(wanted, taint, f"v{wanted}", self.epoch, stamped)
 
     def attributes_to(self, ticket: Ticket, worker: int | None) -> bool:
         """Return whether this process attributes an answer to the version of its ticket.
 
         `worker` is the worker that answered; None means unknown, so the condition must hold for
         all workers."""
-        if ticket.version is None or (ticket.salt is not None and self.is_enforced(worker)):
+        if ticket.version is None:
             return True
         if ticket.taint is not None:
             # The router sends the request only to workers on the version, and a refit aborts what

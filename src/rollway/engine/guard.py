@@ -37,6 +37,8 @@ LORA_ENDPOINTS = ("load_lora", "unload_lora")
 LABELLING = ("set_weight_version", "update_weights_from_disk", "update_weights_from_distributed")
 """Routes that change the label of the worker."""
 TAINTS = "update/model_taints"
+STAMPS = "rollway_versions"
+"""The extra field by which a request asks for the versions of its tokens."""
 
 
 def _load_orders() -> Any:
@@ -104,6 +106,8 @@ class EngineOrders:
         self._is_enforced = False
         """Whether the engine refuses requests of other versions than its label."""
         self._running: set[asyncio.Task[dict[str, Any]]] = set()
+        self._switches: dict[str, list[tuple[int, int]]] = {}
+        """Requests in flight that were frozen during a refit: from which token on which version."""
 
     def wrap(self, route: str, handler: Handler) -> Handler:
         """Return the handler for one of Dynamo's routes, and remember what orders need of it."""
@@ -119,6 +123,10 @@ class EngineOrders:
         if route == "get_weight_version":
             return self._read_label(handler)
         return handler
+
+    def belongs_to(self, owner: object) -> bool:
+        """Return whether these are the orders of the worker with this handler."""
+        return self._handler is not None and owner is self._handler
 
     def list_own(self) -> dict[str, Handler]:
         """Return the orders that this worker can run."""
@@ -162,6 +170,11 @@ class EngineOrders:
                 return _refusal(report["error"])
             handler._paused = False
             self._is_enforced = True
+            for request_id, tokens in report.pop("frozen").items():
+                # vLLM appends a random part to Dynamo's id of the request.
+                switches = self._switches.get(request_id.rpartition("-")[0])
+                if switches is not None:
+                    switches.append((tokens, body["version"]))
             await self._route_to(body["taints"])
             # Last: a worker that is labelled with a version serves it.
             handler._weight_version = body["version"]
@@ -173,6 +186,47 @@ class EngineOrders:
         # Without the lock, which that refit holds.
         await self._call_engine("rollway_cancel", {})
         return {"status": "ok"}
+
+    def stamp(self, generate: Callable[..., AsyncIterator[Any]]) -> Callable[..., Any]:
+        """Return Dynamo's `generate`, with the versions of the tokens in its last chunk for
+        requests that ask for them. The engine refuses a request of another version, so the first
+        token is of the version that the request names."""
+
+        async def run(request: Any, context: Any) -> AsyncIterator[Any]:
+            version = self._find_version(request)
+            if version is None:
+                async for chunk in generate(request, context):
+                    yield chunk
+                return
+            request_id = context.id()
+            switches = self._switches[request_id] = [(0, version)]
+            try:
+                async for chunk in generate(request, context):
+                    if isinstance(chunk, dict) and chunk.get("finish_reason"):
+                        # A refit that is running may have frozen this request.
+                        await asyncio.gather(*self._running, return_exceptions=True)
+                        data = chunk.get("engine_data") or {}
+                        chunk["engine_data"] = {**data, STAMPS: switches}
+                    yield chunk
+            finally:
+                del self._switches[request_id]
+
+        return run
+
+    def _find_version(self, request: Any) -> int | None:
+        """Return the version that a request names, if it asks for stamps and the engine enforces
+        versions. The request then no longer asks for `engine_data`, which carries the stamps to the
+        client: Dynamo would collect all tokens and log-probs there once more."""
+        arguments = request.get("extra_args") if isinstance(request, dict) else None
+        nvext = arguments.get("nvext") if isinstance(arguments, dict) else None
+        fields = nvext.get("extra_fields") if isinstance(nvext, dict) else None
+        if nvext is None or not isinstance(fields, list) or STAMPS not in fields:
+            return None
+        if not self._is_enforced:
+            return None
+        nvext["extra_fields"] = [name for name in fields if name not in (STAMPS, "engine_data")]
+        match = re.match(r"v(\d+)(?::|$)", str(nvext.get("cache_salt") or ""))
+        return int(match[1]) if match else None
 
     async def read_staging(self, body: dict[str, Any]) -> dict[str, Any]:
         """Return the state of a staging in every rank, and whether `rollway_refit` works here."""
@@ -264,6 +318,11 @@ def install(guard: Guard) -> None:
         name = getattr(handler, "__name__", "")
         if name in LORA_ENDPOINTS:
             handler = guard.refuse_endpoint(name)
+        owner = getattr(handler, "__self__", None)
+        if name == "generate":
+            for _, own in workers:
+                if own.belongs_to(owner):
+                    handler = own.stamp(handler)
         return serve(endpoint, handler, *args, **kwargs)
 
     core.DistributedRuntime.register_engine_route = register_engine_route

@@ -253,8 +253,6 @@ class Fleet:
         # Versions only go up, so a worker whose label is still the ticket's version *after* the
         # answer has served nothing else in between.
         assert ticket.version is not None
-        if ticket.salt is not None and self.versions.is_enforced(instance):
-            return True  # the engine has refused every request of another version
         accepted = {ticket.version}
         if ticket.taint is not None:
             if self._record is not None:
@@ -282,8 +280,6 @@ class Fleet:
             labels = [await self._read_label_from_now(worker) for worker in candidates]
         except RollwayError:
             return False  # without an answer nothing is known, and the rollout is repeated
-        if ticket.salt is not None and self.versions.is_enforced(instance):
-            return True  # the answers have told that
         return bool(labels) and accepted.issuperset(labels)
 
     async def _read_label_from_now(self, worker: Worker) -> int | None:

@@ -83,6 +83,7 @@ class Refit:
             )
         async with self._discard_afterwards():
             workers = await self._preflight(await self._list_answering())
+            self._check_mode(workers)
             self._claim()
             workers = await self._keep_current(workers)
             trouble: RollwayError | None = None
@@ -178,6 +179,16 @@ class Refit:
             worker.report.state = "gone"
         return [worker for worker in workers if worker.report.state != "gone"]
 
+    def _check_mode(self, workers: Sequence[WorkerRefit]) -> None:
+        """Raise if a worker cannot keep requests and name the versions of their tokens."""
+        unable = [w.worker for w in workers if self.mode == "keep" and not w.takes_order]
+        if unable:
+            raise UsageError(
+                f"{len(unable)} of {len(workers)} workers cannot keep running requests, for "
+                f"example {unable[0]}: the engine must refit itself and verify staged weights.",
+                "Refit with mode in-flight, or see docs/fleet.md for what `keep` needs.",
+            )
+
     def _claim(self) -> None:
         """Bind the version to these weights. After the preflight, which reads what is served."""
         plan = self.plan
@@ -254,7 +265,8 @@ class Refit:
             versions.close()
         by_order = [worker for worker in group if worker.takes_order]
         others = [worker for worker in group if worker not in by_order]
-        mode: PauseMode = "abort" if self.mode == "in-flight" else "wait"
+        modes: dict[str, PauseMode] = {"in-flight": "abort", "keep": "keep"}
+        mode = modes.get(self.mode, "wait")
         try:
             work = [worker.move_by_order(mode) for worker in by_order]
             if others:

@@ -7,10 +7,12 @@ from typing import Any, Literal
 
 from rollway.errors import RefitError, RollwayError
 
-RefitMode = Literal["pause-all", "rolling", "in-flight"]
+RefitMode = Literal["pause-all", "rolling", "in-flight", "keep"]
 """pause-all: all workers at once, running requests finish first. in-flight: all workers at once,
 running requests are aborted and continued on the new weights. rolling: a share of the workers at a
-time, so that generation never stops."""
+time, so that generation never stops. keep: all workers at once, running requests stay in the engine
+and continue on the new weights, with their KV cache computed again; needs workers that name the
+versions of their tokens."""
 
 State = Literal[
     "untouched", "paused", "updating", "in doubt", "serving", "restored", "gone", "replaced",

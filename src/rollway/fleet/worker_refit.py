@@ -183,10 +183,12 @@ class WorkerRefit:
         await self._check_process(plan.admin)  # a worker that hangs is noticed soon
         await plan.update.check_unchanged()
         self.report.state = "updating"
-        # The engine answers no request from other weights than its ticket's. So the answers that
-        # arrive while the order runs, and after it, count for the version that they name.
+        # The answers that arrive while the order runs, and after it, name their versions.
         versions.mark_enforced(self.instance_id)
         versions.mark_issued(self.instance_id)
+        if mode == "keep":
+            # The engine resumes by itself. An answer without stamps may be of both versions then.
+            versions.mark_entered(self.instance_id, plan.version)
         await self._step("update")
         label = self.label
         order = {

@@ -14,7 +14,7 @@ import random
 import selectors
 import zlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,9 +23,9 @@ from typing import Any
 
 import pytest
 
+from rollway.engine.core import version_in
 from rollway.errors import AdminError, RequestFailed, Unreachable, UsageError
 from rollway.fleet import fleet, membership, refit, updates, worker_refit
-from rollway.engine.core import version_in
 from rollway.fleet.admin import NoSuchMethod, RefitRefused
 from rollway.fleet.discovery import Worker
 from rollway.fleet.updates import FromDisk
@@ -86,6 +86,8 @@ class SimRequest:
     kv: set[str] = field(default_factory=set)
     """The weights that computed the KV blocks it attends to."""
     moved: int = 0
+    switches: list[tuple[int, int]] = field(default_factory=list)
+    """From which token on which version, after refits that kept it."""
     done: asyncio.Future[str] = field(default_factory=lambda: asyncio.Future())
 
 
@@ -280,8 +282,13 @@ class SimWorker:
             await self.load(order["identity"], order["leaving"], True, fault)
             self.clear(None)
             self.engine_label, self.issued_by = order["version"], None
-            for request in [r for r in self.queued if not self.admits(r)]:
-                self.end(request, "aborted")
+            if order["mode"] == "keep":
+                for request in self.queued + self.running:
+                    request.kv = {self.weights} if request in self.running else set()
+                    request.switches.append((len(request.tokens), order["version"]))
+            else:
+                for request in [r for r in self.queued if not self.admits(r)]:
+                    self.end(request, "aborted")
             self.paused = self.frozen = False
             self.poke()
             await asyncio.sleep(self.world.rng.uniform(0.0, 0.3))
@@ -296,7 +303,14 @@ class SimWorker:
         self._is_cancelled.clear()
         if order["mode"] == "abort":
             self.end_all("aborted")
+        self.frozen = order["mode"] == "keep"
         self.poke()
+        if self.frozen and self.sticky:  # blocks of the old version must not be read
+            self.paused = self.frozen = False
+            self.poke()
+            return False
+        if self.frozen:
+            return True
         waits = [self.world.loop.create_task(e.wait()) for e in (self._drained, self._is_cancelled)]
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         for wait in waits:
@@ -312,10 +326,7 @@ class SimWorker:
 
     async def run_alone(self, act: Callable[[], Any]) -> None:
         """Run a pause or a resume, after an order that is running."""
-        if not self.world.orders:
-            answer = act()
-            return await answer if inspect.isawaitable(answer) else None
-        async with self._routes:
+        async with self._routes if self.world.orders else nullcontext():
             answer = act()
             if inspect.isawaitable(answer):
                 await answer
@@ -448,9 +459,16 @@ class World:
                 "completion_token_ids": ids,
                 "worker_id": {"decode_worker_id": worker.instance_id},
                 "detailed_finish_reason": reason,
+                **self._stamps(request, ext["extra_fields"]),
             },
             "usage": {"prompt_tokens": length + request.moved, "completion_tokens": len(ids)},
         }
+
+    def _stamps(self, request: SimRequest, fields: list[str]) -> dict[str, Any]:
+        version = version_in(request.salt)
+        if not self.orders or "rollway_versions" not in fields or version is None:
+            return {}
+        return {"engine_data": {"rollway_versions": [(0, version), *request.switches]}}
 
     async def _route(
         self, request: SimRequest, taints: list[str], pin: int | None

@@ -305,7 +305,7 @@ class RefitMachine(RuleBasedStateMachine):
 
     @rule(
         i=st.integers(0, 1),
-        mode=st.sampled_from(MODES),
+        mode=st.sampled_from([*MODES, "keep"]),
         faults=st.lists(
             st.tuples(
                 st.sampled_from([*TOUCHING, "version", "check"]),
@@ -554,6 +554,20 @@ def runs_an_order_while_the_refit_is_cancelled(m: RefitMachine) -> None:
         m.refits(0, "pause-all", fuse=(call, "cancel"), busy=True, seconds=0.5)
 
 
+def keeps_its_requests(m: RefitMachine) -> None:
+    for _ in range(3):
+        m.refits(0, "keep", busy=True, seconds=0.2)
+
+
+def loses_the_answer_while_it_keeps_its_requests(m: RefitMachine) -> None:
+    m.refits(0, "keep", faults=[("refit", 0, "lost")], busy=True)
+
+
+def dies_while_it_keeps_its_requests(m: RefitMachine) -> None:
+    m.refits(0, "keep", busy=True, seconds=0.3)
+    m.dies(0)
+
+
 def runs_an_order_while_the_client_crashes(m: RefitMachine) -> None:
     for call in range(8, 24):
         m.refits(0, "rolling", fuse=(call, "crash"), busy=True, seconds=0.5)
@@ -573,6 +587,9 @@ def runs_an_order_while_the_client_crashes(m: RefitMachine) -> None:
         dies_of_its_order,
         hangs_with_its_order,
         swaps_half_of_the_weights,
+        keeps_its_requests,
+        loses_the_answer_while_it_keeps_its_requests,
+        dies_while_it_keeps_its_requests,
         runs_an_order_while_the_refit_is_cancelled,
         runs_an_order_while_the_client_crashes,
     ],
@@ -626,6 +643,28 @@ def test_rollouts_that_an_order_cuts_keep_their_tokens_and_ask_nothing() -> None
         assert sum(call.route == "version" for call in m.world.log) - asked < 8
         m.tried = 2
         m.settles()
+
+
+def test_requests_that_a_refit_keeps_have_both_versions() -> None:
+    with machine(verifying=True, staging=True, orders=True, count=1) as m:
+        process = m.processes[0]
+        m.world.workers[1].load_seconds = 0.02
+        work = process.rollouts.generate([1, 2], Sampling(max_tokens=100), n=8)
+        sampling = m.loop.create_task(work)
+        m.time_passes(0.5)
+        assert m.loop.run_until_complete(process.refit(1, "", "keep")) == "done"
+        rollouts = m.loop.run_until_complete(sampling)
+        for rollout in rollouts:
+            process._check_rollout(rollout)
+            assert [span.version for span in rollout.spans] == [0, 1]
+        m.tried = 1
+        m.settles()
+
+
+def test_workers_that_cannot_keep_requests_are_named() -> None:
+    with machine(verifying=True, staging=True) as m:
+        assert m.loop.run_until_complete(m.processes[0].refit(1, "", "keep")) == "refused"
+        assert "2 of 2 workers cannot keep running requests" in m.processes[0].trouble
 
 
 def test_answers_sampled_beside_a_canary_are_discarded() -> None:
