@@ -15,34 +15,55 @@ version two others. A receiver whose turn does not come in time reads from any s
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import msgspec
+import torch
 from torch import Tensor
 
 from rollway.errors import WeightsError
 from rollway.weights.checkpoint import TensorHeader
-from rollway.weights.layout import Box
+from rollway.weights.layout import Box, Piece
 from rollway.weights.offer import Offer
 from rollway.weights.planning.costs import Costs
 from rollway.weights.planning.plan import Receiver, plan
 from rollway.weights.planning.sources import Place
-from rollway.weights.planning.targets import hf_slices
+from rollway.weights.planning.targets import LocalTensor, hf_slices
 from rollway.weights.planning.transfers import Total
 from rollway.weights.slices import Slices
 from rollway.weights.transports.base import Reader, never
-from rollway.weights.transports.nixl.agent import TimedOut, unique_name
+from rollway.weights.transports.nixl.agent import (
+    Addresses,
+    Agent,
+    Pool,
+    Prepared,
+    TimedOut,
+    memory_kind,
+    unique_name,
+)
 from rollway.weights.transports.nixl.catalog import Catalog, Listing, wait_for
 from rollway.weights.transports.nixl.catalog_http import open_catalog
-from rollway.weights.transports.nixl.connections import Connections
-from rollway.weights.transports.nixl.listing import FANOUT, SourceGroup, read_group, this_node
-from rollway.weights.transports.nixl.memory import assemble, find_device, verify, wait_for_stream
-from rollway.weights.transports.nixl.windows import Windows, make_windows
+from rollway.weights.transports.nixl.listing import (
+    FANOUT,
+    ListedSource,
+    SourceGroup,
+    read_group,
+    this_node,
+    write_listing,
+)
+from rollway.weights.transports.nixl.windows import (
+    Window,
+    Windows,
+    make_windows,
+    resolve_reads,
+    verify,
+)
 
 log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows only the loggers below its own name
 
@@ -52,7 +73,9 @@ _COSTS = Costs(wire_gb_per_s=5.0, pack_gb_per_s=0.0)
 _ATTEMPTS = 3
 _ARITY = 2
 """How many peers a receiver serves at the same time."""
-_MAX_PLANS = 4
+_MAX_KEPT = 4
+"""How many plans are kept, and how many sets of prepared reads."""
+T = TypeVar("T")
 
 
 class NixlReader(Reader):
@@ -77,7 +100,7 @@ class NixlReader(Reader):
         seconds. A reader that is restricted to parts serves nobody."""
         self._secret, self._window_bytes, self._timeout = secret, window_bytes, timeout
         self._serve, self._patience, self._net_devices = serve, patience, net_devices
-        self._catalogs: dict[str, Catalog] = {}
+        self._catalogs: dict[bytes, Catalog] = {}
         self._serving: tuple[Catalog, int] | None = None
         self._slices = Slices()
         self.plans = 0
@@ -112,22 +135,23 @@ class NixlReader(Reader):
                 break
             except WeightsError as error:
                 if isinstance(error, TimedOut):
-                    self.connections.abandon()
-                else:
-                    self.connections.forget(group.names)
+                    self.abandon_connections()
+                elif self.connections is not None:
+                    self.connections.forget(group)
                 failed += group.names
                 if attempt + 1 == _ATTEMPTS or not self._has_source(catalog, offer, failed):
                     raise WeightsError(
                         f"Version {offer.version} could not be pulled: {error.message}",
                         error.hint or "Check that the trainer still runs, and publish it again.",
                     ) from error
+        assert self.connections is not None
         # Announce first: after the acknowledgement alone, the catalog would consider the trainer
         # free and send the next receiver to it.
         if self._serves_peers:
-            body = msgspec.msgpack.encode(self.connections.describe(self.windows(group), group))
+            body = self.connections.describe(self.windows(group), group)
             catalog.announce(Listing(offer.version, self.name, 0, 1, "receiver", body))
             self._serving = catalog, offer.version
-        self.connections.acknowledge(group.names, offer.version)
+        self.connections.acknowledge(group, offer.version)
         catalog.acknowledge(offer.version, self.name)
         log.info(
             "version %d over nixl: %d bytes moved, %d needed, %d offered, from %s",
@@ -151,7 +175,7 @@ class NixlReader(Reader):
         for catalog in self._catalogs.values():
             with suppress(WeightsError):  # the catalog may have closed before
                 catalog.leave(self.name)
-        self.connections.close()
+        self._close_connections()
 
     def __enter__(self) -> Self:
         return self
@@ -160,13 +184,12 @@ class NixlReader(Reader):
         self.close()
 
     def look_up(
-        self, offer: Offer, without: list[str] | None = None, *, in_turn: bool = False
+        self, offer: Offer, without: Sequence[str] = (), *, in_turn: bool = False
     ) -> tuple[Catalog, SourceGroup]:
         """Return the catalog of an offer and the sources to read from; with fan-out in turn."""
-        is_partial = bool(self._slices.boxes)
         requested = bool(offer.where.get(FANOUT)) if self._serve is None else self._serve
-        mode = requested and not is_partial, self._slices
-        if mode != self._mode:
+        mode = requested and not self._slices.boxes, self._slices
+        if mode != (self._serves_peers, self._mode_slices):
             self.close()
             self._set_mode(*mode)
         catalog = self._open_catalog(offer)
@@ -175,11 +198,11 @@ class NixlReader(Reader):
             # The receiver whose turn it is may be dead: after `patience`, ignore turns.
             with suppress(WeightsError):
                 listings = wait_for(
-                    catalog, offer.version, self.name, self._patience, without or (), fanout=_ARITY
+                    catalog, offer.version, self.name, self._patience, without, fanout=_ARITY
                 )
         if listings is None:
             # No wait: all ranks announce a version before it is offered.
-            listings = catalog.look_up(offer.version, self.name, without or ())
+            listings = catalog.look_up(offer.version, self.name, without)
         group = read_group(listings)
         if group.identity != offer.identity:
             raise WeightsError(
@@ -191,24 +214,24 @@ class NixlReader(Reader):
     def pull(self, group: SourceGroup, done: set[str]) -> Iterator[tuple[str, Tensor]]:
         """Read all windows and yield their targets, verified, without those in `done`."""
         windows = self.windows(group)
-        agent = self.connections.connect(group)
-        buffers = self.connections.allocate(windows, find_device(group))
-        reads = self.connections.prepare(group, windows, buffers)
+        connections = self._connect(group)
+        buffers = connections.allocate(windows, _find_device(group))
+        reads = connections.prepare(group, windows, buffers)
         # After a failure, windows that were yielded are skipped. A receiver that serves peers
         # reads them again, because its buffer must hold the whole version.
         turns = [
-            (window, window_reads, buffers[number % 2])
-            for number, (window, window_reads) in enumerate(
-                zip(windows.windows, reads, strict=True)
-            )
+            (window, reads[number], buffers[number % len(buffers)])
+            for number, window in enumerate(windows.windows)
             if self._serves_peers or any(target.name not in done for target in window.targets)
         ]
         with ThreadPoolExecutor(1, thread_name_prefix="rollway-nixl-read") as thread:
 
             def start(number: int) -> Future[None]:
-                # The caller may still copy, on its CUDA stream, from the buffer of this window.
-                wait_for_stream(buffers[0])
-                return thread.submit(agent.read, turns[number][1], self._timeout)
+                # The caller may still copy, on its CUDA stream, from the buffer of this window:
+                # NIXL knows no streams.
+                if buffers[0].is_cuda:
+                    torch.cuda.current_stream(buffers[0].device).synchronize()
+                return thread.submit(connections.agent.read, turns[number][1], self._timeout)
 
             reading = start(0) if turns else None
             for number, (window, _, buffer) in enumerate(turns):
@@ -217,14 +240,15 @@ class NixlReader(Reader):
                 reading = None
                 # Before the next read: windows that are kept side by side share the space of the
                 # tensors that are read whole and cut here.
-                views = assemble(window, buffer)
+                views = window.assemble(buffer)
                 has_next = number + 1 < len(turns)
                 # Windows were left out if two turns in a row have the same buffer. The next read
                 # must then wait until the caller has used all targets of this window.
                 if has_next and (self._serves_peers or turns[number + 1][2] is not buffer):
                     reading = start(number + 1)
                 for target in window.targets:
-                    verify(views[target.name], windows.checks.get(target.name, ()), group)
+                    checks = windows.checks.get(target.name, ())
+                    verify(views[target.name], checks, group.digests)
                     if target.name not in done:
                         done.add(target.name)
                         yield target.name, views[target.name]
@@ -237,48 +261,203 @@ class NixlReader(Reader):
         windows = self._windows.get(group.key)
         if windows is None:
             wants = hf_slices(group.headers, self._slices.boxes)
-            sources = [
-                layout.as_source(name, memory.node)
-                for name, memory, layout in zip(
-                    group.names, group.memories, group.layouts, strict=True
-                )
-            ]
-            receiver = Receiver(self.name, Place(this_node()))
             # The planner does not know tensors without elements; windows have them as targets.
             to_plan = {n: want for n, want in wants.items() if 0 not in group.headers[n].shape}
+            sources = [source.for_planner() for source in group.sources]
+            receiver = Receiver(self.name, Place(this_node()))
             windows = make_windows(
                 plan(sources, [receiver], to_plan, _COSTS),
                 self.name,
                 wants,
-                {n: layout.tensors for n, layout in zip(group.names, group.layouts, strict=True)},
+                {source.name: source.layout.tensors for source in group.sources},
                 group.digests,
                 window_bytes=self._window_bytes,
                 keep=self._serves_peers,
             )
             self.plans += 1
-        self._windows[group.key] = windows
-        self._windows.move_to_end(group.key)
-        while len(self._windows) > _MAX_PLANS:
-            self._windows.popitem(last=False)
+        _keep_recent(self._windows, group.key, windows)
         return windows
+
+    def abandon_connections(self) -> None:
+        """Start with a new agent and new buffers, because a read that timed out may still write."""
+        _ABANDONED.append(self.connections)
+        self.connections = None
 
     def _set_mode(self, serves_peers: bool, slices: Slices) -> None:
         """Start with new buffers and plans, under a new name: both depend on the mode."""
-        self._mode = serves_peers, slices
-        self._serves_peers = serves_peers
+        self._serves_peers, self._mode_slices = serves_peers, slices
         self.name = unique_name("receiver")
-        self.connections = Connections(self.name, self._net_devices, serves_peers)
+        self.connections: Connections | None = None
         self._windows: OrderedDict[str, Windows] = OrderedDict()
 
     def _open_catalog(self, offer: Offer) -> Catalog:
-        key = msgspec.json.encode(offer.where, order="deterministic").decode()
+        key = msgspec.json.encode(offer.where, order="deterministic")
         if key not in self._catalogs:
             self._catalogs[key] = open_catalog(offer.where, secret=self._secret)
         return self._catalogs[key]
 
     def _has_source(self, catalog: Catalog, offer: Offer, failed: list[str]) -> bool:
         try:
-            wait_for(catalog, offer.version, self.name, 0.0, failed)
+            catalog.look_up(offer.version, self.name, failed)
         except WeightsError:
             return False
         return True
+
+    def _connect(self, group: SourceGroup) -> Connections:
+        """Return connections to these sources as they are now."""
+        modes = {source.memory.error_handling for source in group.sources}
+        if len(modes) != 1:
+            raise WeightsError("The ranks of the trainer have different settings of NIXL.")
+        mode = modes.pop()
+        if self.connections is not None and self.connections.agent.error_handling != mode:
+            self._close_connections()
+        if self.connections is None:
+            agent = Agent(self.name, mode, self._net_devices)
+            if self._serves_peers:
+                agent.listen()  # a peer that reads from here connects first
+            # A receiver that serves peers needs one buffer that holds a whole version.
+            self.connections = Connections(agent, 1 if self._serves_peers else 2)
+        self.connections.connect(group)
+        return self.connections
+
+    def _close_connections(self) -> None:
+        if self.connections is not None:
+            self.connections.close()
+            self.connections = None
+
+
+class Connections:
+    """A receiver's agent, staging buffers, peers and prepared reads.
+
+    All of it is kept between versions. A version whose sources, layouts and addresses are known
+    again needs no planning and no registration: its reads only have to be started."""
+
+    def __init__(self, agent: Agent, buffers: int) -> None:
+        """With two buffers, even and odd windows alternate."""
+        self.agent = agent
+        self._pools = [Pool(agent) for _ in range(buffers)]
+        self._peers: dict[str, tuple[bytes, str]] = {}
+        """By source: NIXL's description of it, and the name by which the agent knows it."""
+        self.prepared: OrderedDict[str, list[list[Prepared]]] = OrderedDict()
+        """Reads by window, for each set of sources and addresses: pools of sources alternate."""
+
+    def connect(self, group: SourceGroup) -> None:
+        for source in group.sources:
+            known = self._peers.get(source.name)
+            if known is not None and known[0] == source.memory.agent:
+                continue
+            if known is not None:  # the source registered other memory: its reads are invalid
+                self._drop_prepared()
+                self.agent.remove_peer(known[1])
+            peer = self.agent.add_peer(source.memory.agent)
+            self._peers[source.name] = source.memory.agent, peer
+
+    def allocate(self, windows: Windows, device: torch.device) -> list[Tensor]:
+        before = [pool.memory for pool in self._pools]
+        buffers = []
+        for number, pool in enumerate(self._pools):
+            ends = [w.offset + w.nbytes for w in windows.windows[number :: len(self._pools)]]
+            buffers.append(pool.allocate(max(ends, default=0), device))
+        if any(old is not new for old, new in zip(before, buffers, strict=True)):
+            self._drop_prepared()  # they point into the old buffers
+        return buffers
+
+    def prepare(
+        self, group: SourceGroup, windows: Windows, buffers: list[Tensor]
+    ) -> list[list[Prepared]]:
+        """Return the reads of each window, prepared now or for an earlier version."""
+        hasher = hashlib.sha256(group.key.encode())
+        for source in group.sources:
+            hasher.update(msgspec.msgpack.encode(source.memory.addresses))
+        key = hasher.hexdigest()
+        reads = self.prepared.get(key)
+        if reads is None:
+            reads = [
+                [
+                    self._prepare_read(source, window, buffers[number % len(buffers)])
+                    for source in group.sources
+                    if source.name in window.reads
+                ]
+                for number, window in enumerate(windows.windows)
+            ]
+        for dropped in _keep_recent(self.prepared, key, reads):
+            _release_all(dropped)
+        return reads
+
+    def _prepare_read(self, source: ListedSource, window: Window, buffer: Tensor) -> Prepared:
+        memory = source.memory
+        reads = window.reads[source.name]
+        remote, local, sizes = resolve_reads(reads, memory.addresses, buffer.data_ptr())
+        return self.agent.prepare(
+            self._peers[source.name][1],
+            Addresses(*memory_kind(buffer.device), local),
+            Addresses(memory.memory, memory.device, remote),
+            sizes,
+        )
+
+    def acknowledge(self, group: SourceGroup, version: int) -> None:
+        """Notify sources that this receiver has a version, as far as they still listen."""
+        for name in group.names:
+            with suppress(WeightsError):
+                self.agent.notify(self._peers[name][1], f"rollway has {version}".encode())
+        # Notifications leave this process only while it polls. The catalog has the receipt; they
+        # matter because without one, reads from a stopped trainer (`peer`, one machine) still
+        # succeeded for a while, so a trainer that hangs was noticed later.
+        with suppress(WeightsError):
+            self.agent.poll()
+
+    def describe(self, windows: Windows, group: SourceGroup) -> bytes:
+        """Return the body of a listing of the received version, for peers to read."""
+        buffer = self._pools[0].memory
+        assert buffer is not None
+        targets = [target for window in windows.windows for target in window.targets]
+        tensors = {target.name: LocalTensor(target.dtype, target.shape) for target in targets}
+        addresses = [buffer.data_ptr() + target.offset for target in targets]
+        pieces = [Piece(name, box, name, box.start) for name, box in group.digests]
+        digests = group.digests.values()
+        return write_listing(self.agent, buffer.device, tensors, addresses, pieces, digests)
+
+    def forget(self, group: SourceGroup) -> None:
+        """Disconnect sources after a failure, so that the next attempt connects again."""
+        self._drop_prepared()
+        for name in group.names:
+            known = self._peers.pop(name, None)
+            if known is not None:
+                self.agent.remove_peer(known[1])
+
+    def close(self) -> None:
+        self._drop_prepared()
+        for pool in self._pools:
+            pool.release()
+        self.agent.stop_listening()
+
+    def _drop_prepared(self) -> None:
+        for reads in self.prepared.values():
+            _release_all(reads)
+        self.prepared.clear()
+
+
+_ABANDONED: list[Connections | None] = []
+"""Connections with reads that timed out. They may still write, so the memory must never be freed
+for other use: it stays here as long as the process lives."""
+
+
+def _release_all(windows: list[list[Prepared]]) -> None:
+    for reads in windows:
+        for read in reads:
+            read.release()
+
+
+def _keep_recent(cache: OrderedDict[str, T], key: str, value: T) -> list[T]:
+    """Make an entry the newest; return the oldest ones, which are dropped for it."""
+    cache[key] = value
+    cache.move_to_end(key)
+    return [cache.popitem(last=False)[1] for _ in range(len(cache) - _MAX_KEPT)]
+
+
+def _find_device(group: SourceGroup) -> torch.device:
+    """Return the kind of device that holds the sources' tensors, as this process numbers it."""
+    kinds = {source.memory.memory for source in group.sources if source.memory.addresses}
+    if kinds == {"VRAM"} and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

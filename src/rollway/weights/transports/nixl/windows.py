@@ -19,12 +19,16 @@ from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
-from rollway.errors import UsageError
+from rollway.errors import UsageError, WeightsError
+from rollway.weights.digest.checksums import digest
 from rollway.weights.layout import ELEMENT_BYTES, Box, Shape, place_at
+from rollway.weights.offer import Entry
 from rollway.weights.planning.recipe import run
 from rollway.weights.planning.targets import LocalTensor, Targets
 from rollway.weights.planning.transfers import Copy, Plan, Total, Transfer
+from rollway.weights.transports.entries import align, view_entry
 
 ALIGNED = 256
 Offsets = NDArray[np.int64]
@@ -32,41 +36,39 @@ PieceCheck = tuple[Box, tuple[str, Box]]
 """The box of a target that contains a whole piece, and the piece whose digest it must have."""
 
 
-@dataclass(frozen=True, slots=True)
-class BufferTensor:
-    """A tensor at an offset of a buffer."""
-
-    name: str
-    dtype: str
-    shape: Shape
-    offset: int
-
-    @property
-    def nbytes(self) -> int:
-        return Box.whole(self.shape).elements * ELEMENT_BYTES[self.dtype]
-
-
 @dataclass(slots=True)
 class Window:
-    """Targets that are read and yielded together."""
+    """Targets that are read and yielded together. Entries say where they are in the buffer."""
 
     offset: int
     """Where the window starts in the buffer; all offsets in it count from the buffer's start."""
     nbytes: int = 0
-    targets: list[BufferTensor] = field(default_factory=list)
+    targets: list[Entry] = field(default_factory=list)
     reads: dict[str, list[Offsets]] = field(default_factory=dict)
     """By source: rows of (number of the tensor, offset in it, offset in the buffer, bytes)."""
-    cuts: list[tuple[BufferTensor, tuple[Copy, ...]]] = field(default_factory=list)
+    cuts: list[tuple[Entry, tuple[Copy, ...]]] = field(default_factory=list)
     """Source tensors that are read whole, and the copies from them into targets."""
 
-    def add_target(self, name: str, tensor: LocalTensor) -> BufferTensor:
-        target = BufferTensor(name, tensor.dtype, tensor.shape, self.offset + self.nbytes)
-        self.nbytes += align(target.nbytes)
-        self.targets.append(target)
-        return target
+    def place(self, name: str, tensor: LocalTensor) -> Entry:
+        nbytes = _count_bytes(tensor)
+        entry = Entry(name, tensor.dtype, tensor.shape, self.offset + self.nbytes, nbytes)
+        self.nbytes += align(nbytes, ALIGNED)
+        return entry
 
     def add_reads(self, source: str, rows: Offsets) -> None:
         self.reads.setdefault(source, []).append(rows)
+
+    def assemble(self, memory: Tensor) -> dict[str, Tensor]:
+        """Return the targets; cut tensors that were read whole into them first."""
+        views = {target.name: view_entry(memory, target) for target in self.targets}
+        for whole, copies in self.cuts:
+            source = view_entry(memory, whole)
+            for copy in copies:
+                part = source[copy.box.slices]
+                part = part.transpose(-1, -2) if copy.transposed else part
+                place = place_at(copy.at, Box.whole(copy.shape))
+                views[copy.target][place.slices] = part.reshape(copy.shape)
+        return views
 
 
 @dataclass(frozen=True)
@@ -94,36 +96,60 @@ def make_windows(
 
     `keep` places the windows side by side, so that in the end the buffer holds all targets and can
     be served to others. Otherwise every window starts at 0, and the caller alternates buffers."""
-    targets = _list_targets(wants)
-    transfers = list(plan.transfers(receiver))
-    numbers = {
-        source: {name: number for number, name in enumerate(tensors)}
-        for source, tensors in sources.items()
+    targets = {
+        want.target: LocalTensor(want.dtype, part.shape)
+        for several in wants.values()
+        for want in several
+        if (part := want.parts[0]) is not None
     }
+    transfers = list(plan.transfers(receiver))
     windows: list[Window] = []
-    where: dict[str, tuple[Window, BufferTensor]] = {}
+    where: dict[str, tuple[Window, Entry]] = {}
     for group in _group_targets(targets, transfers):
-        size = sum(align(_nbytes(targets[name])) for name in group)
+        size = sum(align(_count_bytes(targets[name]), ALIGNED) for name in group)
         # A group that exceeds the limit by itself gets a window of its own size.
         if not windows or windows[-1].nbytes + size > window_bytes:
             before = windows[-1] if windows else None
             windows.append(Window(before.offset + before.nbytes if before and keep else 0))
+        window = windows[-1]
         for name in group:
-            where[name] = windows[-1], windows[-1].add_target(name, targets[name])
-    _place_whole_tensors(windows, transfers, where, sources, keep)
+            window.targets.append(window.place(name, targets[name]))
+            where[name] = window, window.targets[-1]
+    end = max((window.offset + window.nbytes for window in windows), default=0)
+    numbers = {
+        source: {name: number for number, name in enumerate(tensors)}
+        for source, tensors in sources.items()
+    }
     for transfer in transfers:
-        if not transfer.staged:
-            tensor = sources[transfer.source][transfer.tensor]
-            number = numbers[transfer.source][transfer.tensor]
-            for copy in transfer.copies:
-                window, target = where[copy.target]
-                window.add_reads(transfer.source, _make_rows(copy, number, tensor, target))
-    for window in windows:
-        for whole, copies in window.cuts:
-            number = numbers[copies[0].source][whole.name]
+        source, tensor = transfer.source, sources[transfer.source][transfer.tensor]
+        number = numbers[source][transfer.tensor]
+        if transfer.staged:
+            window = where[transfer.copies[0].target][0]
+            # Behind kept windows, all windows share the space of tensors that are read whole: it
+            # is scratch, and only the targets stay.
+            if keep and not window.cuts:
+                window.nbytes = end - window.offset
+            whole = window.place(transfer.tensor, tensor)
+            window.cuts.append((whole, transfer.copies))
             row = np.array([[number, 0, whole.offset, whole.nbytes]], dtype=np.int64)
-            window.add_reads(copies[0].source, row)
+            window.add_reads(source, row)
+            continue
+        for copy in transfer.copies:
+            window, target = where[copy.target]
+            window.add_reads(source, _make_rows(copy, number, tensor, target))
     return Windows(windows, _find_checks(wants, pieces), plan.totals[receiver])
+
+
+def verify(
+    tensor: Tensor, checks: Iterable[PieceCheck], digests: Mapping[tuple[str, Box], bytes]
+) -> None:
+    """Raise unless all pieces of a tensor have the digests that were published."""
+    for place, piece in checks:
+        part = tensor[place.slices].reshape(piece[1].shape)
+        if bytes.fromhex(digest(part)) != digests[piece]:
+            raise WeightsError(
+                f"{piece[0]} is not what was published: it changed during the read, or in transit."
+            )
 
 
 def resolve_reads(
@@ -140,43 +166,6 @@ def resolve_reads(
     ends = (remote[1:] != remote[:-1] + size[:-1]) | (local[1:] != local[:-1] + size[:-1])
     first = np.concatenate([[0], np.flatnonzero(ends) + 1])
     return remote[first], local[first], np.add.reduceat(size, first)
-
-
-def _place_whole_tensors(
-    windows: list[Window],
-    transfers: list[Transfer],
-    where: dict[str, tuple[Window, BufferTensor]],
-    sources: Mapping[str, Mapping[str, LocalTensor]],
-    keep: bool,
-) -> None:
-    """Place source tensors that are read whole: behind their window, or behind all kept ones.
-
-    Behind kept windows, all windows share that space: it is scratch, and only the targets stay."""
-    end = max((window.offset + window.nbytes for window in windows), default=0)
-    used: dict[int, int] = {}
-    for transfer in transfers:
-        if not transfer.staged:
-            continue
-        window = where[transfer.copies[0].target][0]
-        tensor = sources[transfer.source][transfer.tensor]
-        start = end if keep else window.offset + window.nbytes
-        start += used.get(id(window), 0)
-        whole = BufferTensor(transfer.tensor, tensor.dtype, tensor.shape, start)
-        used[id(window)] = used.get(id(window), 0) + align(whole.nbytes)
-        window.cuts.append((whole, transfer.copies))
-    for window in windows:  # only now: `nbytes` was the end of the targets until here
-        if window.cuts:
-            last = window.cuts[-1][0]
-            window.nbytes = last.offset + align(last.nbytes) - window.offset
-
-
-def _list_targets(wants: Targets) -> dict[str, LocalTensor]:
-    return {
-        want.target: LocalTensor(want.dtype, part.shape)
-        for several in wants.values()
-        for want in several
-        if (part := want.parts[0]) is not None
-    }
 
 
 def _group_targets(
@@ -203,7 +192,7 @@ def _group_targets(
     yield from groups.values()
 
 
-def _make_rows(copy: Copy, number: int, tensor: LocalTensor, target: BufferTensor) -> Offsets:
+def _make_rows(copy: Copy, number: int, tensor: LocalTensor, target: Entry) -> Offsets:
     """Return one row for each run of elements that is contiguous at both ends."""
     size = ELEMENT_BYTES[tensor.dtype]
     length = min(run(copy.box.shape, tensor.shape), run(copy.shape, target.shape))
@@ -244,9 +233,5 @@ def _find_checks(wants: Targets, pieces: Iterable[tuple[str, Box]]) -> dict[str,
     return checks
 
 
-def _nbytes(tensor: LocalTensor) -> int:
+def _count_bytes(tensor: LocalTensor) -> int:
     return Box.whole(tensor.shape).elements * ELEMENT_BYTES[tensor.dtype]
-
-
-def align(nbytes: int) -> int:
-    return -(-nbytes // ALIGNED) * ALIGNED
