@@ -30,6 +30,9 @@ ErrorHandling = Literal["none", "peer"]
 """With `none`, processes of one machine read each other's memory directly, and NIXL notices when
 one dies. Between machines, `peer` makes the network report a dead peer."""
 Memory = Literal["DRAM", "VRAM"]
+Numbers = NDArray[np.int64]
+End = tuple[Memory, int, Numbers]
+"""One end of reads: the kind of memory, its device, and the addresses."""
 _PACKAGES = ("nixl_cu12", "nixl_cu13")
 _POLL_SECONDS = 0.0005
 _LISTEN_SECONDS = 0.1
@@ -69,15 +72,6 @@ def memory_kind(device: torch.device) -> tuple[Memory, int]:
     if device.type == "cuda":
         return "VRAM", device.index or 0
     raise UsageError(f"NIXL cannot read the memory of {device}.", "Publish from CPU or CUDA.")
-
-
-@dataclass(frozen=True, slots=True)
-class Addresses:
-    """One end of a read."""
-
-    memory: Memory
-    device: int
-    addresses: NDArray[np.int64]
 
 
 @dataclass(slots=True)
@@ -148,17 +142,15 @@ class Agent:
         with self._lock, suppress(Exception):
             self._agent.remove_remote_agent(peer)
 
-    def prepare(
-        self, peer: str, local: Addresses, remote: Addresses, sizes: NDArray[np.int64]
-    ) -> Prepared:
+    def prepare(self, peer: str, local: End, remote: End, sizes: Numbers) -> Prepared:
         """Prepare a read from a peer; addresses at both ends and sizes correspond."""
         indices = np.arange(len(sizes), dtype=np.int32)
         with self._lock, _describe_errors(f"cannot read the memory that {peer} announced"):
             lists = []
             for owner, end in (("NIXL_INIT_AGENT", local), (peer, remote)):
-                device = np.full_like(sizes, end.device)
-                rows = np.column_stack([end.addresses, sizes, device]).astype(np.uint64)
-                lists.append(self._agent.prep_xfer_dlist(owner, rows, end.memory))
+                memory, device, addresses = end
+                rows = np.column_stack([addresses, sizes, np.full_like(sizes, device)])
+                lists.append(self._agent.prep_xfer_dlist(owner, rows.astype(np.uint64), memory))
             here, there = lists
             handle = self._agent.make_prepped_xfer("READ", here, indices, there, indices, b"")
         return Prepared(peer, handle, lists)

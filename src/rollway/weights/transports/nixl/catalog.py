@@ -280,7 +280,8 @@ class ModelExpressCatalog:
 
     def announce(self, listing: Listing) -> None:
         if listing.role == "receiver":
-            return self._listings.announce(listing)
+            self._listings.announce(listing)
+            return
         version, uid = listing.version, self._uid(listing.version)
         # Every rank calls it: the key makes all calls but the first repetitions.
         self._call(
@@ -296,7 +297,7 @@ class ModelExpressCatalog:
         try:
             self._listings.look_up(version, listing.source)
         except NotYet:
-            return None
+            return
         self._call("update_weight_version_state", uid, self._package.WeightVersionState.READY)
 
     def withdraw(self, version: int, source: str) -> None:

@@ -190,14 +190,16 @@ class CatalogServer(MemoryCatalog):
                 return Answer(listings=listings)
             case "acknowledged":
                 return Answer(members=self.acknowledged(call.version))
-            case "announce" if call.listing is None:
-                raise UsageError("The call announces nothing.")
             case "announce":
+                if call.listing is None:
+                    raise UsageError("The call announces nothing.")
                 self.announce(call.listing)
+            case "withdraw":
+                self.withdraw(call.version, call.member)
+            case "acknowledge":
+                self.acknowledge(call.version, call.member)
             case "leave":
                 self.leave(call.member)
-            case _:
-                getattr(self, name)(call.version, call.member)
         return Answer()
 
     def _sign(self, request: web.Request, status: int, answer: Answer) -> web.Response:

@@ -39,7 +39,6 @@ from rollway.weights.planning.transfers import Total
 from rollway.weights.slices import Slices
 from rollway.weights.transports.base import Reader, never
 from rollway.weights.transports.nixl.agent import (
-    Addresses,
     Agent,
     Pool,
     Prepared,
@@ -101,6 +100,8 @@ class NixlReader(Reader):
         self._secret, self._window_bytes, self._timeout = secret, window_bytes, timeout
         self._serve, self._patience, self._net_devices = serve, patience, net_devices
         self._catalogs: dict[bytes, Catalog] = {}
+        self._windows: OrderedDict[str, Windows] = OrderedDict()
+        self.connections: Connections | None = None
         self._serving: tuple[Catalog, int] | None = None
         self._slices = Slices()
         self.plans = 0
@@ -153,14 +154,10 @@ class NixlReader(Reader):
             self._serving = catalog, offer.version
         self.connections.acknowledge(group, offer.version)
         catalog.acknowledge(offer.version, self.name)
-        log.info(
-            "version %d over nixl: %d bytes moved, %d needed, %d offered, from %s",
-            offer.version,
-            self.total.moved,
-            self.total.needed,
-            offer.nbytes,
-            ", ".join(self.total.sources),
-        )
+        counts = self.total.moved, self.total.needed, offer.nbytes
+        sources = ", ".join(self.total.sources)
+        message = "version %d over nixl: %d bytes moved, %d needed, %d offered, from %s"
+        log.info(message, offer.version, *counts, sources)
 
     def release(self) -> None:
         """Stop serving peers; those that are reading can finish until the next version arrives."""
@@ -192,7 +189,10 @@ class NixlReader(Reader):
         if mode != (self._serves_peers, self._mode_slices):
             self.close()
             self._set_mode(*mode)
-        catalog = self._open_catalog(offer)
+        key = msgspec.json.encode(offer.where, order="deterministic")
+        if key not in self._catalogs:
+            self._catalogs[key] = open_catalog(offer.where, secret=self._secret)
+        catalog = self._catalogs[key]
         listings = None
         if in_turn and self._serves_peers:
             # The receiver whose turn it is may be dead: after `patience`, ignore turns.
@@ -287,14 +287,7 @@ class NixlReader(Reader):
         """Start with new buffers and plans, under a new name: both depend on the mode."""
         self._serves_peers, self._mode_slices = serves_peers, slices
         self.name = unique_name("receiver")
-        self.connections: Connections | None = None
-        self._windows: OrderedDict[str, Windows] = OrderedDict()
-
-    def _open_catalog(self, offer: Offer) -> Catalog:
-        key = msgspec.json.encode(offer.where, order="deterministic")
-        if key not in self._catalogs:
-            self._catalogs[key] = open_catalog(offer.where, secret=self._secret)
-        return self._catalogs[key]
+        self._windows.clear()
 
     def _has_source(self, catalog: Catalog, offer: Offer, failed: list[str]) -> bool:
         try:
@@ -390,8 +383,8 @@ class Connections:
         remote, local, sizes = resolve_reads(reads, memory.addresses, buffer.data_ptr())
         return self.agent.prepare(
             self._peers[source.name][1],
-            Addresses(*memory_kind(buffer.device), local),
-            Addresses(memory.memory, memory.device, remote),
+            (*memory_kind(buffer.device), local),
+            (memory.memory, memory.device, remote),
             sizes,
         )
 

@@ -13,6 +13,7 @@ made once per plan and used for all versions.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -44,7 +45,7 @@ class Window:
     """Where the window starts in the buffer; all offsets in it count from the buffer's start."""
     nbytes: int = 0
     targets: list[Entry] = field(default_factory=list)
-    reads: dict[str, list[Offsets]] = field(default_factory=dict)
+    reads: dict[str, list[Offsets]] = field(default_factory=lambda: defaultdict(list))
     """By source: rows of (number of the tensor, offset in it, offset in the buffer, bytes)."""
     cuts: list[tuple[Entry, tuple[Copy, ...]]] = field(default_factory=list)
     """Source tensors that are read whole, and the copies from them into targets."""
@@ -54,9 +55,6 @@ class Window:
         entry = Entry(name, tensor.dtype, tensor.shape, self.offset + self.nbytes, nbytes)
         self.nbytes += align(nbytes, ALIGNED)
         return entry
-
-    def add_reads(self, source: str, rows: Offsets) -> None:
-        self.reads.setdefault(source, []).append(rows)
 
     def assemble(self, memory: Tensor) -> dict[str, Tensor]:
         """Return the targets; cut tensors that were read whole into them first."""
@@ -132,11 +130,11 @@ def make_windows(
             whole = window.place(transfer.tensor, tensor)
             window.cuts.append((whole, transfer.copies))
             row = np.array([[number, 0, whole.offset, whole.nbytes]], dtype=np.int64)
-            window.add_reads(source, row)
+            window.reads[source].append(row)
             continue
         for copy in transfer.copies:
             window, target = where[copy.target]
-            window.add_reads(source, _make_rows(copy, number, tensor, target))
+            window.reads[source].append(_make_rows(copy, number, tensor, target))
     return Windows(windows, _find_checks(wants, pieces), plan.totals[receiver])
 
 
