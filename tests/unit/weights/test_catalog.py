@@ -79,7 +79,7 @@ def test_a_version_is_found_once_all_ranks_have_announced_it(server: CatalogServ
     client.announce(listing(source="t0", rank=0, world=2))
     assert [listing.body for listing in client.look_up(1, "r")] == [b"body of t0", b"body of t1"]
     client.acknowledge(1, "r")
-    assert client.acknowledged(1) == server.acknowledged(1) == ["r"]
+    assert client.list_receivers(1) == server.list_receivers(1) == ["r"]
 
 
 def test_waiting_for_ranks_ends() -> None:
@@ -101,7 +101,7 @@ def test_the_error_for_an_old_version_lists_the_kept_ones(server: CatalogServer)
         client.look_up(1, "r")
     assert not isinstance(caught.value, NotYet)
     client.acknowledge(1, "r")
-    assert client.acknowledged(1) == []
+    assert client.list_receivers(1) == []
 
 
 def test_a_version_without_one_of_its_ranks_is_incomplete_again() -> None:
@@ -451,7 +451,7 @@ def test_modelexpress_decides_which_versions_exist(server: CatalogServer) -> Non
     catalog.announce(listing(source="t1", rank=1, world=2))
     assert len(catalog.look_up(1, "r")) == 2
     catalog.acknowledge(1, "r")
-    assert catalog.acknowledged(1) == ["r"]
+    assert catalog.list_receivers(1) == ["r"]
     catalog.withdraw(1, "t0")
     with pytest.raises(WeightsError, match="releasing version 1"):
         catalog.look_up(1, "r")

@@ -195,7 +195,7 @@ def test_a_receiver_serves_others_when_the_trainer_dies() -> None:
             assert name not in received
             received[name] = tensor.clone()
         assert same(received, tensors_of(0))
-        assert catalog.acknowledged(0) == sorted([first.name, second.name])
+        assert catalog.list_receivers(0) == sorted([first.name, second.name])
         first.close()
         with pytest.raises(WeightsError):
             receive(second, offer)

@@ -182,8 +182,7 @@ class ReceiverSide:
         have not received yet."""
         with self._publisher_present():
             self._report(Outcome("received"))
-        self._wait("done", self._location.step_seconds + _GRACE_SECONDS)
-        with self._publisher_present():
+            self._wait("done", self._location.step_seconds + _GRACE_SECONDS)
             self._store.add("left", 1)
 
     def report_failure(self, error: BaseException) -> None:

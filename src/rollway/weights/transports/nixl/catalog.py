@@ -1,7 +1,7 @@
 """Record which source has which version: trainer ranks announce theirs, receivers look them up.
 
     trainer ranks ── announce ──►  catalog  ◄── look_up ── receivers     (which come and go)
-                  ◄─ acknowledged ─   │     ◄── acknowledge ──
+                ◄─ list_receivers ─   │     ◄── acknowledge ──
                                       └─────◄── announce ── a receiver that serves peers
 
 A version can be found once all ranks of the trainer have announced it, or a receiver has all of it.
@@ -74,7 +74,7 @@ class Catalog(Protocol):
     def acknowledge(self, version: int, member: str) -> None:
         """Record that `member` has received the version."""
 
-    def acknowledged(self, version: int) -> list[str]:
+    def list_receivers(self, version: int) -> list[str]:
         """Return the receivers that have the version."""
 
     def leave(self, member: str) -> None:
@@ -159,7 +159,7 @@ class MemoryCatalog:
                 self._acknowledged.setdefault(version, set()).add(member)
                 self._reading.pop(member, None)
 
-    def acknowledged(self, version: int) -> list[str]:
+    def list_receivers(self, version: int) -> list[str]:
         with self._lock:
             return sorted(self._acknowledged.get(version, ()))
 
@@ -322,8 +322,8 @@ class ModelExpressCatalog:
     def acknowledge(self, version: int, member: str) -> None:
         self._listings.acknowledge(version, member)
 
-    def acknowledged(self, version: int) -> list[str]:
-        return self._listings.acknowledged(version)
+    def list_receivers(self, version: int) -> list[str]:
+        return self._listings.list_receivers(version)
 
     def leave(self, member: str) -> None:
         self._listings.leave(member)

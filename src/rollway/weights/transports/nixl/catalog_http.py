@@ -189,7 +189,7 @@ class CatalogServer(MemoryCatalog):
                 listings = self.look_up(call.version, call.member, call.without, fanout=call.fanout)
                 return Answer(listings=listings)
             case "acknowledged":
-                return Answer(members=self.acknowledged(call.version))
+                return Answer(members=self.list_receivers(call.version))
             case "announce":
                 if call.listing is None:
                     raise UsageError("The call announces nothing.")
@@ -239,7 +239,7 @@ class HttpCatalog:
     def acknowledge(self, version: int, member: str) -> None:
         self._call("acknowledge", Call(version, member))
 
-    def acknowledged(self, version: int) -> list[str]:
+    def list_receivers(self, version: int) -> list[str]:
         return list(self._call("acknowledged", Call(version)).members)
 
     def leave(self, member: str) -> None:

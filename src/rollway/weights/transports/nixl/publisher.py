@@ -141,9 +141,9 @@ class NixlPublisher(Publisher):
             self._adopted.release(self._agent)
         self._adopted = adopted
 
-    def acknowledged(self, version: int) -> set[str]:
+    def list_receivers(self, version: int) -> set[str]:
         """Return the receivers that have all of the version."""
-        return set(self.catalog.acknowledged(version))
+        return set(self.catalog.list_receivers(version))
 
     def close(self) -> None:
         """Withdraw all versions, also from receivers that are reading them."""

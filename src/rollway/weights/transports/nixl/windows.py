@@ -13,25 +13,35 @@ made once per plan and used for all versions.
 
 from __future__ import annotations
 
-from collections import defaultdict
+import hashlib
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import TypeVar
 
+import msgspec
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from rollway.errors import UsageError, WeightsError
 from rollway.weights.digest.checksums import digest
-from rollway.weights.layout import ELEMENT_BYTES, Box, Shape, place_at
+from rollway.weights.layout import ELEMENT_BYTES, Box, Piece, Shape, place_at
 from rollway.weights.offer import Entry
 from rollway.weights.planning.recipe import run
 from rollway.weights.planning.targets import LocalTensor, Targets
 from rollway.weights.planning.transfers import Copy, Plan, Total, Transfer
 from rollway.weights.transports.entries import align, view_entry
+from rollway.weights.transports.nixl.agent import Agent, Pool, Prepared, memory_kind
+from rollway.weights.transports.nixl.listing import ListedSource, SourceGroup, write_listing
 
 ALIGNED = 256
+_MAX_KEPT = 4
+"""How many plans are kept, and how many sets of prepared reads."""
+T = TypeVar("T")
 Offsets = NDArray[np.int64]
 PieceCheck = tuple[Box, tuple[str, Box]]
 """The box of a target that contains a whole piece, and the piece whose digest it must have."""
@@ -233,3 +243,127 @@ def _find_checks(wants: Targets, pieces: Iterable[tuple[str, Box]]) -> dict[str,
 
 def _count_bytes(tensor: LocalTensor) -> int:
     return Box.whole(tensor.shape).elements * ELEMENT_BYTES[tensor.dtype]
+
+
+class Connections:
+    """A receiver's agent, staging buffers, peers and prepared reads.
+
+    All of it is kept between versions. A version whose sources, layouts and addresses are known
+    again needs no planning and no registration: its reads only have to be started."""
+
+    def __init__(self, agent: Agent, buffers: int) -> None:
+        """With two buffers, even and odd windows alternate."""
+        self.agent = agent
+        self._pools = [Pool(agent) for _ in range(buffers)]
+        self._peers: dict[str, tuple[bytes, str]] = {}
+        """By source: NIXL's description of it, and the name by which the agent knows it."""
+        self.prepared: OrderedDict[str, list[list[Prepared]]] = OrderedDict()
+        """Reads by window, for each set of sources and addresses: pools of sources alternate."""
+
+    def connect(self, group: SourceGroup) -> None:
+        for source in group.sources:
+            known = self._peers.get(source.name)
+            if known is not None and known[0] == source.memory.agent:
+                continue
+            if known is not None:  # the source registered other memory: its reads are invalid
+                self._drop_prepared()
+                self.agent.remove_peer(known[1])
+            peer = self.agent.add_peer(source.memory.agent)
+            self._peers[source.name] = source.memory.agent, peer
+
+    def allocate(self, windows: Windows, device: torch.device) -> list[Tensor]:
+        before = [pool.memory for pool in self._pools]
+        buffers = []
+        for number, pool in enumerate(self._pools):
+            ends = [w.offset + w.nbytes for w in windows.windows[number :: len(self._pools)]]
+            buffers.append(pool.allocate(max(ends, default=0), device))
+        if any(old is not new for old, new in zip(before, buffers, strict=True)):
+            self._drop_prepared()  # they point into the old buffers
+        return buffers
+
+    def prepare(
+        self, group: SourceGroup, windows: Windows, buffers: list[Tensor]
+    ) -> list[list[Prepared]]:
+        """Return the reads of each window, prepared now or for an earlier version."""
+        hasher = hashlib.sha256(group.key.encode())
+        for source in group.sources:
+            hasher.update(msgspec.msgpack.encode(source.memory.addresses))
+        key = hasher.hexdigest()
+        reads = self.prepared.get(key)
+        if reads is None:
+            reads = [
+                [
+                    self._prepare_read(source, window, buffers[number % len(buffers)])
+                    for source in group.sources
+                    if source.name in window.reads
+                ]
+                for number, window in enumerate(windows.windows)
+            ]
+        for dropped in keep_recent(self.prepared, key, reads):
+            _release_all(dropped)
+        return reads
+
+    def _prepare_read(self, source: ListedSource, window: Window, buffer: Tensor) -> Prepared:
+        memory = source.memory
+        reads = window.reads[source.name]
+        remote, local, sizes = resolve_reads(reads, memory.addresses, buffer.data_ptr())
+        return self.agent.prepare(
+            self._peers[source.name][1],
+            (*memory_kind(buffer.device), local),
+            (memory.memory, memory.device, remote),
+            sizes,
+        )
+
+    def acknowledge(self, group: SourceGroup, version: int) -> None:
+        """Notify sources that this receiver has a version, as far as they still listen."""
+        for name in group.names:
+            with suppress(WeightsError):
+                self.agent.notify(self._peers[name][1], f"rollway has {version}".encode())
+        # Notifications leave this process only while it polls. The catalog has the receipt; they
+        # matter because without one, reads from a stopped trainer (`peer`, one machine) still
+        # succeeded for a while, so a trainer that hangs was noticed later.
+        with suppress(WeightsError):
+            self.agent.poll()
+
+    def describe(self, windows: Windows, group: SourceGroup) -> bytes:
+        """Return the body of a listing of the received version, for peers to read."""
+        buffer = self._pools[0].memory
+        assert buffer is not None
+        targets = [target for window in windows.windows for target in window.targets]
+        tensors = {target.name: LocalTensor(target.dtype, target.shape) for target in targets}
+        addresses = [buffer.data_ptr() + target.offset for target in targets]
+        pieces = [Piece(name, box, name, box.start) for name, box in group.digests]
+        digests = group.digests.values()
+        return write_listing(self.agent, buffer.device, tensors, addresses, pieces, digests)
+
+    def forget(self, group: SourceGroup) -> None:
+        """Disconnect sources after a failure, so that the next attempt connects again."""
+        self._drop_prepared()
+        for name in group.names:
+            known = self._peers.pop(name, None)
+            if known is not None:
+                self.agent.remove_peer(known[1])
+
+    def close(self) -> None:
+        self._drop_prepared()
+        for pool in self._pools:
+            pool.release()
+        self.agent.stop_listening()
+
+    def _drop_prepared(self) -> None:
+        for reads in self.prepared.values():
+            _release_all(reads)
+        self.prepared.clear()
+
+
+def _release_all(windows: list[list[Prepared]]) -> None:
+    for reads in windows:
+        for read in reads:
+            read.release()
+
+
+def keep_recent(cache: OrderedDict[str, T], key: str, value: T) -> list[T]:
+    """Make an entry the newest; return the oldest ones, which are dropped for it."""
+    cache[key] = value
+    cache.move_to_end(key)
+    return [cache.popitem(last=False)[1] for _ in range(len(cache) - _MAX_KEPT)]
