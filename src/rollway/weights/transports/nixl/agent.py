@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -207,7 +207,7 @@ class Pool:
 
     agent: Agent
     memory: Tensor | None = None
-    handle: Any = None
+    handles: list[Any] = field(default_factory=list)
     version: int = -1
 
     def allocate(self, nbytes: int, device: torch.device) -> Tensor:
@@ -218,13 +218,13 @@ class Pool:
         if memory is None or memory.numel() < nbytes or memory.device != device:
             self.release()
             memory = self.memory = torch.empty(max(nbytes, 1), dtype=torch.uint8, device=device)
-            self.handle = self.agent.register(memory.data_ptr(), memory.numel(), device)
+            self.handles = [self.agent.register(memory.data_ptr(), memory.numel(), device)]
         return memory
 
     def release(self) -> None:
-        if self.handle is not None:
-            self.agent.deregister(self.handle)
-        self.memory = self.handle = None
+        for handle in self.handles:
+            self.agent.deregister(handle)
+        self.memory, self.handles = None, []
 
 
 @contextmanager

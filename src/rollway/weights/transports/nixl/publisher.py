@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,7 +82,7 @@ class NixlPublisher(Publisher):
             catalog = self._server = CatalogServer(host, port, secret=secret, public=public)
         self.catalog: Catalog = catalog
         self._pools = [Pool(self._agent) for _ in range(keep)]
-        self._adopted: _AdoptedTensors | None = None
+        self._adopted: tuple[Pool, dict[str, Tensor]] | None = None
         self._newest: int | None = None
         self._closed = False
         self._agent.listen()  # receivers connect only meanwhile
@@ -102,24 +100,21 @@ class NixlPublisher(Publisher):
         """Store this rank's part where receivers can read it; by default the adopted tensors."""
         check_next(version, self._newest)
         adopted = self._adopted if tensors is None else None
-        source = adopted.tensors.items() if adopted else tensors
-        if source is None:
+        source = adopted[1].items() if adopted else tensors
+        named, pieces, headers = _read_source(source or ())
+        if source is None or (self.world == 1 and not named):
             raise UsageError("There are no tensors to publish.", "Pass them, or `adopt` them.")
-        named, pieces, headers = _read_source(source)
-        if self.world == 1 and not named:
-            raise UsageError("There are no tensors to publish.")
         parts = split_for_ranks(pieces, headers, self._engine_ranks)
-        memory: Pool | _AdoptedTensors
         if adopted:
-            memory, views = adopted, adopted.tensors
+            pool, views = adopted
             pieces = [part for several in parts.values() for part in several]
-            self._withdraw(adopted)
+            self._withdraw(pool)
         else:
             packed, pieces = pack_parts(named, parts)
-            memory = min(self._pools, key=lambda pool: pool.version)
-            views = self._copy_to_pool(memory, packed)
+            pool = min(self._pools, key=lambda pool: pool.version)
+            views = self._copy_to_pool(pool, packed)
         body = self._describe(views, pieces)
-        memory.version = version
+        pool.version = version
         self.catalog.announce(Listing(version, self.name, self.rank, self.world, "trainer", body))
         self._newest = version
 
@@ -135,11 +130,21 @@ class NixlPublisher(Publisher):
         """Register tensors in place, so that publishing copies nothing.
 
         Only one version can then be read at a time, and none while the tensors change."""
-        adopted = _AdoptedTensors.register(self._agent, tensors)
+        adopted = {name: tensor.detach() for name, tensor in tensors}
+        for name, tensor in adopted.items():
+            if not tensor.is_contiguous():
+                raise UsageError(f"{name} is not contiguous.", "Publish copies instead.")
+        # Tensors may share a storage, and NIXL registers memory once.
+        all_storages = [tensor.untyped_storage() for tensor in adopted.values() if tensor.numel()]
+        storages = {storage.data_ptr(): storage for storage in all_storages}
+        handles = [
+            self._agent.register(address, storage.nbytes(), storage.device)
+            for address, storage in storages.items()
+        ]
         if self._adopted is not None:
-            self._withdraw(self._adopted)
-            self._adopted.release(self._agent)
-        self._adopted = adopted
+            self._withdraw(self._adopted[0])
+            self._adopted[0].release()
+        self._adopted = Pool(self._agent, handles=handles), adopted
 
     def list_receivers(self, version: int) -> set[str]:
         """Return the receivers that have all of the version."""
@@ -158,7 +163,7 @@ class NixlPublisher(Publisher):
         for pool in self._pools:
             pool.release()
         if self._adopted is not None:
-            self._adopted.release(self._agent)
+            self._adopted[0].release()
 
     def _copy_to_pool(self, pool: Pool, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         device = _find_device(tensors)
@@ -184,38 +189,10 @@ class NixlPublisher(Publisher):
             self._agent, device, tensors, addresses, pieces, map(bytes.fromhex, digests)
         )
 
-    def _withdraw(self, memory: Pool | _AdoptedTensors) -> None:
-        if memory.version >= 0:
-            self.catalog.withdraw(memory.version, self.name)
-        memory.version = -1
-
-
-@dataclass(slots=True)
-class _AdoptedTensors:
-    """A trainer's own tensors, whose storages are registered."""
-
-    tensors: dict[str, Tensor]
-    handles: list[Any]
-    version: int = -1
-
-    @classmethod
-    def register(cls, agent: Agent, named: Iterable[NamedTensor]) -> _AdoptedTensors:
-        tensors = {name: tensor.detach() for name, tensor in named}
-        for name, tensor in tensors.items():
-            if not tensor.is_contiguous():
-                raise UsageError(f"{name} is not contiguous.", "Publish copies instead.")
-        # Tensors may share a storage, and NIXL registers memory once.
-        all_storages = [tensor.untyped_storage() for tensor in tensors.values() if tensor.numel()]
-        storages = {storage.data_ptr(): storage for storage in all_storages}
-        handles = [
-            agent.register(address, storage.nbytes(), storage.device)
-            for address, storage in storages.items()
-        ]
-        return cls(tensors, handles)
-
-    def release(self, agent: Agent) -> None:
-        for handle in self.handles:
-            agent.deregister(handle)
+    def _withdraw(self, pool: Pool) -> None:
+        if pool.version >= 0:
+            self.catalog.withdraw(pool.version, self.name)
+        pool.version = -1
 
 
 def _read_source(
