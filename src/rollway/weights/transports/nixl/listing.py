@@ -12,12 +12,12 @@ anyway, so each part becomes one run of memory, and columns are read as fast as 
 from __future__ import annotations
 
 import hashlib
+import math
 import socket
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from operator import itemgetter
+from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated
 
@@ -225,10 +225,7 @@ class SourceGroup:
 
     @property
     def nbytes(self) -> int:
-        return sum(
-            Box.whole(header.shape).elements * ELEMENT_BYTES[header.dtype]
-            for header in self.headers.values()
-        )
+        return sum(map(count_bytes, self.headers.values()))
 
 
 def read_group(listings: Iterable[Listing]) -> SourceGroup:
@@ -272,6 +269,10 @@ def write_listing(
     )
 
 
+def count_bytes(tensor: TensorInfo) -> int:
+    return math.prod(tensor.shape) * ELEMENT_BYTES[tensor.dtype]
+
+
 def this_node() -> str:
     """Return a name that is equal for processes that can probably read each other's memory."""
     try:
@@ -281,42 +282,44 @@ def this_node() -> str:
 
 
 def split_for_ranks(
-    pieces: Sequence[Piece], headers: Mapping[str, TensorInfo], ranks: int
-) -> dict[Piece, list[Piece]]:
-    """Return the parts of each piece; `headers` describe the whole tensors, where known."""
-    if ranks == 1:
-        return {piece: [piece] for piece in pieces}
-    parts: dict[Piece, list[Piece]] = {}
-    for piece in pieces:
-        boxes = cells(piece.name, headers, ranks) if piece.name in headers else ()
-        common = [part for box in boxes if (part := box.intersect(piece.box)) is not None]
-        parts[piece] = [_cut(piece, box) for box in common] if len(common) > 1 else [piece]
-    return parts
-
-
-def pack_parts(
-    tensors: Mapping[str, Tensor], parts: Mapping[Piece, list[Piece]]
+    tensors: dict[str, Tensor],
+    pieces: Iterable[Piece],
+    headers: Mapping[str, TensorInfo],
+    ranks: int,
+    *,
+    pack: bool,
 ) -> tuple[dict[str, Tensor], list[Piece]]:
-    """Return the tensors and pieces to publish, with each part of a split tensor as its own tensor.
+    """Return the tensors and pieces to publish; `headers` describe the whole tensors, where known.
 
-    The first parts of all tensors come first, then the second parts, and so on: what one rank
-    reads is then stored together."""
-    split = {piece.source for piece, several in parts.items() if len(several) > 1} & tensors.keys()
-    flat = [part for several in parts.values() for part in several]
-    counts: Counter[str] = Counter()
-    numbered: list[tuple[int, Piece]] = []
-    for part in flat:
+    With `pack`, each part of a split tensor becomes a tensor of its own. The first parts of all
+    tensors come first, then the second parts, and so on: what one rank reads is then stored
+    together."""
+    parts: list[Piece] = []
+    split: set[str] = set()
+    for piece in dict.fromkeys(pieces):
+        boxes = cells(piece.name, headers, ranks) if ranks > 1 and piece.name in headers else ()
+        common = [inside for box in boxes if (inside := box.intersect(piece.box)) is not None]
+        if len(common) > 1:
+            split.add(piece.source)
+            parts += [_cut(piece, box) for box in common]
+        else:
+            parts.append(piece)
+    split &= tensors.keys()
+    if not pack or not split:
+        return tensors, parts
+    by_tensor: dict[str, list[Piece]] = {name: [] for name in tensors if name in split}
+    for part in parts:
         if part.source in split:
-            numbered.append((counts[part.source], part))
-            counts[part.source] += 1
+            by_tensor[part.source].append(part)
     packed: dict[str, Tensor] = {}
-    pieces: list[Piece] = []
-    for number, part in sorted(numbered, key=itemgetter(0)):
-        name = f"{part.source} {number}"
-        packed[name] = slice_piece(tensors[part.source], part)
-        pieces.append(Piece(part.name, part.box, name, (0,) * len(part.box.shape)))
+    packed_pieces: list[Piece] = []
+    for number, row in enumerate(zip_longest(*by_tensor.values())):
+        for part in filter(None, row):
+            name = f"{part.source} {number}"
+            packed[name] = slice_piece(tensors[part.source], part)
+            packed_pieces.append(Piece(part.name, part.box, name, (0,) * len(part.box.shape)))
     packed |= {name: tensor for name, tensor in tensors.items() if name not in split}
-    return packed, pieces + [part for part in flat if part.source not in split]
+    return packed, packed_pieces + [part for part in parts if part.source not in split]
 
 
 def slice_piece(tensor: Tensor, piece: Piece) -> Tensor:

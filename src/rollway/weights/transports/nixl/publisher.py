@@ -19,7 +19,6 @@ from rollway.weights.transports.nixl.catalog import Catalog, Listing, wait_for
 from rollway.weights.transports.nixl.catalog_http import LOOPBACK, CatalogServer, HttpCatalog
 from rollway.weights.transports.nixl.listing import (
     FANOUT,
-    pack_parts,
     read_group,
     slice_piece,
     split_for_ranks,
@@ -101,18 +100,16 @@ class NixlPublisher(Publisher):
         check_next(version, self._newest)
         adopted = self._adopted if tensors is None else None
         source = adopted[1].items() if adopted else tensors
-        named, pieces, headers = _read_source(source or ())
+        named, pieces, headers = _read_source(() if source is None else source)
         if source is None or (self.world == 1 and not named):
             raise UsageError("There are no tensors to publish.", "Pass them, or `adopt` them.")
-        parts = split_for_ranks(pieces, headers, self._engine_ranks)
-        if adopted:
-            pool, views = adopted
-            pieces = [part for several in parts.values() for part in several]
-            self._withdraw(pool)
-        else:
-            packed, pieces = pack_parts(named, parts)
-            pool = min(self._pools, key=lambda pool: pool.version)
-            views = self._copy_to_pool(pool, packed)
+        named, pieces = split_for_ranks(
+            named, pieces, headers, self._engine_ranks, pack=not adopted
+        )
+        # Before the bytes are overwritten: no reader may start on the old version any more.
+        pool = adopted[0] if adopted else min(self._pools, key=lambda pool: pool.version)
+        self._withdraw(pool)
+        views = adopted[1] if adopted else _copy_to_pool(pool, named)
         body = self._describe(views, pieces)
         pool.version = version
         self.catalog.announce(Listing(version, self.name, self.rank, self.world, "trainer", body))
@@ -165,19 +162,6 @@ class NixlPublisher(Publisher):
         if self._adopted is not None:
             self._adopted[0].release()
 
-    def _copy_to_pool(self, pool: Pool, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        device = _find_device(tensors)
-        entries, nbytes = lay_out(tensors, ALIGNED)
-        # Before the bytes are overwritten: no reader may start on the old version any more.
-        self._withdraw(pool)
-        memory = pool.allocate(nbytes, device)
-        views = {entry.name: view_entry(memory, entry) for entry in entries}
-        for name, tensor in tensors.items():
-            if tensor.device != device:
-                raise UsageError(f"{name} is on {tensor.device}, other tensors are on {device}.")
-            views[name].copy_(tensor.detach())
-        return views
-
     def _describe(self, views: dict[str, Tensor], pieces: list[Piece]) -> bytes:
         tensors = {name: _describe_tensor(view) for name, view in views.items()}
         device = _find_device(views)
@@ -193,6 +177,18 @@ class NixlPublisher(Publisher):
         if pool.version >= 0:
             self.catalog.withdraw(pool.version, self.name)
         pool.version = -1
+
+
+def _copy_to_pool(pool: Pool, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    device = _find_device(tensors)
+    entries, nbytes = lay_out(tensors, ALIGNED)
+    memory = pool.allocate(nbytes, device)
+    views = {entry.name: view_entry(memory, entry) for entry in entries}
+    for name, tensor in tensors.items():
+        if tensor.device != device:
+            raise UsageError(f"{name} is on {tensor.device}, other tensors are on {device}.")
+        views[name].copy_(tensor.detach())
+    return views
 
 
 def _read_source(

@@ -36,7 +36,12 @@ from rollway.weights.planning.targets import LocalTensor, Targets
 from rollway.weights.planning.transfers import Copy, Plan, Total, Transfer
 from rollway.weights.transports.entries import align, view_entry
 from rollway.weights.transports.nixl.agent import Agent, Pool, Prepared, memory_kind
-from rollway.weights.transports.nixl.listing import ListedSource, SourceGroup, write_listing
+from rollway.weights.transports.nixl.listing import (
+    ListedSource,
+    SourceGroup,
+    count_bytes,
+    write_listing,
+)
 
 ALIGNED = 256
 _MAX_KEPT = 4
@@ -61,7 +66,7 @@ class Window:
     """Source tensors that are read whole, and the copies from them into targets."""
 
     def place(self, name: str, tensor: LocalTensor) -> Entry:
-        nbytes = _count_bytes(tensor)
+        nbytes = count_bytes(tensor)
         entry = Entry(name, tensor.dtype, tensor.shape, self.offset + self.nbytes, nbytes)
         self.nbytes += align(nbytes, ALIGNED)
         return entry
@@ -114,7 +119,7 @@ def make_windows(
     windows: list[Window] = []
     where: dict[str, tuple[Window, Entry]] = {}
     for group in _group_targets(targets, transfers):
-        size = sum(align(_count_bytes(targets[name]), ALIGNED) for name in group)
+        size = sum(align(count_bytes(targets[name]), ALIGNED) for name in group)
         # A group that exceeds the limit by itself gets a window of its own size.
         if not windows or windows[-1].nbytes + size > window_bytes:
             before = windows[-1] if windows else None
@@ -239,10 +244,6 @@ def _find_checks(wants: Targets, pieces: Iterable[tuple[str, Box]]) -> dict[str,
             place = place_at(part.at, box.relative_to(part.box.start))
             checks.setdefault(want.target, []).append((place, (name, box)))
     return checks
-
-
-def _count_bytes(tensor: LocalTensor) -> int:
-    return Box.whole(tensor.shape).elements * ELEMENT_BYTES[tensor.dtype]
 
 
 class Connections:
