@@ -112,16 +112,13 @@ class Seal:
 class CatalogServer(MemoryCatalog):
     """A catalog that others can reach; it runs in a thread of this process."""
 
-    def __init__(
-        self, host: str = LOOPBACK, port: int = 0, *, secret: str | None = None, public: str = ""
-    ) -> None:
-        """`public` is the host name for receivers: by default `host`, or this machine's name."""
+    def __init__(self, host: str = LOOPBACK, port: int = 0, *, secret: str | None = None) -> None:
         super().__init__()
         self._seal = Seal(secret)
         self._loop = asyncio.new_event_loop()
         self._runner: web.AppRunner | None = None
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.name = "rollway-catalog"
+        run = self._loop.run_forever
+        self._thread = threading.Thread(target=run, name="rollway-catalog", daemon=True)
         self._thread.start()
         starting = asyncio.run_coroutine_threadsafe(self._start(host, port), self._loop)
         try:
@@ -132,9 +129,8 @@ class CatalogServer(MemoryCatalog):
                 f"The catalog cannot listen on {host}:{port}: {error.strerror}.",
                 "Choose another port, or 0 for any.",
             ) from error
-        is_any = host in ("0.0.0.0", "::")
-        public = public or (socket.gethostname() if is_any else host)
-        self.url = f"http://[{public}]:{bound}" if ":" in public else f"http://{public}:{bound}"
+        host = socket.gethostname() if host in ("0.0.0.0", "::") else host
+        self.url = f"http://[{host}]:{bound}" if ":" in host else f"http://{host}:{bound}"
 
     def where(self) -> dict[str, Any]:
         return {"catalog": self.url}

@@ -42,7 +42,6 @@ class NixlPublisher(Publisher):
         catalog: Catalog | str | None = None,
         host: str = LOOPBACK,
         port: int = 0,
-        public: str = "",
         secret: str | None = None,
         rank: int = 0,
         world: int = 1,
@@ -78,7 +77,7 @@ class NixlPublisher(Publisher):
         if isinstance(catalog, str):
             catalog = HttpCatalog(catalog, secret=secret)
         elif catalog is None:
-            catalog = self._server = CatalogServer(host, port, secret=secret, public=public)
+            catalog = self._server = CatalogServer(host, port, secret=secret)
         self.catalog: Catalog = catalog
         self._pools = [Pool(self._agent) for _ in range(keep)]
         self._adopted: tuple[Pool, dict[str, Tensor]] | None = None

@@ -263,12 +263,12 @@ class Connections:
 
     def connect(self, group: SourceGroup) -> None:
         for source in group.sources:
-            known = self._peers.get(source.name)
-            if known is not None and known[0] == source.memory.agent:
+            entry = self._peers.get(source.name)
+            if entry is not None and entry[0] == source.memory.agent:
                 continue
-            if known is not None:  # the source registered other memory: its reads are invalid
+            if entry is not None:  # the source registered other memory: its reads are invalid
                 self._drop_prepared()
-                self.agent.remove_peer(known[1])
+                self.agent.remove_peer(entry[1])
             peer = self.agent.add_peer(source.memory.agent)
             self._peers[source.name] = source.memory.agent, peer
 
@@ -341,9 +341,9 @@ class Connections:
         """Disconnect sources after a failure, so that the next attempt connects again."""
         self._drop_prepared()
         for name in group.names:
-            known = self._peers.pop(name, None)
-            if known is not None:
-                self.agent.remove_peer(known[1])
+            entry = self._peers.pop(name, None)
+            if entry is not None:
+                self.agent.remove_peer(entry[1])
 
     def close(self) -> None:
         self._drop_prepared()
