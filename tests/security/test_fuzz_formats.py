@@ -32,8 +32,8 @@ from rollway.weights import sidecar, weight_file
 from rollway.weights.adapter import Adapter, attach_adapter, check_config, detach_adapter
 from rollway.weights.checkpoint import STABLE, check_checkpoint, publish_checkpoint
 from rollway.weights.inspect import list_inventories
-from rollway.weights.megatron.describe import describe
 from rollway.weights.megatron.geometry import ModelGeometry, Topology
+from rollway.weights.megatron.model import describe
 from rollway.weights.megatron.names import NameMap
 from rollway.weights.offer import Entry, Manifest, Offer, PlacedBox, read_manifest, read_offer
 from rollway.weights.planning.scenario import read_model

@@ -25,14 +25,15 @@ from rollway.errors import UsageError
 from rollway.weights import leftovers
 from rollway.weights.layout import ELEMENT_BYTES
 from rollway.weights.untrusted import (
+    HALF_WRITTEN,
     check_file_name,
     check_tensor_name,
     open_plain,
     parse_json,
     read_plain,
+    read_weight_file,
     reason,
 )
-from rollway.weights.weight_file import HALF_WRITTEN, read_weight_file
 
 STABLE = "STABLE"
 _INDEX = "model.safetensors.index.json"

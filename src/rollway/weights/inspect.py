@@ -13,8 +13,13 @@ from typing import Any
 from rollway.errors import UsageError, require
 from rollway.weights.checkpoint import read_headers
 from rollway.weights.layout import ELEMENT_BYTES
-from rollway.weights.untrusted import parse_json, read_plain, reason
-from rollway.weights.weight_file import StoredTensor, read_weight_file
+from rollway.weights.untrusted import (
+    StoredTensor,
+    parse_json,
+    read_plain,
+    read_weight_file,
+    reason,
+)
 
 _RANK_FILE = re.compile(r"rank(\d+)\.safetensors")
 _MAX_POSITION = 64 << 20

@@ -1,7 +1,7 @@
 """Describe the tensors that this rank of a trainer holds, and which boxes of the model they are.
 
 Three kinds of trainers are supported: a plain module (also under DDP), a module whose parameters
-are DTensors (FSDP2, tensor parallelism, or both), and Megatron-Core (`megatron.live`). A
+are DTensors (FSDP2, tensor parallelism, or both), and Megatron-Core (`megatron.tensors`). A
 `HeldTensor` refers to the parameter's own memory: nothing is gathered or copied. If several ranks
 hold the same tensor, one of them publishes it.
 """
@@ -16,9 +16,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from rollway.errors import UsageError
-from rollway.weights.coverage import publishing_replica
 from rollway.weights.digest.checksums import dtype_name
-from rollway.weights.layout import Box, Piece, Role, Shape, Shard
+from rollway.weights.layout import Box, Piece, Shape, Shard, publishing_replica
 
 _WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
@@ -140,7 +139,7 @@ def _describe_dtensor(name: str, tensor: DTensor) -> HeldTensor | None:
 
 
 def _describe(name: str, shape: Shape, box: Box, tensor: torch.Tensor, owned: bool) -> HeldTensor:
-    shard = Shard(name, dtype_name(tensor), shape, box, Role.REPLICATED)
+    shard = Shard(name, dtype_name(tensor), shape, box)
     return HeldTensor(shard, tensor, [Piece(name, box, name, (0,) * len(shape))], owned)
 
 

@@ -1,25 +1,36 @@
-"""Map Megatron's tensor names to the Hugging Face names of the tensors in them.
+"""Read Megatron's tensor names: the Hugging Face tensors in each, and how it is sharded.
 
 The tables have `{layer}` and `{expert}` for numbers. Megatron counts both from 0 on every rank,
 Hugging Face over the whole model, so a name has a meaning only together with a `Position`.
 Overrides are written the same way; `*` in them matches any one part of a name:
 
     {"decoder.layers.{layer}.self_attention.sinks": ["model.layers.{layer}.self_attn.sinks"]}
+
+A parameter's role follows from the class of its module. Transformer Engine, the inference layers
+and the quantisers add prefixes and suffixes to the names of Megatron's own classes, but keep the
+part that matters: `TELayerNormColumnParallelLinear`, `QuantRowParallelLinear`. `partition_stride ==
+2` marks a gated matrix, but Transformer Engine sets 1 for gated ones as well, so the model's config
+decides. A parameter that cannot be classified is an error: if a sharded tensor were treated as
+replicated, one rank would publish its part as the whole.
 """
 
 from __future__ import annotations
 
+import fnmatch
+import importlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Protocol
+from typing import Any
 
 from rollway.errors import UsageError
+from rollway.weights.layout import Role
 from rollway.weights.megatron.geometry import ModelGeometry, Position
 
 Table = dict[str, tuple[str, ...]]
-Overrides = Mapping[str, Sequence[str]]
+NameOverrides = Mapping[str, Sequence[str]]
+RoleOverrides = Mapping[str, Role]  # Roles by glob pattern of the parameter's name
 
 _LAYER, _HF_LAYER = "decoder.layers.{layer}.", "model.layers.{layer}."
 _LAYER_NUMBER = re.compile(r"^decoder\.layers\.(\d+)\.")
@@ -27,19 +38,36 @@ _EXPERT_NUMBER = re.compile(
     r"(?<=\.experts\.)(local_experts\.|linear_fc[12]\.(?:weight|bias))(\d+)(?=\.|$)"
 )
 _WRAPPERS = ("module.", "_orig_mod.")
-
-
-class Registry(Protocol):
-    """Names from elsewhere, for example `megatron.bridge`; they come before the tables here."""
-
-    def hf_names(self, name: str) -> tuple[str, ...] | None:
-        """Return names for a name with global layer and expert numbers, or None if unknown."""
-        ...
+_BRIDGE_PARTS = ("q", "k", "v", "gate", "up")
+_BRIDGE_MAPPINGS = {
+    *("AutoMapping", "ColumnParallelMapping", "RowParallelMapping", "ReplicatedMapping"),
+    *("DirectMapping", "QKVMapping", "GatedMLPMapping", "ConcatenatedQKVMapping"),
+}
+"""Megatron-Bridge's mappings that move elements without changing them."""
+_KINDS = (
+    (re.compile(r"VocabParallelEmbedding"), Role.VOCAB_PARALLEL),
+    (re.compile(r"ColumnParallel\w*Linear"), Role.COLUMN),
+    (re.compile(r"RowParallel\w*Linear"), Role.ROW),
+    (
+        re.compile(r"Norm(Impl)?$|Router$|^(Quant)?(TE|Inference)?Linear$|^SharedExpertMLP$"),
+        Role.REPLICATED,
+    ),
+)
+"""Roles by the class of the module; `_refine` adds the fused ones."""
+_LEGACY_EXPERTS = re.compile(r"(^|[a-z])GroupedMLP$")
+_CLASSES = (
+    (r"\.experts\.weight", "GroupedMLP"),
+    (r"(linear_qkv|linear_fc1|linear_q_proj|_up_proj|output_layer)\.", "ColumnParallelLinear"),
+    (r"(linear_proj|linear_fc2)\.", "RowParallelLinear"),
+    (r"word_embeddings", "VocabParallelEmbedding"),
+    (r"(norm|router)\.\w+$|shared_experts\.gate_weight$|_down_proj\.", "TopKRouter"),
+)
+"""The classes that Megatron uses, by the name of the parameter."""
 
 
 def _make_table(mlp: str, gate: str, up: str, down: str, shared: str) -> Table:
     """Return the names of a family, by its MoE block and the names of its experts' matrices."""
-    layer: dict[str, tuple[str, ...]] = {}
+    layer: Table = {}
     for kind in ("weight", "bias"):
         layer |= {
             f"input_layernorm.{kind}": (f"input_layernorm.{kind}",),
@@ -125,13 +153,56 @@ def plain_name(name: str) -> str:
 
 
 @dataclass(frozen=True)
+class BridgeRegistry:
+    """The names of `megatron.bridge`, which knows more families than our tables.
+
+    Where Bridge would compute (norms that are stored minus one, permuted axes), the tensor is
+    refused: the engine would serve wrong bytes."""
+
+    mappings: Any
+
+    def hf_names(self, name: str) -> tuple[str, ...] | None:
+        """Return the names for a name with global numbers, or None if Bridge does not know it."""
+        try:
+            mapping = self.mappings.megatron_to_hf_lookup(name)
+        except (ValueError, KeyError, IndexError):  # a name that Bridge cannot parse
+            return None
+        if mapping is None:
+            return None
+        kind = type(mapping).__name__
+        if kind not in _BRIDGE_MAPPINGS or getattr(mapping, "permute_dims", None):
+            raise UsageError(
+                f"Megatron-Bridge changes the values of {name} ({kind}), not only their places.",
+                "Add an override for this name if its bytes may go as they are.",
+            )
+        names = mapping.hf_param
+        if isinstance(names, str):
+            return (names,)
+        if names.keys() - set(_BRIDGE_PARTS):
+            raise UsageError(
+                f"Megatron-Bridge splits {name} into {', '.join(sorted(names))}; Rollway cannot.",
+                "Add an override for this name.",
+            )
+        return tuple(names[part] for part in _BRIDGE_PARTS if part in names)
+
+
+def bridge_registry(hf_config: Any) -> BridgeRegistry | None:
+    """Return a model's registry by its transformers config; None without a usable Bridge."""
+    try:
+        bridge = importlib.import_module("megatron.bridge").AutoBridge.from_hf_config(hf_config)
+        return BridgeRegistry(bridge._model_bridge.mapping_registry())
+    except (ImportError, AttributeError, ValueError):
+        return None  # not installed, not importable without a GPU, or an unknown family
+
+
+@dataclass(frozen=True)
 class NameMap:
     """The Hugging Face names of one model: from overrides, then a registry, then our table."""
 
     model_type: str
     geometry: ModelGeometry
-    overrides: Overrides = field(default_factory=dict)
-    registry: Registry | None = None
+    overrides: NameOverrides = field(default_factory=dict)
+    registry: BridgeRegistry | None = None
 
     def __post_init__(self) -> None:
         if self.model_type not in FAMILIES and self.registry is None:
@@ -235,3 +306,76 @@ def _fill_stars(target: str, texts: Sequence[str]) -> str:
     for text in texts:
         target = target.replace("*", text, 1)
     return target
+
+
+# --- roles -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A parameter's name and module class, and the partition attributes that Megatron gives it."""
+
+    name: str
+    module_class: str = ""
+    tensor_parallel: bool | None = None
+    partition_dim: int | None = None
+    partition_stride: int | None = None
+
+
+def classify(
+    parameter: Parameter, *, gated: bool = True, overrides: RoleOverrides | None = None
+) -> Role:
+    """Return the role of a parameter; `gated` says whether the model's MLPs are gated."""
+    name = plain_name(parameter.name)
+    for pattern, role in (overrides or {}).items():
+        if fnmatch.fnmatchcase(name, pattern):
+            return role
+    kind = _find_kind(name, parameter)
+    if kind is None:
+        raise UsageError(
+            f"It is unknown how {name} (of a {parameter.module_class or 'nameless module'}) is "
+            "sharded over the ranks.",
+            f"Add an override: roles={{{name!r}: Role.REPLICATED}}, or the role it has.",
+        )
+    return _refine(name, kind, gated=gated or parameter.partition_stride == 2)
+
+
+@lru_cache
+def role_of_name(name: str, *, gated: bool = True) -> Role:
+    """Return the role by the name alone, for a model that does not run."""
+    plain = plain_name(name)
+    cls = next((cls for pattern, cls in _CLASSES if re.search(pattern, plain)), "")
+    return classify(Parameter(name, cls), gated=gated)
+
+
+def _find_kind(name: str, parameter: Parameter) -> Role | None:
+    leaf = name.rsplit(".", 1)[-1]
+    if leaf.startswith("layer_norm_"):
+        return Role.REPLICATED  # fused into the linear layer after it
+    cls = parameter.module_class.lstrip("_")
+    if _LEGACY_EXPERTS.search(cls) and leaf in ("weight1", "weight2"):
+        return Role.COLUMN if leaf == "weight1" else Role.ROW
+    # Before the attributes: those of a duplicated TELinear are wrong.
+    for pattern, role in _KINDS:
+        if pattern.search(cls):
+            return role
+    if parameter.tensor_parallel and parameter.partition_dim in (0, 1):
+        return Role.ROW if parameter.partition_dim else Role.COLUMN
+    return None
+
+
+def _refine(name: str, kind: Role, *, gated: bool) -> Role:
+    module, _, leaf = name.rpartition(".")
+    if ".experts." in name:
+        # Also for an expert's bias, which is on all its tensor ranks: other ranks have other
+        # experts, so it is not replicated over all of them.
+        return Role.EXPERT_COLUMN if kind is Role.COLUMN else Role.EXPERT_ROW
+    if kind is Role.ROW and leaf == "bias":
+        return Role.REPLICATED
+    if kind is not Role.COLUMN:
+        return kind
+    if module.endswith("linear_qkv"):
+        return Role.QKV_COLUMN
+    if module.endswith("linear_fc1"):
+        return Role.GATED_MLP_COLUMN if gated else Role.COLUMN
+    return Role.VOCAB_PARALLEL if module.endswith("output_layer") else Role.COLUMN

@@ -76,8 +76,8 @@ def place(name: str, dtype: str, local: Shape, role: Role, position: Position) -
             "Check the tensor's role.",
         )
     shape = (*local[:axis], local[axis] * size, *local[axis + 1 :])
-    start = tuple(rank * n if d == axis else 0 for d, n in enumerate(local))
-    return Shard(name, dtype, shape, Box.whole(local).shift(start), role)
+    box = Box.whole(shape).narrow(axis, rank * local[axis], (rank + 1) * local[axis])
+    return Shard(name, dtype, shape, box, role)
 
 
 def local_view(name: str, local: Shape, geometry: ModelGeometry, position: Position) -> Shape:
@@ -160,7 +160,7 @@ def _cuts(
         runs = [_Run(0, run.source, run.target + tops[run.index], run.length) for run in runs]
     return tuple(
         Placed(
-            Box((run.target, *box.start[1:]), (run.target + run.length, *box.stop[1:])),
+            box.narrow(0, run.target, run.target + run.length),
             (run.source - box.start[0], *(0 for _ in box.start[1:])),
             tensor=run.index,
         )

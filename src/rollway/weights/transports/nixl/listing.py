@@ -20,8 +20,7 @@ import msgspec
 from rollway.errors import UsageError, WeightsError
 from rollway.processes import boot_id
 from rollway.weights.checkpoint import TensorHeader
-from rollway.weights.coverage import check_covered
-from rollway.weights.layout import ELEMENT_BYTES, Box, Piece, Shape
+from rollway.weights.layout import ELEMENT_BYTES, Box, Piece, Shape, check_covered
 from rollway.weights.offer import Count, Text
 from rollway.weights.planning.sources import Place, Source, source_from_pieces
 from rollway.weights.planning.targets import LocalTensor

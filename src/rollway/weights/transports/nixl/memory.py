@@ -11,7 +11,6 @@ from torch import Tensor
 
 from rollway.errors import UsageError, WeightsError
 from rollway.weights.digest.checksums import DTYPES, digest
-from rollway.weights.layout import Box, place_at
 from rollway.weights.transports.nixl.agent import Agent, Memory
 from rollway.weights.transports.nixl.listing import SourceGroup
 from rollway.weights.transports.nixl.windows import BufferTensor, PieceCheck, Window
@@ -75,13 +74,12 @@ def wait_for_stream(memory: Tensor) -> None:
 def assemble(window: Window, memory: Tensor) -> dict[str, Tensor]:
     """Return the window's targets; cut tensors that were read whole into them first."""
     views = {target.name: view_tensor(memory, target) for target in window.targets}
-    for whole, copies in window.cuts:
+    for whole, transfer in window.cuts:
         source = view_tensor(memory, whole)
-        for copy in copies:
-            part = source[copy.box.slices]
-            part = part.transpose(-1, -2) if copy.transposed else part
-            place = place_at(copy.at, Box.whole(copy.shape))
-            views[copy.target][place.slices] = part.reshape(copy.shape)
+        for target, cut in transfer.copies():
+            part = source[cut.box.slices]
+            part = part.transpose(-1, -2) if cut.transposed else part
+            views[target][cut.destination.slices] = part.reshape(cut.extent)
     return views
 
 

@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from rollway.weights.layout import Box, Piece, place_at, swap_last
-from rollway.weights.planning.targets import TensorInfo
-from rollway.weights.planning.vllm_layout import cells
+from rollway.weights.planning.targets import TensorInfo, cells
 
 
 def split_for_ranks(

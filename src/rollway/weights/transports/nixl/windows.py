@@ -21,10 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollway.errors import UsageError
-from rollway.weights.layout import ELEMENT_BYTES, Box, Shape, place_at
+from rollway.weights.layout import ELEMENT_BYTES, Box, Placed, Shape, place_at
 from rollway.weights.planning.recipe import run
 from rollway.weights.planning.targets import LocalTensor, Targets
-from rollway.weights.planning.transfers import Copy, Plan, Total, Transfer
+from rollway.weights.planning.transfers import Plan, Total, Transfer
 
 ALIGNED = 256
 Offsets = NDArray[np.int64]
@@ -56,8 +56,8 @@ class Window:
     targets: list[BufferTensor] = field(default_factory=list)
     reads: dict[str, list[Offsets]] = field(default_factory=dict)
     """By source: rows of (number of the tensor, offset in it, offset in the buffer, bytes)."""
-    cuts: list[tuple[BufferTensor, tuple[Copy, ...]]] = field(default_factory=list)
-    """Source tensors that are read whole, and the copies from them into targets."""
+    cuts: list[tuple[BufferTensor, Transfer]] = field(default_factory=list)
+    """Source tensors that are read whole, and the transfers that copy them into targets."""
 
     def add_target(self, name: str, tensor: LocalTensor) -> BufferTensor:
         target = BufferTensor(name, tensor.dtype, tensor.shape, self.offset + self.nbytes)
@@ -112,17 +112,17 @@ def make_windows(
             where[name] = windows[-1], windows[-1].add_target(name, targets[name])
     _place_whole_tensors(windows, transfers, where, sources, keep)
     for transfer in transfers:
-        if not transfer.staged:
+        if not transfer.step.choice.staged:
             tensor = sources[transfer.source][transfer.tensor]
             number = numbers[transfer.source][transfer.tensor]
-            for copy in transfer.copies:
-                window, target = where[copy.target]
-                window.add_reads(transfer.source, _make_rows(copy, number, tensor, target))
+            for name, cut in transfer.copies():
+                window, target = where[name]
+                window.add_reads(transfer.source, _make_rows(cut, number, tensor, target))
     for window in windows:
-        for whole, copies in window.cuts:
-            number = numbers[copies[0].source][whole.name]
+        for whole, transfer in window.cuts:
+            number = numbers[transfer.source][whole.name]
             row = np.array([[number, 0, whole.offset, whole.nbytes]], dtype=np.int64)
-            window.add_reads(copies[0].source, row)
+            window.add_reads(transfer.source, row)
     return Windows(windows, _find_checks(wants, pieces), plan.totals[receiver])
 
 
@@ -155,15 +155,15 @@ def _place_whole_tensors(
     end = max((window.offset + window.nbytes for window in windows), default=0)
     used: dict[int, int] = {}
     for transfer in transfers:
-        if not transfer.staged:
+        if not transfer.step.choice.staged:
             continue
-        window = where[transfer.copies[0].target][0]
+        window = where[next(transfer.copies())[0]][0]
         tensor = sources[transfer.source][transfer.tensor]
         start = end if keep else window.offset + window.nbytes
         start += used.get(id(window), 0)
         whole = BufferTensor(transfer.tensor, tensor.dtype, tensor.shape, start)
         used[id(window)] = used.get(id(window), 0) + align(whole.nbytes)
-        window.cuts.append((whole, transfer.copies))
+        window.cuts.append((whole, transfer))
     for window in windows:  # only now: `nbytes` was the end of the targets until here
         if window.cuts:
             last = window.cuts[-1][0]
@@ -194,8 +194,8 @@ def _group_targets(
         return name
 
     for transfer in transfers:
-        if transfer.staged:
-            for first, second in pairwise(copy.target for copy in transfer.copies):
+        if transfer.step.choice.staged:
+            for first, second in pairwise(name for name, _ in transfer.copies()):
                 leader[find(second)] = find(first)
     groups: dict[str, list[str]] = {}
     for name in targets:
@@ -203,13 +203,13 @@ def _group_targets(
     yield from groups.values()
 
 
-def _make_rows(copy: Copy, number: int, tensor: LocalTensor, target: BufferTensor) -> Offsets:
+def _make_rows(cut: Placed, number: int, tensor: LocalTensor, target: BufferTensor) -> Offsets:
     """Return one row for each run of elements that is contiguous at both ends."""
-    size = ELEMENT_BYTES[tensor.dtype]
-    length = min(run(copy.box.shape, tensor.shape), run(copy.shape, target.shape))
-    blocks = np.arange(0, copy.box.elements, length, dtype=np.int64)
-    remote = _flatten(blocks, copy.box.shape, copy.box.start, tensor.shape)
-    local = _flatten(blocks, copy.shape, copy.at, target.shape)
+    size, extent = ELEMENT_BYTES[tensor.dtype], cut.extent
+    length = min(run(cut.box.shape, tensor.shape), run(extent, target.shape))
+    blocks = np.arange(0, cut.box.elements, length, dtype=np.int64)
+    remote = _flatten(blocks, cut.box.shape, cut.box.start, tensor.shape)
+    local = _flatten(blocks, extent, cut.at, target.shape)
     rows = np.empty((len(blocks), 4), dtype=np.int64)
     rows[:, 0], rows[:, 1] = number, remote * size
     rows[:, 2], rows[:, 3] = target.offset + local * size, length * size
