@@ -13,13 +13,14 @@ import hashlib
 import json
 import math
 import os
-import re
 import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from rollway.errors import UsageError
 from rollway.weights import leftovers
@@ -28,6 +29,7 @@ from rollway.weights.untrusted import (
     HALF_WRITTEN,
     check_file_name,
     check_tensor_name,
+    explain,
     open_plain,
     parse_json,
     read_plain,
@@ -40,10 +42,21 @@ _INDEX = "model.safetensors.index.json"
 _SINGLE_FILE = "model.safetensors"
 _MAX_INDEX = _MAX_STABLE = 128 << 20
 _MAX_CONFIG = 16 << 20
-_SHA256 = re.compile(r"[0-9a-f]{64}")
-_WRITE_AGAIN = "Write the checkpoint again."
+_WRITE_AGAIN, _LET_READ = "Write the checkpoint again.", "Let this user read it."
 
-FileDigests = dict[str, dict[str, Any]]  # Size and SHA-256 by file name, as `STABLE` has them
+
+class FileDigest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The size and the digest of a file, as `STABLE` has them."""
+
+    size: int
+    sha256: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
+
+
+FileDigests = dict[str, FileDigest]  # By file name
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, Any]  # The file of each tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +113,8 @@ def publish_checkpoint(directory: Path, write: Callable[[Path], object]) -> Path
         # The order must not change: STABLE says that all files are on disk, the rename that
         # STABLE is.
         stable = scratch / STABLE
-        stable.write_text(json.dumps({"files": _digest_files(files)}, indent=1))
+        digests = msgspec.to_builtins(_digest_files(files))
+        stable.write_text(json.dumps({"files": digests}, indent=1))
         sync(stable)
         sync(scratch)
         scratch.rename(directory)
@@ -146,13 +160,9 @@ def check_checkpoint(
 
 def stamps(directory: Path) -> dict[str, tuple[int, int, int]]:
     """Return size, mtime and inode of every file; they change when a file is written."""
-    try:
+    with explain(f"{directory} cannot be read", _LET_READ):
         files = sorted(path for path in directory.iterdir() if path.is_file())
         return {path.name: _stat(path) for path in files}
-    except OSError as error:
-        raise UsageError(
-            f"{directory} cannot be read: {error.strerror}.", "Let this user read it."
-        ) from error
 
 
 def read_headers(directory: Path) -> dict[str, TensorHeader]:
@@ -210,15 +220,10 @@ def refuse_differences(sentences: Sequence[str], path: Path | str) -> None:
 
 def read_config(file: Path) -> dict[str, Any]:
     """Read a model's config.json."""
-    try:
-        config = parse_json(read_plain(file, _MAX_CONFIG), unique=False)
-    except OSError as error:
-        raise UsageError(
-            f"{file} cannot be read: {reason(error)}.",
-            "Give a checkpoint directory, or the path of a config.json.",
-        ) from error
-    except ValueError as error:
-        raise UsageError(f"{file} is not JSON ({reason(error)}).", HALF_WRITTEN) from error
+    with explain(f"{file} cannot be read", "Give a checkpoint directory, or a config.json."):
+        raw = read_plain(file, _MAX_CONFIG)
+    with explain(f"{file} is not JSON", HALF_WRITTEN):
+        config = parse_json(raw, unique=False)
     if not isinstance(config, dict):
         raise UsageError(f"{file} does not contain a JSON object.", "Save the config again.")
     return config
@@ -237,12 +242,8 @@ def _check_links(directory: Path, allowed: Sequence[Path]) -> None:
     """Refuse links to files in places where the directory itself would be refused."""
     if not allowed:
         return
-    try:
+    with explain(f"{directory} cannot be read", _LET_READ):
         files = sorted(directory.iterdir())
-    except OSError as error:
-        raise UsageError(
-            f"{directory} cannot be read: {reason(error)}.", "Let this user read it."
-        ) from error
     for file in files:
         if file.is_symlink() and not any(_resolve(file).is_relative_to(root) for root in allowed):
             raise UsageError(
@@ -263,22 +264,12 @@ def _read_index(directory: Path) -> dict[str, str] | None:
     index = directory / _INDEX
     if not index.exists():
         return None
-    try:
+    with explain(f"{index} cannot be read as an index of weight files", HALF_WRITTEN):
         fields = parse_json(read_plain(index, _MAX_INDEX))
-        weight_map = fields.get("weight_map") if isinstance(fields, dict) else None
-        if not isinstance(weight_map, dict):
-            raise ValueError("it has no weight_map")
-        names = {check_tensor_name(name): file for name, file in weight_map.items()}
-    except (OSError, ValueError) as error:
-        raise UsageError(
-            f"{index} cannot be read as an index of weight files ({reason(error)}).", HALF_WRITTEN
-        ) from error
-    try:
+        names = msgspec.convert(fields, _Index).weight_map
+        names = {check_tensor_name(name): file for name, file in names.items()}
+    with explain(f"{index} names files elsewhere", "Use plain file names."):
         return {name: check_file_name(file) for name, file in names.items()}
-    except ValueError as error:
-        raise UsageError(
-            f"{index} names files elsewhere: {reason(error)}.", "Use plain file names."
-        ) from error
 
 
 def _read_stable(directory: Path) -> FileDigests | None:
@@ -288,33 +279,15 @@ def _read_stable(directory: Path) -> FileDigests | None:
     stable = directory / STABLE
     if not stable.exists():
         return None
-    try:
+    with explain(f"{stable} cannot be read as a list of files", _WRITE_AGAIN):
         raw = read_plain(stable, _MAX_STABLE)
         if not raw.lstrip().startswith((b"{", b"[")):
             return None
         fields = parse_json(raw)
         if not isinstance(fields, dict) or "files" not in fields:
             return None
-        if not isinstance(fields["files"], dict):
-            raise ValueError("its list of files is not an object")
-        return {check_file_name(name): _check_digest(f) for name, f in fields["files"].items()}
-    except (OSError, ValueError) as error:
-        raise UsageError(
-            f"{stable} cannot be read as a list of files ({reason(error)}).", _WRITE_AGAIN
-        ) from error
-
-
-def _check_digest(fields: Any) -> dict[str, Any]:
-    """Return the size and SHA-256 of one file if they are well-formed."""
-    if (
-        not isinstance(fields, dict)
-        or fields.keys() != {"size", "sha256"}
-        or type(fields["size"]) is not int
-        or not isinstance(fields["sha256"], str)
-        or not _SHA256.fullmatch(fields["sha256"])
-    ):
-        raise ValueError("a file has no size or no SHA-256")
-    return fields
+        files = msgspec.convert(fields["files"], FileDigests)
+        return {check_file_name(name): digest for name, digest in files.items()}
 
 
 def _check_digests(directory: Path, recorded: FileDigests) -> None:
@@ -326,7 +299,7 @@ def _check_digests(directory: Path, recorded: FileDigests) -> None:
         current = _digest_files(files)
     except OSError as error:
         raise UsageError(
-            f"{error.filename or directory} cannot be read: {reason(error)}.", _WRITE_AGAIN
+            f"{error.filename or directory} cannot be read ({reason(error)}).", _WRITE_AGAIN
         ) from error
     changed = [name for name, digest in recorded.items() if current[name] != digest]
     if changed:
@@ -339,12 +312,10 @@ def _check_digests(directory: Path, recorded: FileDigests) -> None:
 def _digest_files(files: Sequence[Path]) -> FileDigests:
     """Return size and SHA-256 of each file; threads help, since hashing releases the GIL."""
 
-    def digest(path: Path) -> dict[str, Any]:
+    def digest(path: Path) -> FileDigest:
         with open_plain(path) as handle, os.fdopen(handle, "rb", closefd=False) as file:
-            return {
-                "size": os.fstat(handle).st_size,
-                "sha256": hashlib.file_digest(file, "sha256").hexdigest(),
-            }
+            size = os.fstat(handle).st_size
+            return FileDigest(size, hashlib.file_digest(file, "sha256").hexdigest())
 
     with ThreadPoolExecutor(max_workers=8) as pool:
         return dict(zip((path.name for path in files), pool.map(digest, files), strict=True))
@@ -354,7 +325,7 @@ def _identify(path: Path, tensors: dict[str, TensorHeader], recorded: FileDigest
     """Return an identity from recorded digests, or else from size and mtime of the files."""
     files = sorted({tensor.file for tensor in tensors.values()})
     if recorded is not None and all(name in recorded for name in files):
-        facts: list[Any] = [(name, recorded[name]["sha256"]) for name in files]
+        facts: list[Any] = [(name, recorded[name].sha256) for name in files]
     else:
         facts = [(name, *_stat(path / name)) for name in files]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]

@@ -15,10 +15,10 @@ from rollway.weights.checkpoint import read_headers
 from rollway.weights.layout import ELEMENT_BYTES
 from rollway.weights.untrusted import (
     StoredTensor,
+    explain,
     parse_json,
     read_plain,
     read_weight_file,
-    reason,
 )
 
 _RANK_FILE = re.compile(r"rank(\d+)\.safetensors")
@@ -150,13 +150,8 @@ def _read_rank(rank: int, path: Path) -> Inventory:
     sidecar = path.with_suffix(".json")
     position: dict[str, Any] = {}
     if sidecar.is_file():
-        try:
+        with explain(f"{sidecar} does not describe rank {rank}", "Let the trainer write it again."):
             position = _find_position(parse_json(read_plain(sidecar, _MAX_POSITION)), rank)
-        except (OSError, ValueError) as error:
-            raise UsageError(
-                f"{sidecar} does not describe rank {rank} ({reason(error)}).",
-                "Let the trainer write its ranks again.",
-            ) from error
     return Inventory(f"rank {rank}", read_weight_file(path), position)
 
 

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from rollway.errors import UsageError
 from rollway.weights.layout import ELEMENT_BYTES
 
@@ -111,6 +113,15 @@ def check_shape(shape: object) -> tuple[int, ...]:
     return tuple(shape)
 
 
+@contextmanager
+def explain(what: str, fix: str) -> Iterator[None]:
+    """Turn errors of reading into a `UsageError` that says `what` is wrong, and the reason."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{what} ({reason(error)}).", fix) from error
+
+
 def reason(error: OSError | ValueError) -> str:
     """Return why a file could not be read, as a short text for a message."""
     return (getattr(error, "strerror", None) or str(error))[:300]
@@ -165,21 +176,25 @@ class StoredTensor:
                 yield chunk
 
 
+class _Header(msgspec.Struct):
+    """A tensor in the header of a safetensors file."""
+
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
+
 def read_weight_file(file: Path) -> dict[str, StoredTensor]:
     """Return the tensors of one safetensors file by name.
 
     Raises `UsageError` if the file is not exactly as long as its tensors, or its header is wrong.
     """
-    try:
+    with explain(f"{file} is not a whole weight file", HALF_WRITTEN):
         with open_plain(file) as handle:
             size = os.fstat(handle).st_size
             header = _read_header(handle, size)
         tensors = _read_tensors(file, header, size)
         _check_contiguous(tensors, 8 + len(header), size)
-    except (OSError, ValueError) as error:
-        raise UsageError(
-            f"{file} is not a whole weight file ({reason(error)}).", HALF_WRITTEN
-        ) from error
     return tensors
 
 
@@ -203,9 +218,7 @@ def _read_tensors(file: Path, header: bytes, size: int) -> dict[str, StoredTenso
     fields = parse_json(header)
     if not isinstance(fields, dict):
         raise ValueError("its header is not a JSON object")
-    metadata = fields.pop("__metadata__", None) or {}
-    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise ValueError("its __metadata__ is not a mapping of strings")
+    msgspec.convert(fields.pop("__metadata__", None) or {}, dict[str, str])
     return {
         check_tensor_name(name): _read_entry(file, 8 + len(header), size, name, field)
         for name, field in fields.items()
@@ -214,15 +227,13 @@ def _read_tensors(file: Path, header: bytes, size: int) -> dict[str, StoredTenso
 
 def _read_entry(file: Path, data: int, file_size: int, name: str, field: Any) -> StoredTensor:
     """Return one tensor of a header if its offsets, dtype and shape fit each other and the file."""
-    if not isinstance(field, dict) or not {"dtype", "shape", "data_offsets"} <= field.keys():
-        raise ValueError(f"{name} has no dtype, shape or data_offsets")
-    dtype, offsets = field["dtype"], field["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in _ELEMENT_BITS:
+    try:
+        header = msgspec.convert(field, _Header)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{name}: {error}") from None
+    dtype, shape, (start, stop) = header.dtype, check_shape(header.shape), header.data_offsets
+    if dtype not in _ELEMENT_BITS:
         raise ValueError(f"{name} has an unknown dtype")
-    shape = check_shape(field["shape"])
-    if not isinstance(offsets, list) or [type(at) for at in offsets] != [int, int]:
-        raise ValueError(f"{name} has data_offsets that are not two whole numbers")
-    start, stop = offsets
     if not 0 <= start <= stop <= file_size - data:
         raise ValueError(f"{name} is outside the file, or ends before it begins")
     bits = math.prod(shape) * _ELEMENT_BITS[dtype]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import lru_cache
 from itertools import islice
@@ -180,30 +180,21 @@ def describe(
     The second copy of tied embeddings, on the last pipeline stage, is left out."""
     templates = _choose_templates(names.table, norms, experts)
     layouts: dict[int, RankLayout] = {}
-    shared: dict[tuple[int, int], list[_Tensor]] = {}
+    shared: dict[tuple[int, int], list[tuple[Shard, tuple[str, ...]]]] = {}
     for rank, position in enumerate(topology.positions()):
         place = position.pp, position.ep  # the names of a rank's tensors depend only on these
         if place not in shared:
             shared[place] = list(_list_tensors(hf, names, position, templates))
-        shards = {tensor.name: _make_shard(tensor, position) for tensor in shared[place]}
-        layouts[rank] = RankLayout(position, shards, {t.name: t.hf_names for t in shared[place]})
+        shards = {tensor.name: _make_shard(tensor, position) for tensor, _ in shared[place]}
+        hf_names = {tensor.name: parts for tensor, parts in shared[place]}
+        layouts[rank] = RankLayout(position, shards, hf_names)
     return MegatronModel(names.geometry, layouts)
-
-
-@dataclass(frozen=True, slots=True)
-class _Tensor:
-    """A tensor of Megatron, all tensor-parallel ranks joined."""
-
-    name: str
-    hf_names: tuple[str, ...]
-    dtype: str
-    role: Role
-    shape: Shape
 
 
 def _list_tensors(
     hf: Mapping[str, TensorHeader], names: NameMap, position: Position, templates: list[str]
-) -> Iterator[_Tensor]:
+) -> Iterator[tuple[Shard, tuple[str, ...]]]:
+    """Yield Megatron's tensors, all tensor-parallel ranks joined, and the HF tensors in each."""
     used: set[str] = set()
     for template, name in _list_names(templates, names.geometry, position):
         hf_names = names.hf_names(name, position)
@@ -216,9 +207,9 @@ def _list_tensors(
                 continue
         used.update(hf_names)
         role = role_of_name(template, gated=names.geometry.gated)
-        parts = [hf[n] for n in hf_names]
-        shape = _join_shapes(name, role, [p.shape for p in parts], names.geometry, position)
-        yield _Tensor(name, hf_names, parts[0].dtype, role, shape)
+        shapes = [hf[n].shape for n in hf_names]
+        shape = _join_shapes(name, role, shapes, names.geometry, position)
+        yield Shard(name, hf[hf_names[0]].dtype, shape, Box.whole(shape), role), hf_names
 
 
 def _choose_templates(table: Table, norms: Norms, experts: Experts) -> list[str]:
@@ -255,14 +246,14 @@ def _list_names(
             yield template, template
 
 
-def _make_shard(tensor: _Tensor, position: Position) -> Shard:
+def _make_shard(tensor: Shard, position: Position) -> Shard:
     box = _find_box(tensor.role, is_legacy(tensor.name), tensor.shape, position)
     if box is None:
         raise UsageError(
             f"{tensor.name} ({list(tensor.shape)}) cannot be cut evenly at {position}.",
             "Use other parallel sizes, or a padded_vocab that they divide.",
         )
-    return Shard(tensor.name, tensor.dtype, tensor.shape, box, tensor.role)
+    return replace(tensor, box=box)
 
 
 @lru_cache(maxsize=65536)

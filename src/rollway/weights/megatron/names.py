@@ -67,75 +67,61 @@ _CLASSES = (
 
 def _make_table(mlp: str, gate: str, up: str, down: str, shared: str) -> Table:
     """Return the names of a family, by its MoE block and the names of its experts' matrices."""
-    layer: Table = {}
+    expert = f"{mlp}.experts.{{expert}}"
+    gate_up, last = (f"{expert}.{gate}.", f"{expert}.{up}."), (f"{expert}.{down}.",)
+    layer: Table = {
+        "input_layernorm.": ("input_layernorm.",),
+        "self_attention.linear_qkv.layer_norm_": ("input_layernorm.",),
+        "self_attention.linear_qkv.": tuple(f"self_attn.{part}_proj." for part in "qkv"),
+        "self_attention.linear_proj.": ("self_attn.o_proj.",),
+        "self_attention.q_layernorm.": ("self_attn.q_norm.",),
+        "self_attention.k_layernorm.": ("self_attn.k_norm.",),
+        "pre_mlp_layernorm.": ("post_attention_layernorm.",),
+        "mlp.linear_fc1.layer_norm_": ("post_attention_layernorm.",),
+        "mlp.linear_fc1.": ("mlp.gate_proj.", "mlp.up_proj."),
+        "mlp.linear_fc2.": ("mlp.down_proj.",),
+        "mlp.router.": (f"{mlp}.gate.",),
+        "mlp.shared_experts.linear_fc1.": (f"mlp.{shared}.gate_proj.", f"mlp.{shared}.up_proj."),
+        "mlp.shared_experts.linear_fc2.": (f"mlp.{shared}.down_proj.",),
+        "mlp.experts.local_experts.{expert}.linear_fc1.": gate_up,
+        "mlp.experts.local_experts.{expert}.linear_fc2.": last,
+    }
+    grouped = {"mlp.experts.linear_fc1.": gate_up, "mlp.experts.linear_fc2.": last}
+    table: Table = {"embedding.word_embeddings.weight": ("model.embed_tokens.weight",)}
     for kind in ("weight", "bias"):
-        layer |= {
-            f"input_layernorm.{kind}": (f"input_layernorm.{kind}",),
-            f"self_attention.linear_qkv.layer_norm_{kind}": (f"input_layernorm.{kind}",),
-            f"self_attention.linear_qkv.{kind}": tuple(
-                f"self_attn.{part}_proj.{kind}" for part in "qkv"
-            ),
-            f"self_attention.linear_proj.{kind}": (f"self_attn.o_proj.{kind}",),
-            f"self_attention.q_layernorm.{kind}": (f"self_attn.q_norm.{kind}",),
-            f"self_attention.k_layernorm.{kind}": (f"self_attn.k_norm.{kind}",),
-            f"pre_mlp_layernorm.{kind}": (f"post_attention_layernorm.{kind}",),
-            f"mlp.linear_fc1.layer_norm_{kind}": (f"post_attention_layernorm.{kind}",),
-            f"mlp.linear_fc1.{kind}": (f"mlp.gate_proj.{kind}", f"mlp.up_proj.{kind}"),
-            f"mlp.linear_fc2.{kind}": (f"mlp.down_proj.{kind}",),
-            f"mlp.router.{kind}": (f"{mlp}.gate.{kind}",),
-            f"mlp.shared_experts.linear_fc1.{kind}": (
-                f"mlp.{shared}.gate_proj.{kind}",
-                f"mlp.{shared}.up_proj.{kind}",
-            ),
-            f"mlp.shared_experts.linear_fc2.{kind}": (f"mlp.{shared}.down_proj.{kind}",),
-        }
-        first = tuple(f"{mlp}.experts.{{expert}}.{part}.{kind}" for part in (gate, up))
-        second = (f"{mlp}.experts.{{expert}}.{down}.{kind}",)
-        layer |= {
-            f"mlp.experts.linear_fc1.{kind}{{expert}}": first,
-            f"mlp.experts.linear_fc2.{kind}{{expert}}": second,
-            f"mlp.experts.local_experts.{{expert}}.linear_fc1.{kind}": first,
-            f"mlp.experts.local_experts.{{expert}}.linear_fc2.{kind}": second,
-        }
+        names = {f"{name}{kind}": hf for name, hf in layer.items()}
+        names |= {f"{name}{kind}{{expert}}": hf for name, hf in grouped.items()}
         if kind == "weight":
-            layer |= {"mlp.experts.weight1": first, "mlp.experts.weight2": second}
-    layer["mlp.router.expert_bias"] = (f"{mlp}.gate.e_score_correction_bias",)
-    layer["mlp.shared_experts.gate_weight"] = ("mlp.shared_expert_gate.weight",)
-    return {
-        "embedding.word_embeddings.weight": ("model.embed_tokens.weight",),
-        **{_LAYER + name: tuple(_HF_LAYER + hf for hf in to) for name, to in layer.items()},
-        "decoder.final_layernorm.weight": ("model.norm.weight",),
-        "decoder.final_layernorm.bias": ("model.norm.bias",),
-        "output_layer.weight": ("lm_head.weight",),
-        "output_layer.bias": ("lm_head.bias",),
-    }
-
-
-def _add_latent_attention(table: Table) -> Table:
-    """Add DeepSeek's attention: queries, keys and values through low-rank matrices."""
-    parts = {
-        "linear_q_proj.weight": "q_proj.weight",
-        "linear_q_down_proj.weight": "q_a_proj.weight",
-        "linear_q_up_proj.weight": "q_b_proj.weight",
-        "linear_q_up_proj.layer_norm_weight": "q_a_layernorm.weight",
-        "q_layernorm.weight": "q_a_layernorm.weight",
-        "linear_kv_down_proj.weight": "kv_a_proj_with_mqa.weight",
-        "linear_kv_up_proj.weight": "kv_b_proj.weight",
-        "linear_kv_up_proj.layer_norm_weight": "kv_a_layernorm.weight",
-        "kv_layernorm.weight": "kv_a_layernorm.weight",
-    }
-    attention = {
-        f"{_LAYER}self_attention.{name}": (f"{_HF_LAYER}self_attn.{hf}",)
-        for name, hf in parts.items()
-    }
-    return {**table, **attention}
+            names |= {"mlp.experts.weight1": gate_up, "mlp.experts.weight2": last}
+        for name, hf in names.items():
+            table[_LAYER + name] = tuple(f"{_HF_LAYER}{part}{kind}" for part in hf)
+        table[f"decoder.final_layernorm.{kind}"] = (f"model.norm.{kind}",)
+        table[f"output_layer.{kind}"] = (f"lm_head.{kind}",)
+    table[f"{_LAYER}mlp.router.expert_bias"] = (f"{_HF_LAYER}{mlp}.gate.e_score_correction_bias",)
+    table[f"{_LAYER}mlp.shared_experts.gate_weight"] = (
+        f"{_HF_LAYER}mlp.shared_expert_gate.weight",
+    )
+    return table
 
 
 _PLAIN = _make_table("mlp", "gate_proj", "up_proj", "down_proj", "shared_expert")
 _MIXTRAL = _make_table("block_sparse_moe", "w1", "w3", "w2", "shared_expert")
-_DEEPSEEK = _add_latent_attention(
-    _make_table("mlp", "gate_proj", "up_proj", "down_proj", "shared_experts")
-)
+_LATENT_ATTENTION = {
+    "linear_q_proj.weight": "q_proj.weight",
+    "linear_q_down_proj.weight": "q_a_proj.weight",
+    "linear_q_up_proj.weight": "q_b_proj.weight",
+    "linear_q_up_proj.layer_norm_weight": "q_a_layernorm.weight",
+    "q_layernorm.weight": "q_a_layernorm.weight",
+    "linear_kv_down_proj.weight": "kv_a_proj_with_mqa.weight",
+    "linear_kv_up_proj.weight": "kv_b_proj.weight",
+    "linear_kv_up_proj.layer_norm_weight": "kv_a_layernorm.weight",
+    "kv_layernorm.weight": "kv_a_layernorm.weight",
+}
+"""DeepSeek's attention: queries, keys and values through low-rank matrices."""
+_DEEPSEEK = _make_table("mlp", "gate_proj", "up_proj", "down_proj", "shared_experts") | {
+    f"{_LAYER}self_attention.{name}": (f"{_HF_LAYER}self_attn.{hf}",)
+    for name, hf in _LATENT_ATTENTION.items()
+}
 
 FAMILIES: dict[str, Table] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), _PLAIN),

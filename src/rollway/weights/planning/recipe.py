@@ -19,7 +19,15 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from rollway.errors import UsageError
-from rollway.weights.layout import ELEMENT_BYTES, Box, Placed, Shape, place_at, swap_last
+from rollway.weights.layout import (
+    ELEMENT_BYTES,
+    Box,
+    Placed,
+    Shape,
+    join_neighbours,
+    place_at,
+    swap_last,
+)
 from rollway.weights.planning.sources import Holding
 from rollway.weights.planning.targets import Target, TargetPart
 
@@ -174,40 +182,10 @@ def _subtract(box: Box, hole: Box) -> list[Box]:
 
 def _coalesce(cuts: list[Placed]) -> tuple[Placed, ...]:
     """Join cuts that are neighbours at both ends, and sort them by the source's memory."""
-    current = sorted(cuts, key=lambda cut: (cut.tensor, cut.box.start))
-    while True:  # joined rows may become neighbours of other joined rows
-        joined: list[Placed] = []
-        for cut in current:
-            both = _join(joined[-1], cut) if joined else None
-            if both is None:
-                joined.append(cut)
-            else:
-                joined[-1] = both
-        if len(joined) == len(current):
-            return tuple(sorted(joined, key=lambda cut: cut.box.start))
-        current = joined
-
-
-def _join(first: Placed, second: Placed) -> Placed | None:
-    """Return one cut for two if the second begins where the first ends, in source and target."""
-    if first.tensor != second.tensor or first.transposed or second.transposed:
-        return None
-    source_step = [b - a for a, b in zip(first.box.start, second.box.start, strict=True)]
-    target_step = [b - a for a, b in zip(first.at, second.at, strict=True)]
-    axes = [axis for axis, by in enumerate(source_step) if by]
-    if len(axes) != 1:
-        return None
-    axis = axes[0]
-    from_end = axis - len(source_step)  # dimensions correspond to each other from the last one
-    mine, other = list(first.box.shape), list(second.box.shape)
-    if -from_end > len(target_step) or source_step[axis] != mine[axis]:
-        return None
-    expected = [0] * len(target_step)
-    expected[from_end] = mine[axis]
-    mine[axis] = other[axis] = 0
-    if target_step != expected or mine != other:
-        return None
-    return Placed(Box(first.box.start, second.box.stop), first.at, False, first.tensor)
+    cuts = sorted(cuts, key=lambda cut: (cut.tensor, cut.box.start))
+    while len(joined := join_neighbours(cuts)) < len(cuts):
+        cuts = joined  # joined rows may become neighbours of other joined rows
+    return tuple(sorted(cuts, key=lambda cut: cut.box.start))
 
 
 def _make_step(
