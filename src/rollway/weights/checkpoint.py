@@ -27,6 +27,7 @@ from rollway.weights import leftovers
 from rollway.weights.layout import ELEMENT_BYTES
 from rollway.weights.untrusted import (
     HALF_WRITTEN,
+    StoredTensor,
     check_file_name,
     check_tensor_name,
     explain,
@@ -167,6 +168,14 @@ def stamps(directory: Path) -> dict[str, tuple[int, int, int]]:
 
 def read_headers(directory: Path) -> dict[str, TensorHeader]:
     """Return dtype and shape of every tensor by name, from the headers of the weight files."""
+    return {
+        name: TensorHeader(stored.dtype, stored.shape, stored.file.name)
+        for name, stored in read_tensors(directory).items()
+    }
+
+
+def read_tensors(directory: Path) -> dict[str, StoredTensor]:
+    """Return where each tensor of a checkpoint is stored."""
     if not directory.is_dir():
         raise UsageError(f"There is no checkpoint directory {directory}.", "Check the path.")
     indexed = _read_index(directory)
@@ -174,15 +183,15 @@ def read_headers(directory: Path) -> dict[str, TensorHeader]:
     missing = [name for name in files if not (directory / name).exists()]
     if missing:
         raise UsageError(f"{directory} lacks weight files: {', '.join(missing[:5])}.", HALF_WRITTEN)
-    tensors: dict[str, TensorHeader] = {}
+    tensors: dict[str, StoredTensor] = {}
     for file in files:
         for name, stored in read_weight_file(directory / file).items():
             if name in tensors:
                 raise UsageError(
-                    f"{directory} has {name} in {tensors[name].file} and in {file}.",
+                    f"{directory} has {name} in {tensors[name].file.name} and in {file}.",
                     "Save each tensor in one file: readers would use either of the two.",
                 )
-            tensors[name] = TensorHeader(stored.dtype, stored.shape, file)
+            tensors[name] = stored
     absent = sorted(set(indexed) - set(tensors)) if indexed else []
     if absent:
         raise UsageError(

@@ -215,12 +215,11 @@ class Slices:
         return replace(self, boxes=boxes)
 
 
-def publishing_replica(name: str, replicas: int) -> int:
-    """Return which replica of a tensor publishes it.
+def publishes(name: str, replica: int, replicas: int) -> bool:
+    """Return whether this replica of a tensor is the one that publishes it.
 
-    All ranks get the same answer without asking each other, and tensors are spread over the
-    replicas."""
-    return crc32(name.encode()) % replicas
+    All ranks agree without asking each other, and tensors are spread over the replicas."""
+    return crc32(name.encode()) % replicas == replica
 
 
 def check_covered(name: str, shape: Shape, boxes: Iterable[Box]) -> None:

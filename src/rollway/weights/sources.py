@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from rollway.errors import UsageError
 from rollway.weights.digest.checksums import dtype_name
-from rollway.weights.layout import Box, Piece, Shape, Shard, publishing_replica
+from rollway.weights.layout import Box, Piece, Shape, Shard, publishes
 
 _WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
@@ -63,7 +63,7 @@ def from_module(
         else:
             _check_plain(name, tensor)
             shape = tuple(tensor.shape)
-            owned = publishing_replica(name, count) == index
+            owned = publishes(name, index, count)
             held.append(_describe(name, shape, Box.whole(shape), tensor.detach(), owned))
     return held
 
@@ -135,7 +135,7 @@ def _describe_dtensor(name: str, tensor: DTensor) -> HeldTensor | None:
     for size, at, placement in zip(sizes, coordinate, placements, strict=True):
         if placement.is_replicate():
             index, count = index * size + at, count * size
-    return _describe(name, shape, box, local, publishing_replica(name, count) == index)
+    return _describe(name, shape, box, local, publishes(name, index, count))
 
 
 def _describe(name: str, shape: Shape, box: Box, tensor: torch.Tensor, owned: bool) -> HeldTensor:

@@ -297,7 +297,7 @@ def test_kv_heads_are_repeated_when_there_are_fewer_than_ranks() -> None:
 
 
 def test_uneven_experts_go_to_the_first_ranks() -> None:
-    config = {"num_attention_heads": 2, "hidden_size": 4, "num_experts": 5}
+    config = {**DENSE, "num_experts": 5}
     ranks = engine_ranks(config, tp=1, ep=3)
     assert [list(rank.owned) for rank in ranks] == [[0, 1], [2, 3], [4]]
     name = "model.layers.0.mlp.experts.3.up_proj.weight"
@@ -333,7 +333,7 @@ def test_tensors_that_vllm_would_not_load_are_refused(
 
 
 def test_impossible_engines_are_refused() -> None:
-    config = {"num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 12}
+    config = {**DENSE, "num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 12}
     for tp, ep in ((4, 1), (2, 3), (0, 1)):
         with pytest.raises(UsageError):
             engine_ranks(config, tp, ep)

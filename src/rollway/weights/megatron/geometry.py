@@ -192,10 +192,6 @@ class Position:
             )
         return self.pp * (geometry.layers // self.pp_size)
 
-    def expert_offset(self, geometry: ModelGeometry) -> int:
-        """Return the global number of local expert 0."""
-        return self.ep * self.local_experts(geometry)
-
     def local_experts(self, geometry: ModelGeometry) -> int:
         """Return how many experts this rank holds."""
         if geometry.experts % self.ep_size:

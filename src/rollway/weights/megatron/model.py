@@ -24,7 +24,7 @@ from rollway.weights.layout import (
     Shape,
     Shard,
     check_covered,
-    publishing_replica,
+    publishes,
 )
 from rollway.weights.megatron.geometry import ModelGeometry, Position, Topology
 from rollway.weights.megatron.names import NameMap, Table, role_of_name
@@ -48,7 +48,7 @@ class RankLayout:
     def owns(self, name: str) -> bool:
         """Return whether this rank is the replica that publishes its shard."""
         own = replica(self.shards[name], self.position)
-        return publishing_replica(name, own.count) == own.index
+        return publishes(name, own.index, own.count)
 
 
 @dataclass(frozen=True)
@@ -143,8 +143,7 @@ class MegatronModel:
                         f"Ranks {other} and {rank} say that they are at the same position.",
                         "Data-parallel replicas must differ in dp (and edp, for experts).",
                     )
-                publishes = publishing_replica(name, own.count) == own.index
-                if publishes or (name, own.group) not in chosen:
+                if publishes(name, own.index, own.count) or (name, own.group) not in chosen:
                     chosen[name, own.group] = rank
         return {(name, rank): self.ranks[rank].shards[name] for (name, _), rank in chosen.items()}
 

@@ -252,8 +252,8 @@ class NameMap:
         if not any("{expert}" in target for target in targets):
             experts: Sequence[int] = (0,)
         else:
-            first = position.expert_offset(self.geometry)
             count = position.local_experts(self.geometry)
+            first = position.ep * count
             if expert is not None and int(expert) >= count:
                 raise UsageError(
                     f"Expert {expert} does not exist on a rank of {count} experts.",

@@ -194,14 +194,14 @@ def to_hf(
     Raises `UsageError` if a rank lacks a tensor, or shapes or dtypes do not fit.
     """
     for name, shape, _, parts in model.parts():
-        sources = [_get_local(model, tensors, part) for part in parts]
+        views = [_view_part(model, tensors, part) for part in parts]
         whole = out.get(name) if out else None
         if whole is None and len(parts) == 1:
-            yield name, _view(sources[0], parts[0].cut).contiguous()
+            yield name, views[0].contiguous()
             continue
         if whole is None:
-            whole = torch.empty(shape, dtype=sources[0].dtype, device=sources[0].device)
-        copy_all(_pair(name, shape, whole, parts, sources))
+            whole = torch.empty(shape, dtype=views[0].dtype, device=views[0].device)
+        copy_all(_pair(name, shape, whole, parts, views))
         yield name, whole
 
 
@@ -218,8 +218,8 @@ class Translation:
                 raise UsageError(
                     f"There is no tensor that {name} could be written to.", "Add it to `out`."
                 )
-            sources = [_get_local(model, tensors, part) for part in parts]
-            for target, source in _pair(name, shape, out[name], parts, sources):
+            views = [_view_part(model, tensors, part) for part in parts]
+            for target, source in _pair(name, shape, out[name], parts, views):
                 self._copies.add(target, source)
 
     def run(self) -> None:
@@ -228,7 +228,7 @@ class Translation:
 
 
 def _pair(
-    name: str, shape: Shape, whole: torch.Tensor, parts: list[Part], sources: list[torch.Tensor]
+    name: str, shape: Shape, whole: torch.Tensor, parts: list[Part], views: list[torch.Tensor]
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return the (target, source) views whose copies fill `whole`."""
     if tuple(whole.shape) != shape:
@@ -236,17 +236,15 @@ def _pair(
             f"{name} has the shape {list(shape)}, not {list(whole.shape)}.",
             "Give a tensor of the shape that Hugging Face has.",
         )
-    for part, source in zip(parts, sources, strict=True):
-        if whole.dtype != source.dtype:
+    pairs = []
+    for part, view in zip(parts, views, strict=True):
+        if whole.dtype != view.dtype:
             raise UsageError(
-                f"{part.source} of rank {part.rank} has {source.dtype}; {name} shall be "
-                f"{whole.dtype}.",
+                f"{part.source} of rank {part.rank} has {view.dtype}; {name} is {whole.dtype}.",
                 "Use the same dtype on both sides.",
             )
-    return [
-        (whole[part.cut.box.slices], _view(source, part.cut))
-        for part, source in zip(parts, sources, strict=True)
-    ]
+        pairs.append((whole[part.cut.box.slices], view))
+    return pairs
 
 
 def from_hf(hf: Tensors, model: MegatronModel) -> dict[int, dict[str, torch.Tensor]]:
@@ -286,24 +284,21 @@ def rank_from_hf(hf: Tensors, model: MegatronModel, rank: int) -> dict[str, torc
     return local
 
 
-def _get_local(model: MegatronModel, tensors: Mapping[int, Tensors], part: Part) -> torch.Tensor:
-    """Return a rank's tensor in the shape that its boxes refer to."""
+def _view_part(model: MegatronModel, tensors: Mapping[int, Tensors], part: Part) -> torch.Tensor:
+    """Return the view of a part in its rank's tensor."""
     shard = model.ranks[part.rank].shards[part.source]
-    try:
-        tensor = tensors[part.rank][part.source]
-    except KeyError as error:
+    tensor = tensors.get(part.rank, {}).get(part.source)
+    if tensor is None:
         raise UsageError(
             f"Rank {part.rank} lacks {part.source}.", "Give all local tensors of all ranks."
-        ) from error
-    if tuple(tensor.shape) == shard.box.shape:
-        return tensor
-    if tuple(tensor.shape) == _megatron_shape(shard, model.geometry):
-        return tensor.reshape(shard.box.shape)
-    raise UsageError(
-        f"{part.source} of rank {part.rank} has the shape {list(tensor.shape)} instead of "
-        f"{list(shard.box.shape)}.",
-        "Check the parallel sizes in the layout.",
-    )
+        )
+    if tuple(tensor.shape) not in (shard.box.shape, _megatron_shape(shard, model.geometry)):
+        raise UsageError(
+            f"{part.source} of rank {part.rank} has the shape {list(tensor.shape)} instead of "
+            f"{list(shard.box.shape)}.",
+            "Check the parallel sizes in the layout.",
+        )
+    return _view(tensor.reshape(shard.box.shape), part.cut)
 
 
 def _megatron_shape(shard: Shard, geometry: ModelGeometry) -> Shape:

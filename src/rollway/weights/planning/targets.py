@@ -31,11 +31,11 @@ from typing import Any, Protocol
 
 from rollway.errors import UsageError
 from rollway.weights.layout import Box, Shape
+from rollway.weights.megatron.geometry import ModelGeometry
 
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.([^.]+)\.weight")
 _EXPERTS_MODULE = "routed_experts"  # The module below `experts` that has the weights
 _REPLICATED = re.compile(r"(.*norm|gate|shared_expert_gate)\.(weight|bias)|e_score_correction_bias")
-_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _VOCAB_MULTIPLE = 64
 _OTHER_SIZES = "Use a parallel size that divides it."
 
@@ -184,31 +184,23 @@ def engine_ranks(config: Mapping[str, Any], tp: int = 1, ep: int = 1) -> list[En
     """Return the ranks of an engine that serves the model of this `config.json`.
 
     In vLLM all ranks are expert ranks: `ep` is `tp` times the data-parallel ranks, or 1."""
-    config = config.get("text_config") or config
     if tp < 1 or ep < 1 or (ep > 1 and ep % tp):
         raise UsageError(
             f"An engine of tp={tp} cannot have ep={ep}.",
             "Use a multiple of tp for ep, or 1 for no expert parallelism.",
         )
-    try:
-        heads = int(config["num_attention_heads"])
-        head_dim = config.get("head_dim") or int(config["hidden_size"]) // heads
-    except KeyError as error:
-        raise UsageError(
-            f"The model's config.json lacks {error.args[0]}.", "Save the model's config again."
-        ) from error
-    experts = next((config[key] for key in _EXPERT_COUNTS if config.get(key)), 0)
+    size = ModelGeometry.from_hf_config(config)
     return [
         EngineRank(
-            heads=heads,
-            kv_heads=int(config.get("num_key_value_heads") or heads),
-            head_dim=int(head_dim),
-            experts=int(experts),
+            heads=size.heads,
+            kv_heads=size.query_groups,
+            head_dim=size.head_dim,
+            experts=size.experts,
             tp_size=tp,
             tp_rank=rank % tp,
             ep_size=ep,
             ep_rank=rank if ep > 1 else 0,
-            tied=bool(config.get("tie_word_embeddings", False)),
+            tied=size.tied_embeddings,
         )
         for rank in range(max(tp, ep))
     ]
