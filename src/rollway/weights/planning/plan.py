@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
@@ -175,24 +175,18 @@ def _report_missing(name: str, box: Box) -> UsageError:
     )
 
 
+@dataclass(slots=True)
 class _RecipeFinder:
     """Finds the recipe of each unit; units of equal geometry share one."""
 
-    def __init__(
-        self,
-        sources: Sequence[Source],
-        receivers: Sequence[Receiver],
-        targets: Targets,
-        costs: Costs,
-    ) -> None:
-        self.sources = sources
-        self.receivers = receivers
-        self.targets = targets
-        self.costs = costs
-        self.recipes: dict[Any, Recipe] = {}
-        self.numbers: dict[Holding, int] = {}
-        self.numbers_by_id: dict[int, int] = {}
-        """The same by identity: hashing a holding for each of 100,000 tensors is slow."""
+    sources: Sequence[Source]
+    receivers: Sequence[Receiver]
+    targets: Targets
+    costs: Costs
+    recipes: dict[Any, Recipe] = field(default_factory=dict)
+    numbers: dict[Holding, int] = field(default_factory=dict)
+    numbers_by_id: dict[int, int] = field(default_factory=dict)
+    """The same by identity: hashing a holding for each of 100,000 tensors is slow."""
 
     def add(self, names: list[str], holders: list[Holder]) -> None:
         """Add the unit of these Hugging Face tensors to its recipe."""
@@ -217,10 +211,11 @@ class _RecipeFinder:
             tuple([(kind, *[holder[0] for holder in same]) for kind, same in alike.items()]),
             tuple([(number, to, t.dtype, id(t.parts)) for number, to, t in targets]),
         )
-        if key not in self.recipes:
-            self.recipes[key] = self._find(names, list(alike.values()), index, targets)
+        recipe = self.recipes.get(key)  # hashed once: a key may have hundreds of ranks
+        if recipe is None:
+            recipe = self.recipes[key] = self._find(names, list(alike.values()), index, targets)
         tensors = tuple([tuple([name for _, name, _ in same]) for same in alike.values()])
-        self.recipes[key].units.append(Unit(tensors, tuple(parameters)))
+        recipe.units.append(Unit(tensors, tuple(parameters)))
 
     def _number(self, holding: Holding) -> int:
         number = self.numbers_by_id.get(id(holding))

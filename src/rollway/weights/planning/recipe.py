@@ -102,13 +102,12 @@ class Step:
     choice: Choice
 
 
+@dataclass
 class Missing(Exception):
     """No source holds `box` of the unit's tensor number `tensor`."""
 
-    def __init__(self, tensor: int, box: Box) -> None:
-        super().__init__(tensor, box)
-        self.tensor = tensor
-        self.box = box
+    tensor: int
+    box: Box
 
 
 def make_steps(

@@ -215,9 +215,10 @@ def engine_targets(ranks: Sequence[EngineRank], headers: Headers) -> dict[str, l
             continue
         kind, expert, parameter = _find_rule(name, headers)
         key = kind, expert, tensor.shape
-        if key not in shared:
-            shared[key] = tuple(_find_part(name, *key, rank) for rank in ranks)
-        targets[name] = [Target(parameter, tensor.dtype, shared[key])]
+        parts = shared.get(key)
+        if parts is None:
+            parts = shared[key] = tuple(_find_part(name, *key, rank) for rank in ranks)
+        targets[name] = [Target(parameter, tensor.dtype, parts)]
     return targets
 
 
