@@ -13,14 +13,13 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
-
-import msgspec
+from typing import Any
 
 from rollway.errors import UsageError
 from rollway.weights import leftovers
@@ -43,21 +42,10 @@ _INDEX = "model.safetensors.index.json"
 _SINGLE_FILE = "model.safetensors"
 _MAX_INDEX = _MAX_STABLE = 128 << 20
 _MAX_CONFIG = 16 << 20
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 _WRITE_AGAIN, _LET_READ = "Write the checkpoint again.", "Let this user read it."
 
-
-class FileDigest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The size and the digest of a file, as `STABLE` has them."""
-
-    size: int
-    sha256: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
-
-
-FileDigests = dict[str, FileDigest]  # By file name
-
-
-class _Index(msgspec.Struct):
-    weight_map: dict[str, Any]  # The file of each tensor
+FileDigests = dict[str, dict[str, Any]]  # Size and SHA-256 by file name, as `STABLE` has them
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +102,7 @@ def publish_checkpoint(directory: Path, write: Callable[[Path], object]) -> Path
         # The order must not change: STABLE says that all files are on disk, the rename that
         # STABLE is.
         stable = scratch / STABLE
-        digests = msgspec.to_builtins(_digest_files(files))
-        stable.write_text(json.dumps({"files": digests}, indent=1))
+        stable.write_text(json.dumps({"files": _digest_files(files)}, indent=1))
         sync(stable)
         sync(scratch)
         scratch.rename(directory)
@@ -275,8 +262,10 @@ def _read_index(directory: Path) -> dict[str, str] | None:
         return None
     with explain(f"{index} cannot be read as an index of weight files", HALF_WRITTEN):
         fields = parse_json(read_plain(index, _MAX_INDEX))
-        names = msgspec.convert(fields, _Index).weight_map
-        names = {check_tensor_name(name): file for name, file in names.items()}
+        weight_map = fields.get("weight_map") if isinstance(fields, dict) else None
+        if not isinstance(weight_map, dict):
+            raise ValueError("it has no weight_map")
+        names = {check_tensor_name(name): file for name, file in weight_map.items()}
     with explain(f"{index} names files elsewhere", "Use plain file names."):
         return {name: check_file_name(file) for name, file in names.items()}
 
@@ -295,8 +284,22 @@ def _read_stable(directory: Path) -> FileDigests | None:
         fields = parse_json(raw)
         if not isinstance(fields, dict) or "files" not in fields:
             return None
-        files = msgspec.convert(fields["files"], FileDigests)
-        return {check_file_name(name): digest for name, digest in files.items()}
+        if not isinstance(fields["files"], dict):
+            raise ValueError("its list of files is not an object")
+        return {check_file_name(name): _check_digest(f) for name, f in fields["files"].items()}
+
+
+def _check_digest(fields: Any) -> dict[str, Any]:
+    """Return the size and SHA-256 of one file if they are well-formed."""
+    if (
+        not isinstance(fields, dict)
+        or fields.keys() != {"size", "sha256"}
+        or type(fields["size"]) is not int
+        or not isinstance(fields["sha256"], str)
+        or not _SHA256.fullmatch(fields["sha256"])
+    ):
+        raise ValueError("a file has no size or no SHA-256")
+    return fields
 
 
 def _check_digests(directory: Path, recorded: FileDigests) -> None:
@@ -321,10 +324,10 @@ def _check_digests(directory: Path, recorded: FileDigests) -> None:
 def _digest_files(files: Sequence[Path]) -> FileDigests:
     """Return size and SHA-256 of each file; threads help, since hashing releases the GIL."""
 
-    def digest(path: Path) -> FileDigest:
+    def digest(path: Path) -> dict[str, Any]:
         with open_plain(path) as handle, os.fdopen(handle, "rb", closefd=False) as file:
             size = os.fstat(handle).st_size
-            return FileDigest(size, hashlib.file_digest(file, "sha256").hexdigest())
+            return {"size": size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
     with ThreadPoolExecutor(max_workers=8) as pool:
         return dict(zip((path.name for path in files), pool.map(digest, files), strict=True))
@@ -334,7 +337,7 @@ def _identify(path: Path, tensors: dict[str, TensorHeader], recorded: FileDigest
     """Return an identity from recorded digests, or else from size and mtime of the files."""
     files = sorted({tensor.file for tensor in tensors.values()})
     if recorded is not None and all(name in recorded for name in files):
-        facts: list[Any] = [(name, recorded[name].sha256) for name in files]
+        facts: list[Any] = [(name, recorded[name]["sha256"]) for name in files]
     else:
         facts = [(name, *_stat(path / name)) for name in files]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]

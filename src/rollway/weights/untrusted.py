@@ -3,7 +3,8 @@
 A checkpoint, a sidecar or a list of tensors may come from anywhere. A FIFO in place of a file would
 block the reader, a device would fill the memory, and deeply nested JSON would raise an error that
 no caller expects. The functions here raise `OSError` or `ValueError`, which the callers turn into
-errors for the user; `read_weight_file` raises `UsageError` itself.
+errors for the user; `read_weight_file` raises `UsageError` itself. This module and `checkpoint` use
+the standard library alone: the GPU benchmark runs where nothing but torch is installed.
 """
 
 from __future__ import annotations
@@ -20,8 +21,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from rollway.errors import UsageError
 from rollway.weights.layout import ELEMENT_BYTES
@@ -176,14 +175,6 @@ class StoredTensor:
                 yield chunk
 
 
-class _Header(msgspec.Struct):
-    """A tensor in the header of a safetensors file."""
-
-    dtype: str
-    shape: list[int]
-    data_offsets: tuple[int, int]
-
-
 def read_weight_file(file: Path) -> dict[str, StoredTensor]:
     """Return the tensors of one safetensors file by name.
 
@@ -218,7 +209,9 @@ def _read_tensors(file: Path, header: bytes, size: int) -> dict[str, StoredTenso
     fields = parse_json(header)
     if not isinstance(fields, dict):
         raise ValueError("its header is not a JSON object")
-    msgspec.convert(fields.pop("__metadata__", None) or {}, dict[str, str])
+    metadata = fields.pop("__metadata__", None) or {}
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise ValueError("its __metadata__ is not a mapping of strings")
     return {
         check_tensor_name(name): _read_entry(file, 8 + len(header), size, name, field)
         for name, field in fields.items()
@@ -227,13 +220,15 @@ def _read_tensors(file: Path, header: bytes, size: int) -> dict[str, StoredTenso
 
 def _read_entry(file: Path, data: int, file_size: int, name: str, field: Any) -> StoredTensor:
     """Return one tensor of a header if its offsets, dtype and shape fit each other and the file."""
-    try:
-        header = msgspec.convert(field, _Header)
-    except msgspec.ValidationError as error:
-        raise ValueError(f"{name}: {error}") from None
-    dtype, shape, (start, stop) = header.dtype, check_shape(header.shape), header.data_offsets
-    if dtype not in _ELEMENT_BITS:
+    if not isinstance(field, dict) or not {"dtype", "shape", "data_offsets"} <= field.keys():
+        raise ValueError(f"{name} has no dtype, shape or data_offsets")
+    dtype, offsets = field["dtype"], field["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in _ELEMENT_BITS:
         raise ValueError(f"{name} has an unknown dtype")
+    shape = check_shape(field["shape"])
+    if not isinstance(offsets, list) or [type(at) for at in offsets] != [int, int]:
+        raise ValueError(f"{name} has data_offsets that are not two whole numbers")
+    start, stop = offsets
     if not 0 <= start <= stop <= file_size - data:
         raise ValueError(f"{name} is outside the file, or ends before it begins")
     bits = math.prod(shape) * _ELEMENT_BITS[dtype]
