@@ -179,3 +179,12 @@ def gpu(options: argparse.Namespace) -> int:
     from rollway.bench.gpu import run_command
 
     return run_command(options)
+
+
+def gpu_engine(options: argparse.Namespace) -> int:
+    require("torch", "transformers", "vllm", "dynamo")
+    from rollway.bench.gpu_engine_command import format_figures, run_command
+
+    code, figures = run_command(options, print_progress)
+    _print_figures(options, figures, format_figures)
+    return code

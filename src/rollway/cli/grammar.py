@@ -260,3 +260,22 @@ def _add_bench_commands(add: Add) -> None:
     parser = add("gpu", "bench:gpu", "weights on a GPU, against a copy of its memory")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--megabytes", type=int, default=4096, help="size of each model")
+    _add_gpu_engine(add("gpu-engine", "bench:gpu_engine", "refits of a model of real size"))
+
+
+def _add_gpu_engine(parser: argparse.ArgumentParser) -> None:
+    sizes, text = ["tiny", "2b", "8b"], "size of the model (default 2b); tiny also runs on a CPU"
+    parser.add_argument("--model", choices=sizes, default="2b", help=text)
+    parser.add_argument("--only", nargs="+", default=[], metavar="PART", help="only these parts")
+    text = "how many run at once (default 256)"
+    parser.add_argument("--rollouts", type=int, default=256, help=text)
+    parser.add_argument("--tokens", type=int, default=512, help="of each rollout (default 512)")
+    parser.add_argument("--repeat", type=int, default=2, help="how often (default 2)")
+    parser.add_argument("--eager", action="store_true", help="no compilation, no CUDA graphs")
+    text = "the engine's share of the GPU (default 0.4)"
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.4, help=text)
+    text = "for the tokens that are lost in an hour (default 60)"
+    parser.add_argument("--refits-per-hour", type=float, default=60.0, help=text)
+    text = "start no part after this time (default: no limit)"
+    parser.add_argument("--seconds", type=float, metavar="LIMIT", help=text)
+    parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help=_SET)

@@ -291,7 +291,7 @@ class TestBuilder:
         def interrupt(*_: object) -> None:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(builder, "_save_tokenizer", interrupt)
+        monkeypatch.setattr(builder, "save_tokenizer", interrupt)
         monkeypatch.setattr(builder, "WARMUP_STEPS", 0)
         with pytest.raises(KeyboardInterrupt):
             builder.build_base(tmp_path / "base")
