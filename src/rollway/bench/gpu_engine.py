@@ -32,10 +32,10 @@ from typing import TYPE_CHECKING, Any, get_args
 import torch
 
 from rollway.aio import Stack, up
-from rollway.api import make_spec
 from rollway.bench.figures import Say, round_floats
 from rollway.bench.gpu_limits import MemoryWatch, measure_limits, synchronize
-from rollway.bench.gpu_load import PROMPT_TOKENS, Load, make_prompts
+from rollway.bench.gpu_load import Load, make_prompts
+from rollway.bench.gpu_options import PARTS, UNDER_LOAD, Options, describe_stack
 from rollway.bench.real_model import (
     Weights,
     cache_model,
@@ -56,11 +56,6 @@ if TYPE_CHECKING:
     from rollway.bench.gpu_reference import Reference
 
 Change = Callable[[Weights, int], None]
-PARTS = (
-    "limits", "throughput", "cuda_ipc", "cuda_ipc_in_place", "shm", "files", "delta", "in-flight",
-    "keep", "pause-all", "stock", "offline", "lost",
-)  # fmt: skip
-UNDER_LOAD = ("in-flight", "keep", "pause-all")
 _CHECKED = 8
 """How many rollouts are compared with the trainer's forward pass after a refit."""
 _PART_SECONDS = 240.0
@@ -69,22 +64,6 @@ _PART_SECONDS = 240.0
 
 class Skip(Exception):
     """A part cannot run here; the message says why."""
-
-
-@dataclass(slots=True)
-class Options:
-    """The options of a run."""
-
-    model: str = "2b"
-    only: tuple[str, ...] = ()
-    rollouts: int = 256
-    tokens: int = 512
-    repeat: int = 2
-    eager: bool = False
-    gpu_memory_utilization: float = 0.4
-    refits_per_hour: float = 60.0
-    seconds: float | None = None
-    overrides: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -134,19 +113,7 @@ class GpuEngineBench:
         self.weights = draw_weights(options.model, self.device)
         path = cache_model(cache / f"bench-{options.model}", options.model, self.weights)
         self.say(f"the checkpoint is in {path} ({time.perf_counter() - self.began:.1f} s)")
-        args: dict[str, Any] = {
-            "dtype": "bfloat16",
-            "max-model-len": PROMPT_TOKENS + 2 * options.tokens + 64,
-            # Explicit, since the defaults of a server differ from those of an offline engine.
-            "max-num-seqs": options.rollouts + 1,
-            "max-num-batched-tokens": 8192,
-        }
-        if self.device.type == "cuda":
-            args["gpu-memory-utilization"] = options.gpu_memory_utilization
-            args["enforce-eager"] = options.eager
-        model = {"path": str(path), "name": "policy", "args": args}
-        fields = {"name": "bench-gpu", "models": [model]}
-        self.spec = make_spec(fields, overrides=list(options.overrides))
+        self.spec = describe_stack(options, path, on_gpu=self.device.type == "cuda")
         self.figures |= {
             "device": torch.cuda.get_device_name(0) if self.device.type == "cuda" else "cpu",
             "torch": torch.__version__,
@@ -276,7 +243,8 @@ class GpuEngineBench:
             raise Skip(f"there is no refit mode {mode}")
         options, rows = self.options, []
         transport: Transport = "cuda_ipc" if self.device.type == "cuda" else "shm"
-        async with self.stack.publisher(transport) as publisher:
+        choice: dict[str, Any] = {"in_place": True} if options.in_place else {}
+        async with self.stack.publisher(transport, **choice) as publisher:
             await self._refit(publisher, "pause-all", change_all)  # opens and maps memory
             # A pause-all refit waits until the longest rollout has ended: once is enough.
             for _ in range(1 if mode == "pause-all" else options.repeat):

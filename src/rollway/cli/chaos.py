@@ -28,6 +28,7 @@ def chaos(options: argparse.Namespace) -> int:
         unprotected=options.unprotected,
         overrides=options.set,
         quiet=options.quiet,
+        device=options.device,
     )
     if options.json:
         print_json(report.as_json())
@@ -52,6 +53,7 @@ def _break_gateway(options: argparse.Namespace) -> int:
         old_journal=options.old_journal,
         overrides=options.set,
         quiet=options.quiet,
+        device=options.device,
     )
     if options.json:
         print_json(report.as_json())
@@ -65,7 +67,7 @@ def _print_report(report: dict[str, Any]) -> None:
     keys = ("number", "fault", "step", "mode", "outcome", "seconds", "heal_seconds")
     _print_rounds(columns, keys, report)
     names = ("rounds", "rollouts", "tokens_checked", "stale_tokens", "wrong_logprobs")
-    for name in (*names, "lost_rollouts", "hangs", "orphans", "seconds"):
+    for name in (*names, "largest_difference", "lost_rollouts", "hangs", "orphans", "seconds"):
         print(f"{name.replace('_', ' ')}: {report[name]}")
     for line in report["examples"][:5]:
         print(f"  {line}")

@@ -156,6 +156,8 @@ def _add_gateway(parser: argparse.ArgumentParser) -> None:
 
 def _add_chaos(parser: argparse.ArgumentParser) -> None:
     _add_spec(parser, "a stack file; two vLLM workers without it")
+    text = "where those two run (default: on a GPU if vLLM has one)"
+    parser.add_argument("--device", choices=["cpu", "cuda"], help=text)
     parser.add_argument("--rounds", type=int, default=20, help="how many refits (default 20)")
     parser.add_argument("--seed", type=int, default=0, help="of faults, steps, modes and prompts")
     parser.add_argument("--fault", action="append", default=[], help="only this one; repeatable")
@@ -272,6 +274,8 @@ def _add_gpu_engine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=512, help="of each rollout (default 512)")
     parser.add_argument("--repeat", type=int, default=2, help="how often (default 2)")
     parser.add_argument("--eager", action="store_true", help="no compilation, no CUDA graphs")
+    text = "under load, publish from the trainer's own memory (cuda_ipc)"
+    parser.add_argument("--in-place", action="store_true", help=text)
     text = "the engine's share of the GPU (default 0.4)"
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.4, help=text)
     text = "for the tokens that are lost in an hour (default 60)"

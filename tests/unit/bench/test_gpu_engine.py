@@ -13,9 +13,10 @@ from transformers import AutoModelForCausalLM
 
 from rollway.bench import gpu_engine_command
 from rollway.bench.figures import round_floats
-from rollway.bench.gpu_engine import GpuEngineBench, Options, Skip
+from rollway.bench.gpu_engine import GpuEngineBench, Skip
 from rollway.bench.gpu_limits import MemoryWatch, measure_limits
 from rollway.bench.gpu_load import make_prompts
+from rollway.bench.gpu_options import Options, describe_stack
 from rollway.bench.gpu_reference import Reference
 from rollway.bench.real_model import (
     MARKER,
@@ -167,6 +168,15 @@ def test_a_part_that_fails_or_is_late_does_not_end_the_run(
     assert "ValueError" in capsys.readouterr().err
     text = gpu_engine_command.format_figures(figures)
     assert "shm: failed: ValueError" in text and "cuda_ipc: skipped: there is no GPU" in text
+
+
+def test_the_engine_gets_its_arguments_under_vllms_own_names(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    options = Options(rollouts=16, tokens=100, eager=True, overrides=("models.0.args.seed=3",))
+    args = describe_stack(options, tmp_path, on_gpu=True).models[0].args
+    assert args["gpu-memory-utilization"] == 0.4 and args["enforce-eager"] is True
+    assert args["max-num-seqs"] == 17 and args["max-model-len"] > 264 and args["seed"] == 3
+    assert "enforce-eager" not in describe_stack(options, tmp_path, on_gpu=False).models[0].args
 
 
 def make_arguments(**values: Any) -> argparse.Namespace:
