@@ -25,9 +25,10 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 import torch
 
@@ -141,7 +142,7 @@ class GpuEngineBench:
             await self._measure("files", self._measure_files)
             await self._measure("delta", self._measure_delta)
             for mode in UNDER_LOAD:
-                await self._measure(mode, lambda mode=mode: self._measure_under_load(mode))
+                await self._measure(mode, partial(self._measure_under_load, mode))
             await self._measure("stock", self._measure_stock)
             self.say("stopping the stack")
 
@@ -238,9 +239,10 @@ class GpuEngineBench:
             "report": report.as_json(),
         }
 
-    async def _measure_under_load(self, mode: RefitMode) -> dict[str, Any]:
-        if mode not in get_args(RefitMode):
-            raise Skip(f"there is no refit mode {mode}")
+    async def _measure_under_load(self, name: str) -> dict[str, Any]:
+        if name not in get_args(RefitMode):
+            raise Skip(f"there is no refit mode {name}")
+        mode = cast("RefitMode", name)
         options, rows = self.options, []
         transport: Transport = "cuda_ipc" if self.device.type == "cuda" else "shm"
         choice: dict[str, Any] = {"in_place": True} if options.in_place else {}
@@ -302,10 +304,10 @@ class GpuEngineBench:
             # Without the taint of its version, the worker gets no requests.
             await admin.set_taints(worker, [taint_of(self.version)])
             await self.stack.fleet.read_versions()
-            row = {"save_seconds": saved - began, "paused_seconds": ended - saved}
-            rows.append({**row, "memory": memory.figures})
-            rows[-1]["check"] = await self._check_fresh("stock")
-            self.say(f"stock: {json.dumps(round_floats(rows[-1], '.4g'))}")
+            row: dict[str, Any] = {"save_seconds": saved - began, "paused_seconds": ended - saved}
+            row |= {"memory": memory.figures, "check": await self._check_fresh("stock")}
+            rows.append(row)
+            self.say(f"stock: {json.dumps(round_floats(row, '.4g'))}")
         return {"paused_seconds": median(row["paused_seconds"] for row in rows), "updates": rows}
 
     # --- rollouts ------------------------------------------------------------------------------

@@ -109,4 +109,4 @@ class MemoryWatch:
 def read_used(device: torch.device) -> int:
     """Return the bytes of the device that are in use, by any process."""
     free, total = torch.cuda.mem_get_info(device)
-    return total - free
+    return int(total - free)

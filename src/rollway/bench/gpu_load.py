@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from rollway.aio import Stack
+from rollway.errors import RollwayError
 from rollway.rollout.client import Rollout
 from rollway.rollout.sampling import Sampling
 
@@ -45,6 +46,7 @@ class Load:
     is_running: bool = False
     """Whether the engine ran all of them when the block began."""
     is_over: bool = False
+    metrics_url: str = ""
     answers: list[tuple[float, int | None]] = field(default_factory=list)
     """When each probe was answered, and by which version."""
     results: list[Rollout] = field(default_factory=list)
@@ -55,6 +57,8 @@ class Load:
     @asynccontextmanager
     async def run(self) -> AsyncIterator[None]:
         """Enter the block when all rollouts run, and leave when all have ended."""
+        (worker,) = await self.stack.fleet.workers()
+        self.metrics_url = f"{worker.admin_url}/metrics"
         before = await self._read_metric(_SAMPLED)
         client = self.stack.rollouts(concurrency=self.rollouts + 1)
         sampling = Sampling(max_tokens=self.tokens, temperature=1.0, ignore_eos=True)
@@ -103,9 +107,8 @@ class Load:
 
     async def _read_metric(self, name: str) -> float | None:
         """Read a counter of the engine, summed over its labels; None if it has none."""
-        (worker,) = await self.stack.fleet.workers()
-        with contextlib.suppress(Exception):
-            text = await self.stack._http.get_text(f"{worker.admin_url}/metrics", timeout=10.0)
+        with contextlib.suppress(RollwayError):
+            text = await self.stack._http.get_text(self.metrics_url, timeout=10.0)
             lines = [
                 line for line in text.splitlines() if line.startswith((f"{name}{{", f"{name} "))
             ]

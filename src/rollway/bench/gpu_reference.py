@@ -42,13 +42,13 @@ class Reference:
         figures = {"tokens": d.numel(), "mismatch_kl": kl, "largest_difference": largest}
         return {**figures, "is_of_version": kl < LARGEST_KL}
 
-    @torch.no_grad()
     def _subtract(self, rollout: Rollout, version: int) -> Tensor:
         """Return the trainer's log-probs minus the engine's."""
         ids = torch.tensor([[*rollout.prompt_ids, *rollout.token_ids]], device=self._device)
-        logits = self._model(ids, use_cache=False).logits[0, len(rollout.prompt_ids) - 1 : -1]
-        chosen = ids[0, len(rollout.prompt_ids) :, None]
-        expected = logits.float().log_softmax(-1).gather(1, chosen)[:, 0].cpu()
+        with torch.no_grad():
+            logits = self._model(ids, use_cache=False).logits[0, len(rollout.prompt_ids) - 1 : -1]
+            chosen = ids[0, len(rollout.prompt_ids) :, None]
+            expected = logits.float().log_softmax(-1).gather(1, chosen)[:, 0].cpu()
         difference = expected - torch.tensor(rollout.logprobs or [])
         spans = [span for span in rollout.spans if span.version == version]
         return torch.cat([difference[span.start : span.end] for span in spans] or [difference[:0]])

@@ -59,6 +59,7 @@ async def measure_offline(
 
 def _run(order: dict[str, Any]) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
+    from vllm.inputs import TokensPrompt
 
     began = time.perf_counter()
     engine = LLM(model=order["model"], **order["args"])
@@ -66,7 +67,9 @@ def _run(order: dict[str, Any]) -> dict[str, Any]:
     rates = []
     for index in range(order["repeat"] + 1):
         # Other prompts in every round, as in the rounds of rollouts: no round finds them cached.
-        prompts = [{"prompt_token_ids": [1 + index, *prompt[1:]]} for prompt in order["prompts"]]
+        prompts = [
+            TokensPrompt(prompt_token_ids=[1 + index, *prompt[1:]]) for prompt in order["prompts"]
+        ]
         length = order["tokens"] if index else min(order["tokens"], 32)  # the first one warms up
         sampling = SamplingParams(
             temperature=1.0, max_tokens=length, ignore_eos=True, logprobs=0, detokenize=False
