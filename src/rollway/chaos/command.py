@@ -16,6 +16,7 @@ from rollway.chaos.run import ChaosOptions, Report, run_chaos
 from rollway.demo.model import DEMO_PATH, demo_path
 from rollway.errors import UsageError
 from rollway.stack import machine
+from rollway.stack.preset import cache_dir
 
 Device = Literal["cpu", "cuda"]
 
@@ -64,7 +65,12 @@ def describe_workers(device: Device | None, gpus: Sequence[str]) -> dict[str, An
         "enforce-eager": True,  # a worker that was killed is back in 50 s instead of 90 to 170 s
     }
     # Triton's attention, the one for float32, multiplies in TF32 unless it is told otherwise.
-    model["env"] = {"TRITON_F32_DEFAULT": "ieee", "VLLM_FLOAT32_MATMUL_PRECISION": "highest"}
+    # Its kernels get a cache of their own: those of other runs may be in TF32.
+    model["env"] = {
+        "TRITON_F32_DEFAULT": "ieee",
+        "TRITON_CACHE_DIR": str(cache_dir() / "triton-ieee"),
+        "VLLM_FLOAT32_MATMUL_PRECISION": "highest",
+    }
     if len(gpus) < model["replicas"]:
         model["env"]["CUDA_VISIBLE_DEVICES"] = gpus[0]  # both share it
     return spec
