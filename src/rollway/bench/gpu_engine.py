@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 import torch
 
 from rollway.aio import Stack, up
-from rollway.bench.figures import Say, round_floats
+from rollway.bench import Say, round_floats
 from rollway.bench.gpu_limits import MemoryWatch, measure_limits, synchronize
 from rollway.bench.gpu_load import Load, make_prompts
 from rollway.bench.gpu_options import PARTS, UNDER_LOAD, Options, describe_stack

@@ -7,7 +7,7 @@ import asyncio
 import json
 from typing import Any
 
-from rollway.bench.figures import Say
+from rollway.bench import Say
 from rollway.bench.gpu_engine import GpuEngineBench
 from rollway.bench.gpu_options import PARTS, Options
 from rollway.errors import UsageError

@@ -11,8 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rollway.bench import gpu_engine_command
-from rollway.bench.figures import round_floats
+from rollway.bench import gpu_engine_command, round_floats
 from rollway.bench.gpu_engine import GpuEngineBench, Skip
 from rollway.bench.gpu_limits import MemoryWatch, measure_limits
 from rollway.bench.gpu_load import make_prompts

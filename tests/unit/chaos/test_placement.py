@@ -3,43 +3,46 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from rollway.chaos.command import describe_workers, run_command
+from rollway.chaos.placement import place_workers
 from rollway.chaos.traffic import TOLERANCE, Traffic
+from rollway.cli import main
 from rollway.errors import UsageError
 from rollway.rollout.client import Rollout, Span
 
+MODEL = {"replicas": 2, "args": {"dtype": "float32"}}
+
 
 def test_workers_on_a_cpu_get_nothing_of_a_gpu() -> None:
-    (model,) = describe_workers(None, [])["models"]
-    assert "env" not in model and "gpu-memory-utilization" not in model["args"]
+    assert place_workers(MODEL, None, []) == MODEL
 
 
 @pytest.mark.parametrize(("gpus", "visible"), [(["3"], "3"), (["0", "1"], None)])
 def test_two_workers_share_one_gpu_or_have_one_each(gpus: list[str], visible: str | None) -> None:
-    (model,) = describe_workers("cuda", gpus)["models"]
+    model = place_workers(MODEL, "cuda", gpus)
     assert model["replicas"] == 2 and model["args"]["dtype"] == "float32"
     assert model["env"].get("CUDA_VISIBLE_DEVICES") == visible
     # Two that run, and two that start before others have ended, must fit.
     assert 4 * model["args"]["gpu-memory-utilization"] < 1
     assert model["env"]["TRITON_F32_DEFAULT"] == "ieee"
-    assert "env" not in describe_workers(None, [])["models"][0], "the next run has its own spec"
+    assert MODEL["args"] == {"dtype": "float32"}, "the next run has its own spec"
 
 
 def test_a_device_that_the_machine_has_not_is_refused() -> None:
     with pytest.raises(UsageError, match="no GPU"):
-        describe_workers("cuda", [])
+        place_workers(MODEL, "cuda", [])
     with pytest.raises(UsageError, match="runs on a GPU"):
-        describe_workers("cpu", ["0"])
+        place_workers(MODEL, "cpu", ["0"])
 
 
-def test_a_stack_file_decides_where_its_workers_run(tmp_path: Path) -> None:
-    common: dict[str, Any] = {"rounds": 1, "seed": 0, "faults": (), "overrides": ()}
-    with pytest.raises(UsageError, match="given together"):
-        run_command(tmp_path / "stack.yaml", **common, unprotected=False, quiet=True, device="cuda")
+def test_a_stack_file_decides_where_its_workers_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "stack.yaml").write_text("name: x\n")
+    assert main(["chaos", str(tmp_path / "stack.yaml"), "--device", "cuda"]) == 2
+    assert "given together" in capsys.readouterr().err
 
 
 def test_the_report_says_how_close_right_tokens_came_to_the_tolerance() -> None:
