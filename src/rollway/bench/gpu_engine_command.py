@@ -1,4 +1,4 @@
-"""Runs `rollway bench gpu-engine`: reads its options, and formats the figures."""
+"""Run `rollway bench gpu-engine`: read its options, and format the figures."""
 
 from __future__ import annotations
 

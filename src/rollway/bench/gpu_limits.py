@@ -1,4 +1,4 @@
-"""What a GPU can do at best, and how much of its memory is used while something runs."""
+"""Measure what a GPU can do at best, and how much of its memory is used while something runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rollouts that run while weights change, and what their callers see of it."""
+"""Run rollouts while weights change, and note what their callers see of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks sampled tokens against a forward pass of the trainer's weights, by transformers."""
+"""Check sampled tokens against a forward pass of the trainer's weights, by transformers."""
 
 from __future__ import annotations
 
