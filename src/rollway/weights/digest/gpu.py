@@ -1,4 +1,4 @@
-"""Compute the block sums of digests on a GPU: one Triton kernel reads many tensors once, and can
+"""Compute the sums of checksums on a GPU: one Triton kernel reads many tensors once, and can
 copy them in the same pass.
 
 torch would read and write each word several times and launch kernels tensor by tensor, so the GPU
@@ -94,21 +94,30 @@ class DigestKernel:
         self._table = table(addresses, to, self._sizes, self._device)
         self._prefixes = [(size // 8).to_bytes(8, "little") for size in self._sizes]
 
-    def start(self) -> Callable[[], list[str]]:
-        """Enqueue the kernel on the current stream; return a function that waits for digests."""
+    @property
+    def keeps_copies(self) -> bool:
+        """Whether some tensors were copied first: the digests are then of what they were."""
+        return bool(self._copied_runs)
+
+    def start(self) -> Callable[[], list[checksums.Checksum]]:
+        """Enqueue the kernel on the current stream; return a function that waits for it."""
         sums = sum_runs(self._table, checksums.keys(self._device), copy=self._copy)
         host, wait = start_copy_to_host(sums)
 
-        def digests() -> list[str]:
+        def finish() -> list[checksums.Checksum]:
             wait()
-            return finish_digests(host, self._table.blocks, self._sizes, self._prefixes)
+            digests = finish_digests(host, self._table.blocks, self._sizes, self._prefixes)
+            totals = finish_word_sums(host, self._sizes)
+            return list(map(checksums.Checksum, digests, totals))
 
-        return digests
+        return finish
 
 
 def sum_runs(runs: Table, keys: Tensor, copy: bool) -> Tensor:
-    """Return one sum for each block of each run, then for each run the bytes that fill no word."""
-    sums = torch.zeros(sum(runs.blocks) + len(runs.blocks), dtype=torch.int64, device=keys.device)
+    """Return one sum for each block of each run, then for each run the bytes that fill no word,
+    then for each run the plain sum of its words."""
+    blocks, count = sum(runs.blocks), len(runs.blocks)
+    sums = torch.zeros(blocks + 2 * count, dtype=torch.int64, device=keys.device)
     if runs.parts:
         with on(keys.device):
             _fold[(runs.parts,)](
@@ -116,7 +125,8 @@ def sum_runs(runs: Table, keys: Tensor, copy: bool) -> Tensor:
                 runs.owners,
                 keys,
                 sums,
-                sum(runs.blocks),
+                blocks,
+                blocks + count,
                 COPY=copy,
                 BLOCK=checksums.BLOCK,
                 STEP=STEP,
@@ -144,6 +154,17 @@ def finish_digests(
     return digests
 
 
+def finish_word_sums(sums: Tensor, sizes: Sequence[int]) -> list[int]:
+    """Return the word sums, from sums in host memory as `sum_runs` lays them out."""
+    count = len(sizes)
+    tails, totals = sums[-2 * count : -count].tolist(), sums[-count:].tolist()
+    return [
+        # Little-endian: the lower bytes of the last word are those that fill no word.
+        (total + tail % (1 << 8 * (size % 8))) % (1 << 64)
+        for total, tail, size in zip(totals, tails, sizes, strict=True)
+    ]
+
+
 def start_copy_to_host(sums: Tensor) -> tuple[Tensor, Callable[[], object]]:
     """Start a copy to the host; return the host tensor and a function that waits for it.
 
@@ -165,21 +186,27 @@ def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
 def check() -> None:
     """Raise unless the kernel runs here and gives the same digests as torch."""
     words = torch.arange(-STEP, 5 * STEP + 7, dtype=torch.int64) * 0x9E3779B97F4A7
-    source = words.cuda()
+    raw = words.view(torch.uint8)[:-3]
+    source = raw.cuda()
     copy = torch.zeros_like(source)
-    digests = DigestKernel([source], [copy]).start()()
-    if digests != [checksums.digest(words)] or not torch.equal(copy, source):
-        raise RuntimeError("its sums are wrong")
+    right = [checksums.Checksum(checksums.digest(raw), checksums.word_sum(raw))]
+    # Both forms of the kernel: the one that is not compiled here would be at the first publish.
+    for targets in ([copy], None):
+        if DigestKernel([source], targets).start()() != right:
+            raise RuntimeError("its sums are wrong")
+    if not torch.equal(copy, source):
+        raise RuntimeError("its copies are wrong")
 
 
 # Without types: Triton would read the names of types as variables of the kernel.
-@triton.jit(do_not_specialize=["tails"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["tails", "totals"])  # type: ignore[untyped-decorator]
 def _fold(  # type: ignore[no-untyped-def]
     rows,
     owners,
     keys,
     sums,
     tails,
+    totals,
     COPY: tl.constexpr,
     BLOCK: tl.constexpr,
     STEP: tl.constexpr,
@@ -198,17 +225,20 @@ def _fold(  # type: ignore[no-untyped-def]
     key = keys + start % BLOCK
     lanes = tl.arange(0, STEP)
     total = tl.zeros((STEP,), dtype=tl.int64)
+    plain = tl.zeros((STEP,), dtype=tl.int64)
     for step in range(STEPS):  # not unrolled: all words of a part would need too many registers
         at = step * STEP + lanes
         inside = at < left
         word = tl.load(source + at, mask=inside, other=0)
         if COPY:
             tl.store(target + at, word, mask=inside)
+        plain += word
         # Words outside have the key 0, so they add nothing.
         total += ((word >> 32) + word) * tl.load(key + at, mask=inside, other=0)
     if left > 0:
         # Integer sums do not depend on the order in which the programs add.
         tl.atomic_add(sums + tl.load(row + 4) + start // BLOCK, tl.sum(total, axis=0))
+        tl.atomic_add(sums + totals + owner, tl.sum(plain, axis=0))
     tail = (nbytes % 8).to(tl.int32)
     if (tail > 0) & (left < STEP * STEPS):
         # Reading the whole last word is safe: memory is allocated in larger units than a word.

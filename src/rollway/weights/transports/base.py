@@ -88,6 +88,10 @@ class Publisher(ABC):
             "Pass the tensors to `publish`, or use shm, cuda_ipc or nixl.",
         )
 
+    def warm_up(self) -> None:
+        """Start in the background what would slow down the first `publish`: imports, and kernels
+        to compile. `Stack.publisher` does it."""
+
     def expect(self, receivers: int) -> None:
         """Set how many ranks of workers will receive the next version. `Stack.publisher` counts
         them itself.
@@ -140,6 +144,14 @@ class Reader(ABC):
         """Return the publisher's word sums by tensor name; empty where it made none."""
         return {}
 
+    def shares_device(self, offer: Offer) -> bool:
+        """Return whether `tensors` yields views of the publisher's own memory, on its device.
+
+        Such views stay valid until `tensors` is called with another offer, or `finish`, `release`
+        or `close`. So a caller may keep all of them, verify them, and copy from them later. What
+        it copies then is what was published only if it has the word sums of `sums`."""
+        return False
+
     @abstractmethod
     def tensors(
         self, offer: Offer, summed: Callable[[str], bool] = never
@@ -155,6 +167,12 @@ class Reader(ABC):
 
         Tensors that are not in the returned slices are received whole, as all are by default."""
         return type(slices)()
+
+    def finish(self, offer: Offer) -> None:
+        """Note that the version is served: no view of its tensors is used any more."""
+
+    def warm_up(self) -> None:
+        """Do now what would slow down the first version: imports, and kernels to compile."""
 
     def release(self) -> None:
         """Serve peers nothing of a version that this worker will not serve."""
@@ -172,6 +190,8 @@ class InspectedSource:
     """Set instead of `tensors`, where this rank holds parts of tensors or does not own all."""
     on_gpu: bool
     """Whether the first tensor is on a GPU."""
+    is_stream: bool = False
+    """Whether tensors come from an iterator: the trainer may gather each into the same memory."""
 
     def pairs(self) -> Iterator[NamedTensor]:
         """Yield (name, tensor) pairs, for a transport that cannot carry shards.
@@ -184,6 +204,7 @@ class InspectedSource:
 def inspect_source(tensors: Source | None) -> InspectedSource:
     """Look at the first tensor to tell pairs from HeldTensors, and a GPU from a CPU."""
     iterator = iter(tensors or ())
+    is_stream = iterator is tensors
     first = list(islice(iterator, 1))
     if not first:
         raise UsageError("There are no tensors to publish.", "Pass them, or `adopt` them.")
@@ -195,7 +216,7 @@ def inspect_source(tensors: Source | None) -> InspectedSource:
 
     if isinstance(first[0], tuple):
         on_gpu = bool(first[0][1].is_cuda)
-        return InspectedSource(named_tensors(all_items()), [], on_gpu)
+        return InspectedSource(named_tensors(all_items()), [], on_gpu, is_stream)
     on_gpu = bool(first[0].tensor.is_cuda)
     # HeldTensors are views of the trainer's own memory: a list of them costs nothing.
     held = [item for item in all_items() if not isinstance(item, tuple)]
