@@ -176,21 +176,31 @@ def word_sum(tensor: Tensor) -> int:
     return (int(words.sum()) + rest) % (1 << 64)
 
 
+def start_word_sum(tensor: Tensor) -> Tensor:
+    """Return the word sum of a tensor as a number on its device, which nobody waits for."""
+    words, tail = split_words(raw_bytes(tensor))
+    total = words.sum()
+    if tail.numel():
+        shifts = 8 * torch.arange(tail.numel(), device=tail.device)
+        total += (tail.long() << shifts).sum()
+    return total
+
+
 def word_sums(tensors: Sequence[Tensor]) -> list[int]:
     """Return the word sums of tensors on one device, which the host waits for once."""
     if not tensors or tensors[0].device.type == "cpu":
         return map_in_threads(word_sum, tensors)
     if uses_triton(tensors[0].device):
         return [checksum.word_sum for checksum in prepare_checksums(tensors)()()]
-    split = [split_words(raw_bytes(tensor)) for tensor in tensors]
-    totals: list[int] = torch.stack([words.sum() for words, _ in split]).tolist()
-    tails = torch.cat([tail for _, tail in split]).cpu().numpy().tobytes()
-    sums, at = [], 0
-    for total, (_, tail) in zip(totals, split, strict=True):
-        end = at + tail.numel()
-        sums.append((total + int.from_bytes(tails[at:end], "little")) % (1 << 64))
-        at = end
-    return sums
+    return finish_word_sums([start_word_sum(tensor) for tensor in tensors])
+
+
+def finish_word_sums(totals: Sequence[Tensor]) -> list[int]:
+    """Bring the results of `start_word_sum` to the host, all at once."""
+    if not totals:
+        return []
+    numbers: list[int] = torch.stack(list(totals)).tolist()
+    return [number % (1 << 64) for number in numbers]
 
 
 def map_in_threads(work: Callable[[Tensor], Result], tensors: Sequence[Tensor]) -> list[Result]:

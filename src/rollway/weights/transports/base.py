@@ -12,6 +12,8 @@ reader of an offer. No other module distinguishes transports.
 
 from __future__ import annotations
 
+import sys
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,6 +40,24 @@ Source: TypeAlias = (
 
 def never(_: str) -> bool:
     return False
+
+
+def start_warm_up() -> threading.Thread | None:
+    """Compile kernels in a thread, if this process uses a GPU already."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return None  # nothing may choose a GPU before the trainer does
+    device = torch.cuda.current_device()
+
+    def run() -> None:
+        from rollway.weights.digest.checksums import warm_up
+
+        with torch.cuda.device(device):  # a new thread would use the first GPU
+            warm_up()
+
+    thread = threading.Thread(target=run, name="rollway-warm-up", daemon=True)
+    thread.start()
+    return thread
 
 
 class Publisher(ABC):
@@ -88,9 +108,10 @@ class Publisher(ABC):
             "Pass the tensors to `publish`, or use shm, cuda_ipc or nixl.",
         )
 
-    def warm_up(self) -> None:
-        """Start in the background what would slow down the first `publish`: imports, and kernels
-        to compile. `Stack.publisher` does it."""
+    def warm_up(self) -> threading.Thread | None:
+        """Start in the background what would slow down the first `publish` from a GPU: imports, and
+        kernels to compile. `Stack.publisher` does it. Returns the thread, if there is one."""
+        return start_warm_up()
 
     def expect(self, receivers: int) -> None:
         """Set how many ranks of workers will receive the next version. `Stack.publisher` counts

@@ -22,6 +22,7 @@ import zstandard
 from torch import Tensor
 
 from rollway.errors import UsageError, WeightsError
+from rollway.weights.device_copies import copy_to_host
 from rollway.weights.digest.changes import ESCAPE, pick
 from rollway.weights.digest.checksums import (
     DTYPES,
@@ -133,8 +134,9 @@ def encode_all(changes: Sequence[Change], *, version: int = 1, base: int = 0) ->
             for (_, _, new, _), change in rows
         ]
     )
+    whole = iter(copy_to_host([raw_bytes(new) for (_, _, new, _), change in rows if not change]))
     return [
-        _encode(name, new, version, base, change, before, after)
+        _encode(name, new, version, base, change or _pack_whole(next(whole), new), before, after)
         for ((name, _, new, _), change), before, after in zip(rows, befores, afters, strict=True)
     ]
 
@@ -171,12 +173,13 @@ def _complete_digests(rows: Sequence[tuple[str | None, Tensor | None]]) -> list[
     return [known or (next(computed) if tensor is not None else "") for known, tensor in rows]
 
 
+def _pack_whole(raw: Tensor, tensor: Tensor) -> Packed:
+    return Packed("whole", tensor.numel(), b"", "new", memoryview(raw.numpy()))
+
+
 def _encode(
-    name: str, new: Tensor, version: int, base: int, change: Packed | None, before: str, after: str
+    name: str, new: Tensor, version: int, base: int, change: Packed, before: str, after: str
 ) -> Encoded:
-    if change is None:
-        raw = memoryview(raw_bytes(new).cpu().numpy())
-        change = Packed("whole", new.numel(), b"", "new", raw)
     is_whole = change.places == "whole"
     header = Header(
         name=name,

@@ -11,6 +11,7 @@ from torch import Tensor
 from rollway.errors import UsageError
 from rollway.weights import leftovers
 from rollway.weights.copies import copy_all
+from rollway.weights.device_copies import stream_to_host
 from rollway.weights.offer import Offer
 from rollway.weights.transports.base import NamedTensor, Publisher, Source, named_tensors
 from rollway.weights.transports.delta.format import Encoded, encode_all
@@ -79,7 +80,7 @@ class DeltaPublisher(Publisher):
             raise UsageError("There are no tensors to publish.", "Pass them to `publish`.")
         named = named_tensors(tensors)
         if self._hold_on_cpu:
-            named = ((name, tensor.cpu()) for name, tensor in named)
+            named = stream_to_host(named)
         try:
             manifest = self._write(version, named)
             # Last: a version exists for readers once its manifest does.
