@@ -169,8 +169,9 @@ class HostCopier:
             with _on_device(device):  # a new thread would use the first GPU
                 wait()
             data = chunk.memory.numpy()
-            for done in [pool.submit(*piece) for piece in _divide(chunk, data)]:
-                done.result()
+            running = [pool.submit(write, at, part) for write, at, part in _divide(chunk, data)]
+            for part_done in running:
+                part_done.result()
 
         chunk.emptied = self._emptier.submit(empty)
 
@@ -225,7 +226,8 @@ def record_event(device: torch.device, stream: Any = None) -> Callable[[], objec
         return _do_nothing
     event = torch.cuda.Event()
     event.record(stream or torch.cuda.current_stream(device))
-    return event.synchronize
+    wait: Callable[[], object] = event.synchronize
+    return wait
 
 
 def allocate_pinned(nbytes: int) -> Tensor:

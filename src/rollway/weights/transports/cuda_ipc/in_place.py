@@ -115,7 +115,7 @@ class _Exports:
 
     def locate(self, tensor: Tensor) -> int:
         """Return the tensor's offset in the memory of all handles, or raise WeightsError."""
-        address = tensor.data_ptr()
+        address = int(tensor.data_ptr())
         number = bisect_right(self._addresses, address) - 1
         segment = self._segments[number] if number >= 0 else None
         if segment is None or address + tensor.nbytes > segment.address + segment.nbytes:

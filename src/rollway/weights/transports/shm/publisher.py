@@ -147,9 +147,9 @@ class ShmPublisher(Publisher):
             return self._publish_shards(version, source.shards)
         if source.is_stream:
             return self._publish_copies(version, source.tensors)
-        tensors = list(source.tensors)
-        nbytes = sum(align(tensor.nbytes, _ALIGNMENT) for _, tensor in tensors)
-        return self._publish_copies(version, tensors, nbytes=nbytes)
+        pairs = list(source.tensors)
+        nbytes = sum(align(tensor.nbytes, _ALIGNMENT) for _, tensor in pairs)
+        return self._publish_copies(version, pairs, nbytes=nbytes)
 
     def adopt(self, tensors: Parameters) -> None:
         """Move parameters (`model.named_parameters()`) into shared memory, and publish them there.
