@@ -12,7 +12,7 @@ leaves a tensor with exactly the new bytes, or as it was.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -222,11 +222,7 @@ def apply(encoded: Encoded, tensor: Tensor, out: Tensor | None = None) -> Tensor
     header = encoded.header
     target = tensor if out is None else out
     for candidate in (tensor, target):
-        if (dtype_name(candidate), tuple(candidate.shape)) != (header.dtype, header.shape):
-            raise WeightsError(
-                f"A change of {header.name} is for {header.dtype}{list(header.shape)}, "
-                f"the tensor is {describe(candidate)}."
-            )
+        _check_kind(header, candidate)
     if not target.is_contiguous():
         contiguous = target.contiguous()
         written = apply(encoded, tensor, contiguous)
@@ -237,7 +233,29 @@ def apply(encoded: Encoded, tensor: Tensor, out: Tensor | None = None) -> Tensor
         return None
     if target is not tensor:
         target.detach().copy_(tensor)
-    return _apply_change(encoded, tensor, integers(target))
+    return _apply_change(encoded, tensor, integers(target))[0]
+
+
+def patch(encoded: Encoded, tensor: Tensor) -> Callable[[], object]:
+    """Apply a change in place to a contiguous tensor; return a function that undoes it.
+
+    The cost is that of the changed elements, and of one look at all for the digest."""
+    _check_kind(encoded.header, tensor)
+    bits = integers(tensor)
+    if encoded.header.places == "whole":
+        before = bits.clone()
+        _apply_whole(encoded, tensor)
+        return lambda: bits.copy_(before)
+    positions, old = _apply_change(encoded, tensor, bits)
+    return lambda: _write(bits, positions, old)
+
+
+def _check_kind(header: Header, tensor: Tensor) -> None:
+    if (dtype_name(tensor), tuple(tensor.shape)) != (header.dtype, header.shape):
+        raise WeightsError(
+            f"A change of {header.name} is for {header.dtype}{list(header.shape)}, "
+            f"the tensor is {describe(tensor)}."
+        )
 
 
 def read_elements(tensor: Tensor, positions: Tensor) -> Tensor:
@@ -294,7 +312,8 @@ def _apply_whole(encoded: Encoded, target: Tensor) -> None:
     raw_bytes(target).copy_(raw)
 
 
-def _apply_change(encoded: Encoded, base: Tensor, bits: Tensor) -> Tensor | None:
+def _apply_change(encoded: Encoded, base: Tensor, bits: Tensor) -> tuple[Tensor | None, Tensor]:
+    """Write the changed elements; return their positions, and the bits that they had."""
     header = encoded.header
     positions = _unpack_places(header, encoded.places, bits.device)
     old = bits.clone() if positions is None else pick(bits, positions)
@@ -307,7 +326,7 @@ def _apply_change(encoded: Encoded, base: Tensor, bits: Tensor) -> Tensor | None
         if not is_right:
             _write(bits, positions, old)
     if is_right:
-        return positions
+        return positions, old
     if digest(base) != header.before:
         raise WeightsError(
             f"{header.name} is not of version {header.base}, which the change applies to.",
