@@ -90,11 +90,11 @@ class WeightFileWriter:
         self._copier.send(tensor, lambda at, data: self._write_at(HEADER_BYTES + start + at, data))
 
     def _write_at(self, at: int, data: NDArray[np.uint8]) -> None:
-        view = memoryview(data)
+        view: memoryview = data.data
         while len(view):
             written = os.pwrite(self._file, view, at)
             view, at = view[written:], at + written
 
 
 def _measure_entry(name: str, tensor: Tensor) -> int:
-    return len(json.dumps(name)) + 22 * tensor.dim() + _LONGEST_NUMBERS
+    return len(json.dumps(name)) + 22 * len(tensor.shape) + _LONGEST_NUMBERS
