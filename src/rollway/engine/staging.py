@@ -24,8 +24,9 @@ from rollway.engine.background import BackgroundTask, share_cores
 from rollway.engine.drafts import Draft
 from rollway.engine.fingerprint import Proof
 from rollway.engine.shadow import ParameterArena, Shadow, explain_no_swap
-from rollway.engine.slices import WHOLE, Slices, rank_of, slices
+from rollway.engine.slices import find_slices, rank_of, zero_padded
 from rollway.weights.checkpoint import TensorHeader, differences, refuse_differences
+from rollway.weights.layout import Slices
 from rollway.weights.offer import Offer
 from rollway.weights.transports.base import Reader, never
 
@@ -56,7 +57,7 @@ class Staging:
     seconds: dict[str, float] = field(default_factory=dict)
     _shadow: Shadow | None = None
     _proof: Proof | None = None
-    _slices: Slices = WHOLE
+    _slices: Slices = field(default_factory=Slices)
     _tensors: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     _task: BackgroundTask | None = None
 
@@ -130,14 +131,14 @@ class Staging:
     def _receive(self) -> None:
         if self.reader.can_restrict:
             model = self._shadow.model if self._shadow else self.worker.model_runner.get_model()
-            mine = slices(rank_of(self.worker), self.new, model)
+            mine = find_slices(rank_of(self.worker), self.new, model)
             self._slices = self.reader.restrict(self.offer, mine)
         if self._shadow is not None:
             with self._measure("load"):
                 sums = self.reader.sums(self.offer)
                 self._proof = Proof(self._shadow.model, sums, self._slices.boxes)
                 tensors = self._policy_tensors(self._proof.by_sum.__contains__)
-                self._shadow.load(self._slices.zero_padded(self._proof.collect(tensors)))
+                self._shadow.load(zero_padded(self._slices, self._proof.collect(tensors)))
             with self._measure("prove"):
                 self._verify(self._proof, self._shadow.model)
             with self._measure("prepare"):
@@ -166,7 +167,7 @@ class Staging:
         proof = Proof(model, cuts=self._slices.boxes)
         tensors = iter(self._tensors) if self.strategy == "memory" else self._policy_tensors()
         self.worker.reload_weights(
-            weights_iterator=self._slices.zero_padded(proof.collect(tensors))
+            weights_iterator=zero_padded(self._slices, proof.collect(tensors))
         )
         proof.check(model, self.reduced)
         if self.draft is not None:

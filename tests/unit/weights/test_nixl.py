@@ -21,12 +21,12 @@ import torch
 from rollway.engine import receivers
 from rollway.errors import UsageError, WeightsError
 from rollway.orders import SECRET
-from rollway.weights.megatron.describe import Experts, describe
+from rollway.weights.layout import Slices
 from rollway.weights.megatron.geometry import ModelGeometry, Topology
+from rollway.weights.megatron.model import Experts, describe
 from rollway.weights.megatron.names import NameMap
 from rollway.weights.offer import Offer
-from rollway.weights.planning.sources import Source, fsdp_sources, hf_source, megatron_sources
-from rollway.weights.slices import Slices
+from rollway.weights.planning.sources import Source, fsdp_sources, megatron_sources
 from rollway.weights.sources import from_module
 from rollway.weights.transports.nixl import NixlPublisher, NixlReader
 from rollway.weights.transports.nixl.agent import check_devices, import_nixl
@@ -64,7 +64,7 @@ def test_versions_between_two_processes(reader: NixlReader) -> None:
             assert reader.total.moved == offer.nbytes
             assert trainer.ask("acknowledged", version) == {reader.name}
         assert reader.plans == 1
-        assert len(reader.connections.prepared) == 2
+        assert reader.connections and len(reader.connections.prepared) == 2
         before = time.process_time()
         assert trainer.ask("idle", 1.0) < 0.05
         assert time.process_time() - before < 0.05
@@ -173,7 +173,7 @@ def test_a_trainer_that_hangs_is_abandoned() -> None:
                 pass
         assert time.monotonic() - began < 10
         os.kill(trainer.process.pid or 0, signal.SIGCONT)
-        reader.connections.abandon()
+        reader.abandon_connections()
         assert same(receive(reader, offer), tensors_of(0))
 
 
@@ -195,7 +195,7 @@ def test_a_receiver_serves_others_when_the_trainer_dies() -> None:
             assert name not in received
             received[name] = tensor.clone()
         assert same(received, tensors_of(0))
-        assert catalog.acknowledged(0) == sorted([first.name, second.name])
+        assert catalog.list_receivers(0) == sorted([first.name, second.name])
         first.close()
         with pytest.raises(WeightsError):
             receive(second, offer)
@@ -264,7 +264,7 @@ def test_fsdp_ranks_give_hugging_face_tensors() -> None:
     arrays, headers = model_of(MOE)
     model = {name: torch.from_numpy(array) for name, array in arrays.items()}
     publish_and_receive(fsdp_sources(headers, 3), model, rounds=2)
-    publish_and_receive([hf_source(headers)], model)
+    publish_and_receive(fsdp_sources(headers, 1), model)
 
 
 @nixl

@@ -16,7 +16,7 @@ from rollway.weights.checkpoint import STABLE, read_word_sums
 from rollway.weights.device_copies import HostCopier
 from rollway.weights.digest.checksums import DTYPES, raw_bytes, word_sum
 from rollway.weights.transports.files import FilesPublisher, FilesReader, save_tensors
-from rollway.weights.weight_file import read_weight_file
+from rollway.weights.untrusted import read_weight_file
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 

@@ -153,10 +153,9 @@ def _triton_works() -> bool:
 @functools.cache
 def _check_triton() -> bool:
     try:
-        from rollway.weights.digest import gpu, gpu_changes
+        from rollway.weights.digest.gpu_check import check
 
-        gpu.check()
-        gpu_changes.check()
+        check()
     except Exception as error:  # noqa: BLE001 (torch can do the same whatever the error is)
         log.info("Triton does not work here, so torch digests tensor by tensor: %s", error)
         return False
