@@ -15,7 +15,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,13 +77,16 @@ class Checkpoint:
         )
 
 
-def publish_checkpoint(directory: Path, write: Callable[[Path], object]) -> Path:
+def publish_checkpoint(
+    directory: Path, write: Callable[[Path], object], word_sums: Mapping[str, int] | None = None
+) -> Path:
     """Write a checkpoint directory that readers see either whole or not at all.
 
     Parameters:
         directory: the path of the checkpoint; it must not exist yet.
         write: called with a scratch directory beside it, into which it saves all files, for
             example `model.save_pretrained`.
+        word_sums: the checksum of each tensor, if `write` computes them; read after `write`.
 
     Returns `directory`.
 
@@ -96,13 +99,18 @@ def publish_checkpoint(directory: Path, write: Callable[[Path], object]) -> Path
     try:
         write(scratch)
         files = sorted(path for path in scratch.iterdir() if path.is_file())
-        for path in files:
-            path.chmod(_default_mode())  # safetensors makes files that only their owner can read
-            sync(path)
+        with ThreadPoolExecutor(1) as pool:
+            digests = pool.submit(_digest_files, files)  # the disk is slow, and needs no core
+            for path in files:
+                path.chmod(_default_mode())  # safetensors lets only the owner read
+                sync(path)
         # The order must not change: STABLE says that all files are on disk, the rename that
         # STABLE is.
         stable = scratch / STABLE
-        stable.write_text(json.dumps({"files": _digest_files(files)}, indent=1))
+        record: dict[str, Any] = {"files": digests.result()}
+        if word_sums:
+            record["words"] = {name: f"{total:016x}" for name, total in word_sums.items()}
+        stable.write_text(json.dumps(record, indent=1))
         sync(stable)
         sync(scratch)
         scratch.rename(directory)
@@ -114,7 +122,7 @@ def publish_checkpoint(directory: Path, write: Callable[[Path], object]) -> Path
 
 
 def check_checkpoint(
-    directory: Path, *, roots: Sequence[Path] = (), whole: bool = True
+    directory: Path, *, roots: Sequence[Path] = (), whole: bool = True, weights: bool = True
 ) -> Checkpoint:
     """Read a checkpoint's headers and verify that the checkpoint is complete.
 
@@ -122,6 +130,7 @@ def check_checkpoint(
         directory: the checkpoint directory.
         roots: directories that it must be in, links included; any directory if empty.
         whole: also compare the digest of every file with `STABLE`, where the file exists.
+        weights: whether these include the weight files, which the caller may compare otherwise.
 
     Raises `UsageError` with the reason if the checkpoint cannot be used.
     """
@@ -142,7 +151,8 @@ def check_checkpoint(
     tensors = read_headers(path)
     recorded = _read_stable(path)
     if recorded is not None and whole:
-        _check_digests(path, recorded)
+        skipped = set() if weights else {tensor.file for tensor in tensors.values()}
+        _check_digests(path, {name: d for name, d in recorded.items() if name not in skipped})
     return Checkpoint(path, tensors, _identify(path, tensors, recorded))
 
 
@@ -287,6 +297,18 @@ def _read_stable(directory: Path) -> FileDigests | None:
         if not isinstance(fields["files"], dict):
             raise ValueError("its list of files is not an object")
         return {check_file_name(name): _check_digest(f) for name, f in fields["files"].items()}
+
+
+def read_word_sums(directory: Path) -> dict[str, int]:
+    """Return the checksums that the publisher recorded of each tensor; none if it did not."""
+    try:
+        fields = parse_json(read_plain(directory / STABLE, _MAX_STABLE))
+        words = fields.get("words", {}) if isinstance(fields, dict) else {}
+        if not isinstance(words, dict):
+            return {}
+        return {check_tensor_name(name): int(digits, 16) for name, digits in words.items()}
+    except (OSError, TypeError, ValueError):
+        return {}  # the files themselves are compared instead
 
 
 def _check_digest(fields: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rollway.weights.digest.checksums import start_digests, uses_triton
+from rollway.weights.digest.checksums import Checksum, prepare_checksums, uses_triton
 
 if TYPE_CHECKING:
     from rollway.weights.digest.gpu import DigestKernel
@@ -89,15 +89,20 @@ class SummedCopies:
     def start(self) -> Callable[[], list[str]]:
         """Enqueue copies and digests on the current stream; return a function that waits for the
         digests, in the order of the pairs."""
-        fused_digests = self._kernel.start() if self._kernel is not None else list
+        wait = self.start_checksums()
+        return lambda: [checksum.digest for checksum in wait()]
+
+    def start_checksums(self) -> Callable[[], list[Checksum]]:
+        """Do the same as `start`, with word sums beside the digests."""
+        wait_for_fused = self._kernel.start() if self._kernel is not None else list
         copy_all(list(self._others.values()))
         targets = [target for target, _ in self._others.values()]
-        other_digests = start_digests(targets) if targets else list
+        wait_for_others = prepare_checksums(targets)() if targets else list
 
-        def wait() -> list[str]:
-            order = [*self._fused, *self._others]
-            digests = dict(zip(order, [*fused_digests(), *other_digests()], strict=True))
-            return [digests[i] for i in range(self.size)]
+        def wait() -> list[Checksum]:
+            results = dict(zip(self._fused, wait_for_fused(), strict=True))
+            results |= zip(self._others, wait_for_others(), strict=True)
+            return [results[i] for i in range(self.size)]
 
         return wait
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Literal, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,10 +39,16 @@ def is_mostly_changed(old: Tensor, new: Tensor) -> bool:
 
     A sample decides first, since counting all of them is slow."""
     stride = max(1, new.numel() // SAMPLE)
-    differ = old[::stride] != new[::stride]
-    if 2 * int(differ.sum()) <= differ.numel():
+    if not is_majority(_count_different(old[::stride], new[::stride]), -(-new.numel() // stride)):
         return False
-    return is_majority(int((old != new).sum()), new.numel())
+    return is_majority(_count_different(old, new), new.numel())
+
+
+def _count_different(old: Tensor, new: Tensor) -> int:
+    if old.device.type == "cpu":
+        # numpy, because torch's threads wait for each other when cores are busy.
+        return int(np.count_nonzero(old.numpy() != new.numpy()))
+    return int((old != new).sum())
 
 
 def is_majority(count: int, elements: int) -> bool:
@@ -111,10 +118,10 @@ def _find_in_slab(old: Tensor, new: Tensor, start: int) -> Changes:
     """Compare whole words, then the elements of unequal words, then the tail that fills no word."""
     old_words, old_tail = split_words(raw_bytes(old))
     new_words, new_tail = split_words(raw_bytes(new))
-    words = torch.nonzero(old_words != new_words).view(-1)
+    words = _find_different(old_words, new_words)
     old_bits = pick(old_words, words).view(old.dtype)
     new_bits = pick(new_words, words).view(new.dtype)
-    at = torch.nonzero(old_bits != new_bits).view(-1)
+    at = _find_different(old_bits, new_bits)
     shift = 3 - old.element_size().bit_length() + 1  # 1, 2, 4, 8 bytes: 8, 4, 2, 1 to a word
     positions = (pick(words, at >> shift) << shift) + (at & (1 << shift) - 1) + start
     old_bits, new_bits = pick(old_bits, at), pick(new_bits, at)
@@ -127,6 +134,12 @@ def _find_in_slab(old: Tensor, new: Tensor, start: int) -> Changes:
         torch.cat([old_bits, old_tail[at]]),
         torch.cat([new_bits, new_tail[at]]),
     )
+
+
+def _find_different(old: Tensor, new: Tensor) -> Tensor:
+    if old.device.type == "cpu":
+        return torch.from_numpy(np.flatnonzero(old.numpy() != new.numpy()))
+    return torch.nonzero(old != new).view(-1)
 
 
 def encode_positions(positions: Tensor, elements: int) -> tuple[Literal["gaps", "bitmap"], Tensor]:

@@ -9,9 +9,10 @@ import functools
 import hashlib
 import logging
 import os
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -37,6 +38,14 @@ BLOCK = 1 << 17  # Words of eight bytes that make up one block of a digest: 1 Mi
 _WORTH_THREADS = 16 << 20
 _MAX_THREADS = 8
 Result = TypeVar("Result")
+_compiling = threading.Lock()
+
+
+class Checksum(NamedTuple):
+    """The two checksums of a tensor's bytes: which bytes they are, and the sum of their words."""
+
+    digest: str
+    word_sum: int
 
 
 def digest(tensor: Tensor) -> str:
@@ -59,11 +68,33 @@ def digests(tensors: Sequence[Tensor]) -> list[str]:
 def start_digests(tensors: Sequence[Tensor]) -> Callable[[], list[str]]:
     """Start digests on the device's current stream; return a function that waits for them."""
     if uses_triton(tensors[0].device):
-        from rollway.weights.digest.gpu import DigestKernel
-
-        return DigestKernel(tensors).start()
+        wait = prepare_checksums(tensors)()
+        return lambda: [checksum.digest for checksum in wait()]
     results = _digests_by_torch(tensors)
     return lambda: results
+
+
+def prepare_checksums(
+    tensors: Sequence[Tensor],
+) -> Callable[[], Callable[[], list[Checksum]]]:
+    """Prepare the checksums of tensors on one device whose addresses stay the same.
+
+    Returns a function that starts them on the current stream, as often as the bytes change; it
+    returns a function that waits for them."""
+    if tensors and uses_triton(tensors[0].device):
+        from rollway.weights.digest.gpu import DigestKernel
+
+        kernel = DigestKernel(tensors)
+        if not kernel.keeps_copies:
+            return kernel.start
+        # A tensor that had to be copied first must be copied again each time.
+        return lambda: DigestKernel(tensors).start()
+
+    def start() -> Callable[[], list[Checksum]]:
+        results = list(map(Checksum, digests(tensors), word_sums(tensors)))
+        return lambda: results
+
+    return start
 
 
 def _digests_by_torch(tensors: Sequence[Tensor]) -> list[str]:
@@ -103,12 +134,28 @@ def uses_triton(device: torch.device) -> bool:
     return device.type == "cuda" and _triton_works()
 
 
-@functools.cache
-def _triton_works() -> bool:
-    try:
-        from rollway.weights.digest import gpu
+def warm_up() -> None:
+    """Compile the kernels for the current device, where they are used.
 
-        gpu.check()
+    The first kernel of a process takes seconds: importing Triton, compiling, loading. Nothing is
+    done in a process that has not chosen its GPU yet."""
+    if torch.cuda.is_initialized():
+        uses_triton(torch.device("cuda", torch.cuda.current_device()))
+        keys(torch.device("cuda", torch.cuda.current_device()))
+
+
+def _triton_works() -> bool:
+    # One thread compiles, and others wait: `functools.cache` alone would let both.
+    with _compiling:
+        return _check_triton()
+
+
+@functools.cache
+def _check_triton() -> bool:
+    try:
+        from rollway.weights.digest.gpu_check import check
+
+        check()
     except Exception as error:  # noqa: BLE001 (torch can do the same whatever the error is)
         log.info("Triton does not work here, so torch digests tensor by tensor: %s", error)
         return False
@@ -126,6 +173,33 @@ def word_sum(tensor: Tensor) -> int:
         # numpy, because torch's threads wait for each other when cores are busy.
         return (int(words.numpy().sum()) + rest) % (1 << 64)
     return (int(words.sum()) + rest) % (1 << 64)
+
+
+def start_word_sum(tensor: Tensor) -> Tensor:
+    """Return the word sum of a tensor as a number on its device, which nobody waits for."""
+    words, tail = split_words(raw_bytes(tensor))
+    total = words.sum()
+    if tail.numel():
+        shifts = 8 * torch.arange(tail.numel(), device=tail.device)
+        total += (tail.long() << shifts).sum()
+    return total
+
+
+def word_sums(tensors: Sequence[Tensor]) -> list[int]:
+    """Return the word sums of tensors on one device, which the host waits for once."""
+    if not tensors or tensors[0].device.type == "cpu":
+        return map_in_threads(word_sum, tensors)
+    if uses_triton(tensors[0].device):
+        return [checksum.word_sum for checksum in prepare_checksums(tensors)()()]
+    return finish_word_sums([start_word_sum(tensor) for tensor in tensors])
+
+
+def finish_word_sums(totals: Sequence[Tensor]) -> list[int]:
+    """Bring the results of `start_word_sum` to the host, all at once."""
+    if not totals:
+        return []
+    numbers: list[int] = torch.stack(list(totals)).tolist()
+    return [number % (1 << 64) for number in numbers]
 
 
 def map_in_threads(work: Callable[[Tensor], Result], tensors: Sequence[Tensor]) -> list[Result]:

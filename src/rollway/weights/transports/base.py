@@ -12,6 +12,8 @@ reader of an offer. No other module distinguishes transports.
 
 from __future__ import annotations
 
+import sys
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,6 +40,24 @@ Source: TypeAlias = (
 
 def never(_: str) -> bool:
     return False
+
+
+def start_warm_up() -> threading.Thread | None:
+    """Compile kernels in a thread, if this process uses a GPU already."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return None  # nothing may choose a GPU before the trainer does
+    device = torch.cuda.current_device()
+
+    def run() -> None:
+        from rollway.weights.digest.checksums import warm_up
+
+        with torch.cuda.device(device):  # a new thread would use the first GPU
+            warm_up()
+
+    thread = threading.Thread(target=run, name="rollway-warm-up", daemon=True)
+    thread.start()
+    return thread
 
 
 class Publisher(ABC):
@@ -87,6 +107,11 @@ class Publisher(ABC):
             f"The {self.transport} transport cannot adopt tensors.",
             "Pass the tensors to `publish`, or use shm, cuda_ipc or nixl.",
         )
+
+    def warm_up(self) -> threading.Thread | None:
+        """Start in the background what would slow down the first `publish` from a GPU: imports, and
+        kernels to compile. `Stack.publisher` does it. Returns the thread, if there is one."""
+        return start_warm_up()
 
     def expect(self, receivers: int) -> None:
         """Set how many ranks of workers will receive the next version. `Stack.publisher` counts
@@ -140,6 +165,14 @@ class Reader(ABC):
         """Return the publisher's word sums by tensor name; empty where it made none."""
         return {}
 
+    def shares_device(self, offer: Offer) -> bool:
+        """Return whether `tensors` yields views of the publisher's own memory, on its device.
+
+        Such views stay valid until `tensors` is called with another offer, or `finish`, `release`
+        or `close`. So a caller may keep all of them, verify them, and copy from them later. What
+        it copies then is what was published only if it has the word sums of `sums`."""
+        return False
+
     @abstractmethod
     def tensors(
         self, offer: Offer, summed: Callable[[str], bool] = never
@@ -155,6 +188,12 @@ class Reader(ABC):
 
         Tensors that are not in the returned slices are received whole, as all are by default."""
         return type(slices)()
+
+    def finish(self, offer: Offer) -> None:
+        """Note that the version is served: no view of its tensors is used any more."""
+
+    def warm_up(self) -> None:
+        """Do now what would slow down the first version: imports, and kernels to compile."""
 
     def release(self) -> None:
         """Serve peers nothing of a version that this worker will not serve."""
@@ -172,6 +211,8 @@ class InspectedSource:
     """Set instead of `tensors`, where this rank holds parts of tensors or does not own all."""
     on_gpu: bool
     """Whether the first tensor is on a GPU."""
+    is_stream: bool = False
+    """Whether tensors come from an iterator: the trainer may gather each into the same memory."""
 
     def pairs(self) -> Iterator[NamedTensor]:
         """Yield (name, tensor) pairs, for a transport that cannot carry shards.
@@ -184,6 +225,7 @@ class InspectedSource:
 def inspect_source(tensors: Source | None) -> InspectedSource:
     """Look at the first tensor to tell pairs from HeldTensors, and a GPU from a CPU."""
     iterator = iter(tensors or ())
+    is_stream = iterator is tensors
     first = list(islice(iterator, 1))
     if not first:
         raise UsageError("There are no tensors to publish.", "Pass them, or `adopt` them.")
@@ -195,7 +237,7 @@ def inspect_source(tensors: Source | None) -> InspectedSource:
 
     if isinstance(first[0], tuple):
         on_gpu = bool(first[0][1].is_cuda)
-        return InspectedSource(named_tensors(all_items()), [], on_gpu)
+        return InspectedSource(named_tensors(all_items()), [], on_gpu, is_stream)
     on_gpu = bool(first[0].tensor.is_cuda)
     # HeldTensors are views of the trainer's own memory: a list of them costs nothing.
     held = [item for item in all_items() if not isinstance(item, tuple)]

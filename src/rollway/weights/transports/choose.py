@@ -143,9 +143,11 @@ def open_publisher(
                 f"Transports differ in their options: {', '.join(sorted(options))}.",
                 'Name the transport instead of "auto".',
             )
-        return AutomaticPublisher(
+        automatic = AutomaticPublisher(
             destination, directory=directory, temporary=temporary, bucket_bytes=bucket_bytes
         )
+        automatic.warm_up()
+        return automatic
     choose_transport(transport, destination)  # raises if it cannot reach the engines
     arguments = _find_arguments(transport, destination, directory, temporary, bucket_bytes)
     # Import only the one that is needed: all import torch, and NIXL is not installed everywhere.
@@ -158,7 +160,9 @@ def open_publisher(
             f"The {transport} transport has no option {unknown[0]}.",
             f"Its options are {', '.join(sorted(known))}.",
         )
-    return publisher_class(**{**arguments, **options})
+    publisher = publisher_class(**{**arguments, **options})
+    publisher.warm_up()
+    return publisher
 
 
 def _find_arguments(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rollway.errors import WeightsError
-from rollway.weights.digest.checksums import DTYPES, dtype_name
+from rollway.weights.digest.checksums import DTYPES, Checksum, dtype_name
 from rollway.weights.offer import Entry, PlacedBox
 
 Parameters: TypeAlias = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | torch.nn.Module
@@ -43,6 +43,14 @@ def make_entry(
 def set_digests(entries: Sequence[Entry], digests: Sequence[str]) -> list[Entry]:
     pairs = zip(entries, digests, strict=True)
     return [msgspec.structs.replace(entry, digest=digest) for entry, digest in pairs]
+
+
+def set_checksums(entries: Sequence[Entry], checksums: Sequence[Checksum]) -> list[Entry]:
+    pairs = zip(entries, checksums, strict=True)
+    return [
+        msgspec.structs.replace(entry, digest=checksum.digest, words=f"{checksum.word_sum:016x}")
+        for entry, checksum in pairs
+    ]
 
 
 def lay_out(

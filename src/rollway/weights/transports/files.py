@@ -11,8 +11,9 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +26,7 @@ from rollway.weights.checkpoint import (
     check_checkpoint,
     publish_checkpoint,
     read_headers,
+    read_word_sums,
 )
 from rollway.weights.offer import Offer
 from rollway.weights.transports.base import Publisher, Reader, Source, inspect_source, never
@@ -32,6 +34,8 @@ from rollway.weights.transports.versions import check_next, check_retention
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from rollway.weights.weight_writer import WeightFileWriter
 
 SHARD_BYTES = 4 << 30
 _NAME = re.compile(r"v(\d{1,15})")
@@ -79,9 +83,10 @@ class FilesPublisher(Publisher):
         """Write a version, then remove those that are too old."""
         source = inspect_source(tensors)
         check_next(version, max(self.versions(), default=None))
-        write = partial(self._write, source.pairs())
+        sums: dict[str, int] = {}
+        write = partial(self._write, source.pairs(), sums)
         try:
-            path = publish_checkpoint(self.path(version), write)
+            path = publish_checkpoint(self.path(version), write, sums)
         except OSError as error:
             raise WeightsError(
                 f"Version {version} cannot be written to {self._root}: {error.strerror}."
@@ -106,11 +111,13 @@ class FilesPublisher(Publisher):
         if self._guard is not None:
             self._guard.close()
 
-    def _write(self, tensors: Iterable[tuple[str, Tensor]], directory: Path) -> None:
+    def _write(
+        self, tensors: Iterable[tuple[str, Tensor]], sums: dict[str, int], directory: Path
+    ) -> None:
         for path in self._model.iterdir():
             if path.is_file() and path.name != STABLE and not path.name.endswith(_WEIGHT_FILES):
                 shutil.copy(path, directory)
-        save_tensors(directory, tensors, self._shard_bytes)
+        sums.update(save_tensors(directory, tensors, self._shard_bytes))
 
     def _clean(self) -> None:
         """Remove old versions, and what publishers that died have left half-written."""
@@ -134,10 +141,24 @@ class FilesReader(Reader):
     def headers(self, offer: Offer) -> dict[str, TensorHeader]:
         return read_headers(_find_directory(offer))
 
+    def sums(self, offer: Offer) -> Mapping[str, int]:
+        """Return the word sums that a `FilesPublisher` recorded, if they are of all tensors."""
+        directory = _find_directory(offer)
+        sums = read_word_sums(directory)
+        return sums if sums.keys() == self.headers(offer).keys() else {}
+
     def tensors(
         self, offer: Offer, summed: Callable[[str], bool] = never
     ) -> Iterator[tuple[str, Tensor]]:
         directory = _find_directory(offer)
+        sums = self.sums(offer)
+        if sums:
+            yield from _read_summed(directory, sums, summed)
+            whole = bool(offer.where.get("whole", True))
+            now = check_checkpoint(directory, whole=whole, weights=False)
+            if now.identity != offer.identity:
+                raise WeightsError(f"{directory} changed while it was read.", "Write it again.")
+            return
         check = partial(check_checkpoint, directory, whole=bool(offer.where.get("whole", True)))
         with ThreadPoolExecutor(1) as pool:
             # Beside reading, since hashing takes about as long.
@@ -159,54 +180,70 @@ def read_tensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
                 yield name, opened.get_tensor(name)
 
 
-def save_tensors(directory: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> None:
+def _read_summed(
+    directory: Path, sums: Mapping[str, int], summed: Callable[[str], bool]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors, and compare their sums; that is ten times as fast as hashing the files."""
+    from rollway.weights.digest.checksums import word_sum
+
+    for name, tensor in read_tensors(directory):
+        yield name, tensor
+        if not summed(name) and word_sum(tensor) != sums[name]:
+            raise WeightsError(
+                f"{directory} is corrupt: {name} changed after it was published.",
+                "Publish the version again.",
+            )
+
+
+def save_tensors(
+    directory: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int
+) -> dict[str, int]:
     """Write tensors as they come into files of bounded size, with an index if there are several.
 
-    At most one file's tensors are in memory at a time."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
+    Returns the word sum of each tensor. Nothing but a few chunks is held in memory."""
+    from rollway.weights.device_copies import HostCopier
+    from rollway.weights.digest.checksums import finish_word_sums
+    from rollway.weights.weight_writer import WeightFileWriter
 
-    shards: list[list[str]] = []
-    total = 0
-    for number, shard in enumerate(_split_into_shards(tensors, shard_bytes)):
-        shards.append(list(shard))
-        total += sum(tensor.nbytes for tensor in shard.values())
-        try:
-            save_file(shard, directory / f"{number}.safetensors", metadata={"format": "pt"})
-        except SafetensorError as error:  # safetensors reports a full disk this way
-            raise WeightsError(f"{directory} cannot be written: {error}.") from error
-    # The names contain the number of files, which is known only now.
-    count = len(shards)
+    writers: list[WeightFileWriter] = []
+    names: set[str] = set()
+    with HostCopier() as copier, ExitStack() as unfinished:
+        for name, tensor in tensors:
+            if name in names:
+                raise UsageError(f"{name} came twice.", "Publish each name once.")
+            names.add(name)
+            if not writers or not writers[-1].has_room(name, tensor, shard_bytes):
+                if writers:
+                    unfinished.pop_all()
+                    writers[-1].close()
+                path = directory / f"{len(writers)}.safetensors"
+                writers.append(WeightFileWriter(path, copier))
+                unfinished.callback(writers[-1].abandon)
+            writers[-1].add(name, tensor)
+        unfinished.pop_all()
+        writers[-1].close()
+    _name_files(directory, writers)
+    sums = {name: total for writer in writers for name, total in writer.sums.items()}
+    on_gpu = {name: total for name, total in sums.items() if not isinstance(total, int)}
+    totals = finish_word_sums(list(on_gpu.values()))
+    on_host = {name: total for name, total in sums.items() if isinstance(total, int)}
+    return on_host | dict(zip(on_gpu, totals, strict=True))
+
+
+def _name_files(directory: Path, writers: Sequence[WeightFileWriter]) -> None:
+    """Rename the files: their names contain how many there are, which is known only now."""
+    count = len(writers)
     files = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
     if count == 1:
         files = ["model.safetensors"]
     for number, file in enumerate(files):
         (directory / f"{number}.safetensors").rename(directory / file)
-    weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
-    if len(weight_map) != sum(map(len, shards)):
-        raise UsageError("A tensor came twice.", "Publish each name once.")
     if count > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        pairs = zip(files, writers, strict=True)
+        weight_map = {name: file for file, writer in pairs for name in writer.sums}
+        metadata = {"total_size": sum(writer.nbytes for writer in writers)}
+        index = {"metadata": metadata, "weight_map": weight_map}
         (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-
-
-def _split_into_shards(
-    tensors: Iterable[tuple[str, Tensor]], shard_bytes: int
-) -> Iterator[dict[str, Tensor]]:
-    import torch
-
-    shard: dict[str, Tensor] = {}
-    nbytes = 0
-    for name, tensor in tensors:
-        if name in shard:
-            raise UsageError(f"{name} came twice.", "Publish each name once.")
-        if shard and nbytes + tensor.nbytes > shard_bytes:
-            yield shard
-            shard, nbytes = {}, 0
-        # A copy, since a trainer that streams may gather the next tensor into the same memory.
-        shard[name] = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
-        nbytes += tensor.nbytes
-    yield shard
 
 
 def _find_directory(offer: Offer) -> Path:

@@ -57,13 +57,14 @@ def map_for_reading(handle: int, size: int, *, whole: bool = True) -> Tensor:
         return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def map_for_writing(path: Path, nbytes: int, *, new: bool = True) -> Tensor:
-    """Map a new file of that size, or enlarge an old one and keep its contents."""
-    flags = os.O_CREAT | os.O_EXCL if new else os.O_NOFOLLOW
+def map_for_writing(path: Path, nbytes: int, *, old_nbytes: int = 0) -> Tensor:
+    """Map a new file of that size, or enlarge one of `old_nbytes` and keep its contents."""
+    flags = os.O_NOFOLLOW if old_nbytes else os.O_CREAT | os.O_EXCL
     handle = os.open(path, os.O_RDWR | flags, 0o600)
     try:
         # Allocated now: a write to a page that /dev/shm has no space for kills the process.
-        os.posix_fallocate(handle, 0, max(nbytes, 1))
+        # Only the new bytes: the kernel would look at every page of the old ones.
+        os.posix_fallocate(handle, old_nbytes, max(nbytes, 1) - old_nbytes)
         return torch.frombuffer(mmap.mmap(handle, max(nbytes, 1)), dtype=torch.uint8)
     except OSError as error:
         path.unlink(missing_ok=True)

@@ -8,8 +8,12 @@ that the other process released the memory, and an event that the first use wait
 from __future__ import annotations
 
 import base64
+import contextlib
+import os
+import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import torch
@@ -25,6 +29,8 @@ from rollway.weights.transports.shared_memory import (
 from rollway.weights.untrusted import is_file_name
 
 CPU = "cpu"
+_CONFIGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+_EXPANDABLE = re.compile(r"expandable_segments:\s*True", re.IGNORECASE)
 Text = Annotated[str, msgspec.Meta(max_length=1 << 16)]
 
 
@@ -42,11 +48,50 @@ class Handle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     event_sync: bool = False
 
 
+class Segment(NamedTuple):
+    """One allocation of torch's allocator, which may contain many tensors."""
+
+    address: int
+    nbytes: int
+    is_expandable: bool = False
+
+
 def allocate(nbytes: int, device: torch.device, path: Path) -> Tensor:
     """Allocate bytes on the device; those of a CPU are in a new file at `path`."""
     if device.type == CPU:
         return map_for_writing(path, nbytes)
-    return torch.empty(nbytes, dtype=torch.uint8, device=device)
+    with _without_expandable_segments():
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+
+def list_segments(device: torch.device) -> list[Segment]:
+    """List the allocations of torch's allocator on a GPU."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return [
+        Segment(segment["address"], segment["total_size"], bool(segment.get("is_expandable")))
+        for segment in torch.cuda.memory_snapshot()
+        if segment["device"] == index
+    ]
+
+
+def export_segment(tensor: Tensor, segment: Segment) -> Handle:
+    """Return the handle of the whole allocation that contains the tensor.
+
+    Raises `WeightsError` for memory that has no such handle; its message is a short reason."""
+    if segment.is_expandable:
+        # torch has handles of its own for it, which a reader may open only if it may debug this
+        # process.
+        raise WeightsError("in an expandable segment (expandable_segments:True)")
+    storage = tensor.untyped_storage()
+    try:
+        _, handle, _, offset, counter, counter_offset, event, event_sync = storage._share_cuda_()
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise WeightsError(f"its memory cannot be shared ({reason})") from error
+    if storage.data_ptr() - offset != segment.address:
+        raise WeightsError("its allocation is not the one that torch's allocator names")
+    whole = (None, handle, segment.nbytes, 0, counter, counter_offset, event, event_sync)
+    return _make_handle(whole)
 
 
 def export(memory: Tensor, path: Path | None = None) -> Handle:
@@ -64,6 +109,11 @@ def export(memory: Tensor, path: Path | None = None) -> Handle:
             f"Memory of the GPU cannot be shared: {str(error).splitlines()[0]}",
             "Use torch's own allocator (no cudaMallocAsync), or another transport.",
         ) from error
+    return _make_handle(shared)
+
+
+def _make_handle(shared: tuple[Any, ...]) -> Handle:
+    """Return what `_share_cuda_` returned, as text."""
     _, handle, nbytes, offset, counter, counter_offset, event, event_sync = shared
     return Handle(
         nbytes=nbytes,
@@ -101,6 +151,24 @@ def open_handle(handle: Handle, device: torch.device, directory: Path) -> Tensor
             "(`--ipc=host --pid=host` of a container).",
         ) from error
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+
+
+@contextlib.contextmanager
+def _without_expandable_segments() -> Iterator[None]:
+    """Allocate plain memory, also where the process is configured for expandable segments."""
+    name = next((n for n in _CONFIGS if _EXPANDABLE.search(os.environ.get(n, ""))), None)
+    configure = getattr(torch.cuda.memory, "_set_allocator_settings", None)
+    if name is None or configure is None:
+        yield
+        return
+    # Free parts of expandable segments would be used first.
+    torch.cuda.empty_cache()
+    # The whole setting each time: what is not named goes back to its default.
+    configure(_EXPANDABLE.sub("expandable_segments:False", os.environ[name]))
+    try:
+        yield
+    finally:
+        configure(os.environ[name])
 
 
 def device_name(device: torch.device) -> str:

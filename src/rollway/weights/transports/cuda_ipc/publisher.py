@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,30 +15,19 @@ from torch import Tensor
 
 from rollway.errors import UsageError
 from rollway.weights import leftovers
-from rollway.weights.copies import SummedCopies
-from rollway.weights.digest.checksums import digests
 from rollway.weights.offer import Count, Entry, Manifest, Offer
 from rollway.weights.transports.base import Publisher, Source, inspect_source
-from rollway.weights.transports.cuda_ipc.device_memory import (
-    Handle,
-    allocate,
-    device_name,
-    export,
-)
-from rollway.weights.transports.entries import (
-    Parameters,
-    align,
-    lay_out,
-    make_entry,
-    name_parameters,
-    set_digests,
-    view_entries,
-)
+from rollway.weights.transports.cuda_ipc.buckets import Slot, find_device, sign
+from rollway.weights.transports.cuda_ipc.device_memory import Handle, device_name
+from rollway.weights.transports.cuda_ipc.in_place import InPlace, find_in_place
+from rollway.weights.transports.entries import Parameters, name_parameters, view_entries
 from rollway.weights.transports.shared_memory import SHM, prepare_directory, write_tensor_list
+
+log = logging.getLogger(__name__)
 
 BUCKET_BYTES = 1 << 30
 PREFIX = "rollway-ipc-"
-_ALIGNMENT = 512
+_MAX_REASON = 4096
 
 
 class IpcLocation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -48,59 +38,55 @@ class IpcLocation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     directory: Annotated[str, msgspec.Meta(max_length=255)]
     slot: Count
     buckets: Annotated[list[Handle], msgspec.Meta(max_length=1 << 16)]
-
-
-@dataclass(slots=True)
-class _Slot:
-    """The memory of one version."""
-
-    number: int
-    version: int = -1
-    buckets: list[Tensor] = field(default_factory=list)
-    """As bytes."""
-    handles: list[Handle] = field(default_factory=list)
-    prepared: dict[int, _PreparedBucket] = field(default_factory=dict)
-    """The copies of the previous version, by bucket."""
-
-
-@dataclass(frozen=True, slots=True)
-class _PreparedBucket:
-    """Copies of tensors at known addresses into a bucket."""
-
-    signature: list[tuple[str, torch.dtype, torch.Size, tuple[int, ...], int]]
-    entries: list[Entry]
-    copies: SummedCopies
+    copied_bytes: Count = 0
+    """How much of the version the publisher copied; the rest is the trainer's own memory."""
+    why_copied: Annotated[str, msgspec.Meta(max_length=_MAX_REASON)] = ""
+    keep_open: bool = True
+    """Whether readers keep the memory open for the next version."""
 
 
 @dataclass(slots=True)
 class _Adopted:
-    """Parameters that are published from their own memory."""
+    """Parameters that are published from their own memory when none are passed."""
 
-    slot: _Slot
-    entries: list[Entry]
-    parameters: Mapping[str, Tensor]
+    slot: Slot
+    parameters: dict[str, Tensor]
     addresses: list[int]
+    placed: InPlace
 
-    def views(self) -> list[Tensor]:
+    def check_unmoved(self) -> None:
+        """Raise `UsageError` if a parameter is somewhere else by now."""
         for (name, parameter), address in zip(self.parameters.items(), self.addresses, strict=True):
             if parameter.data_ptr() != address:
                 raise UsageError(
                     f"{name} has moved in memory since it was adopted.",
                     "Adopt the parameters again, or pass them to `publish`.",
                 )
-        return [parameter.detach() for parameter in self.parameters.values()]
 
 
 class CudaIpcPublisher(Publisher):
     """Publishes versions to readers on this machine; the newest `keep` stay readable.
 
-    Each takes as much memory of the device as the model. Memory that a reader still has open is
-    freed only when the reader releases it."""
+    Each takes as much memory of the device as the model. With `in_place`, or after `adopt`,
+    tensors are published from their own memory instead: parameters, and all tensors that are passed
+    in a collection rather than by an iterator. Only what has no memory that can be shared is copied
+    (`IpcLocation.copied_bytes`). There is one version then: the trainer must not change its tensors
+    until the refit has returned. A change is noticed, and the refit fails.
+
+    Memory that a reader has open is freed only when the reader closes it. Readers keep it open for
+    the next version, unless `keep_open` is False: for a trainer that frees or offloads its
+    parameters between refits."""
 
     transport = "cuda_ipc"
 
     def __init__(
-        self, keep: int = 1, bucket_bytes: int = BUCKET_BYTES, directory: Path = SHM
+        self,
+        keep: int = 1,
+        bucket_bytes: int = BUCKET_BYTES,
+        directory: Path = SHM,
+        *,
+        in_place: bool = False,
+        keep_open: bool = True,
     ) -> None:
         if keep < 1 or bucket_bytes < 1:
             raise UsageError(
@@ -111,23 +97,26 @@ class CudaIpcPublisher(Publisher):
         self._directory = directory / f"{PREFIX}{leftovers.writer_mark()}-{os.urandom(4).hex()}"
         self._directory.mkdir(mode=0o700)
         self._guard = leftovers.Guard(self._directory)
-        self._bucket_bytes = bucket_bytes
-        self._slots = [_Slot(number) for number in range(keep)]
+        self._in_place, self._keep_open = in_place, keep_open
+        slots = [Slot(number, self._directory, bucket_bytes) for number in range(keep + 3)]
+        # The last three are for versions in place: adopted or passed, and what must be copied.
+        *self._slots, self._adopted_slot, self._own_slot, self._rest = slots
         self._adopted: _Adopted | None = None
+        self._placed: InPlace | None = None
+        """Where the parameters of the last version in place are."""
 
     def publish(self, version: int, tensors: Source | None = None) -> Offer:
         """Publish a version; no more than one bucket's tensors are held at a time."""
         if tensors is None and self._adopted is not None:
-            slot = self._adopted.slot
-            self._withdraw(slot)
-            entries = set_digests(self._adopted.entries, digests(self._adopted.views()))
-        else:
-            source = inspect_source(tensors)
-            slot = min(self._slots, key=lambda slot: slot.version)
-            self._withdraw(slot)  # before its bytes change: a reader of it then notices
-            pairs = ((name, tensor.detach()) for name, tensor in source.pairs())
-            entries = self._copy(slot, pairs)
-        return self._announce(slot, version, entries)
+            return self._publish_adopted(version, self._adopted)
+        source = inspect_source(tensors)
+        if self._in_place:
+            return self._publish_in_place(version, source.pairs(), source.is_stream)
+        slot = min(self._slots, key=lambda slot: slot.version)
+        self._withdraw(slot)  # before its bytes change: a reader of it then notices
+        pairs = ((n, _secure(tensor, source.is_stream)) for n, tensor in source.pairs())
+        entries = slot.copy(pairs)
+        return self._announce(slot, version, entries, [])
 
     def adopt(self, tensors: Parameters) -> None:
         """Publish these parameters (`model.named_parameters()`) from their own memory.
@@ -137,145 +126,150 @@ class CudaIpcPublisher(Publisher):
         parameters = name_parameters(tensors)
         if not parameters:
             raise UsageError("There are no parameters to adopt.", "Pass `named_parameters()`.")
-        device = _find_device(parameters.values())
-        slot = _Slot(len(self._slots))
-        if device.type == "cpu":
-            entries = self._copy(slot, ((name, p.detach()) for name, p in parameters.items()))
-            views = view_entries(entries, slot.buckets)
-            for parameter, view in zip(parameters.values(), views, strict=True):
-                parameter.data = view
-        else:
-            entries, slot.buckets = _use_storages(parameters)
-            slot.handles = [export(bucket) for bucket in slot.buckets]
+        find_device(parameters.values())
+        placed = self._find(parameters, parameters, self._adopted_slot)
         addresses = [parameter.data_ptr() for parameter in parameters.values()]
-        self._adopted = _Adopted(slot, entries, parameters, addresses)
+        self._adopted = _Adopted(self._adopted_slot, parameters, addresses, placed)
+
+    def wait(self, version: int, seconds: float | None = None) -> None:
+        """Return at once: readers have the version when the refit has ended."""
+        if not self._keep_open:
+            self._placed = None  # it refers to the parameters, which the trainer frees next
 
     def close(self) -> None:
         """Remove all versions."""
         self._guard.close()
-        for slot in self._slots:
-            slot.buckets, slot.handles, slot.prepared = [], [], {}
-        self._adopted = None
+        for slot in (*self._slots, self._adopted_slot, self._own_slot, self._rest):
+            slot.release()
+        self._adopted = self._placed = None
         if torch.cuda.is_initialized():
             torch.cuda.ipc_collect()
 
-    def _withdraw(self, slot: _Slot) -> None:
+    def _publish_adopted(self, version: int, adopted: _Adopted) -> Offer:
+        adopted.check_unmoved()
+        self._withdraw(adopted.slot)
+        refused = ((n, adopted.parameters[n].detach()) for n in adopted.placed.refused)
+        copied = self._rest.copy(refused)
+        return self._announce_in_place(adopted.slot, version, copied, adopted.placed, 0)
+
+    def _publish_in_place(
+        self, version: int, tensors: Iterator[tuple[str, Tensor]], is_stream: bool
+    ) -> Offer:
+        """Publish tensors from their own memory, and copies of what cannot be published so.
+
+        Of a stream, only parameters are: another tensor may be one that the trainer gathered for
+        this call, and the next one may get its memory."""
+        self._withdraw(self._own_slot)
+        parameters: dict[str, Tensor] = {}
+        others = 0
+
+        def list_others() -> Iterator[tuple[str, Tensor]]:
+            nonlocal others
+            for name, tensor in tensors:
+                if name in parameters:
+                    raise UsageError(f"{name} came twice.", "Publish each name once.")
+                if is_stream and not isinstance(tensor, torch.nn.Parameter):
+                    others += 1
+                    yield name, _secure(tensor, is_stream)
+                else:
+                    parameters[name] = tensor
+            self._placed = self._place(parameters)
+            for name in self._placed.refused:
+                yield name, parameters[name].detach()
+
+        copied = self._rest.copy(list_others())
+        assert self._placed is not None
+        return self._announce_in_place(self._own_slot, version, copied, self._placed, others)
+
+    def _place(self, parameters: dict[str, Tensor]) -> InPlace:
+        """Find where parameters are; this is done again only if one of them has moved."""
+        known = self._placed
+        if known is not None and known.signature == sign(parameters):
+            return known
+        movable = {n: p for n, p in parameters.items() if isinstance(p, torch.nn.Parameter)}
+        return self._find(parameters, movable, self._own_slot)
+
+    def _find(
+        self, parameters: dict[str, Tensor], movable: dict[str, Tensor], slot: Slot
+    ) -> InPlace:
+        """Find where parameters on a GPU are; move those in CPU memory that may be moved."""
+        if parameters and find_device(parameters.values()).type != "cpu":
+            placed = find_in_place({name: p.detach() for name, p in parameters.items()})
+        else:
+            placed = _move(parameters, movable, slot)
+        if placed.refused:
+            reasons = placed.describe_refused()
+            log.warning("some tensors cannot be published in place and are copied: %s", reasons)
+        return placed
+
+    def _withdraw(self, slot: Slot) -> None:
         """Remove the list of tensors: no reader accepts the bytes from now on."""
         self._manifest_path(slot).unlink(missing_ok=True)
         slot.version = -1
 
-    def _manifest_path(self, slot: _Slot) -> Path:
+    def _manifest_path(self, slot: Slot) -> Path:
         return self._directory / f"{slot.number}.json"
 
-    def _copy(self, slot: _Slot, tensors: Iterable[tuple[str, Tensor]]) -> list[Entry]:
-        """Copy tensors into the slot's buckets, one bucket at a time."""
-        entries: list[Entry] = []
-        names: set[str] = set()
-        number = -1
-        for number, bucket in enumerate(_split_into_buckets(tensors, self._bucket_bytes)):
-            repeated = names & bucket.keys()
-            if repeated:
-                raise UsageError(f"{min(repeated)} came twice.", "Publish each name once.")
-            names |= bucket.keys()
-            prepared = self._prepare(slot, number, bucket)
-            # The digests exist once the copies are complete: only then may a source be released.
-            entries += set_digests(prepared.entries, prepared.copies.start()())
-            bucket.clear()
-        self._release_from(slot, number + 1)
-        return entries
+    def _announce_in_place(
+        self, slot: Slot, version: int, copied: list[Entry], placed: InPlace, others: int
+    ) -> Offer:
+        if placed.tensors.keys() & {entry.name for entry in copied}:
+            raise UsageError("A tensor came twice.", "Publish each name once.")
+        entries = copied + placed.list_entries(self._rest.nbytes)
+        reasons = [f"{others} tensors: no parameters, from an iterator"] if others else []
+        reasons += [placed.describe_refused()] if placed.refused else []
+        return self._announce(slot, version, entries, copied, placed, "; ".join(reasons))
 
-    def _prepare(self, slot: _Slot, number: int, tensors: dict[str, Tensor]) -> _PreparedBucket:
-        """Prepare the copies into a bucket, which is allocated again if the tensors do not fit."""
-        signature = [
-            (name, t.dtype, t.shape, t.stride(), t.data_ptr()) for name, t in tensors.items()
-        ]
-        device = _find_device((*tensors.values(), *slot.buckets[:number]))
-        known = slot.prepared.get(number)
-        if (
-            known is not None
-            and known.signature == signature
-            and slot.buckets[number].device == device
-        ):
-            return known
-        start = sum(bucket.numel() for bucket in slot.buckets[:number])
-        entries, nbytes = lay_out(tensors, _ALIGNMENT, start)
-        size = max(nbytes, _ALIGNMENT)
-        present = [(bucket.numel(), bucket.device) for bucket in slot.buckets[number : number + 1]]
-        if present != [(size, device)]:
-            # Released before the new one is allocated: the device may have space for only one.
-            self._release_from(slot, number)
-            path = self._directory / f"{slot.number}.{number}.{os.urandom(4).hex()}"
-            slot.buckets.append(allocate(size, device, path))
-            slot.handles.append(export(slot.buckets[-1], path))
-        targets = view_entries(entries, slot.buckets)
-        copies = SummedCopies(list(zip(targets, tensors.values(), strict=True)))
-        prepared = _PreparedBucket(signature, entries, copies)
-        if not copies.keeps_tensors:
-            slot.prepared[number] = prepared
-        return prepared
-
-    def _release_from(self, slot: _Slot, number: int) -> None:
-        """Release this bucket and those after it."""
-        for handle in slot.handles[number:]:
-            if handle.file:
-                (self._directory / handle.file).unlink(missing_ok=True)
-        del slot.buckets[number:], slot.handles[number:]
-        slot.prepared = {n: bucket for n, bucket in slot.prepared.items() if n < number}
-
-    def _announce(self, slot: _Slot, version: int, entries: list[Entry]) -> Offer:
+    def _announce(
+        self,
+        slot: Slot,
+        version: int,
+        entries: list[Entry],
+        copied: list[Entry],
+        placed: InPlace | None = None,
+        why_copied: str = "",
+    ) -> Offer:
         """Write the list of tensors, which makes the version readable."""
-        manifest = Manifest(version, sum(bucket.numel() for bucket in slot.buckets), entries)
+        if placed is None:
+            copied, handles, memory = entries, list(slot.handles), slot.buckets
+        else:
+            handles = [*self._rest.handles, *placed.handles]
+            memory = [*self._rest.buckets, *placed.tensors.values()]
+        manifest = Manifest(version, sum(handle.nbytes for handle in handles), entries)
         write_tensor_list(self._manifest_path(slot), manifest)
         slot.version = version
-        device = device_name(slot.buckets[0].device)
-        location = IpcLocation(device, self._directory.name, slot.number, slot.handles)
+        location = IpcLocation(
+            device=device_name(find_device(memory)),
+            directory=self._directory.name,
+            slot=slot.number,
+            buckets=handles,
+            copied_bytes=sum(entry.nbytes for entry in copied),
+            why_copied=why_copied[:_MAX_REASON],
+            keep_open=self._keep_open,
+        )
         where: dict[str, Any] = msgspec.to_builtins(location)
         size = sum(entry.nbytes for entry in entries)
         return Offer("cuda_ipc", version, manifest.identity, size, where)
 
 
-def _split_into_buckets(
-    tensors: Iterable[tuple[str, Tensor]], most: int
-) -> Iterator[dict[str, Tensor]]:
-    """Yield the tensors of one bucket at a time; a tensor longer than `most` has its own."""
-    bucket: dict[str, Tensor] = {}
-    size = 0
-    for name, tensor in tensors:
-        if size and size + tensor.nbytes > most:
-            yield bucket
-            bucket, size = {}, 0
-        bucket[name] = tensor
-        size += align(tensor.nbytes, _ALIGNMENT)
-        del tensor  # the caller clears the bucket: no reference may stay here
-    if bucket:
-        yield bucket
+def _secure(tensor: Tensor, is_stream: bool) -> Tensor:
+    """Return a tensor that keeps its values until its bucket is full.
+
+    A tensor of a stream is copied first, in the order of the device's work: the trainer may gather
+    the next one into the same memory. That takes up to a bucket more memory for a short time."""
+    is_stable = not is_stream or isinstance(tensor, torch.nn.Parameter)
+    return tensor.detach() if is_stable else tensor.detach().clone()
 
 
-def _use_storages(parameters: Mapping[str, Tensor]) -> tuple[list[Entry], list[Tensor]]:
-    """Use the storages of parameters as buckets; several parameters may share one."""
-    starts: dict[int, int] = {}
-    buckets: list[Tensor] = []
-    entries: list[Entry] = []
-    end = 0
-    for name, tensor in parameters.items():
-        storage = tensor.untyped_storage()
-        if not tensor.is_contiguous() or not storage.nbytes():
-            raise UsageError(f"{name} is not contiguous.", "Pass it to `publish` instead.")
-        if storage.data_ptr() not in starts:
-            starts[storage.data_ptr()] = end
-            end += storage.nbytes()
-            empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-            buckets.append(empty.set_(storage))
-        offset = starts[storage.data_ptr()] + tensor.storage_offset() * tensor.element_size()
-        entries.append(make_entry(name, tensor, offset))
-    return entries, buckets
-
-
-def _find_device(tensors: Iterable[Tensor]) -> torch.device:
-    devices = {tensor.device for tensor in tensors}
-    if len(devices) > 1 or next(iter(devices)).type not in ("cpu", "cuda"):
-        raise UsageError(
-            f"These tensors are on {', '.join(sorted(map(str, devices)))}.",
-            "Use one publisher for each GPU.",
-        )
-    return devices.pop()
+def _move(parameters: dict[str, Tensor], movable: dict[str, Tensor], slot: Slot) -> InPlace:
+    """Move parameters in CPU memory into files, since other processes can open only those."""
+    # New files: parameters that were moved before stay where they are.
+    slot.release()
+    entries = slot.copy((name, parameter.detach()) for name, parameter in movable.items())
+    for parameter, view in zip(movable.values(), view_entries(entries, slot.buckets), strict=True):
+        parameter.data = view
+    moved = {name: parameter.detach() for name, parameter in movable.items()}
+    refused = dict.fromkeys(
+        (n for n in parameters if n not in movable), "in CPU memory, and no parameter"
+    )
+    return InPlace(moved, entries, list(slot.handles), refused, sign(parameters))

@@ -16,7 +16,7 @@ from torch import Tensor
 from rollway.errors import WeightsError
 from rollway.weights import leftovers
 from rollway.weights.checkpoint import TensorHeader
-from rollway.weights.digest.checksums import start_digests
+from rollway.weights.digest.checksums import start_digests, warm_up
 from rollway.weights.offer import Entry, Manifest, Offer, read_manifest
 from rollway.weights.transports.base import Reader, never
 from rollway.weights.transports.cuda_ipc.device_memory import Handle, local_device, open_handle
@@ -51,10 +51,22 @@ class CudaIpcReader(Reader):
     def manifest(self, offer: Offer) -> Manifest:
         return read_manifest(self._read_list(offer, _read_location(offer)), offer)
 
+    def sums(self, offer: Offer) -> Mapping[str, int]:
+        sums = {entry.name: entry.word_sum for entry in self.manifest(offer).entries}
+        return {name: total for name, total in sums.items() if total is not None}
+
+    def shares_device(self, offer: Offer) -> bool:
+        """Return True if this process sees the device; without a GPU, that is CPU memory."""
+        try:
+            local_device(_read_location(offer).device)
+        except WeightsError:
+            return False
+        return True
+
     def tensors(
         self, offer: Offer, summed: Callable[[str], bool] = never
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield each tensor as a view of the trainer's memory.
+        """Yield each tensor as a view of the trainer's memory, valid until the next offer.
 
         Digests are compared after every few gigabytes and at the end, when the caller's copies are
         complete: what was copied is what was published, or this raises. The caller must copy on the
@@ -75,6 +87,8 @@ class CudaIpcReader(Reader):
         views = view_entries(manifest.entries, buckets)
         for entry, view in zip(manifest.entries, views, strict=True):
             yield entry.name, view
+            if summed(entry.name):  # the caller compares the sum itself
+                continue
             unchecked.append((entry, view))
             unchecked_bytes += entry.nbytes
             if unchecked_bytes >= (_COMPARED_BYTES if on_gpu else 0):
@@ -125,6 +139,14 @@ class CudaIpcReader(Reader):
                 self._prepared[location.slot] = copies
         with self._timed("look again"):
             self._check_unreplaced(offer, location, raw)
+
+    def finish(self, offer: Offer) -> None:
+        """Close the trainer's memory, if the trainer wants it back between versions."""
+        if not _read_location(offer).keep_open:
+            self.close()
+
+    def warm_up(self) -> None:
+        warm_up()
 
     def close(self) -> None:
         """Release the trainer's memory."""

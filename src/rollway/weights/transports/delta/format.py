@@ -12,7 +12,7 @@ leaves a tensor with exactly the new bytes, or as it was.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -22,6 +22,7 @@ import zstandard
 from torch import Tensor
 
 from rollway.errors import UsageError, WeightsError
+from rollway.weights.device_copies import copy_to_host
 from rollway.weights.digest.changes import ESCAPE, pick
 from rollway.weights.digest.checksums import (
     DTYPES,
@@ -133,8 +134,9 @@ def encode_all(changes: Sequence[Change], *, version: int = 1, base: int = 0) ->
             for (_, _, new, _), change in rows
         ]
     )
+    whole = iter(copy_to_host([raw_bytes(new) for (_, _, new, _), change in rows if not change]))
     return [
-        _encode(name, new, version, base, change, before, after)
+        _encode(name, new, version, base, change or _pack_whole(next(whole), new), before, after)
         for ((name, _, new, _), change), before, after in zip(rows, befores, afters, strict=True)
     ]
 
@@ -171,12 +173,13 @@ def _complete_digests(rows: Sequence[tuple[str | None, Tensor | None]]) -> list[
     return [known or (next(computed) if tensor is not None else "") for known, tensor in rows]
 
 
+def _pack_whole(raw: Tensor, tensor: Tensor) -> Packed:
+    return Packed("whole", tensor.numel(), b"", "new", memoryview(raw.numpy()))
+
+
 def _encode(
-    name: str, new: Tensor, version: int, base: int, change: Packed | None, before: str, after: str
+    name: str, new: Tensor, version: int, base: int, change: Packed, before: str, after: str
 ) -> Encoded:
-    if change is None:
-        raw = memoryview(raw_bytes(new).cpu().numpy())
-        change = Packed("whole", new.numel(), b"", "new", raw)
     is_whole = change.places == "whole"
     header = Header(
         name=name,
@@ -219,11 +222,7 @@ def apply(encoded: Encoded, tensor: Tensor, out: Tensor | None = None) -> Tensor
     header = encoded.header
     target = tensor if out is None else out
     for candidate in (tensor, target):
-        if (dtype_name(candidate), tuple(candidate.shape)) != (header.dtype, header.shape):
-            raise WeightsError(
-                f"A change of {header.name} is for {header.dtype}{list(header.shape)}, "
-                f"the tensor is {describe(candidate)}."
-            )
+        _check_kind(header, candidate)
     if not target.is_contiguous():
         contiguous = target.contiguous()
         written = apply(encoded, tensor, contiguous)
@@ -234,7 +233,29 @@ def apply(encoded: Encoded, tensor: Tensor, out: Tensor | None = None) -> Tensor
         return None
     if target is not tensor:
         target.detach().copy_(tensor)
-    return _apply_change(encoded, tensor, integers(target))
+    return _apply_change(encoded, tensor, integers(target))[0]
+
+
+def patch(encoded: Encoded, tensor: Tensor) -> Callable[[], object]:
+    """Apply a change in place to a contiguous tensor; return a function that undoes it.
+
+    The cost is that of the changed elements, and of one look at all for the digest."""
+    _check_kind(encoded.header, tensor)
+    bits = integers(tensor)
+    if encoded.header.places == "whole":
+        before = bits.clone()
+        _apply_whole(encoded, tensor)
+        return lambda: bits.copy_(before)
+    positions, old = _apply_change(encoded, tensor, bits)
+    return lambda: _write(bits, positions, old)
+
+
+def _check_kind(header: Header, tensor: Tensor) -> None:
+    if (dtype_name(tensor), tuple(tensor.shape)) != (header.dtype, header.shape):
+        raise WeightsError(
+            f"A change of {header.name} is for {header.dtype}{list(header.shape)}, "
+            f"the tensor is {describe(tensor)}."
+        )
 
 
 def read_elements(tensor: Tensor, positions: Tensor) -> Tensor:
@@ -291,7 +312,8 @@ def _apply_whole(encoded: Encoded, target: Tensor) -> None:
     raw_bytes(target).copy_(raw)
 
 
-def _apply_change(encoded: Encoded, base: Tensor, bits: Tensor) -> Tensor | None:
+def _apply_change(encoded: Encoded, base: Tensor, bits: Tensor) -> tuple[Tensor | None, Tensor]:
+    """Write the changed elements; return their positions, and the bits that they had."""
     header = encoded.header
     positions = _unpack_places(header, encoded.places, bits.device)
     old = bits.clone() if positions is None else pick(bits, positions)
@@ -304,7 +326,7 @@ def _apply_change(encoded: Encoded, base: Tensor, bits: Tensor) -> Tensor | None
         if not is_right:
             _write(bits, positions, old)
     if is_right:
-        return positions
+        return positions, old
     if digest(base) != header.before:
         raise WeightsError(
             f"{header.name} is not of version {header.base}, which the change applies to.",

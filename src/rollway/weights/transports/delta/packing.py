@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
-import torch
 import zstandard
 from torch import Tensor
 
+from rollway.weights.device_copies import copy_to_host
 from rollway.weights.digest.changes import (
     SAMPLE,
     Comparison,
@@ -97,7 +97,8 @@ def compress(data: Tensor) -> bytes:
     # One compressor per thread: creating one takes as long as compressing a small tensor.
     if not hasattr(_local, "compressor"):
         _local.compressor = zstandard.ZstdCompressor(level=_LEVEL)
-    plain = np.ascontiguousarray(_copy_to_host(data).numpy()).reshape(-1)
+    (host,) = copy_to_host([data])
+    plain = np.ascontiguousarray(host.numpy()).reshape(-1)
     compressed: bytes = _local.compressor.compress(plain)
     return compressed
 
@@ -128,9 +129,8 @@ def _submit_range(
         return
     positions, old, new = comparison.gather(first, end)
     stream, lengths = encode_gaps(positions, [comparison.counts[i] for i in changed])
-    gaps = _copy_to_host(stream)
-    steps = _copy_to_host(split_planes(zigzag(new - old)))
-    values = _copy_to_host(split_planes(new))
+    planes = [split_planes(bits).contiguous() for bits in (zigzag(new - old), new)]
+    gaps, steps, values = copy_to_host([stream, *planes])
     at = byte = 0
     for i, length in zip(changed, lengths, strict=True):
         part = slice(at, at + comparison.counts[i])
@@ -138,7 +138,7 @@ def _submit_range(
         kind: Places = "gaps" if fits_gaps(length, elements) else "bitmap"
         places = gaps[byte : byte + length]
         if kind == "bitmap":
-            places = _copy_to_host(encode_bitmap(positions[part], elements))
+            (places,) = copy_to_host([encode_bitmap(positions[part], elements)])
         yield i, pool.submit(_pack_encoded, kind, places, steps[:, part], values[:, part])
         at, byte = part.stop, byte + length
 
@@ -195,11 +195,3 @@ def _split_ranges(counts: Sequence[int], elements: Sequence[int]) -> Iterator[tu
             first, total = i + 1, 0
     if first < len(counts):
         yield first, len(counts)
-
-
-def _copy_to_host(data: Tensor) -> Tensor:
-    if not data.is_cuda:
-        return data
-    # Pinned memory: torch reuses it, and a GPU writes to it at full speed.
-    host = torch.empty(data.shape, dtype=data.dtype, pin_memory=True)
-    return host.copy_(data.contiguous())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from rollway.weights.transports.delta.format import (
     apply,
     decode,
     empty,
+    patch,
     read_elements,
     write_elements,
 )
@@ -108,6 +109,31 @@ class DeltaVersions:
 
         `state` is only read, so generation continues meanwhile. It is empty for a snapshot."""
         staged = StagedVersion(state)
+        for encoded in self._read(state, steps):
+            staged.apply(encoded)
+        if steps:
+            staged.finish(steps[-1].manifest)
+        return staged
+
+    def patch(self, state: State, steps: Sequence[Step]) -> None:
+        """Apply deltas to the tensors of `state` in place, and verify every tensor.
+
+        If anything is wrong, the tensors are as they were before."""
+        undo: list[Callable[[], object]] = []
+        changed: set[str] = set()
+        try:
+            for encoded in self._read(state, steps):
+                undo.append(patch(encoded, state[encoded.header.name]))
+                changed.add(encoded.header.name)
+            if steps:
+                check_unchanged(state, steps[-1].manifest, changed)
+        except BaseException:
+            for undo_step in reversed(undo):
+                undo_step()
+            raise
+
+    def _read(self, state: State, steps: Sequence[Step]) -> Iterator[Encoded]:
+        """Yield the changes of all steps, in order."""
         for step in steps:
             _check_names(state, step.manifest)
             if step.manifest.headers() != steps[-1].manifest.headers():
@@ -122,10 +148,7 @@ class DeltaVersions:
                     if extent is not None:
                         encoded = decode(blob.read(*extent))
                         _check_announced(encoded, name, entry, step)
-                        staged.apply(encoded)
-        if steps:
-            staged.finish(steps[-1].manifest)
-        return staged
+                        yield encoded
 
 
 @dataclass(slots=True)
@@ -159,18 +182,7 @@ class StagedVersion:
 
     def finish(self, manifest: Manifest) -> None:
         """Verify the tensors that no step changed, and prepare `install`."""
-        for name, entry in manifest.tensors.items():
-            if name in self.tensors:
-                continue
-            if name not in self.state:
-                raise needs_snapshot(
-                    f"{name} of version {manifest.version} is in none of its objects."
-                )
-            if digest(self.state[name]) != entry.digest:
-                raise needs_snapshot(
-                    f"{name} does not match its checksum in version {manifest.version}: "
-                    "the held tensor is not of the version it is recorded as."
-                )
+        check_unchanged(self.state, manifest, self.tensors)
         for name, positions in self._positions.items():
             tensor = self.tensors[name]
             if positions is not None and sum(map(len, positions)) <= _FEW_CHANGED * tensor.numel():
@@ -192,7 +204,8 @@ class StagedVersion:
 class DeltaReader(Reader):
     """Holds the tensors of the last version inside a worker, and updates them to the next.
 
-    Changes are applied to copies. The held tensors change only after all tensors were received."""
+    A delta is applied in place, where it changes something. A delta that is wrong is undone, and
+    the version is read from a snapshot, whose tensors replace the held ones at the end."""
 
     def __init__(self) -> None:
         self._held: tuple[str, int] | None = None
@@ -207,12 +220,27 @@ class DeltaReader(Reader):
         versions, manifest = self._open(offer)
         root = str(offer.where["root"])
         held = self._held[1] if self._held is not None and self._held[0] == root else None
-        staged = versions.fetch(self._state if held is not None else {}, held, offer.version)
+        if held is not None and self._patch(versions, held, offer.version):
+            self._held = (root, offer.version)
+            yield from ((name, self._state[name]) for name in manifest.tensors)
+            return
+        staged = versions.stage({}, versions.find_chain(None, offer.version))
         for name in manifest.tensors:
             yield name, staged.tensors[name] if name in staged.tensors else self._state[name]
         self._held = None  # a version that is half installed must not serve as a base
         staged.install()
         self._state, self._held = staged.state, (root, offer.version)
+
+    def _patch(self, versions: DeltaVersions, held: int, wanted: int) -> bool:
+        """Update the held tensors in place; return False if only a snapshot leads there."""
+        steps = versions.find_chain(held, wanted)
+        if steps and steps[0].kind == "snapshot":
+            return False
+        try:
+            versions.patch(self._state, steps)
+        except WeightsError:
+            return False  # broken, or removed meanwhile
+        return True
 
     def close(self) -> None:
         self._held, self._state = None, {}
@@ -234,6 +262,20 @@ class DeltaReader(Reader):
         if manifest.identity != offer.identity:
             raise WeightsError(f"Version {offer.version} at {root} is not the offered one.")
         return versions, manifest
+
+
+def check_unchanged(state: State, manifest: Manifest, changed: Container[str]) -> None:
+    """Verify the tensors that no step changed."""
+    for name, entry in manifest.tensors.items():
+        if name in changed:
+            continue
+        if name not in state:
+            raise needs_snapshot(f"{name} of version {manifest.version} is in none of its objects.")
+        if digest(state[name]) != entry.digest:
+            raise needs_snapshot(
+                f"{name} does not match its checksum in version {manifest.version}: "
+                "the held tensor is not of the version it is recorded as."
+            )
 
 
 def _check_names(state: State, manifest: Manifest) -> None:

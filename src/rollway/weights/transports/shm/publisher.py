@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,11 +11,18 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from rollway.errors import UsageError
 from rollway.weights import leftovers
-from rollway.weights.digest.checksums import map_in_threads, raw_bytes, word_sum
+from rollway.weights.device_copies import HostCopier, Pinning
+from rollway.weights.digest.checksums import (
+    finish_word_sums,
+    map_in_threads,
+    start_word_sum,
+    word_sum,
+)
 from rollway.weights.offer import Entry, Manifest, Offer, PlacedBox
 from rollway.weights.transports.base import Publisher, Source, inspect_source
 from rollway.weights.transports.entries import (
@@ -39,6 +47,7 @@ if TYPE_CHECKING:
 
 PREFIX = "rollway-weights-"
 _ALIGNMENT = 256
+_GROWTH = 16 << 20
 _SUM_THREADS = 4
 """Together they are faster than the one thread that copies."""
 
@@ -51,6 +60,8 @@ class _Slot:
     version: int = -1
     memory: Tensor | None = None
     """All of it, as bytes."""
+    pinning: Pinning | None = None
+    """Set once a version came from a GPU: the next one is copied straight into the memory."""
 
     @property
     def manifest(self) -> Path:
@@ -63,10 +74,31 @@ class _Slot:
     def grow(self, nbytes: int) -> Tensor:
         """Return the memory, enlarged if necessary; its contents stay."""
         if self.memory is None or self.memory.numel() < nbytes:
-            is_new = self.memory is None
+            old = 0 if self.memory is None else self.memory.numel()
+            self.unpin()
             self.memory = None
-            self.memory = map_for_writing(self.path, nbytes, new=is_new)
+            self.memory = map_for_writing(self.path, nbytes, old_nbytes=old)
         return self.memory
+
+    def trim(self, nbytes: int) -> None:
+        """Give back what was allocated beyond `nbytes`."""
+        if self.memory is not None and 0 < nbytes < self.memory.numel():
+            self.unpin()
+            self.memory = self.memory[:nbytes]
+            os.truncate(self.path, nbytes)
+
+    def is_pinned(self) -> bool:
+        return self.pinning is not None and self.pinning.is_pinned()
+
+    def pin(self, device: torch.device) -> None:
+        """Start to pin the memory, for the next version that comes from this GPU."""
+        if self.pinning is None and self.memory is not None:
+            self.pinning = Pinning(self.memory, device)
+
+    def unpin(self) -> None:
+        if self.pinning is not None:
+            self.pinning.release()
+            self.pinning = None
 
     def withdraw(self) -> None:
         """Remove the list of tensors: no reader accepts the bytes from now on."""
@@ -76,6 +108,7 @@ class _Slot:
     def remove(self) -> None:
         for path in self.paths:
             path.unlink(missing_ok=True)
+        self.unpin()
         self.memory, self.version = None, -1
 
 
@@ -101,6 +134,7 @@ class ShmPublisher(Publisher):
         # Adopted parameters have a slot that no published copy ever overwrites.
         self._adopted_slot, *self._slots = slots
         self._adopted: dict[str, Tensor] = {}
+        self._copier = HostCopier()
         self._last_nbytes = 0
         """The size of the last version; mostly, the next one is as large."""
         self._guard = leftovers.Guard(*(path for slot in slots for path in slot.paths))
@@ -111,7 +145,11 @@ class ShmPublisher(Publisher):
         source = inspect_source(tensors)
         if source.shards:
             return self._publish_shards(version, source.shards)
-        return self._publish_copies(version, source.tensors)
+        if source.is_stream:
+            return self._publish_copies(version, source.tensors)
+        pairs = list(source.tensors)
+        nbytes = sum(align(tensor.nbytes, _ALIGNMENT) for _, tensor in pairs)
+        return self._publish_copies(version, pairs, nbytes=nbytes)
 
     def adopt(self, tensors: Parameters) -> None:
         """Move parameters (`model.named_parameters()`) into shared memory, and publish them there.
@@ -132,6 +170,7 @@ class ShmPublisher(Publisher):
 
     def close(self) -> None:
         """Remove all versions; readers keep the memory that they have mapped."""
+        self._copier.close()
         for slot in (self._adopted_slot, *self._slots):
             slot.remove()
         self._guard.close()
@@ -150,34 +189,77 @@ class ShmPublisher(Publisher):
         owned = [item for item in held if item.owned_here and item.pieces]
         boxes = {item.shard.name: list_boxes(item) for item in owned}
         tensors = [(item.shard.name, item.tensor) for item in owned]
-        return join_offers([self._publish_copies(version, tensors, boxes)])
+        nbytes = sum(align(item.tensor.nbytes, _ALIGNMENT) for item in owned)
+        return join_offers([self._publish_copies(version, tensors, boxes, nbytes)])
 
     def _publish_copies(
         self,
         version: int,
         tensors: Iterable[tuple[str, Tensor]],
         boxes: Mapping[str, Sequence[PlacedBox]] = MappingProxyType({}),
+        nbytes: int = 0,
     ) -> Offer:
-        """Copy tensors into the oldest slot as they come, and sum each while the next is copied."""
+        """Copy tensors into the oldest slot as they come, and sum each while the next is copied.
+
+        `nbytes` is the size of all of them, if it is known."""
         slot = min(self._slots, key=lambda slot: slot.version)
         # Before its bytes change: a reader in the middle of it then notices.
         slot.withdraw()
-        slot.grow(self._last_nbytes)
+        before = slot.grow(nbytes or self._last_nbytes).numel()
         entries: dict[str, Entry] = {}
-        sums: list[Future[int]] = []
+        sums = _Sums()
         end = 0
-        with ThreadPoolExecutor(_SUM_THREADS) as threads:
+        with contextlib.closing(sums):
             for name, tensor in tensors:
                 if name in entries:
                     raise UsageError(f"{name} came twice.", "Publish each name once.")
                 entries[name] = make_entry(name, tensor, end, boxes=boxes.get(name, ()))
                 end += align(tensor.nbytes, _ALIGNMENT)
-                view = view_entry(slot.grow(end), entries[name])
-                _copy(view, tensor.detach())
-                sums.append(threads.submit(word_sum, view))
-        self._last_nbytes = end
-        totals = [total.result() for total in sums]
-        return _announce(slot, version, list(entries.values()), totals, end)
+                view = view_entry(self._grow(slot, end), entries[name])
+                self._copier.copy(view, tensor.detach(), is_pinned=slot.is_pinned())
+                sums.add(tensor.detach(), view)
+            self._copier.finish()
+            # Never below its old size: a reader that is late may still look at the old bytes.
+            slot.trim(max(end, before))
+            if sums.device is not None:
+                slot.pin(sums.device)
+            self._last_nbytes = end
+            return _announce(slot, version, list(entries.values()), sums.totals(), end)
+
+    def _grow(self, slot: _Slot, nbytes: int) -> Tensor:
+        """Enlarge the memory, and by more than necessary: each time, all of it is mapped again."""
+        memory = slot.grow(0)
+        if memory.numel() >= nbytes:
+            return memory
+        self._copier.finish()  # copies into the old mapping
+        return slot.grow(nbytes + max(_GROWTH, nbytes // 8))
+
+
+class _Sums:
+    """Sums tensors: those of a GPU there, those of a CPU in threads, after they were copied."""
+
+    def __init__(self) -> None:
+        self.device: torch.device | None = None
+        """The GPU that tensors came from."""
+        self._threads = ThreadPoolExecutor(_SUM_THREADS)
+        self._on_cpu: dict[int, Future[int]] = {}
+        self._on_gpu: dict[int, Tensor] = {}
+
+    def add(self, source: Tensor, copy: Tensor) -> None:
+        number = len(self._on_cpu) + len(self._on_gpu)
+        if source.is_cuda:
+            self.device = source.device
+            self._on_gpu[number] = start_word_sum(source)
+        else:
+            self._on_cpu[number] = self._threads.submit(word_sum, copy)
+
+    def totals(self) -> list[int]:
+        sums = {number: total.result() for number, total in self._on_cpu.items()}
+        sums |= zip(self._on_gpu, finish_word_sums(list(self._on_gpu.values())), strict=True)
+        return [sums[number] for number in sorted(sums)]
+
+    def close(self) -> None:
+        self._threads.shutdown()
 
 
 def _announce(
@@ -189,11 +271,3 @@ def _announce(
     slot.version = version
     size = sum(entry.nbytes for entry in entries)
     return Offer("shm", version, manifest.identity, size, {"slot": slot.path.name})
-
-
-def _copy(target: Tensor, tensor: Tensor) -> None:
-    """Copy on one thread where possible: torch's threads wait for each other on busy cores."""
-    if tensor.device.type == "cpu" and tensor.is_contiguous():
-        raw_bytes(target).numpy()[:] = raw_bytes(tensor).numpy()
-    else:
-        target.copy_(tensor)
