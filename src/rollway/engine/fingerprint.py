@@ -43,19 +43,30 @@ def fingerprint(tensor: torch.Tensor, *, words: bool = False) -> int:
 
 def start_fingerprint(tensor: torch.Tensor, *, words: bool) -> Started:
     """Start a fingerprint on the device's current stream, without waiting for it."""
-    on_cpu = tensor.device.type == "cpu"
-    if words and on_cpu:
+    if tensor.device.type != "cpu":
+        return sum_on_device(tensor, words=words)
+    if words:
         return _signed(word_sum(tensor))
+    return _combine([int(total) for total in _sum_elements(tensor, _CHUNK)])
+
+
+def sum_on_device(tensor: torch.Tensor, *, words: bool) -> list[torch.Tensor]:
+    """Start the sums of a fingerprint where the tensor is."""
     if words:
         return [split_words(raw_bytes(tensor))[0].sum()]  # no bytes remain: rows are whole words
+    return _sum_elements(tensor, _DEVICE_CHUNK)
+
+
+def _sum_elements(tensor: torch.Tensor, chunk: int) -> list[torch.Tensor]:
+    """Return the sums of all elements and of their squares."""
     flat = integers(tensor)
     linear = torch.zeros((), dtype=torch.int64, device=flat.device)
     square = torch.zeros_like(linear)
-    for part in flat.split(_CHUNK if on_cpu else _DEVICE_CHUNK):
+    for part in flat.split(chunk):
         bits = part.to(torch.int64)
         linear += bits.sum()
         square += (bits * bits).sum()
-    return _combine([int(linear), int(square)]) if on_cpu else [linear, square]
+    return [linear, square]
 
 
 def finish_fingerprints(started: Sequence[Started]) -> list[int]:

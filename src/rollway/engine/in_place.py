@@ -84,8 +84,9 @@ class InPlace:
                 self._stage(model, shapes)
             with incoming.measure("prove"):
                 self._verify_staged()
-            with incoming.measure("prepare"):
-                self._copies = BatchedCopy(self._plan, model, self._tensors, incoming.slices)
+            if not self._plan.refusal:
+                with incoming.measure("prepare"):
+                    self._copies = BatchedCopy(self._plan, model, self._tensors, incoming.slices)
         except Exception as error:
             if not memory.is_out_of_memory(error):
                 raise
@@ -105,7 +106,7 @@ class InPlace:
         incoming, seconds = self._incoming, dict[str, float]()
         model = incoming.model
         with torch.inference_mode():
-            if self._copies is not None and not self._plan.refusal:
+            if self._copies is not None:
                 with Stopwatch(seconds, "copy"):
                     _synchronize(self._device)  # nothing may still read the old weights
                     self._copies.run()

@@ -103,8 +103,10 @@ def create_model(directory: Path) -> tuple[Any, Any]:
 
 
 def create_worker(directory: Path) -> Any:
-    """Return as much of a vLLM worker as staging uses."""
+    """Return as much of a vLLM worker as staging uses. Its parameters keep their addresses, as if
+    compiled code held on to them."""
     model, config = create_model(directory)
+    config.model_config.enforce_eager = False
     runner = SimpleNamespace(
         get_model=lambda: model, reset_encoder_cache=lambda: None, reset_mm_cache=lambda: None
     )
