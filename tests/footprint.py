@@ -6,8 +6,7 @@ import os
 from pathlib import Path
 
 from rollway import processes
-from rollway.stack.lease import FIRST, LAST
-from rollway.stack.locks import get_lock_directory
+from rollway.stack.locks import FIRST, LAST, get_lock_directory
 from tests.waiting import has_become
 
 RUN = "ROLLWAY_TEST_RUN"

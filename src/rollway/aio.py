@@ -18,13 +18,4 @@ from rollway.rollout.client import Rollouts
 from rollway.rollout.conversation import Conversation
 from rollway.rollout.teacher import Teacher
 
-__all__ = [
-    "Conversation",
-    "Fleet",
-    "Publisher",
-    "Rollouts",
-    "Stack",
-    "Teacher",
-    "attach",
-    "up",
-]
+__all__ = ["Conversation", "Fleet", "Publisher", "Rollouts", "Stack", "Teacher", "attach", "up"]

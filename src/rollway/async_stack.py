@@ -24,7 +24,7 @@ from rollway.publishing import AsyncPublisher, PublisherOptions, Transport, open
 from rollway.rollout.client import Rollouts
 from rollway.rollout.sender import Sender
 from rollway.rollout.teacher import Teacher
-from rollway.rollout.wire import Wire, wire_named
+from rollway.rollout.wire import Wire, get_wire
 from rollway.stack import local
 from rollway.stack.locks import hold_machine_lock
 from rollway.stack.state import StackDir, StackState, WeightsFile, read_secret
@@ -188,7 +188,7 @@ class Stack:
             fleet.versions,
             refresh=fleet.refresh,
             still_serves=fleet.still_serves,
-            wire=wire_named(wire) if isinstance(wire, str) else wire,
+            wire=get_wire(wire) if isinstance(wire, str) else wire,
             adapter=None if adapter is None else fleet.adapters.newest(adapter),
             **remaining,
         )

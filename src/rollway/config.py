@@ -22,19 +22,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 from urllib.parse import urlsplit
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticSerializationError
 
 from rollway.errors import SpecError
-from rollway.plain import apply_override, check_plain, read_yaml_file
-from rollway.spec_errors import describe_error
+from rollway.plain import apply_override, check_plain, describe_error, read_yaml_file
 
 RawArgs: TypeAlias = dict[str, Any]
 """Options of another program under its own names, without the dashes.

@@ -6,6 +6,7 @@ wrong input, 1 for a failure at run time.
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 
@@ -109,3 +110,13 @@ class RolloutError(RollwayError):
 
 class WeightsError(RollwayError):
     """Published weights are damaged, incomplete, gone, or for another base version."""
+
+
+def require(*modules: str) -> None:
+    """Raise UsageError unless these modules are installed. Call it before a command starts work."""
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UsageError(
+            f"This command needs packages that are not installed: {', '.join(missing)}.",
+            "pip install 'rollway[cpu,demo]', see docs/install.md.",
+        )

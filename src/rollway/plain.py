@@ -1,4 +1,4 @@
-"""Reads plain data from outside with bounds on its size, its depth and its characters.
+"""Read plain data from outside with bounds on its size, its depth and its characters.
 
 PyYAML's safe loader runs no code, but it recurses once per level, follows an anchor into itself,
 and expands merge keys without a bound. So the stream of events is counted first, and values are
@@ -7,14 +7,17 @@ constructed only if the count is within the bounds.
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
+import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
 import yaml
+from pydantic import BaseModel, ValidationError
 
 from rollway.errors import SpecError, UsageError
 
@@ -230,3 +233,50 @@ def _check_number(number: float, path: str) -> None:
         raise SpecError(f"`{path}` is not a finite number.", "Give a number.")
     if isinstance(number, int) and number.bit_length() >= _INTEGER_BITS:
         raise SpecError(f"`{path}` is a whole number of more than 64 bits.", "Give a smaller one.")
+
+
+# --- errors of validation ------------------------------------------------------------------------
+
+
+_MAX_SHOWN = 5
+
+
+def describe_error(error: ValidationError, model: type[BaseModel]) -> str:
+    """Describe what is wrong with data for `model`, one sentence per field."""
+    details = error.errors()
+    sentences = [_describe_detail(dict(detail), model) for detail in details[:_MAX_SHOWN]]
+    if len(details) > _MAX_SHOWN:
+        sentences.append(f"There are {len(details) - _MAX_SHOWN} more.")
+    return " ".join(sentences)
+
+
+def _describe_detail(detail: dict[str, Any], model: type[BaseModel]) -> str:
+    path = ".".join(str(part) for part in detail["loc"]) or "the stack"
+    if detail["type"] == "extra_forbidden":
+        return f"`{path}`: there is no such field.{_suggest(detail['loc'], model)}"
+    message = str(detail["msg"]).removeprefix("Value error, ")
+    value = detail.get("input")
+    # `join` holds the secret, which no message may show.
+    can_show = (
+        isinstance(value, (str, int, float, bool, type(None))) and "join" not in detail["loc"]
+    )
+    shown = f" (got {repr(value)[:100]})" if can_show else ""
+    return f"`{path}`: {message}{shown}."
+
+
+def _suggest(location: tuple[int | str, ...], model: type[BaseModel]) -> str:
+    for step in location[:-1]:
+        if isinstance(step, str):
+            model = _get_part(model, step)
+    close = difflib.get_close_matches(str(location[-1]), list(model.model_fields), n=1, cutoff=0.5)
+    if close:
+        return f" Did you mean `{close[0]}`?"
+    return f" Known here: {', '.join(sorted(model.model_fields))}."
+
+
+def _get_part(model: type[BaseModel], field: str) -> type[BaseModel]:
+    annotation = model.model_fields[field].annotation
+    for candidate in (annotation, *typing.get_args(annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            return candidate
+    return model

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import ipaddress
 import socket
 import sys
 import tempfile
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any, Concatenate, Literal, ParamSpec, Self, TypedDict, TypeVar
 from urllib.parse import urlsplit
 
+from rollway.config import is_loopback
 from rollway.fleet.discovery import Worker
 from rollway.weights.transports.base import Publisher
 from rollway.weights.transports.choose import LOOPBACK, Destination, TransportName, open_publisher
@@ -92,18 +92,11 @@ def find_addresses(admin_urls: Sequence[str]) -> tuple[frozenset[str], str]:
 
     Every loopback address is this machine."""
     hosts = {urlsplit(url).hostname or LOOPBACK for url in admin_urls} or {LOOPBACK}
-    elsewhere = sorted(host for host in hosts if not _is_loopback(host))
+    elsewhere = sorted(host for host in hosts if not is_loopback(host))
     if not elsewhere:
         return frozenset({LOOPBACK}), LOOPBACK
     own = _find_own_address(elsewhere[0])
-    return frozenset(own if _is_loopback(host) else _resolve(host) for host in hosts), own
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    return frozenset(own if is_loopback(host) else _resolve(host) for host in hosts), own
 
 
 def _find_own_address(host: str) -> str:

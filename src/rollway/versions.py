@@ -83,8 +83,7 @@ class FleetVersions:
         if version == newest and version not in self._identities:
             # Nobody knows which weights it names, so these may be others.
             raise UsageError(
-                f"Version {version} is served already.",
-                "Versions only go up; use the next number.",
+                f"Version {version} is served already.", "Versions only go up; use the next number."
             )
         self.check_identity(version, identity)
         self._identities[version] = identity

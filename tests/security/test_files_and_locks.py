@@ -22,8 +22,7 @@ import pytest
 from rollway import cli as rollway_cli
 from rollway import private
 from rollway.errors import PortInUse, StartError
-from rollway.stack.lease import FIRST, LAST, Lease
-from rollway.stack.locks import NamedLock, get_lock_directory, hold_machine_lock
+from rollway.stack.locks import FIRST, LAST, Lease, NamedLock, get_lock_directory, hold_machine_lock
 from rollway.stack.run_dir import write_secret
 from rollway.stack.state import StackDir, StackState, WeightsFile, make_home
 

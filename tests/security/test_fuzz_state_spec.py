@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from rollway import processes
 from rollway.config import StackSpec, load_spec
 from rollway.errors import RollwayError, StateUnreadable
-from rollway.observe.progress import make_process_table
+from rollway.stack.progress import make_process_table
 from rollway.stack.state import ProcessState, StackDir, StackState
 from tests.soak import examples
 

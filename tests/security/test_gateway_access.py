@@ -14,10 +14,10 @@ from typing import Any
 import aiohttp
 import pytest
 
-from rollway.cli.gateway import gateway as run_gateway
+from rollway.cli.programs import gateway as run_gateway
 from rollway.errors import UsageError
 from rollway.gateway.access import Access, is_loopback_host, key_name, scope_of
-from rollway.gateway.command import listen, tls_context
+from rollway.gateway.command import listen, make_tls_context
 from tests.security.gateway_service import CHAT_BODY, Service, read_error, serve_gateway
 
 TOKENS = Access((b"agent-a", b"agent-b"), (b"boss",))
@@ -244,7 +244,7 @@ def _make_certificate(directory: Path) -> tuple[str, str]:
 async def test_tls_works_with_a_certificate_and_a_key(tmp_path: Path) -> None:
     certificate, key = _make_certificate(tmp_path)
     async with serve_gateway(tmp_path) as gateway:
-        listener = await listen(gateway.gateway, "127.0.0.1", 0, tls_context(certificate, key))
+        listener = await listen(gateway.gateway, "127.0.0.1", 0, make_tls_context(certificate, key))
         trust = ssl.create_default_context(cafile=certificate)
         url = f"https://127.0.0.1:{listener.port}/v1/models"
         async with aiohttp.ClientSession() as http, http.get(url, ssl=trust) as answer:
@@ -263,11 +263,11 @@ def test_unusable_certificate_files_are_refused(tmp_path: Path) -> None:
     )  # fmt: skip
     for pair in ((certificate, None), (None, key)):
         with pytest.raises(UsageError, match="certificate and a key"):
-            tls_context(*pair)
+            make_tls_context(*pair)
     for pair in ((certificate, missing), (empty, key), (certificate, empty), (certificate, locked)):
         with pytest.raises(UsageError, match="TLS cannot be used"):
-            tls_context(*pair)
-    assert tls_context(None, None) is None
+            make_tls_context(*pair)
+    assert make_tls_context(None, None) is None
 
 
 def test_token_variables_that_are_set_but_empty_are_refused() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from rollway.errors import UsageError
 from rollway.gateway import requests
-from rollway.gateway.tokenizing import longest_token
+from rollway.gateway.template import find_longest_token
 from tests.awkward_tokenizer import PLAIN, make
 from tests.security.bad_bodies import BAD_CHATS, BAD_TEXTS
 from tests.security.gateway_service import read_error, serve_gateway
@@ -112,8 +112,8 @@ def _compress_long_text(format_bits: int) -> bytes:
 
 
 async def test_a_body_beyond_the_limit_is_refused(tmp_path: Path) -> None:
-    limit = requests.body_limit(2048)
-    assert limit == 32 * 2**20 and requests.body_limit(10**9) == 128 * 2**20
+    limit = requests.get_body_limit(2048)
+    assert limit == 32 * 2**20 and requests.get_body_limit(10**9) == 128 * 2**20
     async with serve_gateway(tmp_path) as gateway:
         body = b'{"prompt": "' + b"a" * limit + b'"}'
         status, answer = await gateway.post("/tokenize", body)
@@ -144,9 +144,9 @@ def test_token_lists_beyond_the_context_are_refused_unread() -> None:
 
     ids = Unread([5] * 10)
     for read in (
-        lambda: requests.prompts_of({"prompt": ids}, 9),
-        lambda: requests.prompts_of({"prompt": [[1], [5] * 10]}, 9),
-        lambda: requests.ids_of({"tokens": ids}, "tokens", 9),
+        lambda: requests.read_prompts({"prompt": ids}, 9),
+        lambda: requests.read_prompts({"prompt": [[1], [5] * 10]}, 9),
+        lambda: requests.read_ids({"tokens": ids}, "tokens", 9),
     ):
         with pytest.raises(UsageError, match="maximum context length is 9"):
             read()
@@ -155,7 +155,7 @@ def test_token_lists_beyond_the_context_are_refused_unread() -> None:
 @pytest.mark.parametrize("chunked", [False, True])
 async def test_many_long_bodies_do_not_fill_the_memory(tmp_path: Path, chunked: bool) -> None:
     """The sum of all bodies once had no bound. The largest allowed body always fits."""
-    limit = requests.body_limit(2048)
+    limit = requests.get_body_limit(2048)
     async with serve_gateway(tmp_path, body_bytes=1) as gateway:
         whole = b'{"prompt": "' + b"a" * (limit - 14) + b'"}'
         assert len(whole) == limit
@@ -188,18 +188,18 @@ def test_the_longest_token_is_unknown_when_tokenizing_drops_text() -> None:
     from tokenizers import normalizers, pre_tokenizers
 
     tokenizer = make()
-    assert longest_token(tokenizer) == len("<|endoftext|>")
+    assert find_longest_token(tokenizer) == len("<|endoftext|>")
     backend = tokenizer.backend_tokenizer
     backend.normalizer = normalizers.NFC()
-    assert longest_token(tokenizer) == 4 * len("<|endoftext|>")
+    assert find_longest_token(tokenizer) == 4 * len("<|endoftext|>")
     for normalizer in (normalizers.Strip(), normalizers.Replace("  ", "")):
         backend.normalizer = normalizer
-        assert longest_token(tokenizer) is None
+        assert find_longest_token(tokenizer) is None
     backend.normalizer = None
     backend.pre_tokenizer = pre_tokenizers.Whitespace()  # this one drops spaces
-    assert longest_token(tokenizer) is None
+    assert find_longest_token(tokenizer) is None
     backend.pre_tokenizer = pre_tokenizers.Split(" ", "isolated")
-    assert longest_token(tokenizer) == len("<|endoftext|>")
+    assert find_longest_token(tokenizer) == len("<|endoftext|>")
 
 
 def _read_peak_kib() -> int:

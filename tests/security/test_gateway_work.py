@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 
 from rollway.errors import UsageError
-from rollway.gateway import pages, requests
+from rollway.gateway import requests, threads
 from rollway.gateway.access import Access, scope_of
 from rollway.gateway.recorder import Recorder, Session, Turn
 from rollway.gateway.replies import Refused
-from rollway.gateway.template import Template
+from rollway.gateway.template import BoundedTokenizer, Template
 from rollway.gateway.threads import Threads
-from rollway.gateway.tokenizing import BoundedTokenizer
 from tests.awkward_tokenizer import PLAIN
 from tests.security.gateway_service import USER, Service, read_error, serve_gateway
 
@@ -180,9 +179,9 @@ async def test_trajectories_are_paged(tmp_path: Path) -> None:
 
 
 def test_a_page_has_a_bounded_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pages, "_PAGE_TOKENS", 20_000)
+    monkeypatch.setattr(threads, "_PAGE_TOKENS", 20_000)
     session = _make_forked_session(10, 5, 500)
-    answer = json.loads(pages.page(session, "s", 0, 256))
+    answer = json.loads(threads.make_page(session, "s", 0, 256))
     assert len(answer["trajectories"]) == 2 and answer["next"] == 2
 
 
@@ -214,7 +213,7 @@ async def test_many_prompts_are_tokenized_without_blocking_other_requests(
 async def test_a_long_body_is_decoded_without_blocking_other_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = ("parse", "messages_of", "prompts_of")
+    names = ("parse", "read_messages", "read_prompts")
     calls = {name: _watch(monkeypatch, requests, name) for name in names}
     async with serve_gateway(tmp_path) as gateway:
         body = {"prompt": [5] * 100_000}
@@ -224,7 +223,7 @@ async def test_a_long_body_is_decoded_without_blocking_other_requests(
         for name, threads in calls.items():
             assert threads and threading.main_thread() not in threads, name
         assert (await gateway.chat())[0] == 200
-        assert calls["parse"][-1] is calls["messages_of"][-1] is threading.main_thread()
+        assert calls["parse"][-1] is calls["read_messages"][-1] is threading.main_thread()
 
 
 _HISTORY = [USER, {"role": "assistant", "content": "ok"}, USER]
@@ -291,7 +290,7 @@ async def test_an_agent_tries_to_occupy_all_page_threads(
 ) -> None:
     """One agent once kept the trainer from fetching its trajectories."""
     may_finish, started = threading.Event(), threading.Semaphore(0)
-    page = pages.page
+    page = threads.make_page
 
     def wait(session: Session, name: str, offset: int, limit: int) -> bytes:
         if name == "v":  # the name that an agent uses
@@ -299,7 +298,7 @@ async def test_an_agent_tries_to_occupy_all_page_threads(
             may_finish.wait(60)
         return page(session, name, offset, limit)
 
-    monkeypatch.setattr(pages, "page", wait)
+    monkeypatch.setattr(threads, "make_page", wait)
     agents = [b"agent-a", b"agent-b", b"agent-c"]
     async with serve_gateway(tmp_path, access=Access(tuple(agents), (b"operator",))) as gateway:
         for token in agents:

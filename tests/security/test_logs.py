@@ -21,7 +21,7 @@ from rollway import private, processes
 from rollway.config import load_spec
 from rollway.errors import SpecError
 from rollway.processes import ProcessId
-from rollway.stack import logs, retention
+from rollway.stack import logs
 from rollway.stack.locks import NamedLock
 from rollway.stack.run_dir import choose_run_dir
 from rollway.stack.state import StackDir, StackState
@@ -62,13 +62,13 @@ def test_the_log_of_a_chatty_process_is_bounded_and_loses_no_line(tmp_path: Path
     try:
         for start in range(0, 5000, 100):
             writer.write(start, start + 100)
-            retention.rotate(log, 4000, 3)
-            files = [log, *retention.list_rotated(log)]
+            logs.rotate(log, 4000, 3)
+            files = [log, *logs.list_rotated(log)]
             assert len(files) <= 4
             assert sum(file.stat().st_size for file in files) < 4 * 6000
     finally:
         writer.close()
-    files = [*reversed(retention.list_rotated(log)), log]
+    files = [*reversed(logs.list_rotated(log)), log]
     assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
     lines = b"".join(file.read_bytes() for file in files).decode().splitlines()
     first = int(lines[0].split()[1])
@@ -79,7 +79,7 @@ def test_the_log_of_a_chatty_process_is_bounded_and_loses_no_line(tmp_path: Path
 def test_the_end_of_a_log_includes_rotated_lines(tmp_path: Path) -> None:
     log = tmp_path / "w.log"
     log.write_text("begin\nRuntimeError: out of memory\n")
-    assert retention.rotate(log, 1, 3)
+    assert logs.rotate(log, 1, 3)
     assert log.read_text() == ""
     assert logs.tail(log) == ["begin", "RuntimeError: out of memory"]
     assert "Not enough memory" in logs.find_hint(log)
@@ -99,7 +99,7 @@ def test_following_a_log_survives_rotations_and_a_new_run(tmp_path: Path) -> Non
 
     def rotate(text: str) -> None:
         append(text)
-        assert retention.rotate(log, 1, 5)
+        assert logs.rotate(log, 1, 5)
 
     def twice() -> None:
         rotate("two\n")
@@ -138,7 +138,7 @@ def test_following_a_log_loses_no_line_while_it_is_rotated(tmp_path: Path) -> No
     try:
         for start in range(0, 3000, 50):
             writer.write(start, start + 50)
-            retention.rotate(log, 2000, 50)
+            logs.rotate(log, 2000, 50)
     finally:
         writer.close()
         written.set()
@@ -151,9 +151,9 @@ def test_the_history_of_a_stack_is_bounded(own_home: Path) -> None:
     directory.path.mkdir(parents=True)
     for number in range(3000):
         directory.record("exited", process="w-0", pid=number, detail="x" * 1000)
-        retention.rotate(directory.events_file, retention.EVENTS_BYTES, 1)
+        logs.rotate(directory.events_file, logs.EVENTS_BYTES, 1)
     files = list(directory.path.glob("events.jsonl*"))
-    assert sum(file.stat().st_size for file in files) < 2.5 * retention.EVENTS_BYTES
+    assert sum(file.stat().st_size for file in files) < 2.5 * logs.EVENTS_BYTES
     assert directory.events()[-1]["pid"] == 2999
     assert len(directory.events()) > 900  # rotated events are read, too
 
@@ -172,9 +172,9 @@ def test_a_spec_cannot_remove_the_bounds_of_logs(fields: dict[str, Any]) -> None
 
 def run_once(log_dir: Path, text: str, keep: int) -> None:
     log_dir.mkdir(parents=True, exist_ok=True)
-    retention.set_aside(log_dir, "t")
-    retention.prune("t", log_dir, keep)
-    retention.record_names(log_dir, ["w-0"])
+    logs.set_aside(log_dir, "t")
+    logs.prune("t", log_dir, keep)
+    logs.record_names(log_dir, ["w-0"])
     (log_dir / "w-0.log").write_text(text)
     (log_dir / "w-0.log.1").write_text(f"older {text}")
 
@@ -188,8 +188,8 @@ def test_only_the_newest_runs_keep_their_logs(tmp_path: Path, own_home: Path) ->
     assert (runs[0] / "w-0.log.1").read_text() == "older run 3"
     assert (tmp_path / "w-0.log").read_text() == "run 5"
     assert (tmp_path / "training.log").exists()  # a user's file stays
-    retention.prune("t", tmp_path, 0)
-    retention.remove_run("t", tmp_path)
+    logs.prune("t", tmp_path, 0)
+    logs.remove_run("t", tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == ["training.log"]
 
 
@@ -201,19 +201,19 @@ def test_pruning_does_not_follow_links(tmp_path: Path, own_home: Path) -> None:
     first_logs = tmp_path / "one"
     first_logs.mkdir()
     (first_logs / "earlier").symlink_to(outside)
-    retention.prune("t", first_logs, 0)
+    logs.prune("t", first_logs, 0)
     second_logs = tmp_path / "two" / "earlier"
     second_logs.mkdir(parents=True)
     (second_logs / "20200101-000000").symlink_to(victim)
-    retention.prune("t", second_logs.parent, 0)
+    logs.prune("t", second_logs.parent, 0)
     (tmp_path / "three").symlink_to(first_logs)
-    retention.prune("t", tmp_path / "three", 0)
+    logs.prune("t", tmp_path / "three", 0)
     stacks = own_home / "stacks"
     stacks.mkdir(parents=True)
     (stacks / "verl-x-00000000").symlink_to(victim)
-    retention.prune("verl-x-ffffffff", tmp_path / "none", 0)
+    logs.prune("verl-x-ffffffff", tmp_path / "none", 0)
     (stacks / "t").symlink_to(victim)
-    retention.remove_run("t", tmp_path / "none")
+    logs.remove_run("t", tmp_path / "none")
     assert (victim / "precious").exists()
 
 
@@ -225,8 +225,8 @@ def test_a_forged_list_of_names_does_not_lead_out_of_the_log_directory(
     (tmp_path / "other.log").touch()
     (log_dir / "linked.log").symlink_to(tmp_path / "other.log")
     (log_dir / ".processes").write_text("../other\n/etc/x\nlinked\n\n")
-    retention.set_aside(log_dir, "t")
-    retention.remove_run("t", log_dir)
+    logs.set_aside(log_dir, "t")
+    logs.remove_run("t", log_dir)
     assert (tmp_path / "other.log").exists()
     assert (log_dir / "linked.log").is_symlink()
 
@@ -265,7 +265,7 @@ def test_only_the_newest_stacks_that_were_named_for_one_run_stay(
     StackDir(names[5]).write(state_of(names[5], ProcessId(2**22, 1), tmp_path))
     os.utime(paths[5], (0, 0))
     try:
-        retention.prune("verl-pool-ffffffff", tmp_path, 2)
+        logs.prune("verl-pool-ffffffff", tmp_path, 2)
     finally:
         lock.release()
     assert [path.exists() for path in paths] == [True, True, False, False, True, True]
@@ -279,7 +279,7 @@ def test_the_logs_of_a_running_stack_are_not_moved_by_another(
     me = ProcessId.of(os.getpid())
     assert me is not None
     StackDir("t").write(state_of("t", me, tmp_path))
-    retention.set_aside(tmp_path, "second")
+    logs.set_aside(tmp_path, "second")
     assert (tmp_path / "w-0.log").read_text() == "running"
     StackDir("t").forget()
 
@@ -332,7 +332,7 @@ def test_the_logs_of_a_long_run_are_bounded(base_model: Path) -> None:
             while max(file.stat().st_size for file in log_dir.glob("*.log")) >= 20_000:
                 assert time.monotonic() < deadline, "the logs were not rotated"
                 time.sleep(0.05)
-        assert len(retention.list_rotated(log_dir / "frontend.log")) == 2
+        assert len(logs.list_rotated(log_dir / "frontend.log")) == 2
         assert log_bytes() < 4 * 100 * 2000
     assert not StackDir("t").path.exists()  # keep_runs: 0
 

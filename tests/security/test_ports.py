@@ -18,9 +18,9 @@ import rollway
 from rollway import processes
 from rollway.config import load_spec
 from rollway.processes import ProcessId
-from rollway.stack import machine
-from rollway.stack.lease import Lease
-from rollway.stack.listeners import Listener, list_listeners
+from rollway.stack import preset
+from rollway.stack.doctor import Listener, list_listeners
+from rollway.stack.locks import Lease
 from rollway.stack.plan import make_kv_events_endpoint, plan_stack
 from rollway.stack.run_dir import choose_run_dir
 from rollway.stack.state import ProcessState, StackDir, StackState
@@ -51,7 +51,7 @@ def test_kv_events_use_private_unix_sockets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They hold the token ids of every prompt; no port carries them."""
-    monkeypatch.setattr(machine, "list_gpus", list)
+    monkeypatch.setattr(preset, "list_gpus", list)
     endpoints = kv_endpoints(tmp_path)
     assert len(set(endpoints)) == 3
     assert all(endpoint.startswith(f"ipc://{tmp_path}/") for endpoint in endpoints)
@@ -195,7 +195,7 @@ def can_connect(address: str, port: int) -> bool:
 @pytest.mark.stack
 def test_no_port_of_a_stack_on_nats_is_reachable_from_the_network(base_model: Path) -> None:
     for program in ("etcd", "nats-server"):
-        if machine.find_program(program) is None:
+        if preset.find_program(program) is None:
             pytest.skip(f"{program} is not installed")
     outside = outside_address()
     with rollway.up(mocker_spec(base_model, event_plane="nats", discovery="etcd")):

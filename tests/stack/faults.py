@@ -20,8 +20,9 @@ from rollway.fleet.discovery import Worker
 from rollway.fleet.report import RefitMode
 from rollway.http import Http
 from rollway.rollout.client import Rollout
+from rollway.rollout.completion import Completion
 from rollway.rollout.sampling import Sampling
-from rollway.rollout.wire import Completion, DynamoAssembly, completion_request
+from rollway.rollout.wire import DynamoAssembly, completion_request
 from tests.stack.policies import Policy
 from tests.stack.serving import LONG, TOLERANCE, first_tokens, fresh_prompt
 

@@ -17,8 +17,9 @@ import rollway
 from rollway.errors import AdminError, RequestFailed, RolloutError, UsageError
 from rollway.fleet.admin import DynamoAdmin
 from rollway.http import Http
+from rollway.rollout.completion import Completion
 from rollway.rollout.sampling import Sampling
-from rollway.rollout.wire import Completion, DynamoAssembly, completion_request
+from rollway.rollout.wire import DynamoAssembly, completion_request
 from rollway.stack.state import StackDir
 from rollway.weights.adapter import HOME
 from rollway.weights.transports.collective import CollectivePublisher

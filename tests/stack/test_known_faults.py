@@ -17,7 +17,7 @@ import pytest
 
 import rollway
 from rollway.aio import Stack
-from rollway.chaos.naive import naive_refit
+from rollway.chaos.run import naive_refit
 from rollway.errors import AdminError, RolloutError, Unreachable, UsageError
 from rollway.fleet.discovery import Worker
 from rollway.fleet.report import RefitMode

@@ -24,9 +24,9 @@ from on_two_nodes import start_two_nodes
 from safetensors.torch import load_file
 
 import rollway
-from rollway.integrations.verl.options import read_options
 from rollway.integrations.verl.publish import WeightSender
 from rollway.integrations.verl.replica import DynamoReplica
+from rollway.integrations.verl.spec import read_options
 from rollway.rollout.sampling import Sampling
 from rollway.stack.state import StackState, list_stacks
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rollway.api import up
-from rollway.bench.figures import round_floats
+from rollway.bench import round_floats
 from rollway.config import StackSpec
 from rollway.errors import NoWorkers
 from rollway.fleet.discovery import Source, Worker

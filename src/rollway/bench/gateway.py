@@ -24,8 +24,8 @@ import aiohttp
 
 from rollway import processes
 from rollway.api import up
+from rollway.bench import Say
 from rollway.bench.cheap_frontend import MODEL
-from rollway.bench.figures import Say
 from rollway.chaos.clients import Manner, Vanished, call
 from rollway.chaos.gateway_process import GatewayProcess, size_of
 from rollway.config import StackSpec

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollway.bench.figures import round_floats
+from rollway.bench import round_floats
 from rollway.errors import UsageError
 from rollway.weights.digest import checksums
 from rollway.weights.digest.changes import (

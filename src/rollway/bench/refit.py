@@ -27,7 +27,7 @@ from torch import Tensor
 
 from rollway.aio import Stack, up
 from rollway.api import make_spec
-from rollway.bench.figures import Say, round_floats
+from rollway.bench import Say, round_floats
 from rollway.errors import RolloutError
 from rollway.rollout.sampling import Sampling
 from rollway.stack.state import StackDir

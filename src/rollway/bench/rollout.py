@@ -21,7 +21,7 @@ import aiohttp
 from aiohttp import web
 
 from rollway.aio import Stack, up
-from rollway.bench.figures import Say
+from rollway.bench import Say
 from rollway.config import StackSpec
 from rollway.gateway.recorder import Recorder
 from rollway.gateway.server import Gateway, create_gateway

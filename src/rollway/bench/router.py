@@ -16,14 +16,13 @@ from itertools import product
 from typing import Any, Literal, get_args
 
 from rollway.aio import Stack, up
-from rollway.bench import router_replay
-from rollway.bench.figures import Say
-from rollway.bench.router_traffic import GROUPS_PER_WORKER, Sender, Tally, Traffic
+from rollway.bench import Say
+from rollway.bench.router_traffic import GROUPS_PER_WORKER, Sender, Tally, Traffic, replay
 from rollway.config import StackSpec, load_spec
 from rollway.errors import NoWorkers, UsageError
 from rollway.fleet.fleet import Fleet
 from rollway.http import Http
-from rollway.stack import machine
+from rollway.stack import preset
 from rollway.stack.doctor import list_installed_versions
 
 Routing = Literal["round_robin", "kv", "rollway"]
@@ -97,7 +96,7 @@ async def bench_live(
 def bench_replay(counts: Sequence[int], groups: int | None, say: Say) -> list[Figures]:
     rows = []
     for workers, routing in product(counts, ROUTINGS):
-        tally = router_replay.replay(groups or GROUPS_PER_WORKER * workers, workers, routing)
+        tally = replay(groups or GROUPS_PER_WORKER * workers, workers, routing)
         rows.append(_make_figures(tally, workers, routing))
         say(f"replay: {_format(rows[-1])}")
     return rows
@@ -162,9 +161,9 @@ def _get_hit_rate(part: list[Figures]) -> float | None:
 
 
 def _describe_machine() -> dict[str, Any]:
-    total, _ = machine.read_memory()
+    total, _ = preset.read_memory()
     return {
-        "cores": machine.count_cores(),
+        "cores": preset.count_cores(),
         "memory_gib": round(total / 2**30, 1),
         "load_average": round(os.getloadavg()[0], 2),
         "processor": platform.machine(),

@@ -3,6 +3,9 @@
 The same prompts go through verl's `AgentLoopManager` and `LLMServerManager` to
 `rollout.name=dynamo`. Arms with the same router mode alternate in one stack, whose caches are
 cleared before every batch, as for new weights. The engines count the hits of each request.
+
+Rollouts of a prompt share all of it; prompts share a system prompt. The tokenizer has one token per
+byte, so characters are tokens. verl's environment imports this module for the prompts.
 """
 
 from __future__ import annotations
@@ -20,13 +23,73 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from random import Random
 from typing import Any
 
-from rollway.bench import verl_traffic as traffic
-from rollway.bench.verl_traffic import Batch, Load
+from rollway.demo.task import INSTRUCTION
 from rollway.errors import RollwayError, UsageError
-from rollway.integrations.verl.options import Affinity
-from rollway.integrations.verl.request_log import RequestRecord, read_log
+from rollway.integrations.verl.requests import RequestRecord, read_log
+from rollway.integrations.verl.spec import Affinity
+
+ROLLOUTS = 8
+"""Rollouts of each prompt."""
+TURNS = 4
+SYSTEM_TOKENS = 256
+QUESTION_TOKENS = 384
+"""Tokens before the instruction, which has 137."""
+OBSERVATION_TOKENS = 96
+TOOL = "look_up"
+TOOL_SECONDS = 0.25
+"""Average duration of a call."""
+LONGEST_PROMPT = 832
+LONGEST_RESPONSE = 1024
+"""Of all turns and observations; a turn has 9 tokens on average, and sometimes 60."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The number of prompts in a batch."""
+
+    name: str
+    prompts: int
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One batch of a load. Its prompts differ from those of other batches, and every arm gets the
+    same ones."""
+
+    load: Load
+    number: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.load.name}-{self.number}"
+
+    def messages(self) -> list[list[dict[str, str]]]:
+        """Return the first messages of each rollout; rollouts of a prompt are adjacent."""
+        return [
+            _make_messages(f"{self.name}/{prompt}", start=prompt % 10)
+            for prompt in range(self.load.prompts)
+            for _ in range(ROLLOUTS)
+        ]
+
+
+def _make_messages(name: str, start: int) -> list[dict[str, str]]:
+    question = f"{make_text(name, QUESTION_TOKENS)}\n{INSTRUCTION}{start}"
+    return [
+        {"role": "system", "content": make_text("system", SYSTEM_TOKENS - 1) + "\n"},
+        {"role": "user", "content": question},
+    ]
+
+
+def make_text(seed: str, length: int) -> str:
+    """Return text of this length, always the same for a seed."""
+    rng = Random(seed)
+    text = ""
+    while len(text) < length:
+        text += "".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randrange(2, 9))) + " "
+    return text[:length]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +175,8 @@ class VerlReport:
             "workers": WORKERS,
             "cache_blocks": CACHE_BLOCKS,
             "loads": {load.name: load.prompts for load in LOADS},
-            "rollouts": traffic.ROLLOUTS,
-            "turns": traffic.TURNS,
+            "rollouts": ROLLOUTS,
+            "turns": TURNS,
             "rows": [
                 {
                     "arm": row.arm,
@@ -253,8 +316,8 @@ def list_overrides(router_mode: str, model: Path, directory: Path) -> list[tuple
     multi_turn = f"{rollout}.multi_turn"
     return [
         ("actor_rollout_ref.model.path", model),
-        ("data.max_prompt_length", traffic.LONGEST_PROMPT),
-        ("data.max_response_length", traffic.LONGEST_RESPONSE),
+        ("data.max_prompt_length", LONGEST_PROMPT),
+        ("data.max_response_length", LONGEST_RESPONSE),
         (f"{rollout}.name", "dynamo"),
         (f"{rollout}.nnodes", 1),
         (f"{rollout}.n_gpus_per_node", WORKERS),
@@ -265,9 +328,9 @@ def list_overrides(router_mode: str, model: Path, directory: Path) -> list[tuple
         (f"{rollout}.calculate_log_probs", True),
         (f"{rollout}.agent.num_workers", 1),
         (f"{multi_turn}.enable", True),
-        (f"{multi_turn}.format", traffic.TOOL),
+        (f"{multi_turn}.format", TOOL),
         (f"{multi_turn}.function_tool_path", Path(__file__).with_name("verl_tool.py")),
-        (f"{multi_turn}.max_assistant_turns", traffic.TURNS),
+        (f"{multi_turn}.max_assistant_turns", TURNS),
         (f"{dynamo}.python", sys.executable),
         (f"{dynamo}.log_dir", directory / "logs"),
         (f"{dynamo}.request_log", directory / "answers.jsonl"),

@@ -23,7 +23,7 @@ from verl.experimental.agent_loop import AgentLoopManager
 from verl.protocol import DataProto
 from verl.workers.rollout.llm_server import LLMServerManager
 
-from rollway.bench.verl_traffic import Batch, Load
+from rollway.bench.verl import Batch, Load
 
 
 def main() -> None:

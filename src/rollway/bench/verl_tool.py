@@ -15,7 +15,7 @@ from typing import Any
 from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
 from verl.tools.function_tool import function_tool
 
-from rollway.bench.verl_traffic import OBSERVATION_TOKENS, TOOL, TOOL_SECONDS, make_text
+from rollway.bench.verl import OBSERVATION_TOKENS, TOOL, TOOL_SECONDS, make_text
 
 
 @ToolParser.register(TOOL)

@@ -61,16 +61,16 @@ class Ledger:
     deleted: set[str] = field(default_factory=set)
     """Sessions whose deletion was acknowledged; they never come back."""
     requests: int = 0
-    acknowledged: int = 0
-    streamed: int = 0
+    acknowledged_turns: int = 0
+    streamed_turns: int = 0
     not_recorded: int = 0
     """Answers that say so, because their session was deleted meanwhile."""
-    vanished: int = 0
-    slow: int = 0
-    cut: int = 0
+    vanished_clients: int = 0
+    slow_clients: int = 0
+    cut_requests: int = 0
     """Requests whose connection ended first, because the gateway was killed."""
     hangs: int = 0
-    unexpected: int = 0
+    unexpected_answers: int = 0
     statuses: Counter[int] = field(default_factory=Counter)
     examples: list[str] = field(default_factory=list)
 
@@ -214,7 +214,7 @@ class Agents:
             episode.unsure = True
             return
         if reply.status == 404 and episode.acknowledged and not episode.unsure:
-            self.ledger.unexpected += 1
+            self.ledger.unexpected_answers += 1
             self.ledger.note(f"{episode.name} was gone before it was deleted")
         if reply.status in (200, 404):
             self.ledger.drop(episode)
@@ -288,11 +288,11 @@ class Agents:
             await asyncio.sleep(0.1)  # like a client before a retry
 
     def _acknowledge(self, episode: Episode, answer: Answer, stream: bool) -> None:
-        self.ledger.streamed += stream
+        self.ledger.streamed_turns += stream
         if not answer.recorded:
             self.ledger.not_recorded += 1
         elif answer.bundle is not None:
-            self.ledger.acknowledged += 1
+            self.ledger.acknowledged_turns += 1
             episode.acknowledged.append(answer.bundle)
 
     def _judge_status(self, answer: Answer) -> bool:
@@ -300,7 +300,7 @@ class Agents:
         self.ledger.statuses[answer.status] += 1
         good = answer.status == 200 and not answer.trouble
         if answer.trouble or answer.status not in _EXPECTED or (good and answer.bundle is None):
-            self.ledger.unexpected += 1
+            self.ledger.unexpected_answers += 1
             self.ledger.note(f"unexpected answer {answer.status}: {answer.trouble}")
             return False
         return good
@@ -328,9 +328,9 @@ class Agents:
             ledger.hangs += 1
             ledger.note(f"{method} {path} of {session} took more than {self._bound:g} s")
         except Vanished:
-            ledger.vanished += 1
+            ledger.vanished_clients += 1
         except (OSError, EOFError):
-            ledger.cut += 1
+            ledger.cut_requests += 1
             await asyncio.sleep(0.5)
         finally:
             self._busy -= 1
@@ -346,7 +346,7 @@ class Agents:
         if self._shows(VANISHED):
             return Manner(vanish="request" if self._random.random() < 0.3 else "answer")
         if self._shows(SLOW):
-            self.ledger.slow += 1
+            self.ledger.slow_clients += 1
             if self._random.random() < 0.5:
                 return Manner(send_pause=0.05)
             return Manner(read_pause=0.0005)

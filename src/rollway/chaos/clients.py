@@ -6,6 +6,8 @@ They send one request per connection over plain sockets, because an HTTP library
 from __future__ import annotations
 
 import asyncio
+import http.client
+import io
 import socket
 import struct
 from collections.abc import Mapping
@@ -77,13 +79,16 @@ async def call(
         raise
     try:
         await _send(writer, _head(address, method, path, len(body), headers or {}), body, manner)
-        status, fields = await _read_head(reader)
+        try:
+            head = await reader.readuntil(b"\r\n\r\n")
+        except asyncio.LimitOverrunError as error:
+            raise OSError("the head of the answer is too long") from error
         first = await reader.read(1)
         if begun is not None:
             begun.set()
         if manner.vanish == "answer":
             _reset(writer)
-        return Reply(status, _unpack(fields, first + await _read_rest(reader, manner.read_pause)))
+        return _parse(head + first + await _read_rest(reader, manner.read_pause))
     finally:
         writer.transport.abort()
 
@@ -122,19 +127,6 @@ def _reset(writer: asyncio.StreamWriter) -> None:
     raise Vanished
 
 
-async def _read_head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
-    try:
-        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
-    except asyncio.LimitOverrunError as error:
-        raise OSError("the head of the answer is too long") from error
-    first, *lines = head.strip().split("\r\n")
-    fields = {}
-    for line in lines:
-        name, _, value = line.partition(":")
-        fields[name.strip().lower()] = value.strip()
-    return int(first.split(" ")[1]), fields
-
-
 async def _read_rest(reader: asyncio.StreamReader, pause: float) -> bytes:
     if not pause:
         return await reader.read(-1)
@@ -145,18 +137,21 @@ async def _read_rest(reader: asyncio.StreamReader, pause: float) -> bytes:
     return b"".join(parts)
 
 
-def _unpack(fields: Mapping[str, str], raw: bytes) -> bytes:
-    """Return the body without its framing; raise EOFError if a part is missing."""
-    if fields.get("transfer-encoding", "").lower() != "chunked":
-        if len(raw) != int(fields.get("content-length", len(raw))):
-            raise EOFError("the answer was cut")
-        return raw
-    body = b""
-    while True:
-        size, mark, raw = raw.partition(b"\r\n")
-        count = int(size, 16) if mark else -1
-        if count < 0 or len(raw) < count + 2:
-            raise EOFError("the answer was cut")
-        if count == 0:
-            return body
-        body, raw = body + raw[:count], raw[count + 2 :]
+class _Received:
+    """Bytes that were received, as `http.client` reads them from a socket."""
+
+    def __init__(self, raw: bytes) -> None:
+        self._raw = raw
+
+    def makefile(self, mode: str) -> io.BytesIO:
+        return io.BytesIO(self._raw)
+
+
+def _parse(raw: bytes) -> Reply:
+    """Parse a whole answer; raise EOFError if a part is missing."""
+    response = http.client.HTTPResponse(_Received(raw))  # type: ignore[arg-type]
+    try:
+        response.begin()
+        return Reply(response.status, response.read())
+    except http.client.HTTPException as error:
+        raise EOFError("the answer was cut") from error

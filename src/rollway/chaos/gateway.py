@@ -1,4 +1,4 @@
-"""`rollway chaos --gateway`: breaks the gateway under many agents, and checks every turn.
+"""`rollway chaos --gateway`: break the gateway under many agents, and check every turn.
 
 In a round, agents talk while one fault is injected. Then the gateway is killed and restarted on the
 same journal, and everything that agents received is compared with what a trainer can fetch. Chaos
@@ -21,9 +21,8 @@ from typing import Any
 from rollway import processes
 from rollway.api import up
 from rollway.chaos.agents import BEHAVIOURS, CALM, Agents, Ledger
-from rollway.chaos.gateway_process import GatewayProcess, size_of
+from rollway.chaos.gateway_process import GatewayProcess, SmallDisk, size_of
 from rollway.chaos.judge import Decode, Verdict, judge
-from rollway.chaos.small_disk import SmallDisk
 from rollway.config import StackSpec
 from rollway.errors import RollwayError, StartError
 from rollway.rollout.sequence import TokenSequence
@@ -169,10 +168,9 @@ class GatewayChaos:
         async with AsyncExitStack() as exits:
             await self._open(exits)
             try:
-                for number, fault in enumerate(self._faults(), start=1):
+                for number, fault in enumerate([*self._faults(), CALM], start=1):
                     self.report.detail.append(GatewayRound(number, fault))
                     await self._round(self.report.detail[-1])
-                await self._calm_round()
             except RollwayError as error:  # report what was checked until then
                 self.report.detail[-1].error = error.message
                 self.report.hangs += 1
@@ -239,47 +237,37 @@ class GatewayChaos:
             faults += cycle
         return faults[: self.options.rounds]
 
-    async def _calm_round(self) -> None:
-        """Check a gateway that was not killed: what it keeps in memory."""
-        entry = GatewayRound(len(self.report.detail) + 1, CALM, struck=True)
-        self.report.detail.append(entry)
-        began, before = time.monotonic(), self.ledger.acknowledged
-        self.agents.emphasis = CALM
-        self.agents.release()
-        await self._wait_for_turns(2 * self.options.agents)
-        self.agents.hold()
-        await self.agents.wait_idle()
-        self._measure()
-        await self._judge(entry)
-        entry.turns = self.ledger.acknowledged - before
-        entry.seconds = round(time.monotonic() - began, 1)
-
     async def _round(self, entry: GatewayRound) -> None:
+        """Have the agents talk while a fault strikes, then kill and restart the gateway, and check
+        what it kept. The calm round has no fault and no kill: it checks what is in memory."""
         self.progress(f"round {entry.number}: {entry.fault}")
-        began, before = time.monotonic(), self.ledger.acknowledged
+        began, before = time.monotonic(), self.ledger.acknowledged_turns
+        is_calm = entry.fault == CALM
         self.agents.emphasis = entry.fault if entry.fault in BEHAVIOURS else CALM
-        marker = self._behaviour_count(entry.fault)
+        count = self._behaviour_count(entry.fault)
         self.agents.release()
         await self._wait_for_turns(2 * self.options.agents)
         if entry.fault == FULL_DISK:
             await self._fill_disk(entry)
         elif entry.fault == KILL:
             await self._restart()
-            entry.struck = True
-        else:
-            await self._wait_until(lambda: self._behaviour_count(entry.fault) >= marker + 3)
-            entry.struck = True
-        await self._wait_for_turns(2 * self.options.agents)
+        elif not is_calm:
+            await self._wait_until(lambda: self._behaviour_count(entry.fault) >= count + 3)
+        entry.struck = entry.struck or entry.fault != FULL_DISK
+        if not is_calm:
+            await self._wait_for_turns(2 * self.options.agents)
         self.agents.hold()
-        await self._restart()
+        if not is_calm:
+            await self._restart()
         await self.agents.wait_idle()
+        self._measure()
         await self._judge(entry)
-        entry.turns = self.ledger.acknowledged - before
+        entry.turns = self.ledger.acknowledged_turns - before
         entry.seconds = round(time.monotonic() - began, 1)
 
     def _behaviour_count(self, fault: str) -> int:
         ledger = self.ledger
-        counts = (len(ledger.deleted), ledger.slow, ledger.vanished)
+        counts = (len(ledger.deleted), ledger.slow_clients, ledger.vanished_clients)
         return dict(zip(BEHAVIOURS, counts, strict=True)).get(fault, 0)
 
     async def _fill_disk(self, entry: GatewayRound) -> None:
@@ -314,16 +302,14 @@ class GatewayChaos:
 
     async def _wait_for_turns(self, count: int) -> None:
         """Wait for that many more acknowledged turns; raise if they do not arrive."""
-        target = self.ledger.acknowledged + count
-        if not await self._wait_until(lambda: self.ledger.acknowledged >= target):
+        target = self.ledger.acknowledged_turns + count
+        if not await self._wait_until(lambda: self.ledger.acknowledged_turns >= target):
             raise RollwayError(
                 f"The agents got fewer than {count} turns within {self.options.bound:g} s."
             )
 
-    async def _wait_until(
-        self, condition: Callable[[], bool], seconds: float | None = None
-    ) -> bool:
-        deadline = time.monotonic() + (seconds or self.options.bound)
+    async def _wait_until(self, condition: Callable[[], bool]) -> bool:
+        deadline = time.monotonic() + self.options.bound
         while not condition():
             self.agents.raise_failures()
             if time.monotonic() > deadline:
@@ -366,17 +352,14 @@ class GatewayChaos:
         rounds = [entry for entry in report.detail if entry.fault != CALM]
         report.rounds = len(rounds)
         report.faults = dict(Counter(entry.fault for entry in rounds if entry.struck))
-        report.requests = ledger.requests
-        report.acknowledged_turns = ledger.acknowledged
-        report.streamed_turns = ledger.streamed
+        for name in (
+            "requests", "acknowledged_turns", "streamed_turns", "unexpected_answers",
+            "not_recorded", "slow_clients", "vanished_clients", "cut_requests",
+        ):  # fmt: skip
+            setattr(report, name, getattr(ledger, name))
         report.hangs += ledger.hangs
-        report.unexpected_answers = ledger.unexpected
         report.answers_on_full_disk = ledger.statuses[507]
-        report.not_recorded = ledger.not_recorded
         report.deleted_sessions = len(ledger.deleted)
-        report.slow_clients = ledger.slow
-        report.vanished_clients = ledger.vanished
-        report.cut_requests = ledger.cut
         report.statuses = {str(status): n for status, n in sorted(ledger.statuses.items())}
         report.examples = [*ledger.examples, *report.examples][:20]
 

@@ -1,4 +1,4 @@
-"""Checks the gateway's promises: compares what agents know with what a trainer fetches.
+"""Check the gateway's promises: compare what agents know with what a trainer fetches.
 
 Every acknowledged turn is in exactly one trajectory as trainable tokens, byte for byte. No
 trajectory has messages that no agent sent in this order. No deleted session is back.

@@ -1,6 +1,6 @@
 """The control of `rollway chaos --gateway`: a gateway whose recorder makes the old mistakes.
 
-    python -m rollway.chaos.old_journal gateway …        # as `rollway gateway …`
+    python -m rollway.chaos.old_journal gateway STACK --journal FILE --port PORT
 
 A short write counts as complete, and the next line is appended to it. A parent is a position among
 the turns of a session, so every turn after a lost line continues the wrong one. A turn in flight
@@ -10,26 +10,27 @@ full disk.
 
 from __future__ import annotations
 
+import argparse
+import asyncio
 import json
-import sys
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from rollway import cli
 from rollway.errors import UsageError
-from rollway.gateway import command
-from rollway.gateway.recorder import Session, Turn
+from rollway.gateway.access import Access
+from rollway.gateway.command import GatewayOptions, serve
+from rollway.gateway.recorder import Recorder, Session, Turn
 
 
-class OldRecorder:
+class OldRecorder(Recorder):
     """A recorder with the old journal."""
 
     def __init__(self, journal: Path, **options: Any) -> None:
-        self.sessions: dict[str, Session] = {}
-        self.lost = 0
+        super().__init__(None)
         try:
             if journal.exists():
                 self._read(journal)
@@ -41,18 +42,11 @@ class OldRecorder:
     def open(self, name: str) -> Session:
         return self.sessions.setdefault(name, Session(name))
 
-    def add(self, session: Session, turn: Turn) -> bool:
-        self._file.write(_line(session, turn))  # ignores how much was written
-        self.open(turn.session).add(turn)  # also if it was deleted meanwhile
-        return True
-
     def add_all(self, session: Session, turns: Sequence[Turn]) -> bool:
         for turn in turns:
-            self.add(session, turn)
+            self._file.write(_line(session, turn))  # ignores how much was written
+            self.open(turn.session).add(turn)  # also if it was deleted meanwhile
         return True
-
-    async def add_async(self, session: Session, turns: Sequence[Turn]) -> bool:
-        return self.add_all(session, turns)
 
     def forget(self, name: str) -> bool:
         if self.sessions.pop(name, None) is None:
@@ -60,10 +54,8 @@ class OldRecorder:
         self._file.write(json.dumps({"forgotten": name}).encode() + b"\n")
         return True
 
-    async def forget_async(self, name: str) -> bool:
-        return self.forget(name)
-
     def close(self) -> None:
+        super().close()
         self._file.close()
 
     def _read(self, journal: Path) -> None:
@@ -98,6 +90,17 @@ def _line(session: Session, turn: Turn) -> bytes:
     return json.dumps(entry).encode() + b"\n"
 
 
+def main() -> None:
+    """Serve with the old journal; takes those arguments of `rollway gateway` that chaos uses."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("command", choices=["gateway"])
+    parser.add_argument("stack")
+    parser.add_argument("--journal", type=Path)
+    parser.add_argument("--port", type=int)
+    arguments = parser.parse_args()
+    options = GatewayOptions(arguments.stack, port=arguments.port, journal=arguments.journal)
+    asyncio.run(serve(options, Access.from_environment(os.environ), recorder_type=OldRecorder))
+
+
 if __name__ == "__main__":
-    vars(command)["Recorder"] = OldRecorder
-    sys.exit(cli.main())
+    main()

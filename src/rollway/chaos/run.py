@@ -23,17 +23,16 @@ from typing import Any
 
 from rollway import processes
 from rollway.aio import Stack, up
-from rollway.chaos.faults import WHERE, Injector, ResettingHttp, Strike
-from rollway.chaos.joiner import Joiner
-from rollway.chaos.naive import NaiveBook, naive_refit
-from rollway.chaos.policies import Policies
-from rollway.chaos.traffic import BUSY_SECONDS, CALM_SECONDS, Traffic
+from rollway.chaos.faults import WHERE, Injector, Joiner, ResettingHttp, Strike
+from rollway.chaos.traffic import BUSY_SECONDS, CALM_SECONDS, Policies, Traffic
 from rollway.config import AdminTimeouts, StackSpec
 from rollway.errors import RefitError, RollwayError, UsageError
-from rollway.fleet.admin import DynamoAdmin
+from rollway.fleet.admin import AdminAPI, DynamoAdmin, call_all
+from rollway.fleet.discovery import Worker
 from rollway.fleet.fleet import Fleet
 from rollway.fleet.report import RefitMode
 from rollway.stack.state import StackDir
+from rollway.versions import FleetVersions, Ticket
 
 MODES: tuple[RefitMode, ...] = ("pause-all", "in-flight", "rolling")
 TIMEOUTS = AdminTimeouts(probe=5.0, pause=10.0, update=20.0)
@@ -334,9 +333,37 @@ class Chaos:
         report.stale_tokens = ledger.stale_tokens
         report.wrong_logprobs = ledger.wrong_logprobs
         # Lost: calls without a result or an error, cut answers, and calls that never ended.
-        report.lost_rollouts = ledger.lost_calls + ledger.cut + ledger.issued - ledger.accounted
+        report.lost_rollouts = ledger.lost_calls + ledger.cut + ledger.issued - ledger.outcomes
         report.hangs += ledger.hangs
         report.rollouts = ledger.issued
         report.rollout_errors = dict(ledger.errors)
         report.spans_per_rollout = {str(k): v for k, v in sorted(ledger.spans.items())}
         report.examples = ledger.examples
+
+
+# --- the control: refits as in Dynamo's own guide, without any protection of Rollway -------------
+
+
+class NaiveBook(FleetVersions):
+    """Attributes every answer to the current version."""
+
+    def ticket(self, version: int | None = None) -> Ticket:
+        return Ticket(self.current, None, None, self.epoch)
+
+    def attributes_to(self, ticket: Ticket, worker: int | None) -> bool:
+        return True
+
+
+async def naive_refit(fleet: Fleet, version: int, path: Path) -> None:
+    """Pause with requests and cache kept, load, and resume, without any check. If chaos finds no
+    stale token here, it could not find any."""
+    admin: AdminAPI = fleet.admin
+    workers = [worker for worker in await fleet.workers() if worker.error is None]
+
+    async def move(worker: Worker) -> None:
+        await admin.pause(worker, "keep", clear_cache=False)
+        await admin.update_from_disk(worker, path, version)
+        await admin.resume(worker)
+
+    await call_all(workers, move)
+    fleet.versions.current = version

@@ -1,12 +1,51 @@
-"""The `rollway` command: `grammar.py` has the arguments, a module each group of commands."""
+"""The `rollway` command: `grammar.py` has the arguments, a module each group of commands.
+
+Results go to stdout, progress and errors to stderr. Exit codes: 0 done, 1 something failed, 2 the
+input was wrong, 130 interrupted.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import sys
 from collections.abc import Sequence
+from importlib import import_module
+
+from rollway.cli.grammar import make_parser
+from rollway.errors import RollwayError, StartError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return its exit status."""
-    from rollway.cli.root import run_command
+    parser = make_parser()
+    options = parser.parse_args(arguments)
+    if "command" not in options:
+        parser.print_help()
+        return 2
+    try:
+        module, _, function = options.command.partition(":")
+        status: int = getattr(import_module(f"rollway.cli.{module}"), function)(options)
+        return status
+    except RollwayError as error:
+        return _fail(error, as_json=options.json)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader (head, less) closed the pipe. Python flushes stdout at exit and would complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        cause = f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")
+        hint = "Check the path and its permissions."
+        return _fail(RollwayError(f"The system refused: {cause}.", hint), as_json=options.json)
 
-    return run_command(arguments)
+
+def _fail(error: RollwayError, *, as_json: bool) -> int:
+    if as_json:
+        print(json.dumps(error.as_json()))
+    if isinstance(error, StartError) and error.log_tail:
+        print(f"{error.log_tail}\n", file=sys.stderr)
+    print(f"rollway: {error}", file=sys.stderr)
+    return error.exit_code

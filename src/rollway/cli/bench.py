@@ -6,24 +6,23 @@ import argparse
 import asyncio
 import tempfile
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rollway.api import make_spec
-from rollway.cli.grammar import get_spec_file
-from rollway.cli.output import print_json, print_progress
+from rollway.cli.output import get_spec_file, print_json, print_progress, print_result, print_table
 from rollway.config import StackSpec
-from rollway.errors import UsageError
-from rollway.extras import require
+from rollway.errors import UsageError, require
+
+if TYPE_CHECKING:
+    from rollway.bench.verl import ArmFigures, VerlReport
 
 
 def _print_figures(
-    options: argparse.Namespace, figures: Any, to_text: Callable[[Any], str]
+    options: argparse.Namespace, figures: dict[str, Any], to_text: Callable[[Any], str]
 ) -> None:
-    if options.json:
-        print_json(figures)
-    else:
-        print(to_text(figures))
+    print_result(options, figures, lambda result: print(to_text(result)))
 
 
 def _read_spec(options: argparse.Namespace) -> StackSpec | None:
@@ -31,9 +30,14 @@ def _read_spec(options: argparse.Namespace) -> StackSpec | None:
     from rollway.demo.model import demo_path
 
     file = get_spec_file(options)
-    if file is None:
-        return None
-    return make_spec(file, overrides=[*demo_path(file), *options.set])
+    return make_spec(file, overrides=[*demo_path(file), *options.set]) if file else None
+
+
+def _build_demo_model() -> Path:
+    from rollway.demo.model import build_base
+    from rollway.stack.preset import cache_dir
+
+    return build_base(cache_dir() / "demo")
 
 
 def fleet(options: argparse.Namespace) -> int:
@@ -49,15 +53,6 @@ def fleet(options: argparse.Namespace) -> int:
 
     _print_figures(options, asyncio.run(bench_fleet(spec)).as_json(), to_text)
     return 0
-
-
-def router(options: argparse.Namespace) -> int:
-    from rollway.bench import router_command
-
-    options.stack = get_spec_file(options)
-    if options.stack is not None and not options.no_live:
-        require("torch", "transformers")
-    return router_command.run_command(options)
 
 
 def refit(options: argparse.Namespace) -> int:
@@ -93,10 +88,8 @@ def _describe_refits(figures: dict[str, Any]) -> str:
 def rollout(options: argparse.Namespace) -> int:
     require("torch", "transformers", "openai")
     from rollway.bench.rollout import RolloutFigures, bench_gateway, bench_rollout
-    from rollway.demo.model import build_base
-    from rollway.stack.preset import cache_dir
 
-    path = str(build_base(cache_dir() / "demo"))
+    path = str(_build_demo_model())
     # A mocker that answers as fast as it can, so that the clients are measured.
     mocked = {"max-model-len": 40_000, "speedup-ratio": 1000.0}
     real = {"dtype": "float32", "max-model-len": 2048, "max-num-seqs": 64}
@@ -118,23 +111,22 @@ def rollout(options: argparse.Namespace) -> int:
 
 
 def _describe_rollouts(figures: dict[str, Any]) -> str:
-    lines = []
-    for entry in figures["clients"]:
-        lines.append(
-            f"{entry['engine']}, {entry['load']}: {entry['requests_per_second']['rollway']} "
-            f"requests/s, {entry['ratio_to_bare']} of bare, {entry['ratio_to_openai']} of openai"
-        )
-    for engine, entry in figures["engines"].items():
-        lines.append(
-            f"{engine}, all loads: {entry['ratio_to_bare']} of bare, {entry['ratio_to_openai']} of "
-            f"openai, which needs {entry['cpu_ratio_to_openai']} times the CPU"
-        )
-    for entry in figures["gateway"]:
-        lines.append(
-            f"gateway, {entry['sessions']} sessions, {entry['prompt_tokens']} tokens: "
-            f"{entry['overhead_ms']} ms more per request"
-        )
-    return "\n".join(lines)
+    clients = [
+        f"{entry['engine']}, {entry['load']}: {entry['requests_per_second']['rollway']} "
+        f"requests/s, {entry['ratio_to_bare']} of bare, {entry['ratio_to_openai']} of openai"
+        for entry in figures["clients"]
+    ]
+    engines = [
+        f"{engine}, all loads: {entry['ratio_to_bare']} of bare, {entry['ratio_to_openai']} of "
+        f"openai, which needs {entry['cpu_ratio_to_openai']} times the CPU"
+        for engine, entry in figures["engines"].items()
+    ]
+    gateways = [
+        f"gateway, {entry['sessions']} sessions, {entry['prompt_tokens']} tokens: "
+        f"{entry['overhead_ms']} ms more per request"
+        for entry in figures["gateway"]
+    ]
+    return "\n".join(clients + engines + gateways)
 
 
 def gateway(options: argparse.Namespace) -> int:
@@ -144,27 +136,18 @@ def gateway(options: argparse.Namespace) -> int:
         )
     require("torch", "transformers")
     from rollway.bench.gateway import bench_gateway_load, format_figures
-    from rollway.demo.model import build_base
-    from rollway.stack.preset import cache_dir
 
     load = asyncio.run(
         bench_gateway_load(
             _read_spec(options),
             requests=options.requests,
             agents=options.agents,
-            tokenizer=str(build_base(cache_dir() / "demo")),
+            tokenizer=str(_build_demo_model()),
             say=print_progress,
         )
     )
     _print_figures(options, load.as_json(), format_figures)
     return 0 if load.flat else 1
-
-
-def verl(options: argparse.Namespace) -> int:
-    require("torch", "transformers", "dynamo")
-    from rollway.bench import verl_command
-
-    return verl_command.run_command(options)
 
 
 def plan(options: argparse.Namespace) -> int:
@@ -179,3 +162,141 @@ def gpu(options: argparse.Namespace) -> int:
     from rollway.bench.gpu import run_command
 
     return run_command(options)
+
+
+# --- router ----------------------------------------------------------------------------------
+
+
+def router(options: argparse.Namespace) -> int:
+    from rollway.bench.router import RouterReport, bench_live, bench_replay
+
+    counts = parse_counts(options.workers)
+    if options.groups is not None and options.groups < 1:
+        raise UsageError(f"--groups is {options.groups}.", "Give at least 1.")
+    live = get_spec_file(options) is not None and not options.no_live
+    if not live and options.no_replay:
+        raise UsageError("There is nothing to measure.", "Give a stack file, or drop --no-replay.")
+
+    def say(message: str) -> None:
+        if not options.quiet:
+            print_progress(message)
+
+    report = RouterReport()
+    if live:
+        require("torch", "transformers")
+        spec = _read_spec(options)
+        assert spec is not None
+        report.live = asyncio.run(bench_live(spec, counts, options.groups, say))
+    if not options.no_replay:
+        report.replay = bench_replay(counts, options.groups, say)
+    print_result(options, report.as_json(), _print_routings)
+    return 0
+
+
+def parse_counts(text: str) -> list[int]:
+    numbers = [number.strip() for number in text.split(",")]
+    if not all(number.isdigit() and int(number) > 0 for number in numbers):
+        raise UsageError(
+            f"`--workers {text}` is not a list of numbers.", "Give, for example, 4,32."
+        )
+    return [int(number) for number in numbers]
+
+
+def _print_routings(report: dict[str, Any]) -> None:
+    columns = ("", "workers", "routing", "hits", "first token, mean", "makespan", "requests")
+    rows = (
+        (
+            part,
+            str(figures["workers"]),
+            figures["routing"],
+            f"{figures['hit_rate']:.3f}",
+            f"{figures['ttft_mean_seconds']:.3f} s",
+            f"{figures['makespan_seconds']:.2f} s",
+            str(figures["requests"]),
+        )
+        for part in ("live", "replay")
+        for figures in report[part]
+    )
+    print_table(columns, rows, text_columns=3)
+    for name in ("preset_hit_rate_at_32", "preset_worst_ratio", "preset_never_slower"):
+        print(f"{name.replace('_', ' ')}: {report[name]}")
+
+
+# --- verl ------------------------------------------------------------------------------------
+
+_VERL_COLUMNS = (
+    *("load", "affinity", "prefix hits", "first turns", "later turns", "with its group"),
+    *("ms per token", "against off"),
+)
+BEGIN, END = "<!-- rollway bench verl -->", "<!-- end -->"
+"""Lines around the table in the docs."""
+
+
+def verl(options: argparse.Namespace) -> int:
+    require("torch", "transformers", "dynamo")
+    from rollway.bench.verl import ARMS, bench_verl
+    from rollway.demo.model import copy_bare
+
+    known = [arm.name for arm in ARMS]
+    names = [name.strip() for name in options.arms.split(",")] if options.arms else known
+    for name in names:
+        if name not in known:
+            raise UsageError(f"There is no arm `{name}`.", f"Arms are: {', '.join(known)}.")
+    arms = [arm for arm in ARMS if arm.name in names]
+    if options.write is not None:
+        replace_table(options.write.read_text(), "")  # raises before the long measurement
+    with ExitStack() as cleanup:
+        scratch = options.keep or Path(
+            cleanup.enter_context(tempfile.TemporaryDirectory(prefix="rollway-bench-"))
+        )
+        scratch = scratch.resolve()
+        scratch.mkdir(parents=True, exist_ok=True)
+        model = scratch / "model"
+        if not model.is_dir():
+            copy_bare(_build_demo_model(), model)
+        report = bench_verl(options.verl_python.absolute(), model, scratch, arms, print_progress)
+    if options.write is not None:
+        options.write.write_text(replace_table(options.write.read_text(), format_markdown(report)))
+    if options.json:
+        print_json(report.as_json())
+    else:
+        rows = (_format_arm(report, row) for row in report.rows)
+        print_table(_VERL_COLUMNS, rows, text_columns=2)
+    return 0
+
+
+def format_markdown(report: VerlReport) -> str:
+    lines = ["|" + "|".join(f" {name} " for name in _VERL_COLUMNS) + "|"]
+    lines.append("|---|---|" + "---:|" * (len(_VERL_COLUMNS) - 2))
+    lines += ["| " + " | ".join(_format_arm(report, row)) + " |" for row in report.rows]
+    return "\n".join(lines)
+
+
+def replace_table(text: str, table: str) -> str:
+    """Replace the table between the marker lines of a document."""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise UsageError(
+            "The document has no place for the table.", f"Add the lines {BEGIN} and {END}."
+        )
+    return f"{before}{BEGIN}\n\n{table}\n\n{END}{after}"
+
+
+def _format_arm(report: VerlReport, row: ArmFigures) -> tuple[str, ...]:
+    from rollway.bench.verl import LOADS
+
+    prompts = next(load.prompts for load in LOADS if load.name == row.load)
+    low, high = row.spread("hit_rate")
+    fast, slow = row.spread("ms_per_token")
+    ratio = report.time_ratio(row)
+    return (
+        f"{prompts} prompts, {row.load}",
+        row.arm,
+        f"{row.mean('hit_rate'):.3f} ({low:.3f} to {high:.3f})",
+        f"{row.mean('first_turns'):.3f}",
+        f"{row.mean('later_turns'):.3f}",
+        f"{row.mean('together'):.2f}",
+        f"{row.mean('ms_per_token'):.2f} ({fast:.2f} to {slow:.2f})",
+        "" if ratio is None else f"{ratio:.2f}",
+    )

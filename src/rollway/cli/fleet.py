@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import rollway
-from rollway.cli.output import print_json, print_progress, print_table
+from rollway.cli.output import print_json, print_progress, print_result, print_table
 from rollway.config import AdminTimeouts
 from rollway.errors import RefitError, RollwayError, UsageError
 from rollway.fleet.discovery import Worker
@@ -22,23 +22,20 @@ def ls(options: argparse.Namespace) -> int:
     with _attach(options) as fleet:
         workers = fleet.workers()
         served = fleet.read_versions() if workers else {}
-    if options.json:
-        print_json({"workers": [_as_json(w, served.get(w.instance_id)) for w in workers]})
-        return 0
+    rows = [_as_json(worker, served.get(worker.instance_id)) for worker in workers]
+    print_result(options, {"workers": rows}, _print_workers)
+    return 0
+
+
+def _print_workers(listing: dict[str, Any]) -> None:
     print_table(
         ("worker", "model", "version", "admin address", "trouble"),
         (
-            (
-                str(worker.instance_id),
-                worker.model,
-                _describe_version(served.get(worker.instance_id)),
-                worker.admin_url,
-                worker.error or "",
-            )
-            for worker in workers
+            (row["instance_id"], row["model"], _describe_version(row["version"]),
+             row["admin_url"], row["error"] or "")
+            for row in listing["workers"]
         ),
-    )
-    return 0
+    )  # fmt: skip
 
 
 def pause(options: argparse.Namespace) -> int:
@@ -69,22 +66,21 @@ def refit(options: argparse.Namespace) -> int:
                 return error.exit_code
             _print_report(error.report)
             raise
-    if options.json:
-        print_json(report.as_json())
-    else:
-        _print_report(report)
+    print_result(options, report.as_json(), lambda _: _print_report(report))
     return 0
 
 
 def versions(options: argparse.Namespace) -> int:
     with _attach(options) as fleet:
         served = fleet.read_versions()
-    if options.json:
-        print_json({"versions": {str(instance): version for instance, version in served.items()}})
-        return 0
-    for instance, version in served.items():
-        print(f"worker {instance}: {_describe_version(version)}")
+    versions = {str(instance): version for instance, version in served.items()}
+    print_result(options, {"versions": versions}, _print_versions)
     return 0
+
+
+def _print_versions(listing: dict[str, Any]) -> None:
+    for instance, version in listing["versions"].items():
+        print(f"worker {instance}: {_describe_version(version)}")
 
 
 def watch(options: argparse.Namespace) -> int:
@@ -153,30 +149,21 @@ def _describe_version(version: int | None) -> str:
 
 def _print_count(options: argparse.Namespace, action: str, fleet: Fleet) -> int:
     count = len(fleet.workers())
-    if options.json:
-        print_json({action: count})
-    else:
-        print(f"{action} {count} workers")
+    print_result(options, {action: count}, lambda _: print(f"{action} {count} workers"))
     return 0
 
 
 def _print_report(report: RefitReport) -> None:
-    print_table(
-        ("worker", "state", "proof", "preflight s", "pause s", "update s", "resume s", "error"),
+    steps = ("preflight", "pause", "update", "resume")
+    rows = (
         (
-            (
-                str(worker.instance_id),
-                worker.state,
-                worker.proof,
-                f"{worker.preflight_seconds:.3f}",
-                f"{worker.pause_seconds:.3f}",
-                f"{worker.update_seconds:.3f}",
-                f"{worker.resume_seconds:.3f}",
-                worker.error or "",
-            )
-            for worker in report.workers
-        ),
+            *(str(worker.instance_id), worker.state, worker.proof),
+            *(f"{getattr(worker, f'{step}_seconds'):.3f}" for step in steps),
+            worker.error or "",
+        )
+        for worker in report.workers
     )
+    print_table(("worker", "state", "proof", *(f"{step} s" for step in steps), "error"), rows)
     print(
         f"version {report.version}: {report.serving} of {len(report.workers)} workers, "
         f"{report.seconds:.3f} s, paused for {report.paused_seconds:.3f} s"

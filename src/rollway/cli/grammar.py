@@ -1,6 +1,6 @@
 """The arguments of all commands.
 
-This module imports no command: `command` is "module:function", which `root.py` imports when it is
+This module imports no command: `command` is "module:function", which `main` imports when it is
 chosen. So `rollway --help` loads neither HTTP nor torch.
 """
 
@@ -8,28 +8,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import rollway
-from rollway.errors import UsageError
 
 Add = Callable[..., argparse.ArgumentParser]
 
 _NAME = "a running stack, or the address of a frontend; optional when one stack runs"
-
-
-class LazyParser(argparse.ArgumentParser):
-    """A parser that may get arguments from a module that is imported when it first parses."""
-
-    arguments_of: str = ""
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        if self.arguments_of:
-            import_module(self.arguments_of).add_grammar(self)
-            self.arguments_of = ""
-        return super().parse_known_args(args, namespace)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -37,9 +23,7 @@ def make_parser() -> argparse.ArgumentParser:
         prog="rollway", description="NVIDIA Dynamo as the rollout backend of any RL trainer."
     )
     parser.add_argument("--version", action="version", version=f"rollway {rollway.__version__}")
-    commands = parser.add_subparsers(
-        title="commands", metavar="COMMAND", parser_class=argparse.ArgumentParser
-    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     add = _make_add(commands)
     _add_stack_commands(add)
     for name, text, add_commands in (
@@ -48,36 +32,25 @@ def make_parser() -> argparse.ArgumentParser:
         ("bench", "measure, as ratios within one run", _add_bench_commands),
     ):
         group = commands.add_parser(name, help=text, description=text).add_subparsers(
-            title="commands", metavar="COMMAND", required=True, parser_class=LazyParser
+            title="commands", metavar="COMMAND", required=True
         )
         add_commands(_make_add(group))
-    _add_gateway(add("gateway", "gateway:gateway", "serve an OpenAI endpoint that records tokens"))
-    _add_chaos(add("chaos", "chaos:chaos", "refit while things break, and check every token"))
-    _add_demo(add("demo", "demo:demo", "train a tiny policy with GRPO on a real stack"))
+    _add_gateway(add("gateway", "programs:gateway", "serve an OpenAI endpoint that records tokens"))
+    _add_chaos(add("chaos", "programs:chaos", "refit while things break, and check every token"))
+    _add_demo(add("demo", "programs:demo", "train a tiny policy with GRPO on a real stack"))
     return parser
 
 
 def _make_add(commands: Any) -> Add:
     """Return the function that adds a command to a group; every command has `--json`."""
 
-    def add(name: str, command: str, text: str, *, json: bool = True) -> argparse.ArgumentParser:
+    def add(name: str, command: str, text: str) -> argparse.ArgumentParser:
         parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
-        if json:
-            parser.add_argument("--json", action="store_true", help="print JSON on stdout")
+        parser.add_argument("--json", action="store_true", help="print JSON on stdout")
         parser.set_defaults(command=command)
         return parser
 
     return add
-
-
-def get_spec_file(options: argparse.Namespace) -> Path | None:
-    """Return the stack file, given by position or by `-f`."""
-    positional: Path | None = options.stack
-    if positional is not None and options.file is not None:
-        raise UsageError(
-            f"Two stack files are given: {positional} and {options.file}.", "Give one of them."
-        )
-    return positional or options.file
 
 
 def _add_spec(parser: argparse.ArgumentParser, text: str) -> None:
@@ -116,7 +89,7 @@ def _add_stack_commands(add: Add) -> None:
     _add_quiet(parser)
     parser = add("status", "stack:status", "show running stacks, processes and weight versions")
     _add_name(parser, "one stack, or the address of any frontend; all stacks without it")
-    parser = add("logs", "logs:show_logs", "show the log of a process")
+    parser = add("logs", "stack:show_logs", "show the log of a process")
     parser.usage = "rollway logs [-h] [-f] [-n LINES] [--json] [NAME] [PROCESS]"
     parser.add_argument(
         "names",
@@ -131,7 +104,7 @@ def _add_stack_commands(add: Add) -> None:
     _add_name(parser, "a stack; optional when there is one")
     parser.add_argument("--all", action="store_true", help="every stack of this user")
     _add_quiet(parser)
-    parser = add("doctor", "doctor:doctor", "check this machine: versions, ports, memory, GPUs")
+    parser = add("doctor", "stack:doctor", "check this machine: versions, ports, memory, GPUs")
     text = "list where running stacks (or one) listen, and who can reach them"
     parser.add_argument("--ports", nargs="?", const="", metavar="NAME", help=text)
 
@@ -237,15 +210,22 @@ def _add_weights_commands(add: Add) -> None:
 
 def _add_bench_commands(add: Add) -> None:
     _add_spec(add("fleet", "bench:fleet", "list and refit many workers, against one"), "a file")
-    for name, text in (
-        ("router", "prefix hits and times, by how requests are routed"),
-        ("verl", "prefix hits of verl's agent loops, by affinity"),
-    ):
-        parser = add(name, f"bench:{name}", text, json=False)
-        assert isinstance(parser, LazyParser)
-        parser.arguments_of = f"rollway.bench.{name}_command"
-        if name == "router":
-            _add_file(parser)
+    parser = add("router", "bench:router", "prefix hits and times, by how requests are routed")
+    _add_spec(parser, "a stack file (without: only the replay)")
+    parser.add_argument("--workers", default="4,8,16,32", metavar="N,M", help="default 4,8,16,32")
+    parser.add_argument("--groups", type=int, help="prompts, of 8 rollouts each (2 per worker)")
+    parser.add_argument("--no-live", action="store_true", help="do not start stacks")
+    parser.add_argument("--no-replay", action="store_true", help="skip the offline replay")
+    _add_quiet(parser)
+    parser = add("verl", "bench:verl", "prefix hits of verl's agent loops, by affinity")
+    python = Path(".venv-verl/bin/python")
+    text = "interpreter of the environment with verl (.venv-verl/bin/python)"
+    parser.add_argument("--verl-python", type=Path, default=python, metavar="PATH", help=text)
+    parser.add_argument("--arms", metavar="A,B", help="measure only these arms")
+    text = "keep logs and results there; existing results are not measured again"
+    parser.add_argument("--keep", type=Path, metavar="DIR", help=text)
+    text = "write the table after <!-- rollway bench verl -->"
+    parser.add_argument("--write", type=Path, metavar="FILE", help=text)
     parser = add("refit", "bench:refit", "load new weights into a worker, over every transport")
     parser.add_argument("--megabytes", type=int, default=520, help="size of the model")
     text = "only these (and stock)"

@@ -1,4 +1,4 @@
-"""`rollway up`, `status` and `down`."""
+"""`rollway up`, `status`, `down`, `logs` and `doctor`."""
 
 from __future__ import annotations
 
@@ -10,20 +10,30 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rich.table import Table
+from rich.text import Text
+
 import rollway
 from rollway.api import make_spec
-from rollway.cli.grammar import get_spec_file
-from rollway.cli.output import print_json, print_rich
+from rollway.cli.output import get_spec_file, print_json, print_result, print_rich, print_table
 from rollway.config import StackSpec
-from rollway.errors import NoWorkers, RollwayError, Unreachable
+from rollway.errors import NoWorkers, RollwayError, Unreachable, UsageError
 from rollway.fleet.fleet import Fleet
 from rollway.http import Http
-from rollway.observe.progress import StackProgress, make_process_table
-from rollway.stack import local
-from rollway.stack.lease import Lease
+from rollway.private import is_plain_name
+from rollway.stack import local, logs
+from rollway.stack.doctor import Finding, Listener, examine, list_listeners
 from rollway.stack.local import RunningStack
+from rollway.stack.locks import Lease
 from rollway.stack.plan import plan_stack
-from rollway.stack.state import StackDir, StackState, list_stacks, list_unreadable_stacks
+from rollway.stack.progress import StackProgress, make_process_table
+from rollway.stack.state import (
+    StackDir,
+    StackState,
+    list_stack_names,
+    list_stacks,
+    list_unreadable_stacks,
+)
 
 
 def up(options: argparse.Namespace) -> int:
@@ -97,10 +107,9 @@ def down(options: argparse.Namespace) -> int:
     began = time.monotonic()
     with StackProgress(quiet=options.quiet) as progress:
         local.stop_all(names, progress)
-    if options.json:
-        print_json({"stopped": names, "seconds": round(time.monotonic() - began, 3)})
-    else:
-        print("\n".join(f"stopped {name}" for name in names) or "no stack is running")
+    result = {"stopped": names, "seconds": round(time.monotonic() - began, 3)}
+    text = "\n".join(f"stopped {name}" for name in names) or "no stack is running"
+    print_result(options, result, lambda _: print(text))
     return 0
 
 
@@ -194,3 +203,132 @@ def _print_status(state: StackState, report: dict[str, Any]) -> None:
     print(f"frontend {state.frontend}/v1, RL listing {state.rl}, logs {state.log_dir}")
     for instance, version in report["weight_versions"].items():
         print(f"worker {instance}: weight version {version}")
+
+
+# --- logs ----------------------------------------------------------------------------------------
+
+
+def show_logs(options: argparse.Namespace) -> int:
+    name, process = _read_log_names(options)
+    directory = _find_log_directory(name)
+    path = directory / f"{process}.log" if is_plain_name(process or "") else None
+    if path is None or not path.is_file():
+        return _list_logs(directory, process, options)
+
+    def has_ended() -> bool:
+        state = StackDir(name).read()
+        return state is None or not state.is_supervised
+
+    if options.json:
+        print_json({"log": str(path), "lines": logs.tail(path, options.lines)})
+    elif options.follow:
+        for line in logs.follow(path, lines=options.lines, ended=has_ended):
+            print(line, flush=True)
+    else:
+        print("\n".join(logs.tail(path, options.lines)))
+    return 0
+
+
+def _read_log_names(options: argparse.Namespace) -> tuple[str, str | None]:
+    """Return the stack and the process that were named."""
+    names = [*([options.name] if options.name else []), *options.names]
+    if len(names) > 2:
+        raise UsageError(
+            f"`rollway logs {' '.join(names)}` has too many words.", "Give a stack and a process."
+        )
+    if len(names) == 2:
+        return names[0], names[1]
+    # A single name is a stack if there is one of that name, otherwise a process of the only stack.
+    if names and (options.name or names[0] in list_stack_names()):
+        return names[0], None
+    return _find_only_stack(), names[0] if names else None
+
+
+def _find_only_stack() -> str:
+    """Return the running stack; `default` when nothing runs, whose last logs may remain."""
+    try:
+        return local.resolve_name(None)
+    except RollwayError:
+        if len(list_stacks()) > 1:
+            raise
+        return "default"
+
+
+def _find_log_directory(name: str) -> Path:
+    state = StackDir(name).read()
+    return Path(state.log_dir) if state else StackDir(name).logs
+
+
+def _list_logs(directory: Path, process: str | None, options: argparse.Namespace) -> int:
+    names = [path.stem for path in sorted(directory.glob("*.log"))]
+    if process is not None:
+        known = f"There are: {', '.join(names)}." if names else "Nothing has run there yet."
+        raise UsageError(f"There is no log of `{process}` in {directory}.", known)
+    text = "\n".join(names) if names else f"no logs in {directory}"
+    print_result(options, {"directory": str(directory), "logs": names}, lambda _: print(text))
+    return 0
+
+
+# --- doctor --------------------------------------------------------------------------------------
+
+
+_STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "red"}
+
+
+def doctor(options: argparse.Namespace) -> int:
+    if options.ports is not None:
+        return _show_ports(options)
+    findings = examine()
+    result = {"findings": [finding.as_json() for finding in findings]}
+    print_result(options, result, lambda _: _print_findings(findings))
+    return 1 if any(finding.level == "error" for finding in findings) else 0
+
+
+def _print_findings(findings: list[Finding]) -> None:
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for _ in range(4):
+        table.add_column(overflow="fold")
+    for finding in findings:
+        level = Text(finding.level, style=_STYLES[finding.level])
+        table.add_row(level, *map(Text, (finding.check, finding.found, finding.advice)))
+    print_rich(table)
+
+
+def _show_ports(options: argparse.Namespace) -> int:
+    """List the listeners of running stacks, and warn about those that the network can reach."""
+    states = [state for state in list_stacks() if state.is_supervised]
+    if options.ports:
+        states = [state for state in states if state.name == options.ports]
+        if not states:
+            raise local.make_not_running_error(options.ports)
+    listeners = [listener for state in states for listener in list_listeners(state)]
+    result = {"listeners": [listener.as_json() for listener in listeners]}
+    print_result(options, result, lambda _: _print_listeners(listeners))
+    return 0
+
+
+def _print_listeners(listeners: list[Listener]) -> None:
+    """Print one row for all listeners that differ only in their port or socket."""
+    if not listeners:  # a running stack has some
+        print("no stack is running")
+        return
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for entry in listeners:
+        directory, slash, name = entry.address.rpartition("/")
+        host, place = (entry.address, str(entry.port)) if entry.port else (directory + slash, name)
+        key = (entry.stack, entry.process, f"{entry.protocol} {host}", entry.reach, entry.purpose)
+        rows.setdefault(key, []).append(place)
+    print_table(
+        ("stack", "process", "where", "reached by", "for"),
+        (
+            (stack, process, f"{host} {_join_places(places)}", reach, purpose)
+            for (stack, process, host, reach, purpose), places in rows.items()
+        ),
+    )
+    for advice in dict.fromkeys(entry.advice for entry in listeners if entry.advice):
+        ports = sorted(str(entry.port) for entry in listeners if entry.advice == advice)
+        print(f"warning: the network can reach {', '.join(ports)}. {advice}")
+
+
+def _join_places(places: list[str]) -> str:
+    return ", ".join(places) if len(places) < 4 else f"{len(places)} of them"

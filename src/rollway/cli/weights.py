@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from rollway.cli.output import format_size, print_json, print_table
+from rollway.cli.output import format_size, print_result, print_table
 from rollway.weights.inspect import Comparison, Inventory, compare, list_inventories
 from rollway.weights.planning.costs import Costs
 from rollway.weights.planning.scenario import plan_scenario
@@ -15,20 +15,14 @@ _MAX_LINES = 40
 
 def inspect(options: argparse.Namespace) -> int:
     parts = list_inventories(options.path)
-    if options.json:
-        print_json({"path": str(options.path), "parts": [part.as_json() for part in parts]})
-        return 0
-    for part in parts:
-        _print_inventory(part)
+    result = {"path": str(options.path), "parts": [part.as_json() for part in parts]}
+    print_result(options, result, lambda _: _print_inventories(parts))
     return 0
 
 
 def diff(options: argparse.Namespace) -> int:
     comparison = compare(options.first, options.second)
-    if options.json:
-        print_json(comparison.as_json())
-    else:
-        _print_comparison(comparison)
+    print_result(options, comparison.as_json(), lambda _: _print_comparison(comparison))
     return 0 if comparison.equal else 1
 
 
@@ -43,38 +37,26 @@ def plan(options: argparse.Namespace) -> int:
     scenario = plan_scenario(
         options.model, options.source, options.target, costs, arity=options.arity
     )
-    if options.json:
-        print_json(scenario.as_json())
-    else:
-        _print_plan(scenario)
+    print_result(options, scenario.as_json(), lambda _: _print_plan(scenario))
     return 0
 
 
-def _print_inventory(part: Inventory) -> None:
-    position = " ".join(f"{name}={rank}" for name, rank in part.position.items())
-    print(f"{part.title}{f' ({position})' if position else ''}")
-    print_table(
-        ("tensors", "dtype", "shape", "bytes", "name"),
-        (
-            (
-                str(group.tensors),
-                group.dtype,
-                " x ".join(map(str, group.shape)),
-                format_size(group.bytes),
-                group.name,
-            )
+def _print_inventories(parts: list[Inventory]) -> None:
+    for part in parts:
+        position = " ".join(f"{name}={rank}" for name, rank in part.position.items())
+        print(f"{part.title}{f' ({position})' if position else ''}")
+        rows = (
+            (str(group.tensors), group.dtype, " x ".join(map(str, group.shape)),
+             format_size(group.bytes), group.name)
             for group in part.groups()
-        ),
-    )
-    print(f"{len(part.tensors)} tensors, {format_size(part.bytes)}\n")
+        )  # fmt: skip
+        print_table(("tensors", "dtype", "shape", "bytes", "name"), rows)
+        print(f"{len(part.tensors)} tensors, {format_size(part.bytes)}\n")
 
 
 def _print_comparison(comparison: Comparison) -> None:
-    for text, names in (
-        ("only in the first", comparison.missing),
-        ("only in the second", comparison.extra),
-    ):
-        _print_lines([f"{text}: {name}" for name in names])
+    _print_lines([f"only in the first: {name}" for name in comparison.missing])
+    _print_lines([f"only in the second: {name}" for name in comparison.extra])
     reshaped = comparison.reshaped.items()
     _print_lines([f"{name} is {first}, then {second}" for name, (first, second) in reshaped])
     if comparison.different:

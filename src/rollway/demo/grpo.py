@@ -59,13 +59,12 @@ class RolloutBatch:
 
     prompt_ids: TokenIds
     completion_ids: TokenIds
-    rewards: Sequence[float]
     advantages: Sequence[float]
     engine_logprobs: Sequence[Sequence[float]] | None = None
 
     def __post_init__(self) -> None:
         size = len(self.completion_ids)
-        columns = [self.prompt_ids, self.rewards, self.advantages]
+        columns = [self.prompt_ids, self.advantages]
         if self.engine_logprobs is not None:
             columns.append(self.engine_logprobs)
         if size == 0 or any(len(column) != size for column in columns):
@@ -81,13 +80,8 @@ class StepStats:
     """What one training step reports."""
 
     loss: float
-    grad_norm: float
     # None when the engine sent no log-probs: then there is nothing to compare.
     mismatch_kl: float | None
-    mean_reward: float
-    # Share of sampled tokens whose probability ratio had left the clip range.
-    clip_fraction: float
-    tokens: int
     seconds: float
 
 
@@ -207,25 +201,12 @@ class GrpoTrainer:
             old_lp = pad_rows(batch.engine_logprobs)
             mismatch = mismatch_kl(new_lp.detach(), old_lp, mask).item()
         loss = compute_clipped_loss(new_lp, old_lp, advantages, mask, self.config.clip)
-        outside = (torch.exp(new_lp.detach() - old_lp) - 1).abs() > self.config.clip
-        return StepStats(
-            loss=loss.item(),
-            grad_norm=self._optimize(loss),
-            mismatch_kl=mismatch,
-            mean_reward=sum(batch.rewards) / len(batch.rewards),
-            clip_fraction=mean_over_mask(outside.float(), mask).item(),
-            tokens=int(mask.sum()),
-            seconds=time.perf_counter() - started,
-        )
-
-    def _optimize(self, loss: Tensor) -> float:
-        """Take one optimizer step; return the gradient norm before clipping."""
         self.optimizer.zero_grad()
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
         self.optimizer.step()
         self.schedule.step()
-        return float(norm)
+        return StepStats(loss.item(), mismatch, time.perf_counter() - started)
 
     def _lr_factor(self, step: int) -> float:
         return min(1.0, (step + 1) / max(1, self.config.lr_warmup_steps))

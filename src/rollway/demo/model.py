@@ -92,9 +92,7 @@ def copy_bare(base: Path, directory: Path) -> Path:
     The base policy has learnt to answer questions without the marks of a chat."""
     shutil.copytree(base, directory)
     (directory / "chat_template.jinja").write_text(BARE_TEMPLATE)
-    path = directory / "tokenizer_config.json"
-    config = json.loads(path.read_text()) | {"chat_template": BARE_TEMPLATE}
-    path.write_text(json.dumps(config, indent=2) + "\n")
+    _set_tokenizer_field(directory, "chat_template", BARE_TEMPLATE)
     return directory
 
 
@@ -172,17 +170,17 @@ def _write_checkpoint(directory: Path, seed: int) -> None:
     _warm_up(model, CountingTask(tokenizer), Random(seed))
     model.generation_config = _generation_config(tokenizer)
     model.save_pretrained(directory)
-    _save_tokenizer(tokenizer, directory)
+    tokenizer.save_pretrained(directory)
+    # transformers 5 writes a class name that engines with transformers 4 do not know. Both know
+    # this one.
+    _set_tokenizer_field(directory, "tokenizer_class", "PreTrainedTokenizerFast")
     # The marker comes last: a directory that has it has everything else.
     (directory / MARKER).write_text(json.dumps({"format": FORMAT, "seed": seed}) + "\n")
 
 
-def _save_tokenizer(tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
-    tokenizer.save_pretrained(directory)
-    # transformers 5 writes a class name that engines with transformers 4 do not know. Both know
-    # this one.
+def _set_tokenizer_field(directory: Path, name: str, value: str) -> None:
     path = directory / "tokenizer_config.json"
-    config = json.loads(path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    config = json.loads(path.read_text()) | {name: value}
     path.write_text(json.dumps(config, indent=2) + "\n")
 
 
@@ -202,8 +200,8 @@ def _warm_up(model: Qwen3ForCausalLM, task: CountingTask, rng: Random) -> None:
 
 
 def _warm_up_batches(task: CountingTask, rng: Random) -> Iterator[tuple[int, torch.Tensor]]:
-    for step in range(WARMUP_STEPS):
-        prompts = task.prompts(step, WARMUP_BATCH, rng)
+    for _ in range(WARMUP_STEPS):
+        prompts = task.prompts(WARMUP_BATCH, rng)
         rows = [prompt.token_ids + _make_flawed_answer(task, prompt, rng) for prompt in prompts]
         yield len(prompts[0].token_ids), torch.tensor(rows)
 

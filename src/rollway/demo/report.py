@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from rollway.observe.progress import StackProgress
+from rollway.stack.progress import StackProgress
 
 if TYPE_CHECKING:
     from rollway.demo.run import DemoStep
@@ -61,7 +61,7 @@ class DemoDisplay:
         lines = [
             f"reward {first:.3f} (first 3 steps) -> {last:.3f} (last 5) in "
             f"{len(report['steps'])} steps, {report['seconds']:.0f} s of which the stack's start "
-            f"took {report['stack_start_seconds']:.0f} s",
+            f"took {report['stack_start_seconds']:.0f} s"
         ]
         if report["mismatch_kl_max"] is not None:
             lines.append(f"largest mismatch KL {report['mismatch_kl_max']:.2e}")

@@ -30,12 +30,12 @@ from rollway.api import up
 from rollway.demo.grpo import GrpoConfig, GrpoTrainer, RolloutBatch, StepStats, group_advantages
 from rollway.demo.model import build_base
 from rollway.demo.report import DemoDisplay, save_plot, write_json
-from rollway.demo.task import CountingTask, Prompt
+from rollway.demo.task import CountingTask
 from rollway.errors import RolloutError, UsageError
 from rollway.fleet.fleet import RefitReport
 from rollway.rollout.client import Rollout
 from rollway.rollout.sampling import Sampling
-from rollway.stack import machine
+from rollway.stack import preset
 from rollway.stack.doctor import list_installed_versions
 from rollway.stack.preset import cache_dir
 from rollway.versions import BASE_VERSION
@@ -109,7 +109,8 @@ def run_demo(options: DemoOptions) -> dict[str, Any]:
                 step = _step(run, stack, stack.rollouts(), number)
                 run.steps.append(step)
                 display.row(step)
-        versions = _read_versions(run, stack)
+        served = {} if options.engine == "mocker" else stack.fleet.read_versions()
+    versions = {str(instance): version for instance, version in served.items()}
     report = _report(run, stack_seconds, time.monotonic() - started, versions)
     write_json(run.directory / "report.json", report)
     save_plot(run.directory / "reward.png", report)
@@ -134,14 +135,13 @@ def _prepare(options: DemoOptions) -> _Run:
     # The workers use the same cores, so a second thread mostly waits (0.6 s -> 3 s per step).
     torch.set_num_threads(1)
     base = build_base(cache_dir() / "demo")
-    trainer = GrpoTrainer.from_checkpoint(base, config)
     return _Run(
         options=options,
         config=config,
         directory=directory.resolve(),
         base=base,
         task=CountingTask(AutoTokenizer.from_pretrained(base)),
-        trainer=trainer,
+        trainer=GrpoTrainer.from_checkpoint(base, config),
         rng=random.Random(options.seed),
     )
 
@@ -162,22 +162,21 @@ def _stack_fields(run: _Run) -> dict[str, Any]:
             "max-num-seqs": run.config.groups_per_step * run.config.group_size,
             "kv-cache-memory-bytes": 128 * 2**20,
         }
-    return {
-        "name": run.options.name,
-        "log_dir": str(run.directory / "logs"),
-        "models": [model],
-    }
+    return {"name": run.options.name, "log_dir": str(run.directory / "logs"), "models": [model]}
 
 
 def _step(run: _Run, stack: rollway.Stack, rollouts: rollway.Rollouts, number: int) -> DemoStep:
-    prompts = run.task.prompts(number, run.config.groups_per_step, run.rng)
+    prompts = run.task.prompts(run.config.groups_per_step, run.rng)
     began = time.monotonic()
     groups = rollouts.generate_batch(
         [prompt.token_ids for prompt in prompts], _sampling(run, number), run.config.group_size
     )
     rollout_seconds = time.monotonic() - began
     version = _check_one_version(groups)
-    rewards = _rewards(run.task, prompts, groups)
+    rewards = [
+        [run.task.reward(prompt, rollout.token_ids) for rollout in group]
+        for prompt, group in zip(prompts, groups, strict=True)
+    ]
     stats = _train(run, groups, rewards)
     refit_seconds, refit = _refit(run, stack, number)
     flat = [rollout for group in groups for rollout in group]
@@ -217,15 +216,6 @@ def _check_one_version(groups: list[list[Rollout]]) -> int | None:
     return versions.pop()
 
 
-def _rewards(
-    task: CountingTask, prompts: list[Prompt], groups: list[list[Rollout]]
-) -> list[list[float]]:
-    return [
-        [task.reward(prompt, rollout.token_ids) for rollout in group]
-        for prompt, group in zip(prompts, groups, strict=True)
-    ]
-
-
 def _train(run: _Run, groups: list[list[Rollout]], rewards: list[list[float]]) -> StepStats | None:
     if run.options.engine == "mocker":
         return None  # its tokens are random: it tests the transport, not learning
@@ -233,7 +223,6 @@ def _train(run: _Run, groups: list[list[Rollout]], rewards: list[list[float]]) -
     batch = RolloutBatch(
         prompt_ids=[rollout.prompt_ids for rollout in flat],
         completion_ids=[rollout.token_ids for rollout in flat],
-        rewards=[reward for group in rewards for reward in group],
         advantages=group_advantages(torch.tensor(rewards)).flatten().tolist(),
         engine_logprobs=[rollout.logprobs or [] for rollout in flat],
     )
@@ -253,12 +242,6 @@ def _refit(run: _Run, stack: rollway.Stack, number: int) -> tuple[float | None, 
     seconds = time.monotonic() - began
     shutil.rmtree(weights / f"v{version - KEEP_CHECKPOINTS}", ignore_errors=True)
     return seconds, report
-
-
-def _read_versions(run: _Run, stack: rollway.Stack) -> dict[str, int | None]:
-    if run.options.engine == "mocker":
-        return {}
-    return {str(instance): version for instance, version in stack.fleet.read_versions().items()}
 
 
 def _report(
@@ -282,7 +265,7 @@ def _report(
         "refit": run.options.refit,
         "seed": run.options.seed,
         "config": asdict(run.config),
-        "machine": {"cores": machine.count_cores(), "gpus": len(machine.list_gpus())},
+        "machine": {"cores": preset.count_cores(), "gpus": len(preset.list_gpus())},
         "directory": str(run.directory),
     }
 

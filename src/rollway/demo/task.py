@@ -56,14 +56,12 @@ class CountingTask:
         self.digit_ids = [_single_token(tokenizer, str(digit)) for digit in range(10)]
         self._prompts = [self._build_prompt(tokenizer, start) for start in range(10)]
 
-    def prompts(self, step: int, n: int, rng: Random) -> list[Prompt]:
+    def prompts(self, n: int, rng: Random) -> list[Prompt]:
         """Return ``n`` prompts for one training step, in random order.
 
         Starts are dealt like cards, each digit once before any digit again, so that no step
-        neglects part of the task by chance. The cards left over go to a random choice of
-        digits. ``step`` is there for tasks with a curriculum; this one has none.
+        neglects part of the task by chance. The cards left over go to a random choice of digits.
         """
-        del step
         starts: list[int] = []
         while len(starts) < n:
             deck = list(range(10))

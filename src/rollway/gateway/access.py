@@ -1,4 +1,4 @@
-"""Decides who may call the gateway, and which sessions they see.
+"""Decide who may call the gateway, and which sessions they see.
 
     no tokens         loopback only, and no web pages: Host must be loopback, no Origin
     agent tokens      generate, and see the sessions that the same token recorded
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from urllib.parse import urlsplit
@@ -22,9 +22,8 @@ from aiohttp import web
 
 from rollway.config import is_loopback
 from rollway.errors import UsageError
-from rollway.gateway.replies import Refused
+from rollway.gateway.replies import SESSION, Refused
 
-SESSION = "x-rollway-session"
 AGENT_TOKENS = "ROLLWAY_GATEWAY_TOKENS"
 OPERATOR_TOKENS = "ROLLWAY_GATEWAY_OPERATOR_TOKENS"
 _NO_SESSION = ("", "EMPTY", "none", "null", "dummy")
@@ -137,13 +136,6 @@ class Access:
         if len(caller.key) > _MAX_NAME:
             raise UsageError(f"An API key has at most {_MAX_NAME} characters.")
         return key_name(caller.key)
-
-    def find(self, caller: Caller, sessions: Container[str], name: str) -> str:
-        """Return the full name of a session that the caller asks for."""
-        for full_name in self.candidates(caller, name):
-            if full_name in sessions:
-                return full_name
-        raise self.missing(caller, name)
 
     def candidates(self, caller: Caller, name: str) -> list[str]:
         """Return the full names that a caller may mean by a name, the likeliest first."""

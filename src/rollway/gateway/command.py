@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import gc
@@ -11,6 +10,8 @@ import logging
 import signal
 import ssl
 import sys
+from dataclasses import dataclass
+from pathlib import Path
 
 from aiohttp import web
 
@@ -32,8 +33,28 @@ _NO_LOG = logging.getLogger("rollway.gateway.http")
 _NO_LOG.setLevel(logging.CRITICAL + 1)
 
 
+@dataclass(slots=True)
+class GatewayOptions:
+    """What to serve, and where; the options of `rollway gateway`."""
+
+    stack: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 0
+    rl_url: str | None = None
+    model: str | None = None
+    tokenizer: str | None = None
+    journal: Path | None = None
+    journal_sync: bool = False
+    bundle: str = "asked"
+    routed_experts: bool = False
+    json: bool = False
+
+
 async def serve(
-    options: argparse.Namespace, access: Access, tls: ssl.SSLContext | None = None
+    options: GatewayOptions,
+    access: Access,
+    tls: ssl.SSLContext | None = None,
+    recorder_type: type[Recorder] = Recorder,
 ) -> None:
     """Serve until a signal arrives."""
     if warning := raise_file_limit():
@@ -43,7 +64,7 @@ async def serve(
         model = options.model or (stack.models[0] if len(stack.models) == 1 else None)
         tokenizer = options.tokenizer or _model_path(stack.name, model)
         journal = options.journal or make_home() / "gateway" / f"{stack.name or 'attached'}.jsonl"
-        recorder = Recorder(journal, sync=options.journal_sync)
+        recorder = recorder_type(journal, sync=options.journal_sync)
         try:
             gateway = await create_gateway(
                 stack,
@@ -78,7 +99,7 @@ def _model_path(stack: str, model: str | None) -> str:
     return path
 
 
-def tls_context(certificate: str | None, key: str | None) -> ssl.SSLContext | None:
+def make_tls_context(certificate: str | None, key: str | None) -> ssl.SSLContext | None:
     """Load certificate and key; return None without either."""
     if certificate is None and key is None:
         return None
@@ -97,7 +118,7 @@ def tls_context(certificate: str | None, key: str | None) -> ssl.SSLContext | No
 
 
 async def _serve_until_signal(
-    gateway: Gateway, options: argparse.Namespace, tls: ssl.SSLContext | None
+    gateway: Gateway, options: GatewayOptions, tls: ssl.SSLContext | None
 ) -> None:
     server = await listen(gateway, options.host, options.port, tls)
     try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import resource
 import time
+from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import web
@@ -89,9 +90,8 @@ class Connections:
             self._update()
             now = time.monotonic()
             for connection, wait in list(self._waiting.items()):
-                if not wait.is_over(connection, now):
-                    continue
-                self._close(connection)
+                if wait.is_over(connection, now):
+                    self._close(connection)
 
     def _wait(self, connection: Any, seconds: float) -> None:
         if self._server is not None and connection is not None:
@@ -137,13 +137,13 @@ class Connections:
             transport.abort()  # a plain close would wait until the client has read everything
 
 
+@dataclass(slots=True)
 class _Wait:
     """How long a connection has waited for its client, and how long it may."""
 
-    __slots__ = ("_seconds", "_since", "_unsent")
-
-    def __init__(self, since: float, seconds: float) -> None:
-        self._since, self._seconds, self._unsent = since, seconds, 0
+    _since: float
+    _seconds: float
+    _unsent: int = 0
 
     def is_over(self, connection: Any, now: float) -> bool:
         """Return whether the time is up. A client that is still reading an answer is not idle."""

@@ -1,4 +1,4 @@
-"""Encodes and decodes the lines of the journal.
+"""Encode and decode the lines of the journal.
 
     {"sum":"5f1c9a0e","entry":{"type":"turn","session":"episode-17","id":…,"parent":…,…}}
 

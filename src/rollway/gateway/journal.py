@@ -192,8 +192,7 @@ class Journal:
         self._fd = self._lock_fd = None
         self._closed = True
 
-    # --- internals
-    # -------------------------------------------------------------------------------------
+    # --- internals -------------------------------------------------------------------------------
 
     def _open(self) -> None:
         """Lock and open the file for writing if possible, otherwise for reading."""

@@ -1,4 +1,4 @@
-"""Finds the recorded turn that a list of chat messages continues.
+"""Find the recorded turn that a list of chat messages continues.
 
 A client of the OpenAI API sends the whole history with every request, as text. It changes what it
 received: it drops fields, adds nulls, re-formats the arguments of tool calls. So messages are
@@ -62,7 +62,7 @@ def find_sent_prefix(
     if required is not None:
         if not assistant:
             raise UsageError(f"{PREFIX} needs an assistant message.")
-        return Prefix(token_ids(required, PREFIX, most), assistant[-1] + 1)
+        return Prefix(read_token_ids(required, PREFIX, most), assistant[-1] + 1)
     for index in reversed(assistant):
         message = messages[index]
         has = [name for name in (PROMPT, GENERATION) if message.get(name) is not None]
@@ -71,12 +71,12 @@ def find_sent_prefix(
                 f"messages[{index}] has only {has[0]}.", "Send both fields, or neither."
             )
         if has:
-            prompt, sampled = (token_ids(message[name], name, most) for name in has)
+            prompt, sampled = (read_token_ids(message[name], name, most) for name in has)
             return Prefix(prompt + sampled, index + 1)
     return None
 
 
-def without_bundle(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def remove_bundle(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Return the messages without token ids, for the chat template."""
     return [{k: v for k, v in message.items() if k not in BUNDLE} for message in messages]
 
@@ -106,7 +106,7 @@ def _arguments(call: Mapping[str, Any]) -> Any:
         return arguments
 
 
-def context_exceeded(tokens: int, context_length: int, at_least: bool = False) -> UsageError:
+def make_context_error(tokens: int, context_length: int, at_least: bool = False) -> UsageError:
     """Return the error of a prompt that is too long, with the phrase that clients search for."""
     counted = f"at least {tokens}" if at_least else f"{tokens}"
     return UsageError(
@@ -115,11 +115,11 @@ def context_exceeded(tokens: int, context_length: int, at_least: bool = False) -
     )
 
 
-def token_ids(value: Any, name: str, most: int) -> list[int]:
+def read_token_ids(value: Any, name: str, most: int) -> list[int]:
     """Return a list of token ids, each of at most 32 bits, as the engine needs. The length is
     checked first, because checking millions of ids takes long."""
     if isinstance(value, list) and len(value) > most:
-        raise context_exceeded(len(value), most)
+        raise make_context_error(len(value), most)
     if isinstance(value, list) and set(map(type, value)) <= {int}:
         try:
             return array("I", value).tolist()

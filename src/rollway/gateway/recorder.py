@@ -271,14 +271,13 @@ class _Background:
                 self._thread = thread
             self._wake.notify()
 
-    def close(self) -> bool:
-        """End the thread; return whether a run was due."""
+    def close(self) -> None:
+        """End the thread."""
         with self._wake:
             self._ended = True
             self._wake.notify()
         if self._thread is not None:
             self._thread.join()
-        return self._due is not None
 
     def _run(self) -> None:
         while self._wait():

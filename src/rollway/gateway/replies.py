@@ -1,7 +1,8 @@
-"""Converts Dynamo's answers, and all errors, to the form that OpenAI clients expect."""
+"""Convert Dynamo's answers, and all errors, to the form that OpenAI clients expect."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import time
@@ -27,6 +28,11 @@ _ADDRESS = re.compile(
 )
 
 
+SESSION, RECORDED = "x-rollway-session", "x-rollway-recorded"
+_WRITE_SECONDS = 60.0
+"""The time limit for one event of a stream: a client that does not read would block a worker."""
+
+
 class Refused(RollwayError):
     """An error with a status of its own."""
 
@@ -38,7 +44,7 @@ class Refused(RollwayError):
         self.kind = kind
 
 
-def choice(raw: Mapping[str, Any], index: int, body: Mapping[str, Any]) -> dict[str, Any]:
+def convert_choice(raw: Mapping[str, Any], index: int, body: Mapping[str, Any]) -> dict[str, Any]:
     """Return the only choice of an answer; drop log-probs that the client's body did not
     request."""
     converted = {**raw["choices"][0], "index": index}
@@ -90,7 +96,7 @@ def join_choices(
     }
 
 
-def chunk(raw: Mapping[str, Any], body: Mapping[str, Any]) -> dict[str, Any] | None:
+def convert_chunk(raw: Mapping[str, Any], body: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return a chunk as the client's body requested it; None if the client needs nothing of it."""
     converted = {key: value for key, value in raw.items() if key != "nvext"}
     choices = converted.get("choices") or []
@@ -101,7 +107,7 @@ def chunk(raw: Mapping[str, Any], body: Mapping[str, Any]) -> dict[str, Any] | N
     return converted
 
 
-def ends(chunk: Mapping[str, Any]) -> bool:
+def ends_answer(chunk: Mapping[str, Any]) -> bool:
     """Return whether a chunk ends the answer."""
     return any(choice.get("finish_reason") for choice in chunk.get("choices") or [])
 
@@ -132,17 +138,17 @@ class StreamedMessage:
         return {"role": "assistant", "content": "".join(self._content), "tool_calls": calls}
 
 
-def error(message: str, kind: str, status: int = 500) -> dict[str, Any]:
+def make_error(message: str, kind: str, status: int = 500) -> dict[str, Any]:
     """Return an error in OpenAI's form, without addresses inside the stack."""
     code = "context_length_exceeded" if "context length" in message else status
     shown = _ADDRESS.sub("(an address)", message)
     return {"message": shown, "type": kind, "code": code, "param": None}
 
 
-def refusal(failure: Exception) -> web.Response:
+def make_refusal(failure: Exception) -> web.Response:
     """Return the response to a failed request, whatever the failure."""
     status, kind, message = explain(failure)
-    body = msgspec.json.encode({"error": error(message, kind, status)})
+    body = msgspec.json.encode({"error": make_error(message, kind, status)})
     headers = None
     if isinstance(failure, web.HTTPMethodNotAllowed):
         headers = {"allow": failure.headers["allow"]}
@@ -183,3 +189,25 @@ def _http_message(failure: web.HTTPException) -> str:
     if failure.status == 404:
         return "There is no such route."
     return f"{failure.reason}."
+
+
+def json_response(body: Mapping[str, Any]) -> web.Response:
+    """Return a body as a response; headers repeat its session, and that it was not recorded."""
+    headers = {SESSION: body["session"]} if body.get("session") else {}
+    if body.get("recorded") is False:
+        headers[RECORDED] = "false"
+    raw = msgspec.json.encode(body)
+    return web.Response(body=raw, content_type="application/json", headers=headers)
+
+
+async def send_event(response: web.StreamResponse, event: Mapping[str, Any]) -> None:
+    await send_data(response, msgspec.json.encode(event))
+
+
+async def send_data(response: web.StreamResponse, data: bytes) -> None:
+    """Send one event of a stream; raise if the client does not read it."""
+    try:
+        async with asyncio.timeout(_WRITE_SECONDS):
+            await response.write(b"data: " + data + b"\n\n")
+    except TimeoutError:
+        raise ConnectionResetError("the client does not read its answer") from None

@@ -1,4 +1,4 @@
-"""Reads, bounds and checks the bodies of requests before they are used.
+"""Read, bound and check the bodies of requests before they are used.
 
 Anything wrong in a body is a `UsageError`, which the client receives as a 400. A body that passes
 is safe to hash, render and forward: no value is nested too deeply, no number exceeds 64 bits, and
@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from rollway.errors import UsageError
-from rollway.gateway.messages import PREFIX, Message, context_exceeded, token_ids
+from rollway.gateway.messages import PREFIX, Message, make_context_error, read_token_ids
 from rollway.gateway.replies import Refused
 from rollway.rollout.sender import check_prompt
 
@@ -41,7 +41,7 @@ _SHORT_VALUES = 2_000
 _SMALL_NUMBER = 1_000
 
 
-def body_limit(context_length: int) -> int:
+def get_body_limit(context_length: int) -> int:
     """Return the largest size of a body. Each message may carry the token ids of its whole prompt,
     so this is many times the text of a full context."""
     smallest, largest = _BODY
@@ -135,7 +135,7 @@ def measure(root: Any) -> Size:
     return Size(characters, values, largest)
 
 
-def messages_of(body: Mapping[str, Any]) -> list[Message]:
+def read_messages(body: Mapping[str, Any]) -> list[Message]:
     """Return the messages of a chat after checking their types. Their depth and size are checked
     when they are rendered."""
     messages = body.get("messages")
@@ -148,7 +148,7 @@ def messages_of(body: Mapping[str, Any]) -> list[Message]:
     return messages
 
 
-def prompts_of(body: Mapping[str, Any], most: int) -> list[str | list[int]]:
+def read_prompts(body: Mapping[str, Any], most: int) -> list[str | list[int]]:
     """Return the prompts of a text completion: texts, or lists of at most `most` token ids."""
     prompt = body.get("prompt")
     if isinstance(prompt, str):
@@ -163,7 +163,7 @@ def prompts_of(body: Mapping[str, Any], most: int) -> list[str | list[int]]:
     raise UsageError("prompt must be a text, a list of token ids, or a list of these.")
 
 
-def choices_of(body: Mapping[str, Any], prompts: int = 1) -> int:
+def read_choice_count(body: Mapping[str, Any], prompts: int = 1) -> int:
     """Return how many answers are requested for each prompt."""
     count = body.get("n")
     if count is None:
@@ -178,11 +178,11 @@ def choices_of(body: Mapping[str, Any], prompts: int = 1) -> int:
     return count
 
 
-def room(body: Mapping[str, Any], prompt_tokens: int, context_length: int) -> int:
+def count_room(body: Mapping[str, Any], prompt_tokens: int, context_length: int) -> int:
     """Return how many tokens may be sampled: the requested number, or what the context holds."""
     left = context_length - prompt_tokens
     if left < 1:
-        raise context_exceeded(prompt_tokens, context_length)
+        raise make_context_error(prompt_tokens, context_length)
     wanted = body.get("max_completion_tokens")
     if wanted is None:
         wanted = body.get("max_tokens")
@@ -193,12 +193,12 @@ def room(body: Mapping[str, Any], prompt_tokens: int, context_length: int) -> in
     return min(wanted, left)
 
 
-def ids_of(body: Mapping[str, Any], name: str, most: int) -> list[int]:
+def read_ids(body: Mapping[str, Any], name: str, most: int) -> list[int]:
     """Return a field that is a list of at most `most` token ids."""
     return _prompt_ids(body.get(name) or [], most)
 
 
-def text_of(body: Mapping[str, Any], name: str) -> str:
+def read_text(body: Mapping[str, Any], name: str) -> str:
     """Return a field that is a text."""
     text = body.get(name, "")
     if not isinstance(text, str):
@@ -305,11 +305,11 @@ def _check_type(place: str, value: Any, kind: str, *, needed: bool = False) -> N
 def _prompt_ids(value: Any, most: int) -> list[int]:
     """Return token ids; whole floats are converted."""
     if isinstance(value, list) and len(value) > most:
-        raise context_exceeded(len(value), most)
+        raise make_context_error(len(value), most)
     kinds = set(map(type, value)) if isinstance(value, list) else set()
     if float in kinds and kinds <= {int, float}:
         value = check_prompt(value)
-    ids = token_ids(value, "A prompt", most)
+    ids = read_token_ids(value, "A prompt", most)
     if not ids:
         raise UsageError("The prompt has no token.", "Send at least one token id.")
     return ids

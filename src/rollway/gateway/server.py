@@ -11,34 +11,32 @@ were sampled. Nothing slow runs in the event loop (see `threads`).
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import time
-import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
-import msgspec
 from aiohttp import web
 
 from rollway.aio import Stack
 from rollway.errors import UsageError
-from rollway.gateway import pages, replies, requests
-from rollway.gateway.access import SESSION, Access, Caller
+from rollway.gateway import replies, requests, threads
+from rollway.gateway.access import Access, Caller
 from rollway.gateway.connections import Connections
-from rollway.gateway.messages import Message, Prefix, chain, find_sent_prefix, link
+from rollway.gateway.messages import Message, Prefix, chain, find_sent_prefix
 from rollway.gateway.recorder import Recorder, Session, Turn
+from rollway.gateway.replies import json_response, send_data, send_event
 from rollway.gateway.template import Template
+from rollway.gateway.turns import PendingTurn, new_id
 from rollway.gateway.upstream import CHAT, ChatReply, ChatRequest, Upstream, make_request
-from rollway.rollout.completion import Completion
 from rollway.rollout.sender import all_or_none
-from rollway.rollout.splice import SpliceError
+from rollway.rollout.template import SpliceError
 from rollway.rollout.wire import COMPLETIONS, Wire
 
 T = TypeVar("T")
 
-RECORDED = "x-rollway-recorded"
 _UNBOUNDED = 1_000_000  # the number of connections bounds it
 # aiohttp before 3.14 knows only plain names; later versions warn about them.
 _CALLER: Any = web.RequestKey("caller", Caller) if hasattr(web, "RequestKey") else "caller"
@@ -47,8 +45,6 @@ _LONG_BODY = 200_000
 """Above this size, a thread even decodes the body and hashes its messages."""
 _SMALL_BODY = 2**16
 """Bodies up to this size are always accepted: the number of connections bounds their sum."""
-_WRITE_SECONDS = 60.0
-"""The time limit for one event of a stream: a client that does not read would block a worker."""
 
 
 @dataclass(slots=True)
@@ -70,17 +66,17 @@ class Gateway:
     started: float = field(default_factory=time.time)
     body_bytes: int = 2**30
     """The limit for all bodies that are being read or answered together."""
-    _pages: pages.Workers = field(default_factory=pages.Workers)
+    _pages: threads.PageThreads = field(default_factory=threads.PageThreads)
     _budget: requests.Budget = field(init=False)
 
     def __post_init__(self) -> None:
         self.template.limit(self.context_length)
-        largest = requests.body_limit(self.context_length)
+        largest = requests.get_body_limit(self.context_length)
         self._budget = requests.Budget(max(self.body_bytes, largest))
 
     def app(self) -> web.Application:
         """Return the aiohttp application with all routes."""
-        limit = requests.body_limit(self.context_length)
+        limit = requests.get_body_limit(self.context_length)
         app = web.Application(client_max_size=limit, middlewares=[self._guard])
         app.router.add_post("/v1/chat/completions", self.chat_completions)
         app.router.add_post("/v1/completions", self.completions)
@@ -98,15 +94,16 @@ class Gateway:
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         body = await self._parse(request)
-        messages, digests = await self._run_work(
-            request, lambda: _read_messages(body), "Reading the messages"
-        )
-        count, name = requests.choices_of(body), self._session_name(request)
-        session = self._session(name)
+        messages, digests = await self._read_messages(request, body)
+        count = requests.read_choice_count(body)
+        name = self.access.session_name(request[_CALLER], request)
+        session = self.recorder.open(name) if name else Session()  # without a name, not recorded
         prompt, parent, forked = await self._prompt(body, messages, session, digests)
         chat_request = self._make_request(CHAT, body, prompt, name)
         known = 0 if parent is None else len(session.ids(parent))
-        pending = _PendingTurn(self, session, digests, prompt[known:], parent, forked)
+        pending = PendingTurn(
+            self.model, session, digests[-1], prompt[known:], self.routed_experts, parent, forked
+        )
         if body.get("stream"):
             return await self._stream(request, body, self.chat, chat_request, pending, count)
         answers = await all_or_none(self.chat.ask(chat_request) for _ in range(count))
@@ -114,21 +111,21 @@ class Gateway:
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         body = await self._parse(request)
-        name = self._session_name(request)
+        name = self.access.session_name(request[_CALLER], request)
         prompts = await self._run_work(
-            request, lambda: requests.prompts_of(body, self.context_length), "Reading the prompts"
+            request, lambda: requests.read_prompts(body, self.context_length), "Reading the prompts"
         )
-        count = requests.choices_of(body, len(prompts))
+        count = requests.read_choice_count(body, len(prompts))
         text_requests = [
             self._make_request(COMPLETIONS, body, prompt, name)
             for prompt in await self._all_ids(prompts)
             for _ in range(count)
         ]
-        session = self._session(name)
+        session = self.recorder.open(name) if name else Session()  # without a name, not recorded
         # A text completion has no history: each is a separate trajectory.
         pending = [
-            _PendingTurn(self, session, [_new_id()], text_request.prompt_ids, None, "")
-            for text_request in text_requests
+            PendingTurn(self.model, session, new_id(), each.prompt_ids, self.routed_experts)
+            for each in text_requests
         ]
         if body.get("stream"):
             if len(text_requests) > 1:
@@ -145,27 +142,27 @@ class Gateway:
             "owned_by": "rollway",
             "max_model_len": self.context_length,
         }
-        return _json({"object": "list", "data": [entry]})
+        return json_response({"object": "list", "data": [entry]})
 
     async def tokenize(self, request: web.Request) -> web.Response:
         body = await self._parse(request)
         if "messages" in body:
-            messages, _ = await self._run_work(
-                request, lambda: _read_messages(body), "Reading the messages"
-            )
+            messages, _ = await self._read_messages(request, body)
             prefix = find_sent_prefix(body, messages, self.context_length)
             try:
                 ids = await self.template.prompt(body, messages, prefix)
             except SpliceError as error:  # the client sent this prefix itself
                 raise UsageError(error.message) from error
         else:
-            ids = await self.template.encode(requests.text_of(body, "prompt"))
-        return _json({"tokens": ids, "count": len(ids), "max_model_len": self.context_length})
+            ids = await self.template.encode(requests.read_text(body, "prompt"))
+        return json_response(
+            {"tokens": ids, "count": len(ids), "max_model_len": self.context_length}
+        )
 
     async def detokenize(self, request: web.Request) -> web.Response:
         body = await self._parse(request)
-        ids = requests.ids_of(body, "tokens", self.context_length)
-        return _json({"prompt": await self.template.decode(ids)})
+        ids = requests.read_ids(body, "tokens", self.context_length)
+        return json_response({"prompt": await self.template.decode(ids)})
 
     # --- for the trainer -------------------------------------------------------------------------
 
@@ -173,7 +170,7 @@ class Gateway:
         state: dict[str, Any] = {"status": "ok", "model": self.model}
         if request[_CALLER].operator:
             state["sessions"] = len(self.recorder.sessions)
-        return _json(state)
+        return json_response(state)
 
     async def sessions(self, request: web.Request) -> web.Response:
         sessions = self.recorder.sessions
@@ -186,34 +183,29 @@ class Gateway:
             body["lost"] = lost
         if self.recorder.lost and request[_CALLER].operator:
             body["unreadable_lines"] = self.recorder.lost
-        return _json(body)
+        return json_response(body)
 
     async def trajectories(self, request: web.Request) -> web.Response:
-        caller, given = request[_CALLER], request.match_info["session"]
-        for name in self.access.candidates(caller, given):
+        caller, requested = request[_CALLER], request.match_info["session"]
+        for name in self.access.candidates(caller, requested):
             session = self.recorder.sessions.get(name)
             if session is not None:
-                body = await self._page(request, name, session)
-                return web.Response(body=body, content_type="application/json")
-        raise self.access.missing(caller, given)
+                shown, bounds = self.access.show(caller, name), threads.read_bounds(request.query)
+                # In a thread, while the session may grow.
+                work = partial(threads.make_page, session, shown, *bounds)
+                page = await self._pages.run(caller, work)
+                return web.Response(body=page, content_type="application/json")
+        raise self.access.missing(caller, requested)
 
     async def forget(self, request: web.Request) -> web.Response:
-        caller, given = request[_CALLER], request.match_info["session"]
-        for name in self.access.candidates(caller, given):
+        caller, requested = request[_CALLER], request.match_info["session"]
+        for name in self.access.candidates(caller, requested):
             if await self.recorder.forget_async(name):
-                return _json({"session": self._show(request, name), "forgotten": True})
-        raise self.access.missing(caller, given)
+                shown = self.access.show(caller, name)
+                return json_response({"session": shown, "forgotten": True})
+        raise self.access.missing(caller, requested)
 
-    async def _page(self, request: web.Request, name: str, session: Session) -> bytes:
-        """Return a page of trajectories, computed in a thread while the session may grow."""
-        offset, limit = pages.bounds(request.query)
-        shown = self._show(request, name)
-        return await self._pages.run(
-            request[_CALLER], lambda: pages.page(session, shown, offset, limit)
-        )
-
-    # --- internals
-    # -------------------------------------------------------------------------------------
+    # --- internals -------------------------------------------------------------------------------
 
     async def _prompt(
         self, body: Mapping[str, Any], messages: list[Message], session: Session, digests: list[str]
@@ -239,9 +231,9 @@ class Gateway:
         self, wire: Wire, body: Mapping[str, Any], prompt: list[int], name: str
     ) -> ChatRequest:
         # The session goes into a header, which must be ASCII.
-        room = requests.room(body, len(prompt), self.context_length)
+        room = requests.count_room(body, len(prompt), self.context_length)
         session = name if name.isascii() else hashlib.sha256(name.encode()).hexdigest()
-        session = session or _new_id()
+        session = session or new_id()
         return make_request(wire, body, self.model, prompt, room, session, self.routed_experts)
 
     async def _reply(
@@ -250,22 +242,22 @@ class Gateway:
         body: Mapping[str, Any],
         name: str,
         answers: list[ChatReply],
-        pending: list[_PendingTurn],
+        pending: list[PendingTurn],
     ) -> web.Response:
         """Record the turns of whole answers, and return them as one."""
         with_bundle = self._wants_bundle(body)
         choices, turns = [], []
         for index, (answer, turn) in enumerate(zip(answers, pending, strict=True)):
-            choice = replies.choice(answer.raw, index, body)
+            choice = replies.convert_choice(answer.raw, index, body)
             message = choice.get("message")  # a text completion has none
-            turns.append(turn.turn(answer.completion, answer.ticket.version, message))
+            turns.append(turn.complete(answer.completion, answer.ticket.version, message))
             if with_bundle:
                 target = choice if message is None else message
                 replies.add_bundle(target, answer.request.prompt_ids, answer.completion)
             choices.append(choice)
         recorded = await self._record(pending[0].session, turns)
-        shown = self._show(request, name)
-        return _json(replies.join_choices(answers, choices, self.model, shown, recorded))
+        shown = self.access.show(request[_CALLER], name)
+        return json_response(replies.join_choices(answers, choices, self.model, shown, recorded))
 
     async def _stream(
         self,
@@ -273,7 +265,7 @@ class Gateway:
         body: Mapping[str, Any],
         upstream: Upstream,
         chat_request: ChatRequest,
-        pending: _PendingTurn,
+        pending: PendingTurn,
         choices: int,
     ) -> web.StreamResponse:
         """Stream an answer; hold its last events back until the turn is recorded."""
@@ -290,22 +282,22 @@ class Gateway:
                     if not response.prepared:
                         await response.prepare(request)
                     streamed.add(chunk)
-                    shown = replies.chunk(chunk, body)
-                    if shown is not None and (last_events or replies.ends(shown)):
+                    shown = replies.convert_chunk(chunk, body)
+                    if shown is not None and (last_events or replies.ends_answer(shown)):
                         last_events.append(shown)
                     elif shown is not None:
-                        await _send(response, shown)
+                        await send_event(response, shown)
                 completion = await upstream.settle(assembly, ticket)
                 message = streamed.message() if upstream is self.chat else None
-                turn = pending.turn(completion, ticket.version, message)
+                turn = pending.complete(completion, ticket.version, message)
                 recorded = await self._record(pending.session, [turn])
             except ConnectionError:
                 raise  # the client is gone
             except Exception as failure:
                 if not response.prepared:
                     raise
-                status, kind, message_shown = replies.explain(failure)
-                await _send(response, {"error": replies.error(message_shown, kind, status)})
+                status, kind, text = replies.explain(failure)
+                await send_event(response, {"error": replies.make_error(text, kind, status)})
                 return response
         if last_events and self._wants_bundle(body):
             choice = last_events[0]["choices"][0]
@@ -313,22 +305,28 @@ class Gateway:
         if last_events and not recorded:
             last_events[-1]["recorded"] = False
         for shown in last_events:
-            await _send(response, shown)
-        await _write(response, b"[DONE]")
+            await send_event(response, shown)
+        await send_data(response, b"[DONE]")
         return response
-
-    def _session(self, name: str) -> Session:
-        """Return the session to record into; without a name, nothing is recorded."""
-        return self.recorder.open(name) if name else Session()
 
     async def _record(self, session: Session, turns: list[Turn]) -> bool:
         """Record the turns of an answer; return False when their session was deleted."""
         return not session.name or await self.recorder.add_async(session, turns)
 
     async def _parse(self, request: web.Request) -> dict[str, Any]:
-        return await self._run_work(
-            request, lambda: requests.parse(request[_BODY]), "Decoding the body"
-        )
+        work = partial(requests.parse, request[_BODY])
+        return await self._run_work(request, work, "Decoding the body")
+
+    async def _read_messages(
+        self, request: web.Request, body: Mapping[str, Any]
+    ) -> tuple[list[Message], list[str]]:
+        """Return the messages of a chat and the digests of their history."""
+
+        def read() -> tuple[list[Message], list[str]]:
+            messages = requests.read_messages(body)
+            return messages, chain(messages)
+
+        return await self._run_work(request, read, "Reading the messages")
 
     async def _run_work(self, request: web.Request, work: Callable[[], T], what: str) -> T:
         """Return the result of `work`; run it in a thread if the request has a long body."""
@@ -347,20 +345,13 @@ class Gateway:
 
     async def _receive(self, request: web.Request, body: bytearray) -> None:
         """Read the body of a request, and count its bytes as they arrive."""
-        most = requests.body_limit(self.context_length)
+        most = requests.get_body_limit(self.context_length)
         async for chunk in request.content.iter_any():
             size = len(body) + len(chunk)
             if size > most:
                 raise web.HTTPRequestEntityTooLarge(most, size)
             self._budget.take(_count_bytes(size) - _count_bytes(len(body)))
             body += chunk
-
-    def _session_name(self, request: web.Request) -> str:
-        """Return the session of a request; "" if it is not recorded."""
-        return self.access.session_name(request[_CALLER], request)
-
-    def _show(self, request: web.Request, name: str) -> str:
-        return self.access.show(request[_CALLER], name)
 
     def _wants_bundle(self, body: Mapping[str, Any]) -> bool:
         if self.bundle != "asked":
@@ -388,56 +379,10 @@ class Gateway:
                 request.transport.abort()
             return web.Response(status=499)  # nobody receives it
         except Exception as failure:  # noqa: BLE001 - the last guard: it is answered and logged
-            return replies.refusal(failure)
+            return replies.make_refusal(failure)
         finally:
             self._budget.give_back(_count_bytes(len(body)))
             self.connections.mark_idle(connection)
-
-
-@dataclass(slots=True)
-class _PendingTurn:
-    """The parts of a turn that are known before its answer arrives."""
-
-    gateway: Gateway
-    session: Session
-    digests: list[str]
-    new_ids: list[int]
-    parent: str | None
-    forked: str
-
-    def turn(
-        self, completion: Completion, version: int | None, message: Mapping[str, Any] | None
-    ) -> Turn:
-        """Return the turn, now that its answer is there."""
-        history = self.digests[-1]
-        if message is not None:
-            history = link(history, message)
-        return Turn(
-            session=self.session.name,
-            model=self.gateway.model,
-            history=history,
-            new_ids=self.new_ids,
-            token_ids=completion.token_ids,
-            logprobs=completion.logprobs or [],
-            finish_reason=completion.finish_reason,
-            version=version,
-            worker_id=completion.worker_id,
-            parent=self.parent,
-            forked=self.forked,
-            routed_experts=self._experts(completion),
-        )
-
-    def _experts(self, completion: Completion) -> dict[str, Any] | None:
-        """Return the experts that this turn adds to those of its parent. The engine reports the
-        whole prompt each time, but earlier tokens keep their first record."""
-        if not self.gateway.routed_experts or not completion.token_ids:
-            return None
-        from rollway.rollout.experts import join_whole, read_capture
-
-        before = 0 if self.parent is None else len(self.session.ids(self.parent))
-        tokens = before + len(self.new_ids) + len(completion.token_ids)
-        routed = join_whole([read_capture(completion.routed_experts)], tokens)
-        return routed.since(self.session.experts_end(self.parent)).as_json()
 
 
 async def create_gateway(
@@ -450,40 +395,6 @@ async def create_gateway(
     return Gateway(chat.model, template, recorder, chat, text, length, **options)
 
 
-def _read_messages(body: Mapping[str, Any]) -> tuple[list[Message], list[str]]:
-    """Return the messages of a chat and the digests of their history."""
-    messages = requests.messages_of(body)
-    return messages, chain(messages)
-
-
 def _count_bytes(size: int) -> int:
     """Return how many bytes of a body count against the budget."""
     return max(0, size - _SMALL_BODY)
-
-
-def _new_id() -> str:
-    return uuid.uuid4().hex
-
-
-async def _send(response: web.StreamResponse, event: Mapping[str, Any]) -> None:
-    await _write(response, msgspec.json.encode(event))
-
-
-async def _write(response: web.StreamResponse, data: bytes) -> None:
-    try:
-        async with asyncio.timeout(_WRITE_SECONDS):
-            await response.write(b"data: " + data + b"\n\n")
-    except TimeoutError:
-        raise ConnectionResetError("the client does not read its answer") from None
-
-
-def _json(body: Mapping[str, Any], status: int = 200) -> web.Response:
-    headers = {SESSION: body["session"]} if body.get("session") else {}
-    if body.get("recorded") is False:
-        headers[RECORDED] = "false"
-    return web.Response(
-        body=msgspec.json.encode(body),
-        status=status,
-        content_type="application/json",
-        headers=headers,
-    )

@@ -13,11 +13,13 @@ import math
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from rollway.errors import RolloutError
+from rollway.gateway.messages import link
+from rollway.rollout.completion import Completion
 from rollway.rollout.sequence import Fork, SequenceBuilder, TokenSequence
 from rollway.rollout.trajectory import Rollout, Span
 
@@ -241,3 +243,48 @@ class Lost(msgspec.Struct, tag_field="type", tag="lost"):
 
     session: str
     turns: int
+
+
+@dataclass(slots=True)
+class PendingTurn:
+    """The parts of a turn that are known before its answer arrives."""
+
+    model: str
+    session: Session
+    history: str
+    """The digest of the messages before the turn."""
+    new_ids: list[int]
+    with_experts: bool
+    parent: str | None = None
+    forked: str = ""
+
+    def complete(
+        self, completion: Completion, version: int | None, message: Mapping[str, Any] | None
+    ) -> Turn:
+        """Return the turn with its answer; `message` is None for a text completion."""
+        return Turn(
+            session=self.session.name,
+            model=self.model,
+            history=self.history if message is None else link(self.history, message),
+            new_ids=self.new_ids,
+            token_ids=completion.token_ids,
+            logprobs=completion.logprobs or [],
+            finish_reason=completion.finish_reason,
+            version=version,
+            worker_id=completion.worker_id,
+            parent=self.parent,
+            forked=self.forked,
+            routed_experts=self._read_experts(completion),
+        )
+
+    def _read_experts(self, completion: Completion) -> dict[str, Any] | None:
+        """Return the experts that this turn adds to those of its parent. The engine reports the
+        whole prompt each time, but earlier tokens keep their first record."""
+        if not self.with_experts or not completion.token_ids:
+            return None
+        from rollway.rollout.experts import join_whole, read_capture
+
+        before = 0 if self.parent is None else len(self.session.ids(self.parent))
+        tokens = before + len(self.new_ids) + len(completion.token_ids)
+        routed = join_whole([read_capture(completion.routed_experts)], tokens)
+        return routed.since(self.session.experts_end(self.parent)).as_json()

@@ -88,10 +88,7 @@ class Rollouts(Sender):
         )
 
     async def generate_batch(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling | None = None,
-        n: int = 1,
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling | None = None, n: int = 1
     ) -> list[list[Rollout]]:
         """Sample n rollouts for each of several prompts.
 

@@ -81,7 +81,7 @@ class Assembly:
             token_ids=self.token_ids,
             logprobs=self._check_logprobs(),
             finish_reason=reason,
-            worker_id=None if self._migrated else self._worker_id,
+            worker_id=None if self._has_migrated else self._worker_id,
             cached_tokens=self._cached,
             routed_experts=self._experts,
         )
@@ -118,7 +118,7 @@ class Assembly:
 
     def _check_counts(self, reason: FinishReason) -> None:
         ids, saw, sent = len(self.token_ids), self._prompt_tokens, self._completion_tokens
-        if saw is not None and saw != self.prompt_length and not self._migrated:
+        if saw is not None and saw != self.prompt_length and not self._has_migrated:
             raise RolloutError(f"The engine counted {saw} prompt tokens, not {self.prompt_length}.")
         if sent is not None and sent != ids and reason != "aborted":
             raise RolloutError(f"The engine counted {sent} tokens and sent {ids} ids.")
@@ -131,7 +131,7 @@ class Assembly:
             raise RolloutError("The rollout ended by length without a single token.")
 
     @property
-    def _migrated(self) -> bool:
+    def _has_migrated(self) -> bool:
         """Whether another worker continued after the first one died.
 
         Dynamo does not report a migration. Its only sign is that the tokens of the dead worker are

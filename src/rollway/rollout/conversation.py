@@ -28,10 +28,15 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from rollway.errors import RolloutError, UsageError
-from rollway.rollout.history import History
 from rollway.rollout.sequence import Fork, SequenceBuilder, TokenSequence
-from rollway.rollout.splice import SpliceError
-from rollway.rollout.template import ChatTemplate, Message, Tokenizer, first_difference
+from rollway.rollout.template import (
+    ChatTemplate,
+    History,
+    Message,
+    SpliceError,
+    Tokenizer,
+    first_difference,
+)
 from rollway.rollout.trajectory import Rollout
 
 __all__ = ["Conversation", "Fork", "TokenSequence"]

@@ -151,11 +151,6 @@ class RoutedExperts:
         }
 
 
-def encode(routed: RoutedExperts, *, experts: int | None = None) -> dict[str, Any]:
-    """Return Dynamo's form; `experts`, the model's number of them, sets the dtype."""
-    return (routed if experts is None else routed.cast(experts)).as_json()
-
-
 def join(*parts: RoutedExperts) -> RoutedExperts:
     """Join consecutive parts: prompt and completion, or several legs."""
     if not parts:

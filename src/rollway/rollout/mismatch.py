@@ -1,4 +1,4 @@
-"""Compares the trainer's log-probs with the engine's, for tokens that the engine sampled.
+"""Compare the trainer's log-probs with the engine's, for tokens that the engine sampled.
 
 With equal weights on both sides the figures show rounding errors and bugs. If the engine serves
 older weights they also show the lag. `d = trainer - engine` for each token, in float64 throughout.

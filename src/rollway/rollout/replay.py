@@ -1,4 +1,4 @@
-"""Makes a Hugging Face mixture-of-experts model run the experts that the engine ran.
+"""Make a Hugging Face mixture-of-experts model run the experts that the engine ran.
 
 Two programs that round differently choose different experts for some tokens, and with other experts
 a token has an entirely different log-prob. With the engine's choices replayed, only rounding

@@ -1,4 +1,4 @@
-"""Sends a request until its answer can be attributed to one weight version.
+"""Send a request until its answer can be attributed to one weight version.
 
 Rollouts and scores share this: a ticket for a version, a bounded number of requests at once,
 retries while a frontend restarts or a worker dies, and the check afterwards that the worker served
@@ -173,7 +173,7 @@ class Attempt:
     async def retry_elsewhere(self, ticket: Ticket) -> None:
         """Wait and choose another worker, after an answer whose version is unknown."""
         self.pins.next(ticket)
-        await self.trouble.wait(_cannot_be_attributed())
+        await self.trouble.wait(_make_attribution_error())
 
 
 @dataclass(slots=True)
@@ -276,7 +276,7 @@ def describe_error(error: Unreachable | RequestFailed, model: str) -> RolloutErr
     return RolloutError(error.message, hints.get(error.status, ""))
 
 
-def _cannot_be_attributed() -> RolloutError:
+def _make_attribution_error() -> RolloutError:
     return RolloutError(
         "No rollout could be attributed to one weight version.",
         "A worker serves other weights than the fleet, possibly after a restart: refit it, or see "

@@ -13,54 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
 from rollway.errors import RequestFailed, RolloutError, UsageError
 from rollway.http import ONCE, Http
-from rollway.rollout.completion import (
-    Assembly,
-    Completion,
-    FinishReason,
-    Nvext,
-    Usage,
-    only_choice,
-    parse,
-)
+from rollway.rollout.completion import Assembly, Nvext, Usage, only_choice, parse
 from rollway.rollout.sampling import Sampling
-
-__all__ = [
-    "COMPLETIONS",
-    "GENERATE",
-    "VLLM",
-    "WIRES",
-    "Assembly",
-    "Completion",
-    "DynamoAssembly",
-    "FinishReason",
-    "Wire",
-    "completion_request",
-    "has_route",
-    "routing_fields",
-    "wire_named",
-]  # fmt: skip
-
-
-class Request(Protocol):
-    """Builds the body of a request."""
-
-    def __call__(
-        self,
-        model: str,
-        prompt_ids: Sequence[int],
-        sampling: Sampling,
-        *,
-        cache_salt: str | None = None,
-        required_taint: str | None = None,
-        pin: int | None = None,
-        stream: bool = False,
-    ) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +29,9 @@ class Wire:
 
     name: str
     path: str
-    request: Request
+    request: Callable[..., dict[str, Any]]
+    """Builds the body: model, prompt ids and sampling; by keyword `cache_salt`, `required_taint`,
+    `pin` and `stream`, of which a wire ignores those that it does not support."""
     assembly: Callable[[Sampling, int], Assembly]
     routed: bool = False
     """Whether it respects taints and pins, and names the worker."""
@@ -272,7 +234,7 @@ WIRES = {wire.name: wire for wire in (COMPLETIONS, GENERATE, VLLM)}
 # --- choosing -------------------------------------------------------------------------------------
 
 
-def wire_named(name: str) -> Wire:
+def get_wire(name: str) -> Wire:
     """Return the wire of that name."""
     if name not in WIRES:
         raise UsageError(f"There is no wire `{name}`.", f"Use one of: {', '.join(WIRES)}.")

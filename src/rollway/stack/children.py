@@ -15,17 +15,11 @@ from rollway import private, processes
 from rollway.config import StackSpec
 from rollway.orders import SECRET, SECRET_FILE, read_stack_secret
 from rollway.processes import ProcessId
-from rollway.stack import retention
-from rollway.stack.lease import Lease
+from rollway.stack import logs
+from rollway.stack.locks import Lease
 from rollway.stack.plan import ProcessPlan, StackPlan, plan_stack
 from rollway.stack.run_dir import choose_run_dir, remove_run_dir, write_secret
-from rollway.stack.state import (
-    ProcessState,
-    StackDir,
-    StackState,
-    get_stop_seconds,
-    secret_file,
-)
+from rollway.stack.state import ProcessState, StackDir, StackState, get_stop_seconds, secret_file
 from rollway.weights.adapter import remove_abandoned
 
 
@@ -64,9 +58,9 @@ class Children:
     def prepare(self, ports: Lease) -> StackPlan:
         """Create the directories and the secret of this run, and plan its processes."""
         run_dir, log_dir = Path(self.state.run_dir), Path(self.state.log_dir)
-        retention.prepare_directory(log_dir)
-        retention.set_aside(log_dir, self.spec.name)
-        retention.prune(self.spec.name, log_dir, self.spec.keep_runs)
+        logs.prepare_directory(log_dir)
+        logs.set_aside(log_dir, self.spec.name)
+        logs.prune(self.spec.name, log_dir, self.spec.keep_runs)
         for path in (run_dir, run_dir / "tmp", run_dir / "discovery"):
             private.make_scratch(path)
         # A stack that joins another shares its secret: otherwise each would refuse the other's
@@ -78,7 +72,7 @@ class Children:
         )
         self._plan = plan
         self.plans = {process.name: process for process in plan.processes}
-        retention.record_names(log_dir, self.plans)
+        logs.record_names(log_dir, self.plans)
         self.state.frontend, self.state.rl = plan.frontend_url, plan.rl_url
         self.state.join_spec = plan.join_spec
         self.state.processes = [
@@ -170,16 +164,16 @@ class Children:
     def rotate_logs(self) -> None:
         limits = self.spec.logs
         for process in self.plans.values():
-            retention.rotate(process.log, limits.max_mb * 1e6, limits.keep)
-        retention.rotate(self.directory.events_file, retention.EVENTS_BYTES, 1)
+            logs.rotate(process.log, limits.max_mb * 1e6, limits.keep)
+        logs.rotate(self.directory.events_file, logs.EVENTS_BYTES, 1)
 
     def prune_logs(self) -> None:
         """Remove logs beyond `keep_runs`, which counts this run, too, now that it has ended."""
         log_dir, keep = Path(self.state.log_dir), self.spec.keep_runs
         with contextlib.suppress(OSError):
-            retention.prune(self.spec.name, log_dir, max(0, keep - 1))
+            logs.prune(self.spec.name, log_dir, max(0, keep - 1))
             if keep == 0:
-                retention.remove_run(self.spec.name, log_dir)
+                logs.remove_run(self.spec.name, log_dir)
 
     def write_state(self) -> None:
         """Write the state file. A full disk must not keep the stack from being watched."""

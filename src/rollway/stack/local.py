@@ -1,4 +1,4 @@
-"""Starts, stops and clears stacks on this machine.
+"""Start, stop and clear stacks on this machine.
 
 This side spawns `rollway.stack.supervisor`, which runs the stack, reads the state file that the
 supervisor writes, and sends it signals.
@@ -124,19 +124,16 @@ def stop(name: str, progress: Progress | None = None) -> None:
     clear_leftovers(directory)
 
 
-def stop_all(names: list[str], progress: Progress | None = None) -> list[str]:
+def stop_all(names: list[str], progress: Progress | None = None) -> None:
     """Stop several stacks, and raise the first error after the last of them."""
-    stopped: list[str] = []
     failures: list[RollwayError] = []
     for name in names:
         try:
             stop(name, progress)
-            stopped.append(name)
         except RollwayError as error:
             failures.append(error)
     if failures:
         raise failures[0]
-    return stopped
 
 
 def _interrupt_start(directory: StackDir, progress: Progress | None) -> bool:

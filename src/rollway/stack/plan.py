@@ -17,8 +17,8 @@ from typing import Any, Literal
 from rollway.config import ModelSpec, RawArgs, StackSpec, is_loopback, slug
 from rollway.errors import SpecError, StartError
 from rollway.processes import make_run_environment
-from rollway.stack import machine
-from rollway.stack.lease import Lease
+from rollway.stack import preset
+from rollway.stack.locks import Lease
 from rollway.stack.preset import get_frontend_defaults, get_worker_defaults, merge_args
 
 Role = Literal["service", "worker", "frontend"]
@@ -285,7 +285,7 @@ class _Planner:
     def _assign_gpus(self) -> dict[tuple[str, int], str]:
         """Assign consecutive GPUs to each worker; none on a machine without GPUs."""
         requested = self.spec.env.get("CUDA_VISIBLE_DEVICES")
-        available = machine.list_gpus() if requested is None else machine.parse_gpus(requested)
+        available = preset.list_gpus() if requested is None else preset.parse_gpus(requested)
         if not available:
             return {}
         workers = [
@@ -336,7 +336,7 @@ def get_dial_address(host: str) -> str:
 
 def find_required_program(name: str, python: str) -> str:
     """Find a program on PATH, or beside this interpreter or the engine's; raise StartError."""
-    program = machine.find_program(name) or machine.find_program(name, python)
+    program = preset.find_program(name) or preset.find_program(name, python)
     if program is None:
         raise StartError(
             f"This stack needs the program `{name}`, which is neither on PATH nor installed with "

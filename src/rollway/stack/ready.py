@@ -1,4 +1,4 @@
-"""Decides when a stack is ready: the frontend lists every model, and every worker has answered one
+"""Decide when a stack is ready: the frontend lists every model, and every worker has answered one
 greedy and one sampled request. A running process or an open port shows neither.
 
 The first request of each kind compiles kernels and takes seconds. The warm-up sends it to every

@@ -1,4 +1,6 @@
-"""The private directory of one run: sockets, scratch files, and the secret of the stack."""
+"""The private directory of one run (sockets, scratch files, the secret of the stack), and the
+validation of a state file: `rollway down` kills the processes and removes the files it names.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,17 @@ import secrets
 import shutil
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from pydantic import ValidationError
 
 from rollway import private
+from rollway.config import LONGEST_STOP_SECONDS, AdminTimeouts
+
+if TYPE_CHECKING:
+    from rollway.stack.state import StackState
+
 
 SECRET_NAME = "secret"
 """The file that holds the stack's secret."""
@@ -52,3 +63,50 @@ def list_run_dirs(run_id: str) -> list[Path]:
     """List where the directory of a run may be."""
     name = make_run_dir_name(run_id, os.getuid())
     return [Path(base, name) for base in {tempfile.gettempdir(), "/tmp"}]
+
+
+# --- the state file ------------------------------------------------------------------------------
+
+
+def validate_state(state: StackState, name: str) -> None:
+    """Raise ValueError for a state that no supervisor of this stack has written.
+
+    `rollway down` removes the paths in a state, so they must be plain names below the run's own
+    directories."""
+    run_dir, log_dir = Path(state.run_dir), Path(state.log_dir)
+    is_plain_path = os.path.normpath(state.run_dir) == state.run_dir and run_dir.is_absolute()
+    error = {"error": "", "message": "", "hint": ""} if state.error is None else state.error
+    for is_valid, problem in (
+        (state.name == name, "it is that of a stack of another name"),
+        (RUN_ID.fullmatch(state.run_id), "its run id is not valid"),
+        (is_plain_path, "its run directory is not a plain absolute path"),
+        (
+            run_dir.name == make_run_dir_name(state.run_id, state.uid),
+            "its run directory is that of another run",
+        ),
+        (all(map(private.is_plain_name, state.shared_memory)), "a shared-memory name is a path"),
+        (
+            log_dir.is_absolute() and "\0" not in state.log_dir,
+            "its log directory is not an absolute path",
+        ),
+        (0 <= state.stop_seconds <= LONGEST_STOP_SECONDS, "`stop_seconds` is out of range"),
+        (0 <= state.started_at < 1e11, "`started_at` is out of range"),
+        (isinstance(state.join_spec.get("join", {}), dict), "its invitation is damaged"),
+        (
+            all(isinstance(error.get(key), str) for key in ("error", "message", "hint")),
+            "its error is damaged",
+        ),
+    ):
+        if not is_valid:
+            raise ValueError(problem)
+    for process in state.processes:
+        is_plain = private.is_plain_name(process.name) and process.name.isprintable()
+        log = Path(process.log)
+        if not is_plain or log.parent != log_dir or not private.is_plain_name(log.name):
+            raise ValueError("the log of a process is not in the log directory")
+    for url in (state.frontend, state.rl, *(p.admin_url or "" for p in state.processes)):
+        urlsplit(url).port  # noqa: B018  (raises ValueError)
+    try:
+        AdminTimeouts(**state.timeouts)
+    except ValidationError:
+        raise ValueError("its timeouts are damaged") from None

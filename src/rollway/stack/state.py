@@ -1,14 +1,14 @@
-"""Reads and writes the private directory of a stack.
+"""Read and write the private directory of a stack.
 
     <home>/stacks/<name>/
         state.json     the processes that run now; the supervisor replaces it atomically
         events.jsonl   the history: starts, deaths, restarts, with times
-        logs/          one file per process; see rollway.stack.retention
+        logs/          one file per process; see rollway.stack.logs
 
 `<home>` is $ROLLWAY_HOME, or $XDG_STATE_HOME/rollway, or ~/.local/state/rollway.
 
 `rollway down` kills the processes and removes the files that a state names, so a state is validated
-strictly (rollway.stack.validate): disk faults, older versions and editors change files.
+strictly (rollway.stack.run_dir): disk faults, older versions and editors change files.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ from rollway import private
 from rollway.config import check_stack_name, slug
 from rollway.errors import RollwayError, StateUnreadable, UsageError
 from rollway.processes import ProcessId, boot_id
-from rollway.stack.run_dir import RUN_ID, SECRET_NAME
-from rollway.stack.validate import validate_state
+from rollway.stack.run_dir import RUN_ID, SECRET_NAME, validate_state
 
 DETACH = b"D"
 """What an owner writes to the lifeline when the stack is to outlive it."""

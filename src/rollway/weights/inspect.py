@@ -10,8 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rollway.errors import UsageError
-from rollway.extras import require
+from rollway.errors import UsageError, require
 from rollway.weights.checkpoint import read_headers
 from rollway.weights.layout import ELEMENT_BYTES
 from rollway.weights.untrusted import parse_json, read_plain, reason

@@ -8,9 +8,15 @@ from typing import Any
 import pytest
 
 from rollway.bench.router import Figures, RouterReport, Routing, adapt_spec
-from rollway.bench.router_command import parse_counts
-from rollway.bench.router_replay import list_prompt_blocks, make_trace, read_summary
-from rollway.bench.router_traffic import Tally, Traffic, read_ttft
+from rollway.bench.router_traffic import (
+    Tally,
+    Traffic,
+    list_prompt_blocks,
+    make_trace,
+    read_summary,
+    read_ttft,
+)
+from rollway.cli.bench import parse_counts
 from rollway.config import StackSpec, load_spec
 from rollway.errors import RolloutError, UsageError
 

@@ -11,8 +11,14 @@ from rollway.bench.verl import (
     ARMS,
     BATCHES,
     LOADS,
+    LONGEST_PROMPT,
+    QUESTION_TOKENS,
+    ROLLOUTS,
+    SYSTEM_TOKENS,
     ArmFigures,
+    Batch,
     BatchFigures,
+    Load,
     VerlReport,
     list_runs,
     measure_arms,
@@ -20,17 +26,9 @@ from rollway.bench.verl import (
     measure_togetherness,
     split_turns,
 )
-from rollway.bench.verl_command import BEGIN, END, format_markdown, replace_table
-from rollway.bench.verl_traffic import (
-    LONGEST_PROMPT,
-    QUESTION_TOKENS,
-    ROLLOUTS,
-    SYSTEM_TOKENS,
-    Batch,
-    Load,
-)
+from rollway.cli.bench import BEGIN, END, format_markdown, replace_table
 from rollway.errors import UsageError
-from rollway.integrations.verl.request_log import RequestLog, RequestRecord
+from rollway.integrations.verl.requests import RequestLog, RequestRecord
 
 
 def record(

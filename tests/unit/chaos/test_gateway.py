@@ -16,9 +16,9 @@ from rollway.bench.gateway import GatewayLoad, Tenth
 from rollway.chaos.agents import Acknowledged, Agents, Answer, Episode
 from rollway.chaos.clients import Address, Manner, Reply, Vanished, call
 from rollway.chaos.gateway import FAULTS, GatewayReport, GatewayRound
+from rollway.chaos.gateway_process import SmallDisk
 from rollway.chaos.judge import Verdict, judge
 from rollway.chaos.old_journal import OldRecorder
-from rollway.chaos.small_disk import SmallDisk
 from rollway.gateway.recorder import Turn
 from rollway.rollout.sequence import TokenSequence
 
@@ -202,7 +202,7 @@ async def test_a_gateway_that_does_not_answer_counts_as_a_hang() -> None:
         agents.hold()
         await agents.wait_idle()
         await agents.stop()
-    assert agents.ledger.acknowledged == 0
+    assert agents.ledger.acknowledged_turns == 0
 
 
 def test_a_small_disk_is_filled_freed_and_removed(tmp_path: Path) -> None:

@@ -13,20 +13,20 @@ from typing import Any
 import pytest
 
 from rollway.cli import main
-from rollway.cli.grammar import get_spec_file, make_parser
-from rollway.cli.output import format_size
+from rollway.cli.grammar import make_parser
+from rollway.cli.output import format_size, get_spec_file
 from rollway.errors import UsageError
 
 HEAVY = ("aiohttp", "msgspec", "pydantic", "rich", "torch", "yaml", "asyncio")
 
 
 @pytest.mark.parametrize(
-    "words", [["--help"], ["fleet", "--help"], ["up", "--help"], ["bench", "--help"]]
+    "arguments", [["--help"], ["fleet", "--help"], ["up", "--help"], ["bench", "--help"]]
 )
-def test_help_imports_nothing_heavy(words: list[str]) -> None:
+def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     script = (
         "import sys\nfrom rollway.cli import main\n"
-        f"try:\n    main({words!r})\nexcept SystemExit:\n    pass\n"
+        f"try:\n    main({arguments!r})\nexcept SystemExit:\n    pass\n"
         f"print([m for m in {HEAVY!r} if m in sys.modules])"
     )
     output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
@@ -46,14 +46,14 @@ LEAVES = [
 ]
 
 
-def parse(*words: str) -> argparse.Namespace:
-    return make_parser().parse_args(words)
+def parse(*arguments: str) -> argparse.Namespace:
+    return make_parser().parse_args(arguments)
 
 
-@pytest.mark.parametrize("words", LEAVES)
-def test_every_command_has_json_and_a_function(words: list[str]) -> None:
-    options = parse(*words, "--json")
-    assert options.json and not parse(*words).json
+@pytest.mark.parametrize("arguments", LEAVES)
+def test_every_command_has_json_and_a_function(arguments: list[str]) -> None:
+    options = parse(*arguments, "--json")
+    assert options.json and not parse(*arguments).json
     module, _, function = options.command.partition(":")
     assert callable(getattr(importlib.import_module(f"rollway.cli.{module}"), function))
 
@@ -78,14 +78,14 @@ def test_the_path_of_a_refit_may_follow_a_name() -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [["up"], ["chaos"], ["bench", "fleet"], ["bench", "gateway"], ["bench", "router"]]
+    "arguments", [["up"], ["chaos"], ["bench", "fleet"], ["bench", "gateway"], ["bench", "router"]]
 )
-def test_a_stack_file_is_given_by_position_or_by_option(words: list[str]) -> None:
-    assert get_spec_file(parse(*words, "a.yaml")) == Path("a.yaml")
-    assert get_spec_file(parse(*words, "-f", "a.yaml")) == Path("a.yaml")
-    assert get_spec_file(parse(*words)) is None
+def test_a_stack_file_is_given_by_position_or_by_option(arguments: list[str]) -> None:
+    assert get_spec_file(parse(*arguments, "a.yaml")) == Path("a.yaml")
+    assert get_spec_file(parse(*arguments, "-f", "a.yaml")) == Path("a.yaml")
+    assert get_spec_file(parse(*arguments)) is None
     with pytest.raises(UsageError, match="Two stack files"):
-        get_spec_file(parse(*words, "a.yaml", "-f", "b.yaml"))
+        get_spec_file(parse(*arguments, "a.yaml", "-f", "b.yaml"))
 
 
 def test_bench_fleet_needs_a_file(capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,7 +95,7 @@ def test_bench_fleet_needs_a_file(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("arguments", "expected"),
     [
         ([], ("only", None)),
         (["frontend"], ("only", "frontend")),
@@ -106,13 +106,13 @@ def test_bench_fleet_needs_a_file(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_logs_name_a_stack_a_process_or_both(
-    words: list[str], expected: tuple[str, str | None], monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], expected: tuple[str, str | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rollway.cli import logs
+    from rollway.cli import stack
 
-    monkeypatch.setattr(logs, "list_stack_names", lambda: ["only", "other"])
-    monkeypatch.setattr(logs, "_find_only_stack", lambda: "only")
-    assert logs._read_log_names(parse("logs", *words)) == expected
+    monkeypatch.setattr(stack, "list_stack_names", lambda: ["only", "other"])
+    monkeypatch.setattr(stack, "_find_only_stack", lambda: "only")
+    assert stack._read_log_names(parse("logs", *arguments)) == expected
 
 
 def test_too_many_words_for_logs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,14 +147,15 @@ def test_errors_are_json_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
 def test_errors_of_the_system_are_explained(
     error: OSError, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from rollway.cli import root, stack
+    from rollway import cli
+    from rollway.cli import stack
 
     def fail(_: Any) -> int:
         raise error
 
     monkeypatch.setattr(stack, "status", fail)
-    monkeypatch.setattr(root.os, "dup2", lambda *_: None)
-    monkeypatch.setattr(root.sys.stdout, "fileno", lambda: 1, raising=False)
+    monkeypatch.setattr(cli.os, "dup2", lambda *_: None)
+    monkeypatch.setattr(cli.sys.stdout, "fileno", lambda: 1, raising=False)
     if isinstance(error, BrokenPipeError):
         assert main(["status"]) == 0  # the reader has closed the pipe
     else:

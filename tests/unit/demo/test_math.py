@@ -55,19 +55,19 @@ def policy(base: Path) -> torch.nn.Module:
 
 class TestTask:
     def test_prompts_share_several_kv_blocks(self, task: CountingTask) -> None:
-        prompts = task.prompts(0, 10, Random(0))
+        prompts = task.prompts(10, Random(0))
         heads = {tuple(prompt.token_ids[:-1]) for prompt in prompts}
         assert len(heads) == 1
         assert len(heads.pop()) >= 4 * KV_BLOCK
 
     def test_starts_are_distributed_evenly(self, task: CountingTask) -> None:
-        starts = [prompt.start for prompt in task.prompts(0, 16, Random(3))]
+        starts = [prompt.start for prompt in task.prompts(16, Random(3))]
         assert set(starts) == set(range(10))
         assert max(starts.count(digit) for digit in range(10)) == 2
 
     def test_the_seed_decides_the_prompts(self, task: CountingTask) -> None:
         def draw_starts(seed: int) -> list[int]:
-            return [prompt.start for prompt in task.prompts(0, 16, Random(seed))]
+            return [prompt.start for prompt in task.prompts(16, Random(seed))]
 
         assert draw_starts(1) == draw_starts(1)
         assert draw_starts(1) != draw_starts(2)
@@ -75,24 +75,24 @@ class TestTask:
     def test_the_right_count_earns_the_full_reward(
         self, task: CountingTask, tokenizer: PreTrainedTokenizerFast
     ) -> None:
-        seven = next(p for p in task.prompts(0, 10, Random(0)) if p.start == 7)
+        seven = next(p for p in task.prompts(10, Random(0)) if p.start == 7)
         answer = tokenizer.encode("8901234567890123456789"[: task.max_tokens])
         assert task.reward(seven, answer) == 1.0
 
     def test_reward_is_the_fraction_of_right_positions(self, task: CountingTask) -> None:
-        prompt = task.prompts(0, 1, Random(0))[0]
+        prompt = task.prompts(1, Random(0))[0]
         wrong = [*prompt.answer_ids]
         wrong[0], wrong[3] = wrong[1], wrong[4]
         assert task.reward(prompt, wrong) == pytest.approx(1 - 2 / task.max_tokens)
 
     def test_short_and_long_answers_earn_less(self, task: CountingTask) -> None:
-        prompt = task.prompts(0, 1, Random(0))[0]
+        prompt = task.prompts(1, Random(0))[0]
         assert task.reward(prompt, []) == 0.0
         assert task.reward(prompt, prompt.answer_ids[:3]) == 3 / task.max_tokens
         assert task.reward(prompt, prompt.answer_ids * 2) == 0.5
 
     def test_ignoring_the_prompt_earns_a_tenth(self, task: CountingTask) -> None:
-        prompts = task.prompts(0, 10, Random(0))
+        prompts = task.prompts(10, Random(0))
         for constant in (prompts[0].answer_ids, [task.digit_ids[4]] * task.max_tokens):
             rewards = [task.reward(prompt, constant) for prompt in prompts]
             assert sum(rewards) / 10 == pytest.approx(0.1)
@@ -193,14 +193,14 @@ def make_batch(
     task: CountingTask, policy: torch.nn.Module, *, engine: bool = True, shift: float = 0.0
 ) -> RolloutBatch:
     """Make a right and a wrong rollout; the "engine" is the policy plus a shift."""
-    prompt = task.prompts(0, 1, Random(0))[0]
+    prompt = task.prompts(1, Random(0))[0]
     prompts = [prompt.token_ids] * 2
     completions = [prompt.answer_ids, prompt.answer_ids[3:] + prompt.answer_ids[:3]]
     rewards = [task.reward(prompt, ids) for ids in completions]
     with torch.no_grad():
         logprobs = (token_logprobs(policy, prompts, completions) + shift).tolist()
     advantages = group_advantages(torch.tensor([rewards])).flatten().tolist()
-    return RolloutBatch(prompts, completions, rewards, advantages, logprobs if engine else None)
+    return RolloutBatch(prompts, completions, advantages, logprobs if engine else None)
 
 
 class TestTrainer:
@@ -216,10 +216,6 @@ class TestTrainer:
         good, bad = (after - before).tolist()
         assert good > bad
         assert stats.mismatch_kl == pytest.approx(0.0, abs=1e-9)
-        assert stats.mean_reward == pytest.approx(sum(batch.rewards) / 2)
-        assert stats.tokens == 2 * task.max_tokens
-        assert stats.grad_norm > 0
-        assert stats.clip_fraction == 0.0
 
     def test_the_mismatch_is_measured_before_the_update(
         self, task: CountingTask, policy: torch.nn.Module
@@ -227,14 +223,12 @@ class TestTrainer:
         trainer = GrpoTrainer(policy, GrpoConfig(lr=0.1, lr_warmup_steps=1))
         stats = trainer.train_step(make_batch(task, policy, shift=-0.3))
         assert stats.mismatch_kl == pytest.approx(math.exp(0.3) - 0.3 - 1, rel=1e-3)
-        assert stats.clip_fraction == 1.0
 
     def test_without_engine_logprobs_there_is_no_mismatch(
         self, task: CountingTask, policy: torch.nn.Module
     ) -> None:
         stats = GrpoTrainer(policy).train_step(make_batch(task, policy, engine=False))
         assert stats.mismatch_kl is None
-        assert stats.grad_norm > 0
 
     def test_the_learning_rate_rises_to_its_value(
         self, task: CountingTask, policy: torch.nn.Module
@@ -249,9 +243,9 @@ class TestTrainer:
 
     def test_a_batch_needs_matching_lengths(self) -> None:
         with pytest.raises(ValueError, match="2 sampled tokens, 1 log-probs"):
-            RolloutBatch([[1]], [[2, 3]], [0.0], [0.0], [[-1.0]])
+            RolloutBatch([[1]], [[2, 3]], [0.0], [[-1.0]])
         with pytest.raises(ValueError, match="one entry per completion"):
-            RolloutBatch([[1]], [[2], [3]], [0.0, 0.0], [0.0, 0.0])
+            RolloutBatch([[1]], [[2], [3]], [0.0, 0.0])
 
 
 class TestBuilder:
@@ -265,7 +259,7 @@ class TestBuilder:
         assert generation["temperature"] == 0.7
         assert (generation["top_p"], generation["top_k"]) == (0.9, 20)
         assert tokenizer.eos_token_id == config["eos_token_id"]
-        prompt = task.prompts(0, 1, Random(0))[0]
+        prompt = task.prompts(1, Random(0))[0]
         assert tokenizer.encode(prompt.text) == prompt.token_ids
         assert tokenizer.decode(prompt.token_ids) == prompt.text
         chat = tokenizer.apply_chat_template(
@@ -291,7 +285,7 @@ class TestBuilder:
         def interrupt(*_: object) -> None:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(builder, "_save_tokenizer", interrupt)
+        monkeypatch.setattr(builder, "_set_tokenizer_field", interrupt)
         monkeypatch.setattr(builder, "WARMUP_STEPS", 0)
         with pytest.raises(KeyboardInterrupt):
             builder.build_base(tmp_path / "base")

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from rollway.errors import UsageError
-from rollway.gateway.messages import chain, find_sent_prefix, link, without_bundle
+from rollway.gateway.messages import chain, find_sent_prefix, link, remove_bundle
 from rollway.gateway.recorder import Recorder, Session, Turn
-from rollway.gateway.replies import StreamedMessage, chunk
+from rollway.gateway.replies import StreamedMessage, convert_chunk
 from rollway.gateway.template import TurnCounts, _end_of_turn
 from rollway.rollout.experts import RoutedExperts
 from tests.awkward_tokenizer import TURN_END, make
@@ -66,7 +66,7 @@ def test_token_ids_from_the_client_take_precedence() -> None:
     prefix = find_sent_prefix({"required_prefix_token_ids": [7]}, HISTORY, 100)
     assert prefix is not None and (prefix.token_ids, prefix.messages) == ([7], 2)
     assert find_sent_prefix({}, HISTORY, 100) is None
-    assert "prompt_token_ids" not in without_bundle([message])[0]
+    assert "prompt_token_ids" not in remove_bundle([message])[0]
     for wrong in ([1.5], "12", [True], [-1]):
         with pytest.raises(UsageError, match="list of token ids"):
             find_sent_prefix({"required_prefix_token_ids": wrong}, HISTORY, 100)
@@ -162,9 +162,11 @@ def test_streamed_deltas_add_up_to_the_whole_message() -> None:
     ):
         streamed.add({"choices": [{"delta": delta}]})
     assert link("", streamed.message()) == link("", HISTORY[1])
-    plain = chunk({"choices": [{"delta": {}, "logprobs": {"content": []}}], "nvext": {"a": 1}}, {})
+    plain = convert_chunk(
+        {"choices": [{"delta": {}, "logprobs": {"content": []}}], "nvext": {"a": 1}}, {}
+    )
     assert plain == {"choices": [{"delta": {}, "logprobs": None}]}
-    assert chunk({"choices": [], "usage": {}}, {}) is None
+    assert convert_chunk({"choices": [], "usage": {}}, {}) is None
 
 
 def test_the_end_of_turn_token_is_detected() -> None:

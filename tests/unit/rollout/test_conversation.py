@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rollway.errors import RolloutError, UsageError
-from rollway.rollout import history
+from rollway.rollout import template
 from rollway.rollout.conversation import Conversation
 from rollway.rollout.trajectory import Span
 from tests.awkward_tokenizer import PLAIN, TURN_END, TURN_START, make
@@ -164,7 +164,7 @@ def test_a_prompt_that_changes_earlier_tokens_is_refused(monkeypatch: pytest.Mon
     conversation.add(user_says("hi"))
     add_reply(conversation, [5, 6, END])
     conversation.add(user_says("more"))
-    monkeypatch.setattr(history, "splice", lambda verbatim, *_: [*verbatim[:-2], 9, END, 1])
+    monkeypatch.setattr(template, "splice", lambda verbatim, *_: [*verbatim[:-2], 9, END, 1])
     place = len(conversation._so_far) - 2
     with pytest.raises(RolloutError, match=rf"Position {place}: expected 6 \('5'\), got 9 \('8'\)"):
         conversation.prompt()

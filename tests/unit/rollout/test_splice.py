@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollway.rollout.splice import SpliceError, splice, turn_end
+from rollway.rollout.template import SpliceError, splice, turn_end
 
 END = 2
 

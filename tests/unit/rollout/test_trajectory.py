@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from rollway.errors import RequestFailed, RolloutError
 from rollway.http import Http
 from rollway.rollout.client import Rollouts
+from rollway.rollout.completion import Completion
 from rollway.rollout.sampling import Sampling
 from rollway.rollout.trajectory import Rollout, Trajectory
-from rollway.rollout.wire import Completion
 from rollway.versions import FleetVersions
 
 

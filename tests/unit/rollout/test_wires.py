@@ -17,7 +17,7 @@ from rollway.http import Http
 from rollway.rollout.client import Rollouts, events
 from rollway.rollout.sampling import Sampling
 from rollway.rollout.teacher import _read, flatten
-from rollway.rollout.wire import COMPLETIONS, GENERATE, VLLM, Wire, wire_named
+from rollway.rollout.wire import COMPLETIONS, GENERATE, VLLM, Wire, get_wire
 from rollway.versions import FleetVersions
 from tests.unit.rollout.headers import JSON
 
@@ -203,7 +203,7 @@ def test_arbitrary_scores_are_read_or_refused(raw: Any, entry: Any) -> None:
 
 def test_the_error_names_an_unknown_wire() -> None:
     with pytest.raises(UsageError, match="no wire `carrier pigeon`"):
-        wire_named("carrier pigeon")
+        get_wire("carrier pigeon")
 
 
 async def test_a_missing_route_is_reported_at_once() -> None:

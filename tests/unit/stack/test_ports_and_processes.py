@@ -17,8 +17,7 @@ import pytest
 from rollway import processes
 from rollway.errors import PortInUse, StartError
 from rollway.processes import ProcessId
-from rollway.stack.lease import FIRST, LAST, Lease
-from rollway.stack.locks import NamedLock
+from rollway.stack.locks import FIRST, LAST, Lease, NamedLock
 
 
 def test_a_lock_has_one_holder_and_its_death_releases_it() -> None:

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from rollway.config import load_spec
-from rollway.stack import machine
+from rollway.stack import preset
 from rollway.stack.preset import UNIPROCESS, Defaults, get_worker_defaults
 
 
 @pytest.fixture
 def defaults(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(machine, "list_gpus", list)
+    monkeypatch.setattr(preset, "list_gpus", list)
 
     def make(**model: Any) -> Defaults:
         spec = load_spec({"name": "t", "models": [{"path": "org/model", **model}]})

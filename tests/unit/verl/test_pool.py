@@ -23,8 +23,7 @@ from rollway.fleet.discovery import Worker
 from rollway.integrations.verl import pool as pool_module
 from rollway.integrations.verl import requests as requests_module
 from rollway.integrations.verl.pool import Pool
-from rollway.integrations.verl.request_log import read_log
-from rollway.integrations.verl.requests import Gate
+from rollway.integrations.verl.requests import Gate, read_log
 from rollway.rollout.sampling import Sampling
 from rollway.rollout.teacher import Scores
 from rollway.rollout.trajectory import Rollout, Span

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from rollway.integrations.verl.prometheus import write_targets
+from rollway.integrations.verl.nodes import write_targets
 from rollway.stack.state import ProcessState, StackState
 
 

@@ -26,10 +26,9 @@ from safetensors.torch import save_file
 from rollway.engine.receivers import reader_for
 from rollway.errors import UsageError, WeightsError
 from rollway.integrations.verl import publish
-from rollway.integrations.verl.options import WeightOptions
 from rollway.integrations.verl.publish import WeightSender
-from rollway.integrations.verl.spec import find_tied_names
-from rollway.integrations.verl.weight_stream import WeightStream, iterate
+from rollway.integrations.verl.spec import WeightOptions, find_tied_names
+from rollway.integrations.verl.verl_buckets import WeightStream, iterate
 from rollway.integrations.verl.weights import PoolInfo, UpdateReply
 from rollway.weights.offer import Offer, parse_offer
 from rollway.weights.transports.base import Reader

@@ -17,16 +17,16 @@ from rollway.integrations.verl.generation import (
     make_sampling,
     refuse_media,
 )
-from rollway.integrations.verl.options import (
+from rollway.integrations.verl.nodes import open_proxy
+from rollway.integrations.verl.publish import choose_adapter_options, strip_base_layer, to_plain
+from rollway.integrations.verl.spec import (
     WHERE_SEPARATE,
     Options,
     WeightOptions,
+    make_stack_spec,
     parse_options,
     read_options,
 )
-from rollway.integrations.verl.publish import choose_adapter_options, strip_base_layer, to_plain
-from rollway.integrations.verl.spec import make_stack_spec
-from rollway.integrations.verl.tcp_proxy import open_proxy
 from rollway.rollout.trajectory import Rollout, Span
 
 

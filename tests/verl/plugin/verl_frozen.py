@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rollway.integrations.verl.publish import WeightSender
-from rollway.integrations.verl.weight_stream import drain
+from rollway.integrations.verl.verl_buckets import drain
 
 
 async def _send_nothing(self, weights, pool, step):

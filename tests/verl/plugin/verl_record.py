@@ -16,7 +16,7 @@ from pathlib import Path
 from rollway.http import Http
 from rollway.integrations.verl.publish import WeightSender
 from rollway.integrations.verl.requests import Requests
-from rollway.integrations.verl.weight_stream import iterate
+from rollway.integrations.verl.verl_buckets import iterate
 
 DIRECTORY = Path(os.environ["ROLLWAY_RECORD"])
 

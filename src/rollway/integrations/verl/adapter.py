@@ -12,24 +12,17 @@ from verl.workers.rollout.base import BaseRollout
 from rollway.errors import UsageError
 from rollway.integrations.verl.checkpoint_engine import WIRE
 from rollway.integrations.verl.fallback import make_verl_adapter
-from rollway.integrations.verl.options import read_options
 from rollway.integrations.verl.publish import WeightSender, strip_base_layer
 from rollway.integrations.verl.replica import HYBRID, STANDALONE, get_pool_name
-from rollway.integrations.verl.spec import find_tied_names
-from rollway.integrations.verl.verl_buckets import BucketSender
-from rollway.integrations.verl.weight_stream import drain
+from rollway.integrations.verl.spec import find_tied_names, read_options
+from rollway.integrations.verl.verl_buckets import BucketSender, drain
 
 
 class ServerAdapter(BaseRollout):  # type: ignore[misc]
     """The adapter of one rank. Rank 0 acts for the whole trainer, since there is one pool."""
 
     def __init__(
-        self,
-        config: Any,
-        model_config: Any,
-        device_mesh: Any,
-        replica_rank: int = -1,
-        **_: Any,
+        self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1, **_: Any
     ) -> None:
         super().__init__(config, model_config, device_mesh)
         self._options = read_options(self.config.engine_kwargs)

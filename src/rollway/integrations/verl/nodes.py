@@ -6,20 +6,27 @@
 Each node's supervisor restarts its own workers when they die. If a node's actor or supervisor ends,
 its engines are lost for good, and the run ends with that cause: it must not continue with fewer
 engines for days, unnoticed. A node's stack ends with its pool.
+
+`open_proxy` gives each replica an address, `write_targets` gives Prometheus those of all metrics.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from rollway.config import StackSpec
 from rollway.fleet.discovery import Worker
 from rollway.stack import local
+from rollway.stack.state import StackState
 
 ACTOR_ENV = {"RAY_kill_child_processes_on_worker_exit": "false"}
 """The stack's supervisor ends by itself when the actor does, after it has cleaned up."""
@@ -146,3 +153,58 @@ def get_address(node: str) -> str:
     import ray
 
     return str(next(n["NodeManagerAddress"] for n in ray.nodes() if n["NodeID"] == node))
+
+
+# --- addresses of replicas and of metrics --------------------------------------------------------
+
+
+@asynccontextmanager
+async def open_proxy(host: str, port: int, bind: str = "127.0.0.1") -> AsyncIterator[str]:
+    """Forward a free port of `bind` to `host:port`; yield its address, as "host:port"."""
+    open_writers: set[asyncio.StreamWriter] = set()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            upstream_reader, upstream_writer = await asyncio.open_connection(host, port)
+        except OSError:
+            writer.close()
+            return
+        writers = {writer, upstream_writer}
+        open_writers.update(writers)
+        try:
+            await asyncio.gather(_copy(reader, upstream_writer), _copy(upstream_reader, writer))
+        finally:
+            open_writers.difference_update(writers)
+            for side in writers:
+                side.close()
+
+    server = await asyncio.start_server(serve, bind, 0)
+    try:
+        yield f"{bind}:{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()
+        for writer in list(open_writers):
+            writer.close()
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(OSError):
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+            await writer.drain()
+        writer.write_eof()
+
+
+def write_targets(path: Path, state: StackState) -> None:
+    """Write the frontend and every worker in the format of Prometheus' `file_sd_configs`."""
+    urls = [("frontend", state.frontend)]
+    urls += [(process.name, process.admin_url) for process in state.processes if process.admin_url]
+    targets = [
+        {"targets": [urlsplit(url).netloc], "labels": {"stack": state.name, "process": process}}
+        for process, url in urls
+    ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Written elsewhere and renamed, so that Prometheus never reads half a file.
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(json.dumps(targets, indent=1) + "\n")
+    partial.replace(path)

@@ -27,17 +27,17 @@ from rollway.config import StackSpec
 from rollway.errors import RolloutError, StartError, UsageError
 from rollway.integrations.verl import fallback, nodes
 from rollway.integrations.verl.generation import refuse_media
-from rollway.integrations.verl.options import Affinity, read_options
-from rollway.integrations.verl.prometheus import write_targets
+from rollway.integrations.verl.nodes import open_proxy, write_targets
 from rollway.integrations.verl.requests import Requests
 from rollway.integrations.verl.spec import (
+    Affinity,
     find_tied_names,
     get_model_path,
     make_node_spec,
     make_stack_spec,
+    read_options,
     should_free_memory,
 )
-from rollway.integrations.verl.tcp_proxy import open_proxy
 from rollway.integrations.verl.weights import PoolInfo, PoolWeights, UpdateReply, Versions
 from rollway.stack.state import StackDir
 from rollway.weights.offer import parse_offer

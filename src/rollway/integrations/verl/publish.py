@@ -15,8 +15,8 @@ from typing import Any, Literal
 import msgspec
 
 from rollway.errors import UsageError, WeightsError
-from rollway.integrations.verl.options import WeightOptions
-from rollway.integrations.verl.weight_stream import NamedTensor, WeightStream, iterate
+from rollway.integrations.verl.spec import WeightOptions
+from rollway.integrations.verl.verl_buckets import NamedTensor, WeightStream, iterate
 from rollway.integrations.verl.weights import PoolInfo, UpdateReply
 from rollway.weights.offer import Offer
 from rollway.weights.transports.base import Publisher

@@ -12,10 +12,9 @@ from rollway.errors import UsageError
 from rollway.integrations.verl.checkpoint_engine import WIRE
 from rollway.integrations.verl.fallback import launch_verl_replica
 from rollway.integrations.verl.nodes import ACTOR_ENV
-from rollway.integrations.verl.options import read_options
 from rollway.integrations.verl.pool import Pool
 from rollway.integrations.verl.router import CONFIG
-from rollway.integrations.verl.spec import read_lora_rank
+from rollway.integrations.verl.spec import read_lora_rank, read_options
 
 HYBRID, STANDALONE = "hybrid", "standalone"
 _MAX_CALLS = 100_000

@@ -76,12 +76,12 @@ class UpdateReply:
 
 @dataclass
 class PoolWeights:
-    """Brings new weights to all workers of a pool."""
+    """The versions of a pool, and updates of all its workers."""
 
     stack: Stack
     versions: Versions
     control: asyncio.Lock
-    """HeldTensor during an update, so that an abort waits for it."""
+    """Held during an update, so that an abort waits for it."""
     destination: Destination
     engine_ranks: int
     """Tensor parallelism of each worker."""
@@ -119,11 +119,7 @@ class PoolWeights:
         return {"seconds": report.seconds, "paused_seconds": report.paused_seconds}
 
     async def load_adapter(
-        self,
-        offer: Offer,
-        config: Mapping[str, Any],
-        step: int | None,
-        use: Callable[[str], None],
+        self, offer: Offer, config: Mapping[str, Any], step: int | None, use: Callable[[str], None]
     ) -> UpdateReply:
         """Load a published LoRA adapter into every worker, then call `use` with its name. Each
         version has another name, also in the engines' caches."""
@@ -138,7 +134,7 @@ class PoolWeights:
             return UpdateReply(self._info())
 
     async def _is_current(self, offer: Offer) -> bool:
-        """Tell whether an offer counts its receivers right. Most offers do not count them; with a
+        """Return whether an offer counts its receivers right. Most offers do not count them; with a
         wrong count, a broadcast would wait for ranks that never join, or leave some out."""
         expected = self.versions.current + 1
         if offer.version != expected:

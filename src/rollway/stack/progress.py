@@ -1,4 +1,4 @@
-"""Shows how a stack starts and stops.
+"""Show how a stack starts and stops.
 
 On a terminal this is a live table of the processes, elsewhere one line per change. The output goes
 to stderr, so that scripts can read stdout.

@@ -1,0 +1,175 @@
+"""`rollway gateway`, `rollway chaos` and `rollway demo`: programs that use a stack."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+from collections.abc import Collection
+from typing import Any
+
+from rollway.api import make_spec
+from rollway.cli.output import get_spec_file, print_json, print_progress, print_result, print_table
+from rollway.config import StackSpec
+from rollway.errors import UsageError, require
+
+
+def gateway(options: argparse.Namespace) -> int:
+    """Run the gateway until a signal ends it.
+
+    Tokens come from the environment: the list of processes would show an argument to everybody."""
+    from rollway.gateway.access import AGENT_TOKENS, OPERATOR_TOKENS, Access, is_loopback_host
+    from rollway.gateway.command import GatewayOptions, make_tls_context, serve
+
+    access = Access.from_environment(os.environ)
+    tls = make_tls_context(options.tls_cert, options.tls_key)
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    if not is_loopback_host(host):
+        if not access.needs_token:
+            raise UsageError(
+                f"Listening on {options.host} without a token would let anybody in.",
+                f"Set {AGENT_TOKENS} (agents) or {OPERATOR_TOKENS} (operators) to one or more "
+                "tokens.",
+            )
+        if tls is None:
+            print_progress(
+                f"Tokens and prompts cross the network of {options.host} in the clear. Give "
+                "--tls-cert and --tls-key to serve https."
+            )
+    serve_options = GatewayOptions(
+        stack=options.name,
+        host=options.host,
+        port=options.port,
+        rl_url=options.rl_url,
+        model=options.model,
+        tokenizer=options.tokenizer,
+        journal=options.journal,
+        journal_sync=options.journal_sync,
+        bundle=options.bundle,
+        routed_experts=options.routed_experts,
+        json=options.json,
+    )
+    asyncio.run(serve(serve_options, access, tls))
+    return 0
+
+
+def demo(options: argparse.Namespace) -> int:
+    require("torch", "transformers", "matplotlib")
+    from rollway.demo.run import DemoOptions, run_demo
+
+    report = run_demo(
+        DemoOptions(
+            steps=options.steps,
+            seed=options.seed,
+            workers=options.workers,
+            engine=options.engine,
+            refit=not options.no_refit,
+            name=options.name,
+            directory=options.out,
+            quiet=options.json,
+        )
+    )
+    if options.json:
+        print_json(report)
+    return 0
+
+
+# --- chaos -----------------------------------------------------------------------------------
+
+_CHAOS_MODEL = {
+    "name": "tiny",
+    "replicas": 2,
+    "args": {
+        "dtype": "float32",
+        "max-model-len": 512,
+        "max-num-seqs": 64,
+        "kv-cache-memory-bytes": 64 * 2**20,
+    },
+}
+# Workers are killed on purpose: the supervisor must not give up on them.
+_CHAOS_RESTART = {"backoff_seconds": 0.1, "max_backoff_seconds": 0.5, "max_failures": 1000}
+
+
+def chaos(options: argparse.Namespace) -> int:
+    """Refit, or record sessions, while things break, and check every token."""
+    require("torch", "transformers")
+    if options.gateway:
+        return _break_gateway(options)
+    from rollway.chaos.faults import WHERE
+    from rollway.chaos.run import ChaosOptions, run_chaos
+
+    if options.old_journal:
+        raise UsageError("--old-journal is a control of --gateway.", "Pass both options.")
+    if options.rounds < 1:
+        raise UsageError(f"--rounds is {options.rounds}.", "Use at least 1.")
+    faults = _choose_faults(options, "fault", WHERE)
+    chaos_options = ChaosOptions(
+        options.rounds, options.seed, faults, unprotected=options.unprotected
+    )
+    spec = _make_chaos_spec(options, "chaos")
+    report = asyncio.run(run_chaos(spec, chaos_options, _make_progress(options)))
+    print_result(options, report.as_json(), _print_report)
+    # If the control finds nothing, the check cannot fail and means nothing.
+    passed = report.stale_tokens > 0 if options.unprotected else report.is_clean
+    return 0 if passed else 1
+
+
+def _break_gateway(options: argparse.Namespace) -> int:
+    from rollway.chaos.gateway import FAULTS, GatewayChaosOptions, run_gateway_chaos
+
+    if options.unprotected:
+        raise UsageError("--unprotected is a control of refits.", "Use --old-journal here.")
+    rounds, agents = options.rounds, options.agents
+    if rounds < 1 or agents < 1:
+        raise UsageError(f"{rounds} rounds with {agents} agents.", "Use at least one of each.")
+    faults = _choose_faults(options, "gateway fault", FAULTS)
+    chaos_options = GatewayChaosOptions(rounds, agents, options.seed, faults, options.old_journal)
+    spec = _make_chaos_spec(options, "chaos-gateway")
+    report = asyncio.run(run_gateway_chaos(spec, chaos_options, _make_progress(options)))
+    print_result(options, report.as_json(), _print_gateway_report)
+    return 0 if report.is_clean else 1
+
+
+def _choose_faults(
+    options: argparse.Namespace, what: str, known: Collection[str]
+) -> tuple[str, ...]:
+    for fault in options.fault:
+        if fault not in known:
+            raise UsageError(f"There is no {what} `{fault}`.", f"Use one of {', '.join(known)}.")
+    return tuple(options.fault or known)
+
+
+def _make_chaos_spec(options: argparse.Namespace, name: str) -> StackSpec:
+    from rollway.demo.model import DEMO_PATH, demo_path
+
+    file = get_spec_file(options)
+    models = [{"path": DEMO_PATH, **_CHAOS_MODEL}]
+    workers = {"name": name, "models": models, "restart": _CHAOS_RESTART}
+    return make_spec(file or workers, overrides=[*demo_path(file), *options.set])
+
+
+def _make_progress(options: argparse.Namespace) -> Any:
+    return (lambda text: None) if options.quiet else print_progress
+
+
+def _print_report(report: dict[str, Any]) -> None:
+    columns = ("round", "fault", "step", "mode", "outcome", "seconds", "healed in")
+    keys = ("number", "fault", "step", "mode", "outcome", "seconds", "heal_seconds")
+    print_table(columns, ((str(entry[key]) for key in keys) for entry in report["detail"]))
+    names = ("rounds", "rollouts", "tokens_checked", "stale_tokens", "wrong_logprobs")
+    for name in (*names, "lost_rollouts", "hangs", "orphans", "seconds"):
+        print(f"{name.replace('_', ' ')}: {report[name]}")
+    for line in report["examples"][:5]:
+        print(f"  {line}")
+
+
+def _print_gateway_report(report: dict[str, Any]) -> None:
+    keys = ("number", "fault", "struck", "turns", "sessions", "lost_turns", "seconds")
+    columns = [key.replace("_", " ") for key in keys]
+    print_table(columns, ((str(entry[key]) for key in keys) for entry in report["detail"]))
+    for name, value in report.items():
+        if name not in ("detail", "examples"):
+            print(f"{name.replace('_', ' ')}: {value}")
+    for line in [*(entry["error"] for entry in report["detail"]), *report["examples"]]:
+        if line:
+            print(f"  {line}")
