@@ -134,6 +134,7 @@ class Proof:
         self._parameters = _parameters(model)
         names = (name for name, _ in model.named_parameters())
         self._full_names = dict(zip(self._parameters, names, strict=True))
+        self._targets: dict[str, str | None] = {}
         self._groups: dict[str, _Group] = {}
         self.by_sum: set[str] = set()
         """Tensors that this proof did not read: the model must have their published sums."""
@@ -291,6 +292,13 @@ class Proof:
 
     def _target(self, name: str) -> str | None:
         """Return the engine's parameter into which a tensor is loaded."""
+        if name not in self._targets:
+            # Kept: vLLM's mapper tries many patterns, and this is asked several times a tensor
+            # while the engine's thread waits for Python's lock.
+            self._targets[name] = self._find_target(name)
+        return self._targets[name]
+
+    def _find_target(self, name: str) -> str | None:
         mapped = self._rename(name)
         parts = mapped.split(".")
         if len(parts) > 2 and parts[-2] in self._fused_into:

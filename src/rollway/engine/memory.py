@@ -58,8 +58,11 @@ def read_device_memory(device: torch.device, nbytes: int) -> FreeMemory:
     """Return the memory that weights of `nbytes` may use beside the model."""
     if device.type != "cuda":
         return read_host_memory(nbytes)
-    total = torch.cuda.mem_get_info(device)[1]
-    return FreeMemory(str(device), free_bytes(device), _read_reserve(total))
+    free, total = torch.cuda.mem_get_info(device)
+    memory = FreeMemory(str(device), free, _read_reserve(total))
+    if memory.holds(nbytes):
+        return memory  # torch's list of its memory holds Python's lock for milliseconds
+    return FreeMemory(str(device), free_bytes(device), memory.reserve)
 
 
 def read_host_memory(nbytes: int, kept: int = 0) -> FreeMemory:
@@ -95,7 +98,8 @@ def count_reusable(segments: Sequence[Mapping[str, object]], index: int) -> int:
     for segment in segments:
         if segment["device"] != index or tuple(segment.get("segment_pool_id", (0, 0))) != (0, 0):  # type: ignore[arg-type]
             continue
-        size, used = int(segment["total_size"]), int(segment["allocated_size"])  # type: ignore[call-overload]
+        # Active memory includes blocks that were freed, but whose stream still works on them.
+        size, used = int(segment["total_size"]), int(segment["active_size"])  # type: ignore[call-overload]
         if used == 0 or segment.get("is_expandable"):
             total += size - used
     return total

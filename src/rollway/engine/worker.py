@@ -89,7 +89,11 @@ class WorkerExtension:
             self._rollway_receivers: dict[str, Reader] = {}
         reader = reader_for(weights, self._rollway_receivers)
         new, draft = split_draft(reader.headers(weights))
-        _refuse_unverifiable(self, new, "rollway_stage", from_files=weights.transport == "files")
+        from_files = weights.transport == "files"
+        facts = (from_files, frozenset(new))
+        if getattr(self, "_rollway_verifiable", None) != facts:  # it takes a while, every time
+            _refuse_unverifiable(self, new, "rollway_stage", from_files=from_files)
+            self._rollway_verifiable = facts
         ranks, reduced = _ranks()
         policy_draft = Draft(self, draft, allow_cast) if draft else None
         staging = Staging(

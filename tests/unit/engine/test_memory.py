@@ -21,7 +21,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
 
 
 def segment(size: int, used: int, pool: tuple[int, int] = (0, 0), **more: Any) -> dict[str, Any]:
-    fields = {"device": 0, "total_size": size, "allocated_size": used, "segment_pool_id": pool}
+    fields = {"device": 0, "total_size": size, "active_size": used, "segment_pool_id": pool}
     return fields | more
 
 
@@ -46,7 +46,8 @@ def test_a_device_keeps_a_reserve(
     monkeypatch.setenv(memory.RESERVE, configured)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (5 << 30, total))
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [segment(100, 0)])
-    free = memory.read_device_memory(GPU, 1)
+    assert memory.read_device_memory(GPU, 1).free == 5 << 30  # sufficient, so torch is not asked
+    free = memory.read_device_memory(GPU, 5 << 30)
     assert (free.free, free.reserve) == ((5 << 30) + 100, reserve)
     assert free.holds(free.free - reserve) and not free.holds(free.free - reserve + 1)
     assert str(free).startswith("cuda:0 has 5.37 GB free, of which ")
