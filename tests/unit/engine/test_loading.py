@@ -97,6 +97,28 @@ def test_a_rank_that_receives_its_parts_alone_copies_from_them(tmp_path: Path) -
     assert_same(state_of(planned), state_of(loaded))
 
 
+def test_adapters_wrap_layers_that_a_plan_still_finds(tmp_path: Path) -> None:
+    from vllm.config import LoRAConfig, set_current_vllm_config
+    from vllm.lora.model_manager import LoRAModelManager
+
+    tensors = write_model("qwen3", tmp_path)
+    with use_ranks():
+        loaded, _ = create_model(tmp_path)
+        loaded.load_weights(iter(tensors.items()))
+        plain, config = create_model(tmp_path)
+        lora = LoRAConfig(max_lora_rank=8, max_loras=1, lora_dtype=torch.float32)
+        config.lora_config = lora
+        with set_current_vllm_config(config):
+            model = LoRAModelManager(plain, 4, 64, 250, lora, torch.device("cpu"), config).model
+        plan = record_plan(model, headers_of(tensors), Proof(model).target_of, {})
+    assert plan.refusal == "" and not plan.reloaded
+    BatchedCopy(plan, model, tensors, WHOLE).run()
+    wrapped = [name for name, _ in model.named_parameters() if ".base_layer." in name]
+    names = {name.replace(".base_layer.", "."): p for name, p in model.named_parameters()}
+    assert wrapped
+    assert_same({name: p.detach() for name, p in names.items()}, dict(loaded.named_parameters()))
+
+
 class Toy(torch.nn.Module):
     """A model with one parameter, and a loader that a test writes."""
 
