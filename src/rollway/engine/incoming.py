@@ -57,6 +57,12 @@ class Incoming:
                 raise RuntimeError(f"version {self.offer.version} was discarded")
             yield pair
 
+    def finish(self) -> None:
+        """Let the reader know that the version is served and no view of it is used any more."""
+        finish = getattr(self.reader, "finish", None)  # not every reader keeps anything
+        if finish is not None:
+            finish(self.offer)
+
     def measure(self, name: str) -> Stopwatch:
         """Measure a part of the staging, and use as many cores as are free for it."""
         share_cores(alone=is_idle(self.worker))

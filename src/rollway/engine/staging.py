@@ -156,6 +156,7 @@ class Staging:
         seconds["swap"] = time.perf_counter() - began
         # Without waiting: a device takes longer to free memory than to copy the weights.
         method.release(wait=False)
+        self.incoming.finish()
         spent = ", ".join(f"{name} {value:.3f} s" for name, value in seconds.items())
         log.info("version %d: %s, because %s", self.offer.version, *list(report.values())[:2])
         log.info("version %d is served (%s)", self.offer.version, spent)

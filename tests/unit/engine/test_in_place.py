@@ -50,6 +50,7 @@ class FakeReader(Reader):
         self.published = {name: word_sum(tensor) for name, tensor in tensors.items()}
         self.before_each: Callable[[str], None] = lambda name: None
         self.released = 0
+        self.finished: list[int] = []
 
     def headers(self, offer: Offer) -> dict[str, TensorHeader]:
         return headers_of(self.tensors_here)
@@ -73,6 +74,9 @@ class FakeReader(Reader):
                 lent.fill_(7)  # valid only until the next is requested
             if not summed(name) and word_sum(tensor) != self.published[name]:
                 raise WeightsError(f"{name} changed while it was read.")
+
+    def finish(self, offer: Offer) -> None:
+        self.finished.append(offer.version)
 
     def release(self) -> None:
         self.released += 1
@@ -143,15 +147,14 @@ def test_each_strategy_serves_what_vllm_would_load(
     limit_memory(monkeypatch, NOTHING if strategy == "host" else PLENTY, PLENTY)
     before = parameters_of(worker.model_runner.get_model())
     addresses = [p.data_ptr() for p in worker.model_runner.get_model().parameters()]
-    staging = make_staging(
-        worker, FakeReader(tensors, shares=strategy == "direct", has_sums=has_sums)
-    )
+    reader = FakeReader(tensors, shares=strategy == "direct", has_sums=has_sums)
+    staging = make_staging(worker, reader)
     report = stage(staging)
     assert (report["state"], report["strategy"], report["error"]) == ("ready", strategy, "")
     assert report["seconds"].keys() == {"plan", "load", "prove", "prepare"}
-    assert is_serving(worker, before)  # until the swap
+    assert is_serving(worker, before) and reader.finished == []  # until the swap
     result = staging.swap()
-    assert is_serving(worker, expected)
+    assert is_serving(worker, expected) and reader.finished == [3]
     assert [p.data_ptr() for p in worker.model_runner.get_model().parameters()] == addresses
     assert json.loads(json.dumps([report, result])) == [report, result]
     assert result["strategy"] == strategy and result["reason"] and result["reloaded"] == []
