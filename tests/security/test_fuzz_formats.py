@@ -182,8 +182,8 @@ def read_source_memory(raw: bytes) -> None:
     assert group.headers is not None
     assert group.digests is not None
     assert group.nbytes >= 0
-    for layout in group.layouts:
-        layout.as_source("s", "here")
+    for source in group.sources:
+        source.for_planner()
 
 
 def _sidecar() -> bytes:

@@ -336,7 +336,7 @@ def test_a_catalog_call_that_is_none() -> None:
 def test_a_catalog_that_answers_nonsense(body: bytes) -> None:
     sealed = Answering(lambda number: (body, Seal("s").answer_mac(number, 200, body)))
     with sealed as url, pytest.raises(WeightsError, match="cannot be read"):
-        HttpCatalog(url, secret="s").acknowledged(1)
+        HttpCatalog(url, secret="s").list_receivers(1)
 
 
 @pytest.mark.timeout(60)
@@ -346,7 +346,7 @@ def test_a_catalog_that_answers_byte_by_byte(part: str) -> None:
     take minutes."""
     slow = Answering(lambda _: (b"x" * 4000, "0" * 64), slow=part)
     with slow as url, pytest.raises(WeightsError, match="no whole answer"):
-        HttpCatalog(url, secret="s", timeout=0.5).acknowledged(1)
+        HttpCatalog(url, secret="s", timeout=0.5).list_receivers(1)
 
 
 class Answering:

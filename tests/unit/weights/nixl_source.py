@@ -83,7 +83,7 @@ def _serve(pipe: Connection, options: dict[str, Any]) -> None:
             raw = adopted[args[0]].view(-1).view(torch.uint8)
             raw[5] ^= 1
         elif request == "acknowledged":
-            answer = publisher.acknowledged(*args)
+            answer = publisher.list_receivers(*args)
         elif request == "idle":
             before = time.process_time()
             time.sleep(args[0])

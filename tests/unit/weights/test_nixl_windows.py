@@ -16,6 +16,7 @@ from rollway.weights.layout import Box, Piece
 from rollway.weights.megatron.describe import Experts, describe
 from rollway.weights.megatron.geometry import ModelGeometry, Topology
 from rollway.weights.megatron.names import NameMap
+from rollway.weights.offer import Entry
 from rollway.weights.planning.costs import Costs
 from rollway.weights.planning.plan import Receiver, plan
 from rollway.weights.planning.sources import Source, fsdp_sources, megatron_sources
@@ -24,7 +25,6 @@ from rollway.weights.planning.vllm_layout import engine_ranks, engine_targets
 from rollway.weights.transports.nixl.listing import read_layout, write_layout
 from rollway.weights.transports.nixl.windows import (
     ALIGNED,
-    BufferTensor,
     Windows,
     make_windows,
     resolve_reads,
@@ -57,7 +57,7 @@ def run_windows(windows: Windows, sources: list[Source], model: Model) -> Model:
     buffer = np.zeros(end, dtype=np.uint8)
     result: Model = {}
 
-    def view(tensor: BufferTensor) -> NDArray[np.int32]:
+    def view(tensor: Entry) -> NDArray[np.int32]:
         raw = buffer[tensor.offset : tensor.offset + tensor.nbytes]
         return raw.view(np.int32).reshape(tensor.shape)
 

@@ -1,35 +1,63 @@
-"""A separate process group, beside any that the trainer or the engine has.
+"""A separate process group, beside any that the trainer or the engine has, and its messages.
 
 It is made from a store alone: `torch.distributed`'s default group and its registry of groups do not
 contain it. Broadcasts are posted first and finished later, so that the next bytes are sent while
-the last ones are used. Every wait ends within a time that the caller sets.
+the last ones are used. Every wait ends within a time limit of the offer.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
+import msgspec
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from rollway.errors import WeightsError
+from rollway.weights.offer import Entry
+from rollway.weights.transports.collective.rendezvous import BrokenOff, Location
+from rollway.weights.transports.entries import align
 
-Backend = Literal["gloo", "nccl"]
 _CHECK_SECONDS = 0.1
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 5e-5, 2e-3
+_ALIGNMENT = 256
+_LARGE = 1 << 20
+"""A tensor of this many bytes is sent alone, straight from its own memory."""
 
 
-class BrokenOff(WeightsError):
-    """Other ranks died or are slow; this is seldom this rank's own fault."""
+def split_into_messages(entries: Iterable[Entry], bucket_bytes: int) -> list[list[Entry]]:
+    """Return the tensors of each message, with their offsets in it; all ranks must agree on them.
+
+    A large tensor is a message alone, small ones fill a bucket."""
+    large = min(_LARGE, bucket_bytes)
+    messages: list[list[Entry]] = []
+    end = 0
+    for entry in entries:
+        is_large, size = entry.nbytes >= large, align(entry.nbytes, _ALIGNMENT)
+        if not messages or is_large or end + size > bucket_bytes:
+            messages.append([])
+            end = 0
+        messages[-1].append(msgspec.structs.replace(entry, offset=end))
+        # Nothing fits behind a large tensor.
+        end = bucket_bytes + 1 if is_large else end + size
+    return messages
+
+
+def make_buffers(sizes: Sequence[int], device: torch.device) -> list[Tensor]:
+    """Return the memory of each message: in two buffers in turn, so that one is filled while the
+    other is in use."""
+    largest = [max(sizes[start::2], default=0) for start in range(2)]
+    buffers = [torch.empty(size, dtype=torch.uint8, device=device) for size in largest]
+    return [buffers[number % 2][:size] for number, size in enumerate(sizes)]
 
 
 class Group:
@@ -39,14 +67,18 @@ class Group:
     while somebody keeps an exception and the frames in its traceback."""
 
     def __init__(
-        self, store: Any, rank: int, size: int, backend: Backend, address: str, seconds: float
+        self, store: Any, rank: int, location: Location, address: str, check: Callable[[], None]
     ) -> None:
-        """Connect to all ranks, as far as the backend does this in advance."""
-        self._backend = backend
+        """Connect to all ranks, as far as the backend does this in advance.
+
+        `check` raises to give up. It is called regularly: gloo lets a rank that has half of a
+        tensor wait for ever when its sender is gone."""
+        self._location, self._check = location, check
         self._posted: deque[deque[Any]] = deque()
         self._group: Any = None
-        make = _make_nccl if backend == "nccl" else _make_gloo
-        problem = ""
+        make = _make_nccl if location.backend == "nccl" else _make_gloo
+        store, size = dist.PrefixStore("group", store), location.receivers + 1
+        seconds, problem = location.init_seconds, ""
         try:
             self._group = make(store, rank, size, address, timedelta(seconds=seconds))
         except RuntimeError as error:
@@ -55,20 +87,18 @@ class Group:
         if problem:
             raise BrokenOff(f"The group did not form within {seconds:g} s: {problem}.")
 
-    def post(self, flat: Tensor, part_bytes: int, seconds: float) -> None:
-        """Start to broadcast bytes, in parts of at most this size; every rank posts the same."""
-        limit = timedelta(seconds=seconds)
-        parts = flat.split(part_bytes) if flat.numel() else ()
+    def post(self, flat: Tensor) -> None:
+        """Start to broadcast bytes, a bucket at a time; every rank posts the same."""
+        limit = timedelta(seconds=self._location.step_seconds)
+        parts = flat.split(self._location.bucket_bytes) if flat.numel() else ()
         try:
             self._posted.append(deque(self._group.broadcast(part, 0, limit) for part in parts))
         except RuntimeError as error:
             raise BrokenOff(f"The broadcast broke off: {_shorten(error)}.") from None
 
-    def finish(self, seconds: float, check: Callable[[], None]) -> None:
-        """Wait for the parts that were posted first; `check` raises to give up.
-
-        `check` is called regularly: gloo lets a rank that has half of a tensor wait for ever when
-        its sender is gone."""
+    def finish(self) -> None:
+        """Wait for the bytes that were posted first."""
+        seconds = self._location.step_seconds
         deadline = time.monotonic() + seconds
         next_check = time.monotonic() + _CHECK_SECONDS
         pause = _SHORTEST_PAUSE
@@ -80,7 +110,7 @@ class Group:
             if now > deadline:
                 raise BrokenOff(f"Nothing moved for {seconds:g} s.")
             if now > next_check:
-                check()
+                self._check()
                 next_check = now + _CHECK_SECONDS
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
@@ -93,16 +123,16 @@ class Group:
         a group in which a rank died."""
         if self._group is None:
             return
-        if self._backend == "nccl":
+        if self._location.backend == "nccl":
             self._group.abort()
-        is_unfinished = bool(self._posted)
         last_references = [self._group, self._posted]
+        is_unfinished = bool(self._posted)
         self._group, self._posted = None, deque()
+        release = last_references.clear
         if is_unfinished:
-            release = last_references.clear
             threading.Thread(target=release, name="rollway-group-end", daemon=True).start()
         else:
-            last_references.clear()
+            release()
 
     def _pop_finished(self) -> bool:
         """Remove the first part if it has arrived; return whether it has."""
@@ -114,13 +144,6 @@ class Group:
             raise BrokenOff(f"The broadcast broke off: {_shorten(error)}.") from None
         self._posted[0].popleft()
         return True
-
-
-def address_towards(host: str, port: int) -> str:
-    """Return the address by which this machine reaches another, and is reached from there."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))  # a datagram socket sends nothing when it connects
-        return str(probe.getsockname()[0])
 
 
 def _shorten(error: RuntimeError) -> str:

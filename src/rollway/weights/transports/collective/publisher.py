@@ -6,6 +6,7 @@ import logging
 import secrets
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from typing import Any
 
 import msgspec
@@ -13,18 +14,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rollway.errors import UsageError, WeightsError
-from rollway.weights.digest.checksums import digest, raw_bytes
+from rollway.weights.digest.checksums import digests, raw_bytes
 from rollway.weights.offer import Entry, Manifest, Offer
 from rollway.weights.transports.base import Publisher, Source, inspect_source
-from rollway.weights.transports.collective import rendezvous
-from rollway.weights.transports.collective.group import Backend, Group
-from rollway.weights.transports.collective.messages import (
-    DoubleBuffer,
-    place,
-    split_into_messages,
+from rollway.weights.transports.collective.group import Group, make_buffers, split_into_messages
+from rollway.weights.transports.collective.rendezvous import (
+    Backend,
+    Location,
+    PublisherSide,
+    serve_store,
+    split_manifest,
 )
-from rollway.weights.transports.collective.rendezvous import Location, PublisherSide
-from rollway.weights.transports.entries import make_entry
+from rollway.weights.transports.entries import lay_out, set_digests, view_entry
 
 log = logging.getLogger(__name__)
 
@@ -86,10 +87,16 @@ class CollectivePublisher(Publisher):
             raise UsageError(f"There must be at least one receiver, not {receivers}.")
         sources = dict(inspect_source(tensors).pairs())
         backend = _find_backend(sources)
-        self._finish_transfer()
-        manifest = _make_manifest(version, sources)
-        parts = rendezvous.split_manifest(manifest.encode())
-        store, port = rendezvous.serve_store(self._host, self._port, self._step_seconds)
+        transfer = self._transfer
+        if transfer is not None and transfer.is_alive():
+            transfer.join()
+            if transfer.error is not None and not transfer.cancelled.is_set():
+                raise transfer.error
+        entries, nbytes = lay_out(sources, alignment=1)
+        entries = set_digests(entries, digests(list(sources.values())))
+        manifest = Manifest(version, nbytes, entries)
+        parts = split_manifest(manifest.encode())
+        store, port = serve_store(self._host, self._port, self._step_seconds)
         location = Location(
             host=self._host,
             port=port,
@@ -104,10 +111,9 @@ class CollectivePublisher(Publisher):
         store = dist.PrefixStore(location.prefix, store)
         for number, part in enumerate(parts):
             store.set(f"manifest/{number}", part)
-        self._transfer = _Transfer(version, location, manifest.entries, sources, store)
+        self._transfer = _Transfer(version, location, entries, sources, store)
         self._transfer.start()
         where: dict[str, Any] = msgspec.to_builtins(location)
-        nbytes = manifest.nbytes
         return Offer("collective", version, manifest.identity, nbytes, where, repeatable=False)
 
     def wait(self, version: int, seconds: float | None = None) -> None:
@@ -133,15 +139,6 @@ class CollectivePublisher(Publisher):
         if self._transfer is not None:
             self._transfer.join()
 
-    def _finish_transfer(self) -> None:
-        """Wait for the transfer in progress, which is bounded in time, and raise its error."""
-        transfer = self._transfer
-        if transfer is None or not transfer.is_alive():
-            return
-        transfer.join()
-        if transfer.error is not None and not transfer.cancelled.is_set():
-            raise transfer.error
-
 
 class _Transfer(threading.Thread):
     """Sends one version, as rank 0 of its group."""
@@ -158,73 +155,48 @@ class _Transfer(threading.Thread):
         self.version = version
         self.cancelled = threading.Event()
         self.error: WeightsError | None = None
-        self._location = location
-        self._entries = entries
-        self._tensors = tensors
-        self._store = store
-        self._group: Group | None = None
+        self._location, self._entries, self._tensors = location, entries, tensors
+        self._side = PublisherSide(store, location, self.cancelled)
 
     def run(self) -> None:
-        side = PublisherSide(self._store, self._location)
+        side, location = self._side, self._location
         try:
-            side.wait_for_all(self._check_cancelled)
-            self._broadcast(side)
-            side.wait_for_success()
-            # Not before all have confirmed: bytes may still be on their way.
-            self._close_group()
+            side.wait_for_all()
+            # After an error, the group closes at once, so that receivers notice.
+            with closing(Group(side.store, 0, location, location.host, side.check)) as group:
+                self._broadcast(group)
+                # Until all have confirmed, bytes may still be on their way.
+                side.wait_for_success()
         except (WeightsError, RuntimeError) as error:
-            self._close_group()  # at once, so that receivers notice
-            self.error = self._describe_error(side, error)
+            self.error = self._describe_error(error)
             log.warning("%s", self.error)
         finally:
-            side.leave()
-            self._store, self._tensors = None, {}
+            # An exception that is kept would keep them through its frames.
+            side.store, self._tensors = None, {}
 
-    def _broadcast(self, side: PublisherSide) -> None:
-        location = self._location
-
-        def check() -> None:
-            self._check_cancelled()
-            side.check()
-
-        store = dist.PrefixStore("group", self._store)
-        self._group = Group(
-            store, 0, location.receivers + 1, location.backend, location.host, location.init_seconds
-        )
-        buffer = DoubleBuffer(next(iter(self._tensors.values())).device)
-        messages = split_into_messages(self._entries, location.bucket_bytes)
+    def _broadcast(self, group: Group) -> None:
+        messages = split_into_messages(self._entries, self._location.bucket_bytes)
+        # A tensor that is a message alone is sent in place.
+        sizes = [m[-1].offset + m[-1].nbytes if len(m) > 1 else 0 for m in messages]
+        buffers = make_buffers(sizes, next(iter(self._tensors.values())).device)
         for number, message in enumerate(messages):
-            flat = self._pack(message, number, buffer)
-            self._group.post(flat, location.bucket_bytes, location.step_seconds)
+            flat = buffers[number]
+            if len(message) == 1:
+                flat = raw_bytes(self._tensors[message[0].name])
+            else:
+                for entry in message:
+                    view_entry(flat, entry).copy_(self._tensors[entry.name].detach())
+            group.post(flat)
             # One message stays under way: its buffer is the one that is not filled next.
             if number:
-                self._group.finish(location.step_seconds, check)
-        self._group.finish(location.step_seconds, check)
+                group.finish()
+        group.finish()
 
-    def _pack(self, message: Sequence[Entry], number: int, buffer: DoubleBuffer) -> Tensor:
-        """Return the bytes of a message: one tensor in place, or several side by side."""
-        if len(message) == 1:
-            return raw_bytes(self._tensors[message[0].name])
-        starts, size = place(message)
-        flat = buffer.get(number, size)
-        for entry, start in zip(message, starts, strict=True):
-            flat[start : start + entry.nbytes].copy_(raw_bytes(self._tensors[entry.name]))
-        return flat
-
-    def _check_cancelled(self) -> None:
-        if self.cancelled.is_set():
-            raise WeightsError("It was cancelled.")
-
-    def _close_group(self) -> None:
-        if self._group is not None:
-            self._group.close()
-            self._group = None
-
-    def _describe_error(self, side: PublisherSide, error: Exception) -> WeightsError:
+    def _describe_error(self, error: Exception) -> WeightsError:
         cause = f"Version {self.version} did not reach all receivers: {error}"
         hint = getattr(error, "hint", "") or _RETRY
         try:
-            blamed = side.stop(cause)
+            blamed = self._side.stop(cause)
         except RuntimeError as store_error:
             blamed = f"the store failed: {store_error}"
         return WeightsError(f"{cause} ({blamed})" if blamed else cause, hint)
@@ -241,12 +213,3 @@ def _find_backend(tensors: dict[str, Tensor]) -> Backend:
     if device.type not in ("cpu", "cuda"):
         raise UsageError(f"Tensors on {device} cannot be broadcast.", "Copy them to CPU memory.")
     return "nccl" if device.type == "cuda" else "gloo"
-
-
-def _make_manifest(version: int, tensors: dict[str, Tensor]) -> Manifest:
-    entries: list[Entry] = []
-    offset = 0
-    for name, tensor in tensors.items():
-        entries.append(make_entry(name, tensor, offset, digest(tensor)))
-        offset += tensor.nbytes
-    return Manifest(version, offset, entries)

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from rollway.errors import WeightsError
 from rollway.weights.checkpoint import TensorHeader
-from rollway.weights.digest.checksums import DTYPES, digest
+from rollway.weights.digest.checksums import digest
 from rollway.weights.offer import Entry, Manifest, Offer
 from rollway.weights.transports.base import Reader, never
-from rollway.weights.transports.collective import rendezvous
-from rollway.weights.transports.collective.group import Group, address_towards
-from rollway.weights.transports.collective.messages import (
-    DoubleBuffer,
-    place,
-    split_into_messages,
+from rollway.weights.transports.collective.group import Group, make_buffers, split_into_messages
+from rollway.weights.transports.collective.rendezvous import (
+    Location,
+    ReceiverSide,
+    connect_store,
+    fetch_manifest,
+    read_location,
 )
-from rollway.weights.transports.collective.rendezvous import Location, ReceiverSide
+from rollway.weights.transports.entries import view_entry
 
 
 class CollectiveReader(Reader):
@@ -34,8 +34,8 @@ class CollectiveReader(Reader):
         return self.manifest(offer).headers()
 
     def manifest(self, offer: Offer) -> Manifest:
-        location = rendezvous.read_location(offer)
-        return rendezvous.fetch_manifest(rendezvous.connect_store(location, offer), location, offer)
+        location = read_location(offer)
+        return fetch_manifest(connect_store(location, offer), location, offer)
 
     def tensors(
         self, offer: Offer, summed: Callable[[str], bool] = never
@@ -43,16 +43,17 @@ class CollectiveReader(Reader):
         """Yield each tensor as it arrives, and compare its digest when the next is requested.
 
         So what the caller has copied by then is what was published, or this raises."""
-        location = rendezvous.read_location(offer)
+        location = read_location(offer)
         device = self._find_device(location)
-        store = rendezvous.connect_store(location, offer)
-        manifest = rendezvous.fetch_manifest(store, location, offer)
+        store = connect_store(location, offer)
+        manifest = fetch_manifest(store, location, offer)
+        messages = split_into_messages(manifest.entries, location.bucket_bytes)
         side = ReceiverSide(store, location, offer)
         group: Group | None = None
         try:
             side.wait_for_go()
-            group = _open_group(store, location, side.rank)
-            for entry, tensor in _receive(group, manifest.entries, location, device, side.check):
+            group = Group(store, side.rank, location, _address_towards(location), side.check)
+            for entry, tensor in _receive(group, messages, device):
                 yield entry.name, tensor
                 if digest(tensor) != entry.digest:
                     raise WeightsError(
@@ -78,35 +79,22 @@ class CollectiveReader(Reader):
         return torch.device("cuda", self._gpu)
 
 
-def _open_group(store: Any, location: Location, rank: int) -> Group:
-    address = address_towards(location.host, location.port)
-    store = dist.PrefixStore("group", store)
-    size = location.receivers + 1
-    return Group(store, rank, size, location.backend, address, location.init_seconds)
-
-
 def _receive(
-    group: Group,
-    entries: Sequence[Entry],
-    location: Location,
-    device: torch.device,
-    check: Callable[[], None],
+    group: Group, messages: Sequence[Sequence[Entry]], device: torch.device
 ) -> Iterator[tuple[Entry, Tensor]]:
     """Yield views into received messages; the next message arrives while one is in use."""
-    buffer = DoubleBuffer(device)
-    messages = list(split_into_messages(entries, location.bucket_bytes))
-
-    def post(number: int) -> Tensor:
-        flat = buffer.get(number, place(messages[number])[1])
-        group.post(flat, location.bucket_bytes, location.step_seconds)
-        return flat
-
-    arriving = post(0)
+    buffers = make_buffers([m[-1].offset + m[-1].nbytes for m in messages], device)
+    group.post(buffers[0])
     for number, message in enumerate(messages):
-        flat = arriving
         if number + 1 < len(messages):
-            arriving = post(number + 1)
-        group.finish(location.step_seconds, check)
-        for entry, start in zip(message, place(message)[0], strict=True):
-            raw = flat[start : start + entry.nbytes]
-            yield entry, raw.view(DTYPES[entry.dtype]).view(entry.shape)
+            group.post(buffers[number + 1])
+        group.finish()
+        for entry in message:
+            yield entry, view_entry(buffers[number], entry)
+
+
+def _address_towards(location: Location) -> str:
+    """Return the address by which this machine reaches the publisher, and is reached from there."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((location.host, location.port))  # a datagram socket sends nothing
+        return str(probe.getsockname()[0])

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -25,7 +26,6 @@ import torch.distributed as dist
 
 from rollway.errors import UsageError, WeightsError
 from rollway.weights.offer import MAX_MANIFEST_BYTES, Manifest, Offer, read_manifest
-from rollway.weights.transports.collective.group import Backend, BrokenOff
 
 _CONNECT_SECONDS = 3.0
 _PART_BYTES = 4 << 20
@@ -35,6 +35,7 @@ _MAX_PARTS = MAX_MANIFEST_BYTES // _PART_BYTES
 _GRACE_SECONDS = 5.0
 """How long a receiver that was stopped may take to report its outcome."""
 T = TypeVar("T")
+Backend = Literal["gloo", "nccl"]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 
 
@@ -74,6 +75,10 @@ class Outcome(msgspec.Struct, frozen=True):
 
 class Stopped(WeightsError):
     """The publisher stopped the transfer because something failed elsewhere."""
+
+
+class BrokenOff(WeightsError):
+    """Other ranks died or are slow; this is seldom this rank's own fault."""
 
 
 def read_location(offer: Offer) -> Location:
@@ -147,7 +152,16 @@ class ReceiverSide:
     def __init__(self, store: Any, location: Location, offer: Offer) -> None:
         self._store, self._location, self._offer = store, location, offer
         with self._publisher_present():
-            self.rank = self._join()
+            self.rank = int(store.add("joined", 1))
+            if self.rank > location.receivers:
+                store.set("failed", "")
+                raise WeightsError(
+                    f"Version {offer.version} is for {location.receivers} receivers; this is one "
+                    "more.",
+                    "Expect every tensor-parallel rank of every worker, and no other process.",
+                )
+            name = ReceiverId(socket.gethostname(), os.getpid())
+            store.set(f"who/{self.rank}", msgspec.json.encode(name))
 
     def wait_for_go(self) -> None:
         # Wait a little longer than the publisher does, because only it can name who is missing.
@@ -168,27 +182,17 @@ class ReceiverSide:
         have not received yet."""
         with self._publisher_present():
             self._report(Outcome("received"))
-        self._wait("done", self._location.step_seconds + _GRACE_SECONDS)
-        with self._publisher_present():
+            self._wait("done", self._location.step_seconds + _GRACE_SECONDS)
             self._store.add("left", 1)
 
     def report_failure(self, error: BaseException) -> None:
+        is_elsewhere = isinstance(error, Stopped | BrokenOff)
+        outcome = Outcome("stopped" if is_elsewhere else "failed", str(error)[:_MAX_CHARACTERS])
+        if isinstance(error, GeneratorExit):
+            outcome = Outcome("failed", "the worker stopped receiving; its own error says why")
         with suppress(RuntimeError):  # the publisher is gone: there is nobody to notify
-            self._report(_make_outcome(error))
+            self._report(outcome)
             self._store.set("failed", "")
-
-    def _join(self) -> int:
-        rank: int = self._store.add("joined", 1)
-        if rank > self._location.receivers:
-            self._store.set("failed", "")
-            raise WeightsError(
-                f"Version {self._offer.version} is for {self._location.receivers} receivers; this "
-                "is one more.",
-                "Expect every tensor-parallel rank of every worker, and no other process.",
-            )
-        name = ReceiverId(socket.gethostname(), os.getpid())
-        self._store.set(f"who/{rank}", msgspec.json.encode(name))
-        return rank
 
     def _wait(self, key: str, seconds: float) -> None:
         with self._publisher_present():
@@ -214,25 +218,17 @@ class ReceiverSide:
             ) from error
 
 
-def _make_outcome(error: BaseException) -> Outcome:
-    if isinstance(error, GeneratorExit):
-        return Outcome("failed", "the worker stopped receiving; its own error says why")
-    is_elsewhere = isinstance(error, Stopped | BrokenOff)
-    return Outcome("stopped" if is_elsewhere else "failed", str(error)[:_MAX_CHARACTERS])
-
-
 class PublisherSide:
     """The publisher's side of a rendezvous."""
 
-    def __init__(self, store: Any, location: Location) -> None:
-        self._store = store
-        self._location = location
+    def __init__(self, store: Any, location: Location, cancelled: threading.Event) -> None:
+        self.store, self._location, self._cancelled = store, location, cancelled
 
-    def wait_for_all(self, check: Callable[[], None]) -> None:
+    def wait_for_all(self) -> None:
         """Wait until all receivers have joined, then start them."""
         deadline = time.monotonic() + self._location.init_seconds
-        while (joined := self._store.add("joined", 0)) < self._location.receivers:
-            check()
+        while (joined := self.store.add("joined", 0)) < self._location.receivers:
+            self._check_cancelled()
             if time.monotonic() > deadline:
                 raise WeightsError(
                     f"{joined} of {self._location.receivers} receivers joined within "
@@ -240,11 +236,12 @@ class PublisherSide:
                     "See whether each worker got the offer, and reaches this address.",
                 )
             time.sleep(0.01)
-        self._store.set("go", "")
+        self.store.set("go", "")
 
     def check(self) -> None:
-        """Raise as soon as a receiver has failed, or one too many has joined."""
-        if self._store.check(["failed"]):
+        """Raise if the transfer was cancelled, a receiver failed, or one too many has joined."""
+        self._check_cancelled()
+        if self.store.check(["failed"]):
             raise WeightsError("A receiver gave up, or one too many joined.")
 
     def wait_for_success(self) -> None:
@@ -254,38 +251,34 @@ class PublisherSide:
         if [outcome.status for outcome in outcomes.values()] != ["received"] * len(ranks):
             seconds = self._location.step_seconds
             raise WeightsError(f"Not every receiver confirmed within {seconds:g} s.")
-        self._store.set("done", "")
+        self.store.set("done", "")
         # Keep serving the store until every receiver has made its last call to it.
         deadline = time.monotonic() + _GRACE_SECONDS
-        while self._store.add("left", 0) < len(ranks) and time.monotonic() < deadline:
+        while self.store.add("left", 0) < len(ranks) and time.monotonic() < deadline:
             time.sleep(0.002)
 
     def stop(self, message: str) -> str:
         """Stop all receivers; return a description of those that failed or are missing."""
-        self._store.set("stop", message[:_MAX_CHARACTERS])
+        self.store.set("stop", message[:_MAX_CHARACTERS])
         # Set these after `stop`: they wake up waiting receivers, which then check for `stop`.
         for key in ("go", "done"):
-            self._store.set(key, "")
-        joined = range(1, min(self._store.add("joined", 0), self._location.receivers) + 1)
+            self.store.set(key, "")
+        joined = range(1, min(self.store.add("joined", 0), self._location.receivers) + 1)
         outcomes = self._collect_outcomes(joined, _GRACE_SECONDS, lambda: None)
         if len(joined) < self._location.receivers:
             return f"joined: {', '.join(map(self._describe, joined)) or 'none'}"
         silent = [self._describe(rank) for rank in joined if rank not in outcomes]
-        reports = {
-            status: [
-                f"{self._describe(rank)} reported: {outcome.message}"
-                for rank, outcome in outcomes.items()
-                if outcome.status == status
-            ]
-            for status in ("failed", "stopped")
-        }
+        reports: dict[str, list[str]] = {"received": [], "stopped": [], "failed": []}
+        for rank, outcome in outcomes.items():
+            report = f"{self._describe(rank)} reported: {outcome.message}"
+            reports[outcome.status].append(report)
         lost = [f"no report from {', '.join(silent)}"] if silent else []
         # Name receivers that only stopped if no other is silent or has failed.
         return "; ".join(lost + reports["failed"] or reports["stopped"])
 
-    def leave(self) -> None:
-        """Drop the store: an exception that is kept would keep it open through its frames."""
-        self._store = None
+    def _check_cancelled(self) -> None:
+        if self._cancelled.is_set():
+            raise WeightsError("It was cancelled.")
 
     def _collect_outcomes(
         self, ranks: Sequence[int], seconds: float, check: Callable[[], None]
@@ -295,7 +288,7 @@ class PublisherSide:
         outcomes: dict[int, Outcome] = {}
         while len(outcomes) < len(ranks) and time.monotonic() < deadline:
             for rank in ranks:
-                if rank not in outcomes and self._store.check([f"ended/{rank}"]):
+                if rank not in outcomes and self.store.check([f"ended/{rank}"]):
                     outcome = self._read(f"ended/{rank}", Outcome)
                     outcomes[rank] = outcome or Outcome("failed", "an unreadable outcome")
             check()
@@ -304,11 +297,11 @@ class PublisherSide:
 
     def _describe(self, rank: int) -> str:
         key = f"who/{rank}"
-        name = self._read(key, ReceiverId) if self._store.check([key]) else None
+        name = self._read(key, ReceiverId) if self.store.check([key]) else None
         return f"receiver {rank} ({name or 'it did not say who it is'})"
 
     def _read(self, key: str, kind: type[T]) -> T | None:
         try:
-            return msgspec.json.decode(self._store.get(key), type=kind)
+            return msgspec.json.decode(self.store.get(key), type=kind)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return None

@@ -13,14 +13,16 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from rollway.errors import UsageError, WeightsError
 
@@ -28,20 +30,12 @@ ErrorHandling = Literal["none", "peer"]
 """With `none`, processes of one machine read each other's memory directly, and NIXL notices when
 one dies. Between machines, `peer` makes the network report a dead peer."""
 Memory = Literal["DRAM", "VRAM"]
-Numbers = NDArray[np.uint64]
+Numbers = NDArray[np.int64]
+End = tuple[Memory, int, Numbers]
+"""One end of reads: the kind of memory, its device, and the addresses."""
 _PACKAGES = ("nixl_cu12", "nixl_cu13")
 _POLL_SECONDS = 0.0005
 _LISTEN_SECONDS = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """How an agent talks to others; both ends of a transfer must agree on `error_handling`."""
-
-    error_handling: ErrorHandling = "none"
-    net_devices: tuple[str, ...] = ()
-    """NICs by their UCX names (`mlx5_0:1`). Empty: those of `UCX_NET_DEVICES`, or all."""
-    progress: bool = False
 
 
 def import_nixl() -> Any:
@@ -71,13 +65,22 @@ def unique_name(kind: str) -> str:
     return f"{kind}-{socket.gethostname()}-{os.getpid()}-{os.urandom(4).hex()}"
 
 
+def memory_kind(device: torch.device) -> tuple[Memory, int]:
+    """Return NIXL's name for a device's memory, and the device's number."""
+    if device.type == "cpu":
+        return "DRAM", 0
+    if device.type == "cuda":
+        return "VRAM", device.index or 0
+    raise UsageError(f"NIXL cannot read the memory of {device}.", "Publish from CPU or CUDA.")
+
+
 @dataclass(slots=True)
 class Prepared:
     """A read that can be repeated."""
 
     peer: str
     handle: Any
-    lists: tuple[Any, Any]
+    lists: list[Any]
 
     def release(self) -> None:
         with suppress(Exception):  # it may still be in progress: then NIXL keeps it
@@ -86,28 +89,42 @@ class Prepared:
                 descriptors.release()
 
 
+class TimedOut(WeightsError):
+    """A read that was abandoned. It may still write, so its memory must not be used again."""
+
+
 class Agent:
     """One NIXL agent; several threads may call it."""
 
-    def __init__(self, name: str, settings: Settings) -> None:
+    def __init__(
+        self,
+        name: str,
+        error_handling: ErrorHandling,
+        net_devices: Sequence[str] = (),
+        progress: bool = False,
+    ) -> None:
+        """Both ends of a transfer must agree on `error_handling`.
+
+        `net_devices` are NICs by their UCX names (`mlx5_0:1`); by default those of
+        `UCX_NET_DEVICES`, or all."""
         api = import_nixl()
-        self.name = name
-        self.settings = settings
+        self.error_handling: ErrorHandling = error_handling
         self._lock = threading.RLock()
         self._stopped = threading.Event()
-        config = api.nixl_agent_config(enable_prog_thread=settings.progress, backends=[])
-        options: dict[str, str] = {"ucx_error_handling_mode": settings.error_handling}
-        if settings.net_devices:
-            check_devices(settings.net_devices)
-            options["ucx_devices"] = ",".join(settings.net_devices)
+        config = api.nixl_agent_config(enable_prog_thread=progress, backends=[])
+        options: dict[str, str] = {"ucx_error_handling_mode": error_handling}
+        if net_devices:
+            check_devices(net_devices)
+            options["ucx_devices"] = ",".join(net_devices)
         with _describe_errors("cannot start"):
             self._agent = api.nixl_agent(name, config)
             self._agent.create_backend("UCX", options)
 
-    def register(self, address: int, nbytes: int, memory: Memory, device: int = 0) -> Any:
+    def register(self, address: int, nbytes: int, device: torch.device) -> Any:
         """Let other agents read memory; return the handle to `deregister` it."""
+        memory, index = memory_kind(device)
         with self._lock, _describe_errors(f"cannot register {nbytes} bytes"):
-            return self._agent.register_memory([(address, nbytes, device, "")], memory)
+            return self._agent.register_memory([(address, nbytes, index, "")], memory)
 
     def deregister(self, handle: Any) -> None:
         with self._lock, suppress(Exception):  # the agent itself may be broken
@@ -125,16 +142,18 @@ class Agent:
         with self._lock, suppress(Exception):
             self._agent.remove_remote_agent(peer)
 
-    def prepare(
-        self, peer: str, local: tuple[Memory, Numbers], remote: tuple[Memory, Numbers]
-    ) -> Prepared:
-        """Prepare a read from a peer; rows of (address, bytes, device) at both ends correspond."""
+    def prepare(self, peer: str, local: End, remote: End, sizes: Numbers) -> Prepared:
+        """Prepare a read from a peer; addresses at both ends and sizes correspond."""
+        indices = np.arange(len(sizes), dtype=np.int32)
         with self._lock, _describe_errors(f"cannot read the memory that {peer} announced"):
-            here = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", local[1], local[0])
-            there = self._agent.prep_xfer_dlist(peer, remote[1], remote[0])
-            indices = np.arange(len(local[1]), dtype=np.int32)
+            lists = []
+            for owner, end in (("NIXL_INIT_AGENT", local), (peer, remote)):
+                memory, device, addresses = end
+                rows = np.column_stack([addresses, sizes, np.full_like(sizes, device)])
+                lists.append(self._agent.prep_xfer_dlist(owner, rows.astype(np.uint64), memory))
+            here, there = lists
             handle = self._agent.make_prepped_xfer("READ", here, indices, there, indices, b"")
-        return Prepared(peer, handle, (here, there))
+        return Prepared(peer, handle, lists)
 
     def read(self, reads: Sequence[Prepared], timeout: float) -> None:
         """Run these reads side by side; raise if one fails, or if not all end in time."""
@@ -163,19 +182,18 @@ class Agent:
         with self._lock, _describe_errors(f"cannot notify {peer}"):
             self._agent.send_notif(peer, message)
 
-    def poll(self) -> list[tuple[str, bytes]]:
-        """Return new notifications and their senders; NIXL sends and connects only meanwhile."""
+    def poll(self) -> None:
+        """Drop new notifications; NIXL sends, receives and connects only meanwhile."""
         with self._lock, _describe_errors("cannot poll notifications"):
-            received: dict[str, list[bytes]] = self._agent.get_new_notifs()
-        return [(peer, message) for peer, messages in received.items() for message in messages]
+            self._agent.get_new_notifs()
 
-    def listen(self, on_poll: Callable[[], object]) -> None:
-        """Call `on_poll` every 0.1 s in a background thread, which costs almost no CPU."""
+    def listen(self) -> None:
+        """Poll every 0.1 s in a background thread, which costs almost no CPU."""
 
         def run() -> None:
             while not self._stopped.wait(_LISTEN_SECONDS):
                 with suppress(WeightsError):  # a dead peer must not cut off the others
-                    on_poll()
+                    self.poll()
 
         threading.Thread(target=run, name="rollway-nixl", daemon=True).start()
 
@@ -183,8 +201,30 @@ class Agent:
         self._stopped.set()
 
 
-class TimedOut(WeightsError):
-    """A read that was abandoned. It may still write, so its memory must not be used again."""
+@dataclass(slots=True)
+class Pool:
+    """Memory of one device that is registered with an agent. It grows when needed."""
+
+    agent: Agent
+    memory: Tensor | None = None
+    handles: list[Any] = field(default_factory=list)
+    version: int = -1
+
+    def allocate(self, nbytes: int, device: torch.device) -> Tensor:
+        """Return memory of at least `nbytes`; registering is slow, so it is reused if it fits."""
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        memory = self.memory
+        if memory is None or memory.numel() < nbytes or memory.device != device:
+            self.release()
+            memory = self.memory = torch.empty(max(nbytes, 1), dtype=torch.uint8, device=device)
+            self.handles = [self.agent.register(memory.data_ptr(), memory.numel(), device)]
+        return memory
+
+    def release(self) -> None:
+        for handle in self.handles:
+            self.agent.deregister(handle)
+        self.memory, self.handles = None, []
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Record which source has which version: trainer ranks announce theirs, receivers look them up.
 
     trainer ranks ── announce ──►  catalog  ◄── look_up ── receivers     (which come and go)
-                  ◄─ acknowledged ─   │     ◄── acknowledge ──
+                ◄─ list_receivers ─   │     ◄── acknowledge ──
                                       └─────◄── announce ── a receiver that serves peers
 
 A version can be found once all ranks of the trainer have announced it, or a receiver has all of it.
@@ -16,8 +16,11 @@ The catalog does not interpret the `body` of a listing, which says how to read t
 
 from __future__ import annotations
 
+import importlib
+import importlib.metadata
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Protocol
 
@@ -28,10 +31,11 @@ from rollway.weights.offer import Count
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 MAX_RANKS = 1 << 16
+MODELEXPRESS = "0.7.0"
 _MAX_VERSIONS = 64
 _MAX_BYTES = 2 << 30
 _MAX_MEMBERS = 1 << 16
-_ASSIGNED_SECONDS = 600.0
+_READING_SECONDS = 600.0
 """How long a receiver counts as load of its source if it never acknowledges."""
 
 
@@ -58,7 +62,6 @@ class Catalog(Protocol):
 
     def withdraw(self, version: int, source: str) -> None:
         """Remove a listing before its bytes are overwritten; a missing listing is no error."""
-        ...
 
     def look_up(
         self, version: int, member: str, without: Sequence[str] = (), *, fanout: int = 0
@@ -67,36 +70,32 @@ class Catalog(Protocol):
 
         Raise `NotYet` while some are missing, and `WeightsError` if the version is gone. With a
         `fanout`, also raise `NotYet` until a source is free for `member`."""
-        ...
 
     def acknowledge(self, version: int, member: str) -> None:
         """Record that `member` has received the version."""
-        ...
 
-    def acknowledged(self, version: int) -> list[str]:
+    def list_receivers(self, version: int) -> list[str]:
         """Return the receivers that have the version."""
-        ...
 
     def leave(self, member: str) -> None:
         """Forget a source or a receiver, with all its listings."""
-        ...
 
     def where(self) -> dict[str, Any]:
         """Return the fields of an offer that say how to reach this catalog."""
-        ...
 
 
 class MemoryCatalog:
     """The catalog itself, in one process; `catalog_http` makes it reachable."""
 
     def __init__(self) -> None:
+        self.versions: dict[int, dict[str, Listing]] = {}
+        """Listings by version and source."""
+        self.members: set[str] = set()
         self._lock = threading.Lock()
-        self._versions: dict[int, dict[str, Listing]] = {}
         self._newest = -1
-        self._assigned: dict[tuple[int, str], dict[str, float]] = {}
-        """By version and first source of a set: the receivers that read from it, and since when."""
+        self._reading: dict[str, tuple[int, str, float]] = {}
+        """By receiver: the version that it reads, the first of its sources, and since when."""
         self._acknowledged: dict[int, set[str]] = {}
-        self._members: set[str] = set()
 
     def announce(self, listing: Listing) -> None:
         if listing.rank >= listing.world:
@@ -105,9 +104,12 @@ class MemoryCatalog:
             raise UsageError("A receiver serves peers only if it has all of a version.")
         with self._lock:
             self._check_limits(listing)
-            listed = self._versions.setdefault(listing.version, {})
+            listed = self.versions.setdefault(listing.version, {})
             if listing.role == "trainer":
-                _remove_replaced(listed, listing)
+                # A restarted rank replaces its listing, a trainer of another size all of them.
+                for old in [old for old in listed.values() if old.role == "trainer"]:
+                    if old.rank == listing.rank or old.world != listing.world:
+                        del listed[old.source]
             listed[listing.source] = listing
             self._newest = max(self._newest, listing.version)
             self._join(listing.source)
@@ -122,107 +124,84 @@ class MemoryCatalog:
         with self._lock:
             self._join(member)
             # A receiver that asks again no longer reads from its previous source.
-            for (assigned_version, _), assigned in self._assigned.items():
-                if assigned_version == version:
-                    assigned.pop(member, None)
+            self._reading.pop(member, None)
             sets = self._find_sets(version, member, without)
             if not sets:
                 raise self._describe_missing(version, without)
-            if fanout and not (sets := self._find_free(sets, fanout)):
-                raise NotYet(f"All sources of version {version} are serving others.")
+            since = time.monotonic() - _READING_SECONDS
+            loads = Counter(
+                source
+                for reads, source, start in self._reading.values()
+                if reads == version and start > since
+            )
+            if fanout:
+                # The trainer serves one receiver, and only while no receiver has the version,
+                # because its network would limit all of them.
+                receivers = [group for group in sets if group[0].role == "receiver"]
+                limit = fanout if receivers else 1
+                sets = [group for group in receivers or sets if loads[group[0].source] < limit]
+                if not sets:
+                    raise NotYet(f"All sources of version {version} are serving others.")
             # Prefer a receiver to the trainer, which has other work.
-            chosen = min(sets, key=lambda ranks: (self._load(ranks), ranks[0].role == "trainer"))
+            chosen = min(
+                sets, key=lambda group: (loads[group[0].source], group[0].role == "trainer")
+            )
             # A trainer rank that looks up its own version reads nothing: it asks whether all ranks
             # have announced it.
             if all(listing.source != member for listing in chosen):
-                assigned = self._assigned.setdefault((version, chosen[0].source), {})
-                assigned[member] = time.monotonic()
+                self._reading[member] = version, chosen[0].source, time.monotonic()
             return chosen
 
     def acknowledge(self, version: int, member: str) -> None:
         with self._lock:
-            if version not in self._versions:
-                return  # it was withdrawn meanwhile
-            self._join(member)
-            self._acknowledged.setdefault(version, set()).add(member)
-            self._unassign(member)
+            if version in self.versions:  # or it was withdrawn meanwhile
+                self._join(member)
+                self._acknowledged.setdefault(version, set()).add(member)
+                self._reading.pop(member, None)
 
-    def acknowledged(self, version: int) -> list[str]:
+    def list_receivers(self, version: int) -> list[str]:
         with self._lock:
             return sorted(self._acknowledged.get(version, ()))
 
     def leave(self, member: str) -> None:
         with self._lock:
-            for version in list(self._versions):
+            for version in list(self.versions):
                 self._remove(version, member)
-            self._unassign(member)
-            self._members.discard(member)
+            self._reading.pop(member, None)
+            self.members.discard(member)
 
     def where(self) -> dict[str, Any]:
         raise UsageError(
             "A catalog in memory cannot be reached by other processes.", "Use CatalogServer."
         )
 
-    def members(self) -> list[str]:
-        with self._lock:
-            return sorted(self._members)
-
-    def versions(self) -> list[int]:
-        with self._lock:
-            return sorted(self._versions)
-
     def _join(self, member: str) -> None:
-        if member not in self._members and len(self._members) >= _MAX_MEMBERS:
+        if member not in self.members and len(self.members) >= _MAX_MEMBERS:
             raise UsageError(f"The catalog has {_MAX_MEMBERS} members already.")
-        self._members.add(member)
-
-    def _unassign(self, member: str) -> None:
-        for assigned in self._assigned.values():
-            assigned.pop(member, None)
+        self.members.add(member)
 
     def _check_limits(self, listing: Listing) -> None:
-        if listing.version not in self._versions and len(self._versions) >= _MAX_VERSIONS:
+        if listing.version not in self.versions and len(self.versions) >= _MAX_VERSIONS:
             raise UsageError(
                 f"The catalog holds {_MAX_VERSIONS} versions already.", "Withdraw old ones."
             )
-        versions = self._versions.values()
+        versions = self.versions.values()
         nbytes = sum(len(item.body) for listed in versions for item in listed.values())
         if nbytes + len(listing.body) > _MAX_BYTES:
             raise UsageError(f"The catalog is full: {nbytes} bytes.", "Keep fewer versions.")
 
     def _find_sets(self, version: int, member: str, without: Sequence[str]) -> list[list[Listing]]:
         """Return sets of listings that each make up the whole version."""
-        listed = self._versions.get(version, {}).values()
-        sets = [
-            [listing]
-            for listing in listed
-            if listing.role == "receiver" and listing.source != member
-        ]
-        ranks = sorted(
-            (listing for listing in listed if listing.role == "trainer"),
-            key=lambda listing: listing.rank,
-        )
+        listed = sorted(self.versions.get(version, {}).values(), key=lambda listing: listing.rank)
+        ranks = [listing for listing in listed if listing.role == "trainer"]
+        receivers = [listing for listing in listed if listing.role == "receiver"]
+        sets = [[listing] for listing in receivers if listing.source != member]
         if ranks and len(ranks) == ranks[0].world:
             sets.append(ranks)
         return [group for group in sets if all(item.source not in without for item in group)]
 
-    def _find_free(self, sets: list[list[Listing]], fanout: int) -> list[list[Listing]]:
-        """Return the sets that can serve one more: receivers up to `fanout`, the trainer one.
-
-        The trainer serves only while no receiver has the version, because its network would limit
-        all of them."""
-        receivers = [group for group in sets if group[0].role == "receiver"]
-        limit = fanout if receivers else 1
-        return [group for group in receivers or sets if self._load(group) < limit]
-
-    def _load(self, listings: list[Listing]) -> int:
-        """Return how many receivers read from these sources now."""
-        since = time.monotonic() - _ASSIGNED_SECONDS
-        assigned = self._assigned.get((listings[0].version, listings[0].source), {})
-        return sum(when > since for when in assigned.values())
-
     def _describe_missing(self, version: int, without: Sequence[str]) -> WeightsError:
-        listed = self._versions.get(version)
+        listed = self.versions.get(version)
         if listed and without:
             return WeightsError(
                 f"Nobody else has version {version}: {len(without)} sources failed.",
@@ -234,33 +213,21 @@ class MemoryCatalog:
             return NotYet(f"{len(ranks)} of {world} ranks have announced version {version}.")
         if version > self._newest:
             return NotYet(f"Nobody has announced version {version}.")
-        versions = ", ".join(map(str, sorted(self._versions))) or "none"
+        versions = ", ".join(map(str, sorted(self.versions))) or "none"
         return WeightsError(
             f"Version {version} is not kept any more (kept: {versions}).",
             "Use a newer one, or let the publisher keep more.",
         )
 
     def _remove(self, version: int, source: str) -> None:
-        listed = self._versions.get(version, {})
+        listed = self.versions.get(version, {})
         listed.pop(source, None)
-        self._assigned.pop((version, source), None)
-        if version in self._versions and not listed:
-            del self._versions[version]
+        for member, (reads, read_source, _) in list(self._reading.items()):
+            if (reads, read_source) == (version, source):
+                del self._reading[member]
+        if not listed:
+            self.versions.pop(version, None)
             self._acknowledged.pop(version, None)
-            self._assigned = {
-                key: members for key, members in self._assigned.items() if key[0] != version
-            }
-
-
-def _remove_replaced(listed: dict[str, Listing], listing: Listing) -> None:
-    """Remove the earlier listing of a restarted rank, and those of a trainer of another size."""
-    replaced = [
-        old.source
-        for old in listed.values()
-        if old.role == "trainer" and (old.rank == listing.rank or old.world != listing.world)
-    ]
-    for source in replaced:
-        del listed[source]
 
 
 def wait_for(
@@ -286,3 +253,113 @@ def wait_for(
                 ) from error
         time.sleep(pause)
         pause = min(2 * pause, 0.5)
+
+
+class ModelExpressCatalog:
+    """Versions of one model on a ModelExpress server, with the listings in another catalog.
+
+    A ModelExpress server records versions and their states (STAGING, READY, RELEASING), which
+    systems other than Rollway can follow. It cannot store our listings: its shard manifests are
+    served by its own trainer client. A version can be found only while ModelExpress calls it READY.
+
+    Versions 0.5 and 0.7 cannot read each other's messages, so client and server must both be
+    exactly 0.7.0. The server is a container image and is not on PyPI: these calls are tested
+    against a stand-in with the client's signatures, and have not run against a server."""
+
+    def __init__(
+        self, listings: Catalog, server: str, model: str, *, server_version: str = MODELEXPRESS
+    ) -> None:
+        if not model:
+            raise UsageError("ModelExpress stores versions by model.", "Pass the model's name.")
+        self._package = _import_modelexpress(server_version)
+        self._listings = listings
+        self._server, self._model = server, model
+        self._first: set[tuple[int, str]] = set()
+        """Versions and sources that this process announced as the trainer's rank 0."""
+        self._control = self._package.ModelExpressControlClient.connect(server_url=server)
+
+    def announce(self, listing: Listing) -> None:
+        if listing.role == "receiver":
+            self._listings.announce(listing)
+            return
+        version, uid = listing.version, self._uid(listing.version)
+        # Every rank calls it: the key makes all calls but the first repetitions.
+        self._call(
+            "create_weight_version",
+            model_name=self._model,
+            idempotency_key=uid,
+            uid=uid,
+            payload_format=self._package.WeightPayloadFormat.FULL_TENSOR,
+        )
+        if listing.rank == 0:
+            self._first.add((version, listing.source))
+        self._listings.announce(listing)
+        try:
+            self._listings.look_up(version, listing.source)
+        except NotYet:
+            return
+        self._call("update_weight_version_state", uid, self._package.WeightVersionState.READY)
+
+    def withdraw(self, version: int, source: str) -> None:
+        self._listings.withdraw(version, source)
+        if (version, source) in self._first:
+            self._first.discard((version, source))
+            self._call("delete_weight_version", self._uid(version))
+
+    def look_up(
+        self, version: int, member: str, without: Sequence[str] = (), *, fanout: int = 0
+    ) -> list[Listing]:
+        state = self._call("get_weight_version", self._uid(version)).state
+        states = self._package.WeightVersionState
+        if state == states.STAGING:
+            raise NotYet(f"ModelExpress has version {version}, but it is not ready.")
+        if state != states.READY:
+            raise WeightsError(
+                f"ModelExpress is releasing version {version}.", "Use a newer version."
+            )
+        return self._listings.look_up(version, member, without, fanout=fanout)
+
+    def acknowledge(self, version: int, member: str) -> None:
+        self._listings.acknowledge(version, member)
+
+    def list_receivers(self, version: int) -> list[str]:
+        return self._listings.list_receivers(version)
+
+    def leave(self, member: str) -> None:
+        self._listings.leave(member)
+
+    def where(self) -> dict[str, Any]:
+        return {**self._listings.where(), "modelexpress": self._server, "model": self._model}
+
+    def close(self) -> None:
+        self._control.close()
+
+    def _uid(self, version: int) -> str:
+        return f"{self._model}-v{version}"
+
+    def _call(self, name: str, *args: Any, **named: Any) -> Any:
+        try:
+            return getattr(self._control, name)(*args, **named)
+        except Exception as error:  # gRPC's errors, whose package is not a dependency
+            raise WeightsError(
+                f"ModelExpress at {self._server} refused {name}: {error}.",
+                f"Check that its server runs, and is version {MODELEXPRESS}.",
+            ) from error
+
+
+def _import_modelexpress(server_version: str) -> Any:
+    """Import ModelExpress's RL client; raise unless it can talk to this server."""
+    try:
+        installed = importlib.metadata.version("modelexpress")
+        package = importlib.import_module("modelexpress_rl")
+    except ImportError as error:
+        raise UsageError(
+            "ModelExpress's client is not installed.", f"pip install modelexpress=={MODELEXPRESS}"
+        ) from error
+    if not installed == server_version == MODELEXPRESS:
+        raise UsageError(
+            f"ModelExpress's client is {installed} and its server {server_version}; Rollway "
+            f"needs {MODELEXPRESS} at both ends.",
+            "Its versions cannot read each other's messages: install the same.",
+        )
+    return package

@@ -30,18 +30,20 @@ from rollway.weights.transports.nixl.catalog import (
     Catalog,
     Listing,
     MemoryCatalog,
+    ModelExpressCatalog,
     Name,
     NotYet,
 )
-from rollway.weights.transports.nixl.catalog_modelexpress import ModelExpressCatalog
 
 LOOPBACK = "127.0.0.1"
 MAX_REQUEST = 64 << 20
 MAX_ANSWER = 1 << 30
 _MAX_URL = 2048
 _MAX_WITHOUT = 1 << 16
-_READ = 1 << 20
 _CALLS = ("announce", "withdraw", "look_up", "acknowledge", "acknowledged", "leave")
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+_ERRORS: dict[int, type[RollwayError]] = {409: NotYet, 404: WeightsError, 400: UsageError}
+"""By status; the first that fits is sent."""
 
 
 class Call(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -110,16 +112,13 @@ class Seal:
 class CatalogServer(MemoryCatalog):
     """A catalog that others can reach; it runs in a thread of this process."""
 
-    def __init__(
-        self, host: str = LOOPBACK, port: int = 0, *, secret: str | None = None, public: str = ""
-    ) -> None:
-        """`public` is the host name for receivers: by default `host`, or this machine's name."""
+    def __init__(self, host: str = LOOPBACK, port: int = 0, *, secret: str | None = None) -> None:
         super().__init__()
         self._seal = Seal(secret)
         self._loop = asyncio.new_event_loop()
         self._runner: web.AppRunner | None = None
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.name = "rollway-catalog"
+        run = self._loop.run_forever
+        self._thread = threading.Thread(target=run, name="rollway-catalog", daemon=True)
         self._thread.start()
         starting = asyncio.run_coroutine_threadsafe(self._start(host, port), self._loop)
         try:
@@ -130,9 +129,8 @@ class CatalogServer(MemoryCatalog):
                 f"The catalog cannot listen on {host}:{port}: {error.strerror}.",
                 "Choose another port, or 0 for any.",
             ) from error
-        is_any = host in ("0.0.0.0", "::")
-        public = public or (socket.gethostname() if is_any else host)
-        self.url = f"http://[{public}]:{bound}" if ":" in public else f"http://{public}:{bound}"
+        host = socket.gethostname() if host in ("0.0.0.0", "::") else host
+        self.url = f"http://[{host}]:{bound}" if ":" in host else f"http://{host}:{bound}"
 
     def where(self) -> dict[str, Any]:
         return {"catalog": self.url}
@@ -174,28 +172,30 @@ class CatalogServer(MemoryCatalog):
         try:
             call = msgspec.msgpack.decode(body, type=Call)
             answer = self._answer(request.path.removeprefix("/v1/"), call)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        except _UNREADABLE as error:
             return self._sign(request, 400, Answer(f"This is no call to a catalog: {error}."))
         except RollwayError as error:
-            return self._sign(request, _find_status(error), Answer(error.message, error.hint))
+            status = next((s for s, kind in _ERRORS.items() if isinstance(error, kind)), 500)
+            return self._sign(request, status, Answer(error.message, error.hint))
         return self._sign(request, 200, answer)
 
     def _answer(self, name: str, call: Call) -> Answer:
-        if name == "look_up":
-            listings = self.look_up(call.version, call.member, call.without, fanout=call.fanout)
-            return Answer(listings=listings)
-        if name == "acknowledged":
-            return Answer(members=self.acknowledged(call.version))
-        if name == "announce":
-            if call.listing is None:
-                raise UsageError("The call announces nothing.")
-            self.announce(call.listing)
-        elif name == "withdraw":
-            self.withdraw(call.version, call.member)
-        elif name == "acknowledge":
-            self.acknowledge(call.version, call.member)
-        else:
-            self.leave(call.member)
+        match name:
+            case "look_up":
+                listings = self.look_up(call.version, call.member, call.without, fanout=call.fanout)
+                return Answer(listings=listings)
+            case "acknowledged":
+                return Answer(members=self.list_receivers(call.version))
+            case "announce":
+                if call.listing is None:
+                    raise UsageError("The call announces nothing.")
+                self.announce(call.listing)
+            case "withdraw":
+                self.withdraw(call.version, call.member)
+            case "acknowledge":
+                self.acknowledge(call.version, call.member)
+            case "leave":
+                self.leave(call.member)
         return Answer()
 
     def _sign(self, request: web.Request, status: int, answer: Answer) -> web.Response:
@@ -235,7 +235,7 @@ class HttpCatalog:
     def acknowledge(self, version: int, member: str) -> None:
         self._call("acknowledge", Call(version, member))
 
-    def acknowledged(self, version: int) -> list[str]:
+    def list_receivers(self, version: int) -> list[str]:
         return list(self._call("acknowledged", Call(version)).members)
 
     def leave(self, member: str) -> None:
@@ -267,7 +267,7 @@ class HttpCatalog:
             )
         try:
             answer = msgspec.msgpack.decode(raw, type=Answer)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        except _UNREADABLE as error:
             raise WeightsError(
                 f"The catalog at {self.url} sent an answer that cannot be read: {error}.",
                 "Use the same Rollway at both ends.",
@@ -287,19 +287,12 @@ class HttpCatalog:
         try:
             connection.request("POST", path, body, headers)
             answer = connection.getresponse()
-            parts, size = [], 0
-            while part := answer.read1(_READ):  # what has arrived, to check the deadline between
-                parts.append(part)
-                size += len(part)
-                if size > MAX_ANSWER:
-                    raise OSError(f"it answers more than {MAX_ANSWER} bytes")
-                if time.monotonic() > deadline:
-                    break
-            if time.monotonic() > deadline:  # the timer may have shut the connection down
-                raise TimeoutError
-            if answer.length:
+            raw = answer.read(MAX_ANSWER + 1)
+            if len(raw) > MAX_ANSWER:
+                raise OSError(f"it answers more than {MAX_ANSWER} bytes")
+            if answer.length:  # the connection was shut down
                 raise http.client.IncompleteRead(b"", answer.length)
-            return answer.status, answer.headers.get("x-rollway-mac", ""), b"".join(parts)
+            return answer.status, answer.headers.get("x-rollway-mac", ""), raw
         except (OSError, http.client.HTTPException) as error:
             if time.monotonic() < deadline:
                 raise
@@ -307,13 +300,6 @@ class HttpCatalog:
         finally:
             limit.cancel()
             connection.close()
-
-
-_ERRORS: dict[int, type[RollwayError]] = {400: UsageError, 404: WeightsError, 409: NotYet}
-
-
-def _find_status(error: RollwayError) -> int:
-    return next((s for s, kind in reversed(_ERRORS.items()) if isinstance(error, kind)), 500)
 
 
 def _shut_down(connection: socket.socket) -> None:

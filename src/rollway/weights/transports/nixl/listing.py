@@ -3,54 +3,61 @@
 The layout (tensors, and the boxes of Hugging Face tensors in them) is the same for every version,
 so it is one blob by which readers recognise a plan. Addresses and digests differ by version. Every
 piece has a digest, so a reader can verify whatever consists of whole pieces.
+
+A rank of an engine that read half of a piece could not verify it. So a publisher splits tensors
+where the ranks cut them: a rank's part then consists of pieces with digests. Publishing copies them
+anyway, so each part becomes one run of memory, and columns are read as fast as rows.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
+import torch
+from torch import Tensor
 
 from rollway.errors import UsageError, WeightsError
 from rollway.processes import boot_id
 from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.coverage import check_covered
-from rollway.weights.layout import ELEMENT_BYTES, Box, Piece, Shape
-from rollway.weights.offer import Count, Text
+from rollway.weights.layout import ELEMENT_BYTES, Box, Piece, Placed, Shape, place_at, swap_last
+from rollway.weights.offer import Count, Dims, Text
 from rollway.weights.planning.sources import Place, Source, source_from_pieces
-from rollway.weights.planning.targets import LocalTensor
-from rollway.weights.transports.nixl.agent import ErrorHandling, Memory
+from rollway.weights.planning.targets import LocalTensor, TensorInfo
+from rollway.weights.planning.vllm_layout import cells
+from rollway.weights.transports.nixl.agent import Agent, ErrorHandling, Memory, memory_kind
 from rollway.weights.transports.nixl.catalog import Listing
 from rollway.weights.untrusted import check_shape
 
 FANOUT = "fanout"
 """The key of an offer that asks receivers to serve peers."""
 DIGEST_BYTES = 16
-_RECEIPT = b"rollway has "
-_Shape = Annotated[tuple[Count, ...], msgspec.Meta(max_length=8)]
 _Address = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 
 
 class _Tensor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     name: Text
     dtype: Annotated[str, msgspec.Meta(max_length=32)]
-    shape: _Shape
+    shape: Dims
 
 
 class _Piece(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A `Piece` on the wire; `tensor` is the number of the tensor that contains it."""
 
     name: Text
-    start: _Shape
-    stop: _Shape
+    start: Dims
+    stop: Dims
     tensor: Count
-    at: _Shape
+    at: Dims
     transposed: bool
 
 
@@ -100,11 +107,6 @@ class Layout:
     tensors: dict[str, LocalTensor]
     pieces: list[Piece]
 
-    def as_source(self, name: str, node: str) -> Source:
-        """Return a source for the planner, which does not know tensors without elements."""
-        pieces = [piece for piece in self.pieces if piece.box.elements]
-        return source_from_pieces(name, self.tensors, pieces, Place(node))
-
 
 @lru_cache(maxsize=1024)  # a source has the same layout in every version
 def read_layout(raw: bytes) -> Layout:
@@ -124,53 +126,69 @@ def read_layout(raw: bytes) -> Layout:
         except ValueError as error:
             raise WeightsError(f"{name}: {error}.") from error
     names = list(tensors)
-    pieces = []
     for piece in layout.pieces:
         if piece.tensor >= len(names) or len(piece.start) != len(piece.stop):
             raise WeightsError(f"A piece of {piece.name} is in no tensor.")
         if any(a > b for a, b in zip(piece.start, piece.stop, strict=True)):
             raise WeightsError(f"A piece of {piece.name} ends before it begins.")
-        _check_inside(piece, tensors[names[piece.tensor]].shape)
-        box = Box(piece.start, piece.stop)
-        pieces.append(Piece(piece.name, box, names[piece.tensor], piece.at, piece.transposed))
+        # A reader computes addresses from it.
+        shape = tensors[names[piece.tensor]].shape
+        extent = Box(piece.start, piece.stop).shape
+        extent = extent[::-1] if piece.transposed else extent
+        if (
+            not len(piece.at) == len(extent) == len(shape)
+            or (piece.transposed and len(shape) != 2)
+            or any(a + n > size for a, n, size in zip(piece.at, extent, shape, strict=True))
+        ):
+            raise WeightsError(f"A piece of {piece.name} is outside of its tensor.")
+    pieces = [
+        Piece(p.name, Box(p.start, p.stop), names[p.tensor], p.at, p.transposed)
+        for p in layout.pieces
+    ]
     return Layout(tensors, pieces)
 
 
-def _check_inside(piece: _Piece, shape: Shape) -> None:
-    """Raise unless a piece is inside its tensor: a reader computes addresses from it."""
-    extents = tuple(b - a for a, b in zip(piece.start, piece.stop, strict=True))
-    extents = extents[::-1] if piece.transposed else extents
-    if (
-        not len(piece.at) == len(extents) == len(shape)
-        or (piece.transposed and len(shape) != 2)
-        or any(a + n > size for a, n, size in zip(piece.at, extents, shape, strict=True))
-    ):
-        raise WeightsError(f"A piece of {piece.name} is outside of its tensor.")
+@dataclass(frozen=True)
+class ListedSource:
+    """One source of a version, as it was announced."""
+
+    name: str
+    memory: SourceMemory
+    layout: Layout
+
+    def for_planner(self) -> Source:
+        """Return it without tensors that have no elements, which the planner does not know."""
+        pieces = [piece for piece in self.layout.pieces if piece.box.elements]
+        return source_from_pieces(self.name, self.layout.tensors, pieces, Place(self.memory.node))
 
 
 @dataclass(frozen=True)
 class SourceGroup:
     """Sources that together hold all of a version."""
 
-    names: tuple[str, ...]
-    memories: tuple[SourceMemory, ...]
-    layouts: tuple[Layout, ...]
+    sources: list[ListedSource]
+
+    @property
+    def names(self) -> list[str]:
+        return [source.name for source in self.sources]
 
     @cached_property
     def key(self) -> str:
         """A key for plans: equal for the same sources with the same layouts in any version."""
         hasher = hashlib.sha256()
-        for name, memory in zip(self.names, self.memories, strict=True):
-            hasher.update(f"{name} {memory.node} {len(memory.layout)} ".encode() + memory.layout)
+        for source in self.sources:
+            layout = source.memory.layout
+            hasher.update(f"{source.name} {source.memory.node} {len(layout)} ".encode() + layout)
         return hasher.hexdigest()
 
     @cached_property
     def digests(self) -> dict[tuple[str, Box], bytes]:
         """The digest of each piece. Ranks that hold the same piece must hold the same bytes."""
         digests: dict[tuple[str, Box], bytes] = {}
-        for memory, layout in zip(self.memories, self.layouts, strict=True):
-            for number, piece in enumerate(layout.pieces):
-                digest = memory.digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
+        for source in self.sources:
+            raw = source.memory.digests
+            for number, piece in enumerate(source.layout.pieces):
+                digest = raw[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
                 if digests.setdefault((piece.name, piece.box), digest) != digest:
                     raise WeightsError(
                         f"Two ranks of the trainer hold different values of {piece.name}.",
@@ -183,16 +201,16 @@ class SourceGroup:
         """The Hugging Face tensors; raise unless the pieces make up each of them exactly."""
         dtypes: dict[str, str] = {}
         boxes: dict[str, set[Box]] = {}
-        for layout in self.layouts:
-            for piece in layout.pieces:
-                dtypes[piece.name] = layout.tensors[piece.source].dtype
+        for source in self.sources:
+            for piece in source.layout.pieces:
+                dtypes[piece.name] = source.layout.tensors[piece.source].dtype
                 boxes.setdefault(piece.name, set()).add(piece.box)
         headers = {}
-        for name, several in boxes.items():
-            if len({len(box.stop) for box in several}) != 1:
+        for name, parts in boxes.items():
+            if len({len(box.stop) for box in parts}) != 1:
                 raise WeightsError(f"The pieces of {name} have different numbers of dimensions.")
-            shape: Shape = tuple(map(max, zip(*(box.stop for box in several), strict=True)))
-            check_covered(name, shape, [box for box in several if box.elements])
+            shape: Shape = tuple(map(max, zip(*(box.stop for box in parts), strict=True)))
+            check_covered(name, shape, [box for box in parts if box.elements])
             headers[name] = TensorHeader(dtypes[name], shape, "")
         return headers
 
@@ -207,15 +225,12 @@ class SourceGroup:
 
     @property
     def nbytes(self) -> int:
-        return sum(
-            Box.whole(header.shape).elements * ELEMENT_BYTES[header.dtype]
-            for header in self.headers.values()
-        )
+        return sum(map(count_bytes, self.headers.values()))
 
 
 def read_group(listings: Iterable[Listing]) -> SourceGroup:
     """Decode the listings of sources that together hold a version."""
-    names, memories, layouts = [], [], []
+    sources = []
     for listing in listings:
         try:
             memory = msgspec.msgpack.decode(listing.body, type=SourceMemory)
@@ -226,23 +241,36 @@ def read_group(listings: Iterable[Listing]) -> SourceGroup:
             raise WeightsError(f"{listing.source} lacks addresses of its tensors.")
         if len(memory.digests) != DIGEST_BYTES * len(layout.pieces):
             raise WeightsError(f"{listing.source} lacks digests of its pieces.")
-        names.append(listing.source)
-        memories.append(memory)
-        layouts.append(layout)
-    return SourceGroup(tuple(names), tuple(memories), tuple(layouts))
+        sources.append(ListedSource(listing.source, memory, layout))
+    return SourceGroup(sources)
 
 
-def write_receipt(version: int) -> bytes:
-    """Return the notification by which a receiver acknowledges a version to its source."""
-    return _RECEIPT + str(version).encode()
+def write_listing(
+    agent: Agent,
+    device: torch.device,
+    tensors: Mapping[str, LocalTensor],
+    addresses: list[int],
+    pieces: Sequence[Piece],
+    digests: Iterable[bytes],
+) -> bytes:
+    """Return the body of a listing of tensors that are registered with this process's agent."""
+    memory, index = memory_kind(device)
+    return msgspec.msgpack.encode(
+        SourceMemory(
+            agent=agent.metadata(),
+            memory=memory,
+            device=index,
+            error_handling=agent.error_handling,
+            node=this_node(),
+            layout=write_layout(tensors, pieces),
+            addresses=addresses,
+            digests=b"".join(digests),
+        )
+    )
 
 
-def read_receipt(message: bytes) -> int | None:
-    """Return the acknowledged version, or None for any other notification."""
-    version = message.removeprefix(_RECEIPT)
-    if not message.startswith(_RECEIPT) or not version.isdigit() or len(version) > 20:
-        return None
-    return int(version)
+def count_bytes(tensor: TensorInfo) -> int:
+    return math.prod(tensor.shape) * ELEMENT_BYTES[tensor.dtype]
 
 
 def this_node() -> str:
@@ -251,3 +279,59 @@ def this_node() -> str:
         return f"{boot_id()} {Path('/proc/self/ns/pid').readlink()}"
     except OSError:
         return socket.gethostname()
+
+
+def split_for_ranks(
+    tensors: dict[str, Tensor],
+    pieces: Iterable[Piece],
+    headers: Mapping[str, TensorInfo],
+    ranks: int,
+    *,
+    pack: bool,
+) -> tuple[dict[str, Tensor], list[Piece]]:
+    """Return the tensors and pieces to publish; `headers` describe the whole tensors, where known.
+
+    With `pack`, each part of a split tensor becomes a tensor of its own. The first parts of all
+    tensors come first, then the second parts, and so on: what one rank reads is then stored
+    together."""
+    parts: list[Piece] = []
+    split: set[str] = set()
+    for piece in dict.fromkeys(pieces):
+        boxes = cells(piece.name, headers, ranks) if ranks > 1 and piece.name in headers else ()
+        common = [inside for box in boxes if (inside := box.intersect(piece.box)) is not None]
+        if len(common) > 1:
+            split.add(piece.source)
+            parts += [_cut(piece, box) for box in common]
+        else:
+            parts.append(piece)
+    split &= tensors.keys()
+    if not pack or not split:
+        return tensors, parts
+    by_tensor: dict[str, list[Piece]] = {name: [] for name in tensors if name in split}
+    for part in parts:
+        if part.source in split:
+            by_tensor[part.source].append(part)
+    packed: dict[str, Tensor] = {}
+    packed_pieces: list[Piece] = []
+    for number, row in enumerate(zip_longest(*by_tensor.values())):
+        for part in filter(None, row):
+            name = f"{part.source} {number}"
+            packed[name] = slice_piece(tensors[part.source], part)
+            packed_pieces.append(Piece(part.name, part.box, name, (0,) * len(part.box.shape)))
+    packed |= {name: tensor for name, tensor in tensors.items() if name not in split}
+    return packed, packed_pieces + [part for part in parts if part.source not in split]
+
+
+def slice_piece(tensor: Tensor, piece: Piece) -> Tensor:
+    """Return a piece of a rank's tensor, in the orientation of the Hugging Face tensor."""
+    part = tensor[Placed(piece.box, piece.at, piece.transposed).destination.slices]
+    part = part.transpose(-1, -2) if piece.transposed else part
+    return part.reshape(piece.box.shape)
+
+
+def _cut(piece: Piece, box: Box) -> Piece:
+    inside = box.relative_to(piece.box.start)
+    if piece.transposed:
+        inside = Box(swap_last(inside.start), swap_last(inside.stop))
+    at = place_at(piece.at, inside).start
+    return Piece(piece.name, box, piece.source, at, piece.transposed)

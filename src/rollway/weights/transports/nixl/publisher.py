@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable, Sequence
 
-import msgspec
 import torch
 from torch import Tensor
 
@@ -16,25 +13,18 @@ from rollway.weights.layout import Box, Piece
 from rollway.weights.offer import Offer
 from rollway.weights.planning.targets import LocalTensor, TensorInfo
 from rollway.weights.transports.base import NamedTensor, Publisher, Source
-from rollway.weights.transports.nixl.agent import (
-    Agent,
-    ErrorHandling,
-    Settings,
-    unique_name,
-)
+from rollway.weights.transports.entries import lay_out, view_entry
+from rollway.weights.transports.nixl.agent import Agent, ErrorHandling, Pool, unique_name
 from rollway.weights.transports.nixl.catalog import Catalog, Listing, wait_for
 from rollway.weights.transports.nixl.catalog_http import LOOPBACK, CatalogServer, HttpCatalog
 from rollway.weights.transports.nixl.listing import (
     FANOUT,
-    SourceMemory,
     read_group,
-    read_receipt,
-    this_node,
-    write_layout,
+    slice_piece,
+    split_for_ranks,
+    write_listing,
 )
-from rollway.weights.transports.nixl.memory import Pool, memory_kind, view_tensor
-from rollway.weights.transports.nixl.split import pack_parts, slice_piece, split_for_ranks
-from rollway.weights.transports.nixl.windows import BufferTensor, align
+from rollway.weights.transports.nixl.windows import ALIGNED
 from rollway.weights.transports.versions import check_next
 
 
@@ -52,7 +42,6 @@ class NixlPublisher(Publisher):
         catalog: Catalog | str | None = None,
         host: str = LOOPBACK,
         port: int = 0,
-        public: str = "",
         secret: str | None = None,
         rank: int = 0,
         world: int = 1,
@@ -83,19 +72,18 @@ class NixlPublisher(Publisher):
         is_local = host == LOOPBACK if catalog is None else _is_local(catalog)
         mode = error_handling or ("none" if is_local else "peer")
         self.name = unique_name(f"trainer{rank}")
-        self._agent = Agent(self.name, Settings(mode, tuple(net_devices), progress))
+        self._agent = Agent(self.name, mode, net_devices, progress)
         self._server: CatalogServer | None = None
         if isinstance(catalog, str):
             catalog = HttpCatalog(catalog, secret=secret)
         elif catalog is None:
-            catalog = self._server = CatalogServer(host, port, secret=secret, public=public)
+            catalog = self._server = CatalogServer(host, port, secret=secret)
         self.catalog: Catalog = catalog
         self._pools = [Pool(self._agent) for _ in range(keep)]
-        self._adopted: _AdoptedTensors | None = None
+        self._adopted: tuple[Pool, dict[str, Tensor]] | None = None
         self._newest: int | None = None
-        self._receipts: dict[int, set[str]] = {}
         self._closed = False
-        self._agent.listen(self._record_receipts)
+        self._agent.listen()  # receivers connect only meanwhile
 
     def publish(
         self, version: int, tensors: Source | None = None, *, timeout: float = 300.0
@@ -109,21 +97,20 @@ class NixlPublisher(Publisher):
     def announce(self, version: int, tensors: Source | None = None) -> None:
         """Store this rank's part where receivers can read it; by default the adopted tensors."""
         check_next(version, self._newest)
-        source = tensors
-        if source is None and self._adopted is not None:
-            source = self._adopted.tensors.items()
-        if source is None:
+        adopted = self._adopted if tensors is None else None
+        source = adopted[1].items() if adopted else tensors
+        named, pieces, headers = _read_source(() if source is None else source)
+        if source is None or (self.world == 1 and not named):
             raise UsageError("There are no tensors to publish.", "Pass them, or `adopt` them.")
-        named, pieces, headers = _read_source(source)
-        parts = split_for_ranks(pieces, headers, self._engine_ranks)
-        if tensors is None:
-            split = [piece for several in parts.values() for piece in several]
-            memory = self._publish_adopted(version, split)
-        else:
-            memory = self._copy_to_pool(version, *pack_parts(named, parts))
-        if self.world == 1 and not memory.addresses:
-            raise UsageError("There are no tensors to publish.")
-        body = msgspec.msgpack.encode(memory)
+        named, pieces = split_for_ranks(
+            named, pieces, headers, self._engine_ranks, pack=not adopted
+        )
+        # Before the bytes are overwritten: no reader may start on the old version any more.
+        pool = adopted[0] if adopted else min(self._pools, key=lambda pool: pool.version)
+        self._withdraw(pool)
+        views = adopted[1] if adopted else _copy_to_pool(pool, named)
+        body = self._describe(views, pieces)
+        pool.version = version
         self.catalog.announce(Listing(version, self.name, self.rank, self.world, "trainer", body))
         self._newest = version
 
@@ -139,16 +126,25 @@ class NixlPublisher(Publisher):
         """Register tensors in place, so that publishing copies nothing.
 
         Only one version can then be read at a time, and none while the tensors change."""
-        adopted = _AdoptedTensors.register(self._agent, dict(tensors))
+        adopted = {name: tensor.detach() for name, tensor in tensors}
+        for name, tensor in adopted.items():
+            if not tensor.is_contiguous():
+                raise UsageError(f"{name} is not contiguous.", "Publish copies instead.")
+        # Tensors may share a storage, and NIXL registers memory once.
+        all_storages = [tensor.untyped_storage() for tensor in adopted.values() if tensor.numel()]
+        storages = {storage.data_ptr(): storage for storage in all_storages}
+        handles = [
+            self._agent.register(address, storage.nbytes(), storage.device)
+            for address, storage in storages.items()
+        ]
         if self._adopted is not None:
-            self._withdraw(self._adopted.version)
-            self._adopted.release(self._agent)
-        self._adopted = adopted
+            self._withdraw(self._adopted[0])
+            self._adopted[0].release()
+        self._adopted = Pool(self._agent, handles=handles), adopted
 
-    def acknowledged(self, version: int) -> set[str]:
-        """Return the receivers that have notified this rank that they have all of the version."""
-        self._record_receipts()
-        return set(self._receipts.get(version, ()))
+    def list_receivers(self, version: int) -> set[str]:
+        """Return the receivers that have all of the version."""
+        return set(self.catalog.list_receivers(version))
 
     def close(self) -> None:
         """Withdraw all versions, also from receivers that are reading them."""
@@ -163,94 +159,35 @@ class NixlPublisher(Publisher):
         for pool in self._pools:
             pool.release()
         if self._adopted is not None:
-            self._adopted.release(self._agent)
+            self._adopted[0].release()
 
-    def _copy_to_pool(
-        self, version: int, tensors: dict[str, Tensor], pieces: list[Piece]
-    ) -> SourceMemory:
-        device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
-        placed, nbytes = _lay_out(tensors)
-        pool = min(self._pools, key=lambda pool: pool.version)
-        # Before the bytes are overwritten: no reader may start on the old version any more.
-        self._withdraw(pool.version)
-        pool.version = -1
-        memory = pool.allocate(nbytes, device)
-        views = {target.name: view_tensor(memory, target) for target in placed}
-        for name, tensor in tensors.items():
-            if tensor.device != device:
-                raise UsageError(f"{name} is on {tensor.device}, other tensors are on {device}.")
-            views[name].copy_(tensor.detach())
-        described = self._describe(views, pieces)
-        pool.version = version
-        return described
-
-    def _publish_adopted(self, version: int, pieces: list[Piece]) -> SourceMemory:
-        assert self._adopted is not None
-        self._withdraw(self._adopted.version)
-        self._adopted.version = version
-        return self._describe(self._adopted.tensors, pieces)
-
-    def _describe(self, views: dict[str, Tensor], pieces: list[Piece]) -> SourceMemory:
+    def _describe(self, views: dict[str, Tensor], pieces: list[Piece]) -> bytes:
         tensors = {name: _describe_tensor(view) for name, view in views.items()}
-        layout = write_layout(tensors, pieces)
-        device = next((view.device for view in views.values()), torch.device("cpu"))
-        kind, index = memory_kind(device)
-        if kind == "VRAM":
+        device = _find_device(views)
+        if device.type == "cuda":
             torch.cuda.synchronize(device)  # readers do not wait for this process's streams
+        addresses = [view.data_ptr() for view in views.values()]
         digests = (digest(slice_piece(views[piece.source], piece)) for piece in pieces)
-        return SourceMemory(
-            agent=self._agent.metadata(),
-            memory=kind,
-            device=index,
-            error_handling=self._agent.settings.error_handling,
-            node=this_node(),
-            layout=layout,
-            addresses=[view.data_ptr() for view in views.values()],
-            digests=b"".join(map(bytes.fromhex, digests)),
+        return write_listing(
+            self._agent, device, tensors, addresses, pieces, map(bytes.fromhex, digests)
         )
 
-    def _withdraw(self, version: int) -> None:
-        if version >= 0:
-            self.catalog.withdraw(version, self.name)
-            self._receipts.pop(version, None)
-
-    def _record_receipts(self) -> None:
-        kept = {item.version for item in (*self._pools, self._adopted) if item is not None}
-        for member, message in self._agent.poll():
-            version = read_receipt(message)
-            if version is not None and version in kept:
-                self._receipts.setdefault(version, set()).add(member)
+    def _withdraw(self, pool: Pool) -> None:
+        if pool.version >= 0:
+            self.catalog.withdraw(pool.version, self.name)
+        pool.version = -1
 
 
-@dataclass(slots=True)
-class _AdoptedTensors:
-    """A trainer's own tensors, whose storages are registered."""
-
-    tensors: dict[str, Tensor]
-    handles: list[Any] = field(default_factory=list)
-    version: int = -1
-
-    @classmethod
-    def register(cls, agent: Agent, tensors: Mapping[str, Tensor]) -> _AdoptedTensors:
-        adopted = cls({name: tensor.detach() for name, tensor in tensors.items()})
-        for name, tensor in adopted.tensors.items():
-            if not tensor.is_contiguous():
-                raise UsageError(f"{name} is not contiguous.", "Publish copies instead.")
-        # Tensors may share a storage, and NIXL registers memory once.
-        storages = {
-            tensor.untyped_storage().data_ptr(): tensor
-            for tensor in adopted.tensors.values()
-            if tensor.numel()
-        }
-        for address, tensor in storages.items():
-            kind, index = memory_kind(tensor.device)
-            size = tensor.untyped_storage().nbytes()
-            adopted.handles.append(agent.register(address, size, kind, index))
-        return adopted
-
-    def release(self, agent: Agent) -> None:
-        for handle in self.handles:
-            agent.deregister(handle)
+def _copy_to_pool(pool: Pool, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    device = _find_device(tensors)
+    entries, nbytes = lay_out(tensors, ALIGNED)
+    memory = pool.allocate(nbytes, device)
+    views = {entry.name: view_entry(memory, entry) for entry in entries}
+    for name, tensor in tensors.items():
+        if tensor.device != device:
+            raise UsageError(f"{name} is on {tensor.device}, other tensors are on {device}.")
+        views[name].copy_(tensor.detach())
+    return views
 
 
 def _read_source(
@@ -282,12 +219,8 @@ def _describe_tensor(tensor: Tensor) -> LocalTensor:
     return LocalTensor(dtype_name(tensor), tuple(tensor.shape))
 
 
-def _lay_out(tensors: dict[str, Tensor]) -> tuple[list[BufferTensor], int]:
-    placed, offset = [], 0
-    for name, tensor in tensors.items():
-        placed.append(BufferTensor(name, dtype_name(tensor), tuple(tensor.shape), offset))
-        offset += align(placed[-1].nbytes)
-    return placed, offset
+def _find_device(tensors: dict[str, Tensor]) -> torch.device:
+    return next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
 
 
 def _is_local(catalog: Catalog | str) -> bool:

@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, Self
 
 import msgspec
+import torch
 from torch import Tensor
 
 from rollway.errors import WeightsError
@@ -36,13 +37,17 @@ from rollway.weights.planning.targets import hf_slices
 from rollway.weights.planning.transfers import Total
 from rollway.weights.slices import Slices
 from rollway.weights.transports.base import Reader, never
-from rollway.weights.transports.nixl.agent import TimedOut, unique_name
+from rollway.weights.transports.nixl.agent import Agent, TimedOut, unique_name
 from rollway.weights.transports.nixl.catalog import Catalog, Listing, wait_for
 from rollway.weights.transports.nixl.catalog_http import open_catalog
-from rollway.weights.transports.nixl.connections import Connections
 from rollway.weights.transports.nixl.listing import FANOUT, SourceGroup, read_group, this_node
-from rollway.weights.transports.nixl.memory import assemble, find_device, verify, wait_for_stream
-from rollway.weights.transports.nixl.windows import Windows, make_windows
+from rollway.weights.transports.nixl.windows import (
+    Connections,
+    Windows,
+    keep_recent,
+    make_windows,
+    verify,
+)
 
 log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows only the loggers below its own name
 
@@ -52,7 +57,9 @@ _COSTS = Costs(wire_gb_per_s=5.0, pack_gb_per_s=0.0)
 _ATTEMPTS = 3
 _ARITY = 2
 """How many peers a receiver serves at the same time."""
-_MAX_PLANS = 4
+_ABANDONED: list[Connections | None] = []
+"""Connections with reads that timed out. They may still write, so the memory must never be freed
+for other use: it stays here as long as the process lives."""
 
 
 class NixlReader(Reader):
@@ -77,7 +84,9 @@ class NixlReader(Reader):
         seconds. A reader that is restricted to parts serves nobody."""
         self._secret, self._window_bytes, self._timeout = secret, window_bytes, timeout
         self._serve, self._patience, self._net_devices = serve, patience, net_devices
-        self._catalogs: dict[str, Catalog] = {}
+        self._catalogs: dict[bytes, Catalog] = {}
+        self._windows: OrderedDict[str, Windows] = OrderedDict()
+        self.connections: Connections | None = None
         self._serving: tuple[Catalog, int] | None = None
         self._slices = Slices()
         self.plans = 0
@@ -112,31 +121,28 @@ class NixlReader(Reader):
                 break
             except WeightsError as error:
                 if isinstance(error, TimedOut):
-                    self.connections.abandon()
-                else:
-                    self.connections.forget(group.names)
+                    self.abandon_connections()
+                elif self.connections is not None:
+                    self.connections.forget(group)
                 failed += group.names
                 if attempt + 1 == _ATTEMPTS or not self._has_source(catalog, offer, failed):
                     raise WeightsError(
                         f"Version {offer.version} could not be pulled: {error.message}",
                         error.hint or "Check that the trainer still runs, and publish it again.",
                     ) from error
+        assert self.connections is not None
         # Announce first: after the acknowledgement alone, the catalog would consider the trainer
         # free and send the next receiver to it.
         if self._serves_peers:
-            body = msgspec.msgpack.encode(self.connections.describe(self.windows(group), group))
+            body = self.connections.describe(self.windows(group), group)
             catalog.announce(Listing(offer.version, self.name, 0, 1, "receiver", body))
             self._serving = catalog, offer.version
-        self.connections.acknowledge(group.names, offer.version)
+        self.connections.acknowledge(group, offer.version)
         catalog.acknowledge(offer.version, self.name)
-        log.info(
-            "version %d over nixl: %d bytes moved, %d needed, %d offered, from %s",
-            offer.version,
-            self.total.moved,
-            self.total.needed,
-            offer.nbytes,
-            ", ".join(self.total.sources),
-        )
+        counts = self.total.moved, self.total.needed, offer.nbytes
+        sources = ", ".join(self.total.sources)
+        message = "version %d over nixl: %d bytes moved, %d needed, %d offered, from %s"
+        log.info(message, offer.version, *counts, sources)
 
     def release(self) -> None:
         """Stop serving peers; those that are reading can finish until the next version arrives."""
@@ -151,7 +157,7 @@ class NixlReader(Reader):
         for catalog in self._catalogs.values():
             with suppress(WeightsError):  # the catalog may have closed before
                 catalog.leave(self.name)
-        self.connections.close()
+        self._close_connections()
 
     def __enter__(self) -> Self:
         return self
@@ -160,26 +166,28 @@ class NixlReader(Reader):
         self.close()
 
     def look_up(
-        self, offer: Offer, without: list[str] | None = None, *, in_turn: bool = False
+        self, offer: Offer, without: Sequence[str] = (), *, in_turn: bool = False
     ) -> tuple[Catalog, SourceGroup]:
         """Return the catalog of an offer and the sources to read from; with fan-out in turn."""
-        is_partial = bool(self._slices.boxes)
         requested = bool(offer.where.get(FANOUT)) if self._serve is None else self._serve
-        mode = requested and not is_partial, self._slices
-        if mode != self._mode:
+        mode = requested and not self._slices.boxes, self._slices
+        if mode != (self._serves_peers, self._mode_slices):
             self.close()
             self._set_mode(*mode)
-        catalog = self._open_catalog(offer)
+        key = msgspec.json.encode(offer.where, order="deterministic")
+        if key not in self._catalogs:
+            self._catalogs[key] = open_catalog(offer.where, secret=self._secret)
+        catalog = self._catalogs[key]
         listings = None
         if in_turn and self._serves_peers:
             # The receiver whose turn it is may be dead: after `patience`, ignore turns.
             with suppress(WeightsError):
                 listings = wait_for(
-                    catalog, offer.version, self.name, self._patience, without or (), fanout=_ARITY
+                    catalog, offer.version, self.name, self._patience, without, fanout=_ARITY
                 )
         if listings is None:
             # No wait: all ranks announce a version before it is offered.
-            listings = catalog.look_up(offer.version, self.name, without or ())
+            listings = catalog.look_up(offer.version, self.name, without)
         group = read_group(listings)
         if group.identity != offer.identity:
             raise WeightsError(
@@ -191,24 +199,24 @@ class NixlReader(Reader):
     def pull(self, group: SourceGroup, done: set[str]) -> Iterator[tuple[str, Tensor]]:
         """Read all windows and yield their targets, verified, without those in `done`."""
         windows = self.windows(group)
-        agent = self.connections.connect(group)
-        buffers = self.connections.allocate(windows, find_device(group))
-        reads = self.connections.prepare(group, windows, buffers)
+        connections = self._connect(group)
+        buffers = connections.allocate(windows, _find_device(group))
+        reads = connections.prepare(group, windows, buffers)
         # After a failure, windows that were yielded are skipped. A receiver that serves peers
         # reads them again, because its buffer must hold the whole version.
         turns = [
-            (window, window_reads, buffers[number % 2])
-            for number, (window, window_reads) in enumerate(
-                zip(windows.windows, reads, strict=True)
-            )
+            (window, reads[number], buffers[number % len(buffers)])
+            for number, window in enumerate(windows.windows)
             if self._serves_peers or any(target.name not in done for target in window.targets)
         ]
         with ThreadPoolExecutor(1, thread_name_prefix="rollway-nixl-read") as thread:
 
             def start(number: int) -> Future[None]:
-                # The caller may still copy, on its CUDA stream, from the buffer of this window.
-                wait_for_stream(buffers[0])
-                return thread.submit(agent.read, turns[number][1], self._timeout)
+                # The caller may still copy, on its CUDA stream, from the buffer of this window:
+                # NIXL knows no streams.
+                if buffers[0].is_cuda:
+                    torch.cuda.current_stream(buffers[0].device).synchronize()
+                return thread.submit(connections.agent.read, turns[number][1], self._timeout)
 
             reading = start(0) if turns else None
             for number, (window, _, buffer) in enumerate(turns):
@@ -217,14 +225,15 @@ class NixlReader(Reader):
                 reading = None
                 # Before the next read: windows that are kept side by side share the space of the
                 # tensors that are read whole and cut here.
-                views = assemble(window, buffer)
+                views = window.assemble(buffer)
                 has_next = number + 1 < len(turns)
                 # Windows were left out if two turns in a row have the same buffer. The next read
                 # must then wait until the caller has used all targets of this window.
                 if has_next and (self._serves_peers or turns[number + 1][2] is not buffer):
                     reading = start(number + 1)
                 for target in window.targets:
-                    verify(views[target.name], windows.checks.get(target.name, ()), group)
+                    checks = windows.checks.get(target.name, ())
+                    verify(views[target.name], checks, group.digests)
                     if target.name not in done:
                         done.add(target.name)
                         yield target.name, views[target.name]
@@ -237,48 +246,67 @@ class NixlReader(Reader):
         windows = self._windows.get(group.key)
         if windows is None:
             wants = hf_slices(group.headers, self._slices.boxes)
-            sources = [
-                layout.as_source(name, memory.node)
-                for name, memory, layout in zip(
-                    group.names, group.memories, group.layouts, strict=True
-                )
-            ]
-            receiver = Receiver(self.name, Place(this_node()))
             # The planner does not know tensors without elements; windows have them as targets.
             to_plan = {n: want for n, want in wants.items() if 0 not in group.headers[n].shape}
+            sources = [source.for_planner() for source in group.sources]
+            receiver = Receiver(self.name, Place(this_node()))
             windows = make_windows(
                 plan(sources, [receiver], to_plan, _COSTS),
                 self.name,
                 wants,
-                {n: layout.tensors for n, layout in zip(group.names, group.layouts, strict=True)},
+                {source.name: source.layout.tensors for source in group.sources},
                 group.digests,
                 window_bytes=self._window_bytes,
                 keep=self._serves_peers,
             )
             self.plans += 1
-        self._windows[group.key] = windows
-        self._windows.move_to_end(group.key)
-        while len(self._windows) > _MAX_PLANS:
-            self._windows.popitem(last=False)
+        keep_recent(self._windows, group.key, windows)
         return windows
+
+    def abandon_connections(self) -> None:
+        """Start with a new agent and new buffers, because a read that timed out may still write."""
+        _ABANDONED.append(self.connections)
+        self.connections = None
 
     def _set_mode(self, serves_peers: bool, slices: Slices) -> None:
         """Start with new buffers and plans, under a new name: both depend on the mode."""
-        self._mode = serves_peers, slices
-        self._serves_peers = serves_peers
+        self._serves_peers, self._mode_slices = serves_peers, slices
         self.name = unique_name("receiver")
-        self.connections = Connections(self.name, self._net_devices, serves_peers)
-        self._windows: OrderedDict[str, Windows] = OrderedDict()
-
-    def _open_catalog(self, offer: Offer) -> Catalog:
-        key = msgspec.json.encode(offer.where, order="deterministic").decode()
-        if key not in self._catalogs:
-            self._catalogs[key] = open_catalog(offer.where, secret=self._secret)
-        return self._catalogs[key]
+        self._windows.clear()
 
     def _has_source(self, catalog: Catalog, offer: Offer, failed: list[str]) -> bool:
         try:
-            wait_for(catalog, offer.version, self.name, 0.0, failed)
+            catalog.look_up(offer.version, self.name, failed)
         except WeightsError:
             return False
         return True
+
+    def _connect(self, group: SourceGroup) -> Connections:
+        """Return connections to these sources as they are now."""
+        modes = {source.memory.error_handling for source in group.sources}
+        if len(modes) != 1:
+            raise WeightsError("The ranks of the trainer have different settings of NIXL.")
+        mode = modes.pop()
+        if self.connections is not None and self.connections.agent.error_handling != mode:
+            self._close_connections()
+        if self.connections is None:
+            agent = Agent(self.name, mode, self._net_devices)
+            if self._serves_peers:
+                agent.listen()  # a peer that reads from here connects first
+            # A receiver that serves peers needs one buffer that holds a whole version.
+            self.connections = Connections(agent, 1 if self._serves_peers else 2)
+        self.connections.connect(group)
+        return self.connections
+
+    def _close_connections(self) -> None:
+        if self.connections is not None:
+            self.connections.close()
+            self.connections = None
+
+
+def _find_device(group: SourceGroup) -> torch.device:
+    """Return the kind of device that holds the sources' tensors, as this process numbers it."""
+    kinds = {source.memory.memory for source in group.sources if source.memory.addresses}
+    if kinds == {"VRAM"} and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

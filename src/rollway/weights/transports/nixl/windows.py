@@ -13,60 +13,75 @@ made once per plan and used for all versions.
 
 from __future__ import annotations
 
+import hashlib
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import TypeVar
 
+import msgspec
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from rollway.errors import UsageError
-from rollway.weights.layout import ELEMENT_BYTES, Box, Shape, place_at
+from rollway.errors import UsageError, WeightsError
+from rollway.weights.digest.checksums import digest
+from rollway.weights.layout import ELEMENT_BYTES, Box, Piece, Shape, place_at
+from rollway.weights.offer import Entry
 from rollway.weights.planning.recipe import run
 from rollway.weights.planning.targets import LocalTensor, Targets
 from rollway.weights.planning.transfers import Copy, Plan, Total, Transfer
+from rollway.weights.transports.entries import align, view_entry
+from rollway.weights.transports.nixl.agent import Agent, Pool, Prepared, memory_kind
+from rollway.weights.transports.nixl.listing import (
+    ListedSource,
+    SourceGroup,
+    count_bytes,
+    write_listing,
+)
 
 ALIGNED = 256
+_MAX_KEPT = 4
+"""How many plans are kept, and how many sets of prepared reads."""
+T = TypeVar("T")
 Offsets = NDArray[np.int64]
 PieceCheck = tuple[Box, tuple[str, Box]]
 """The box of a target that contains a whole piece, and the piece whose digest it must have."""
 
 
-@dataclass(frozen=True, slots=True)
-class BufferTensor:
-    """A tensor at an offset of a buffer."""
-
-    name: str
-    dtype: str
-    shape: Shape
-    offset: int
-
-    @property
-    def nbytes(self) -> int:
-        return Box.whole(self.shape).elements * ELEMENT_BYTES[self.dtype]
-
-
 @dataclass(slots=True)
 class Window:
-    """Targets that are read and yielded together."""
+    """Targets that are read and yielded together. Entries say where they are in the buffer."""
 
     offset: int
     """Where the window starts in the buffer; all offsets in it count from the buffer's start."""
     nbytes: int = 0
-    targets: list[BufferTensor] = field(default_factory=list)
-    reads: dict[str, list[Offsets]] = field(default_factory=dict)
+    targets: list[Entry] = field(default_factory=list)
+    reads: dict[str, list[Offsets]] = field(default_factory=lambda: defaultdict(list))
     """By source: rows of (number of the tensor, offset in it, offset in the buffer, bytes)."""
-    cuts: list[tuple[BufferTensor, tuple[Copy, ...]]] = field(default_factory=list)
+    cuts: list[tuple[Entry, tuple[Copy, ...]]] = field(default_factory=list)
     """Source tensors that are read whole, and the copies from them into targets."""
 
-    def add_target(self, name: str, tensor: LocalTensor) -> BufferTensor:
-        target = BufferTensor(name, tensor.dtype, tensor.shape, self.offset + self.nbytes)
-        self.nbytes += align(target.nbytes)
-        self.targets.append(target)
-        return target
+    def place(self, name: str, tensor: LocalTensor) -> Entry:
+        nbytes = count_bytes(tensor)
+        entry = Entry(name, tensor.dtype, tensor.shape, self.offset + self.nbytes, nbytes)
+        self.nbytes += align(nbytes, ALIGNED)
+        return entry
 
-    def add_reads(self, source: str, rows: Offsets) -> None:
-        self.reads.setdefault(source, []).append(rows)
+    def assemble(self, memory: Tensor) -> dict[str, Tensor]:
+        """Return the targets; cut tensors that were read whole into them first."""
+        views = {target.name: view_entry(memory, target) for target in self.targets}
+        for whole, copies in self.cuts:
+            source = view_entry(memory, whole)
+            for copy in copies:
+                part = source[copy.box.slices]
+                part = part.transpose(-1, -2) if copy.transposed else part
+                place = place_at(copy.at, Box.whole(copy.shape))
+                views[copy.target][place.slices] = part.reshape(copy.shape)
+        return views
 
 
 @dataclass(frozen=True)
@@ -94,36 +109,60 @@ def make_windows(
 
     `keep` places the windows side by side, so that in the end the buffer holds all targets and can
     be served to others. Otherwise every window starts at 0, and the caller alternates buffers."""
-    targets = _list_targets(wants)
-    transfers = list(plan.transfers(receiver))
-    numbers = {
-        source: {name: number for number, name in enumerate(tensors)}
-        for source, tensors in sources.items()
+    targets = {
+        want.target: LocalTensor(want.dtype, part.shape)
+        for several in wants.values()
+        for want in several
+        if (part := want.parts[0]) is not None
     }
+    transfers = list(plan.transfers(receiver))
     windows: list[Window] = []
-    where: dict[str, tuple[Window, BufferTensor]] = {}
+    where: dict[str, tuple[Window, Entry]] = {}
     for group in _group_targets(targets, transfers):
-        size = sum(align(_nbytes(targets[name])) for name in group)
+        size = sum(align(count_bytes(targets[name]), ALIGNED) for name in group)
         # A group that exceeds the limit by itself gets a window of its own size.
         if not windows or windows[-1].nbytes + size > window_bytes:
             before = windows[-1] if windows else None
             windows.append(Window(before.offset + before.nbytes if before and keep else 0))
+        window = windows[-1]
         for name in group:
-            where[name] = windows[-1], windows[-1].add_target(name, targets[name])
-    _place_whole_tensors(windows, transfers, where, sources, keep)
+            window.targets.append(window.place(name, targets[name]))
+            where[name] = window, window.targets[-1]
+    end = max((window.offset + window.nbytes for window in windows), default=0)
+    numbers = {
+        source: {name: number for number, name in enumerate(tensors)}
+        for source, tensors in sources.items()
+    }
     for transfer in transfers:
-        if not transfer.staged:
-            tensor = sources[transfer.source][transfer.tensor]
-            number = numbers[transfer.source][transfer.tensor]
-            for copy in transfer.copies:
-                window, target = where[copy.target]
-                window.add_reads(transfer.source, _make_rows(copy, number, tensor, target))
-    for window in windows:
-        for whole, copies in window.cuts:
-            number = numbers[copies[0].source][whole.name]
+        source, tensor = transfer.source, sources[transfer.source][transfer.tensor]
+        number = numbers[source][transfer.tensor]
+        if transfer.staged:
+            window = where[transfer.copies[0].target][0]
+            # Behind kept windows, all windows share the space of tensors that are read whole: it
+            # is scratch, and only the targets stay.
+            if keep and not window.cuts:
+                window.nbytes = end - window.offset
+            whole = window.place(transfer.tensor, tensor)
+            window.cuts.append((whole, transfer.copies))
             row = np.array([[number, 0, whole.offset, whole.nbytes]], dtype=np.int64)
-            window.add_reads(copies[0].source, row)
+            window.reads[source].append(row)
+            continue
+        for copy in transfer.copies:
+            window, target = where[copy.target]
+            window.reads[source].append(_make_rows(copy, number, tensor, target))
     return Windows(windows, _find_checks(wants, pieces), plan.totals[receiver])
+
+
+def verify(
+    tensor: Tensor, checks: Iterable[PieceCheck], digests: Mapping[tuple[str, Box], bytes]
+) -> None:
+    """Raise unless all pieces of a tensor have the digests that were published."""
+    for place, piece in checks:
+        part = tensor[place.slices].reshape(piece[1].shape)
+        if bytes.fromhex(digest(part)) != digests[piece]:
+            raise WeightsError(
+                f"{piece[0]} is not what was published: it changed during the read, or in transit."
+            )
 
 
 def resolve_reads(
@@ -140,43 +179,6 @@ def resolve_reads(
     ends = (remote[1:] != remote[:-1] + size[:-1]) | (local[1:] != local[:-1] + size[:-1])
     first = np.concatenate([[0], np.flatnonzero(ends) + 1])
     return remote[first], local[first], np.add.reduceat(size, first)
-
-
-def _place_whole_tensors(
-    windows: list[Window],
-    transfers: list[Transfer],
-    where: dict[str, tuple[Window, BufferTensor]],
-    sources: Mapping[str, Mapping[str, LocalTensor]],
-    keep: bool,
-) -> None:
-    """Place source tensors that are read whole: behind their window, or behind all kept ones.
-
-    Behind kept windows, all windows share that space: it is scratch, and only the targets stay."""
-    end = max((window.offset + window.nbytes for window in windows), default=0)
-    used: dict[int, int] = {}
-    for transfer in transfers:
-        if not transfer.staged:
-            continue
-        window = where[transfer.copies[0].target][0]
-        tensor = sources[transfer.source][transfer.tensor]
-        start = end if keep else window.offset + window.nbytes
-        start += used.get(id(window), 0)
-        whole = BufferTensor(transfer.tensor, tensor.dtype, tensor.shape, start)
-        used[id(window)] = used.get(id(window), 0) + align(whole.nbytes)
-        window.cuts.append((whole, transfer.copies))
-    for window in windows:  # only now: `nbytes` was the end of the targets until here
-        if window.cuts:
-            last = window.cuts[-1][0]
-            window.nbytes = last.offset + align(last.nbytes) - window.offset
-
-
-def _list_targets(wants: Targets) -> dict[str, LocalTensor]:
-    return {
-        want.target: LocalTensor(want.dtype, part.shape)
-        for several in wants.values()
-        for want in several
-        if (part := want.parts[0]) is not None
-    }
 
 
 def _group_targets(
@@ -203,7 +205,7 @@ def _group_targets(
     yield from groups.values()
 
 
-def _make_rows(copy: Copy, number: int, tensor: LocalTensor, target: BufferTensor) -> Offsets:
+def _make_rows(copy: Copy, number: int, tensor: LocalTensor, target: Entry) -> Offsets:
     """Return one row for each run of elements that is contiguous at both ends."""
     size = ELEMENT_BYTES[tensor.dtype]
     length = min(run(copy.box.shape, tensor.shape), run(copy.shape, target.shape))
@@ -244,9 +246,125 @@ def _find_checks(wants: Targets, pieces: Iterable[tuple[str, Box]]) -> dict[str,
     return checks
 
 
-def _nbytes(tensor: LocalTensor) -> int:
-    return Box.whole(tensor.shape).elements * ELEMENT_BYTES[tensor.dtype]
+class Connections:
+    """A receiver's agent, staging buffers, peers and prepared reads.
+
+    All of it is kept between versions. A version whose sources, layouts and addresses are known
+    again needs no planning and no registration: its reads only have to be started."""
+
+    def __init__(self, agent: Agent, buffers: int) -> None:
+        """With two buffers, even and odd windows alternate."""
+        self.agent = agent
+        self._pools = [Pool(agent) for _ in range(buffers)]
+        self._peers: dict[str, tuple[bytes, str]] = {}
+        """By source: NIXL's description of it, and the name by which the agent knows it."""
+        self.prepared: OrderedDict[str, list[list[Prepared]]] = OrderedDict()
+        """Reads by window, for each set of sources and addresses: pools of sources alternate."""
+
+    def connect(self, group: SourceGroup) -> None:
+        for source in group.sources:
+            entry = self._peers.get(source.name)
+            if entry is not None and entry[0] == source.memory.agent:
+                continue
+            if entry is not None:  # the source registered other memory: its reads are invalid
+                self._drop_prepared()
+                self.agent.remove_peer(entry[1])
+            peer = self.agent.add_peer(source.memory.agent)
+            self._peers[source.name] = source.memory.agent, peer
+
+    def allocate(self, windows: Windows, device: torch.device) -> list[Tensor]:
+        before = [pool.memory for pool in self._pools]
+        buffers = []
+        for number, pool in enumerate(self._pools):
+            ends = [w.offset + w.nbytes for w in windows.windows[number :: len(self._pools)]]
+            buffers.append(pool.allocate(max(ends, default=0), device))
+        if any(old is not new for old, new in zip(before, buffers, strict=True)):
+            self._drop_prepared()  # they point into the old buffers
+        return buffers
+
+    def prepare(
+        self, group: SourceGroup, windows: Windows, buffers: list[Tensor]
+    ) -> list[list[Prepared]]:
+        """Return the reads of each window, prepared now or for an earlier version."""
+        hasher = hashlib.sha256(group.key.encode())
+        for source in group.sources:
+            hasher.update(msgspec.msgpack.encode(source.memory.addresses))
+        key = hasher.hexdigest()
+        reads = self.prepared.get(key)
+        if reads is None:
+            reads = [
+                [
+                    self._prepare_read(source, window, buffers[number % len(buffers)])
+                    for source in group.sources
+                    if source.name in window.reads
+                ]
+                for number, window in enumerate(windows.windows)
+            ]
+        for dropped in keep_recent(self.prepared, key, reads):
+            _release_all(dropped)
+        return reads
+
+    def _prepare_read(self, source: ListedSource, window: Window, buffer: Tensor) -> Prepared:
+        memory = source.memory
+        reads = window.reads[source.name]
+        remote, local, sizes = resolve_reads(reads, memory.addresses, buffer.data_ptr())
+        return self.agent.prepare(
+            self._peers[source.name][1],
+            (*memory_kind(buffer.device), local),
+            (memory.memory, memory.device, remote),
+            sizes,
+        )
+
+    def acknowledge(self, group: SourceGroup, version: int) -> None:
+        """Notify sources that this receiver has a version, as far as they still listen."""
+        for name in group.names:
+            with suppress(WeightsError):
+                self.agent.notify(self._peers[name][1], f"rollway has {version}".encode())
+        # Notifications leave this process only while it polls. The catalog has the receipt; they
+        # matter because without one, reads from a stopped trainer (`peer`, one machine) still
+        # succeeded for a while, so a trainer that hangs was noticed later.
+        with suppress(WeightsError):
+            self.agent.poll()
+
+    def describe(self, windows: Windows, group: SourceGroup) -> bytes:
+        """Return the body of a listing of the received version, for peers to read."""
+        buffer = self._pools[0].memory
+        assert buffer is not None
+        targets = [target for window in windows.windows for target in window.targets]
+        tensors = {target.name: LocalTensor(target.dtype, target.shape) for target in targets}
+        addresses = [buffer.data_ptr() + target.offset for target in targets]
+        pieces = [Piece(name, box, name, box.start) for name, box in group.digests]
+        digests = group.digests.values()
+        return write_listing(self.agent, buffer.device, tensors, addresses, pieces, digests)
+
+    def forget(self, group: SourceGroup) -> None:
+        """Disconnect sources after a failure, so that the next attempt connects again."""
+        self._drop_prepared()
+        for name in group.names:
+            entry = self._peers.pop(name, None)
+            if entry is not None:
+                self.agent.remove_peer(entry[1])
+
+    def close(self) -> None:
+        self._drop_prepared()
+        for pool in self._pools:
+            pool.release()
+        self.agent.stop_listening()
+
+    def _drop_prepared(self) -> None:
+        for reads in self.prepared.values():
+            _release_all(reads)
+        self.prepared.clear()
 
 
-def align(nbytes: int) -> int:
-    return -(-nbytes // ALIGNED) * ALIGNED
+def _release_all(windows: list[list[Prepared]]) -> None:
+    for reads in windows:
+        for read in reads:
+            read.release()
+
+
+def keep_recent(cache: OrderedDict[str, T], key: str, value: T) -> list[T]:
+    """Make an entry the newest; return the oldest ones, which are dropped for it."""
+    cache[key] = value
+    cache.move_to_end(key)
+    return [cache.popitem(last=False)[1] for _ in range(len(cache) - _MAX_KEPT)]
