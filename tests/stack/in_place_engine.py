@@ -4,7 +4,10 @@ vLLM packs linear layers for CPU, so that their parameters are empty. Here it us
 torch's linear, as it does on CPUs without oneDNN: the parameters are then those of the checkpoint,
 as on a GPU. The exchange of parameters is switched off, as on a GPU.
 
-    python -m tests.stack.in_place_engine DIRECTORY
+    python -m tests.stack.in_place_engine DIRECTORY [graphs]
+
+It also runs on a GPU, there with CUDA graphs if `graphs` is given, and prints the memory that torch
+holds after each refit.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ os.environ |= {
     "ROLLWAY_WEIGHTS_SECRET": "a secret of this test",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }
 SECRET = os.environ["ROLLWAY_WEIGHTS_SECRET"]
 PROMPT = [3, 14, 15, 92, 65, 35, 89, 79]
@@ -61,6 +65,7 @@ def deviate(llm: Any, policy: Any) -> float:
     (output,) = llm.generate([{"prompt_token_ids": PROMPT}], sampling, use_tqdm=False)
     tokens = list(output.outputs[0].token_ids)
     with torch.no_grad():
+        # On the CPU: transformers is the reference.
         logits = policy(torch.tensor([PROMPT + tokens])).logits[0].float()
     expected = logits.log_softmax(-1)[len(PROMPT) - 1 : -1]
     return max(
@@ -72,12 +77,12 @@ def deviate(llm: Any, policy: Any) -> float:
 def refit(llm: Any, publisher: Any, version: int, policy: Any) -> dict[str, Any]:
     import time
 
+    import torch
+
     offer = publisher.publish(version, policy.named_parameters())
     llm.collective_rpc("rollway_stage", args=(offer.sign(SECRET).as_json(),))
-    states = []
     while True:
         (staging,) = llm.collective_rpc("rollway_staging", args=(offer.identity,))
-        states.append(staging["state"])
         if staging["state"] != "running":
             break
         time.sleep(0.01)
@@ -85,10 +90,14 @@ def refit(llm: Any, publisher: Any, version: int, policy: Any) -> dict[str, Any]
         return {"staging": staging}
     (swap,) = llm.collective_rpc("rollway_swap", args=(offer.identity,))
     llm.reset_prefix_cache()
-    return {"staging": staging, "swap": swap, "deviation": deviate(llm, policy)}
+    result = {"staging": staging, "swap": swap, "deviation": deviate(llm, policy)}
+    if torch.cuda.is_available():
+        time.sleep(0.5)  # a thread returns memory to the device
+        result["torch_holds"] = torch.cuda.memory_reserved()
+    return result
 
 
-def main(directory: Path) -> None:
+def main(directory: Path, *, graphs: bool) -> None:
     policies = write_policies(directory)
     from vllm import LLM, _custom_ops
 
@@ -102,22 +111,23 @@ def main(directory: Path) -> None:
         str(directory),
         skip_tokenizer_init=True,
         dtype="float32",
-        enforce_eager=True,
+        enforce_eager=not graphs,
         max_model_len=64,
+        gpu_memory_utilization=0.3,
         worker_extension_cls="rollway.engine.worker.WorkerExtension",
     )
     results: dict[str, Any] = {"start": deviate(llm, policies[0])}
-    plenty, nothing = FreeMemory("a device", 1 << 50, 0), FreeMemory("a device", 0, 0)
+    nothing = FreeMemory("a full device", 0, 0)
+    read_device, read_host = memory.read_device_memory, memory.read_host_memory
     with ShmPublisher() as publisher:
         for version, strategy in enumerate(STRATEGIES, 1):
-            device = plenty if strategy in ("device", "direct") else nothing
-            host = nothing if strategy == "reload" else plenty
-            memory.read_device_memory = lambda *_, device=device: device
-            memory.read_host_memory = lambda *_, host=host: host
+            is_full = strategy in ("host", "reload")
+            memory.read_device_memory = (lambda *_: nothing) if is_full else read_device
+            memory.read_host_memory = (lambda *_: nothing) if strategy == "reload" else read_host
             ShmReader.shares_device = lambda *_, share=strategy == "direct": share
             results[strategy] = refit(llm, publisher, version, policies[version])
     print(f"RESULTS {json.dumps(results)}", flush=True)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), graphs="graphs" in sys.argv[2:])

@@ -87,6 +87,7 @@ class InPlace:
             if not self._plan.refusal:
                 with incoming.measure("prepare"):
                     self._copies = BatchedCopy(self._plan, model, self._tensors, incoming.slices)
+                    self._copies.warm_up()
         except Exception as error:
             if not memory.is_out_of_memory(error):
                 raise
@@ -238,6 +239,15 @@ class BatchedCopy:
             sources.append(source)
         else:
             self._single.append((target, source))
+
+    def warm_up(self) -> None:
+        """Run the copy's kernels once on other memory: CUDA loads a kernel when it is first used,
+        which must not happen during the pause."""
+        for targets, sources in self._batches.values():
+            scratch = torch.empty(8, dtype=targets[0].dtype, device=targets[0].device)
+            source = torch.zeros(8, dtype=sources[0].dtype, device=sources[0].device)
+            torch._foreach_copy_([scratch], [source], non_blocking=True)
+            torch._foreach_zero_([scratch])
 
     def run(self) -> None:
         """Copy; on a GPU this only starts the copies."""
