@@ -140,6 +140,7 @@ class Proof:
         """Tensors that this proof did not read: the model must have their published sums."""
         self._started: dict[str, Started] = {}
         """The fingerprints of tensors that are parts of readable parameters."""
+        self._is_complete = False
         self._wrong: list[str] = []
         self._device = torch.device("cpu")
 
@@ -197,7 +198,7 @@ class Proof:
     def measure(self, model: torch.nn.Module) -> None:
         """Compute the fingerprints of this rank's parameters, for `compare`."""
         self.refuse_missing()
-        self._finish_groups()
+        self.finish_collecting()
         parameters = _parameters(model)
         readable = {n: group for n, group in self._groups.items() if parameters[n].numel()}
         started = [start_fingerprint(parameters[n], words=g.words) for n, g in readable.items()]
@@ -210,11 +211,16 @@ class Proof:
         self._wrong += [name for name in packed if not self._product_agrees(model, name)]
         self._device = next(iter(parameters.values())).device
 
-    def _finish_groups(self) -> None:
+    def finish_collecting(self) -> None:
+        """Wait for the tensors' fingerprints, and add them up. `measure` does it too; done before,
+        it is no part of the pause."""
+        if self._is_complete:
+            return
         values = finish_fingerprints(list(self._started.values()))
         self._started = dict(zip(self._started, values, strict=True))
         for group in self._groups.values():
-            group.fingerprint = sum(values_of * times for values_of, times in self._parts(group))
+            group.fingerprint = sum(value * times for value, times in self._parts(group))
+        self._is_complete = True
 
     def _parts(self, group: _Group) -> Iterator[tuple[int, int]]:
         for name, times in group.parts:
@@ -255,6 +261,7 @@ class Proof:
         target = self._target(name)
         if target is None:
             return
+        self._is_complete = False
         parameter = self._parameters[target]
         values = tensor.to(parameter.dtype)
         words = _fits_words(values) and _fits_words(parameter)

@@ -184,6 +184,7 @@ class InPlace:
                 for _ in self._incoming.reader.tensors(self._incoming.offer):
                     pass
             raise
+        self._proof.finish_collecting()
 
     def _reload(self, model: torch.nn.Module) -> None:
         """Let vLLM load the whole model, or the layers that have no plan."""
