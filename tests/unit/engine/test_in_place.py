@@ -394,3 +394,22 @@ def test_the_workers_methods_report_instead_of_raising(worker: Any, tensors: Ten
     result = vllm_worker.rollway_swap("identity-of-3")
     assert result["strategy"] == "device"
     assert vllm_worker.rollway_staging("identity-of-3")["state"] == "failed"
+
+
+def test_experts_are_copied_where_the_backend_uses_them_as_loaded(tmp_path: Path) -> None:
+    """With the Triton kernels of a GPU; vLLM itself cannot reload experts on CPU."""
+    from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+
+    tensors = write_model("qwen3-moe", tmp_path)
+    with use_ranks():
+        loaded, _ = create_model(tmp_path)
+        loaded.load_weights(iter(tensors.items()))
+        worker = create_worker(tmp_path)
+    for module in worker.model_runner.get_model().modules():
+        if hasattr(module, "unquantized_backend"):
+            module.unquantized_backend = UnquantizedMoeBackend.TRITON
+    staging = make_staging(worker, FakeReader(tensors, has_sums=True))
+    report = stage(staging)
+    assert (report["state"], report["strategy"]) == ("ready", "device"), report["error"]
+    assert staging.swap()["reloaded"] == []
+    assert is_serving(worker, parameters_of(loaded))
