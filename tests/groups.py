@@ -11,8 +11,8 @@ from pathlib import PurePath
 from xdist.scheduler import LoadFileScheduling
 
 PROCESSES = {
-    "bad_input", "bench_router", "chaos", "chaos_gateway", "demo", "join", "lifecycle",
-    "light_stack",
+    "bad_input", "bench_gpu_engine", "bench_router", "chaos", "chaos_gateway", "demo", "join",
+    "lifecycle", "light_stack",
 }  # fmt: skip
 """Of tests/stack: those that start and kill stacks of their own. The others use real engines."""
 ELSEWHERE = {

@@ -38,7 +38,7 @@ if TYPE_CHECKING:  # for type checkers and editors; a test compares these with t
     from rollway.sync import Rollouts as Rollouts
     from rollway.sync import Stack as Stack
     from rollway.sync import Teacher as Teacher
-    from rollway.weights.megatron.live import from_megatron as from_megatron
+    from rollway.weights.megatron.tensors import from_megatron as from_megatron
     from rollway.weights.offer import Offer as Offer
     from rollway.weights.sources import from_module as from_module
     from rollway.weights.transports.base import Publisher as Publisher
@@ -60,7 +60,7 @@ _HOMES = {
     "rollway.weights.transports.base": ("Publisher",),
     "rollway.weights.offer": ("Offer",),
     "rollway.weights.sources": ("from_module",),
-    "rollway.weights.megatron.live": ("from_megatron",),
+    "rollway.weights.megatron.tensors": ("from_megatron",),
     "rollway.weights.transports.shm": ("join_offers",),
     "rollway.errors": (
         "RollwayError",

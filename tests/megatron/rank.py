@@ -21,10 +21,9 @@ from torch import nn
 
 from rollway.weights import sidecar
 from rollway.weights.megatron.geometry import ModelGeometry
-from rollway.weights.megatron.live import read_rank
 from rollway.weights.megatron.model import MegatronModel
 from rollway.weights.megatron.names import NameMap
-from rollway.weights.translate import rank_from_hf
+from rollway.weights.megatron.tensors import rank_from_hf, read_rank
 
 TOKENS = 16
 

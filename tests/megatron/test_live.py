@@ -31,7 +31,7 @@ from transformers import (
 from rollway.stack.preset import cache_dir
 from rollway.weights import sidecar
 from rollway.weights.layout import Role
-from rollway.weights.translate import to_hf
+from rollway.weights.megatron.tensors import to_hf
 from tests.megatron import rank as rank_script
 
 MEGATRON = "0.16.1"

@@ -23,7 +23,7 @@ from rollway.weights.checkpoint import (
 )
 from rollway.weights.inspect import list_inventories
 from rollway.weights.planning.scenario import read_model
-from rollway.weights.weight_file import read_weight_file
+from rollway.weights.untrusted import read_weight_file
 from tests.checkpoints import write_checkpoint
 
 INDEX = "model.safetensors.index.json"

@@ -28,12 +28,12 @@ from hypothesis import strategies as st
 from safetensors.numpy import save
 
 from rollway.errors import RollwayError
-from rollway.weights import sidecar, weight_file
+from rollway.weights import sidecar, untrusted
 from rollway.weights.adapter import Adapter, attach_adapter, check_config, detach_adapter
 from rollway.weights.checkpoint import STABLE, check_checkpoint, publish_checkpoint
 from rollway.weights.inspect import list_inventories
-from rollway.weights.megatron.describe import describe
 from rollway.weights.megatron.geometry import ModelGeometry, Topology
+from rollway.weights.megatron.model import describe
 from rollway.weights.megatron.names import NameMap
 from rollway.weights.offer import Entry, Manifest, Offer, PlacedBox, read_manifest, read_offer
 from rollway.weights.planning.scenario import read_model
@@ -98,7 +98,7 @@ def read_weight_file(raw: bytes) -> None:
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "model.safetensors"
         file.write_bytes(raw)
-        tensors = weight_file.read_weight_file(file)
+        tensors = untrusted.read_weight_file(file)
     names = {name for name, _ in safetensors.deserialize(raw)}
     assert names == tensors.keys()
 

@@ -12,10 +12,9 @@ import pytest
 
 from rollway.errors import UsageError
 from rollway.weights import sidecar
-from rollway.weights.coverage import check_covered
-from rollway.weights.layout import Box
-from rollway.weights.megatron.describe import describe
+from rollway.weights.layout import Box, check_covered
 from rollway.weights.megatron.geometry import ModelGeometry, Topology
+from rollway.weights.megatron.model import describe
 from rollway.weights.megatron.names import NameMap
 from tests.unit.weights.megatron_models import headers, hf_shapes
 

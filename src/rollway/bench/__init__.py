@@ -11,11 +11,13 @@ Say = Callable[[str], None]
 
 
 def round_floats(figures: dict[str, Any], spec: str) -> dict[str, Any]:
-    """Round the floats of nested dicts as a format spec (`.4f`, `.4g`) does."""
-    rounded = dict(figures)
-    for key, value in figures.items():
-        if isinstance(value, dict):
-            rounded[key] = round_floats(value, spec)
-        elif isinstance(value, float):
-            rounded[key] = float(format(value, spec))
-    return rounded
+    """Round the floats of nested dicts and lists as a format spec (`.4f`, `.4g`) does."""
+    return {key: _round_value(value, spec) for key, value in figures.items()}
+
+
+def _round_value(value: Any, spec: str) -> Any:
+    if isinstance(value, dict):
+        return round_floats(value, spec)
+    if isinstance(value, list):
+        return [_round_value(entry, spec) for entry in value]
+    return float(format(value, spec)) if isinstance(value, float) else value

@@ -33,11 +33,11 @@ from rollway.weights.digest.changes import (
     zigzag,
 )
 from rollway.weights.digest.checksums import digest, digests, integers
-from rollway.weights.megatron.describe import describe
 from rollway.weights.megatron.geometry import ModelGeometry, Topology
+from rollway.weights.megatron.model import describe
 from rollway.weights.megatron.names import NameMap
+from rollway.weights.megatron.tensors import Translation, from_hf, to_hf
 from rollway.weights.planning.scenario import hf_headers
-from rollway.weights.translate import Translation, from_hf, to_hf
 
 _REPEATS = 5
 _SHARE = 0.01  # of the elements, changed by a step

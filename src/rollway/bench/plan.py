@@ -15,14 +15,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rollway.bench import round_floats
-from rollway.weights.megatron.describe import describe
 from rollway.weights.megatron.geometry import ModelGeometry, Topology
-from rollway.weights.megatron.model import MegatronModel
+from rollway.weights.megatron.model import MegatronModel, describe
 from rollway.weights.megatron.names import NameMap
 from rollway.weights.planning.plan import Receiver, plan
 from rollway.weights.planning.scenario import hf_headers
 from rollway.weights.planning.sources import megatron_sources
-from rollway.weights.planning.vllm_layout import engine_ranks, engine_targets
+from rollway.weights.planning.targets import engine_ranks, engine_targets
 
 QWEN3_30B_A3B = {
     "model_type": "qwen3_moe",

@@ -83,6 +83,8 @@ class Report:
     tokens_checked: int = 0
     stale_tokens: int = 0
     wrong_logprobs: int = 0
+    largest_difference: float = 0.0
+    """Of a right log-prob from torch's; the tolerance is 1e-3."""
     lost_rollouts: int = 0
     hangs: int = 0
     orphans: int = 0
@@ -332,6 +334,7 @@ class Chaos:
         report.tokens_checked = ledger.tokens_checked
         report.stale_tokens = ledger.stale_tokens
         report.wrong_logprobs = ledger.wrong_logprobs
+        report.largest_difference = ledger.largest_difference
         # Lost: calls without a result or an error, cut answers, and calls that never ended.
         report.lost_rollouts = ledger.lost_calls + ledger.cut + ledger.issued - ledger.outcomes
         report.hangs += ledger.hangs

@@ -107,6 +107,8 @@ class Ledger:
     tokens_checked: int = 0
     wrong_logprobs: int = 0
     stale_tokens: int = 0
+    largest_difference: float = 0.0
+    """Of a log-prob that was right from torch's: how close the tolerance is to refusing it."""
     spans: Counter[int] = field(default_factory=Counter)
     """The number of rollouts by their number of spans."""
     examples: list[str] = field(default_factory=list)
@@ -237,7 +239,10 @@ class Traffic:
         ledger, version = self.ledger, span.version or 0
         logprobs = rollout.logprobs or []
         places = range(span.start, span.end)
-        wrong = [i for i in places if abs(logprobs[i] - expected[i]) > TOLERANCE]
+        differences = {i: abs(logprobs[i] - expected[i]) for i in places}
+        wrong = [i for i, difference in differences.items() if difference > TOLERANCE]
+        right = [difference for difference in differences.values() if difference <= TOLERANCE]
+        ledger.largest_difference = max([ledger.largest_difference, *right])
         ledger.tokens_checked += len(places)
         ledger.wrong_logprobs += len(wrong)
         if version < served:

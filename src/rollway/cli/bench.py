@@ -164,6 +164,15 @@ def gpu(options: argparse.Namespace) -> int:
     return run_command(options)
 
 
+def gpu_engine(options: argparse.Namespace) -> int:
+    require("torch", "transformers", "vllm", "dynamo")
+    from rollway.bench.gpu_engine_command import format_figures, run_command
+
+    code, figures = run_command(options, print_progress)
+    _print_figures(options, figures, format_figures)
+    return code
+
+
 # --- router ----------------------------------------------------------------------------------
 
 

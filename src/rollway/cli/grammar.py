@@ -129,6 +129,8 @@ def _add_gateway(parser: argparse.ArgumentParser) -> None:
 
 def _add_chaos(parser: argparse.ArgumentParser) -> None:
     _add_spec(parser, "a stack file; two vLLM workers without it")
+    text = "where those two run (default: on a GPU if vLLM has one)"
+    parser.add_argument("--device", choices=["cpu", "cuda"], help=text)
     parser.add_argument("--rounds", type=int, default=20, help="how many refits (default 20)")
     parser.add_argument("--seed", type=int, default=0, help="of faults, steps, modes and prompts")
     parser.add_argument("--fault", action="append", default=[], help="only this one; repeatable")
@@ -240,3 +242,24 @@ def _add_bench_commands(add: Add) -> None:
     parser = add("gpu", "bench:gpu", "weights on a GPU, against a copy of its memory")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--megabytes", type=int, default=4096, help="size of each model")
+    _add_gpu_engine(add("gpu-engine", "bench:gpu_engine", "refits of a model of real size"))
+
+
+def _add_gpu_engine(parser: argparse.ArgumentParser) -> None:
+    sizes, text = ["tiny", "2b", "8b"], "size of the model (default 2b); tiny also runs on a CPU"
+    parser.add_argument("--model", choices=sizes, default="2b", help=text)
+    parser.add_argument("--only", nargs="+", default=[], metavar="PART", help="only these parts")
+    text = "how many run at once (default 256)"
+    parser.add_argument("--rollouts", type=int, default=256, help=text)
+    parser.add_argument("--tokens", type=int, default=512, help="of each rollout (default 512)")
+    parser.add_argument("--repeat", type=int, default=2, help="how often (default 2)")
+    parser.add_argument("--eager", action="store_true", help="no compilation, no CUDA graphs")
+    text = "under load, publish from the trainer's own memory (cuda_ipc)"
+    parser.add_argument("--in-place", action="store_true", help=text)
+    text = "the engine's share of the GPU (default 0.4)"
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.4, help=text)
+    text = "for the tokens that are lost in an hour (default 60)"
+    parser.add_argument("--refits-per-hour", type=float, default=60.0, help=text)
+    text = "start no part after this time (default: no limit)"
+    parser.add_argument("--seconds", type=float, metavar="LIMIT", help=text)
+    parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help=_SET)

@@ -140,10 +140,17 @@ def _choose_faults(
 
 
 def _make_chaos_spec(options: argparse.Namespace, name: str) -> StackSpec:
+    from rollway.chaos.placement import place_workers
     from rollway.demo.model import DEMO_PATH, demo_path
+    from rollway.stack.preset import list_gpus
 
     file = get_spec_file(options)
-    models = [{"path": DEMO_PATH, **_CHAOS_MODEL}]
+    if file is not None and options.device is not None:
+        raise UsageError(
+            f"A stack file and --device {options.device} are given together.",
+            "The file says where its workers run; leave --device.",
+        )
+    models = [{"path": DEMO_PATH, **place_workers(_CHAOS_MODEL, options.device, list_gpus())}]
     workers = {"name": name, "models": models, "restart": _CHAOS_RESTART}
     return make_spec(file or workers, overrides=[*demo_path(file), *options.set])
 
@@ -157,7 +164,7 @@ def _print_report(report: dict[str, Any]) -> None:
     keys = ("number", "fault", "step", "mode", "outcome", "seconds", "heal_seconds")
     print_table(columns, ((str(entry[key]) for key in keys) for entry in report["detail"]))
     names = ("rounds", "rollouts", "tokens_checked", "stale_tokens", "wrong_logprobs")
-    for name in (*names, "lost_rollouts", "hangs", "orphans", "seconds"):
+    for name in (*names, "largest_difference", "lost_rollouts", "hangs", "orphans", "seconds"):
         print(f"{name.replace('_', ' ')}: {report[name]}")
     for line in report["examples"][:5]:
         print(f"  {line}")

@@ -6,7 +6,7 @@ import argparse
 
 from rollway.cli.output import format_size, print_result, print_table
 from rollway.weights.inspect import Comparison, Inventory, compare, list_inventories
-from rollway.weights.planning.costs import Costs
+from rollway.weights.planning.recipe import Costs
 from rollway.weights.planning.scenario import plan_scenario
 from rollway.weights.planning.transfers import Plan, Total
 
@@ -109,7 +109,7 @@ def _print_plan(scenario: Plan) -> None:
     )
     for reason, count in total.reasons.items():
         print(f"{format_size(count)} more than needed: {reason}")
-    for depth, level in enumerate(scenario.fanout.levels if scenario.fanout else ()):
+    for depth, level in enumerate(scenario.fanout):
         edges = ", ".join(f"{edge.source or 'trainer'} -> {edge.receiver}" for edge in level)
         print(f"fan-out, level {depth}: {edges}")
 

@@ -170,12 +170,17 @@ def _write_checkpoint(directory: Path, seed: int) -> None:
     _warm_up(model, CountingTask(tokenizer), Random(seed))
     model.generation_config = _generation_config(tokenizer)
     model.save_pretrained(directory)
+    save_tokenizer(tokenizer, directory)
+    # The marker comes last: a directory that has it has everything else.
+    (directory / MARKER).write_text(json.dumps({"format": FORMAT, "seed": seed}) + "\n")
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
+    """Save a tokenizer so that engines with transformers 4 and with 5 can read it."""
     tokenizer.save_pretrained(directory)
     # transformers 5 writes a class name that engines with transformers 4 do not know. Both know
     # this one.
     _set_tokenizer_field(directory, "tokenizer_class", "PreTrainedTokenizerFast")
-    # The marker comes last: a directory that has it has everything else.
-    (directory / MARKER).write_text(json.dumps({"format": FORMAT, "seed": seed}) + "\n")
 
 
 def _set_tokenizer_field(directory: Path, name: str, value: str) -> None:

@@ -28,8 +28,9 @@ from rollway.engine.incoming import Incoming, Stopwatch
 from rollway.engine.layers import PACKED, explain_no_plan, list_changed_layers
 from rollway.engine.loading import LoadPlan, Region, record_plan
 from rollway.engine.memory import HostBuffers, StagedTensors, StagingRefused
+from rollway.engine.slices import zero_padded
 from rollway.weights.checkpoint import TensorHeader
-from rollway.weights.slices import Slices
+from rollway.weights.layout import Slices
 
 Placement = Literal["direct", "device", "host", "none"]
 
@@ -194,7 +195,7 @@ class InPlace:
             tensors: Iterable[tuple[str, torch.Tensor]] = proof.collect(incoming.tensors())
         else:
             tensors = self._tensors.items()
-        tensors = incoming.slices.zero_padded(tensors)
+        tensors = zero_padded(incoming.slices, tensors)
         if self.strategy == "reload":
             incoming.worker.reload_weights(weights_iterator=tensors)
             return
@@ -274,7 +275,7 @@ def _view_source(
     within = region.within(slices.shapes[name], box)
     if within is None:  # the loader cuts elsewhere; the zeros then fail the verification
         if name not in padded:
-            padded[name] = dict(slices.zero_padded([(name, tensor)]))[name]
+            padded[name] = dict(zero_padded(slices, [(name, tensor)]))[name]
         return region.view(padded[name])
     return within.view(tensor)
 

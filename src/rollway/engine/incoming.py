@@ -12,8 +12,9 @@ import torch
 
 from rollway.engine.background import share_cores
 from rollway.engine.drafts import Draft
-from rollway.engine.slices import WHOLE, Slices, rank_of, slices
+from rollway.engine.slices import find_slices, rank_of
 from rollway.weights.checkpoint import TensorHeader
+from rollway.weights.layout import Slices
 from rollway.weights.offer import Offer
 from rollway.weights.transports.base import Reader, never
 
@@ -33,7 +34,7 @@ class Incoming:
     draft: Draft | None = None
     """The draft model whose weights are part of this version."""
     seconds: dict[str, float] = field(default_factory=dict)
-    slices: Slices = WHOLE
+    slices: Slices = field(default_factory=Slices)
     """What this rank receives; everything until `restrict` was called."""
     abandoned: threading.Event = field(default_factory=threading.Event)
 
@@ -46,7 +47,7 @@ class Incoming:
     def restrict(self, model: torch.nn.Module) -> None:
         """Receive only what this rank holds of the model, if the transport can."""
         if self.reader.can_restrict:
-            mine = slices(rank_of(self.worker), self.headers, model)
+            mine = find_slices(rank_of(self.worker), self.headers, model)
             self.slices = self.reader.restrict(self.offer, mine)
 
     def tensors(self, summed: Callable[[str], bool] = never) -> Iterator[tuple[str, torch.Tensor]]:

@@ -22,9 +22,8 @@ from torch.utils._pytree import tree_leaves
 
 from rollway.errors import UsageError
 from rollway.weights.checkpoint import TensorHeader
-from rollway.weights.coverage import check_covered
 from rollway.weights.digest.checksums import DTYPES
-from rollway.weights.layout import Box, Shape
+from rollway.weights.layout import Box, Shape, check_covered
 
 _MAX_ERRORS = 8
 """Layers whose loader may raise before the whole model is reloaded instead."""

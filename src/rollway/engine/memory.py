@@ -19,8 +19,7 @@ import torch
 
 from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.digest.checksums import DTYPES
-from rollway.weights.layout import ELEMENT_BYTES, Shape
-from rollway.weights.slices import Slices
+from rollway.weights.layout import ELEMENT_BYTES, Shape, Slices
 
 RESERVE = "ROLLWAY_STAGING_RESERVE_BYTES"
 """The environment variable for the device memory that staging leaves free."""

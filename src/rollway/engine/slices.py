@@ -1,53 +1,61 @@
-"""Find the part of each tensor that a rank of the engine holds, so that it receives no more."""
+"""Find the part of each tensor that a rank of the engine holds, so that it receives no more.
+
+vLLM's loaders accept whole tensors and cut them. A rank that received only its part passes them a
+zero-padded tensor: the shape of the whole tensor, with the part in its place. The zeros are never
+touched, so on a CPU they take no memory. A loader that cut elsewhere would load zeros, and the
+verification after the load would fail.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from rollway.errors import UsageError
 from rollway.weights.checkpoint import TensorHeader
-from rollway.weights.layout import Box
-from rollway.weights.planning.vllm_layout import EngineRank, engine_ranks, part_of
-from rollway.weights.slices import WHOLE, Slices, zero_pad
-
-__all__ = ["WHOLE", "Slices", "rank_of", "slices", "zero_pad"]
+from rollway.weights.layout import Box, Shape, Slices
+from rollway.weights.planning.targets import EngineRank, engine_ranks, part_of
 
 
-def slices(
-    rank: EngineRank | None,
-    headers: Mapping[str, TensorHeader],
-    model: torch.nn.Module,
+def find_slices(
+    rank: EngineRank | None, headers: Mapping[str, TensorHeader], model: torch.nn.Module
 ) -> Slices:
-    """What `rank` holds, where our rules say so and the model's parameters have the shapes that
-    follow from them. Nothing is cut of what is not known: it is taken whole."""
+    """Return the slices that `rank` holds of the tensors in `headers`.
+
+    A tensor is sliced only if there is a rule for it, and the model's parameter has the shape that
+    follows from the rule. All other tensors are received whole."""
     if rank is None:
-        return WHOLE
-    held = {name: tuple(one.shape) for name, one in model.named_parameters()}
+        return Slices()
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     boxes: dict[str, Box | None] = {}
     parameters: dict[str, str] = {}
-    unlike: set[str] = set()
-    for name in headers:
+    divided: set[str] = set()  # Parameters that receive less than all of a tensor
+    filled: set[str] = set()  # Parameters that receive anything
+    unlike: set[str] = set()  # Parameters of another shape than the rule gives
+    for name, header in headers.items():
         try:
             parameter, part = part_of(name, headers, rank)
         except (UsageError, IndexError):  # no rule, or a tensor unlike those of the rule
             continue
         parameters[name] = parameter
         boxes[name] = part.box if part is not None else None
-        if parameter not in held or (part is not None and held[parameter] != part.shape):
+        if boxes[name] != Box.whole(header.shape):
+            divided.add(parameter)
+        if part is not None:
+            filled.add(parameter)
+        if parameter not in shapes or (part is not None and shapes[parameter] != part.shape):
             unlike.add(parameter)
-    shapes = {name: header.shape for name, header in headers.items()}
-    cut = {parameters[name] for name, box in boxes.items() if box != Box.whole(shapes[name])}
-    # One that holds padding alone still loads it, and proves it.
-    some = {parameters[name] for name, box in boxes.items() if box is not None}
-    taken = (cut & some) - unlike
-    return Slices(boxes, shapes, parameters).without(set(parameters.values()) - taken)
+    slices = Slices(boxes, {name: header.shape for name, header in headers.items()}, parameters)
+    # A parameter that consists of padding alone is received whole: the engine still loads the
+    # padding, and verifies it.
+    return slices.without(set(parameters.values()) - ((divided & filled) - unlike))
 
 
 def rank_of(worker: Any) -> EngineRank | None:
-    """Where this worker stands in its engine; None when it is alone, or cuts as nobody knows."""
+    """Return the worker's rank in its engine, or None if it is alone or its sharding is unknown."""
     from vllm.distributed import (
         get_ep_group,
         get_tensor_model_parallel_rank,
@@ -55,15 +63,39 @@ def rank_of(worker: Any) -> EngineRank | None:
     )
 
     parallel = worker.vllm_config.parallel_config
-    tp = get_tensor_model_parallel_world_size()
-    ep, place = 1, get_tensor_model_parallel_rank()
+    tp, ep = get_tensor_model_parallel_world_size(), 1
+    rank = get_tensor_model_parallel_rank()
     if parallel.enable_expert_parallel and worker.model_config.is_moe:
         if parallel.enable_eplb or parallel.expert_placement_strategy != "linear":
-            return None  # experts move about
-        ep, place = get_ep_group().world_size, get_ep_group().rank_in_group
+            return None  # experts move between ranks
+        ep, rank = get_ep_group().world_size, get_ep_group().rank_in_group
     if max(tp, ep) == 1:
         return None
     try:
-        return engine_ranks(worker.model_config.hf_config.to_dict(), tp, ep)[place]
+        return engine_ranks(worker.model_config.hf_config.to_dict(), tp, ep)[rank]
     except UsageError:
         return None
+
+
+def zero_padded(
+    slices: Slices, tensors: Iterable[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors, with each part at its place in a zero-padded whole tensor."""
+    for name, tensor in tensors:
+        box = slices.boxes.get(name)
+        if box is not None and box != Box.whole(slices.shapes[name]):
+            tensor = zero_pad(tensor, box, slices.shapes[name])
+        yield name, tensor
+
+
+def zero_pad(part: torch.Tensor, box: Box, shape: Shape) -> torch.Tensor:
+    """Return a zero-padded tensor of this shape with `part` at `box`."""
+    if part.device.type == "cpu":
+        # numpy's zeros are pages that the kernel provides when they are touched; torch's are
+        # written.
+        raw = np.zeros(Box.whole(shape).elements * part.element_size(), dtype=np.uint8)
+        whole = torch.from_numpy(raw).view(part.dtype).view(shape)
+    else:
+        whole = torch.zeros(shape, dtype=part.dtype, device=part.device)
+    whole[box.slices] = part
+    return whole

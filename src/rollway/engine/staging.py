@@ -25,6 +25,7 @@ from rollway.engine.in_place import InPlace
 from rollway.engine.incoming import Incoming
 from rollway.engine.memory import HostBuffers, read_host_memory
 from rollway.engine.shadow import ParameterArena, Shadow, explain_no_swap
+from rollway.engine.slices import zero_padded
 from rollway.weights.checkpoint import TensorHeader, differences, refuse_differences
 from rollway.weights.offer import Offer
 
@@ -216,7 +217,7 @@ class Exchange:
             sums = incoming.reader.sums(incoming.offer)
             proof = self._proof = Proof(shadow.model, sums, incoming.slices.boxes)
             tensors = incoming.tensors(proof.by_sum.__contains__)
-            shadow.load(incoming.slices.zero_padded(proof.collect(tensors)))
+            shadow.load(zero_padded(incoming.slices, proof.collect(tensors)))
         with incoming.measure("prove"):
             self._verify(proof, shadow.model)
         with incoming.measure("prepare"):

@@ -25,14 +25,17 @@ from rollway.errors import UsageError
 from rollway.weights import leftovers
 from rollway.weights.layout import ELEMENT_BYTES
 from rollway.weights.untrusted import (
+    HALF_WRITTEN,
+    StoredTensor,
     check_file_name,
     check_tensor_name,
+    explain,
     open_plain,
     parse_json,
     read_plain,
+    read_weight_file,
     reason,
 )
-from rollway.weights.weight_file import HALF_WRITTEN, read_weight_file
 
 STABLE = "STABLE"
 _INDEX = "model.safetensors.index.json"
@@ -40,7 +43,7 @@ _SINGLE_FILE = "model.safetensors"
 _MAX_INDEX = _MAX_STABLE = 128 << 20
 _MAX_CONFIG = 16 << 20
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_WRITE_AGAIN = "Write the checkpoint again."
+_WRITE_AGAIN, _LET_READ = "Write the checkpoint again.", "Let this user read it."
 
 FileDigests = dict[str, dict[str, Any]]  # Size and SHA-256 by file name, as `STABLE` has them
 
@@ -145,17 +148,21 @@ def check_checkpoint(
 
 def stamps(directory: Path) -> dict[str, tuple[int, int, int]]:
     """Return size, mtime and inode of every file; they change when a file is written."""
-    try:
+    with explain(f"{directory} cannot be read", _LET_READ):
         files = sorted(path for path in directory.iterdir() if path.is_file())
         return {path.name: _stat(path) for path in files}
-    except OSError as error:
-        raise UsageError(
-            f"{directory} cannot be read: {error.strerror}.", "Let this user read it."
-        ) from error
 
 
 def read_headers(directory: Path) -> dict[str, TensorHeader]:
     """Return dtype and shape of every tensor by name, from the headers of the weight files."""
+    return {
+        name: TensorHeader(stored.dtype, stored.shape, stored.file.name)
+        for name, stored in read_tensors(directory).items()
+    }
+
+
+def read_tensors(directory: Path) -> dict[str, StoredTensor]:
+    """Return where each tensor of a checkpoint is stored."""
     if not directory.is_dir():
         raise UsageError(f"There is no checkpoint directory {directory}.", "Check the path.")
     indexed = _read_index(directory)
@@ -163,15 +170,15 @@ def read_headers(directory: Path) -> dict[str, TensorHeader]:
     missing = [name for name in files if not (directory / name).exists()]
     if missing:
         raise UsageError(f"{directory} lacks weight files: {', '.join(missing[:5])}.", HALF_WRITTEN)
-    tensors: dict[str, TensorHeader] = {}
+    tensors: dict[str, StoredTensor] = {}
     for file in files:
         for name, stored in read_weight_file(directory / file).items():
             if name in tensors:
                 raise UsageError(
-                    f"{directory} has {name} in {tensors[name].file} and in {file}.",
+                    f"{directory} has {name} in {tensors[name].file.name} and in {file}.",
                     "Save each tensor in one file: readers would use either of the two.",
                 )
-            tensors[name] = TensorHeader(stored.dtype, stored.shape, file)
+            tensors[name] = stored
     absent = sorted(set(indexed) - set(tensors)) if indexed else []
     if absent:
         raise UsageError(
@@ -209,15 +216,10 @@ def refuse_differences(sentences: Sequence[str], path: Path | str) -> None:
 
 def read_config(file: Path) -> dict[str, Any]:
     """Read a model's config.json."""
-    try:
-        config = parse_json(read_plain(file, _MAX_CONFIG), unique=False)
-    except OSError as error:
-        raise UsageError(
-            f"{file} cannot be read: {reason(error)}.",
-            "Give a checkpoint directory, or the path of a config.json.",
-        ) from error
-    except ValueError as error:
-        raise UsageError(f"{file} is not JSON ({reason(error)}).", HALF_WRITTEN) from error
+    with explain(f"{file} cannot be read", "Give a checkpoint directory, or a config.json."):
+        raw = read_plain(file, _MAX_CONFIG)
+    with explain(f"{file} is not JSON", HALF_WRITTEN):
+        config = parse_json(raw, unique=False)
     if not isinstance(config, dict):
         raise UsageError(f"{file} does not contain a JSON object.", "Save the config again.")
     return config
@@ -236,12 +238,8 @@ def _check_links(directory: Path, allowed: Sequence[Path]) -> None:
     """Refuse links to files in places where the directory itself would be refused."""
     if not allowed:
         return
-    try:
+    with explain(f"{directory} cannot be read", _LET_READ):
         files = sorted(directory.iterdir())
-    except OSError as error:
-        raise UsageError(
-            f"{directory} cannot be read: {reason(error)}.", "Let this user read it."
-        ) from error
     for file in files:
         if file.is_symlink() and not any(_resolve(file).is_relative_to(root) for root in allowed):
             raise UsageError(
@@ -262,22 +260,14 @@ def _read_index(directory: Path) -> dict[str, str] | None:
     index = directory / _INDEX
     if not index.exists():
         return None
-    try:
+    with explain(f"{index} cannot be read as an index of weight files", HALF_WRITTEN):
         fields = parse_json(read_plain(index, _MAX_INDEX))
         weight_map = fields.get("weight_map") if isinstance(fields, dict) else None
         if not isinstance(weight_map, dict):
             raise ValueError("it has no weight_map")
         names = {check_tensor_name(name): file for name, file in weight_map.items()}
-    except (OSError, ValueError) as error:
-        raise UsageError(
-            f"{index} cannot be read as an index of weight files ({reason(error)}).", HALF_WRITTEN
-        ) from error
-    try:
+    with explain(f"{index} names files elsewhere", "Use plain file names."):
         return {name: check_file_name(file) for name, file in names.items()}
-    except ValueError as error:
-        raise UsageError(
-            f"{index} names files elsewhere: {reason(error)}.", "Use plain file names."
-        ) from error
 
 
 def _read_stable(directory: Path) -> FileDigests | None:
@@ -287,7 +277,7 @@ def _read_stable(directory: Path) -> FileDigests | None:
     stable = directory / STABLE
     if not stable.exists():
         return None
-    try:
+    with explain(f"{stable} cannot be read as a list of files", _WRITE_AGAIN):
         raw = read_plain(stable, _MAX_STABLE)
         if not raw.lstrip().startswith((b"{", b"[")):
             return None
@@ -297,10 +287,6 @@ def _read_stable(directory: Path) -> FileDigests | None:
         if not isinstance(fields["files"], dict):
             raise ValueError("its list of files is not an object")
         return {check_file_name(name): _check_digest(f) for name, f in fields["files"].items()}
-    except (OSError, ValueError) as error:
-        raise UsageError(
-            f"{stable} cannot be read as a list of files ({reason(error)}).", _WRITE_AGAIN
-        ) from error
 
 
 def _check_digest(fields: Any) -> dict[str, Any]:
@@ -325,7 +311,7 @@ def _check_digests(directory: Path, recorded: FileDigests) -> None:
         current = _digest_files(files)
     except OSError as error:
         raise UsageError(
-            f"{error.filename or directory} cannot be read: {reason(error)}.", _WRITE_AGAIN
+            f"{error.filename or directory} cannot be read ({reason(error)}).", _WRITE_AGAIN
         ) from error
     changed = [name for name, digest in recorded.items() if current[name] != digest]
     if changed:
@@ -340,10 +326,8 @@ def _digest_files(files: Sequence[Path]) -> FileDigests:
 
     def digest(path: Path) -> dict[str, Any]:
         with open_plain(path) as handle, os.fdopen(handle, "rb", closefd=False) as file:
-            return {
-                "size": os.fstat(handle).st_size,
-                "sha256": hashlib.file_digest(file, "sha256").hexdigest(),
-            }
+            size = os.fstat(handle).st_size
+            return {"size": size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
     with ThreadPoolExecutor(max_workers=8) as pool:
         return dict(zip((path.name for path in files), pool.map(digest, files), strict=True))

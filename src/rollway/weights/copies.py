@@ -95,14 +95,9 @@ class SummedCopies:
         other_digests = start_digests(targets) if targets else list
 
         def wait() -> list[str]:
-            digests = [""] * self.size
-            for indices, values in (
-                (self._fused, fused_digests()),
-                (self._others, other_digests()),
-            ):
-                for i, digest in zip(indices, values, strict=True):
-                    digests[i] = digest
-            return digests
+            order = [*self._fused, *self._others]
+            digests = dict(zip(order, [*fused_digests(), *other_digests()], strict=True))
+            return [digests[i] for i in range(self.size)]
 
         return wait
 

@@ -11,10 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from rollway.errors import UsageError, require
-from rollway.weights.checkpoint import read_headers
+from rollway.weights.checkpoint import read_tensors
 from rollway.weights.layout import ELEMENT_BYTES
-from rollway.weights.untrusted import parse_json, read_plain, reason
-from rollway.weights.weight_file import StoredTensor, read_weight_file
+from rollway.weights.untrusted import (
+    StoredTensor,
+    explain,
+    parse_json,
+    read_plain,
+    read_weight_file,
+)
 
 _RANK_FILE = re.compile(r"rank(\d+)\.safetensors")
 _MAX_POSITION = 64 << 20
@@ -107,7 +112,7 @@ def list_inventories(directory: Path) -> list[Inventory]:
         raise UsageError(f"{directory} has two files of one rank.", "Keep one for each rank.")
     if ranks:
         return [_read_rank(rank, ranks[rank]) for rank in sorted(ranks)]
-    return [Inventory(directory.name, _read_tensors(directory))]
+    return [Inventory(directory.name, read_tensors(directory))]
 
 
 def compare(first: Path, second: Path) -> Comparison:
@@ -115,7 +120,7 @@ def compare(first: Path, second: Path) -> Comparison:
 
     Bytes are compared while they are read, so equal checkpoints need no arithmetic and little
     memory; only chunks that differ are compared by element."""
-    mine, theirs = _read_tensors(first), _read_tensors(second)
+    mine, theirs = read_tensors(first), read_tensors(second)
     comparison = Comparison(
         missing=sorted(mine.keys() - theirs.keys()), extra=sorted(theirs.keys() - mine.keys())
     )
@@ -132,26 +137,12 @@ def compare(first: Path, second: Path) -> Comparison:
     return comparison
 
 
-def _read_tensors(directory: Path) -> dict[str, StoredTensor]:
-    files = sorted({header.file for header in read_headers(directory).values()})
-    return {
-        name: tensor
-        for file in files
-        for name, tensor in read_weight_file(directory / file).items()
-    }
-
-
 def _read_rank(rank: int, path: Path) -> Inventory:
     sidecar = path.with_suffix(".json")
     position: dict[str, Any] = {}
     if sidecar.is_file():
-        try:
+        with explain(f"{sidecar} does not describe rank {rank}", "Let the trainer write it again."):
             position = _find_position(parse_json(read_plain(sidecar, _MAX_POSITION)), rank)
-        except (OSError, ValueError) as error:
-            raise UsageError(
-                f"{sidecar} does not describe rank {rank} ({reason(error)}).",
-                "Let the trainer write its ranks again.",
-            ) from error
     return Inventory(f"rank {rank}", read_weight_file(path), position)
 
 

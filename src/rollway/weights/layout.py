@@ -3,14 +3,23 @@
 A `Shard` is the part of one of its own tensors that a trainer's rank holds. A `Placed` box is a
 block of one tensor that is stored inside another one. Every layout a trainer can have (sharded,
 fused, interleaved, padded) is a list of placed boxes, so planning is the intersection of boxes.
-This module does not import torch: a planner may run on a machine without a trainer.
+
+Both ends of a transfer check that boxes cover a tensor exactly once. A missing element would be
+served from the version before; an element with two sources would depend on which of them was
+written last. This module does not import torch: a planner may run on a machine without a trainer.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import lru_cache
+from itertools import islice
+from zlib import crc32
+
+from rollway.errors import UsageError
 
 ELEMENT_BYTES = {
     **{"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2},
@@ -64,6 +73,13 @@ class Box:
         stop = tuple(map(min, self.stop, other.stop))
         return Box(start, stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None
 
+    def narrow(self, axis: int, start: int, stop: int) -> Box:
+        """Return this box with other bounds on one axis."""
+        return Box(
+            (*self.start[:axis], start, *self.start[axis + 1 :]),
+            (*self.stop[:axis], stop, *self.stop[axis + 1 :]),
+        )
+
     def shift(self, by: Shape) -> Box:
         return Box(
             tuple(a + d for a, d in zip(self.start, by, strict=True)),
@@ -112,6 +128,25 @@ class Placed:
         extra = max(0, len(shape) - len(self.at))
         return place_at(self.at, Box.whole(shape[extra:]))
 
+    def join(self, other: Placed) -> Placed | None:
+        """Return one box for both if `other` begins where this one ends, in both tensors."""
+        if self.tensor != other.tensor or self.transposed or other.transposed:
+            return None
+        step = [b - a for a, b in zip(self.box.start, other.box.start, strict=True)]
+        axes = [axis for axis, by in enumerate(step) if by]
+        if len(axes) != 1:
+            return None
+        axis, length = axes[0], self.box.shape[axes[0]]
+        from_end = axis - len(step)  # dimensions correspond to each other from the last one
+        if -from_end > len(self.at) or step[axis] != length:
+            return None
+        expected = list(self.at)
+        expected[from_end] += length
+        thin = self.box.narrow(axis, 0, 0)
+        if other.at != tuple(expected) or other.box.narrow(axis, 0, 0) != thin:
+            return None
+        return replace(self, box=Box(self.box.start, other.box.stop))
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -126,6 +161,18 @@ class Piece:
     transposed: bool = False
 
 
+def join_neighbours(boxes: Iterable[Placed]) -> list[Placed]:
+    """Join each box with the one before it in the list, if they are neighbours in both tensors."""
+    joined: list[Placed] = []
+    for box in boxes:
+        both = joined[-1].join(box) if joined else None
+        if both is None:
+            joined.append(box)
+        else:
+            joined[-1] = both
+    return joined
+
+
 def place_at(at: Shape, box: Box) -> Box:
     """Move `box` by `at`; dimensions that it lacks are added in front, one element thick."""
     missing = len(at) - len(box.start)
@@ -135,3 +182,105 @@ def place_at(at: Shape, box: Box) -> Box:
 def swap_last(shape: Shape) -> Shape:
     """Return `shape` with its last two dimensions swapped."""
     return (*shape[:-2], shape[-1], shape[-2])
+
+
+@dataclass(frozen=True)
+class Slices:
+    """The boxes that a rank of an engine receives, of tensors that the ranks divide.
+
+    Empty: all tensors whole."""
+
+    boxes: Mapping[str, Box | None] = field(default_factory=dict)
+    """By tensor; None where this rank holds nothing of it."""
+    shapes: Mapping[str, Shape] = field(default_factory=dict)  # Of the whole tensors
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    """The engine's parameter that each tensor is loaded into."""
+
+    def keep_whole_pieces(self, pieces: Mapping[str, list[Box]]) -> Slices:
+        """Keep the slices that consist of whole pieces, which have digests of their own.
+
+        The tensors of one parameter stay all sliced or all whole, because they are verified
+        together."""
+        unaligned = {
+            self.parameters[name]
+            for name, box in self.boxes.items()
+            if box is not None
+            and not all(piece.intersect(box) in (None, piece) for piece in pieces.get(name, []))
+        }
+        return self.without(unaligned)
+
+    def without(self, parameters: set[str]) -> Slices:
+        """Return the slices of all other parameters."""
+        boxes = {n: box for n, box in self.boxes.items() if self.parameters[n] not in parameters}
+        return replace(self, boxes=boxes)
+
+
+def publishes(name: str, replica: int, replicas: int) -> bool:
+    """Return whether this replica of a tensor is the one that publishes it.
+
+    All ranks agree without asking each other, and tensors are spread over the replicas."""
+    return crc32(name.encode()) % replicas == replica
+
+
+def check_covered(name: str, shape: Shape, boxes: Iterable[Box]) -> None:
+    """Raise `UsageError` unless the boxes cover a tensor of this shape exactly once."""
+    fault = _find_fault(shape, tuple(boxes))
+    if fault:
+        raise UsageError(f"{name} {fault[0]}", fault[1])
+
+
+# Without the tensor's name: the layers of a model are sharded alike, so most calls are repeats.
+@lru_cache(maxsize=65536)
+def _find_fault(shape: Shape, boxes: tuple[Box, ...]) -> tuple[str, str] | None:
+    """Return the fault and its fix, or None."""
+    whole = Box.whole(shape)
+    for box in boxes:
+        if len(box.start) != len(shape) or (shape and box.intersect(whole) != box):
+            return (
+                f"has the shape {list(shape)}; {_show(box)} is outside of it.",
+                "Check the shapes and positions that the ranks report.",
+            )
+    twice = find_overlap(boxes)
+    if twice:
+        return (
+            f"is claimed twice: {_show(twice[0])} and {_show(twice[1])}.",
+            "Check the names and positions: two tensors have this name, or two ranks have the "
+            "same position.",
+        )
+    covered, expected = sum(box.elements for box in boxes), math.prod(shape)
+    if covered != expected:
+        return (
+            f"is not whole: {covered} of its {expected} elements have a source.",
+            "Include every rank and every tensor of the trainer.",
+        )
+    return None
+
+
+def find_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
+    """Return the first two boxes that have an element in common."""
+    if len(boxes) < 2:
+        return None
+    if not boxes[0].start:
+        return boxes[0], boxes[1]
+    # Sweep along the axis on which the boxes overlap least. Along another axis, each column of a
+    # matrix would be compared with all other columns: quadratic, which a hostile sidecar could use.
+    axis = min(range(len(boxes[0].start)), key=lambda a: _crowding(boxes, a))
+    ordered = sorted(boxes, key=lambda box: (box.start[axis], box.start))
+    for i, box in enumerate(ordered):
+        for other in islice(ordered, i + 1, None):
+            if other.start[axis] >= box.stop[axis]:
+                break
+            if box.intersect(other):
+                return box, other
+    return None
+
+
+def _crowding(boxes: Sequence[Box], axis: int) -> float:
+    """Return how many boxes share a coordinate of an axis, on average."""
+    first = min(box.start[axis] for box in boxes)
+    last = max(box.stop[axis] for box in boxes)
+    return sum(box.stop[axis] - box.start[axis] for box in boxes) / max(1, last - first)
+
+
+def _show(box: Box) -> str:
+    return "[" + ", ".join(f"{a}:{b}" for a, b in zip(box.start, box.stop, strict=True)) + "]"

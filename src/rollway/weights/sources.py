@@ -1,7 +1,7 @@
 """Describe the tensors that this rank of a trainer holds, and which boxes of the model they are.
 
 Three kinds of trainers are supported: a plain module (also under DDP), a module whose parameters
-are DTensors (FSDP2, tensor parallelism, or both), and Megatron-Core (`megatron.live`). A
+are DTensors (FSDP2, tensor parallelism, or both), and Megatron-Core (`megatron.tensors`). A
 `HeldTensor` refers to the parameter's own memory: nothing is gathered or copied. If several ranks
 hold the same tensor, one of them publishes it.
 """
@@ -16,9 +16,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from rollway.errors import UsageError
-from rollway.weights.coverage import publishing_replica
 from rollway.weights.digest.checksums import dtype_name
-from rollway.weights.layout import Box, Piece, Role, Shape, Shard
+from rollway.weights.layout import Box, Piece, Shape, Shard, publishes
 
 _WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
@@ -64,7 +63,7 @@ def from_module(
         else:
             _check_plain(name, tensor)
             shape = tuple(tensor.shape)
-            owned = publishing_replica(name, count) == index
+            owned = publishes(name, index, count)
             held.append(_describe(name, shape, Box.whole(shape), tensor.detach(), owned))
     return held
 
@@ -136,11 +135,11 @@ def _describe_dtensor(name: str, tensor: DTensor) -> HeldTensor | None:
     for size, at, placement in zip(sizes, coordinate, placements, strict=True):
         if placement.is_replicate():
             index, count = index * size + at, count * size
-    return _describe(name, shape, box, local, publishing_replica(name, count) == index)
+    return _describe(name, shape, box, local, publishes(name, index, count))
 
 
 def _describe(name: str, shape: Shape, box: Box, tensor: torch.Tensor, owned: bool) -> HeldTensor:
-    shard = Shard(name, dtype_name(tensor), shape, box, Role.REPLICATED)
+    shard = Shard(name, dtype_name(tensor), shape, box)
     return HeldTensor(shard, tensor, [Piece(name, box, name, (0,) * len(shape))], owned)
 
 

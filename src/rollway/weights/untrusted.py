@@ -1,27 +1,42 @@
-"""Read files that another program wrote: plain files only, with a size limit, and strict JSON.
+"""Read files that another program wrote: plain files of limited size, strict JSON, safetensors.
 
 A checkpoint, a sidecar or a list of tensors may come from anywhere. A FIFO in place of a file would
 block the reader, a device would fill the memory, and deeply nested JSON would raise an error that
-no caller expects. All functions here raise `OSError` or `ValueError`; the callers turn these into
-errors for the user.
+no caller expects. The functions here raise `OSError` or `ValueError`, which the callers turn into
+errors for the user; `read_weight_file` raises `UsageError` itself. This module and `checkpoint` use
+the standard library alone: the GPU benchmark runs where nothing but torch is installed.
 """
 
 from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import stat
+import struct
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from rollway.errors import UsageError
+from rollway.weights.layout import ELEMENT_BYTES
 
 MAX_NAME = 4096  # Characters in the name of a tensor
 MAX_DIMS = 16
 MAX_ELEMENTS = 1 << 53
+CHUNK = 16 << 20
+HALF_WRITTEN = "Wait until its writer is done; if the writer died, write it again."
 _MAX_FILE_NAME = 255
+_MAX_HEADER = 100_000_000  # Bytes; safetensors has the same limit
+_ELEMENT_BITS = {
+    **{name: 8 * size for name, size in ELEMENT_BYTES.items()},
+    **{"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "C64": 64},
+}
+"""Every dtype that safetensors reads; Rollway's own transports carry only some of them."""
 
 
 @contextmanager
@@ -97,6 +112,15 @@ def check_shape(shape: object) -> tuple[int, ...]:
     return tuple(shape)
 
 
+@contextmanager
+def explain(what: str, fix: str) -> Iterator[None]:
+    """Turn errors of reading into a `UsageError` that says `what` is wrong, and the reason."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{what} ({reason(error)}).", fix) from error
+
+
 def reason(error: OSError | ValueError) -> str:
     """Return why a file could not be read, as a short text for a message."""
     return (getattr(error, "strerror", None) or str(error))[:300]
@@ -118,3 +142,109 @@ def _show(value: object) -> str:
     except (RecursionError, ValueError):  # an integer of more than 4,300 digits has no text
         text = type(value).__name__
     return text if len(text) <= 120 else f"{text[:117]}..."
+
+
+# --- safetensors files -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor in a file: its dtype and shape, and where its bytes are."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int  # Offset of its first byte in the file
+    size: int
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+    def chunks(self) -> Iterator[bytes]:
+        """Yield the bytes in chunks that end at the end of an element."""
+        with open_plain(self.file) as handle, os.fdopen(handle, "rb", closefd=False) as file:
+            file.seek(self.start)
+            left = self.size
+            while left:
+                chunk = file.read(min(CHUNK, left))
+                if not chunk:
+                    raise UsageError(
+                        f"{self.file} ends in the middle of a tensor.", "Write the file again."
+                    )
+                left -= len(chunk)
+                yield chunk
+
+
+def read_weight_file(file: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of one safetensors file by name.
+
+    Raises `UsageError` if the file is not exactly as long as its tensors, or its header is wrong.
+    """
+    with explain(f"{file} is not a whole weight file", HALF_WRITTEN):
+        with open_plain(file) as handle:
+            size = os.fstat(handle).st_size
+            header = _read_header(handle, size)
+        tensors = _read_tensors(file, header, size)
+        _check_contiguous(tensors, 8 + len(header), size)
+    return tensors
+
+
+def _read_header(handle: int, size: int) -> bytes:
+    prefix = os.pread(handle, 8, 0)
+    if len(prefix) < 8:
+        raise ValueError(f"it has {size} bytes and no header")
+    (length,) = struct.unpack("<Q", prefix)
+    if length > min(size - 8, _MAX_HEADER):
+        raise ValueError(
+            f"its header would have {length} bytes; the file has {size}, a header at most "
+            f"{_MAX_HEADER}"
+        )
+    header = os.pread(handle, length, 8)
+    if len(header) < length:
+        raise ValueError("it became shorter while it was read")
+    return header
+
+
+def _read_tensors(file: Path, header: bytes, size: int) -> dict[str, StoredTensor]:
+    fields = parse_json(header)
+    if not isinstance(fields, dict):
+        raise ValueError("its header is not a JSON object")
+    metadata = fields.pop("__metadata__", None) or {}
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise ValueError("its __metadata__ is not a mapping of strings")
+    return {
+        check_tensor_name(name): _read_entry(file, 8 + len(header), size, name, field)
+        for name, field in fields.items()
+    }
+
+
+def _read_entry(file: Path, data: int, file_size: int, name: str, field: Any) -> StoredTensor:
+    """Return one tensor of a header if its offsets, dtype and shape fit each other and the file."""
+    if not isinstance(field, dict) or not {"dtype", "shape", "data_offsets"} <= field.keys():
+        raise ValueError(f"{name} has no dtype, shape or data_offsets")
+    dtype, offsets = field["dtype"], field["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in _ELEMENT_BITS:
+        raise ValueError(f"{name} has an unknown dtype")
+    shape = check_shape(field["shape"])
+    if not isinstance(offsets, list) or [type(at) for at in offsets] != [int, int]:
+        raise ValueError(f"{name} has data_offsets that are not two whole numbers")
+    start, stop = offsets
+    if not 0 <= start <= stop <= file_size - data:
+        raise ValueError(f"{name} is outside the file, or ends before it begins")
+    bits = math.prod(shape) * _ELEMENT_BITS[dtype]
+    if 8 * (stop - start) != bits:
+        raise ValueError(f"{name} has {stop - start} bytes instead of {bits / 8:g}")
+    return StoredTensor(file, dtype, shape, data + start, stop - start)
+
+
+def _check_contiguous(tensors: dict[str, StoredTensor], data: int, size: int) -> None:
+    """Raise unless every byte belongs to exactly one tensor.
+
+    safetensors never writes gaps or overlaps, and other readers disagree about their meaning."""
+    end = data
+    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].size)):
+        if tensor.start != end:
+            raise ValueError(f"{name} overlaps another tensor, or follows a gap")
+        end += tensor.size
+    if end != size:
+        raise ValueError(f"it has {size} bytes instead of {end}")

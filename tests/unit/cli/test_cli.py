@@ -40,7 +40,10 @@ LEAVES = [
     ["weights", "inspect", "/path"],
     ["weights", "diff", "/a", "/b"],
     ["weights", "plan", "--model", "m", "--source", "hf", "--target", "hf"],
-    *(["bench", name] for name in ("fleet", "refit", "rollout", "gateway", "plan", "gpu")),
+    *(
+        ["bench", name]
+        for name in ("fleet", "refit", "rollout", "gateway", "plan", "gpu", "gpu-engine")
+    ),
     ["bench", "router"],
     ["bench", "verl"],
 ]

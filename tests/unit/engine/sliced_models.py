@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rollway.weights.checkpoint import TensorHeader
-from rollway.weights.planning.vllm_layout import engine_ranks, engine_targets
+from rollway.weights.planning.targets import engine_ranks, engine_targets
 from tests.unit.weights.megatron_plans import DENSE as SMALL
 from tests.unit.weights.megatron_plans import MOE as SMALL_MOE
 

@@ -18,8 +18,7 @@ from rollway.engine.fingerprint import Proof
 from rollway.engine.in_place import BatchedCopy
 from rollway.engine.loading import LoadPlan, Region, record_plan
 from rollway.weights.checkpoint import TensorHeader
-from rollway.weights.layout import Box
-from rollway.weights.slices import WHOLE, Slices
+from rollway.weights.layout import Box, Slices
 from tests.unit.engine.vllm_models import (
     CONFIGS,
     Tensors,
@@ -28,6 +27,8 @@ from tests.unit.engine.vllm_models import (
     use_ranks,
     write_model,
 )
+
+WHOLE = Slices()
 
 
 def state_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -14,8 +14,7 @@ from rollway.engine.background import BackgroundTask, use_own_stream
 from rollway.engine.fingerprint import fingerprint, finish_fingerprints, sum_on_device
 from rollway.engine.memory import HostBuffers, StagedTensors
 from rollway.weights.checkpoint import TensorHeader
-from rollway.weights.layout import Box
-from rollway.weights.slices import Slices
+from rollway.weights.layout import Box, Slices
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
 

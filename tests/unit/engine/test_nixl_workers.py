@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from rollway.engine.slices import slices
+from rollway.engine.slices import find_slices
 from rollway.errors import UsageError, WeightsError
 from rollway.orders import SECRET
-from rollway.weights.layout import Box, Piece, Shard
+from rollway.weights.layout import Box, Piece, Shard, Slices
 from rollway.weights.offer import Offer
 from rollway.weights.planning.sources import fsdp_sources
-from rollway.weights.planning.vllm_layout import engine_ranks
-from rollway.weights.slices import Slices
+from rollway.weights.planning.targets import engine_ranks
 from rollway.weights.sources import HeldTensor, from_module
 from rollway.weights.transports.nixl import NixlPublisher, NixlReader
 from rollway.weights.transports.nixl.catalog_http import CatalogServer, HttpCatalog
@@ -75,7 +74,7 @@ def test_ranks_receive_only_their_parts(
         ranks = zip(engine_ranks(config, tp, ep), readers, strict=True)
         for place, (rank, reader) in enumerate(ranks):
             assert reader.headers(offer).keys() == model.keys()
-            wanted = slices(rank, headers, engine(config, headers, tp, ep, place))
+            wanted = find_slices(rank, headers, engine(config, headers, tp, ep, place))
             mine = reader.restrict(offer, wanted)
             assert mine == wanted
             expected = parts(model, mine)
@@ -102,7 +101,7 @@ def test_parts_without_a_digest_are_received_whole(cleanup: ExitStack) -> None:
         publisher = cleanup.enter_context(NixlPublisher(engine_ranks=engine_size))
         offer = publisher.publish(0, model.items())
         reader = open_reader(cleanup)
-        mine = reader.restrict(offer, slices(rank, headers, engine(DENSE, headers, 4, 1, 1)))
+        mine = reader.restrict(offer, find_slices(rank, headers, engine(DENSE, headers, 4, 1, 1)))
         assert "model.layers.0.self_attn.q_proj.weight" not in mine.boxes
         assert same(receive(reader, offer), parts(model, mine))
 
@@ -114,7 +113,7 @@ def test_parts_of_adopted_tensors(cleanup: ExitStack) -> None:
     publisher.adopt(model.items())
     offer = publisher.publish(0)
     reader = open_reader(cleanup)
-    wanted = slices(engine_ranks(DENSE, 2)[1], headers, engine(DENSE, headers, 2, 1, 1))
+    wanted = find_slices(engine_ranks(DENSE, 2)[1], headers, engine(DENSE, headers, 2, 1, 1))
     mine = reader.restrict(offer, wanted)
     assert mine == wanted
     assert same(receive(reader, offer), parts(model, mine))
@@ -126,7 +125,7 @@ def test_parts_of_adopted_tensors(cleanup: ExitStack) -> None:
     assert same(receive(reader, offer), parts(model, mine))
     other = open_reader(cleanup)
     other.restrict(
-        offer, slices(engine_ranks(DENSE, 2)[0], headers, engine(DENSE, headers, 2, 1, 0))
+        offer, find_slices(engine_ranks(DENSE, 2)[0], headers, engine(DENSE, headers, 2, 1, 0))
     )
     with pytest.raises(WeightsError, match=r"lm_head.weight is not what was published"):
         receive(other, offer)
@@ -147,7 +146,7 @@ def test_parts_of_tensors_that_several_trainer_ranks_hold(cleanup: ExitStack) ->
     model = tensors_like(DENSE)
     for place, rank in enumerate(engine_ranks(DENSE, 2)):
         reader = open_reader(cleanup)
-        wanted = slices(rank, headers, engine(DENSE, headers, 2, 1, place))
+        wanted = find_slices(rank, headers, engine(DENSE, headers, 2, 1, place))
         mine = reader.restrict(offer, wanted)
         assert mine == wanted
         assert same(receive(reader, offer), parts(model, mine))
@@ -257,7 +256,7 @@ def test_parts_come_from_a_worker_that_has_the_whole(cleanup: ExitStack) -> None
     offer = publisher.publish(0, model.items())
     whole, rank = open_reader(cleanup), open_reader(cleanup)
     assert same(receive(whole, offer), model)
-    wanted = slices(engine_ranks(DENSE, 2)[1], headers, engine(DENSE, headers, 2, 1, 1))
+    wanted = find_slices(engine_ranks(DENSE, 2)[1], headers, engine(DENSE, headers, 2, 1, 1))
     mine = rank.restrict(offer, wanted)
     assert mine == wanted
     assert same(receive(rank, offer), parts(model, mine))

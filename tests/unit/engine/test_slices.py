@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from rollway.engine.slices import Slices, slices, zero_pad
+from rollway.engine.slices import find_slices, zero_pad
 from rollway.weights.checkpoint import TensorHeader
-from rollway.weights.layout import Box
-from rollway.weights.planning.vllm_layout import cells, engine_ranks
+from rollway.weights.layout import Box, Slices
+from rollway.weights.planning.targets import cells, engine_ranks
 from tests.unit.engine.sliced_models import DENSE, MOE, engine
 from tests.unit.weights.megatron_plans import model_of
 
@@ -24,7 +24,7 @@ def test_every_part_is_made_of_cells(config: dict[str, Any], tp: int, ep: int) -
     _, headers = model_of(config)
     pieces = {name: list(cells(name, headers, 8)) for name in headers}
     for place, rank in enumerate(engine_ranks(config, tp, ep)):
-        mine = slices(rank, headers, engine(config, headers, tp, ep, place))
+        mine = find_slices(rank, headers, engine(config, headers, tp, ep, place))
         assert mine.keep_whole_pieces(pieces).boxes == mine.boxes
         assert "model.norm.weight" not in mine.boxes
         assert "model.embed_tokens.weight" in mine.boxes
@@ -39,7 +39,7 @@ def test_a_rank_with_only_padding_receives_the_whole_tensor() -> None:
     config = {**DENSE, "vocab_size": 30}  # 64 with padding, 16 for each of four
     _, headers = model_of(config)
     for place, rank in enumerate(engine_ranks(config, 4)):
-        mine = slices(rank, headers, engine(config, headers, 4, 1, place))
+        mine = find_slices(rank, headers, engine(config, headers, 4, 1, place))
         assert ("lm_head.weight" in mine.boxes) == (16 * place < 30)
 
 
@@ -48,24 +48,24 @@ def test_unknown_tensors_are_received_whole() -> None:
     headers["model.layers.0.mystery.weight"] = TensorHeader("F32", (8, 8), "")
     rank = engine_ranks(DENSE, 2)[0]
     model = engine(DENSE, model_of(DENSE)[1], 2, 1, 0)
-    assert "model.layers.0.mystery.weight" not in slices(rank, headers, model).boxes
+    assert "model.layers.0.mystery.weight" not in find_slices(rank, headers, model).boxes
     # The shape differs from our rules, so this engine splits the parameter in another way.
     named = dict(model.named_parameters())
     name = "model.layers.0.self_attn.qkv_proj"
     named[f"{name}.weight"] = torch.empty(9, 9)
     del named["model.embed_tokens.weight"]
-    other = slices(rank, headers, SimpleNamespace(named_parameters=named.items))  # type: ignore[arg-type]
-    left_out = slices(rank, headers, model).boxes.keys() - other.boxes.keys()
+    other = find_slices(rank, headers, SimpleNamespace(named_parameters=named.items))  # type: ignore[arg-type]
+    left_out = find_slices(rank, headers, model).boxes.keys() - other.boxes.keys()
     assert left_out == {
         *(f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkv"),
         "model.embed_tokens.weight",
     }
-    assert slices(None, headers, model) == Slices()
+    assert find_slices(None, headers, model) == Slices()
 
 
 def test_unverifiable_parts_and_their_fused_partners_are_received_whole() -> None:
     _, headers = model_of(DENSE)
-    mine = slices(engine_ranks(DENSE, 2)[1], headers, engine(DENSE, headers, 2, 1, 1))
+    mine = find_slices(engine_ranks(DENSE, 2)[1], headers, engine(DENSE, headers, 2, 1, 1))
     pieces = {name: list(cells(name, headers, 2)) for name in headers}
     cut_elsewhere = "model.layers.1.self_attn.k_proj.weight"
     pieces[cut_elsewhere] = [Box.whole(headers[cut_elsewhere].shape)]

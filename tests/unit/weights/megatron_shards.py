@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 
 from rollway.weights.checkpoint import read_headers
-from rollway.weights.megatron.describe import describe
 from rollway.weights.megatron.geometry import ModelGeometry, Topology
+from rollway.weights.megatron.model import describe
 from rollway.weights.megatron.names import NameMap
 from rollway.weights.megatron.pieces import pieces
+from rollway.weights.megatron.tensors import from_hf
 from rollway.weights.sources import HeldTensor
-from rollway.weights.translate import from_hf
 
 
 def held_by_ranks(

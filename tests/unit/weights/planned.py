@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollway.weights.layout import Box
-from rollway.weights.planning.costs import Method
+from rollway.weights.planning.recipe import Method
 from rollway.weights.planning.sources import Source
 from rollway.weights.planning.targets import LocalTensor, Targets
 from rollway.weights.planning.transfers import Plan, Transfer
@@ -62,7 +62,7 @@ def carried_out(plan: Plan, sources: list[Source], model: Model, wants: Targets)
         for transfer in plan.transfers(receiver):
             array = held[transfer.source][transfer.tensor]
             moved += _carry(transfer, array, mine)
-            needed += transfer.needed
+            needed += transfer.step.needed
         assert moved == plan.totals[receiver].moved
         assert needed == plan.totals[receiver].needed
         received.append(mine)
@@ -72,20 +72,20 @@ def carried_out(plan: Plan, sources: list[Source], model: Model, wants: Targets)
 def _carry(transfer: Transfer, array: Array, mine: Model) -> int:
     """Run one transfer; return the bytes that were on the wire."""
     moved = 0
-    for copy in transfer.copies:
-        values = array[slices(copy.box)]
+    for target, cut in transfer.copies():
+        values = array[cut.box.slices]
         moved += values.nbytes
-        values = values.swapaxes(-1, -2) if copy.transposed else values
-        place = tuple(slice(a, a + n) for a, n in zip(copy.at, copy.shape, strict=True))
-        assert not mine[copy.target][place].any()
-        mine[copy.target][place] = values.reshape(copy.shape)
-        if transfer.method is Method.RANGE:
+        values = values.swapaxes(-1, -2) if cut.transposed else values
+        place = tuple(slice(a, a + n) for a, n in zip(cut.at, cut.extent, strict=True))
+        assert not mine[target][place].any()
+        mine[target][place] = values.reshape(cut.extent)
+        if transfer.step.choice.method is Method.RANGE:
             assert values.flags["C_CONTIGUOUS"]
-            assert mine[copy.target][place].flags["C_CONTIGUOUS"]
-    assert transfer.needed == moved
-    if transfer.method is Method.WHOLE:
+            assert mine[target][place].flags["C_CONTIGUOUS"]
+    assert transfer.step.needed == moved
+    if transfer.step.choice.method is Method.WHOLE:
         moved = array.nbytes
-    assert transfer.moved == moved
+    assert transfer.step.choice.moved == moved
     return moved
 
 

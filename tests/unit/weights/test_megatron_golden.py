@@ -19,12 +19,10 @@ from safetensors.torch import load_file
 
 from rollway.weights import sidecar
 from rollway.weights.checkpoint import read_headers
-from rollway.weights.megatron.describe import Norms, describe
 from rollway.weights.megatron.geometry import ModelGeometry, Topology
-from rollway.weights.megatron.model import MegatronModel
-from rollway.weights.megatron.names import NameMap
-from rollway.weights.megatron.roles import Parameter, classify
-from rollway.weights.translate import from_hf, to_hf
+from rollway.weights.megatron.model import MegatronModel, Norms, describe
+from rollway.weights.megatron.names import NameMap, Parameter, classify
+from rollway.weights.megatron.tensors import from_hf, to_hf
 
 DATA = Path(__file__).parents[2] / "data" / "megatron"
 GOLDEN = sorted(path.stem for path in DATA.glob("*_w*.json"))

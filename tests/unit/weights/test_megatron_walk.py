@@ -9,8 +9,8 @@ from torch import nn
 from rollway.errors import UsageError
 from rollway.weights.layout import Box, Piece, Role
 from rollway.weights.megatron.geometry import ModelGeometry, Position
-from rollway.weights.megatron.live import from_megatron, read_rank
 from rollway.weights.megatron.names import NameMap
+from rollway.weights.megatron.tensors import from_megatron, read_rank
 
 GEOMETRY = ModelGeometry(
     layers=4, hidden=4, heads=2, query_groups=1, head_dim=2, vocab=5, ffn=6, moe_ffn=2, experts=2

@@ -9,10 +9,16 @@ import pytest
 
 from rollway.errors import UsageError
 from rollway.weights.layout import Role
-from rollway.weights.megatron.bridge import BridgeRegistry, bridge_registry
 from rollway.weights.megatron.geometry import ModelGeometry, Position
-from rollway.weights.megatron.names import NameMap, plain_name
-from rollway.weights.megatron.roles import Parameter, classify, role_of_name
+from rollway.weights.megatron.names import (
+    BridgeRegistry,
+    NameMap,
+    Parameter,
+    bridge_registry,
+    classify,
+    plain_name,
+    role_of_name,
+)
 
 GEOMETRY = ModelGeometry(
     layers=8, hidden=8, heads=4, query_groups=2, head_dim=4, vocab=10, moe_ffn=4, experts=8

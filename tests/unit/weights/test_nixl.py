@@ -21,12 +21,12 @@ import torch
 from rollway.engine import receivers
 from rollway.errors import UsageError, WeightsError
 from rollway.orders import SECRET
-from rollway.weights.megatron.describe import Experts, describe
+from rollway.weights.layout import Slices
 from rollway.weights.megatron.geometry import ModelGeometry, Topology
+from rollway.weights.megatron.model import Experts, describe
 from rollway.weights.megatron.names import NameMap
 from rollway.weights.offer import Offer
-from rollway.weights.planning.sources import Source, fsdp_sources, hf_source, megatron_sources
-from rollway.weights.slices import Slices
+from rollway.weights.planning.sources import Source, fsdp_sources, megatron_sources
 from rollway.weights.sources import from_module
 from rollway.weights.transports.nixl import NixlPublisher, NixlReader
 from rollway.weights.transports.nixl.agent import check_devices, import_nixl
@@ -264,7 +264,7 @@ def test_fsdp_ranks_give_hugging_face_tensors() -> None:
     arrays, headers = model_of(MOE)
     model = {name: torch.from_numpy(array) for name, array in arrays.items()}
     publish_and_receive(fsdp_sources(headers, 3), model, rounds=2)
-    publish_and_receive([hf_source(headers)], model)
+    publish_and_receive(fsdp_sources(headers, 1), model)
 
 
 @nixl

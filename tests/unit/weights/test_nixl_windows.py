@@ -13,15 +13,20 @@ from numpy.typing import NDArray
 
 from rollway.errors import UsageError, WeightsError
 from rollway.weights.layout import Box, Piece
-from rollway.weights.megatron.describe import Experts, describe
 from rollway.weights.megatron.geometry import ModelGeometry, Topology
+from rollway.weights.megatron.model import Experts, describe
 from rollway.weights.megatron.names import NameMap
 from rollway.weights.offer import Entry
-from rollway.weights.planning.costs import Costs
 from rollway.weights.planning.plan import Receiver, plan
+from rollway.weights.planning.recipe import Costs
 from rollway.weights.planning.sources import Source, fsdp_sources, megatron_sources
-from rollway.weights.planning.targets import LocalTensor, Targets, hf_target
-from rollway.weights.planning.vllm_layout import engine_ranks, engine_targets
+from rollway.weights.planning.targets import (
+    LocalTensor,
+    Targets,
+    engine_ranks,
+    engine_targets,
+    hf_target,
+)
 from rollway.weights.transports.nixl.listing import read_layout, write_layout
 from rollway.weights.transports.nixl.windows import (
     ALIGNED,
@@ -71,13 +76,13 @@ def run_windows(windows: Windows, sources: list[Source], model: Model) -> Model:
                 assert window.offset <= here and here + size <= window.offset + window.nbytes
                 buffer[here : here + size] = raw[there : there + size]
                 moved += int(size)
-        for whole, copies in window.cuts:
-            for copy in copies:
-                values = view(whole)[slices(copy.box)]
-                values = values.swapaxes(-1, -2) if copy.transposed else values
-                target = next(t for t in window.targets if t.name == copy.target)
-                place = tuple(slice(a, a + n) for a, n in zip(copy.at, copy.shape, strict=True))
-                view(target)[place] = values.reshape(copy.shape)
+        for whole, transfer in window.cuts:
+            for name, cut in transfer.copies():
+                values = view(whole)[slices(cut.box)]
+                values = values.swapaxes(-1, -2) if cut.transposed else values
+                target = next(t for t in window.targets if t.name == name)
+                place = tuple(slice(a, a + n) for a, n in zip(cut.at, cut.extent, strict=True))
+                view(target)[place] = values.reshape(cut.extent)
         for target in window.targets:
             result[target.name] = view(target).copy()
     assert moved == windows.total.moved

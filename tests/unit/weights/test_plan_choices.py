@@ -10,8 +10,8 @@ import pytest
 
 from rollway.errors import UsageError
 from rollway.weights.layout import Box, Piece
-from rollway.weights.planning.costs import Costs, Load, Method, choose
 from rollway.weights.planning.plan import Receiver, plan
+from rollway.weights.planning.recipe import Costs, Load, Method, choose
 from rollway.weights.planning.scenario import plan_scenario
 from rollway.weights.planning.sources import (
     ANYWHERE,
@@ -20,9 +20,16 @@ from rollway.weights.planning.sources import (
     fsdp_sources,
     source_from_pieces,
 )
-from rollway.weights.planning.targets import LocalTensor, Target, TargetPart, hf_target
+from rollway.weights.planning.targets import (
+    EngineRank,
+    LocalTensor,
+    Target,
+    TargetPart,
+    engine_ranks,
+    engine_targets,
+    hf_target,
+)
 from rollway.weights.planning.transfers import Edge, Plan
-from rollway.weights.planning.vllm_layout import EngineRank, engine_ranks, engine_targets
 from tests.unit.weights.megatron_plans import DENSE
 
 MB = 1 << 20
@@ -64,17 +71,17 @@ def plan_box(box: Box, shape: tuple[int, ...], source_shape: tuple[int, ...], c:
 def test_rows_are_a_range() -> None:
     result = plan_box(Box((2, 0), (4, 768)), (2, 768), (2048, 768), Costs())
     (transfer,) = result.transfers("r")
-    assert transfer.method is Method.RANGE
+    assert transfer.step.choice.method is Method.RANGE
     assert (result.total.descriptors, result.total.blocks) == (1, 1)
 
 
 def test_columns_are_packed_when_blocks_are_small() -> None:
     result = plan_box(Box((0, 384), (2048, 768)), (2048, 384), (2048, 768), Costs())
     (transfer,) = result.transfers("r")
-    assert transfer.method is Method.PACKED
-    assert not transfer.staged
+    assert transfer.step.choice.method is Method.PACKED
+    assert not transfer.step.choice.staged
     assert result.total.ratio == 1.0
-    assert "2048 blocks of 768 B" in transfer.reason
+    assert "2048 blocks of 768 B" in transfer.step.choice.reason
 
 
 def test_columns_are_strided_when_blocks_are_large() -> None:
@@ -106,9 +113,9 @@ def test_a_transposed_piece_is_never_read_element_by_element() -> None:
     wanted = hf_target({"w": LocalTensor("BF16", (64, 32))})
     for costs in (Costs(), Costs(pack_gb_per_s=0), Costs(block_seconds=0)):
         (transfer,) = plan([source], [Receiver("r")], wanted, costs).transfers("r")
-        assert transfer.method in (Method.PACKED, Method.WHOLE)
-        assert transfer.reason.startswith("transposed")
-        assert transfer.copies[0].transposed
+        assert transfer.step.choice.method in (Method.PACKED, Method.WHOLE)
+        assert transfer.step.choice.reason.startswith("transposed")
+        assert transfer.step.cuts[0].transposed
 
 
 def test_the_method_with_the_fewest_seconds_is_chosen() -> None:
@@ -140,9 +147,10 @@ def test_neighbouring_cuts_become_one_copy() -> None:
     tensors = {piece.name: LocalTensor("BF16", (f, h)) for piece in pieces}
     rank = EngineRank(heads=1, kv_heads=1, head_dim=1)
     result = plan([source], [Receiver("r")], engine_targets([rank], tensors))
-    (copy,) = result.copies("r")
-    assert copy.target == "mlp.gate_up_proj.weight"
-    assert copy.box == Box((0, 0), (2 * f, h))
+    (transfer,) = result.transfers("r")
+    ((target, cut),) = transfer.copies()
+    assert target == "mlp.gate_up_proj.weight"
+    assert cut.box == Box((0, 0), (2 * f, h))
 
 
 def test_equal_layers_share_one_recipe() -> None:
@@ -151,7 +159,7 @@ def test_equal_layers_share_one_recipe() -> None:
     source = holder("t", shapes)
     result = plan([source], [Receiver("a"), Receiver("b")], engine_targets(ranks, held(source)))
     assert len(result.recipes) == 1
-    assert len(list(result.copies("a"))) == 50
+    assert len(list(result.transfers("a"))) == 50
 
 
 # --- the source -----------------------------------------------------------------------------
@@ -168,7 +176,7 @@ def test_sources_that_hold_the_same_are_equally_busy() -> None:
     served: dict[str, int] = {}
     for receiver in receivers:
         for transfer in result.transfers(receiver.name):
-            served[transfer.source] = served.get(transfer.source, 0) + transfer.moved
+            served[transfer.source] = served.get(transfer.source, 0) + transfer.step.choice.moved
     assert served == busy
 
 
@@ -263,7 +271,7 @@ def test_names_of_sources_and_receivers_must_be_unique() -> None:
     with pytest.raises(UsageError, match="Two of the plan's sources"):
         plan([source, source], [Receiver("r")], hf_target(held(source)))
     with pytest.raises(UsageError, match="no receiver x"):
-        list(plan([source], [Receiver("r")], hf_target(held(source))).copies("x"))
+        list(plan([source], [Receiver("r")], hf_target(held(source))).transfers("x"))
 
 
 # --- engines --------------------------------------------------------------------------------
@@ -289,7 +297,7 @@ def test_kv_heads_are_repeated_when_there_are_fewer_than_ranks() -> None:
 
 
 def test_uneven_experts_go_to_the_first_ranks() -> None:
-    config = {"num_attention_heads": 2, "hidden_size": 4, "num_experts": 5}
+    config = {**DENSE, "num_experts": 5}
     ranks = engine_ranks(config, tp=1, ep=3)
     assert [list(rank.owned) for rank in ranks] == [[0, 1], [2, 3], [4]]
     name = "model.layers.0.mlp.experts.3.up_proj.weight"
@@ -325,7 +333,7 @@ def test_tensors_that_vllm_would_not_load_are_refused(
 
 
 def test_impossible_engines_are_refused() -> None:
-    config = {"num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 12}
+    config = {**DENSE, "num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 12}
     for tp, ep in ((4, 1), (2, 3), (0, 1)):
         with pytest.raises(UsageError):
             engine_ranks(config, tp, ep)
@@ -337,15 +345,14 @@ def test_impossible_engines_are_refused() -> None:
 def test_replicas_that_have_a_version_serve_the_others(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(DENSE))
     fanout = plan_scenario(tmp_path, "hf", "vllm:replicas=10", arity=2).fanout
-    assert fanout is not None
-    assert [len(level) for level in fanout.levels] == [1, 2, 4, 3]
-    assert fanout.levels[0] == (Edge(None, "replica0"),)
+    assert [len(level) for level in fanout] == [1, 2, 4, 3]
+    assert fanout[0] == [Edge(None, "replica0")]
     served: set[str] = set()
-    for level in fanout.levels:
+    for level in fanout:
         assert all(edge.source is None or edge.source in served for edge in level)
         served |= {edge.receiver for edge in level}
     assert served == {f"replica{n}" for n in range(10)}
-    servers = [edge.source for level in fanout.levels for edge in level]
+    servers = [edge.source for level in fanout for edge in level]
     assert max(servers.count(server) for server in servers) == 2
     with pytest.raises(UsageError, match="replicas that serve 0 others"):
         plan_scenario(tmp_path, "hf", "vllm:replicas=2", arity=0)

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollway.errors import UsageError
-from rollway.weights.megatron.describe import Experts, Norms, describe
 from rollway.weights.megatron.geometry import ModelGeometry, Topology
+from rollway.weights.megatron.model import Experts, Norms, describe
 from rollway.weights.megatron.names import NameMap
-from rollway.weights.planning.costs import Costs
 from rollway.weights.planning.plan import Receiver, plan
+from rollway.weights.planning.recipe import Costs
 from rollway.weights.planning.sources import megatron_sources
-from rollway.weights.planning.vllm_layout import engine_ranks, engine_targets
+from rollway.weights.planning.targets import engine_ranks, engine_targets
 from tests.unit.weights.megatron_plans import DENSE, MOE, model_of
 from tests.unit.weights.planned import carried_out, expected
 

@@ -9,11 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollway.weights.layout import Box, Piece
-from rollway.weights.planning.costs import Costs
 from rollway.weights.planning.plan import Receiver, plan
+from rollway.weights.planning.recipe import Costs
 from rollway.weights.planning.sources import Source, source_from_pieces
-from rollway.weights.planning.targets import LocalTensor, Target, TargetPart, Targets, hf_target
-from rollway.weights.planning.vllm_layout import EngineRank, engine_targets, part_of
+from rollway.weights.planning.targets import (
+    EngineRank,
+    LocalTensor,
+    Target,
+    TargetPart,
+    Targets,
+    engine_targets,
+    hf_target,
+    part_of,
+)
 from tests.unit.weights.planned import DTYPE, Model, carried_out, expected, headers, some_model
 
 COSTS = [

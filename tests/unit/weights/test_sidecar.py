@@ -10,9 +10,8 @@ import pytest
 
 from rollway.errors import UsageError
 from rollway.weights import sidecar
-from rollway.weights.megatron.describe import describe
 from rollway.weights.megatron.geometry import ModelGeometry, Topology
-from rollway.weights.megatron.model import MegatronModel
+from rollway.weights.megatron.model import MegatronModel, describe
 from rollway.weights.megatron.names import NameMap
 from tests.unit.weights.megatron_models import headers, hf_shapes
 

@@ -28,8 +28,7 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rollway.errors import UsageError
-from rollway.weights.coverage import check_covered
-from rollway.weights.layout import Box
+from rollway.weights.layout import Box, check_covered
 from rollway.weights.sources import HeldTensor, dtensor_box, from_module
 
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from rollway.errors import UsageError
-from rollway.weights.megatron.describe import describe
 from rollway.weights.megatron.geometry import ModelGeometry, Topology
+from rollway.weights.megatron.model import describe
 from rollway.weights.megatron.names import NameMap
-from rollway.weights.translate import Translation, from_hf, to_hf
+from rollway.weights.megatron.tensors import Translation, from_hf, to_hf
 from tests.unit.weights.megatron_models import headers, hf_shapes, numbered
 
 GEOMETRY = ModelGeometry(

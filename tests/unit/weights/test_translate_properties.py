@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 from rollway.errors import UsageError
 from rollway.weights import sidecar
 from rollway.weights.layout import Shape
-from rollway.weights.megatron.describe import Experts, Norms, describe
 from rollway.weights.megatron.geometry import ModelGeometry, Topology
-from rollway.weights.megatron.model import MegatronModel
+from rollway.weights.megatron.model import Experts, MegatronModel, Norms, describe
 from rollway.weights.megatron.names import NameMap
 from rollway.weights.megatron.pieces import pieces
-from rollway.weights.translate import from_hf, to_hf
+from rollway.weights.megatron.tensors import from_hf, to_hf
 from tests.unit.weights.megatron_models import headers, hf_shapes, numbered
 
 

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from rollway.weights.layout import Box
-from rollway.weights.planning.targets import LocalTensor
-from rollway.weights.planning.vllm_layout import EngineRank, engine_targets
+from rollway.weights.planning.targets import EngineRank, LocalTensor, engine_targets
 
 torch = pytest.importorskip("torch")
 linear: Any = None

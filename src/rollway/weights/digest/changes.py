@@ -66,7 +66,7 @@ class Comparison(Protocol):
 def compare_pairs(pairs: Sequence[Pair], with_digests: bool = False) -> Comparison:
     """Compare pairs on one device; the host waits for the device once."""
     if uses_triton(pairs[0][0].device):
-        from rollway.weights.digest.gpu_changes import TritonComparison
+        from rollway.weights.digest.gpu import TritonComparison
 
         return TritonComparison(pairs, with_digests)
     return _TorchComparison(pairs, with_digests)

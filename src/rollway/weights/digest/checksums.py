@@ -106,10 +106,9 @@ def uses_triton(device: torch.device) -> bool:
 @functools.cache
 def _triton_works() -> bool:
     try:
-        from rollway.weights.digest import gpu, gpu_changes
+        from rollway.weights.digest import gpu
 
         gpu.check()
-        gpu_changes.check()
     except Exception as error:  # noqa: BLE001 (torch can do the same whatever the error is)
         log.info("Triton does not work here, so torch digests tensor by tensor: %s", error)
         return False

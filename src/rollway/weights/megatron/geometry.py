@@ -13,11 +13,15 @@ from typing import Any
 
 from rollway.errors import UsageError
 
-_MOST = {
-    **{"layers": 1 << 14, "heads": 1 << 12, "query_groups": 1 << 12, "experts": 1 << 14},
-    **dict.fromkeys(("hidden", "head_dim", "vocab", "ffn", "moe_ffn", "padded_vocab"), 1 << 32),
+_LIMITS = {
+    "layers": (1, 1 << 14),
+    **dict.fromkeys(("heads", "query_groups"), (1, 1 << 12)),
+    **dict.fromkeys(("hidden", "head_dim", "vocab"), (1, 1 << 32)),
+    **dict.fromkeys(("ffn", "moe_ffn", "padded_vocab"), (0, 1 << 32)),
+    "experts": (0, 1 << 14),
 }
-"""Far above any model; the first four decide how many tensors and parts are listed in memory."""
+"""The smallest and the largest size. The largest are far above any model; those of layers, heads
+and experts decide how many tensors and parts are listed in memory."""
 _MAX_EXPERTS = 1 << 20  # Experts of all layers together
 _CHECK_CONFIG = "Check the model's config or sidecar."
 
@@ -42,15 +46,12 @@ class ModelGeometry:
     gated: bool = True  # Whether `linear_fc1` has gate and up (SwiGLU), not one matrix
 
     def __post_init__(self) -> None:
-        for name in ("layers", "hidden", "heads", "query_groups", "head_dim", "vocab"):
-            if getattr(self, name) < 1:
+        for name, (least, most) in _LIMITS.items():
+            size = getattr(self, name)
+            if not least <= size <= most:
+                is_too = "too small" if size < least else "too large"
                 raise UsageError(
-                    f"A model with {name}={getattr(self, name)} cannot be laid out.", _CHECK_CONFIG
-                )
-        for name, most in _MOST.items():
-            if getattr(self, name) > most:
-                raise UsageError(
-                    f"A model with {name}={getattr(self, name)} is too large: at most {most}.",
+                    f"A model with {name}={size} is {is_too}: use {least} to {most}.",
                     _CHECK_CONFIG,
                 )
         if self.layers * self.experts > _MAX_EXPERTS:
@@ -191,10 +192,6 @@ class Position:
             )
         return self.pp * (geometry.layers // self.pp_size)
 
-    def expert_offset(self, geometry: ModelGeometry) -> int:
-        """Return the global number of local expert 0."""
-        return self.ep * self.local_experts(geometry)
-
     def local_experts(self, geometry: ModelGeometry) -> int:
         """Return how many experts this rank holds."""
         if geometry.experts % self.ep_size:
@@ -231,17 +228,15 @@ class Topology:
         stage = world // self.pp
         pp, inside = divmod(rank, stage)
         expert = self.ep * self.etp
+        sizes = {"tp": self.tp, "pp": self.pp, "ep": self.ep, "etp": self.etp}
         return Position(
             tp=inside % self.tp,
-            tp_size=self.tp,
             pp=pp,
-            pp_size=self.pp,
             ep=inside // self.etp % self.ep,
-            ep_size=self.ep,
             etp=inside % self.etp,
-            etp_size=self.etp,
             dp=inside // self.tp,
             dp_size=stage // self.tp,
             edp=inside // expert,
             edp_size=stage // expert,
+            **{f"{group}_size": size for group, size in sizes.items()},
         )

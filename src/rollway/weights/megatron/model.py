@@ -1,25 +1,39 @@
 """The layout of a Megatron model: the tensors of every rank, and the Hugging Face tensors in them.
 
-`live.read_rank` reads the layout of one rank of a running model. `describe` computes the layout of
-a model that does not run yet. `sidecar` stores either as JSON.
+`tensors.read_rank` reads the layout of one rank of a running model. `describe` computes the layout
+of a trainer that does not run, from the shapes of a checkpoint alone: any topology, with the names
+that Transformer Engine or Megatron's own layers give, and any of Megatron's three kinds of experts.
+`sidecar` stores either as JSON.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from functools import lru_cache
 from itertools import islice
 
 from rollway.errors import UsageError
-from rollway.weights.coverage import check_covered, publishing_replica
-from rollway.weights.layout import Placed, Role, Shape, Shard
-from rollway.weights.megatron.geometry import ModelGeometry, Position
-from rollway.weights.megatron.pieces import cuts, hf_shapes, replica
+from rollway.weights.checkpoint import TensorHeader
+from rollway.weights.layout import (
+    Box,
+    Placed,
+    Role,
+    Shape,
+    Shard,
+    check_covered,
+    publishes,
+)
+from rollway.weights.megatron.geometry import ModelGeometry, Position, Topology
+from rollway.weights.megatron.names import NameMap, Table, role_of_name
+from rollway.weights.megatron.pieces import cuts, hf_shapes, is_legacy, replica, sharding
 
 _MAX_PARTS = 1 << 21
 """The limit for all tensors together: four times what 60 layers of 400 experts in 8 parts have."""
 _LAYER_NUMBER = re.compile(r"\blayers\.(\d+)\.")
+_FUSED_NORM = ".layer_norm_"
 
 
 @dataclass(frozen=True)
@@ -34,7 +48,7 @@ class RankLayout:
     def owns(self, name: str) -> bool:
         """Return whether this rank is the replica that publishes its shard."""
         own = replica(self.shards[name], self.position)
-        return publishing_replica(name, own.count) == own.index
+        return publishes(name, own.index, own.count)
 
 
 @dataclass(frozen=True)
@@ -129,7 +143,140 @@ class MegatronModel:
                         f"Ranks {other} and {rank} say that they are at the same position.",
                         "Data-parallel replicas must differ in dp (and edp, for experts).",
                     )
-                publishes = publishing_replica(name, own.count) == own.index
-                if publishes or (name, own.group) not in chosen:
+                if publishes(name, own.index, own.count) or (name, own.group) not in chosen:
                     chosen[name, own.group] = rank
         return {(name, rank): self.ranks[rank].shards[name] for (name, _), rank in chosen.items()}
+
+
+# --- a trainer that does not run ---------------------------------------------------------------
+
+
+class Norms(StrEnum):
+    """Where Megatron keeps the norms before attention and MLP."""
+
+    FUSED = "fused"  # In the linear layer that follows, as Transformer Engine does
+    SEPARATE = "separate"
+
+
+class Experts(StrEnum):
+    """Megatron's module for the local experts."""
+
+    GROUPED = "grouped"
+    SEQUENTIAL = "sequential"
+    LEGACY = "legacy"
+
+
+def describe(
+    hf: Mapping[str, TensorHeader],
+    names: NameMap,
+    topology: Topology,
+    *,
+    norms: Norms = Norms.FUSED,
+    experts: Experts = Experts.GROUPED,
+) -> MegatronModel:
+    """Return what the ranks of a trainer hold of a model with these Hugging Face tensors.
+
+    The second copy of tied embeddings, on the last pipeline stage, is left out."""
+    templates = _choose_templates(names.table, norms, experts)
+    layouts: dict[int, RankLayout] = {}
+    shared: dict[tuple[int, int], list[tuple[Shard, tuple[str, ...]]]] = {}
+    for rank, position in enumerate(topology.positions()):
+        place = position.pp, position.ep  # the names of a rank's tensors depend only on these
+        if place not in shared:
+            shared[place] = list(_list_tensors(hf, names, position, templates))
+        shards = {tensor.name: _make_shard(tensor, position) for tensor, _ in shared[place]}
+        hf_names = {tensor.name: parts for tensor, parts in shared[place]}
+        layouts[rank] = RankLayout(position, shards, hf_names)
+    return MegatronModel(names.geometry, layouts)
+
+
+def _list_tensors(
+    hf: Mapping[str, TensorHeader], names: NameMap, position: Position, templates: list[str]
+) -> Iterator[tuple[Shard, tuple[str, ...]]]:
+    """Yield Megatron's tensors, all tensor-parallel ranks joined, and the HF tensors in each."""
+    used: set[str] = set()
+    for template, name in _list_names(templates, names.geometry, position):
+        hf_names = names.hf_names(name, position)
+        if not hf_names or any(n not in hf or n in used for n in hf_names):
+            continue
+        if _FUSED_NORM in name:
+            # A norm is fused only into a linear layer that the model has.
+            linear = name.rpartition(_FUSED_NORM)[0] + ".weight"
+            if not all(n in hf for n in names.hf_names(linear, position)):
+                continue
+        used.update(hf_names)
+        role = role_of_name(template, gated=names.geometry.gated)
+        shapes = [hf[n].shape for n in hf_names]
+        shape = _join_shapes(name, role, shapes, names.geometry, position)
+        yield Shard(name, hf[hf_names[0]].dtype, shape, Box.whole(shape), role), hf_names
+
+
+def _choose_templates(table: Table, norms: Norms, experts: Experts) -> list[str]:
+    """Return the names of a family that this kind of model has; fused norms come first."""
+    marks = {
+        Experts.GROUPED: ".experts.linear_fc",
+        Experts.SEQUENTIAL: ".experts.local_experts.",
+        Experts.LEGACY: ".experts.weight",
+    }
+    other = tuple(mark for kind, mark in marks.items() if kind is not experts)
+    chosen = [name for name in table if not any(mark in name for mark in other)]
+    if norms is Norms.SEPARATE:
+        return [name for name in chosen if _FUSED_NORM not in name]
+    return sorted(chosen, key=lambda name: _FUSED_NORM not in name)
+
+
+def _list_names(
+    templates: list[str], geometry: ModelGeometry, position: Position
+) -> Iterator[tuple[str, str]]:
+    """Yield every name that a rank could have, after the template it is made from."""
+    first, last = position.pp == 0, position.pp == position.pp_size - 1
+    position.layer_offset(geometry)  # raises if the stages cannot share the layers evenly
+    layers = range(geometry.layers // position.pp_size)
+    experts = range(position.local_experts(geometry)) if geometry.experts else range(0)
+    for template in templates:
+        if ".experts." in template and not experts:
+            continue
+        if "{layer}" in template:
+            for layer in layers:
+                named = template.replace("{layer}", str(layer))
+                for expert in experts if "{expert}" in template else (0,):
+                    yield template, named.replace("{expert}", str(expert))
+        elif first if template.startswith("embedding.") else last:
+            yield template, template
+
+
+def _make_shard(tensor: Shard, position: Position) -> Shard:
+    box = _find_box(tensor.role, is_legacy(tensor.name), tensor.shape, position)
+    if box is None:
+        raise UsageError(
+            f"{tensor.name} ({list(tensor.shape)}) cannot be cut evenly at {position}.",
+            "Use other parallel sizes, or a padded_vocab that they divide.",
+        )
+    return replace(tensor, box=box)
+
+
+@lru_cache(maxsize=65536)
+def _find_box(role: Role, legacy: bool, shape: Shape, position: Position) -> Box | None:
+    """Return the box of a tensor that a rank holds, or None if it cannot be shared evenly."""
+    axis, rank, size = sharding(role, legacy, len(shape), position)
+    whole = Box.whole(shape)
+    if axis is None:
+        return whole
+    length, rest = divmod(shape[axis], size)
+    return None if rest else whole.narrow(axis, rank * length, (rank + 1) * length)
+
+
+def _join_shapes(
+    name: str, role: Role, shapes: list[Shape], geometry: ModelGeometry, position: Position
+) -> Shape:
+    """Return the shape of Megatron's tensor, all tensor-parallel ranks joined."""
+    if is_legacy(name):
+        experts, width = position.local_experts(geometry), shapes[0][role is Role.EXPERT_ROW]
+        if role is Role.EXPERT_ROW:
+            return experts * width, geometry.hidden
+        return experts * geometry.hidden, width * len(shapes) // experts
+    if role is Role.VOCAB_PARALLEL:
+        return (geometry.padded_vocab or geometry.vocab, *shapes[0][1:])
+    if len(shapes) == 1:
+        return shapes[0]
+    return (sum(shape[0] for shape in shapes), *shapes[0][1:])

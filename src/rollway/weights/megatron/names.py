@@ -1,25 +1,36 @@
-"""Map Megatron's tensor names to the Hugging Face names of the tensors in them.
+"""Read Megatron's tensor names: the Hugging Face tensors in each, and how it is sharded.
 
 The tables have `{layer}` and `{expert}` for numbers. Megatron counts both from 0 on every rank,
 Hugging Face over the whole model, so a name has a meaning only together with a `Position`.
 Overrides are written the same way; `*` in them matches any one part of a name:
 
     {"decoder.layers.{layer}.self_attention.sinks": ["model.layers.{layer}.self_attn.sinks"]}
+
+A parameter's role follows from the class of its module. Transformer Engine, the inference layers
+and the quantisers add prefixes and suffixes to the names of Megatron's own classes, but keep the
+part that matters: `TELayerNormColumnParallelLinear`, `QuantRowParallelLinear`. `partition_stride ==
+2` marks a gated matrix, but Transformer Engine sets 1 for gated ones as well, so the model's config
+decides. A parameter that cannot be classified is an error: if a sharded tensor were treated as
+replicated, one rank would publish its part as the whole.
 """
 
 from __future__ import annotations
 
+import fnmatch
+import importlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Protocol
+from typing import Any
 
 from rollway.errors import UsageError
+from rollway.weights.layout import Role
 from rollway.weights.megatron.geometry import ModelGeometry, Position
 
 Table = dict[str, tuple[str, ...]]
-Overrides = Mapping[str, Sequence[str]]
+NameOverrides = Mapping[str, Sequence[str]]
+RoleOverrides = Mapping[str, Role]  # Roles by glob pattern of the parameter's name
 
 _LAYER, _HF_LAYER = "decoder.layers.{layer}.", "model.layers.{layer}."
 _LAYER_NUMBER = re.compile(r"^decoder\.layers\.(\d+)\.")
@@ -27,87 +38,90 @@ _EXPERT_NUMBER = re.compile(
     r"(?<=\.experts\.)(local_experts\.|linear_fc[12]\.(?:weight|bias))(\d+)(?=\.|$)"
 )
 _WRAPPERS = ("module.", "_orig_mod.")
-
-
-class Registry(Protocol):
-    """Names from elsewhere, for example `megatron.bridge`; they come before the tables here."""
-
-    def hf_names(self, name: str) -> tuple[str, ...] | None:
-        """Return names for a name with global layer and expert numbers, or None if unknown."""
-        ...
+_BRIDGE_PARTS = ("q", "k", "v", "gate", "up")
+_BRIDGE_MAPPINGS = {
+    *("AutoMapping", "ColumnParallelMapping", "RowParallelMapping", "ReplicatedMapping"),
+    *("DirectMapping", "QKVMapping", "GatedMLPMapping", "ConcatenatedQKVMapping"),
+}
+"""Megatron-Bridge's mappings that move elements without changing them."""
+_KINDS = (
+    (re.compile(r"VocabParallelEmbedding"), Role.VOCAB_PARALLEL),
+    (re.compile(r"ColumnParallel\w*Linear"), Role.COLUMN),
+    (re.compile(r"RowParallel\w*Linear"), Role.ROW),
+    (
+        re.compile(r"Norm(Impl)?$|Router$|^(Quant)?(TE|Inference)?Linear$|^SharedExpertMLP$"),
+        Role.REPLICATED,
+    ),
+)
+"""Roles by the class of the module; `_refine` adds the fused ones."""
+_LEGACY_EXPERTS = re.compile(r"(^|[a-z])GroupedMLP$")
+_CLASSES = (
+    (r"\.experts\.weight", "GroupedMLP"),
+    (r"(linear_qkv|linear_fc1|linear_q_proj|_up_proj|output_layer)\.", "ColumnParallelLinear"),
+    (r"(linear_proj|linear_fc2)\.", "RowParallelLinear"),
+    (r"word_embeddings", "VocabParallelEmbedding"),
+    (r"(norm|router)\.\w+$|shared_experts\.gate_weight$|_down_proj\.", "TopKRouter"),
+)
+"""The classes that Megatron uses, by the name of the parameter."""
 
 
 def _make_table(mlp: str, gate: str, up: str, down: str, shared: str) -> Table:
     """Return the names of a family, by its MoE block and the names of its experts' matrices."""
-    layer: dict[str, tuple[str, ...]] = {}
+    expert = f"{mlp}.experts.{{expert}}"
+    gate_up, last = (f"{expert}.{gate}.", f"{expert}.{up}."), (f"{expert}.{down}.",)
+    layer: Table = {
+        "input_layernorm.": ("input_layernorm.",),
+        "self_attention.linear_qkv.layer_norm_": ("input_layernorm.",),
+        "self_attention.linear_qkv.": tuple(f"self_attn.{part}_proj." for part in "qkv"),
+        "self_attention.linear_proj.": ("self_attn.o_proj.",),
+        "self_attention.q_layernorm.": ("self_attn.q_norm.",),
+        "self_attention.k_layernorm.": ("self_attn.k_norm.",),
+        "pre_mlp_layernorm.": ("post_attention_layernorm.",),
+        "mlp.linear_fc1.layer_norm_": ("post_attention_layernorm.",),
+        "mlp.linear_fc1.": ("mlp.gate_proj.", "mlp.up_proj."),
+        "mlp.linear_fc2.": ("mlp.down_proj.",),
+        "mlp.router.": (f"{mlp}.gate.",),
+        "mlp.shared_experts.linear_fc1.": (f"mlp.{shared}.gate_proj.", f"mlp.{shared}.up_proj."),
+        "mlp.shared_experts.linear_fc2.": (f"mlp.{shared}.down_proj.",),
+        "mlp.experts.local_experts.{expert}.linear_fc1.": gate_up,
+        "mlp.experts.local_experts.{expert}.linear_fc2.": last,
+    }
+    grouped = {"mlp.experts.linear_fc1.": gate_up, "mlp.experts.linear_fc2.": last}
+    table: Table = {"embedding.word_embeddings.weight": ("model.embed_tokens.weight",)}
     for kind in ("weight", "bias"):
-        layer |= {
-            f"input_layernorm.{kind}": (f"input_layernorm.{kind}",),
-            f"self_attention.linear_qkv.layer_norm_{kind}": (f"input_layernorm.{kind}",),
-            f"self_attention.linear_qkv.{kind}": tuple(
-                f"self_attn.{part}_proj.{kind}" for part in "qkv"
-            ),
-            f"self_attention.linear_proj.{kind}": (f"self_attn.o_proj.{kind}",),
-            f"self_attention.q_layernorm.{kind}": (f"self_attn.q_norm.{kind}",),
-            f"self_attention.k_layernorm.{kind}": (f"self_attn.k_norm.{kind}",),
-            f"pre_mlp_layernorm.{kind}": (f"post_attention_layernorm.{kind}",),
-            f"mlp.linear_fc1.layer_norm_{kind}": (f"post_attention_layernorm.{kind}",),
-            f"mlp.linear_fc1.{kind}": (f"mlp.gate_proj.{kind}", f"mlp.up_proj.{kind}"),
-            f"mlp.linear_fc2.{kind}": (f"mlp.down_proj.{kind}",),
-            f"mlp.router.{kind}": (f"{mlp}.gate.{kind}",),
-            f"mlp.shared_experts.linear_fc1.{kind}": (
-                f"mlp.{shared}.gate_proj.{kind}",
-                f"mlp.{shared}.up_proj.{kind}",
-            ),
-            f"mlp.shared_experts.linear_fc2.{kind}": (f"mlp.{shared}.down_proj.{kind}",),
-        }
-        first = tuple(f"{mlp}.experts.{{expert}}.{part}.{kind}" for part in (gate, up))
-        second = (f"{mlp}.experts.{{expert}}.{down}.{kind}",)
-        layer |= {
-            f"mlp.experts.linear_fc1.{kind}{{expert}}": first,
-            f"mlp.experts.linear_fc2.{kind}{{expert}}": second,
-            f"mlp.experts.local_experts.{{expert}}.linear_fc1.{kind}": first,
-            f"mlp.experts.local_experts.{{expert}}.linear_fc2.{kind}": second,
-        }
+        names = {f"{name}{kind}": hf for name, hf in layer.items()}
+        names |= {f"{name}{kind}{{expert}}": hf for name, hf in grouped.items()}
         if kind == "weight":
-            layer |= {"mlp.experts.weight1": first, "mlp.experts.weight2": second}
-    layer["mlp.router.expert_bias"] = (f"{mlp}.gate.e_score_correction_bias",)
-    layer["mlp.shared_experts.gate_weight"] = ("mlp.shared_expert_gate.weight",)
-    return {
-        "embedding.word_embeddings.weight": ("model.embed_tokens.weight",),
-        **{_LAYER + name: tuple(_HF_LAYER + hf for hf in to) for name, to in layer.items()},
-        "decoder.final_layernorm.weight": ("model.norm.weight",),
-        "decoder.final_layernorm.bias": ("model.norm.bias",),
-        "output_layer.weight": ("lm_head.weight",),
-        "output_layer.bias": ("lm_head.bias",),
-    }
-
-
-def _add_latent_attention(table: Table) -> Table:
-    """Add DeepSeek's attention: queries, keys and values through low-rank matrices."""
-    parts = {
-        "linear_q_proj.weight": "q_proj.weight",
-        "linear_q_down_proj.weight": "q_a_proj.weight",
-        "linear_q_up_proj.weight": "q_b_proj.weight",
-        "linear_q_up_proj.layer_norm_weight": "q_a_layernorm.weight",
-        "q_layernorm.weight": "q_a_layernorm.weight",
-        "linear_kv_down_proj.weight": "kv_a_proj_with_mqa.weight",
-        "linear_kv_up_proj.weight": "kv_b_proj.weight",
-        "linear_kv_up_proj.layer_norm_weight": "kv_a_layernorm.weight",
-        "kv_layernorm.weight": "kv_a_layernorm.weight",
-    }
-    attention = {
-        f"{_LAYER}self_attention.{name}": (f"{_HF_LAYER}self_attn.{hf}",)
-        for name, hf in parts.items()
-    }
-    return {**table, **attention}
+            names |= {"mlp.experts.weight1": gate_up, "mlp.experts.weight2": last}
+        for name, hf in names.items():
+            table[_LAYER + name] = tuple(f"{_HF_LAYER}{part}{kind}" for part in hf)
+        table[f"decoder.final_layernorm.{kind}"] = (f"model.norm.{kind}",)
+        table[f"output_layer.{kind}"] = (f"lm_head.{kind}",)
+    table[f"{_LAYER}mlp.router.expert_bias"] = (f"{_HF_LAYER}{mlp}.gate.e_score_correction_bias",)
+    table[f"{_LAYER}mlp.shared_experts.gate_weight"] = (
+        f"{_HF_LAYER}mlp.shared_expert_gate.weight",
+    )
+    return table
 
 
 _PLAIN = _make_table("mlp", "gate_proj", "up_proj", "down_proj", "shared_expert")
 _MIXTRAL = _make_table("block_sparse_moe", "w1", "w3", "w2", "shared_expert")
-_DEEPSEEK = _add_latent_attention(
-    _make_table("mlp", "gate_proj", "up_proj", "down_proj", "shared_experts")
-)
+_LATENT_ATTENTION = {
+    "linear_q_proj.weight": "q_proj.weight",
+    "linear_q_down_proj.weight": "q_a_proj.weight",
+    "linear_q_up_proj.weight": "q_b_proj.weight",
+    "linear_q_up_proj.layer_norm_weight": "q_a_layernorm.weight",
+    "q_layernorm.weight": "q_a_layernorm.weight",
+    "linear_kv_down_proj.weight": "kv_a_proj_with_mqa.weight",
+    "linear_kv_up_proj.weight": "kv_b_proj.weight",
+    "linear_kv_up_proj.layer_norm_weight": "kv_a_layernorm.weight",
+    "kv_layernorm.weight": "kv_a_layernorm.weight",
+}
+"""DeepSeek's attention: queries, keys and values through low-rank matrices."""
+_DEEPSEEK = _make_table("mlp", "gate_proj", "up_proj", "down_proj", "shared_experts") | {
+    f"{_LAYER}self_attention.{name}": (f"{_HF_LAYER}self_attn.{hf}",)
+    for name, hf in _LATENT_ATTENTION.items()
+}
 
 FAMILIES: dict[str, Table] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), _PLAIN),
@@ -125,13 +139,56 @@ def plain_name(name: str) -> str:
 
 
 @dataclass(frozen=True)
+class BridgeRegistry:
+    """The names of `megatron.bridge`, which knows more families than our tables.
+
+    Where Bridge would compute (norms that are stored minus one, permuted axes), the tensor is
+    refused: the engine would serve wrong bytes."""
+
+    mappings: Any
+
+    def hf_names(self, name: str) -> tuple[str, ...] | None:
+        """Return the names for a name with global numbers, or None if Bridge does not know it."""
+        try:
+            mapping = self.mappings.megatron_to_hf_lookup(name)
+        except (ValueError, KeyError, IndexError):  # a name that Bridge cannot parse
+            return None
+        if mapping is None:
+            return None
+        kind = type(mapping).__name__
+        if kind not in _BRIDGE_MAPPINGS or getattr(mapping, "permute_dims", None):
+            raise UsageError(
+                f"Megatron-Bridge changes the values of {name} ({kind}), not only their places.",
+                "Add an override for this name if its bytes may go as they are.",
+            )
+        names = mapping.hf_param
+        if isinstance(names, str):
+            return (names,)
+        if names.keys() - set(_BRIDGE_PARTS):
+            raise UsageError(
+                f"Megatron-Bridge splits {name} into {', '.join(sorted(names))}; Rollway cannot.",
+                "Add an override for this name.",
+            )
+        return tuple(names[part] for part in _BRIDGE_PARTS if part in names)
+
+
+def bridge_registry(hf_config: Any) -> BridgeRegistry | None:
+    """Return a model's registry by its transformers config; None without a usable Bridge."""
+    try:
+        bridge = importlib.import_module("megatron.bridge").AutoBridge.from_hf_config(hf_config)
+        return BridgeRegistry(bridge._model_bridge.mapping_registry())
+    except (ImportError, AttributeError, ValueError):
+        return None  # not installed, not importable without a GPU, or an unknown family
+
+
+@dataclass(frozen=True)
 class NameMap:
     """The Hugging Face names of one model: from overrides, then a registry, then our table."""
 
     model_type: str
     geometry: ModelGeometry
-    overrides: Overrides = field(default_factory=dict)
-    registry: Registry | None = None
+    overrides: NameOverrides = field(default_factory=dict)
+    registry: BridgeRegistry | None = None
 
     def __post_init__(self) -> None:
         if self.model_type not in FAMILIES and self.registry is None:
@@ -195,8 +252,8 @@ class NameMap:
         if not any("{expert}" in target for target in targets):
             experts: Sequence[int] = (0,)
         else:
-            first = position.expert_offset(self.geometry)
             count = position.local_experts(self.geometry)
+            first = position.ep * count
             if expert is not None and int(expert) >= count:
                 raise UsageError(
                     f"Expert {expert} does not exist on a rank of {count} experts.",
@@ -235,3 +292,76 @@ def _fill_stars(target: str, texts: Sequence[str]) -> str:
     for text in texts:
         target = target.replace("*", text, 1)
     return target
+
+
+# --- roles -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A parameter's name and module class, and the partition attributes that Megatron gives it."""
+
+    name: str
+    module_class: str = ""
+    tensor_parallel: bool | None = None
+    partition_dim: int | None = None
+    partition_stride: int | None = None
+
+
+def classify(
+    parameter: Parameter, *, gated: bool = True, overrides: RoleOverrides | None = None
+) -> Role:
+    """Return the role of a parameter; `gated` says whether the model's MLPs are gated."""
+    name = plain_name(parameter.name)
+    for pattern, role in (overrides or {}).items():
+        if fnmatch.fnmatchcase(name, pattern):
+            return role
+    kind = _find_kind(name, parameter)
+    if kind is None:
+        raise UsageError(
+            f"It is unknown how {name} (of a {parameter.module_class or 'nameless module'}) is "
+            "sharded over the ranks.",
+            f"Add an override: roles={{{name!r}: Role.REPLICATED}}, or the role it has.",
+        )
+    return _refine(name, kind, gated=gated or parameter.partition_stride == 2)
+
+
+@lru_cache
+def role_of_name(name: str, *, gated: bool = True) -> Role:
+    """Return the role by the name alone, for a model that does not run."""
+    plain = plain_name(name)
+    cls = next((cls for pattern, cls in _CLASSES if re.search(pattern, plain)), "")
+    return classify(Parameter(name, cls), gated=gated)
+
+
+def _find_kind(name: str, parameter: Parameter) -> Role | None:
+    leaf = name.rsplit(".", 1)[-1]
+    if leaf.startswith("layer_norm_"):
+        return Role.REPLICATED  # fused into the linear layer after it
+    cls = parameter.module_class.lstrip("_")
+    if _LEGACY_EXPERTS.search(cls) and leaf in ("weight1", "weight2"):
+        return Role.COLUMN if leaf == "weight1" else Role.ROW
+    # Before the attributes: those of a duplicated TELinear are wrong.
+    for pattern, role in _KINDS:
+        if pattern.search(cls):
+            return role
+    if parameter.tensor_parallel and parameter.partition_dim in (0, 1):
+        return Role.ROW if parameter.partition_dim else Role.COLUMN
+    return None
+
+
+def _refine(name: str, kind: Role, *, gated: bool) -> Role:
+    module, _, leaf = name.rpartition(".")
+    if ".experts." in name:
+        # Also for an expert's bias, which is on all its tensor ranks: other ranks have other
+        # experts, so it is not replicated over all of them.
+        return Role.EXPERT_COLUMN if kind is Role.COLUMN else Role.EXPERT_ROW
+    if kind is Role.ROW and leaf == "bias":
+        return Role.REPLICATED
+    if kind is not Role.COLUMN:
+        return kind
+    if module.endswith("linear_qkv"):
+        return Role.QKV_COLUMN
+    if module.endswith("linear_fc1"):
+        return Role.GATED_MLP_COLUMN if gated else Role.COLUMN
+    return Role.VOCAB_PARALLEL if module.endswith("output_layer") else Role.COLUMN

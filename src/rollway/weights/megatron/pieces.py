@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from rollway.errors import UsageError
-from rollway.weights.layout import Box, Piece, Placed, Role, Shape, Shard
+from rollway.weights.layout import Box, Piece, Placed, Role, Shape, Shard, join_neighbours
 from rollway.weights.megatron.geometry import ModelGeometry, Position
 
 _BY_TENSOR_RANK = {Role.QKV_COLUMN, Role.GATED_MLP_COLUMN, Role.COLUMN, Role.VOCAB_PARALLEL}
@@ -76,8 +76,8 @@ def place(name: str, dtype: str, local: Shape, role: Role, position: Position) -
             "Check the tensor's role.",
         )
     shape = (*local[:axis], local[axis] * size, *local[axis + 1 :])
-    start = tuple(rank * n if d == axis else 0 for d, n in enumerate(local))
-    return Shard(name, dtype, shape, Box.whole(local).shift(start), role)
+    box = Box.whole(shape).narrow(axis, rank * local[axis], (rank + 1) * local[axis])
+    return Shard(name, dtype, shape, box, role)
 
 
 def local_view(name: str, local: Shape, geometry: ModelGeometry, position: Position) -> Shape:
@@ -158,14 +158,13 @@ def _cuts(
         # Some families have one tensor for all parts, one below the other.
         tops = [sum(_heights(role, shape, geometry)[:i]) for i in range(3)]
         runs = [_Run(0, run.source, run.target + tops[run.index], run.length) for run in runs]
-    return tuple(
-        Placed(
-            Box((run.target, *box.start[1:]), (run.target + run.length, *box.stop[1:])),
-            (run.source - box.start[0], *(0 for _ in box.start[1:])),
-            tensor=run.index,
-        )
-        for run in _join_runs(_trim_padding(runs, heights))
-    )
+    placed = []
+    for run in runs:
+        stop = min(run.target + run.length, heights[run.index])  # the rest is padding
+        if stop > run.target:
+            at = (run.source - box.start[0], *(0 for _ in box.start[1:]))
+            placed.append(Placed(box.narrow(0, run.target, stop), at, tensor=run.index))
+    return tuple(join_neighbours(placed))
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,32 +215,6 @@ def _gated_runs(box: Box, geometry: ModelGeometry) -> list[_Run]:
         raise _Misfit(f"rows {start} to {start + rows} are not as many gates as ups")
     half = rows // 2
     return [_Run(0, start, start // 2, half), _Run(1, start + half, start // 2, half)]
-
-
-def _trim_padding(runs: list[_Run], heights: Sequence[int]) -> list[_Run]:
-    trimmed = []
-    for run in runs:
-        length = min(run.length, heights[run.index] - run.target)
-        if length > 0:
-            trimmed.append(_Run(run.index, run.source, run.target, length))
-    return trimmed
-
-
-def _join_runs(runs: list[_Run]) -> list[_Run]:
-    """Join runs that are neighbours on both sides."""
-    joined: list[_Run] = []
-    for run in runs:
-        last = joined[-1] if joined else None
-        if (
-            last
-            and last.index == run.index
-            and last.source + last.length == run.source
-            and last.target + last.length == run.target
-        ):
-            joined[-1] = _Run(last.index, last.source, last.target, last.length + run.length)
-        else:
-            joined.append(run)
-    return joined
 
 
 def _legacy_cuts(

@@ -14,21 +14,13 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
 from rollway.errors import UsageError
-from rollway.weights.coverage import find_overlap
-from rollway.weights.layout import Box
-from rollway.weights.planning.costs import Costs
-from rollway.weights.planning.recipe import (
-    Missing,
-    UnitTarget,
-    check_fits,
-    landing,
-    steps_for,
-)
+from rollway.weights.layout import Box, find_overlap, place_at
+from rollway.weights.planning.recipe import Costs, Missing, UnitTarget, check_fits, make_steps
 from rollway.weights.planning.sources import ANYWHERE, Holding, Place, ResidentTensor, Source
 from rollway.weights.planning.targets import Parts, TargetPart, Targets
 from rollway.weights.planning.transfers import Holders, Plan, Recipe, Total, Unit
@@ -67,12 +59,7 @@ def plan(
         finder.add(names, holders)
     recipes = list(finder.recipes.values())
     totals = _share_out(recipes, sources, receivers)
-    return Plan(
-        [source.name for source in sources],
-        [receiver.name for receiver in receivers],
-        recipes,
-        totals,
-    )
+    return Plan([source.name for source in sources], list(totals), recipes, totals)
 
 
 def _check_names(kind: str, names: list[str]) -> None:
@@ -115,7 +102,7 @@ def _check_parameter(
     for name, part in parts:
         if part is None or not part.box.elements:
             continue
-        box = landing(part.at, part.box.shape)
+        box = place_at(part.at, Box.whole(part.box.shape))
         if len(part.at) != len(part.shape) or box.intersect(Box.whole(part.shape)) != box:
             raise UsageError(
                 f"{name} does not fit into {parameter} of {receiver}: {list(part.box.shape)} at "
@@ -123,8 +110,7 @@ def _check_parameter(
                 "Check the shapes of the receiver's parameters.",
             )
         boxes.append(box)
-    twice = find_overlap(boxes)
-    if twice:
+    if twice := find_overlap(boxes):
         common = twice[0].intersect(twice[1]) or twice[0]
         raise UsageError(
             f"{parameter} of {receiver} would be written twice at {list(common.start)} to "
@@ -189,24 +175,18 @@ def _report_missing(name: str, box: Box) -> UsageError:
     )
 
 
+@dataclass(slots=True)
 class _RecipeFinder:
     """Finds the recipe of each unit; units of equal geometry share one."""
 
-    def __init__(
-        self,
-        sources: Sequence[Source],
-        receivers: Sequence[Receiver],
-        targets: Targets,
-        costs: Costs,
-    ) -> None:
-        self.sources = sources
-        self.receivers = receivers
-        self.targets = targets
-        self.costs = costs
-        self.recipes: dict[Any, Recipe] = {}
-        self.numbers: dict[Holding, int] = {}
-        self.numbers_by_id: dict[int, int] = {}
-        """The same by identity: hashing a holding for each of 100,000 tensors is slow."""
+    sources: Sequence[Source]
+    receivers: Sequence[Receiver]
+    targets: Targets
+    costs: Costs
+    recipes: dict[Any, Recipe] = field(default_factory=dict)
+    numbers: dict[Holding, int] = field(default_factory=dict)
+    numbers_by_id: dict[int, int] = field(default_factory=dict)
+    """The same by identity: hashing a holding for each of 100,000 tensors is slow."""
 
     def add(self, names: list[str], holders: list[Holder]) -> None:
         """Add the unit of these Hugging Face tensors to its recipe."""
@@ -231,17 +211,11 @@ class _RecipeFinder:
             tuple([(kind, *[holder[0] for holder in same]) for kind, same in alike.items()]),
             tuple([(number, to, t.dtype, id(t.parts)) for number, to, t in targets]),
         )
-        recipe = self.recipes.get(key)
+        recipe = self.recipes.get(key)  # hashed once: a key may have hundreds of ranks
         if recipe is None:
-            unit_targets = [UnitTarget(n, to, t.dtype, t.parts) for n, to, t in targets]
-            groups = list(alike.values())
-            recipe = self.recipes[key] = self._find(names, groups, index, unit_targets)
-        recipe.units.append(
-            Unit(
-                tuple([tuple([name for _, name, _ in same]) for same in alike.values()]),
-                tuple(parameters),
-            )
-        )
+            recipe = self.recipes[key] = self._find(names, list(alike.values()), index, targets)
+        tensors = tuple([tuple([name for _, name, _ in same]) for same in alike.values()])
+        recipe.units.append(Unit(tensors, tuple(parameters)))
 
     def _number(self, holding: Holding) -> int:
         number = self.numbers_by_id.get(id(holding))
@@ -258,10 +232,10 @@ class _RecipeFinder:
         targets: list[UnitTarget],
     ) -> Recipe:
         holdings = [self._renumber(same[0], index) for same in groups]
-        for target in targets:
+        for tensor, _, target in targets:
             for holding, same in zip(holdings, groups, strict=True):
-                if any(held.tensor == target.tensor for held in holding.held):
-                    _check_dtype(names[target.tensor], holding.dtype, target.dtype, same[0][1])
+                if any(held.tensor == tensor for held in holding.held):
+                    _check_dtype(names[tensor], holding.dtype, target.dtype, same[0][1])
         ranks = tuple(tuple(rank for rank, _, _ in same) for same in groups)
         steps = []
         for number, receiver in enumerate(self.receivers):
@@ -271,7 +245,7 @@ class _RecipeFinder:
             ]
             order = sorted(range(len(ranks)), key=distance.__getitem__)
             try:
-                steps.append(steps_for(number, holdings, order, targets, self.costs))
+                steps.append(make_steps(number, holdings, order, targets, self.costs))
             except Missing as error:
                 raise _report_missing(names[error.tensor], error.box) from error
         return Recipe(steps, ranks)
@@ -306,19 +280,20 @@ def _share_out(
     ]
     # Steps without a choice come first, so that the others can avoid the sources they load.
     steps.sort(key=lambda step: len(step[0]))
-    totals = [Total() for _ in receivers]
+    totals = {receiver.name: Total() for receiver in receivers}
     busy = [0] * len(sources)
     for places, recipe, number, place in steps:
         step, count = recipe.steps[number][place], len(recipe.units)
         ranks = [recipe.ranks[step.holding][p] for p in places]
         shares = _balance(count, step.choice.moved, [busy[rank] for rank in ranks])
         recipe.holders[number, place] = Holders(places, tuple(accumulate(shares)))
-        totals[number].add(step, count)
+        total = totals[receivers[number].name]
+        total.add(step, count)
         for rank, share in zip(ranks, shares, strict=True):
             if share:
                 busy[rank] += share * step.choice.moved
-                totals[number].sources[sources[rank].name] += share * step.choice.moved
-    return {receiver.name: total for receiver, total in zip(receivers, totals, strict=True)}
+                total.sources[sources[rank].name] += share * step.choice.moved
+    return totals
 
 
 def _find_nearest(

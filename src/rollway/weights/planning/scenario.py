@@ -14,15 +14,14 @@ from typing import Any
 from rollway.errors import UsageError
 from rollway.weights.checkpoint import TensorHeader, read_config, read_headers
 from rollway.weights.layout import Shape
-from rollway.weights.megatron.describe import describe
 from rollway.weights.megatron.geometry import ModelGeometry, Topology
+from rollway.weights.megatron.model import describe
 from rollway.weights.megatron.names import NameMap
-from rollway.weights.planning.costs import Costs
 from rollway.weights.planning.plan import Receiver, plan
-from rollway.weights.planning.sources import Source, fsdp_sources, hf_source, megatron_sources
-from rollway.weights.planning.targets import Target, hf_target
-from rollway.weights.planning.transfers import Edge, FanOut, Plan
-from rollway.weights.planning.vllm_layout import engine_ranks, engine_targets
+from rollway.weights.planning.recipe import Costs
+from rollway.weights.planning.sources import Source, fsdp_sources, megatron_sources
+from rollway.weights.planning.targets import Target, engine_ranks, engine_targets, hf_target
+from rollway.weights.planning.transfers import Edge, Plan
 
 _SOURCES = "hf, fsdp:8, or megatron:tp=2,pp=1,ep=8,etp=1"
 _TARGETS = "hf, or vllm:tp=2,ep=1"
@@ -60,18 +59,18 @@ def plan_scenario(
     return result
 
 
-def _fan_out(replicas: int, arity: int) -> FanOut:
+def _fan_out(replicas: int, arity: int) -> list[list[Edge]]:
     """Return the order in which replicas serve each other: the trainer serves the first one."""
     waiting = [f"replica{number}" for number in range(replicas)]
-    levels: list[tuple[Edge, ...]] = [(Edge(None, waiting.pop(0)),)]
+    levels = [[Edge(None, waiting.pop(0))]]
     while waiting:
         servers = [edge.receiver for edge in levels[-1]]
         # Every server gets one receiver before any gets a second: the last level is rarely full.
         turns = [server for _ in range(arity) for server in servers]
-        level = tuple(Edge(server, name) for server, name in zip(turns, waiting, strict=False))
+        level = [Edge(server, name) for server, name in zip(turns, waiting, strict=False)]
         levels.append(level)
         waiting = waiting[len(level) :]
-    return FanOut(tuple(levels))
+    return levels
 
 
 def _parse(spec: str) -> tuple[str, dict[str, int]]:
@@ -95,7 +94,7 @@ def _make_sources(spec: str, config: Config, headers: Headers) -> list[Source]:
     kind, sizes = _parse(spec)
     if kind == "hf":
         _check_sizes(sizes, (), spec)
-        return [hf_source(headers)]
+        return fsdp_sources(headers, 1)
     if kind == "fsdp":
         _check_sizes(sizes, ("ranks",), spec)
         return fsdp_sources(headers, sizes.get("ranks", 1))
@@ -122,10 +121,9 @@ def _make_targets(
     if kind != "vllm":
         raise UsageError(f"`{spec}` is no target that Rollway knows.", f"Use {_TARGETS}.")
     _check_sizes(sizes, ("tp", "ep"), spec)
-    ranks = engine_ranks(config, sizes.get("tp", 1), sizes.get("ep", 1))
-    return [Receiver(f"rank{number}") for number in range(len(ranks))], engine_targets(
-        ranks, headers
-    )
+    ranks = engine_ranks(config, **sizes)
+    receivers = [Receiver(f"rank{number}") for number in range(len(ranks))]
+    return receivers, engine_targets(ranks, headers)
 
 
 def _check_sizes(sizes: dict[str, int], allowed: tuple[str, ...], spec: str) -> None:

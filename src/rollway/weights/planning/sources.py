@@ -16,7 +16,7 @@ from rollway.errors import UsageError
 from rollway.weights.layout import Box, Piece, Placed, Shape, Shard
 from rollway.weights.megatron.model import MegatronModel, RankLayout
 from rollway.weights.megatron.pieces import cuts
-from rollway.weights.planning.targets import TensorInfo
+from rollway.weights.planning.targets import Headers
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Source:
 
 def source_from_pieces(
     name: str,
-    tensors: Mapping[str, TensorInfo],
+    tensors: Headers,
     pieces: Sequence[Piece],
     place: Place = ANYWHERE,
 ) -> Source:
@@ -90,14 +90,7 @@ def source_from_pieces(
     return Source(name, offers, place)
 
 
-def hf_source(headers: Mapping[str, TensorInfo], name: str = "trainer") -> Source:
-    """Return one rank that holds every Hugging Face tensor whole."""
-    return fsdp_sources(headers, 1, name)[0]
-
-
-def fsdp_sources(
-    headers: Mapping[str, TensorInfo], ranks: int, name: str = "trainer"
-) -> list[Source]:
+def fsdp_sources(headers: Headers, ranks: int) -> list[Source]:
     """Return ranks that shard every tensor by rows as FSDP2 does. The last ranks may have fewer
     rows than others, or none. A tensor without dimensions is on all ranks."""
     if ranks < 1:
@@ -108,25 +101,19 @@ def fsdp_sources(
         for rank in range(ranks):
             key = header.dtype, header.shape, rank
             if key not in shared:
-                box = _split_rows(header.shape, rank, ranks)
+                box = Box.whole(header.shape)
+                if header.shape:
+                    rows, height = -(-header.shape[0] // ranks), header.shape[0]
+                    box = box.narrow(0, min(rank * rows, height), min((rank + 1) * rows, height))
                 held = (Placed(box, (0,) * len(box.start)),)
                 shared[key] = Holding(header.dtype, box.shape, held)
             if math.prod(shared[key].shape):
                 offers[rank][tensor] = ResidentTensor((tensor,), shared[key])
-    names = [name] if ranks == 1 else [f"{name}{rank}" for rank in range(ranks)]
+    names = ["trainer"] if ranks == 1 else [f"trainer{rank}" for rank in range(ranks)]
     return [Source(name, tensors) for name, tensors in zip(names, offers, strict=True)]
 
 
-def _split_rows(shape: Shape, rank: int, ranks: int) -> Box:
-    whole = Box.whole(shape)
-    if not shape:
-        return whole
-    rows = -(-shape[0] // ranks)
-    first, last = min(rank * rows, shape[0]), min((rank + 1) * rows, shape[0])
-    return Box((first, *whole.start[1:]), (last, *whole.stop[1:]))
-
-
-def megatron_sources(model: MegatronModel, name: str = "trainer") -> list[Source]:
+def megatron_sources(model: MegatronModel) -> list[Source]:
     """Return every rank of a Megatron trainer, replicas included: the planner shares the load
     among them."""
     shared: dict[tuple[str, Box, int], Holding] = {}
@@ -145,6 +132,6 @@ def megatron_sources(model: MegatronModel, name: str = "trainer") -> list[Source
             tensor: ResidentTensor(names, find_holding(layout.shards[tensor], len(names)))
             for tensor, names in layout.names.items()
         }
-        return Source(f"{name}{rank}", offers)
+        return Source(f"trainer{rank}", offers)
 
     return [make_source(rank, layout) for rank, layout in model.ranks.items()]

@@ -1,9 +1,8 @@
 """The result of planning: what each receiver reads, from which source, by which method.
 
-A unit is a small set of tensors that are planned together, for example q, k and v of one layer. All
-units of equal geometry share one `Recipe`, in which tensors and ranks have numbers instead of
+All units of equal geometry share one `Recipe`, in which tensors and ranks have numbers instead of
 names; a `Unit` adds the names. So a plan stays small: it has no list of all copies.
-`Plan.transfers` expands the copies of one receiver while the caller iterates.
+`Plan.transfers` expands the transfers of one receiver while the caller iterates.
 """
 
 from __future__ import annotations
@@ -11,28 +10,12 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rollway.errors import UsageError
-from rollway.weights.layout import Box, Shape
-from rollway.weights.planning.costs import Method
+from rollway.weights.layout import Placed
 from rollway.weights.planning.recipe import Step
-
-
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """One copy: `box` of a source's tensor goes to position `at` of a target, with extent `shape`.
-
-    This is a `Placed` box with the names of both tensors."""
-
-    source: str
-    tensor: str
-    box: Box
-    target: str
-    at: Shape
-    shape: Shape
-    transposed: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +24,13 @@ class Transfer:
 
     source: str
     tensor: str
-    method: Method
-    staged: bool
-    reason: str
-    needed: int  # Bytes that the receiver needs
-    moved: int  # Bytes that this method moves
-    copies: tuple[Copy, ...]
+    targets: tuple[str, ...]  # The names of the receiver's tensors
+    step: Step
+
+    def copies(self) -> Iterator[tuple[str, Placed]]:
+        """Yield boxes of the source's tensor, after the name of the target that they go into."""
+        for cut in self.step.cuts:
+            yield self.targets[cut.tensor], cut
 
 
 @dataclass(slots=True)
@@ -134,23 +118,6 @@ class Edge:
     receiver: str
 
 
-@dataclass(frozen=True, slots=True)
-class FanOut:
-    """How a version spreads from engine to engine. All edges of a level run at the same time, after
-    the previous level has finished."""
-
-    levels: tuple[tuple[Edge, ...], ...]
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "depth": len(self.levels),
-            "levels": [
-                [{"source": edge.source, "receiver": edge.receiver} for edge in level]
-                for level in self.levels
-            ],
-        }
-
-
 @dataclass(slots=True)
 class Plan:
     """What every receiver reads; `planning.plan.plan` creates it."""
@@ -159,9 +126,9 @@ class Plan:
     receivers: list[str]
     recipes: list[Recipe]
     totals: dict[str, Total]  # By receiver
-    fanout: FanOut | None = None
+    fanout: list[list[Edge]] = field(default_factory=list)
     """How further engines of the same layout receive the version, each rank from the same rank of
-    another engine."""
+    another engine. All edges of a level run at the same time, after the previous level."""
 
     def transfers(self, receiver: str) -> Iterator[Transfer]:
         """Yield the transfers of one receiver; raise `UsageError` if the plan has no such one."""
@@ -176,11 +143,7 @@ class Plan:
                     holder = recipe.holders[number, step_number].find(unit_number)
                     source = self.sources[recipe.ranks[step.holding][holder]]
                     tensor = unit.tensors[step.holding][holder]
-                    yield _make_transfer(step, source, tensor, unit.targets)
-
-    def copies(self, receiver: str) -> Iterator[Copy]:
-        for transfer in self.transfers(receiver):
-            yield from transfer.copies
+                    yield Transfer(source, tensor, unit.targets, step)
 
     @property
     def total(self) -> Total:
@@ -203,24 +166,7 @@ class Plan:
             "receivers": {name: total.as_json() for name, total in self.totals.items()},
             "recipes": len(self.recipes),
         }
-        if self.fanout is not None:
-            fields["fanout"] = self.fanout.as_json()
+        if self.fanout:
+            levels = [[asdict(edge) for edge in level] for level in self.fanout]
+            fields["fanout"] = {"depth": len(levels), "levels": levels}
         return fields
-
-
-def _make_transfer(step: Step, source: str, tensor: str, targets: tuple[str, ...]) -> Transfer:
-    copies = tuple(
-        Copy(source, tensor, cut.box, targets[cut.tensor], cut.at, extent, cut.transposed)
-        for cut, extent in zip(step.cuts, step.extents, strict=True)
-    )
-    choice = step.choice
-    return Transfer(
-        source,
-        tensor,
-        choice.method,
-        choice.staged,
-        choice.reason,
-        step.needed,
-        choice.moved,
-        copies,
-    )

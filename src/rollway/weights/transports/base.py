@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rollway.weights.checkpoint import TensorHeader
+    from rollway.weights.layout import Slices
     from rollway.weights.offer import Offer, Transport
-    from rollway.weights.slices import Slices
     from rollway.weights.sources import HeldTensor
 
 NamedTensor: TypeAlias = "tuple[str, Tensor]"

@@ -28,12 +28,19 @@ from torch import Tensor
 from rollway.errors import UsageError, WeightsError
 from rollway.processes import boot_id
 from rollway.weights.checkpoint import TensorHeader
-from rollway.weights.coverage import check_covered
-from rollway.weights.layout import ELEMENT_BYTES, Box, Piece, Placed, Shape, place_at, swap_last
+from rollway.weights.layout import (
+    ELEMENT_BYTES,
+    Box,
+    Piece,
+    Placed,
+    Shape,
+    check_covered,
+    place_at,
+    swap_last,
+)
 from rollway.weights.offer import Count, Dims, Text
 from rollway.weights.planning.sources import Place, Source, source_from_pieces
-from rollway.weights.planning.targets import LocalTensor, TensorInfo
-from rollway.weights.planning.vllm_layout import cells
+from rollway.weights.planning.targets import LocalTensor, TensorInfo, cells
 from rollway.weights.transports.nixl.agent import Agent, ErrorHandling, Memory, memory_kind
 from rollway.weights.transports.nixl.catalog import Listing
 from rollway.weights.untrusted import check_shape

@@ -28,14 +28,13 @@ from torch import Tensor
 
 from rollway.errors import WeightsError
 from rollway.weights.checkpoint import TensorHeader
-from rollway.weights.layout import Box
+from rollway.weights.layout import Box, Slices
 from rollway.weights.offer import Offer
-from rollway.weights.planning.costs import Costs
 from rollway.weights.planning.plan import Receiver, plan
+from rollway.weights.planning.recipe import Costs
 from rollway.weights.planning.sources import Place
 from rollway.weights.planning.targets import hf_slices
 from rollway.weights.planning.transfers import Total
-from rollway.weights.slices import Slices
 from rollway.weights.transports.base import Reader, never
 from rollway.weights.transports.nixl.agent import Agent, TimedOut, unique_name
 from rollway.weights.transports.nixl.catalog import Catalog, Listing, wait_for

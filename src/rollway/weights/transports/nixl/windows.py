@@ -29,11 +29,11 @@ from torch import Tensor
 
 from rollway.errors import UsageError, WeightsError
 from rollway.weights.digest.checksums import digest
-from rollway.weights.layout import ELEMENT_BYTES, Box, Piece, Shape, place_at
+from rollway.weights.layout import ELEMENT_BYTES, Box, Piece, Placed, Shape, place_at
 from rollway.weights.offer import Entry
 from rollway.weights.planning.recipe import run
 from rollway.weights.planning.targets import LocalTensor, Targets
-from rollway.weights.planning.transfers import Copy, Plan, Total, Transfer
+from rollway.weights.planning.transfers import Plan, Total, Transfer
 from rollway.weights.transports.entries import align, view_entry
 from rollway.weights.transports.nixl.agent import Agent, Pool, Prepared, memory_kind
 from rollway.weights.transports.nixl.listing import (
@@ -62,8 +62,8 @@ class Window:
     targets: list[Entry] = field(default_factory=list)
     reads: dict[str, list[Offsets]] = field(default_factory=lambda: defaultdict(list))
     """By source: rows of (number of the tensor, offset in it, offset in the buffer, bytes)."""
-    cuts: list[tuple[Entry, tuple[Copy, ...]]] = field(default_factory=list)
-    """Source tensors that are read whole, and the copies from them into targets."""
+    cuts: list[tuple[Entry, Transfer]] = field(default_factory=list)
+    """Source tensors that are read whole, and the transfers that copy them into targets."""
 
     def place(self, name: str, tensor: LocalTensor) -> Entry:
         nbytes = count_bytes(tensor)
@@ -74,13 +74,12 @@ class Window:
     def assemble(self, memory: Tensor) -> dict[str, Tensor]:
         """Return the targets; cut tensors that were read whole into them first."""
         views = {target.name: view_entry(memory, target) for target in self.targets}
-        for whole, copies in self.cuts:
+        for whole, transfer in self.cuts:
             source = view_entry(memory, whole)
-            for copy in copies:
-                part = source[copy.box.slices]
-                part = part.transpose(-1, -2) if copy.transposed else part
-                place = place_at(copy.at, Box.whole(copy.shape))
-                views[copy.target][place.slices] = part.reshape(copy.shape)
+            for name, cut in transfer.copies():
+                part = source[cut.box.slices]
+                part = part.transpose(-1, -2) if cut.transposed else part
+                views[name][cut.destination.slices] = part.reshape(cut.extent)
         return views
 
 
@@ -136,20 +135,20 @@ def make_windows(
     for transfer in transfers:
         source, tensor = transfer.source, sources[transfer.source][transfer.tensor]
         number = numbers[source][transfer.tensor]
-        if transfer.staged:
-            window = where[transfer.copies[0].target][0]
+        if transfer.step.choice.staged:
+            window = where[next(transfer.copies())[0]][0]
             # Behind kept windows, all windows share the space of tensors that are read whole: it
             # is scratch, and only the targets stay.
             if keep and not window.cuts:
                 window.nbytes = end - window.offset
             whole = window.place(transfer.tensor, tensor)
-            window.cuts.append((whole, transfer.copies))
+            window.cuts.append((whole, transfer))
             row = np.array([[number, 0, whole.offset, whole.nbytes]], dtype=np.int64)
             window.reads[source].append(row)
             continue
-        for copy in transfer.copies:
-            window, target = where[copy.target]
-            window.reads[source].append(_make_rows(copy, number, tensor, target))
+        for name, cut in transfer.copies():
+            window, target = where[name]
+            window.reads[source].append(_make_rows(cut, number, tensor, target))
     return Windows(windows, _find_checks(wants, pieces), plan.totals[receiver])
 
 
@@ -196,8 +195,8 @@ def _group_targets(
         return name
 
     for transfer in transfers:
-        if transfer.staged:
-            for first, second in pairwise(copy.target for copy in transfer.copies):
+        if transfer.step.choice.staged:
+            for first, second in pairwise(name for name, _ in transfer.copies()):
                 leader[find(second)] = find(first)
     groups: dict[str, list[str]] = {}
     for name in targets:
@@ -205,13 +204,13 @@ def _group_targets(
     yield from groups.values()
 
 
-def _make_rows(copy: Copy, number: int, tensor: LocalTensor, target: Entry) -> Offsets:
+def _make_rows(cut: Placed, number: int, tensor: LocalTensor, target: Entry) -> Offsets:
     """Return one row for each run of elements that is contiguous at both ends."""
-    size = ELEMENT_BYTES[tensor.dtype]
-    length = min(run(copy.box.shape, tensor.shape), run(copy.shape, target.shape))
-    blocks = np.arange(0, copy.box.elements, length, dtype=np.int64)
-    remote = _flatten(blocks, copy.box.shape, copy.box.start, tensor.shape)
-    local = _flatten(blocks, copy.shape, copy.at, target.shape)
+    size, extent = ELEMENT_BYTES[tensor.dtype], cut.extent
+    length = min(run(cut.box.shape, tensor.shape), run(extent, target.shape))
+    blocks = np.arange(0, cut.box.elements, length, dtype=np.int64)
+    remote = _flatten(blocks, cut.box.shape, cut.box.start, tensor.shape)
+    local = _flatten(blocks, extent, cut.at, target.shape)
     rows = np.empty((len(blocks), 4), dtype=np.int64)
     rows[:, 0], rows[:, 1] = number, remote * size
     rows[:, 2], rows[:, 3] = target.offset + local * size, length * size

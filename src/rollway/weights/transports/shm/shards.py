@@ -23,9 +23,8 @@ from torch import Tensor
 
 from rollway.errors import UsageError, WeightsError
 from rollway.weights.checkpoint import TensorHeader
-from rollway.weights.coverage import check_covered
 from rollway.weights.digest.checksums import word_sum
-from rollway.weights.layout import ELEMENT_BYTES, Box
+from rollway.weights.layout import ELEMENT_BYTES, Box, check_covered
 from rollway.weights.offer import Count, Entry, Manifest, Offer, PlacedBox
 
 if TYPE_CHECKING:

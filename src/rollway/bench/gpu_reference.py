@@ -1,0 +1,54 @@
+"""Check sampled tokens against a forward pass of the trainer's weights, by transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, Qwen3ForCausalLM
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+from rollway.bench.real_model import Weights
+from rollway.rollout.client import Rollout
+
+LARGEST_KL = 0.05
+"""Rounding in bfloat16 gives 1e-3 to 7e-3 with random weights; other weights, or a KV cache of
+other weights, give about 1."""
+
+
+class Reference:
+    """The model of the trainer's weights. It uses their memory, and so follows every change."""
+
+    def __init__(self, checkpoint: Path, weights: Weights, device: torch.device) -> None:
+        config = AutoConfig.from_pretrained(checkpoint)
+        with torch.device("meta"):
+            self._model = Qwen3ForCausalLM(config).eval()
+        self._model.load_state_dict(weights, assign=True)
+        # Its frequencies are computed, not loaded, and are still on the meta device.
+        self._model.model.rotary_emb = Qwen3RotaryEmbedding(config).to(device)
+        self._device = device
+
+    def compare(self, rollouts: Sequence[Rollout], version: int) -> dict[str, Any]:
+        """Compare the log-probs of the tokens that were sampled from this version."""
+        parts = [self._subtract(rollout, version) for rollout in rollouts]
+        d = torch.cat(parts).double() if parts else torch.empty(0)
+        if not d.numel():
+            return {"tokens": 0, "mismatch_kl": None, "is_of_version": None}
+        kl = float((torch.expm1(d) - d).mean())
+        largest = float(d.abs().max())
+        figures = {"tokens": d.numel(), "mismatch_kl": kl, "largest_difference": largest}
+        return {**figures, "is_of_version": kl < LARGEST_KL}
+
+    def _subtract(self, rollout: Rollout, version: int) -> Tensor:
+        """Return the trainer's log-probs minus the engine's."""
+        ids = torch.tensor([[*rollout.prompt_ids, *rollout.token_ids]], device=self._device)
+        with torch.no_grad():
+            logits = self._model(ids, use_cache=False).logits[0, len(rollout.prompt_ids) - 1 : -1]
+            chosen = ids[0, len(rollout.prompt_ids) :, None]
+            expected = logits.float().log_softmax(-1).gather(1, chosen)[:, 0].cpu()
+        difference = expected - torch.tensor(rollout.logprobs or [])
+        spans = [span for span in rollout.spans if span.version == version]
+        return torch.cat([difference[span.start : span.end] for span in spans] or [difference[:0]])

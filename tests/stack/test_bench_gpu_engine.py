@@ -1,0 +1,41 @@
+"""`rollway bench gpu-engine` with the tiny model on a CPU: what needs a GPU is skipped."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.conftest import Cli, Footprint
+
+pytestmark = pytest.mark.stack
+
+
+def test_every_part_runs_or_says_why_not(cli: Cli, footprint: Footprint) -> None:
+    only = ["limits", "throughput", "cuda_ipc", "cuda_ipc_in_place", "shm", "delta", "in-flight"]
+    done = cli(
+        "bench", "gpu-engine", "--model", "tiny", "--rollouts", "4", "--tokens", "48",
+        "--repeat", "1", "--json", "--only", *only, "stock", "lost", timeout=300.0,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    figures = json.loads(done.stdout)
+    assert figures["failed"] == {}
+    assert {"cuda_ipc", "cuda_ipc_in_place"} <= figures["skipped"].keys()
+    assert figures["limits"]["device_copy_seconds"] > 0
+    for name in ("shm", "delta"):
+        part = figures[name]
+        assert part["check"]["is_of_version"] and part["later"]["paused_seconds"] > 0
+        (refit,) = part["refits"]
+        assert refit["report"]["workers"][0]["state"] == "serving"
+    assert figures["shm"]["first"]["is_first_of_process"]
+    assert not figures["delta"]["first"]["is_first_of_process"]
+    (refit,) = figures["in-flight"]["refits"]
+    # Cut, continued, and still what the trainer's weights give.
+    assert refit["check_of_new_rollouts"]["is_of_version"]
+    assert refit["load"]["tokens"] == 4 * 2 * 48
+    assert refit["load"]["first_new_token_seconds"] > 0
+    assert figures["stock"]["updates"][0]["check"]["is_of_version"]
+    assert figures["lost"]["tokens_per_hour"].keys() == {"shm", "delta", "in-flight", "stock"}
+    # Each refit was printed when it ended: an interrupted run loses nothing.
+    assert "shm: {" in done.stderr and "in-flight: {" in done.stderr
+    assert footprint.settle() == {}

@@ -1,0 +1,217 @@
+"""The parts of `bench gpu-engine` that need no engine; tests/stack runs the whole."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rollway.bench import gpu_engine_command, round_floats
+from rollway.bench.gpu_engine import GpuEngineBench, Skip
+from rollway.bench.gpu_limits import MemoryWatch, measure_limits
+from rollway.bench.gpu_load import make_prompts
+from rollway.bench.gpu_options import Options, describe_stack
+from rollway.bench.gpu_reference import Reference
+from rollway.bench.real_model import (
+    MARKER,
+    Weights,
+    cache_model,
+    change_all,
+    change_some,
+    draw_weights,
+    write_weights,
+)
+from rollway.errors import UsageError
+from rollway.rollout.client import Rollout, Span
+from rollway.weights.transports.files import read_tensors
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def weights() -> Weights:
+    return draw_weights("tiny", CPU)
+
+
+def test_the_checkpoint_is_what_transformers_reads(weights: Weights, tmp_path: Path) -> None:
+    path = cache_model(tmp_path / "model", "tiny", weights)
+    model = AutoModelForCausalLM.from_pretrained(path)
+    served = model.state_dict()
+    assert served.keys() == weights.keys()
+    assert all(torch.equal(served[name], weights[name]) for name in weights)
+
+
+def test_a_written_checkpoint_is_kept_and_a_half_one_is_not(
+    weights: Weights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = cache_model(tmp_path / "model", "tiny", weights)
+    written = (path / "model.safetensors").stat().st_mtime_ns
+    assert cache_model(path, "tiny", weights) == path
+    assert (path / "model.safetensors").stat().st_mtime_ns == written
+    (path / MARKER).write_text("{}")
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("rollway.bench.real_model.write_weights", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        cache_model(path, "tiny", weights)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
+
+
+def test_weights_are_written_in_parts_of_any_size(
+    weights: Weights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollway.bench.real_model._CHUNK", 1000)
+    write_weights(tmp_path / "model.safetensors", weights)
+    stored = dict(read_tensors(tmp_path))
+    assert all(torch.equal(stored[name], weights[name]) for name in weights)
+
+
+def test_changes_have_the_size_that_they_promise(weights: Weights) -> None:
+    def share(change: Any) -> float:
+        before = {name: tensor.clone() for name, tensor in weights.items()}
+        change(weights, 3)
+        pairs = [(before[name] != weights[name]) for name in weights if weights[name].dim() > 1]
+        return float(torch.cat([pair.flatten() for pair in pairs]).float().mean())
+
+    assert share(change_all) > 0.97
+    assert share(change_some) == pytest.approx(0.01, abs=0.002)
+
+
+def test_limits_of_the_same_bytes(weights: Weights) -> None:
+    figures = measure_limits(weights.values(), CPU)
+    size = sum(tensor.nbytes for tensor in weights.values())
+    assert figures["gigabytes"] == size / 1e9
+    for name in ("device_copy", "pinned_host_to_device", "device_to_pinned_host"):
+        assert figures[f"{name}_seconds"] * figures[f"{name}_gb_per_s"] == pytest.approx(size / 1e9)
+
+
+def test_memory_is_sampled_while_a_block_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A stand-in for a GPU: before, then a peak, then less again.
+    used = iter([1 << 30, 5 << 30])
+    monkeypatch.setattr("rollway.bench.gpu_limits.read_used", lambda _: next(used, 2 << 30))
+    with MemoryWatch(torch.device("cuda")) as watch:
+        while len(watch._samples) < 3:
+            pass
+    expected = {"before_gib": 1.0, "peak_gib": 5.0, "after_gib": 2.0, "extra_gib": 4.0}
+    assert watch.figures == expected
+    with MemoryWatch(CPU) as nothing:
+        pass
+    assert nothing.figures is None
+
+
+def test_tokens_of_other_weights_are_noticed(weights: Weights, tmp_path: Path) -> None:
+    path = cache_model(tmp_path / "model", "tiny", weights)
+    reference = Reference(path, weights, CPU)
+    prompt = make_prompts(1, 1)[0]
+
+    def sample() -> Rollout:
+        """Sample as an engine would, with the weights of this moment."""
+        model = AutoModelForCausalLM.from_pretrained(path)
+        model.load_state_dict(weights)
+        torch.manual_seed(0)
+        ids = model.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=True)
+        tokens = ids[0, len(prompt) :].tolist()
+        with torch.no_grad():
+            rows = model(ids).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+        logprobs = [float(row[token]) for row, token in zip(rows, tokens, strict=True)]
+        half = len(tokens) // 2
+        spans = (Span(0, half, 1, 7), Span(half, len(tokens), 2, 7))
+        return Rollout(prompt, tokens, logprobs, "length", spans, 0)
+
+    rollout = sample()
+    right = reference.compare([rollout], 2)
+    assert right["is_of_version"] and right["tokens"] == len(rollout.token_ids) - 12
+    change_all(weights, 1)  # the reference shares the memory of the weights
+    assert reference.compare([rollout], 2)["is_of_version"] is False
+    assert reference.compare([rollout], 9) == {
+        "tokens": 0,
+        "mismatch_kl": None,
+        "is_of_version": None,
+    }
+
+
+def test_a_part_that_fails_or_is_late_does_not_end_the_run(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    lines: list[str] = []
+    bench = GpuEngineBench(Options(model="tiny"), lines.append)
+
+    async def fail() -> dict[str, Any]:
+        raise ValueError("no such thing")
+
+    async def skip() -> dict[str, Any]:
+        raise Skip("there is no GPU")
+
+    async def work() -> dict[str, Any]:
+        return {"paused_seconds": 1 / 3, "refits": [{"paused_seconds": 2 / 3}]}
+
+    async def run() -> None:
+        await bench._measure("shm", fail)
+        await bench._measure("cuda_ipc", skip)
+        await bench._measure("files", work)
+        bench.options.seconds = 0.0
+        await bench._measure("delta", work)
+
+    asyncio.run(run())
+    figures = bench.as_json()
+    assert figures["failed"] == {"shm": "ValueError: no such thing"}
+    assert figures["skipped"].keys() == {"cuda_ipc", "delta"}
+    assert figures["files"]["refits"] == [{"paused_seconds": 0.66667}]
+    assert "ValueError" in capsys.readouterr().err
+    text = gpu_engine_command.format_figures(figures)
+    assert "shm: failed: ValueError" in text and "cuda_ipc: skipped: there is no GPU" in text
+
+
+def test_the_engine_gets_its_arguments_under_vllms_own_names(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    options = Options(rollouts=16, tokens=100, eager=True, overrides=("models.0.args.seed=3",))
+    args = describe_stack(options, tmp_path, on_gpu=True).models[0].args
+    assert args["gpu-memory-utilization"] == 0.4 and args["enforce-eager"] is True
+    assert args["max-num-seqs"] == 17 and args["max-model-len"] > 264 and args["seed"] == 3
+    assert "enforce-eager" not in describe_stack(options, tmp_path, on_gpu=False).models[0].args
+
+
+def make_arguments(**values: Any) -> argparse.Namespace:
+    defaults = {
+        "model": "tiny", "only": [], "rollouts": 1, "tokens": 1, "repeat": 1, "eager": True,
+        "set": [], "seconds": None, "gpu_memory_utilization": 0.4, "refits_per_hour": 60.0,
+    }  # fmt: skip
+    return argparse.Namespace(**{**defaults, **values})
+
+
+def test_an_interrupt_keeps_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run(self: GpuEngineBench) -> None:
+        self.figures["limits"] = {"gigabytes": 1.0}
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(GpuEngineBench, "run", run)
+    code, figures = gpu_engine_command.run_command(make_arguments(), lambda _: None)
+    assert code == 130 and figures["is_interrupted"] and figures["limits"] == {"gigabytes": 1.0}
+
+
+@pytest.mark.parametrize("wrong", [{"only": ["warp"]}, {"rollouts": 0}, {"repeat": 0}])
+def test_wrong_options_are_refused_before_anything_starts(wrong: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        gpu_engine_command.run_command(make_arguments(**wrong), lambda _: None)
+
+
+def test_lost_tokens_follow_from_pauses_and_the_rate() -> None:
+    bench = GpuEngineBench(Options(refits_per_hour=10.0), lambda _: None)
+    bench.figures = {
+        "throughput": {"median_tokens_per_second": 1000.0},
+        "shm": {"refits": [{"paused_seconds": 0.5}]},
+        "stock": {"paused_seconds": 2.0},
+    }
+    lost = asyncio.run(bench._compute_lost())
+    assert lost["tokens_per_hour"] == {"shm": 5000.0, "stock": 20000.0}
+
+
+def test_floats_in_lists_are_rounded() -> None:
+    assert round_floats({"a": [{"b": 0.123456}, 0.98765]}, ".2g") == {"a": [{"b": 0.12}, 0.99]}
