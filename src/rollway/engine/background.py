@@ -7,7 +7,8 @@ import ctypes
 import functools
 import socket
 import threading
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -17,9 +18,13 @@ from rollway.weights.offer import STILL
 class BackgroundTask:
     """A thread. Callers poll it, or have it notify a socket of this machine at its end."""
 
-    def __init__(self, what: str, work: Callable[[], None]) -> None:
+    def __init__(
+        self, what: str, work: Callable[[], None], device: torch.device | None = None
+    ) -> None:
+        """On a GPU, `work` has a stream of its own on `device`, and ends when that is idle."""
         self._what = what
         self._work = work
+        self._device = device or torch.device("cpu")
         self._error: BaseException | None = None
         self._done = threading.Event()
         self._listeners: set[str] = set()
@@ -33,6 +38,11 @@ class BackgroundTask:
     @property
     def is_done(self) -> bool:
         return self._done.is_set()
+
+    @property
+    def error(self) -> str:
+        """The error's message; "" if there is none."""
+        return "" if self._error is None else f"{self._error}"
 
     def check(self) -> None:
         """Raise while it is running, and its error if it failed."""
@@ -56,9 +66,10 @@ class BackgroundTask:
         try:
             torch.get_num_threads()  # initialises this thread's setting, which share_cores changes
             share_cores(alone=False)
-            with torch.no_grad():
+            with torch.no_grad(), use_own_stream(self._device):
                 self._work()
         except BaseException as error:  # noqa: BLE001 (`check` raises it)
+            release_frames(error)
             self._error = error
         finally:
             with self._lock:
@@ -72,6 +83,31 @@ class BackgroundTask:
             with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
                 connection.settimeout(1.0)
                 connection.connect(f"\0{name}")
+
+
+@contextlib.contextmanager
+def use_own_stream(device: torch.device) -> Iterator[None]:
+    """Let this thread use a stream of its own on a GPU, so that it never waits for the engine's
+    work or delays it; leave when everything on it is complete."""
+    if device.type != "cuda":
+        yield
+        return
+    # A new thread begins on the first GPU, whichever GPU the engine's thread uses.
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.device(device), torch.cuda.stream(stream):
+        try:
+            yield
+        finally:
+            stream.synchronize()
+
+
+def release_frames(error: BaseException) -> None:
+    """Release the local variables of an error's traceback: tensors there would keep memory for as
+    long as the error is kept."""
+    seen: BaseException | None = error
+    while seen is not None:
+        traceback.clear_frames(seen.__traceback__)
+        seen = seen.__cause__ or seen.__context__
 
 
 @functools.cache

@@ -45,7 +45,9 @@ class Draft:
 
     def __init__(self, worker: Any, new: Headers, allow_cast: bool = False) -> None:
         """Raise if this worker could not serve the version."""
-        drafter: Any = getattr(worker.model_runner, "drafter", None)
+        runner = worker.model_runner
+        # vLLM's second model runner, the default where Triton works, has another name for it.
+        drafter: Any = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
         live = getattr(drafter, "model", None)
         if not isinstance(live, torch.nn.Module):
             raise RuntimeError(

@@ -9,17 +9,17 @@ with that of the checkpoint's tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from rollway.weights.digest.checksums import word_sum
+from rollway.weights.digest.checksums import integers, raw_bytes, split_words, word_sum
 
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _LINEAR, _SQUARE = -7046029254386353131, -4658895280553007687  # odd 64-bit constants of splitmix
 _CHUNK = 1 << 16  # stays in a core's cache
+_DEVICE_CHUNK = 1 << 22  # bounds the memory that a device needs for it
 _WORD = 8
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 _COMPUTED = "rotary_emb.inv_freq"
@@ -28,22 +28,65 @@ _WITHOUT_PARAMETER = ("lm_head.weight", _COMPUTED)
 _EXPERTS = {"gate_proj": "w13_weight", "up_proj": "w13_weight", "down_proj": "w2_weight"}
 
 
+Started = int | list[torch.Tensor]
+"""A fingerprint, or the sums on a device from which `finish_fingerprints` computes it."""
+
+
 def fingerprint(tensor: torch.Tensor, *, words: bool = False) -> int:
     """Return 64 bits that depend on a tensor's elements, or on its words of eight bytes, but not on
     their order or on zeros.
 
     Words are only summed, which is as fast as memory allows. Elements have few bits and many equal
     values, so different tensors may have equal sums; their squares count too."""
+    return finish_fingerprints([start_fingerprint(tensor, words=words)])[0]
+
+
+def start_fingerprint(tensor: torch.Tensor, *, words: bool) -> Started:
+    """Start a fingerprint on the device's current stream, without waiting for it."""
+    if tensor.device.type != "cpu":
+        return sum_on_device(tensor, words=words)
     if words:
         return _signed(word_sum(tensor))
-    flat = tensor.detach().contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
+    return _combine([int(total) for total in _sum_elements(tensor, _CHUNK)])
+
+
+def sum_on_device(tensor: torch.Tensor, *, words: bool) -> list[torch.Tensor]:
+    """Start the sums of a fingerprint where the tensor is."""
+    if words:
+        return [split_words(raw_bytes(tensor))[0].sum()]  # no bytes remain: rows are whole words
+    return _sum_elements(tensor, _DEVICE_CHUNK)
+
+
+def _sum_elements(tensor: torch.Tensor, chunk: int) -> list[torch.Tensor]:
+    """Return the sums of all elements and of their squares."""
+    flat = integers(tensor)
     linear = torch.zeros((), dtype=torch.int64, device=flat.device)
     square = torch.zeros_like(linear)
-    for part in flat.split(_CHUNK):
+    for part in flat.split(chunk):
         bits = part.to(torch.int64)
         linear += bits.sum()
         square += (bits * bits).sum()
-    return _signed(int(linear) * _LINEAR + int(square) * _SQUARE)
+    return [linear, square]
+
+
+def finish_fingerprints(started: Sequence[Started]) -> list[int]:
+    """Wait for fingerprints; all sums of one device come to the host in one transfer."""
+    sums: dict[torch.device, list[torch.Tensor]] = {}
+    for item in started:
+        for total in item if isinstance(item, list) else ():
+            sums.setdefault(total.device, []).append(total)
+    values = {device: iter(torch.stack(totals).tolist()) for device, totals in sums.items()}
+    return [
+        item if isinstance(item, int) else _combine([next(values[t.device]) for t in item])
+        for item in started
+    ]
+
+
+def _combine(sums: list[int]) -> int:
+    """Return the fingerprint of a sum of words, or of the sums of elements and their squares."""
+    if len(sums) == 1:
+        return _signed(sums[0])
+    return _signed(sums[0] * _LINEAR + sums[1] * _SQUARE)
 
 
 def _fits_words(tensor: torch.Tensor) -> bool:
@@ -64,6 +107,8 @@ class _Group:
     """Whether this rank received only its parts of the tensors."""
     words: bool = False
     """Whether the fingerprint sums words of eight bytes; otherwise it sums elements."""
+    parts: list[tuple[str, int]] = field(default_factory=list)
+    """The tensors, and how often the ranks together hold each."""
     held: int | None = None
     """The fingerprint of the engine's parameter after `measure`; None if it cannot be read."""
 
@@ -87,9 +132,15 @@ class Proof:
         self._fused_into = {part: whole for whole, parts in self._packed.items() for part in parts}
         self._mapper = getattr(model, "hf_to_vllm_mapper", None)
         self._parameters = _parameters(model)
+        names = (name for name, _ in model.named_parameters())
+        self._full_names = dict(zip(self._parameters, names, strict=True))
+        self._targets: dict[str, str | None] = {}
         self._groups: dict[str, _Group] = {}
         self.by_sum: set[str] = set()
         """Tensors that this proof did not read: the model must have their published sums."""
+        self._started: dict[str, Started] = {}
+        """The fingerprints of tensors that are parts of readable parameters."""
+        self._is_complete = False
         self._wrong: list[str] = []
         self._device = torch.device("cpu")
 
@@ -121,34 +172,70 @@ class Proof:
         self.measure(model)
         self.compare(reduced)
 
-    def measure(self, model: torch.nn.Module) -> None:
-        """Compute the fingerprints of this rank's parameters, for `compare`."""
-        parameters = _parameters(model)
+    def refuse_missing(self) -> None:
+        """Raise if nothing was collected for some parameters."""
         missing = sorted(
-            name for name in parameters.keys() - self._groups.keys() if not name.endswith(_COMPUTED)
+            name
+            for name in self._parameters.keys() - self._groups.keys()
+            if not name.endswith(_COMPUTED)
         )
         if missing:
             raise RuntimeError(
                 f"the checkpoint has nothing for {len(missing)} parameters, for example "
                 f"{', '.join(missing[:3])}"
             )
+
+    def check_copies(self, copies: Mapping[str, torch.Tensor]) -> None:
+        """Raise unless copies of the collected tensors have the same fingerprints."""
+        names = [name for name in copies if name in self._started]
+        started = [self._start(name, copies[name]) for name in names]
+        expected = finish_fingerprints([self._started[name] for name in names])
+        actual = finish_fingerprints(started)
+        wrong = [n for n, a, b in zip(names, expected, actual, strict=True) if _signed(a) != b]
+        if wrong:
+            raise RuntimeError(f"{wrong[0]} and {len(wrong) - 1} more tensors arrived damaged")
+
+    def measure(self, model: torch.nn.Module) -> None:
+        """Compute the fingerprints of this rank's parameters, for `compare`."""
+        self.refuse_missing()
+        self.finish_collecting()
+        parameters = _parameters(model)
+        readable = {n: group for n, group in self._groups.items() if parameters[n].numel()}
+        started = [start_fingerprint(parameters[n], words=g.words) for n, g in readable.items()]
         self._wrong = []
-        for name, group in self._groups.items():
-            parameter = parameters[name]
-            if parameter.numel():
-                group.held = fingerprint(parameter, words=group.words)
-                if group.cut and group.held != _signed(group.fingerprint):
-                    self._wrong.append(name)
-            elif not self._product_agrees(model, name):
+        for (name, group), held in zip(readable.items(), finish_fingerprints(started), strict=True):
+            group.held = held
+            if group.cut and held != _signed(group.fingerprint):
                 self._wrong.append(name)
+        packed = self._groups.keys() - readable.keys()
+        self._wrong += [name for name in packed if not self._product_agrees(model, name)]
         self._device = next(iter(parameters.values())).device
+
+    def finish_collecting(self) -> None:
+        """Wait for the tensors' fingerprints, and add them up. `measure` does it too; done before,
+        it is no part of the pause."""
+        if self._is_complete:
+            return
+        values = finish_fingerprints(list(self._started.values()))
+        self._started = dict(zip(self._started, values, strict=True))
+        for group in self._groups.values():
+            group.fingerprint = sum(value * times for value, times in self._parts(group))
+        self._is_complete = True
+
+    def _parts(self, group: _Group) -> Iterator[tuple[int, int]]:
+        for name, times in group.parts:
+            value = self._started[name]
+            assert isinstance(value, int)
+            yield value, times
 
     def compare(self, reduced: Reduce = torch.clone) -> None:
         """Compare the fingerprints; all ranks must call this at the same time."""
         # Sort by name: ranks may have received their tensors in different orders.
         readable = {n: group for n, group in sorted(self._groups.items()) if group.held is not None}
         local = [group.held for group in readable.values()]
-        total = reduced(torch.tensor(local, dtype=torch.int64, device=self._device)).tolist()
+        total = local
+        if reduced is not torch.clone:
+            total = reduced(torch.tensor(local, dtype=torch.int64, device=self._device)).tolist()
         self._raise_if_any(
             self._wrong
             + [
@@ -174,6 +261,7 @@ class Proof:
         target = self._target(name)
         if target is None:
             return
+        self._is_complete = False
         parameter = self._parameters[target]
         values = tensor.to(parameter.dtype)
         words = _fits_words(values) and _fits_words(parameter)
@@ -184,26 +272,40 @@ class Proof:
         if (group.words and not words) or group.cut != cut:
             raise RuntimeError(f"{name} cannot be summed with the other parts of {target}")
         if parameter.numel():
-            # After a failed update the parameter has no data, so there is no device to move to.
-            is_empty = parameter.device.type == "meta"
-            values = values if is_empty or name in self._sums else values.to(parameter.device)
             # A published sum counts the words of the tensor as it was sent, not after a cast.
             published = self._sums.get(name) if group.words and values is tensor else None
             if published is None:
-                total = fingerprint(values, words=group.words)
+                self._started[name] = start_fingerprint(values, words=group.words)
             else:
-                total = published
+                self._started[name] = _signed(published)
                 self.by_sum.add(name)
-            group.fingerprint += total if cut else total * (self._count_copies(name) or 1)
+            group.parts.append((name, 1 if cut else self._count_copies(name) or 1))
         else:
             group.products[name.split(".")[-2]] = values.float() @ _probe(values.shape[1])
+
+    def _start(self, name: str, tensor: torch.Tensor) -> Started:
+        target = self._target(name)
+        assert target is not None
+        values = tensor.to(self._parameters[target].dtype)
+        return start_fingerprint(values, words=self._groups[target].words)
 
     def _rename(self, name: str) -> str:
         """Return the engine's name of a tensor, before fusing."""
         return self._mapper.apply_list([name])[0] if self._mapper is not None else name
 
+    def target_of(self, name: str) -> str | None:
+        """Return the parameter into which a tensor is loaded, as the model names it."""
+        return self._full_names.get(self._target(name) or "")
+
     def _target(self, name: str) -> str | None:
         """Return the engine's parameter into which a tensor is loaded."""
+        if name not in self._targets:
+            # Kept: vLLM's mapper tries many patterns, and this is asked several times a tensor
+            # while the engine's thread waits for Python's lock.
+            self._targets[name] = self._find_target(name)
+        return self._targets[name]
+
+    def _find_target(self, name: str) -> str | None:
         mapped = self._rename(name)
         parts = mapped.split(".")
         if len(parts) > 2 and parts[-2] in self._fused_into:

@@ -1,91 +1,131 @@
 """Receives and verifies new weights while the worker generates, so that the pause is only a swap.
 
-    rollway_stage ─► background: read ─► load into a shadow ─► verify ─► prepare
-    rollway_staged ─► running, failed or ready
-    rollway_swap ─► (paused) exchange with the serving model
+    rollway_stage ─► background: read ─► stage ─► verify ─► prepare
+    rollway_staging ─► running, failed or ready
+    rollway_swap ─► (paused) serve the staged weights
 
-If the shadow's parameters cannot be swapped in, the background task copies the verified tensors
-into memory, and vLLM loads them in place during the pause. If memory does not hold the weights
-twice, vLLM reads them during the pause from where they were published.
+There are two ways to swap. On CPU, the serving model exchanges its parameters with a second model
+that was loaded beside it (`Exchange`). Elsewhere the parameters stay where they are and get new
+contents (`rollway.engine.in_place`).
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Protocol
 
 import torch
 
-from rollway.engine.background import BackgroundTask, share_cores
-from rollway.engine.drafts import Draft
+from rollway.engine.background import BackgroundTask, release_frames
 from rollway.engine.fingerprint import Proof
+from rollway.engine.in_place import InPlace
+from rollway.engine.incoming import Incoming
+from rollway.engine.memory import HostBuffers, read_host_memory
 from rollway.engine.shadow import ParameterArena, Shadow, explain_no_swap
-from rollway.engine.slices import find_slices, rank_of, zero_padded
+from rollway.engine.slices import zero_padded
 from rollway.weights.checkpoint import TensorHeader, differences, refuse_differences
-from rollway.weights.layout import Slices
 from rollway.weights.offer import Offer
-from rollway.weights.transports.base import Reader, never
 
 log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows only loggers below its own name
 
-SwapStrategy = Literal["exchange", "memory", "in place"]
-_SPARE = 1.25
-"""Free memory that is needed to hold the weights twice, as a multiple of their size."""
+
+class SwapMethod(Protocol):
+    """A way to bring a version into service."""
+
+    @property
+    def strategy(self) -> str: ...
+    @property
+    def reason(self) -> str:
+        """Why this strategy, as one sentence."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """How much memory the staged weights take."""
+        ...
+
+    @property
+    def reloaded(self) -> list[str]:
+        """The layers that vLLM itself loads during the pause."""
+        ...
+
+    def receive(self) -> None:
+        """Stage and verify the weights; runs in the background."""
+        ...
+
+    def swap(self) -> dict[str, float]:
+        """Serve them; the worker must be paused. Return the seconds of each step."""
+        ...
+
+    def release(self, *, wait: bool = True) -> None:
+        """Give back the memory of what was staged; without `wait`, a device gets it later."""
+        ...
 
 
 @dataclass(slots=True)
 class Staging:
     """A version that is being staged in this worker."""
 
-    worker: Any
-    reader: Reader
-    offer: Offer
-    new: dict[str, TensorHeader]
+    incoming: Incoming
     served: dict[str, TensorHeader] | None
-    ranks: int
-    reduced: Any
     arena: ParameterArena
     """Memory for the second model, kept between versions."""
+    host: HostBuffers
     allow_cast: bool = False
-    draft: Draft | None = None
-    """The draft model whose weights are part of this version."""
-    strategy: SwapStrategy = "exchange"
-    seconds: dict[str, float] = field(default_factory=dict)
-    _shadow: Shadow | None = None
-    _proof: Proof | None = None
-    _slices: Slices = field(default_factory=Slices)
-    _tensors: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+    _method: SwapMethod | None = None
     _task: BackgroundTask | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _has_ended: bool = False
+    """Whether the background task uses the staged memory no more."""
+
+    @property
+    def offer(self) -> Offer:
+        return self.incoming.offer
 
     def start(self) -> None:
         """Raise if the weights do not fit this worker; otherwise start to receive them."""
+        incoming, offer = self.incoming, self.offer
         if self.served is not None:
-            problems = differences(self.new, self.served, allow_cast=self.allow_cast)
-            source = self.offer.where.get("path", f"version {self.offer.version}")
+            problems = differences(incoming.headers, self.served, allow_cast=self.allow_cast)
+            source = offer.where.get("path", f"version {offer.version}")
             refuse_differences(problems, source)
-        why_not = explain_no_swap(self.worker)
-        fits = free_bytes() + self.arena.nbytes > _SPARE * self.offer.nbytes
-        self.strategy = "in place" if not fits else "memory" if why_not else "exchange"
-        if self.draft is not None:
-            self.draft.start(in_place=self.strategy != "exchange")
-        if self.strategy == "exchange":
-            self._shadow = Shadow(self.worker, self.arena)
-        reason = why_not or "swap"
-        log.info("staging version %d: %s (%s)", self.offer.version, self.strategy, reason)
-        self._task = BackgroundTask(f"version {self.offer.version}", self._run)
+        why_not = explain_no_swap(incoming.worker)
+        host = read_host_memory(offer.nbytes, self.arena.nbytes)
+        can_exchange = not why_not and host.holds(offer.nbytes)
+        if incoming.draft is not None:
+            incoming.draft.start(in_place=not can_exchange)
+        self._method = (
+            Exchange(incoming, self.arena) if can_exchange else InPlace(incoming, self.host)
+        )
+        log.info("staging version %d (%s)", offer.version, why_not or "swap")
+        device = next(incoming.model.parameters()).device
+        self._task = BackgroundTask(f"version {offer.version}", self._run, device)
 
     def notify_when_done(self, name: str) -> None:
-        """Notify a socket of this machine at the end. Each poll that finds the task still running
-        is an error in the engine's log, so callers should not poll often."""
+        """Notify a socket of this machine at the end."""
         self._running_task().notify_when_done(name)
 
     def check(self) -> None:
         """Raise while the weights are being staged, and the error if that failed."""
         self._running_task().check()
+
+    def report(self) -> dict[str, Any]:
+        """Return how far the staging is. It never raises: in the engine's log, every exception is
+        an error with a stack trace."""
+        task, method = self._running_task(), self._running_method()
+        state = "running" if not task.is_done else "failed" if task.has_failed else "ready"
+        known = task.is_done and not task.has_failed
+        return {
+            "state": state,
+            "error": task.error,
+            "strategy": method.strategy if known else "",
+            "reason": method.reason if known else "",
+            "seconds": dict(self.incoming.seconds),
+            "bytes": method.nbytes,
+        }
 
     @property
     def has_failed(self) -> bool:
@@ -95,133 +135,120 @@ class Staging:
         assert self._task is not None
         return self._task
 
-    def describe(self) -> dict[str, Any]:
-        """Return the state of the staging: running, ready or failed, with the error."""
-        report = {"strategy": self.strategy, "seconds": dict(self.seconds)}
-        try:
-            self.check()
-        except RuntimeError as error:
-            state = "failed" if self.has_failed else "running"
-            return {"state": state, "error": str(error), **report}
-        return {"state": "ready", "error": "", **report}
+    def _running_method(self) -> SwapMethod:
+        assert self._method is not None
+        return self._method
 
     def swap(self) -> dict[str, Any]:
-        """Serve the staged weights; the worker must be paused. Return how, and the seconds."""
+        """Serve the staged weights; the worker must be paused. Return what was done."""
         self.check()
+        method = self._running_method()
         began = time.perf_counter()
-        if self._shadow is not None:
-            assert self._proof is not None
-            # Several ranks sum their fingerprints only now: while they serve, their group is in
-            # use.
-            self._proof.compare(self.reduced)
-            self._shadow.exchange()
-            if self.draft is not None:
-                self.draft.exchange()
-        else:
-            self._load_in_place()
-        self.seconds["swap"] = time.perf_counter() - began
-        self._shadow, self._proof, self._tensors = None, None, []
-        spent = ", ".join(f"{name} {value:.3f} s" for name, value in self.seconds.items())
+        steps = method.swap()
+        report = {
+            "strategy": method.strategy,
+            "reason": method.reason,
+            "seconds": steps,
+            "staged_bytes": method.nbytes,
+            "reloaded": method.reloaded,
+        }
+        seconds = self.incoming.seconds
+        seconds |= {f"swap/{name}": value for name, value in steps.items()}
+        seconds["swap"] = time.perf_counter() - began
+        # Without waiting: a device takes longer to free memory than to copy the weights.
+        method.release(wait=False)
+        self.incoming.finish()
+        spent = ", ".join(f"{name} {value:.3f} s" for name, value in seconds.items())
+        log.info("version %d: %s, because %s", self.offer.version, *list(report.values())[:2])
         log.info("version %d is served (%s)", self.offer.version, spent)
-        return {"strategy": self.strategy, "seconds": dict(self.seconds)}
+        return report
 
     def discard(self) -> None:
-        """Release the received weights. If the background task still runs, it ends by itself."""
-        self._shadow, self._proof, self._tensors = None, None, []
-        self.reader.release()
-        if self.draft is not None:
-            self.draft.discard()
+        """Release the received weights. A background task that still runs stops at its next tensor
+        and releases them itself."""
+        self.incoming.reader.release()
+        with self._lock:
+            self.incoming.abandoned.set()
+            has_ended = self._has_ended
+        if has_ended:
+            self._release()
+
+    def _release(self) -> None:
+        self._running_method().release()
+        if self.incoming.draft is not None:
+            self.incoming.draft.discard()
 
     def _run(self) -> None:
+        failed = True
         try:
-            self._receive()
-        except BaseException:
-            self.discard()
+            self._running_method().receive()
+            failed = False
+        except BaseException as error:
+            release_frames(error)  # their variables hold staged tensors
+            self.incoming.reader.release()
             raise
+        finally:
+            with self._lock:
+                self._has_ended = True
+                unwanted = failed or self.incoming.abandoned.is_set()
+            if unwanted:
+                self._release()
 
-    def _receive(self) -> None:
-        if self.reader.can_restrict:
-            model = self._shadow.model if self._shadow else self.worker.model_runner.get_model()
-            mine = find_slices(rank_of(self.worker), self.new, model)
-            self._slices = self.reader.restrict(self.offer, mine)
-        if self._shadow is not None:
-            with self._measure("load"):
-                sums = self.reader.sums(self.offer)
-                self._proof = Proof(self._shadow.model, sums, self._slices.boxes)
-                tensors = self._policy_tensors(self._proof.by_sum.__contains__)
-                self._shadow.load(zero_padded(self._slices, self._proof.collect(tensors)))
-            with self._measure("prove"):
-                self._verify(self._proof, self._shadow.model)
-            with self._measure("prepare"):
-                self._shadow.prepare()
-                if self.draft is not None:
-                    self.draft.load(self.ranks)
-        elif self.strategy == "memory":
-            with self._measure("load"):
-                self._tensors = [(n, t.clone()) for n, t in self._policy_tensors()]
+
+class Exchange:
+    """Loads a second model beside the serving one and exchanges their parameters."""
+
+    strategy = "exchange"
+    reason = "nothing holds on to the addresses of the parameters"
+
+    def __init__(self, incoming: Incoming, arena: ParameterArena) -> None:
+        """Create the second model; runs on the serving thread."""
+        self._incoming = incoming
+        self._shadow: Shadow | None = Shadow(incoming.worker, arena)
+        self._proof: Proof | None = None
+        self.nbytes = 0
+        self.reloaded: list[str] = []
+
+    def receive(self) -> None:
+        incoming, shadow = self._incoming, self._shadow
+        assert shadow is not None
+        incoming.restrict(shadow.model)
+        with incoming.measure("load"):
+            sums = incoming.reader.sums(incoming.offer)
+            proof = self._proof = Proof(shadow.model, sums, incoming.slices.boxes)
+            tensors = incoming.tensors(proof.by_sum.__contains__)
+            shadow.load(zero_padded(incoming.slices, proof.collect(tensors)))
+        with incoming.measure("prove"):
+            self._verify(proof, shadow.model)
+        with incoming.measure("prepare"):
+            shadow.prepare()
+            if incoming.draft is not None:
+                incoming.draft.load(incoming.ranks)
+        self.nbytes = incoming.offer.nbytes
+
+    def swap(self) -> dict[str, float]:
+        assert self._proof is not None and self._shadow is not None
+        # Several ranks sum their fingerprints only now: while they serve, their group is in use.
+        began = time.perf_counter()
+        self._proof.compare(self._incoming.reduced)
+        verified = time.perf_counter()
+        self._shadow.exchange()
+        if self._incoming.draft is not None:
+            self._incoming.draft.exchange()
+        return {"verify": verified - began, "exchange": time.perf_counter() - verified}
+
+    def release(self, *, wait: bool = True) -> None:
+        self._shadow, self._proof = None, None
 
     def _verify(self, proof: Proof, model: torch.nn.Module) -> None:
         try:
             proof.measure(model)
             proof.compare_alone()
-            if self.ranks == 1:
+            if self._incoming.ranks == 1:
                 proof.compare()
         except RuntimeError:
             if proof.by_sum:
                 # Read once more: this raises if the publisher changed the tensors meanwhile.
-                for _ in self.reader.tensors(self.offer):
+                for _ in self._incoming.reader.tensors(self._incoming.offer):
                     pass
             raise
-
-    def _load_in_place(self) -> None:
-        model = self.worker.model_runner.get_model()
-        proof = Proof(model, cuts=self._slices.boxes)
-        tensors = iter(self._tensors) if self.strategy == "memory" else self._policy_tensors()
-        self.worker.reload_weights(
-            weights_iterator=zero_padded(self._slices, proof.collect(tensors))
-        )
-        proof.check(model, self.reduced)
-        if self.draft is not None:
-            self.draft.load_in_place(self.ranks)
-
-    def _policy_tensors(
-        self, summed: Callable[[str], bool] = never
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        tensors = self.reader.tensors(self.offer, summed)
-        return tensors if self.draft is None else self.draft.keep_draft(tensors)
-
-    def _measure(self, name: str) -> Any:
-        share_cores(alone=is_idle(self.worker))
-        return _Stopwatch(self.seconds, name)
-
-
-@dataclass(slots=True)
-class _Stopwatch:
-    into: dict[str, float]
-    name: str
-    began: float = 0.0
-
-    def __enter__(self) -> None:
-        self.began = time.perf_counter()
-
-    def __exit__(self, *_: Any) -> None:
-        self.into[self.name] = time.perf_counter() - self.began
-
-
-def is_idle(worker: Any) -> bool:
-    """Return whether the worker generates nothing right now, as far as is visible here."""
-    batch = getattr(worker.model_runner, "input_batch", None)
-    return getattr(batch, "num_reqs", None) == 0
-
-
-def free_bytes() -> int:
-    """Return the free memory of this machine, within the limit of this container."""
-    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    free = int(fields["MemAvailable"].split()[0]) * 1024
-    cgroup = Path("/sys/fs/cgroup")
-    try:
-        limit = int((cgroup / "memory.max").read_text())
-        used = int((cgroup / "memory.current").read_text())
-    except (OSError, ValueError):
-        return free  # no limit
-    return min(free, limit - used)

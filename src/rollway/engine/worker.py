@@ -2,7 +2,8 @@
 
 vLLM adds this class to its worker (`--worker-extension-cls`), and Dynamo's `/engine` routes call
 its methods by name. These routes return no value, so a method raises if something is wrong: the
-caller then sees `status: error` and the message.
+caller then sees `status: error` and the message. Callers inside the engine's process get the
+values of `rollway_staging` and `rollway_swap`.
 
 The checks are needed because vLLM itself loads an incomplete checkpoint over the old weights and
 reports success, leaves a worker without weights if the path is wrong, and on CPU corrupts the
@@ -26,6 +27,8 @@ from rollway.engine import core, rpc
 from rollway.engine.adapters import adapters_of
 from rollway.engine.drafts import Draft, split_draft
 from rollway.engine.fingerprint import Proof
+from rollway.engine.incoming import Incoming
+from rollway.engine.memory import HostBuffers
 from rollway.engine.receivers import reader_for
 from rollway.engine.shadow import ParameterArena, explain_no_swap
 from rollway.engine.staging import Staging
@@ -69,7 +72,7 @@ class WorkerExtension:
     def rollway_stage(
         self, offer: dict[str, Any], allow_cast: bool = False, tell: str = ""
     ) -> None:
-        """Start receiving offered weights; `rollway_staged` returns the outcome.
+        """Start receiving offered weights; `rollway_staging` returns the outcome.
 
         Discards what was staged before. `tell` names a socket of this machine to notify at the
         end."""
@@ -86,32 +89,37 @@ class WorkerExtension:
             self._rollway_receivers: dict[str, Reader] = {}
         reader = reader_for(weights, self._rollway_receivers)
         new, draft = split_draft(reader.headers(weights))
-        _refuse_unverifiable(self, new, "rollway_stage", from_files=weights.transport == "files")
+        from_files = weights.transport == "files"
+        facts = (from_files, frozenset(new))
+        if getattr(self, "_rollway_verifiable", None) != facts:  # it takes a while, every time
+            _refuse_unverifiable(self, new, "rollway_stage", from_files=from_files)
+            self._rollway_verifiable = facts
+        ranks, reduced = _ranks()
+        policy_draft = Draft(self, draft, allow_cast) if draft else None
         staging = Staging(
-            self,
-            reader,
-            weights,
-            new,
+            Incoming(self, reader, weights, new, ranks, reduced, policy_draft),
             _served_headers(self),
-            *_ranks(),
             _arena(self),
+            _host_buffers(self),
             allow_cast=allow_cast,
-            draft=Draft(self, draft, allow_cast) if draft else None,
         )
         staging.start()
         staging.notify_when_done(tell)
         self._rollway_staging: Staging | None = staging
 
-    def rollway_staged(self, identity: str) -> None:
-        """Raise unless these weights are staged and verified."""
-        _find_staged(self, identity).check()
-
     def rollway_staging(self, identity: str) -> dict[str, Any]:
-        """Return the state of these weights: running, ready or failed, with the error."""
+        """Return how far the staging of these weights is; never raise."""
         staging = _staging(self)
         if staging is None or staging.offer.identity != identity:
-            return {"state": "failed", "error": f"weights {identity} are not staged here"}
-        return staging.describe()
+            error = f"weights {identity} are not staged here"
+            nothing = {"strategy": "", "reason": "", "seconds": {}, "bytes": 0}
+            return {"state": "failed", "error": error} | nothing
+        return staging.report()
+
+    def rollway_staged(self, identity: str) -> None:
+        """Raise unless these weights are staged and verified; for callers that cannot receive the
+        value of `rollway_staging`."""
+        _find_staged(self, identity).check()
 
     def rollway_label(self, label: int | None) -> bool:
         """Return False: no engine of this process refuses requests by their version. Where one
@@ -119,7 +127,7 @@ class WorkerExtension:
         return False
 
     def rollway_swap(self, identity: str) -> dict[str, Any]:
-        """Serve the staged weights; the worker must be paused. Return how, and the seconds."""
+        """Serve the staged weights; the worker must be paused. Return how it was done."""
         report = _find_staged(self, identity).swap()
         self._rollway_staging = None
         return report
@@ -196,6 +204,13 @@ def _arena(worker: Any) -> ParameterArena:
     if arena is None or not arena.is_free:
         arena = worker._rollway_arena = ParameterArena()
     return arena
+
+
+def _host_buffers(worker: Any) -> HostBuffers:
+    if not hasattr(worker, "_rollway_host_buffers"):
+        worker._rollway_host_buffers = HostBuffers()
+    buffers: HostBuffers = worker._rollway_host_buffers
+    return buffers
 
 
 def _find_staged(worker: Any, identity: str) -> Staging:

@@ -66,6 +66,14 @@ def test_a_worker_without_a_draft_model_refuses_draft_tensors(tmp_path: Path) ->
         Draft(n_gram_worker, FC)
 
 
+def test_the_draft_model_of_the_second_model_runner_is_found(tmp_path: Path) -> None:
+    """On a GPU, vLLM's default runner names it `speculator`."""
+    worker = make_worker(tmp_path)
+    worker.model_runner.speculator = worker.model_runner.drafter
+    del worker.model_runner.drafter
+    Draft(worker, FC)
+
+
 def test_draft_tensors_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"fc\.weight is missing"):
         Draft(make_worker(tmp_path), {"other.weight": make_header(1)})

@@ -1,0 +1,118 @@
+"""Find the layers of a vLLM model that keep their weights exactly as vLLM's loader wrote them.
+
+Only these may be written by a `LoadPlan`. Others are changed after loading: quantised, shuffled for
+a kernel, packed, or used to compute something that is kept. A changed layout can have the same
+shapes and the same sums as the loaded one, so neither would reveal a wrong copy. Therefore this is
+a list of what is allowed, read from vLLM 0.31, and everything else is reloaded by vLLM itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+_LAYERS = "vllm.model_executor.layers"
+_PLAIN_METHODS = frozenset(
+    {
+        f"{_LAYERS}.linear.UnquantizedLinearMethod",
+        f"{_LAYERS}.vocab_parallel_embedding.UnquantizedEmbeddingMethod",
+    }
+)
+"""Quantisation methods that change nothing after loading on CUDA."""
+_MOE_METHOD = f"{_LAYERS}.fused_moe.unquantized_fused_moe_method.UnquantizedFusedMoEMethod"
+_MOE_WRAPPER = f"{_LAYERS}.fused_moe.fused_moe_modular_method.FusedMoEModularMethod"
+_MOE_BACKENDS = frozenset({"TRITON", "BATCHED_TRITON"})
+"""Backends that use w13 and w2 as they were loaded. FlashInfer swaps halves or permutes blocks."""
+_ATTENTION = f"{_LAYERS}.attention_layer_base.AttentionLayerBase"
+_ATTENTION_BACKEND = "vllm.v1.attention.backend"
+PACKED = "it keeps its weights in a packed form"
+_HOOK = "process_weights_after_loading"
+
+
+def explain_no_plan(worker: Any) -> str:
+    """Return why no layer of this worker may be written in place; "" if some may."""
+    model, config = worker.model_runner.get_model(), worker.model_config
+    if config.quantization is not None:
+        return "the model is quantised"
+    if config.use_mla:
+        return "latent attention keeps products of its weights"
+    if getattr(worker.vllm_config.parallel_config, "enable_eplb", False):
+        return "experts move between ranks"
+    if torch.version.hip is not None:
+        return "vLLM pads and shuffles weights on ROCm"
+    if hasattr(model, _HOOK):
+        return f"{type(model).__name__} changes its weights after loading"
+    for name, module in model.named_modules():
+        if _keeps_derived_weights(module):
+            return f"{name} keeps values that are computed from weights"
+    return ""
+
+
+def list_changed_layers(model: torch.nn.Module) -> dict[str, str]:
+    """Return the layers whose parameters are not what vLLM's loader wrote, each with the reason.
+
+    A layer that shares a parameter with such a layer counts too, for example embeddings that are
+    tied to a packed head."""
+    device = next(model.parameters()).device.type
+    owners: dict[int, list[str]] = {}
+    changed: dict[str, str] = {}
+    for name, module in model.named_modules():
+        parameters = list(module.parameters(recurse=False))
+        for parameter in parameters:
+            owners.setdefault(id(parameter), []).append(name)
+        reason = _explain_change(module, parameters, device) if parameters else ""
+        if reason:
+            changed[name] = reason
+    for names in owners.values():
+        reasons = [changed[name] for name in names if name in changed]
+        changed |= {name: reasons[0] for name in names if reasons and name not in changed}
+    return changed
+
+
+def _explain_change(module: Any, parameters: Iterable[torch.Tensor], device: str) -> str:
+    for parameter in parameters:
+        if parameter.device.type != device:
+            return "it is offloaded to another device"
+        if parameter.numel() == 0:
+            return PACKED
+        if not parameter.is_contiguous():
+            return "its parameters are not contiguous"
+    kernel = module.__dict__.get("cpu_linear")
+    # The kernels of packed layers hold on to the packed weights; the fallback holds on to nothing
+    # and reads the parameter.
+    if kernel is not None and getattr(kernel, "__closure__", None):
+        return PACKED
+    method = getattr(module, "quant_method", None)
+    return "" if method is None else _explain_method(method, device)
+
+
+def _explain_method(method: Any, device: str) -> str:
+    name = _qualified_name(type(method))
+    if name in _PLAIN_METHODS:
+        return "" if device in ("cpu", "cuda") else f"vLLM may transpose weights on {device}"
+    if name == _MOE_WRAPPER:
+        return _explain_method(method.old_quant_method, device)
+    if name == _MOE_METHOD:
+        backend = getattr(method.unquantized_backend, "name", "unknown")
+        return "" if backend in _MOE_BACKENDS else f"the MoE backend {backend} reorders weights"
+    return f"{type(method).__name__} may change weights after loading"
+
+
+def _keeps_derived_weights(module: Any) -> bool:
+    """Return whether an attention layer keeps something computed from other layers' weights:
+    FlashInfer, for example, keeps attention sinks in float32."""
+    # vLLM calls the hook of quantisation methods, and of attention layers, and of no other module.
+    is_attention = any(_qualified_name(cls) == _ATTENTION for cls in type(module).__mro__)
+    if not is_attention or not callable(getattr(module, _HOOK, None)):
+        return False
+    implementation = getattr(module, "impl", None)
+    hook = getattr(type(implementation), _HOOK, None)
+    if hook is not None and hook.__module__ == _ATTENTION_BACKEND:
+        return False  # the base class's, which does nothing
+    return getattr(implementation, "_sinks_source", module) is not None
+
+
+def _qualified_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"

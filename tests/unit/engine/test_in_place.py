@@ -1,0 +1,415 @@
+"""Staged weights are copied into the parameters that serve, and memory is never exhausted.
+
+The workers have real vLLM models in CPU memory; what a GPU would do differently is said where it
+matters."""
+
+from __future__ import annotations
+
+import gc
+import json
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rollway.engine import in_place, memory
+from rollway.engine.incoming import Incoming
+from rollway.engine.memory import FreeMemory, HostBuffers
+from rollway.engine.shadow import ParameterArena
+from rollway.engine.staging import Staging
+from rollway.engine.worker import WorkerExtension
+from rollway.errors import WeightsError
+from rollway.weights.checkpoint import TensorHeader
+from rollway.weights.digest.checksums import word_sum
+from rollway.weights.offer import Offer
+from rollway.weights.transports.base import Reader, never
+from tests.unit.engine.vllm_models import (
+    Tensors,
+    create_model,
+    create_worker,
+    headers_of,
+    use_ranks,
+    write_model,
+)
+from tests.waiting import wait_until
+
+PLENTY, NOTHING = FreeMemory("a device", 1 << 50, 0), FreeMemory("a device", 100, 100)
+
+
+class FakeReader(Reader):
+    """Yields tensors of this process."""
+
+    def __init__(self, tensors: Tensors, *, shares: bool = False, has_sums: bool = False) -> None:
+        self.tensors_here = tensors
+        self.shares = shares
+        self.has_sums = has_sums
+        self.published = {name: word_sum(tensor) for name, tensor in tensors.items()}
+        self.before_each: Callable[[str], None] = lambda name: None
+        self.released = 0
+        self.finished: list[int] = []
+
+    def headers(self, offer: Offer) -> dict[str, TensorHeader]:
+        return headers_of(self.tensors_here)
+
+    def sums(self, offer: Offer) -> Mapping[str, int]:
+        return self.published if self.has_sums else {}
+
+    def shares_device(self, offer: Offer) -> bool:
+        return self.shares
+
+    def tensors(
+        self, offer: Offer, summed: Callable[[str], bool] = never
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self.tensors_here.items():
+            self.before_each(name)
+            if self.shares:
+                yield name, tensor
+            else:
+                lent = tensor.clone()
+                yield name, lent
+                lent.fill_(7)  # valid only until the next is requested
+            if not summed(name) and word_sum(tensor) != self.published[name]:
+                raise WeightsError(f"{name} changed while it was read.")
+
+    def finish(self, offer: Offer) -> None:
+        self.finished.append(offer.version)
+
+    def release(self) -> None:
+        self.released += 1
+
+
+@pytest.fixture
+def tensors(tmp_path: Path) -> Tensors:
+    return write_model("qwen3", tmp_path)
+
+
+@pytest.fixture
+def worker(tensors: Tensors, tmp_path: Path) -> Any:
+    with use_ranks():
+        return create_worker(tmp_path)
+
+
+@pytest.fixture
+def expected(tensors: Tensors, tmp_path: Path) -> Tensors:
+    """The parameters that vLLM's own loader makes of the tensors."""
+    with use_ranks():
+        model, _ = create_model(tmp_path)
+        model.load_weights(iter(tensors.items()))
+    return parameters_of(model)
+
+
+def parameters_of(model: Any) -> Tensors:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def is_serving(worker: Any, expected: Tensors) -> bool:
+    actual = parameters_of(worker.model_runner.get_model())
+    return all(torch.equal(actual[name], expected[name]) for name in expected)
+
+
+def make_offer(tensors: Tensors) -> Offer:
+    nbytes = sum(tensor.nbytes for tensor in tensors.values())
+    return Offer("shm", 3, "identity-of-3", nbytes, {})
+
+
+def make_staging(worker: Any, reader: FakeReader, host: HostBuffers | None = None) -> Staging:
+    offer = make_offer(reader.tensors_here)
+    headers = reader.headers(offer)
+    incoming = Incoming(worker, reader, offer, headers, 1, torch.clone)
+    return Staging(incoming, headers, ParameterArena(), host or HostBuffers())
+
+
+def stage(staging: Staging) -> dict[str, Any]:
+    staging.start()
+    wait_until(lambda: staging.report()["state"] != "running")
+    return staging.report()
+
+
+def limit_memory(monkeypatch: pytest.MonkeyPatch, device: FreeMemory, host: FreeMemory) -> None:
+    monkeypatch.setattr(memory, "read_device_memory", lambda *_: device)
+    monkeypatch.setattr(memory, "read_host_memory", lambda *_: host)
+
+
+@pytest.mark.parametrize("has_sums", [False, True])
+@pytest.mark.parametrize("strategy", ["direct", "device", "host"])
+def test_each_strategy_serves_what_vllm_would_load(
+    strategy: str,
+    has_sums: bool,
+    worker: Any,
+    tensors: Tensors,
+    expected: Tensors,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limit_memory(monkeypatch, NOTHING if strategy == "host" else PLENTY, PLENTY)
+    before = parameters_of(worker.model_runner.get_model())
+    addresses = [p.data_ptr() for p in worker.model_runner.get_model().parameters()]
+    reader = FakeReader(tensors, shares=strategy == "direct", has_sums=has_sums)
+    staging = make_staging(worker, reader)
+    report = stage(staging)
+    assert (report["state"], report["strategy"], report["error"]) == ("ready", strategy, "")
+    assert report["seconds"].keys() == {"plan", "load", "prove", "prepare"}
+    assert is_serving(worker, before) and reader.finished == []  # until the swap
+    result = staging.swap()
+    assert is_serving(worker, expected) and reader.finished == [3]
+    assert [p.data_ptr() for p in worker.model_runner.get_model().parameters()] == addresses
+    assert json.loads(json.dumps([report, result])) == [report, result]
+    assert result["strategy"] == strategy and result["reason"] and result["reloaded"] == []
+    assert result["seconds"].keys() == {"copy", "verify"}
+    aligned = sum(-(-tensor.nbytes // 64) * 64 for tensor in tensors.values())
+    assert result["staged_bytes"] == (0 if strategy == "direct" else aligned)
+
+
+def test_without_memory_the_weights_are_read_during_the_pause(
+    worker: Any, tensors: Tensors, expected: Tensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit_memory(monkeypatch, NOTHING, NOTHING)
+    model = worker.model_runner.get_model()
+    worker.reload_weights = lambda weights_iterator: model.load_weights(weights_iterator)
+    staging = make_staging(worker, FakeReader(tensors))
+    report = stage(staging)
+    assert (report["state"], report["strategy"], report["bytes"]) == ("ready", "reload", 0)
+    assert "read during the pause" in report["reason"]
+    result = staging.swap()
+    assert is_serving(worker, expected)
+    assert result["strategy"] == "reload" and result["reloaded"] == ["all"]
+
+
+def test_a_model_without_a_plan_is_staged_and_reloaded(
+    worker: Any, tensors: Tensors, expected: Tensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(in_place, "explain_no_plan", lambda _: "latent attention")
+    model = worker.model_runner.get_model()
+    worker.reload_weights = lambda weights_iterator: model.load_weights(weights_iterator)
+    staging = make_staging(worker, FakeReader(tensors))
+    report = stage(staging)
+    assert report["strategy"] == "reload" and report["bytes"] > 0
+    assert report["reason"].endswith("latent attention")
+    assert staging.swap()["seconds"].keys() == {"reload", "verify"}
+    assert is_serving(worker, expected)
+
+
+def test_only_layers_without_a_plan_are_reloaded(
+    worker: Any, tensors: Tensors, expected: Tensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's layerwise reload leaves the other layers alone. Its packing for CPU is left out, as
+    on a GPU."""
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+
+    layer = "model.layers.1.mlp.gate_up_proj"
+    monkeypatch.setattr(in_place, "list_changed_layers", lambda _: {layer: "it is shuffled"})
+    monkeypatch.setattr(UnquantizedLinearMethod, "process_weights_after_loading", lambda *_: None)
+    model = worker.model_runner.get_model()
+    record_metadata_for_reloading(model)
+    addresses = [p.data_ptr() for p in model.parameters()]
+    with use_ranks():
+        staging = make_staging(worker, FakeReader(tensors))
+        report = stage(staging)
+        assert report["strategy"] == "device"
+        assert report["reason"].endswith(f"vLLM reloads {layer}: it is shuffled")
+        result = staging.swap()
+    assert result["reloaded"] == [layer] and "reload" in result["seconds"]
+    assert is_serving(worker, expected)
+    assert [p.data_ptr() for p in model.parameters()] == addresses
+
+
+def test_the_plan_is_recorded_once(
+    worker: Any, tensors: Tensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded = []
+    record = in_place.record_plan
+    monkeypatch.setattr(in_place, "record_plan", lambda *args: recorded.append(1) or record(*args))
+    for _ in range(2):
+        staging = make_staging(worker, FakeReader(tensors))
+        stage(staging)
+        staging.swap()
+    assert recorded == [1]
+
+
+def test_host_buffers_are_reused(
+    worker: Any, tensors: Tensors, expected: Tensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit_memory(monkeypatch, NOTHING, PLENTY)
+    allocated = []
+    allocate = memory.allocate
+    monkeypatch.setattr(
+        memory, "allocate", lambda *a, **k: allocated.append(a) or allocate(*a, **k)
+    )
+    host = HostBuffers()
+    for _ in range(2):
+        staging = make_staging(worker, FakeReader(tensors), host)
+        stage(staging)
+        assert host.nbytes == 0  # in use
+        staging.swap()
+        assert host.nbytes > 0
+    assert len(allocated) == 1 and is_serving(worker, expected)
+
+
+def refuse_all(*_: Any, **__: Any) -> torch.Tensor:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 14.00 GiB.")
+
+
+@pytest.mark.parametrize("strategy", ["device", "host"])
+def test_an_allocation_that_fails_is_a_refusal_with_figures(
+    strategy: str, worker: Any, tensors: Tensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit_memory(monkeypatch, NOTHING if strategy == "host" else PLENTY, PLENTY)
+    monkeypatch.setattr(memory, "allocate", refuse_all)
+    before = parameters_of(worker.model_runner.get_model())
+    reader = FakeReader(tensors)
+    staging = make_staging(worker, reader)
+    report = stage(staging)
+    assert report["state"] == "failed" and report["bytes"] == 0
+    for words in ("memory does not hold version 3", "GB are needed", "free", "stay free"):
+        assert words in report["error"]
+    with pytest.raises(RuntimeError, match="memory does not hold"):
+        staging.swap()
+    assert is_serving(worker, before) and reader.released == 1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), RuntimeError("out of memory")],
+)
+def test_memory_that_ends_half_way_is_released(
+    error: Exception, worker: Any, tensors: Tensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffers = []
+    allocate = memory.allocate
+
+    def remember(*args: Any, **options: Any) -> torch.Tensor:
+        buffer = allocate(*args, **options)
+        buffers.append(weakref.ref(buffer))
+        return buffer
+
+    monkeypatch.setattr(memory, "allocate", remember)
+    reader = FakeReader(tensors)
+
+    def fail_at_the_end(name: str) -> None:
+        if name == list(tensors)[-1]:
+            raise error
+
+    reader.before_each = fail_at_the_end
+    before = parameters_of(worker.model_runner.get_model())
+    staging = make_staging(worker, reader)
+    report = stage(staging)
+    assert report["state"] == "failed" and "GB are needed" in report["error"]
+    gc.collect()
+    assert buffers and all(buffer() is None for buffer in buffers)
+    assert is_serving(worker, before)
+
+
+def test_a_staged_tensor_that_is_damaged_is_refused_before_the_pause(
+    worker: Any, tensors: Tensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put = memory.StagedTensors.put
+
+    def damage(self: Any, name: str, tensor: torch.Tensor) -> None:
+        put(self, name, tensor)
+        if name == "model.norm.weight":
+            self.views[name][3] += 1
+
+    monkeypatch.setattr(memory.StagedTensors, "put", damage)
+    report = stage(make_staging(worker, FakeReader(tensors)))
+    assert report["state"] == "failed" and "model.norm.weight" in report["error"]
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_a_publisher_that_changes_its_tensors_is_noticed(
+    shares: bool, worker: Any, tensors: Tensors
+) -> None:
+    reader = FakeReader(tensors, shares=shares, has_sums=True)
+    tensors["model.norm.weight"] += 1
+    report = stage(make_staging(worker, reader))
+    assert report["state"] == "failed"
+    assert report["error"] == "model.norm.weight changed while it was read."
+
+
+def test_direct_tensors_that_change_before_the_swap_are_noticed(
+    worker: Any, tensors: Tensors
+) -> None:
+    staging = make_staging(worker, FakeReader(tensors, shares=True))
+    assert stage(staging)["state"] == "ready"
+    tensors["model.norm.weight"] += 1
+    with pytest.raises(RuntimeError, match=r"1 of .* parameters differ.*model\.norm\.weight"):
+        staging.swap()
+
+
+def test_missing_tensors_are_refused_before_the_pause(worker: Any, tensors: Tensors) -> None:
+    del tensors["model.norm.weight"]
+    report = stage(make_staging(worker, FakeReader(tensors)))
+    assert report["state"] == "failed" and "nothing for 1 parameters" in report["error"]
+
+
+def test_a_discarded_staging_stops_and_gives_its_memory_back(
+    worker: Any, tensors: Tensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit_memory(monkeypatch, NOTHING, PLENTY)
+    reader, host = FakeReader(tensors), HostBuffers()
+    begun, proceed = threading.Event(), threading.Event()
+
+    def wait(name: str) -> None:
+        begun.set()
+        proceed.wait(10)
+
+    reader.before_each = wait
+    staging = make_staging(worker, reader, host)
+    staging.start()
+    assert begun.wait(10)
+    assert staging.report()["state"] == "running" and staging.report()["error"] == ""
+    staging.discard()
+    assert host.nbytes == 0  # the background task still writes to them
+    proceed.set()
+    wait_until(lambda: staging.report()["state"] == "failed")
+    assert "discarded" in staging.report()["error"] and host.nbytes > 0
+
+
+def test_a_staging_that_is_ready_is_released_when_it_is_discarded(
+    worker: Any, tensors: Tensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit_memory(monkeypatch, NOTHING, PLENTY)
+    host = HostBuffers()
+    staging = make_staging(worker, FakeReader(tensors), host)
+    assert stage(staging)["state"] == "ready"
+    staging.discard()
+    assert host.nbytes > 0
+
+
+def test_the_workers_methods_report_instead_of_raising(worker: Any, tensors: Tensors) -> None:
+    class Worker(WorkerExtension):
+        pass
+
+    vllm_worker = Worker()
+    unknown = vllm_worker.rollway_staging("identity-of-3")
+    assert unknown["state"] == "failed" and "not staged here" in unknown["error"]
+    staging = make_staging(worker, FakeReader(tensors))
+    vllm_worker._rollway_staging = staging
+    stage(staging)
+    assert vllm_worker.rollway_staging("identity-of-3")["state"] == "ready"
+    vllm_worker.rollway_staged("identity-of-3")
+    result = vllm_worker.rollway_swap("identity-of-3")
+    assert result["strategy"] == "device"
+    assert vllm_worker.rollway_staging("identity-of-3")["state"] == "failed"
+
+
+def test_experts_are_copied_where_the_backend_uses_them_as_loaded(tmp_path: Path) -> None:
+    """With the Triton kernels of a GPU; vLLM itself cannot reload experts on CPU."""
+    from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+
+    tensors = write_model("qwen3-moe", tmp_path)
+    with use_ranks():
+        loaded, _ = create_model(tmp_path)
+        loaded.load_weights(iter(tensors.items()))
+        worker = create_worker(tmp_path)
+    for module in worker.model_runner.get_model().modules():
+        if hasattr(module, "unquantized_backend"):
+            module.unquantized_backend = UnquantizedMoeBackend.TRITON
+    staging = make_staging(worker, FakeReader(tensors, has_sums=True))
+    report = stage(staging)
+    assert (report["state"], report["strategy"]) == ("ready", "device"), report["error"]
+    assert staging.swap()["reloaded"] == []
+    assert is_serving(worker, parameters_of(loaded))

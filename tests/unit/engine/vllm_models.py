@@ -1,0 +1,115 @@
+"""Real vLLM model classes of a few kilobytes, in this process and without an engine.
+
+They are as vLLM creates and loads them, before it packs layers for CPU: the form in which a GPU
+serves them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+
+from rollway.weights.checkpoint import TensorHeader
+from rollway.weights.digest.checksums import dtype_name
+
+_SMALL = {
+    "vocab_size": 250,  # vLLM pads it to 256
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "dtype": "float32",
+}
+CONFIGS: dict[str, Any] = {
+    "qwen3": lambda: Qwen3Config(**_SMALL, head_dim=8, tie_word_embeddings=False),
+    "qwen3-tied": lambda: Qwen3Config(**_SMALL, head_dim=8, tie_word_embeddings=True),
+    "qwen2-bias": lambda: Qwen2Config(**_SMALL, tie_word_embeddings=False),
+    "llama": lambda: LlamaConfig(**_SMALL, tie_word_embeddings=False),
+    "qwen3-moe": lambda: Qwen3MoeConfig(
+        **_SMALL,
+        head_dim=8,
+        moe_intermediate_size=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+        tie_word_embeddings=False,
+    ),
+}
+Tensors = dict[str, torch.Tensor]
+
+
+def write_model(kind: str, directory: Path, seed: int = 0) -> Tensors:
+    """Write the config of a tiny model, and return the tensors of its checkpoint."""
+    config = CONFIGS[kind]()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config)
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter)
+    model.save_pretrained(directory)
+    return load_file(directory / "model.safetensors")
+
+
+def headers_of(tensors: Tensors) -> dict[str, TensorHeader]:
+    return {n: TensorHeader(dtype_name(t), tuple(t.shape), "") for n, t in tensors.items()}
+
+
+@contextlib.contextmanager
+def use_ranks(tp: int = 1, rank: int = 0) -> Iterator[None]:
+    """Let vLLM believe that this process is one rank of several; none of them communicate."""
+    from vllm.distributed import parallel_state
+
+    if not torch.distributed.is_initialized():
+        store = Path(tempfile.mkdtemp()) / "rendezvous"
+        parallel_state.init_distributed_environment(1, 0, f"file://{store}", 0, "gloo")
+    if parallel_state._TP is None:
+        from vllm.config import VllmConfig, set_current_vllm_config
+
+        with set_current_vllm_config(VllmConfig()):
+            parallel_state.initialize_model_parallel(1, 1)
+    group: Any = parallel_state._TP
+    with mock.patch.multiple(group, world_size=tp, rank_in_group=rank):
+        yield
+
+
+def create_model(directory: Path) -> tuple[Any, Any]:
+    """Return an empty vLLM model with random parameters, and its config."""
+    from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    model_config = ModelConfig(
+        model=str(directory), skip_tokenizer_init=True, dtype="float32", enforce_eager=True
+    )
+    config = VllmConfig(model_config=model_config)
+    with set_current_vllm_config(config), set_default_torch_dtype(torch.float32):
+        model = initialize_model(vllm_config=config, model_config=model_config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape))
+    return model, config
+
+
+def create_worker(directory: Path) -> Any:
+    """Return as much of a vLLM worker as staging uses. Its parameters keep their addresses, as if
+    compiled code held on to them."""
+    model, config = create_model(directory)
+    config.model_config.enforce_eager = False
+    runner = SimpleNamespace(
+        get_model=lambda: model, reset_encoder_cache=lambda: None, reset_mm_cache=lambda: None
+    )
+    return SimpleNamespace(
+        model_runner=runner, model_config=config.model_config, vllm_config=config
+    )
