@@ -32,6 +32,8 @@ class Ticket:
     taint: str | None
     salt: str | None
     epoch: int
+    stamped: bool = False
+    """Whether the worker is asked to name the versions of the tokens in its answer."""
 
 
 class FleetVersions:
@@ -51,6 +53,8 @@ class FleetVersions:
         self._identities: dict[int, str] = {}
         self._entered: dict[int, int] = {}
         """The version that each worker was last resumed with by this process."""
+        self._enforced: set[int] = set()
+        """Workers that name the versions of their tokens."""
         self._gate = asyncio.Event()
         self._gate.set()
 
@@ -115,6 +119,11 @@ class FleetVersions:
         resume on its answers may come from this version."""
         self._entered[worker] = version
 
+    def mark_enforced(self, worker: int) -> None:
+        """Note that the worker's engine refuses a request of another version, so that the worker
+        can name the versions of the tokens in its answers."""
+        self._enforced.add(worker)
+
     def mark_serving(self, worker: int, version: int) -> None:
         self.by_worker[worker] = version
 
@@ -141,7 +150,8 @@ class FleetVersions:
                 "The last refit failed or was interrupted, or all workers restarted: refit.",
             )
         taint = taint_of(wanted) if self.tainted else None
-        return Ticket(wanted, taint, f"v{wanted}", self.epoch)
+        stamped = any(worker in self._enforced for worker in self.by_worker)
+        return Ticket(wanted, taint, f"v{wanted}", self.epoch, stamped)
 
     def attributes_to(self, ticket: Ticket, worker: int | None) -> bool:
         """Return whether this process attributes an answer to the version of its ticket.

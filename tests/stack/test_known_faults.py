@@ -174,16 +174,22 @@ async def test_02_nor_does_one_that_was_aborted_by_its_id(
 # --- 3: mixed policies ----------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("mode", ["in-flight", "keep"])
 @pytest.mark.parametrize("refits", [1, 2])
 async def test_03_each_token_of_a_rollout_has_its_version(
-    client: Stack, policies: list[Policy], refits: int, brake_file: Path, move: Move
+    client: Stack,
+    policies: list[Policy],
+    refits: int,
+    mode: RefitMode,
+    brake_file: Path,
+    move: Move,
 ) -> None:
     versions = [(await move(client))[0]]
     prompts = [fresh_prompt() for _ in range(12)]
     with slowed(brake_file):
         running = await under_way(client, client.rollouts().generate_batch(prompts, LONGER))
         for _ in range(refits):
-            versions.append((await move(client, "in-flight"))[0])
+            versions.append((await move(client, mode))[0])
             await tokens_pass(client)
     rollouts = flat(await running)
     for rollout in rollouts:

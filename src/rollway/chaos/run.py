@@ -15,7 +15,7 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -226,7 +226,7 @@ class Chaos:
 
     async def _round(self, number: int, strike: Strike) -> None:
         self.version += 1
-        mode = self.random.choice(MODES)
+        mode = self.random.choice(await self._list_modes())
         entry = Round(number, strike.fault, strike.step, mode, self.version)
         self.report.detail.append(entry)
         self.progress(f"round {number}: {strike.fault} at {strike.step}, {mode}")
@@ -244,6 +244,12 @@ class Chaos:
         await self.traffic.probe()
         await self.traffic.check()
         entry.heal_seconds = round(time.monotonic() - began, 3)
+
+    async def _list_modes(self) -> Sequence[RefitMode]:
+        """Return the modes that all workers can do, as far as their last refit has shown."""
+        workers = await self.fleet.workers(fresh=False)
+        able = bool(workers) and all(map(self.fleet.admin.takes_refits, workers))
+        return (*MODES, "keep") if able else MODES
 
     async def _refit_with_fault(self, entry: Round, strike: Strike) -> None:
         """Refit with a fault armed. It must end in a result or a typed error."""

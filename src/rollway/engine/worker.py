@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from rollway.engine import rpc
+from rollway.engine import core, rpc
 from rollway.engine.adapters import adapters_of
 from rollway.engine.drafts import Draft, split_draft
 from rollway.engine.fingerprint import Proof
@@ -120,6 +120,11 @@ class WorkerExtension:
         """Raise unless these weights are staged and verified; for callers that cannot receive the
         value of `rollway_staging`."""
         _find_staged(self, identity).check()
+
+    def rollway_label(self, label: int | None) -> bool:
+        """Return False: no engine of this process refuses requests by their version. Where one
+        does, `engine/core.py` answers instead."""
+        return False
 
     def rollway_swap(self, identity: str) -> dict[str, Any]:
         """Serve the staged weights; the worker must be paused. Return how it was done."""
@@ -289,3 +294,4 @@ def _ranks() -> tuple[int, Callable[[torch.Tensor], torch.Tensor]]:
 
 if rpc.in_worker_process():
     rpc.guard_rpc(WorkerExtension)
+    core.install()

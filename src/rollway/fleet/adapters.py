@@ -148,8 +148,9 @@ class Adapters:
         offer = attach_adapter(version.offer, version.on(worker)).sign(self._secret)
         start = RECEIVE_METHOD, {"offer": offer.as_json()}
         try:
+            ready = {"served": version.served}
             await start_and_wait(
-                self._admin, worker, start, (READY_METHOD, {"served": version.served})
+                self._admin, worker, start, lambda: self._admin.call(worker, READY_METHOD, ready)
             )
         except NoSuchMethod as error:
             raise UsageError(

@@ -11,6 +11,7 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -18,7 +19,18 @@ from rollway.config import AdminTimeouts
 from rollway.errors import AdminError, NoWorkers, RequestFailed, RollwayError, Unreachable
 from rollway.fleet.discovery import Worker
 from rollway.http import IDEMPOTENT, ONCE, Http, Retry
-from rollway.orders import DOOR, ORDER, OTHER_PROCESS, READ_ONLY, SECRET, UNSIGNED, sign
+from rollway.orders import (
+    CANCEL,
+    DOOR,
+    ORDER,
+    OTHER_PROCESS,
+    READ_ONLY,
+    REFIT,
+    SECRET,
+    STAGING,
+    UNSIGNED,
+    sign,
+)
 
 T = TypeVar("T")
 W = TypeVar("W")
@@ -37,6 +49,9 @@ _UNADVERTISED = {
     "sleep": "control/sleep",
     "wake_up": "control/wake_up",
     "model_taints": "update/model_taints",
+    REFIT: REFIT,
+    STAGING: STAGING,
+    CANCEL: CANCEL,
 }
 _FAILED_CALL = re.compile(r"^Call to \w+ method failed: ")
 # The end is missing where a long message was cut.
@@ -46,6 +61,10 @@ _NO_METHOD = "has no attribute '{0}'", "Method '{0}' is not implemented"
 
 class NoSuchMethod(AdminError):
     """The worker lacks the route, or its engine lacks the method (no worker extension)."""
+
+
+class RefitRefused(AdminError):
+    """The worker did not begin a refit: it serves what it served before."""
 
 
 class AdminAPI(Protocol):
@@ -118,6 +137,29 @@ class AdminAPI(Protocol):
         number while it serves no known version."""
         ...
 
+    def enforces_versions(self, worker: Worker) -> bool:
+        """Return whether the worker's engine refuses requests of other versions than its own, as
+        its last answer to `weight_version` or `staging` says."""
+        ...
+
+    def takes_refits(self, worker: Worker) -> bool:
+        """Return whether the worker runs a whole `refit`, as its last answer to `staging` says."""
+        ...
+
+    async def staging(self, worker: Worker, identity: str) -> list[dict[str, Any]]:
+        """Return the state of staged weights in every rank; raise `NoSuchMethod` where a worker
+        cannot report it."""
+        ...
+
+    async def refit(self, worker: Worker, order: Mapping[str, Any]) -> dict[str, Any]:
+        """Have a worker move to its staged weights, and return its report. Raise `RefitRefused` if
+        it has not begun."""
+        ...
+
+    async def cancel_refit(self, worker: Worker) -> None:
+        """End a refit that still waits for running requests; it is then refused."""
+        ...
+
     async def declare_version(self, worker: Worker, version: int) -> None:
         """Set the label only; `IN_DOUBT` means that the worker's weights are unknown."""
         ...
@@ -133,6 +175,19 @@ class AdminAPI(Protocol):
     async def wake(self, worker: Worker, tags: Sequence[str] | None = None) -> None: ...
 
 
+@dataclass(slots=True)
+class _Known:
+    """What the clients of one fleet know of its workers."""
+
+    processes: dict[str, str] = field(default_factory=dict)
+    """The name of the process at each admin address; empty for a process without a guard."""
+    enforcing: set[int] = field(default_factory=set)
+    refitting: set[int] = field(default_factory=set)
+
+    def note(self, workers: set[int], worker: Worker, is_so: object) -> None:
+        (workers.add if is_so is True else workers.discard)(worker.instance_id)
+
+
 class DynamoAdmin:
     """`AdminAPI` of Dynamo's workers: `POST {admin_url}/engine/<route>`."""
 
@@ -143,19 +198,18 @@ class DynamoAdmin:
         http: Http,
         timeouts: AdminTimeouts | None = None,
         secret: str = "",
-        processes: dict[str, str] | None = None,
+        known: _Known | None = None,
     ) -> None:
         self._http = http
         self._timeouts = timeouts or AdminTimeouts()
         self._secret = secret
         """Signs orders to the workers; empty for workers that accept unsigned calls."""
-        self._processes = {} if processes is None else processes
-        """The name of the process at each admin address; empty for a process without a guard."""
+        self._known = known or _Known()
 
     @asynccontextmanager
     async def pinned(self) -> AsyncIterator[AdminAPI]:
         async with self._http.pinned() as http:
-            yield DynamoAdmin(http, self._timeouts, self._secret, self._processes)
+            yield DynamoAdmin(http, self._timeouts, self._secret, self._known)
 
     async def health(self, worker: Worker) -> bool:
         try:
@@ -241,7 +295,33 @@ class DynamoAdmin:
 
     async def weight_version(self, worker: Worker) -> int | None:
         reply = await self._post(worker, "get_weight_version", {})
+        self._known.note(self._known.enforcing, worker, reply.get("enforced"))
         return parse_label(reply.get("version"))
+
+    def enforces_versions(self, worker: Worker) -> bool:
+        return worker.instance_id in self._known.enforcing
+
+    def takes_refits(self, worker: Worker) -> bool:
+        return worker.instance_id in self._known.refitting
+
+    async def staging(self, worker: Worker, identity: str) -> list[dict[str, Any]]:
+        try:
+            reply = await self._post(worker, STAGING, {"identity": identity})
+        except AdminError as error:
+            cause = error.__cause__
+            if isinstance(cause, RequestFailed) and cause.status == 404:
+                raise NoSuchMethod(f"{worker} has no route `{STAGING}`.") from error
+            raise
+        self._known.note(self._known.refitting, worker, reply.get("refits"))
+        self._known.note(self._known.enforcing, worker, reply.get("refits"))
+        return list(reply["ranks"])
+
+    async def refit(self, worker: Worker, order: Mapping[str, Any]) -> dict[str, Any]:
+        limit = self._timeouts.update + self._timeouts.pause
+        return await self._post(worker, REFIT, order, limit, retry=ONCE)
+
+    async def cancel_refit(self, worker: Worker) -> None:
+        await self._post(worker, CANCEL, {})
 
     async def declare_version(self, worker: Worker, version: int) -> None:
         await self._post(worker, "set_weight_version", {"weight_version": version})
@@ -295,7 +375,7 @@ class DynamoAdmin:
         if self._secret and _is_for_another_process(reply):
             # The worker refused before it did anything, so even an update may be sent again:
             # another process, with or without a guard, has the worker's address now.
-            self._processes.pop(worker.admin_url, None)
+            self._known.processes.pop(worker.admin_url, None)
             reply = await self._send_order(worker, route, body, timeout, retry)
         return reply
 
@@ -318,7 +398,7 @@ class DynamoAdmin:
 
     async def _get_process(self, worker: Worker) -> str:
         """Fetch the name of the worker's process, once; empty for a worker without a guard."""
-        process = self._processes.get(worker.admin_url)
+        process = self._known.processes.get(worker.admin_url)
         if process is None:
             url = f"{worker.admin_url}/engine/{DOOR}"
             limit, process = self._timeouts.probe, ""
@@ -328,7 +408,7 @@ class DynamoAdmin:
             except RequestFailed as error:
                 if error.status != 404:
                     raise
-            self._processes[worker.admin_url] = process
+            self._known.processes[worker.admin_url] = process
         return process
 
 
@@ -426,6 +506,8 @@ def _find_route(worker: Worker, name: str) -> str:
 def _make_refusal(worker: Worker, name: str, method: str, reply: Any) -> AdminError:
     message = str((reply.get("message") if isinstance(reply, dict) else reply) or "no reason given")
     reason = unwrap_engine_error(message).rstrip(".")
+    if isinstance(reply, dict) and reply.get("state") == "refused":
+        return RefitRefused(f"{worker} refused `{name}`: {reason}.")
     if method and is_missing_method(method, reason):
         return NoSuchMethod(f"{worker} has no such engine method: {reason}.")
     hint = ""

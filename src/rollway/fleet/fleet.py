@@ -289,7 +289,7 @@ class Fleet:
             await asyncio.sleep(_SHARE_SECONDS)
             # Before the question: a caller that comes later must not get an older label.
             del self._questions[worker.instance_id]
-            return await self.admin.weight_version(worker)
+            return await self._read_label(worker)
 
         task = self._questions.get(worker.instance_id)
         if task is None:
@@ -522,12 +522,18 @@ class Fleet:
 
     async def _read_labels(self, workers: Sequence[Worker]) -> dict[int, int | None]:
         answering = [worker for worker in workers if worker.error is None]
-        results = await call_all(answering, self.admin.weight_version)
+        results = await call_all(answering, self._read_label)
         labels: dict[int, int | None] = {worker.instance_id: None for worker in workers}
         for worker, label in zip(answering, results, strict=True):
             if isinstance(label, int):
                 labels[worker.instance_id] = label
         return labels
+
+    async def _read_label(self, worker: Worker) -> int | None:
+        label = await self.admin.weight_version(worker)
+        if self.admin.enforces_versions(worker):
+            self.versions.mark_enforced(worker.instance_id)
+        return label
 
     async def _list_usable(self) -> list[Worker]:
         """Return all workers; raise if any does not answer."""

@@ -3,6 +3,7 @@
     check the weights ─► every worker checks, stages ─► claim the version    refused: discard, raise
                                                              │
     for one group of workers at a time:                      ▼
+      workers that take orders: one order each, at the same time (`worker_refit`); the others:
       all leave the routing and pause ─────────────────► a pause failed: restore all, raise
                              │
       each worker by itself: ▼
@@ -22,9 +23,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Sequence,
+)
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from rollway.errors import AdminError, RollwayError, UsageError
 from rollway.fleet.admin import PauseMode, call_all, no_workers_error, silent_workers_error
@@ -73,6 +83,7 @@ class Refit:
             )
         async with self._discard_afterwards():
             workers = await self._preflight(await self._list_answering())
+            self._check_mode(workers)
             self._claim()
             workers = await self._keep_current(workers)
             trouble: RollwayError | None = None
@@ -102,7 +113,7 @@ class Refit:
                 behind = await self._preflight(behind)
                 await self._ask_for_reference(behind)
                 if behind:
-                    report.paused_seconds = await self._move(behind, is_first_pass=False)
+                    await self._move(behind, is_first_pass=False)
             self._check_outcome(report)
         return report
 
@@ -168,6 +179,16 @@ class Refit:
             worker.report.state = "gone"
         return [worker for worker in workers if worker.report.state != "gone"]
 
+    def _check_mode(self, workers: Sequence[WorkerRefit]) -> None:
+        """Raise if a worker cannot keep requests and name the versions of their tokens."""
+        unable = [w.worker for w in workers if self.mode == "keep" and not w.takes_order]
+        if unable:
+            raise UsageError(
+                f"{len(unable)} of {len(workers)} workers cannot keep running requests, for "
+                f"example {unable[0]}: the engine must refit itself and verify staged weights.",
+                "Refit with mode in-flight, or see docs/fleet.md for what `keep` needs.",
+            )
+
     def _claim(self) -> None:
         """Bind the version to these weights. After the preflight, which reads what is served."""
         plan = self.plan
@@ -206,6 +227,9 @@ class Refit:
             self.plan.versions.changing -= 1
             states = (worker.report for worker in self.workers.values())
             report.workers = sorted(states, key=lambda state: state.instance_id)
+            for worker in report.workers:
+                report.paused_seconds = max(report.paused_seconds, worker.paused_seconds)
+                report.waited_seconds = max(report.waited_seconds, worker.waited_seconds)
             report.seconds = time.monotonic() - began
 
     async def _move_all(self, workers: list[WorkerRefit], report: RefitReport) -> list[WorkerRefit]:
@@ -213,8 +237,7 @@ class Refit:
         while workers and report.passes < MAX_PASSES:
             report.passes += 1
             for group in self._split_in_groups(workers):
-                seconds = await self._move(group, is_first_pass=report.passes == 1)
-                report.paused_seconds = max(report.paused_seconds, seconds)
+                await self._move(group, is_first_pass=report.passes == 1)
                 if not self.plan.versions.list_serving(self.plan.version):
                     # The other groups would fail as well: they had better serve the old version.
                     raise AdminError("None of the first workers loaded the new weights.")
@@ -232,35 +255,42 @@ class Refit:
         size = max(1, min(len(workers) - 1, round(len(workers) * self.share)))
         return [list(workers[start : start + size]) for start in range(0, len(workers), size)]
 
-    async def _move(self, group: Sequence[WorkerRefit], *, is_first_pass: bool) -> float:
-        """Pause a group and move it to the version; return how long it was out of service."""
+    async def _move(self, group: Sequence[WorkerRefit], *, is_first_pass: bool) -> None:
+        """Move a group of workers to the version."""
         versions = self.plan.versions
         current = versions.current
         serving = set() if current is None else set(versions.list_serving(current))
         nobody_left = serving <= {worker.instance_id for worker in group}
         if (self.mode != "rolling" and is_first_pass) or nobody_left:
             versions.close()
-        began = time.monotonic()
+        by_order = [worker for worker in group if worker.takes_order]
+        others = [worker for worker in group if worker not in by_order]
+        modes: dict[str, PauseMode] = {"in-flight": "abort", "keep": "keep"}
+        mode = modes.get(self.mode, "wait")
         try:
-            async with AsyncExitStack() as connections:
-                paused = await self._pause(group, connections)
-                installs = [asyncio.create_task(worker.install()) for worker in paused]
-                try:
-                    await asyncio.gather(*installs)
-                except BaseException:
-                    # The connections close here: not before every worker is in service or out.
-                    await asyncio.gather(*installs, return_exceptions=True)
-                    raise
+            work = [worker.move_by_order(mode) for worker in by_order]
+            if others:
+                work.append(self._move_by_calls(others, mode))
+            await _run_all(work)
         finally:
             versions.open()
-        return time.monotonic() - began
+
+    async def _move_by_calls(self, group: Sequence[WorkerRefit], mode: PauseMode) -> None:
+        """Pause the group as a whole, then install the update in each worker."""
+        began = time.monotonic()
+        async with AsyncExitStack() as connections:
+            paused = await self._pause(group, mode, connections)
+            # The connections close here: not before every worker is in service or out.
+            await _run_all([worker.install() for worker in paused])
+        waited = max((worker.report.waited_seconds for worker in paused), default=0.0)
+        for worker in paused:
+            worker.report.paused_seconds = time.monotonic() - began - waited
 
     async def _pause(
-        self, group: Sequence[WorkerRefit], connections: AsyncExitStack
+        self, group: Sequence[WorkerRefit], mode: PauseMode, connections: AsyncExitStack
     ) -> list[WorkerRefit]:
         """Take workers out of service, and return those that are there. A worker that has died
         needs no pause. If any other cannot be paused, restore the whole group and raise."""
-        mode: PauseMode = "abort" if self.mode == "in-flight" else "wait"
 
         async def pause(worker: WorkerRefit) -> None:
             await worker.leave_service(connections)
@@ -352,3 +382,13 @@ class Refit:
         """Make one call on every worker, and return those that failed with their errors."""
         results = zip(workers, await call_all(workers, call), strict=True)
         return [(worker, error) for worker, error in results if error is not None]
+
+
+async def _run_all(work: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Run all at once to the end, also those beside one that fails; raise its error then."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in work]
+    try:
+        await asyncio.gather(*tasks)
+    except BaseException:
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise

@@ -7,10 +7,12 @@ from typing import Any, Literal
 
 from rollway.errors import RefitError, RollwayError
 
-RefitMode = Literal["pause-all", "rolling", "in-flight"]
+RefitMode = Literal["pause-all", "rolling", "in-flight", "keep"]
 """pause-all: all workers at once, running requests finish first. in-flight: all workers at once,
 running requests are aborted and continued on the new weights. rolling: a share of the workers at a
-time, so that generation never stops."""
+time, so that generation never stops. keep: all workers at once, running requests stay in the engine
+and continue on the new weights, with their KV cache computed again; needs workers that name the
+versions of their tokens."""
 
 State = Literal[
     "untouched", "paused", "updating", "in doubt", "serving", "restored", "gone", "replaced",
@@ -29,6 +31,8 @@ class WorkerReport:
     proof: str = ""
     """How the weights were verified: `parameters`, `canary`, `declared` (by its label alone) or
     `earlier refit`."""
+    strategy: str = ""
+    """How the staged weights reached the serving parameters, as the worker reports it, and why."""
     preflight_seconds: float = 0.0
     """The check before the pause, with the staging of the weights. Each of these times is 0 unless
     its step succeeded."""
@@ -38,6 +42,13 @@ class WorkerReport:
     """The load or swap of the weights, the flush of the cache, and the verification."""
     resume_seconds: float = 0.0
     """From the verification until it serves the version."""
+    waited_seconds: float = 0.0
+    """How long running requests took to end before the pause (pause-all and rolling)."""
+    paused_seconds: float = 0.0
+    """How long the engine generated nothing because of the refit."""
+    steps: dict[str, float] = field(default_factory=dict)
+    """Seconds of every step and admin call, in the order in which they ended. Steps inside an order
+    have a dot: `order.engine.swap` is part of `order.engine`."""
     error: str | None = None
 
 
@@ -54,7 +65,10 @@ class RefitReport:
     mode: RefitMode = "pause-all"
     seconds: float = 0.0
     paused_seconds: float = 0.0
-    """From the first pause to the last resume; with `rolling`, of the slowest share."""
+    """The longest time for which a worker generated nothing because of the refit. Workers that are
+    refitted by single calls count from the first pause to the last resume of their share."""
+    waited_seconds: float = 0.0
+    """The longest time that running requests took to end before that."""
     passes: int = 0
     """How often the workers were listed and refitted; more than 1 if some joined meanwhile."""
     workers: list[WorkerReport] = field(default_factory=list)

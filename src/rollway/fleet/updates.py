@@ -15,7 +15,7 @@ import contextlib
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,6 +62,14 @@ class Update(Protocol):
     async def preflight(self, admin: AdminAPI, worker: Worker) -> bool:
         """Raise if a worker cannot serve these weights, which it may stage. Return whether the
         worker itself verifies what it loads."""
+        ...
+
+    def is_staged_in(self, worker: Worker) -> bool:
+        """Return whether the worker has staged these weights, so that one order can swap them."""
+        ...
+
+    async def check_unchanged(self) -> None:
+        """Raise if the weights are no longer those that `prepare` checked."""
         ...
 
     async def apply(self, admin: AdminAPI, worker: Worker, version: int) -> None:
@@ -142,6 +150,13 @@ class FromDisk:
         self._verifying.add(worker.instance_id)
         return True
 
+    def is_staged_in(self, worker: Worker) -> bool:
+        return worker.instance_id in self._staging
+
+    async def check_unchanged(self) -> None:
+        if await self._has_changed():
+            raise AdminError(f"{self.path} changed while workers were loading it.")
+
     async def apply(self, admin: AdminAPI, worker: Worker, version: int) -> None:
         if worker.instance_id in self._staging:
             await swap(admin, worker, self._offer(), version)
@@ -203,6 +218,12 @@ class Offered:
             ) from error
         return True
 
+    def is_staged_in(self, worker: Worker) -> bool:
+        return True  # otherwise the preflight raises
+
+    async def check_unchanged(self) -> None:
+        """Do nothing: the worker compares what it receives with the publisher's checksums."""
+
     async def apply(self, admin: AdminAPI, worker: Worker, version: int) -> None:
         await swap(admin, worker, self.offer, version)
 
@@ -220,8 +241,21 @@ async def stage(
 ) -> None:
     """Have a worker receive and verify weights while it generates, if it has the methods."""
     start = {"offer": offer.sign(secret).as_json(), "allow_cast": allow_cast}
-    check = {"identity": offer.identity}
-    await start_and_wait(admin, worker, (STAGE_METHOD, start), (STAGED_METHOD, check), seconds)
+
+    async def check() -> None:
+        try:
+            states = await admin.staging(worker, offer.identity)
+        except NoSuchMethod:  # a worker without a guard of this version
+            await admin.call(worker, STAGED_METHOD, {"identity": offer.identity})
+            return
+        for state in states:
+            if state["state"] == "failed":
+                reason = str(state["error"]).rstrip(".")
+                raise AdminError(f"{worker} refused `{STAGE_METHOD}`: {reason}.")
+        if any(state["state"] != "ready" for state in states):
+            raise AdminError(STILL)
+
+    await start_and_wait(admin, worker, (STAGE_METHOD, start), check, seconds)
 
 
 async def swap(admin: AdminAPI, worker: Worker, offer: Offer, version: int) -> None:
@@ -239,7 +273,11 @@ Call = tuple[str, Mapping[str, Any]]
 
 
 async def start_and_wait(
-    admin: AdminAPI, worker: Worker, start: Call, check: Call, seconds: float = STAGE_SECONDS
+    admin: AdminAPI,
+    worker: Worker,
+    start: Call,
+    check: Callable[[], Awaitable[None]],
+    seconds: float = STAGE_SECONDS,
 ) -> None:
     """Start a background task in a worker and wait until `check` does not raise any more."""
     method, arguments = start
@@ -252,7 +290,7 @@ async def start_and_wait(
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(notified.wait(), wait)
                 try:
-                    return await admin.call(worker, *check)
+                    return await check()
                 except AdminError as error:
                     if STILL not in error.message:
                         raise
@@ -311,6 +349,12 @@ class FromEngineMethod:
 
     async def preflight(self, admin: AdminAPI, worker: Worker) -> bool:
         return False
+
+    def is_staged_in(self, worker: Worker) -> bool:
+        return False
+
+    async def check_unchanged(self) -> None:
+        """Do nothing: only the engine's method knows the weights."""
 
     async def apply(self, admin: AdminAPI, worker: Worker, version: int) -> None:
         await admin.update_distributed(worker, version, self.method, self.arguments)

@@ -141,6 +141,21 @@ class VllmAdmin:
         label = reply.get("weight_version")
         return None if label == _UNDECLARED else parse_label(label)
 
+    def enforces_versions(self, worker: Worker) -> bool:
+        return False
+
+    def takes_refits(self, worker: Worker) -> bool:
+        return False
+
+    async def staging(self, worker: Worker, identity: str) -> list[dict[str, Any]]:
+        raise NoSuchMethod(f"{worker} is a plain vLLM server, which returns no values.")
+
+    async def refit(self, worker: Worker, order: Mapping[str, Any]) -> dict[str, Any]:
+        raise NoSuchMethod(f"{worker} is a plain vLLM server, which takes single calls only.")
+
+    async def cancel_refit(self, worker: Worker) -> None:
+        """Do nothing: no refit is running by one order."""
+
     async def declare_version(self, worker: Worker, version: int | None) -> None:
         """Set the label; None removes it."""
         label = _UNDECLARED if version is None else str(version)

@@ -1,5 +1,20 @@
 """One worker in a refit: out of service, new weights, back into service.
 
+By one order, if the worker has staged the update and its engine can refit itself (drawn in
+rollway/engine/core.py):
+
+    untouched ── preflight ► untouched, update staged ── discard ──► untouched
+                                   │
+                                   │ move_by_order: one call, sent once
+                                   ▼
+                               updating ── served ──────► serving
+                                   │    ── refused ─────► restored   (nothing was changed)
+                                   │ no answer: its label tells; otherwise as below
+                                   ▼
+                               in doubt ── replace ──► replaced      (if it has a supervisor)
+
+By single calls otherwise:
+
     untouched ── preflight ► untouched, update staged ── discard ──► untouched
                                    │
                                    │ leave_service: label "leaving", no taints; pause
@@ -27,13 +42,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from rollway.errors import AdminError, RequestFailed, RollwayError
-from rollway.fleet.admin import IN_DOUBT, AdminAPI, PauseMode, leaving_label, unverified_label
+from rollway.fleet.admin import (
+    IN_DOUBT,
+    AdminAPI,
+    PauseMode,
+    RefitRefused,
+    leaving_label,
+    unverified_label,
+)
 from rollway.fleet.canary import CanaryCheck
 from rollway.fleet.discovery import Worker, is_dead
 from rollway.fleet.report import WorkerReport
@@ -49,6 +71,8 @@ Replace = Callable[[Worker], Awaitable[bool]]
 ROUTING_SECONDS = 0.05
 """A router may still send requests that it placed before it received new taints (10 to 30 ms
 measured). `FleetVersions.attributes_to` rejects the answers to requests that arrive even later."""
+SETTLE_SECONDS = 10.0
+"""How long a worker whose answer to an order was lost may take to show its new label."""
 
 
 @dataclass(slots=True)
@@ -82,6 +106,7 @@ class WorkerRefit:
     _connection: AdminAPI | None = None
     _untainted_at: float = 0.0
     _lap_began: float = 0.0
+    _current_step: str = ""
 
     @property
     def instance_id(self) -> int:
@@ -127,19 +152,152 @@ class WorkerRefit:
             await self._set_taints(connection, [taint_of(self.plan.version)])
             await connection.resume(self.worker)
 
+    @property
+    def takes_order(self) -> bool:
+        """Whether one order moves this worker. A worker in doubt is paused and stays so if the
+        refit fails, which an order would not know."""
+        is_known = self.label is None or self.label >= 0
+        is_staged = self.verifies_itself and self.plan.update.is_staged_in(self.worker)
+        return is_known and is_staged and self.plan.admin.takes_refits(self.worker)
+
+    async def move_by_order(self, mode: PauseMode) -> None:
+        """Have the worker do everything by itself. Raise nothing but a cancellation."""
+        try:
+            reply = await self._send_order(mode)
+        except RefitRefused as error:
+            if not await self.note_if_lost():
+                self._note_refusal(error)
+        except BaseException as error:
+            self.mark_in_doubt(error)
+            await run_to_the_end(self._settle(error))
+            if not isinstance(error, RollwayError):
+                raise
+        else:
+            self._note_times(reply)
+            self._note_service("parameters")
+
+    async def _send_order(self, mode: PauseMode) -> Mapping[str, Any]:
+        plan, versions = self.plan, self.plan.versions
+        self._lap()
+        await self._step("pause")
+        await self._check_process(plan.admin)  # a worker that hangs is noticed soon
+        await plan.update.check_unchanged()
+        self.report.state = "updating"
+        # The answers that arrive while the order runs, and after it, name their versions.
+        versions.mark_enforced(self.instance_id)
+        versions.mark_issued(self.instance_id)
+        if mode == "keep":
+            # The engine resumes by itself. An answer without stamps may be of both versions then.
+            versions.mark_entered(self.instance_id, plan.version)
+        await self._step("update")
+        label = self.label
+        order = {
+            "identity": plan.update.identity,
+            "mode": mode,
+            "label": label,
+            "leaving": IN_DOUBT if label is None else leaving_label(label),
+            "version": plan.version,
+            "taints": [taint_of(plan.version)],
+            "taints_before": [] if label is None else [taint_of(label)],
+        }
+        running = asyncio.create_task(plan.admin.refit(self.worker, order))
+        try:
+            # The worker takes these steps by itself; observers hear of them while it does.
+            for step in ("flush", "verify", "open", "resume"):
+                await self._step(step)
+            reply = await asyncio.shield(running)
+        except asyncio.CancelledError:
+            await run_to_the_end(self._cancel(running))
+            raise
+        self.may_hold_update = False
+        try:
+            # A worker that lacks memory for a second model has read them only now.
+            await plan.update.check_unchanged()
+        except AdminError as error:
+            raise _WrongWeights(error.message) from None
+        return reply
+
+    async def _cancel(self, running: asyncio.Task[dict[str, Any]]) -> None:
+        """Stop an order that waits for running requests, and wait until it has ended."""
+        with contextlib.suppress(RollwayError):
+            await self.plan.admin.cancel_refit(self.worker)
+        with contextlib.suppress(RollwayError, TimeoutError):
+            await asyncio.wait_for(running, SETTLE_SECONDS)
+
+    async def _settle(self, error: BaseException) -> None:
+        """Find out what became of an order that failed or whose answer was lost, by the worker's
+        label; keep the worker out of service if that does not tell."""
+        deadline = time.monotonic() + SETTLE_SECONDS
+        # A worker that answered with an error has stayed paused.
+        is_lost = not isinstance(error, AdminError) or error.__cause__ is not None
+        while is_lost and time.monotonic() < deadline and not await is_dead(self.worker):
+            label: int | None = IN_DOUBT
+            with contextlib.suppress(RollwayError):
+                label = await self.plan.admin.weight_version(self.worker)
+            if label == self.plan.version:
+                self.may_hold_update, self.report.error = False, None
+                self._note_service("parameters")
+                return
+            if label == self.label:
+                self._note_refusal(error)
+                return
+            await asyncio.sleep(0.1)
+        await self.keep_out()
+        if self.report.state == "in doubt":
+            await self.replace()
+
+    def _note_refusal(self, error: BaseException) -> None:
+        """Record that the worker serves what it served before."""
+        self.report.state, self.report.error = "restored", str(error)
+        if self.label is not None:
+            self.plan.versions.mark_serving(self.instance_id, self.label)
+
+    def _note_times(self, reply: Mapping[str, Any]) -> None:
+        """Record the seconds that the worker and its engine report."""
+        report, engine, own = self.report, reply["report"], reply["seconds"]
+        swap = engine["swap"]
+        report.paused_seconds = engine["paused_seconds"]
+        report.waited_seconds = engine["waited_seconds"]
+        report.pause_seconds = own["leave"] + engine["stop_seconds"]
+        report.update_seconds = engine["swap_seconds"]
+        report.resume_seconds = own["enter"]
+        report.strategy = ": ".join(filter(None, (swap.get("strategy"), swap.get("reason"))))
+        report.steps |= {
+            "order": self._lap(),
+            **{f"order.{name}": seconds for name, seconds in own.items()},
+            "order.engine.stop": engine["stop_seconds"],
+            "order.engine.swap": engine["swap_seconds"],
+            **{f"order.engine.swap.{n}": s for n, s in swap.get("seconds", {}).items()},
+        }
+
+    def _note_service(self, proof: str) -> None:
+        """Record that the worker serves the version."""
+        plan, versions = self.plan, self.plan.versions
+        self.label, self.report.proof = plan.version, proof
+        self.report.state, self.report.version = "serving", plan.version
+        versions.tainted = plan.admin.taints
+        versions.mark_entered(self.instance_id, plan.version)
+        versions.mark_serving(self.instance_id, plan.version)
+        if versions.current is None or versions.current < plan.version:
+            versions.current = plan.version
+        versions.open()
+
     async def leave_service(self, connections: AsyncExitStack) -> None:
         """Connect to the worker, label it as leaving and take it out of the routing."""
         self._lap()
         await self._step("pause")
         connection = await connections.enter_async_context(self.plan.admin.pinned())
         await self._check_process(connection)
-        self._connection = connection
+        self._connection = cast(AdminAPI, _TimedCalls(connection, self._note_call))
         if self.label is not None and self.label >= 0:
             await self._mark_leaving()
         await self._set_taints(connection, [])
 
     async def pause(self, mode: PauseMode) -> None:
+        began = time.monotonic()
         await self._pinned.pause(self.worker, mode)
+        if mode == "wait":
+            self.report.waited_seconds = time.monotonic() - began
         self.report.state = "paused"
         self.report.pause_seconds = self._lap()
 
@@ -228,12 +386,8 @@ class WorkerRefit:
         await self._pinned.resume(self.worker)
         # Last: a worker that is labelled with its version is in service.
         await self._declare(self._pinned, plan.version)
-        versions.mark_serving(self.instance_id, plan.version)
-        if versions.current is None or versions.current < plan.version:
-            versions.current = plan.version
-        versions.open()
         self.report.resume_seconds = self._lap()
-        self.report.state, self.report.version = "serving", plan.version
+        self._note_service(self.report.proof)
 
     async def keep_out(self) -> None:
         """Take a worker in doubt out of service, whatever state it is in, and keep it out."""
@@ -318,7 +472,12 @@ class WorkerRefit:
         if not taints:
             self._untainted_at = time.monotonic()
 
+    def _note_call(self, name: str, seconds: float) -> None:
+        steps, name = self.report.steps, f"{self._current_step}.{name}"
+        steps[name] = steps.get(name, 0.0) + seconds
+
     async def _step(self, name: str) -> None:
+        self._current_step = name
         if self.plan.observer is not None:
             await self.plan.observer(name, self.worker)
 
@@ -332,6 +491,32 @@ class WorkerRefit:
 
 class _AnotherProcess(AdminError):
     """Another process answers at a worker's address."""
+
+
+class _WrongWeights(AdminError):
+    """A worker serves weights that are not those of the version."""
+
+
+class _TimedCalls:
+    """An `AdminAPI` that adds the seconds of its calls to a report."""
+
+    def __init__(self, admin: AdminAPI, note: Callable[[str, float], None]) -> None:
+        self._admin = admin
+        self._note = note
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._admin, name)
+        if not asyncio.iscoroutinefunction(call):
+            return call
+
+        async def run(*args: Any, **kwargs: Any) -> Any:
+            began = time.monotonic()
+            try:
+                return await call(*args, **kwargs)
+            finally:
+                self._note(name, time.monotonic() - began)
+
+        return run
 
 
 async def set_taints(

@@ -19,7 +19,7 @@ from rollway.rollout.client import events
 from rollway.rollout.completion import Assembly, Completion, Nvext, Usage, only_choice, parse
 from rollway.rollout.sampling import Sampling
 from rollway.rollout.sender import SESSION_HEADER, Attempt, Sender
-from rollway.rollout.wire import Wire, completion_request, routing_fields
+from rollway.rollout.wire import STAMP_FIELDS, Wire, completion_request, routing_fields
 from rollway.versions import Ticket
 
 _EXTRA_FIELDS = ("completion_token_ids", "worker_id", "detailed_finish_reason")
@@ -173,7 +173,9 @@ class Upstream(Sender):
     async def _is_usable(self, completion: Completion, ticket: Ticket) -> bool:
         if completion.finish_reason == "aborted":
             return False
-        return await self._is_attributed(ticket, completion.worker_id)
+        # A turn has one version: a refit that kept it running must not have changed it.
+        is_mixed = completion.versions is not None and len(completion.versions) > 1
+        return not is_mixed and await self._is_attributed(ticket, completion)
 
     def _assembly(self, request: ChatRequest) -> Assembly:
         return self.wire.assembly(Sampling(max_tokens=request.max_tokens), len(request.prompt_ids))
@@ -214,4 +216,7 @@ def make_request(
 
 def _with_ticket(body: dict[str, Any], ticket: Ticket, attempt: Attempt) -> dict[str, Any]:
     route = routing_fields(ticket.salt, ticket.taint, attempt.pins.now)
-    return {**body, "nvext": {**body["nvext"], **route}}
+    nvext = {**body["nvext"], **route}
+    if ticket.stamped:
+        nvext["extra_fields"] = [*nvext["extra_fields"], *STAMP_FIELDS]
+    return {**body, "nvext": nvext}

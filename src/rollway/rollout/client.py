@@ -194,7 +194,10 @@ class Rollouts(Sender):
     ) -> Rollout | None:
         """Add a leg; return the rollout if it is complete, None if there is more to sample."""
         versions, worker = self._versions, completion.worker_id
-        if not await self._is_attributed(ticket, worker):
+        is_mixed = completion.versions is not None and len(completion.versions) > 1
+        # The engine computed the experts of tokens before the change once more.
+        has_wrong_experts = is_mixed and trajectory.sampling.routed_experts
+        if has_wrong_experts or not await self._is_attributed(ticket, completion):
             if streamed:
                 raise RolloutError("The weights changed while this rollout was streamed.")
             return None
@@ -205,7 +208,9 @@ class Rollouts(Sender):
             return trajectory.rollout("length", ticket.version)
         if not self.resumes:
             return trajectory.rollout("aborted", ticket.version)
-        await self._refresh_workers(now=True)
+        if not versions.changing:
+            # This process's own refit knows better, and hundreds of cut rollouts need not ask.
+            await self._refresh_workers(now=True)
         current = ticket.version == versions.current and not versions.changing
         if current and self._is_still_current(ticket, worker):
             # No refit cut it: somebody aborted this rollout on purpose.
@@ -238,6 +243,7 @@ class Rollouts(Sender):
             cache_salt=ticket.salt,
             required_taint=ticket.taint,
             pin=pin,
+            stamped=ticket.stamped,
             stream=stream,
         )
         return body, self.wire.assembly(sampling, len(prompt))

@@ -44,6 +44,8 @@ class Completion:
     cached_tokens: int
     routed_experts: Any = None
     """As the engine sent them; see `rollway.rollout.experts`."""
+    versions: list[tuple[int, int]] | None = None
+    """From which token on which version sampled, as the worker itself says; None if it does not."""
 
 
 @dataclass(slots=True)
@@ -61,6 +63,7 @@ class Assembly:
     _completion_tokens: int | None = None
     _cached: int = 0
     _experts: Any = None
+    _versions: list[tuple[int, int]] | None = None
     _has_ids: bool = False
 
     def add(self, raw: Any) -> list[int]:
@@ -84,6 +87,8 @@ class Assembly:
             worker_id=None if self._has_migrated else self._worker_id,
             cached_tokens=self._cached,
             routed_experts=self._experts,
+            # A worker knows only its own part of an answer that migrated.
+            versions=None if self._has_migrated else self._versions,
         )
 
     def _add_ids(self, token_ids: list[int] | None) -> list[int]:
@@ -99,6 +104,8 @@ class Assembly:
         self._finish = nvext.detailed_finish_reason or self._finish
         self._worker_id = self._worker_id if nvext.worker is None else nvext.worker
         self._experts = nvext.routed_experts or self._experts
+        if nvext.engine_data is not None and nvext.engine_data.rollway_versions:
+            self._versions = nvext.engine_data.rollway_versions
         return self._add_ids(nvext.completion_token_ids)
 
     def _add_usage(self, usage: Usage | None) -> None:
@@ -177,6 +184,10 @@ class WorkerIds(msgspec.Struct):
     decode_worker_id: int | None = None
 
 
+class EngineData(msgspec.Struct):
+    rollway_versions: list[tuple[int, int]] | None = None
+
+
 class Nvext(msgspec.Struct):
     """The requested fields that Dynamo adds to an answer."""
 
@@ -185,6 +196,7 @@ class Nvext(msgspec.Struct):
     detailed_finish_reason: str | None = None
     routed_experts: Any = None
     prompt_logprobs: Any = None
+    engine_data: EngineData | None = None
 
     @property
     def worker(self) -> int | None:

@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 
 from rollway.errors import RequestFailed, RolloutError, Unreachable, UsageError
 from rollway.http import Http, Retry
+from rollway.rollout.completion import Completion
 from rollway.rollout.wire import COMPLETIONS, GENERATE, Wire, has_route
 from rollway.versions import FleetVersions, Ticket
 
@@ -132,13 +133,20 @@ class Sender:
                 await self._refresh_workers()
                 await trouble.wait(error)
 
-    async def _is_attributed(self, ticket: Ticket, worker: int | None) -> bool:
-        """Return whether the answer was sampled from the ticket's version.
+    async def _is_attributed(self, ticket: Ticket, answer: Completion | int | None) -> bool:
+        """Return whether the versions of an answer's tokens are known: the worker has named them,
+        or the ticket's version sampled all of them. `answer` may be the worker alone.
 
         This process may not know of refits by other processes, so `still_serves` asks the
         worker."""
         if ticket.version is None:
             return True
+        if isinstance(answer, Completion):
+            if answer.versions is not None:
+                return True
+            worker = answer.worker_id
+        else:
+            worker = answer
         if worker is None and ticket.taint is None and self.wire.routed:
             return False  # it migrated, and without a taint possibly to a worker of another version
         if not self._versions.attributes_to(ticket, worker):

@@ -106,9 +106,13 @@ class Trajectory:
         self._legs += 1
         if self.sampling.routed_experts and completion.token_ids:
             self._add_experts(completion.routed_experts)
-        if completion.token_ids:
-            end = len(self.token_ids)
-            self.spans.append(Span(start, end, version, completion.worker_id))
+        changes: Sequence[tuple[int, int | None]] = completion.versions or [(0, version)]
+        ends = [start + first for first, _ in changes[1:]] + [len(self.token_ids)]
+        for (first, sampled_by), end in zip(changes, ends, strict=True):
+            # A request may have been frozen before its first token, or after its last one.
+            begin, end = start + first, min(end, len(self.token_ids))
+            if begin < end:
+                self.spans.append(Span(begin, end, sampled_by, completion.worker_id))
 
     def _add_experts(self, raw: Any) -> None:
         """Append the experts of a leg. Each leg reports its whole prompt, so rows of earlier legs

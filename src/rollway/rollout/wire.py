@@ -31,7 +31,7 @@ class Wire:
     path: str
     request: Callable[..., dict[str, Any]]
     """Builds the body: model, prompt ids and sampling; by keyword `cache_salt`, `required_taint`,
-    `pin` and `stream`, of which a wire ignores those that it does not support."""
+    `pin`, `stamped` and `stream`, of which a wire ignores those that it does not support."""
     assembly: Callable[[Sampling, int], Assembly]
     routed: bool = False
     """Whether it respects taints and pins, and names the worker."""
@@ -42,6 +42,8 @@ class Wire:
 
 # The plain reason is "stop" for cancelled requests too; the detailed reason tells them apart.
 _EXTRA_FIELDS = ["completion_token_ids", "worker_id", "detailed_finish_reason"]
+# The frontend ignores the second, by which the worker knows what to put into the first.
+STAMP_FIELDS = ["engine_data", "rollway_versions"]
 
 
 def completion_request(
@@ -52,6 +54,7 @@ def completion_request(
     cache_salt: str | None = None,
     required_taint: str | None = None,
     pin: int | None = None,
+    stamped: bool = False,
     stream: bool = False,
 ) -> dict[str, Any]:
     """Build a request for Dynamo's completions.
@@ -59,6 +62,8 @@ def completion_request(
     With `nvext.token_data` the worker ignores the checkpoint's generation_config. Dynamo still
     requires a non-empty `prompt`."""
     extra = [*_EXTRA_FIELDS, "routed_experts"] if sampling.routed_experts else _EXTRA_FIELDS
+    if stamped:
+        extra = [*extra, *STAMP_FIELDS]
     body: dict[str, Any] = {
         "model": model,
         "prompt": "-",

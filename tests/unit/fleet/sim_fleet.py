@@ -14,7 +14,7 @@ import random
 import selectors
 import zlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,9 +23,10 @@ from typing import Any
 
 import pytest
 
+from rollway.engine.core import version_in
 from rollway.errors import AdminError, RequestFailed, Unreachable, UsageError
 from rollway.fleet import fleet, membership, refit, updates, worker_refit
-from rollway.fleet.admin import NoSuchMethod
+from rollway.fleet.admin import NoSuchMethod, RefitRefused
 from rollway.fleet.discovery import Worker
 from rollway.fleet.updates import FromDisk
 from rollway.rollout import sender
@@ -85,6 +86,8 @@ class SimRequest:
     kv: set[str] = field(default_factory=set)
     """The weights that computed the KV blocks it attends to."""
     moved: int = 0
+    switches: list[tuple[int, int]] = field(default_factory=list)
+    """From which token on which version, after refits that kept it."""
     done: asyncio.Future[str] = field(default_factory=lambda: asyncio.Future())
 
 
@@ -126,6 +129,11 @@ class SimWorker:
         """The operation whose update may have failed."""
         self.entering: int | None = None
         self.paused_by, self.served, self.known = 0, 0, True
+        self.engine_label: int | None = None
+        """The version whose requests the engine admits; None admits all."""
+        self._is_cancelled = asyncio.Event()
+        self._routes = asyncio.Lock()
+        """Held by a pause, a resume and an order, as Dynamo does."""
         self.awake, self._drained, self._work = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.awake.set()
         self._engine = asyncio.Lock()
@@ -159,10 +167,17 @@ class SimWorker:
         if not self.alive:
             return "died"
         request.done = asyncio.Future()
+        if not self.admits(request):
+            return "aborted"
         self.queued.append(request)
         self.late += self.paused
         self.poke()
         return await request.done
+
+    def admits(self, request: SimRequest) -> bool:
+        """Return whether the engine takes a request with this salt."""
+        version = version_in(request.salt)
+        return self.engine_label is None or version in (None, self.engine_label)
 
     def end(self, request: SimRequest, reason: str) -> None:
         for requests in (self.queued, self.running):
@@ -220,6 +235,7 @@ class SimWorker:
     def set_label(self, version: int) -> None:
         self.ready_at = min(self.ready_at, self.world.now)
         self.label = version
+        self.engine_label = version if self.world.orders else None
         self.served = max(self.served, version)
 
     def declare(self, version: int) -> None:
@@ -248,6 +264,80 @@ class SimWorker:
                 raise AdminError("It holds other parameters.")
             self.staged = None
             self.set_label(label)
+
+    async def refit(self, order: Mapping[str, Any], fault: str | None) -> dict[str, Any]:
+        """Do what `engine/guard.py` and `engine/core.py` do."""
+        async with self._routes:
+            label, seconds = self.label, {"leave": 0.0, "engine": 0.0, "enter": 0.0}
+            if label != order["label"]:
+                raise RefitRefused("It has another label.")
+            self.label = order["leaving"]
+            self.set_taints([])
+            await asyncio.sleep(self.world.rng.uniform(0.0, 0.3))  # its event loop is busy
+            if self.staged != order["identity"] or not await self._stop(order):
+                self.label = self.engine_label = label
+                self.set_taints(order["taints_before"])
+                raise RefitRefused("Nothing was staged, or the refit was cancelled.")
+            self.issued_by = OP.get()
+            await self.load(order["identity"], order["leaving"], True, fault)
+            self.clear(None)
+            self.engine_label, self.issued_by = order["version"], None
+            if order["mode"] == "keep":
+                for request in self.queued + self.running:
+                    request.kv = {self.weights} if request in self.running else set()
+                    request.switches.append((len(request.tokens), order["version"]))
+            else:
+                for request in [r for r in self.queued if not self.admits(r)]:
+                    self.end(request, "aborted")
+            self.paused = self.frozen = False
+            self.poke()
+            await asyncio.sleep(self.world.rng.uniform(0.0, 0.3))
+            self.set_taints(order["taints"])
+            self.set_label(order["version"])
+        engine = {"paused_seconds": 0.0, "waited_seconds": 0.0, "stop_seconds": 0.0}
+        return {"report": {**engine, "swap_seconds": 0.0, "swap": {}}, "seconds": seconds}
+
+    async def _stop(self, order: Mapping[str, Any]) -> bool:
+        """Stop generating; return False if the refit was cancelled while requests ran."""
+        self.engine_label, self.paused, self.paused_by = order["leaving"], True, OP.get()
+        self._is_cancelled.clear()
+        if order["mode"] == "abort":
+            self.end_all("aborted")
+        self.frozen = order["mode"] == "keep"
+        self.poke()
+        if self.frozen and self.sticky:  # blocks of the old version must not be read
+            self.paused = self.frozen = False
+            self.poke()
+            return False
+        if self.frozen:
+            return True
+        waits = [self.world.loop.create_task(e.wait()) for e in (self._drained, self._is_cancelled)]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+        if self._drained.is_set():
+            return True
+        self.paused = False
+        self.poke()
+        return False
+
+    def cancel_refit(self) -> None:
+        self._is_cancelled.set()
+
+    async def run_alone(self, act: Callable[[], Any]) -> None:
+        """Run a pause or a resume, after an order that is running."""
+        async with self._routes if self.world.orders else nullcontext():
+            answer = act()
+            if inspect.isawaitable(answer):
+                await answer
+
+    def read_staging(self, identity: str) -> dict[str, str]:
+        try:
+            self.check_staged(identity)
+        except AdminError as error:
+            state = "running" if "still" in error.message else "failed"
+            return {"state": state, "error": error.message}
+        return {"state": "ready", "error": ""}
 
     def stage(self, path: Path) -> None:
         self.check(path.name)
@@ -282,6 +372,7 @@ class World:
         *,
         verifying: bool,
         staging: bool = False,
+        orders: bool = False,
         shape: str = "stack",
     ) -> None:
         self.loop, self.rng = loop, random.Random(seed)
@@ -290,6 +381,8 @@ class World:
         """Whether the workers compare their parameters themselves; otherwise canaries must."""
         self.staging = verifying and staging
         """Whether the workers load an update beside the served model."""
+        self.orders = self.staging and orders
+        """Whether one order moves a worker, and its engine refuses requests of other versions."""
         self.supervised, self.tainting = shape == "stack", shape != "untainted"
         self.workers: dict[int, SimWorker] = {}
         self.samples: dict[int, tuple[str, frozenset[str]]] = {}
@@ -366,9 +459,16 @@ class World:
                 "completion_token_ids": ids,
                 "worker_id": {"decode_worker_id": worker.instance_id},
                 "detailed_finish_reason": reason,
+                **self._stamps(request, ext["extra_fields"]),
             },
             "usage": {"prompt_tokens": length + request.moved, "completion_tokens": len(ids)},
         }
+
+    def _stamps(self, request: SimRequest, fields: list[str]) -> dict[str, Any]:
+        version = version_in(request.salt)
+        if not self.orders or "rollway_versions" not in fields or version is None:
+            return {}
+        return {"engine_data": {"rollway_versions": [(0, version), *request.switches]}}
 
     async def _route(
         self, request: SimRequest, taints: list[str], pin: int | None
@@ -494,10 +594,34 @@ class SimAdmin:
         return answer
 
     async def pause(self, worker: Worker, mode: str = "wait", *, clear_cache: bool = True) -> None:
-        await self._call(worker, "pause", lambda w, _: w.pause(mode, clear_cache), mode, 300.0)
+        def act(sim: SimWorker, _: str | None) -> Any:
+            return sim.run_alone(lambda: sim.pause(mode, clear_cache))
+
+        await self._call(worker, "pause", act, mode, 300.0)
 
     async def resume(self, worker: Worker) -> None:
-        await self._call(worker, "resume", lambda w, _: w.resume(), None, 300.0)
+        def act(sim: SimWorker, _: str | None) -> Any:
+            return sim.run_alone(sim.resume)
+
+        await self._call(worker, "resume", act, None, 300.0)
+
+    def enforces_versions(self, worker: Worker) -> bool:
+        return self.world.orders
+
+    def takes_refits(self, worker: Worker) -> bool:
+        return self.world.orders
+
+    async def staging(self, worker: Worker, identity: str) -> list[dict[str, str]]:
+        if not self.world.orders:
+            raise NoSuchMethod("It has no such route.")
+        state = await self._call(worker, "staged", lambda w, _: w.read_staging(identity), None)
+        return [state]
+
+    async def refit(self, worker: Worker, order: Mapping[str, Any]) -> Any:
+        return await self._call(worker, "refit", lambda w, f: w.refit(order, f), None, 720.0)
+
+    async def cancel_refit(self, worker: Worker) -> None:
+        await self._call(worker, "cancel", lambda w, _: w.cancel_refit(), None)
 
     async def flush_cache(self, worker: Worker) -> None:
         await self._call(worker, "flush", lambda w, fault: w.clear(fault), None)

@@ -30,7 +30,8 @@ from tests.unit.fleet import sim_fleet
 from tests.unit.fleet.sim_fleet import OP, Call, SimAdmin, SimLoop, SimUpdate, SimWorker, World
 
 MODES: list[RefitMode] = ["pause-all", "rolling", "in-flight"]
-TOUCHING = ("pause", "resume", "flush", "update", "declare", "taint")
+TOUCHING = ("pause", "resume", "flush", "update", "declare", "taint", "refit")
+UPDATES = ("update", "refit")
 FAULTS = ("before", "lost", "refuse", "hang", "die", "lie")
 """Nothing done, done but the answer lost, refused, hung, dead, and success without an effect."""
 DRAIN_SECONDS = 2000.0
@@ -162,7 +163,7 @@ class Coordinator:
             self.world.broken("a refused refit has touched a worker")
         for worker in {call.worker for call in calls}:
             mine = [c for c in calls if c.worker == worker]
-            updates = [n for n, call in enumerate(mine) if call.route == "update"]
+            updates = [n for n, call in enumerate(mine) if call.route in UPDATES]
             if len(updates) > 1:
                 self.world.broken(f"worker {worker} was sent {len(updates)} updates by one refit")
             after = mine[updates[0] :] if updates else []
@@ -188,7 +189,8 @@ class Coordinator:
         lost = any(not call.ok for call in mine if call.route != "pause")
         marked = any(call.route == "declare" for call in mine)  # its version was known
         known = (marked or (worker.label or 0) >= 0) and not self._paused_by_user(worker)
-        if worker.paused and known and not lost and "pause" in routes and "update" not in routes:
+        updated = any(route in UPDATES for route in routes)
+        if worker.paused and known and not lost and "pause" in routes and not updated:
             self.world.broken(f"worker {worker.instance_id} was left paused")
 
     def _paused_by_user(self, worker: SimWorker) -> bool:
@@ -221,6 +223,7 @@ class RefitMachine(RuleBasedStateMachine):
         seed=st.integers(0, 10_000),
         verifying=st.booleans(),
         staging=st.booleans(),
+        orders=st.booleans(),
         shape=st.sampled_from(["stack", "stack", "attached", "untainted"]),
         count=st.integers(1, 3),
         replacing=st.booleans(),
@@ -230,12 +233,15 @@ class RefitMachine(RuleBasedStateMachine):
         seed: int,
         verifying: bool,
         staging: bool = False,
+        orders: bool = False,
         shape: str = "stack",
         count: int = 2,
         replacing: bool = False,
     ) -> None:
         self.loop, self.patch = SimLoop(), pytest.MonkeyPatch()
-        self.world = World(self.loop, seed, verifying=verifying, staging=staging, shape=shape)
+        self.world = World(
+            self.loop, seed, verifying=verifying, staging=staging, orders=orders, shape=shape
+        )
         self.world.install(self.patch)
         self.replacing = replacing and shape == "stack"
         self.tried = 0
@@ -299,7 +305,7 @@ class RefitMachine(RuleBasedStateMachine):
 
     @rule(
         i=st.integers(0, 1),
-        mode=st.sampled_from(MODES),
+        mode=st.sampled_from([*MODES, "keep"]),
         faults=st.lists(
             st.tuples(
                 st.sampled_from([*TOUCHING, "version", "check"]),
@@ -329,7 +335,7 @@ class RefitMachine(RuleBasedStateMachine):
             self._pass(0.1)
         for route, index, kind in faults:
             worker = self._worker(index)
-            if kind == "lie" and route not in ("update", "flush"):
+            if kind == "lie" and route not in (*UPDATES, "flush"):
                 continue  # it would not show
             if worker is not None:
                 # Half a load that is reported as a success shows in the parameters only.
@@ -519,6 +525,148 @@ def test_the_promises_hold_for_a_worker_that(
         m.settles()
 
 
+def loses_the_answer_to_its_order(m: RefitMachine) -> None:
+    m.refits(0, faults=[("refit", 0, "lost")], busy=True)
+
+
+def never_gets_its_order(m: RefitMachine) -> None:
+    m.refits(0, "in-flight", faults=[("refit", 0, "before")], busy=True)
+
+
+def refuses_its_order(m: RefitMachine) -> None:
+    m.refits(0, "in-flight", faults=[("refit", 0, "refuse")], busy=True)
+
+
+def dies_of_its_order(m: RefitMachine) -> None:
+    m.refits(0, "in-flight", faults=[("refit", 0, "die")], busy=True)
+
+
+def hangs_with_its_order(m: RefitMachine) -> None:
+    m.refits(0, "in-flight", faults=[("refit", 0, "hang")], busy=True)
+
+
+def swaps_half_of_the_weights(m: RefitMachine) -> None:
+    m.refits(0, "in-flight", faults=[("refit", 0, "lie")], half=True, busy=True)
+
+
+def runs_an_order_while_the_refit_is_cancelled(m: RefitMachine) -> None:
+    for call in range(8, 24):
+        m.refits(0, "pause-all", fuse=(call, "cancel"), busy=True, seconds=0.5)
+
+
+def keeps_its_requests(m: RefitMachine) -> None:
+    for _ in range(3):
+        m.refits(0, "keep", busy=True, seconds=0.2)
+
+
+def loses_the_answer_while_it_keeps_its_requests(m: RefitMachine) -> None:
+    m.refits(0, "keep", faults=[("refit", 0, "lost")], busy=True)
+
+
+def dies_while_it_keeps_its_requests(m: RefitMachine) -> None:
+    m.refits(0, "keep", busy=True, seconds=0.3)
+    m.dies(0)
+
+
+def runs_an_order_while_the_client_crashes(m: RefitMachine) -> None:
+    for call in range(8, 24):
+        m.refits(0, "rolling", fuse=(call, "crash"), busy=True, seconds=0.5)
+
+
+@pytest.mark.parametrize("shape", ["stack", "attached"])
+@pytest.mark.parametrize(
+    "happens",
+    [
+        joins_during_a_refit,
+        gets_its_label_during_a_refit,
+        is_resumed_by_a_user_during_a_refit,
+        has_the_weights_and_is_out_of_service,
+        loses_the_answer_to_its_order,
+        never_gets_its_order,
+        refuses_its_order,
+        dies_of_its_order,
+        hangs_with_its_order,
+        swaps_half_of_the_weights,
+        keeps_its_requests,
+        loses_the_answer_while_it_keeps_its_requests,
+        dies_while_it_keeps_its_requests,
+        runs_an_order_while_the_refit_is_cancelled,
+        runs_an_order_while_the_client_crashes,
+    ],
+)
+def test_the_promises_hold_for_a_worker_that_takes_orders_and(
+    happens: Callable[[RefitMachine], None], shape: str
+) -> None:
+    with machine(verifying=True, staging=True, orders=True, shape=shape) as m:
+        happens(m)
+        m.time_passes(6.0)
+        assert any(call.route == "refit" for call in m.world.log)
+        m.settles()
+
+
+def test_a_lost_answer_to_an_order_costs_nothing() -> None:
+    """The worker ends the order by itself, and its label tells that it serves the version."""
+    with machine(verifying=True, staging=True, orders=True) as m:
+        m.world.faults["refit", 1] = "lost"
+        assert m.loop.run_until_complete(m.processes[0].refit(1)) == "done"
+
+
+def test_a_cancelled_refit_ends_an_order_that_waits_for_requests() -> None:
+    with machine(verifying=True, staging=True, orders=True, count=1) as m:
+        process, (worker,) = m.processes[0], m.world.workers.values()
+        process.start(process.sample(500), process.sampling)  # ten seconds
+        m.time_passes(1.0)
+        task = m.loop.create_task(process.refit(1))
+        while not worker.paused:
+            m.time_passes(0.01)
+        task.cancel()
+        began = m.world.now
+        assert m.loop.run_until_complete(task) == "cancelled"
+        assert m.world.now - began < 1.0
+        assert (worker.paused, worker.label, worker.taints) == (False, 0, (taint_of(0),))
+        m.settles()
+
+
+def test_rollouts_that_an_order_cuts_keep_their_tokens_and_ask_nothing() -> None:
+    """The engine answers from its version only, so no answer needs a question afterwards."""
+    with machine(verifying=True, staging=True, orders=True, count=1) as m:
+        process = m.processes[0]
+        m.world.workers[1].load_seconds = 0.02
+        m.loop.run_until_complete(process.refit(1))
+        work = process.rollouts.generate([1, 2], Sampling(max_tokens=100), n=32)
+        sampling = m.loop.create_task(work)
+        m.time_passes(1.0)
+        asked = sum(call.route == "version" for call in m.world.log)
+        assert m.loop.run_until_complete(process.refit(2, "", "in-flight")) == "done"
+        rollouts = m.loop.run_until_complete(sampling)
+        assert all([span.version for span in r.spans] == [1, 2] for r in rollouts)
+        assert sum(call.route == "version" for call in m.world.log) - asked < 8
+        m.tried = 2
+        m.settles()
+
+
+def test_requests_that_a_refit_keeps_have_both_versions() -> None:
+    with machine(verifying=True, staging=True, orders=True, count=1) as m:
+        process = m.processes[0]
+        m.world.workers[1].load_seconds = 0.02
+        work = process.rollouts.generate([1, 2], Sampling(max_tokens=100), n=8)
+        sampling = m.loop.create_task(work)
+        m.time_passes(0.5)
+        assert m.loop.run_until_complete(process.refit(1, "", "keep")) == "done"
+        rollouts = m.loop.run_until_complete(sampling)
+        for rollout in rollouts:
+            process._check_rollout(rollout)
+            assert [span.version for span in rollout.spans] == [0, 1]
+        m.tried = 1
+        m.settles()
+
+
+def test_workers_that_cannot_keep_requests_are_named() -> None:
+    with machine(verifying=True, staging=True) as m:
+        assert m.loop.run_until_complete(m.processes[0].refit(1, "", "keep")) == "refused"
+        assert "2 of 2 workers cannot keep running requests" in m.processes[0].trouble
+
+
 def test_answers_sampled_beside_a_canary_are_discarded() -> None:
     """A stalled router delivers a request during a canary, the refit is cancelled, and another
     process asks the worker for its version."""
@@ -609,10 +757,12 @@ def test_no_worker_keeps_a_second_model_when(
 Sabotage = Callable[[pytest.MonkeyPatch], None]
 
 
-def run_story(sabotage: Sabotage, shape: str, verifying: bool, staging: bool = False) -> int:
+def run_story(
+    sabotage: Sabotage, shape: str, verifying: bool, staging: bool = False, orders: bool = False
+) -> int:
     """Run traffic through every mode, then an event for each protection. Return how many requests
     arrived late."""
-    with machine(shape=shape, verifying=verifying, staging=staging) as m:
+    with machine(shape=shape, verifying=verifying, staging=staging, orders=orders) as m:
         run, process, world = m.loop.run_until_complete, m.processes[0], m.world
         sabotage(m.patch)
         for worker in world.workers.values():
@@ -632,9 +782,9 @@ def run_story(sabotage: Sabotage, shape: str, verifying: bool, staging: bool = F
             m._pass(2.0)
         then(process.refit(5), "refused")
         then(process.refit(6, "other"), "refused")
-        world.faults["pause", 1] = "refuse"
+        world.faults["refit" if orders else "pause", 1] = "refuse"
         then(process.refit(7), "failed")
-        world.faults["update", 1] = "half" if verifying else "refuse"
+        world.faults["refit" if orders else "update", 1] = "half" if verifying else "refuse"
         then(process.refit(8, "", "rolling"), "failed")
         process.start(process.traffic(20), process.sampling)
         then(process.resume(), "failed")
@@ -710,6 +860,15 @@ def every_answer_is_believed(patch: pytest.MonkeyPatch) -> None:
         return True
 
     patch.setattr(Rollouts, "_is_attributed", yes)
+
+
+def the_engine_admits_every_request(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(sim_fleet, "version_in", lambda _: None)
+
+
+def test_an_engine_that_admits_other_versions_is_noticed() -> None:
+    with pytest.raises(AssertionError, match="stamped"):
+        run_story(the_engine_admits_every_request, "stack", True, staging=True, orders=True)
 
 
 @pytest.mark.parametrize("verifying", [True, False], ids=["parameters", "canary"])

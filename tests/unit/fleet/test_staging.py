@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -21,10 +21,14 @@ WORKER = Worker(7, "m", "http://w", world_size=2)
 
 
 class Admin:
-    """The staging methods of a worker with two ranks; `answers` are those of `rollway_staged`."""
+    """The staging methods of a worker with two ranks. `answers` are those of `rollway_staged`, and
+    `states` those of a worker that reports the state of its ranks."""
 
-    def __init__(self, *answers: str | None, notifications: int = 2) -> None:
+    def __init__(
+        self, *answers: str | None, notifications: int = 2, states: Sequence[Sequence[str]] = ()
+    ) -> None:
         self.answers = list(answers)
+        self.states = list(states)
         self.notifications = notifications
         self.calls: list[str] = []
         self.offer: Offer | None = None
@@ -42,6 +46,12 @@ class Admin:
         if answer is not None:
             raise AdminError(answer)
 
+    async def staging(self, worker: Worker, identity: str) -> list[dict[str, str]]:
+        if not self.states:
+            raise NoSuchMethod("an older worker")
+        self.calls.append("staging")
+        return [{"state": state, "error": "no room"} for state in self.states.pop(0)]
+
 
 async def test_a_worker_that_notifies_is_polled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     # Only a notification ends the wait before an hour.
@@ -50,6 +60,20 @@ async def test_a_worker_that_notifies_is_polled_once(monkeypatch: pytest.MonkeyP
     await asyncio.wait_for(stage(admin, WORKER, OFFER, "secret"), 30)  # type: ignore[arg-type]
     assert admin.calls == ["rollway_stage", "rollway_staged"]
     assert admin.offer is not None and admin.offer.identity == OFFER.identity
+
+
+async def test_a_worker_that_reports_its_state_raises_nothing_while_it_stages() -> None:
+    """Every exception in an engine method is an error with a stack trace in the engine's log."""
+    states = [["running", "ready"], ["ready", "ready"]]
+    admin = Admin(notifications=0, states=states)
+    await stage(admin, WORKER, OFFER, "secret")  # type: ignore[arg-type]
+    assert admin.calls == ["rollway_stage", "staging", "staging"]
+
+
+async def test_a_rank_that_failed_to_stage_is_a_usage_error() -> None:
+    admin = Admin(states=[["ready", "failed"]])
+    with pytest.raises(UsageError, match="no room"):
+        await stage(admin, WORKER, OFFER, "secret")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("notifications", [0, 1])

@@ -1,0 +1,206 @@
+"""Refit in the engine's own loop, and refuse requests of other versions there.
+
+    worker's process (`engine/guard.py`)          engine's process (vLLM's EngineCore)
+      │ collective_rpc("rollway_refit") ────────────► the staged weights are ready?   no: refused
+      │                                               stop: abort, drain or freeze the requests
+      │   its event loop may be busy with             reset the KV cache
+      │   hundreds of streams meanwhile               `rollway_swap`
+      │                                               label = the new version
+      │ ◄── times, requests that were frozen ──────── resume
+
+The engine's loop runs these steps one after the other between two of its own steps, so generation
+stops only for the swap. A worker's Python process answers an admin call late when it carries many
+streams (0.1 to 0.8 s with 256 of them), so no call stands between the stop and the resume.
+
+A request names its version in its cache salt. The engine knows its own version, and takes a request
+of another version out at once, without a token. Only the engine can do that exactly: a request may
+wait anywhere in front of it while the weights change.
+
+vLLM imports this module with the worker's extension. That is the engine's process only if the model
+runs there (one rank); several ranks have processes of their own, and are refitted by single calls.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+REFIT, CANCEL, LABEL = "rollway_refit", "rollway_cancel", "rollway_label"
+"""What `collective_rpc` runs here, instead of in the worker."""
+_ENGINE = "vllm.v1.engine.core"
+# Dynamo puts a prefix in front of a salt. Rollway's salt is `v3`, or begins with `v3:`.
+_SALT = re.compile(r"(?:dynamo-cache-salt:)?v(\d+)(?::|$)")
+_attribute = "_rollway_label"
+
+
+def version_in(salt: str | None) -> int | None:
+    """Return the version that a cache salt names; None if it names none."""
+    match = _SALT.match(salt or "")
+    return int(match[1]) if match else None
+
+
+def install() -> bool:
+    """Add both to the engine of this process; return whether it runs here."""
+    module = sys.modules.get(_ENGINE)
+    core: Any = getattr(module, "EngineCore", None)
+    if core is None or not hasattr(module, "EngineCoreProc"):
+        return False
+    if getattr(core, "_rollway_hook", False):
+        return True
+    add_request, collective_rpc = core.add_request, core.collective_rpc
+
+    def check_and_add(engine: Any, request: Any, request_wave: int = 0) -> None:
+        if is_admitted(engine, request):
+            add_request(engine, request, request_wave)
+        else:
+            # As vLLM does with requests that arrive while it shuts down.
+            engine._send_abort_outputs_to_client([request.request_id], request.client_index)
+
+    def run(
+        engine: Any,
+        method: Any,
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if method == LABEL:
+            setattr(engine, _attribute, (kwargs or {}).get("label"))
+            return [True]
+        if method == REFIT:
+            engine._rollway_refit = Refit(engine, collective_rpc, **(kwargs or {}))
+            return engine._rollway_refit.start()
+        if method == CANCEL:
+            if engine._rollway_refit is not None:
+                engine._rollway_refit.cancel()
+            return [True]
+        return collective_rpc(engine, method, timeout, args, kwargs)
+
+    core.add_request, core.collective_rpc, core._rollway_hook = check_and_add, run, True
+    core._rollway_refit = None
+    return True
+
+
+def is_admitted(engine: Any, request: Any) -> bool:
+    """Return whether the request names no version, or the one that the engine serves. An engine
+    without a label admits all: nobody has declared what it serves."""
+    label, version = getattr(engine, _attribute, None), version_in(request.cache_salt)
+    return label is None or version is None or version == label
+
+
+class Refit:
+    """One refit in the engine. Everything here runs in the engine's own thread."""
+
+    def __init__(
+        self,
+        engine: Any,
+        collective_rpc: Callable[..., list[Any]],
+        identity: str,
+        mode: str,
+        version: int,
+        leaving: int,
+    ) -> None:
+        """`version` is the label at the end, `leaving` the label until then."""
+        self._engine = engine
+        self._collective_rpc = collective_rpc
+        self._identity, self._mode = identity, mode
+        self._version, self._leaving = version, leaving
+        self._before = getattr(engine, _attribute, None)
+        self._began = time.monotonic()
+        self._result: Future[list[Any]] = Future()
+
+    def start(self) -> Future[list[Any]]:
+        """Stop the engine and swap as soon as it is idle. The result says `refused` if nothing was
+        changed and the engine serves as before; an error means that its weights are unknown."""
+        (staging,) = self._call("rollway_staging")
+        if staging["state"] != "ready":
+            reason = staging.get("error") or f"the weights are {staging['state']}"
+            return self._refuse(reason)
+        setattr(self._engine, _attribute, self._leaving)
+        try:
+            # `keep` freezes the requests. With the cache they lose their blocks, and compute them
+            # again under the new weights.
+            paused = self._engine.pause_scheduler(mode=self._mode, clear_cache=True)
+        except Exception as error:  # noqa: BLE001 (whatever it is, the engine must serve on)
+            return self._restore(error)
+        if paused is None:
+            self._finish()
+        else:
+            paused.add_done_callback(self._finish_after)
+        return self._result
+
+    def cancel(self) -> None:
+        """Serve on with the old weights, if the engine still waits for running requests."""
+        if not self._result.done():
+            self._restore(RuntimeError("the refit was cancelled"))
+
+    def _finish_after(self, paused: Future[None]) -> None:
+        if self._result.done():
+            return  # it was cancelled
+        error = paused.exception()
+        if error is None:
+            self._finish()
+        else:
+            self._restore(error)
+
+    def _finish(self) -> None:
+        """Swap and resume. After a failed swap the engine stays paused: no sample is better than a
+        wrong one."""
+        stopped = time.monotonic()
+        try:
+            (swap,) = self._call("rollway_swap")
+            frozen = self._count_tokens() if self._mode == "keep" else {}
+            setattr(self._engine, _attribute, self._version)
+            if self._mode != "keep":
+                self._abort_others()
+            self._engine.resume_scheduler()
+        except BaseException as error:  # noqa: BLE001 (the caller gets it)
+            self._result.set_exception(error)
+            return
+        now = time.monotonic()
+        # Requests that end by themselves are not part of the pause. Aborted or frozen requests
+        # stop at the first moment, and the engine then finishes the step on the device.
+        is_waiting = self._mode == "wait"
+        report = {
+            "state": "served",
+            "paused_seconds": now - (stopped if is_waiting else self._began),
+            "waited_seconds": stopped - self._began if is_waiting else 0.0,
+            "stop_seconds": stopped - self._began,
+            "swap_seconds": now - stopped,
+            "swap": swap,
+            "frozen": frozen,
+        }
+        self._result.set_result([report])
+
+    def _restore(self, error: BaseException) -> Future[list[Any]]:
+        """Serve on with the old weights: none was changed."""
+        self._engine.resume_scheduler()
+        return self._refuse(f"the engine could not be paused: {error}")
+
+    def _refuse(self, reason: str) -> Future[list[Any]]:
+        setattr(self._engine, _attribute, self._before)
+        self._result.set_result([{"state": "refused", "error": reason}])
+        return self._result
+
+    def _abort_others(self) -> None:
+        """Abort requests of other versions that still wait: they were admitted before the stop, and
+        had not begun, or were preempted."""
+        from vllm.v1.request import RequestStatus
+
+        scheduler = self._engine.scheduler
+        requests = scheduler.requests.values()
+        others = [r.request_id for r in requests if not is_admitted(self._engine, r)]
+        aborted = scheduler.finish_requests(others, RequestStatus.FINISHED_ABORTED)
+        self._engine._send_abort_outputs(aborted)
+
+    def _count_tokens(self) -> dict[str, int]:
+        """Return how many tokens each request has; its later tokens are of the new version."""
+        requests = self._engine.scheduler.requests.values()
+        return {request.request_id: request.num_output_tokens for request in requests}
+
+    def _call(self, method: str) -> list[Any]:
+        arguments = {"identity": self._identity}
+        return self._collective_rpc(self._engine, method, None, (), arguments)

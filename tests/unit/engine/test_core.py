@@ -1,0 +1,235 @@
+"""A refit in the engine's loop, and the refusal of other versions, on a fake of vLLM's engine.
+
+tests/stack has the same on real engines. Here the engine fails where a real one does not on demand.
+"""
+
+from __future__ import annotations
+
+import sys
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from enum import Enum
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from rollway.engine import core
+
+ORDER = {"identity": "w5", "mode": "abort", "version": 5, "leaving": -10}
+
+
+@dataclass
+class FakeRequest:
+    request_id: str
+    cache_salt: str | None = None
+    num_output_tokens: int = 0
+    client_index: int = 0
+
+
+@dataclass
+class FakeScheduler:
+    requests: dict[str, FakeRequest] = field(default_factory=dict)
+
+    def finish_requests(self, ids: list[str] | None, _: object) -> list[FakeRequest]:
+        names = list(self.requests) if ids is None else ids
+        return [self.requests.pop(name) for name in names]
+
+
+class Engine:
+    """The parts of EngineCore that the hook uses. `paused` is the future of a pause that waits."""
+
+    def __init__(self) -> None:
+        self.scheduler = FakeScheduler()
+        self.calls: list[str] = []
+        self.aborted: list[str] = []
+        self.paused: Future[None] | None = None
+        self.fails: dict[str, Exception] = {}
+        self.staging = {"state": "ready", "error": ""}
+
+    def add_request(self, request: FakeRequest, request_wave: int = 0) -> None:
+        self.scheduler.requests[request.request_id] = request
+
+    def collective_rpc(
+        self, method: str, timeout: Any = None, args: Any = (), kwargs: Any = None
+    ) -> list[Any]:
+        self._note(method)
+        return [self.staging if method == "rollway_staging" else {"strategy": "exchange"}]
+
+    def pause_scheduler(self, mode: str, clear_cache: bool) -> Future[None] | None:
+        assert clear_cache
+        self._note(f"pause {mode}")
+        if mode == "abort":
+            self._send_abort_outputs(self.scheduler.finish_requests(None, None))
+        return self.paused
+
+    def resume_scheduler(self) -> None:
+        self._note("resume")
+
+    def _note(self, name: str) -> None:
+        self.calls.append(name)
+        if name in self.fails:
+            raise self.fails[name]
+
+    def _send_abort_outputs(self, requests: list[FakeRequest]) -> None:
+        self.aborted += [request.request_id for request in requests]
+
+    def _send_abort_outputs_to_client(self, ids: list[str], client_index: int) -> None:
+        self.aborted += ids
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
+    class EngineCore(Engine): ...
+
+    module: Any = ModuleType("vllm.v1.engine.core")
+    module.EngineCore = module.EngineCoreProc = EngineCore
+    requests: Any = ModuleType("vllm.v1.request")
+    requests.RequestStatus = Enum("RequestStatus", ["FINISHED_ABORTED"])
+    monkeypatch.setitem(sys.modules, "vllm.v1.engine.core", module)
+    monkeypatch.setitem(sys.modules, "vllm.v1.request", requests)
+    assert core.install()
+    assert core.install()  # again: it is installed once
+    return EngineCore()
+
+
+def refit(engine: Any, **changes: Any) -> Future[list[Any]]:
+    result: Future[list[Any]] = engine.collective_rpc(core.REFIT, kwargs={**ORDER, **changes})
+    return result
+
+
+def label(engine: Any, value: int | None) -> None:
+    assert engine.collective_rpc(core.LABEL, kwargs={"label": value}) == [True]
+
+
+@pytest.mark.parametrize(
+    ("salt", "version"),
+    [
+        ("v3", 3),
+        ("dynamo-cache-salt:v3", 3),
+        ("v3:user", 3),
+        ("v3x", None),
+        ("user:v3", None),
+        ("", None),
+        (None, None),
+    ],
+)
+def test_a_salt_names_a_version(salt: str | None, version: int | None) -> None:
+    assert core.version_in(salt) == version
+
+
+def test_an_engine_refuses_requests_of_other_versions(engine: Any) -> None:
+    for name, salt in [("old", "v2"), ("right", "v3"), ("new", "v4"), ("plain", None)]:
+        label(engine, 3)
+        engine.add_request(FakeRequest(name, salt), 0)
+    assert list(engine.scheduler.requests) == ["right", "plain"]
+    assert engine.aborted == ["old", "new"]
+
+
+def test_an_engine_without_a_label_admits_all(engine: Any) -> None:
+    label(engine, 3)
+    label(engine, None)
+    engine.add_request(FakeRequest("any", "v7"), 0)
+    assert list(engine.scheduler.requests) == ["any"]
+
+
+def test_an_engine_that_serves_no_version_refuses_all_that_name_one(engine: Any) -> None:
+    label(engine, -1)
+    engine.add_request(FakeRequest("any", "v1"), 0)
+    assert engine.aborted == ["any"]
+
+
+def test_a_refit_stops_swaps_and_resumes(engine: Any) -> None:
+    label(engine, 4)
+    engine.add_request(FakeRequest("running", "v4"), 0)
+    (report,) = refit(engine).result()
+    assert engine.calls == ["rollway_staging", "pause abort", "rollway_swap", "resume"]
+    assert report["state"] == "served" and report["frozen"] == {}
+    assert report["waited_seconds"] == 0.0 < report["paused_seconds"]
+    assert engine.aborted == ["running"]
+    engine.add_request(FakeRequest("next", "v5"), 0)
+    engine.add_request(FakeRequest("late", "v4"), 0)
+    assert list(engine.scheduler.requests) == ["next"]
+
+
+def test_weights_that_are_not_staged_leave_the_engine_alone(engine: Any) -> None:
+    label(engine, 4)
+    engine.staging = {"state": "running", "error": "still staging"}
+    (report,) = refit(engine).result()
+    assert report == {"state": "refused", "error": "still staging"}
+    assert engine.calls == ["rollway_staging"]
+    engine.add_request(FakeRequest("next", "v4"), 0)
+    assert list(engine.scheduler.requests) == ["next"]
+
+
+def test_an_engine_that_cannot_pause_serves_on(engine: Any) -> None:
+    label(engine, 4)
+    engine.fails["pause abort"] = RuntimeError("blocks are in use")
+    (report,) = refit(engine).result()
+    assert report["state"] == "refused" and "blocks are in use" in report["error"]
+    assert engine.calls[-1] == "resume"
+    assert core.is_admitted(engine, FakeRequest("next", "v4"))
+
+
+def test_after_a_failed_swap_the_engine_stays_paused(engine: Any) -> None:
+    label(engine, 4)
+    engine.fails["rollway_swap"] = RuntimeError("2 parameters differ")
+    with pytest.raises(RuntimeError, match="2 parameters differ"):
+        refit(engine).result()
+    assert "resume" not in engine.calls
+    for version in (4, 5):
+        assert not core.is_admitted(engine, FakeRequest("any", f"v{version}"))
+
+
+def test_a_refit_waits_until_running_requests_have_ended(engine: Any) -> None:
+    label(engine, 4)
+    engine.paused = Future()
+    result = refit(engine, mode="wait")
+    engine.add_request(FakeRequest("late", "v4"), 0)
+    assert not result.done() and engine.aborted == ["late"]
+    engine.paused.set_result(None)
+    (report,) = result.result()
+    assert report["waited_seconds"] > 0.0
+    assert engine.calls[-2:] == ["rollway_swap", "resume"]
+
+
+def test_requests_that_had_not_begun_are_not_served_by_the_new_version(engine: Any) -> None:
+    label(engine, 4)
+    engine.paused = Future()
+    for request in (FakeRequest("queued", "v4"), FakeRequest("plain", None)):
+        engine.add_request(request, 0)
+    result = refit(engine, mode="wait")
+    engine.paused.set_result(None)
+    assert result.result()[0]["state"] == "served"
+    assert engine.aborted == ["queued"] and list(engine.scheduler.requests) == ["plain"]
+
+
+def test_a_cancelled_refit_serves_on_and_swaps_nothing(engine: Any) -> None:
+    label(engine, 4)
+    engine.paused = Future()
+    result = refit(engine, mode="wait")
+    engine.collective_rpc(core.CANCEL)
+    assert result.result()[0]["state"] == "refused"
+    engine.paused.set_result(None)  # the engine becomes idle later
+    assert "rollway_swap" not in engine.calls
+    assert core.is_admitted(engine, FakeRequest("next", "v4"))
+
+
+def test_a_cancel_without_a_refit_does_nothing(engine: Any) -> None:
+    assert engine.collective_rpc(core.CANCEL) == [True]
+    refit(engine).result()
+    engine.collective_rpc(core.CANCEL)
+    assert engine.calls.count("resume") == 1
+
+
+def test_frozen_requests_continue_and_are_counted(engine: Any) -> None:
+    label(engine, 4)
+    engine.add_request(FakeRequest("a", "v4", num_output_tokens=57), 0)
+    (report,) = refit(engine, mode="keep").result()
+    assert report["frozen"] == {"a": 57}
+    assert engine.aborted == [] and list(engine.scheduler.requests) == ["a"]
+
+
+def test_a_process_without_an_engine_has_no_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "vllm.v1.engine.core", raising=False)
+    assert not core.install()

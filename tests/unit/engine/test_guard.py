@@ -1,0 +1,187 @@
+"""The orders that the guard adds to a worker, on a fake of Dynamo's handler.
+
+tests/stack has them on real workers, tests/security the signatures."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from rollway.engine.guard import STAMPS, EngineOrders
+
+ORDER = {
+    "identity": "w5", "mode": "abort", "label": 4, "leaving": -10, "version": 5,
+    "taints": ["rollway-v5"], "taints_before": ["rollway-v4"],
+}  # fmt: skip
+
+
+class Handler:
+    """Dynamo's object behind the RL routes, and its engine client."""
+
+    def __init__(self) -> None:
+        self._pause_lock = asyncio.Lock()
+        self._weight_version: Any = 4
+        self._paused = False
+        self.engine_client = self
+        self.calls: list[Any] = []
+        self.report: dict[str, Any] | Exception = {"state": "served", "frozen": {}}
+        self.labels: list[int | None] = []
+        self.hold: asyncio.Event | None = None
+
+    async def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> list[Any]:
+        self.calls.append(method)
+        if method == "rollway_label":
+            self.labels.append(kwargs["label"])
+            return [True]
+        if method == "rollway_refit":
+            self.calls.append(("label during the refit", self._weight_version))
+            if self.hold is not None:
+                await self.hold.wait()
+            if isinstance(self.report, Exception):
+                raise self.report
+            return [dict(self.report)]
+        return [{"state": "ready", "error": ""}]
+
+    async def set_weight_version(self, body: dict[str, Any]) -> dict[str, Any]:
+        self._weight_version = body["weight_version"]
+        return {"status": "ok"}
+
+    async def get_weight_version(self, body: dict[str, Any]) -> dict[str, Any]:
+        return {"status": "ok", "version": self._weight_version}
+
+    async def generate(self, request: dict[str, Any], context: Any) -> AsyncIterator[Any]:
+        self.calls.append(request)
+        yield {"token_ids": [1, 2]}
+        await asyncio.sleep(0)
+        yield {"token_ids": [3], "finish_reason": "length"}
+
+
+class Context:
+    def id(self) -> str:
+        return "request-1"
+
+
+def make_orders(handler: Handler) -> tuple[EngineOrders, Any, Any]:
+    orders = EngineOrders()
+
+    async def set_taints(body: dict[str, Any]) -> dict[str, Any]:
+        handler.calls.append(tuple(body["taints"]))
+        return {"status": "ok"}
+
+    orders.wrap("update/model_taints", set_taints)
+    write = orders.wrap("set_weight_version", handler.set_weight_version)
+    read = orders.wrap("get_weight_version", handler.get_weight_version)
+    return orders, write, read
+
+
+async def test_an_order_leaves_the_routing_refits_and_returns() -> None:
+    handler = Handler()
+    orders, *_ = make_orders(handler)
+    reply = await orders.run_refit(ORDER)
+    assert reply["status"] == "ok" and reply["report"]["state"] == "served"
+    assert set(reply["seconds"]) == {"leave", "engine", "enter"}
+    during = ("label during the refit", -10)
+    assert handler.calls == [(), "rollway_refit", during, ("rollway-v5",)]
+    assert handler._weight_version == 5
+
+
+async def test_an_order_for_another_label_is_refused() -> None:
+    handler = Handler()
+    orders, *_ = make_orders(handler)
+    reply = await orders.run_refit({**ORDER, "label": 3})
+    assert (reply["status"], reply["state"]) == ("error", "refused")
+    assert handler.calls == [] and handler._weight_version == 4
+
+
+async def test_a_refusal_of_the_engine_restores_label_and_routing() -> None:
+    handler = Handler()
+    handler.report = {"state": "refused", "error": "not staged"}
+    orders, *_ = make_orders(handler)
+    reply = await orders.run_refit(ORDER)
+    assert (reply["state"], reply["message"]) == ("refused", "not staged")
+    assert handler.calls[-1] == ("rollway-v4",) and handler._weight_version == 4
+
+
+async def test_a_failed_swap_leaves_the_worker_out_of_service() -> None:
+    handler = Handler()
+    handler.report = RuntimeError("2 parameters differ")
+    orders, *_ = make_orders(handler)
+    reply = await orders.run_refit(ORDER)
+    assert (reply["state"], reply["message"]) == ("in doubt", "2 parameters differ")
+    assert handler._weight_version == -10 and handler._paused
+    assert ("rollway-v5",) not in handler.calls
+
+
+async def test_an_order_ends_although_its_caller_is_gone() -> None:
+    handler = Handler()
+    handler.hold = asyncio.Event()
+    orders, *_ = make_orders(handler)
+    call = asyncio.create_task(orders.run_refit(ORDER))
+    await asyncio.sleep(0.01)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    handler.hold.set()
+    async with handler._pause_lock:  # the order holds it until it ends
+        assert handler._weight_version == 5
+
+
+async def test_the_engine_gets_every_label_of_the_worker() -> None:
+    handler = Handler()
+    _, write, read = make_orders(handler)
+    assert (await read({}))["enforced"] is False
+    for label in (7, -3, "8", "by another tool"):
+        await write({"weight_version": label})
+    assert handler.labels == [7, -3, 8, None]
+    assert await read({}) == {"status": "ok", "version": "by another tool", "enforced": True}
+
+
+def request(*fields: str, salt: str = "v4") -> dict[str, Any]:
+    return {"extra_args": {"nvext": {"extra_fields": list(fields), "cache_salt": salt}}}
+
+
+async def sample(handler: Handler, orders: EngineOrders, asked: dict[str, Any]) -> list[Any]:
+    return [chunk async for chunk in orders.stamp(handler.generate)(asked, Context())]
+
+
+async def test_the_last_chunk_names_the_versions() -> None:
+    handler = Handler()
+    orders, write, _ = make_orders(handler)
+    await write({"weight_version": 4})
+    first, last = await sample(handler, orders, request("engine_data", STAMPS, "worker_id"))
+    assert "engine_data" not in first
+    assert last["engine_data"] == {STAMPS: [(0, 4)]}
+    # Dynamo would collect all tokens and log-probs for it once more.
+    assert handler.calls[-1]["extra_args"]["nvext"]["extra_fields"] == ["worker_id"]
+
+
+@pytest.mark.parametrize(
+    "asked", [request("engine_data"), request(STAMPS, salt="mine"), {"token_ids": [1]}]
+)
+async def test_requests_that_do_not_ask_or_name_no_version_get_no_stamps(asked: Any) -> None:
+    handler = Handler()
+    orders, write, _ = make_orders(handler)
+    await write({"weight_version": 4})
+    chunks = await sample(handler, orders, asked)
+    assert all("engine_data" not in chunk for chunk in chunks)
+
+
+async def test_a_request_that_a_refit_froze_has_both_versions() -> None:
+    handler = Handler()
+    orders, write, _ = make_orders(handler)
+    await write({"weight_version": 4})
+    handler.report = {"state": "served", "frozen": {"request-1-ab12cd34": 2, "other-99": 7}}
+    handler.hold = asyncio.Event()
+    stream = orders.stamp(handler.generate)(request("engine_data", STAMPS), Context())
+    await anext(stream)
+    refit = asyncio.create_task(orders.run_refit({**ORDER, "mode": "keep"}))
+    last = asyncio.create_task(anext(stream))
+    await asyncio.sleep(0.01)
+    assert not last.done()  # the refit that is running may have frozen this request
+    handler.hold.set()
+    assert (await last)["engine_data"] == {STAMPS: [(0, 4), (2, 5)]}
+    await refit
+    await stream.aclose()
