@@ -28,6 +28,7 @@ from rollway.orders import ORDER, SECRET, OrderRefused, UsedNumbers, Verifier, s
 from rollway.stack.state import StackDir, secret_file
 from tests.light.spec import light
 from tests.stack.policies import Policy
+from tests.waiting import wait_until
 
 WORD = "a secret"
 ATTACKS: list[tuple[str, dict[str, Any]]] = [
@@ -257,14 +258,14 @@ def test_a_worker_starts_again_after_somebody_cleared_the_secret(stack: rollway.
     (worker,) = (process for process in state.processes if process.role == "worker")
     assert worker.pid is not None
     os.kill(worker.pid, signal.SIGKILL)
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
+
+    def is_ready_again() -> bool:
         state = StackDir("attacked").read()
+        assert state is not None
         (again,) = (process for process in state.processes if process.role == "worker")
-        if again.pid != worker.pid and again.state == "ready":
-            break
-        time.sleep(0.1)
-    assert again.state == "ready"
+        return again.pid != worker.pid and again.state == "ready"
+
+    wait_until(is_ready_again)
     assert stack.weights_secret == secret
 
 

@@ -21,6 +21,7 @@ from rollway.rollout.completion import Completion
 from rollway.versions import Ticket
 from tests.awkward_tokenizer import make
 from tests.security.small_disk import fill, mount_small_disk
+from tests.waiting import wait_until_async
 
 pytestmark = pytest.mark.timeout(60)
 TICKET = Ticket(0, None, None, 0)
@@ -75,8 +76,7 @@ class RunningGateway:
             return await answer.json()
 
     async def wait_for_requests(self, count: int) -> None:
-        while self.engine.requests < count:
-            await asyncio.sleep(0.01)
+        await wait_until_async(lambda: self.engine.requests >= count)
 
 
 @asynccontextmanager
