@@ -104,7 +104,7 @@ def test_an_order_is_good_once_for_one_route_and_one_process() -> None:
 @pytest.mark.parametrize(
     "order", [None, [], "x", 7, {}, {"mac": "x"}, {"mac": 1, "body": {}}, {"mac": "\ud800"}]
 )
-def test_what_is_no_order_is_refused(order: Any) -> None:
+def test_invalid_orders_are_refused(order: Any) -> None:
     with pytest.raises(OrderRefused, match="signed orders only"):
         Verifier(WORD, "p1").open("pause_generation", order)
 
@@ -201,7 +201,7 @@ def test_the_list_holds_also_where_vllm_extends_its_own_class(
 
 
 @pytest.mark.stack
-def test_nobody_without_the_secret_can_change_a_worker(stack: rollway.Stack) -> None:
+def test_without_the_secret_no_worker_can_be_changed(stack: rollway.Stack) -> None:
     """As any user of the machine, and as a web page whose text/plain needs no preflight."""
     (worker,) = stack.fleet.workers()
     for content_type in ("application/json", "text/plain"):
@@ -249,7 +249,7 @@ def test_the_secret_is_in_no_environment_and_no_command_line(stack: rollway.Stac
 
 
 @pytest.mark.stack
-def test_a_worker_starts_again_after_somebody_cleared_the_secret(stack: rollway.Stack) -> None:
+def test_a_worker_restarts_after_its_secret_file_was_removed(stack: rollway.Stack) -> None:
     """What removes old files from /tmp takes it after some days."""
     state = StackDir("attacked").read()
     assert state is not None
@@ -270,7 +270,7 @@ def test_a_worker_starts_again_after_somebody_cleared_the_secret(stack: rollway.
 
 
 @pytest.mark.stack
-def test_without_the_secret_a_client_is_told_what_to_do(stack: rollway.Stack) -> None:
+def test_the_error_without_the_secret_says_what_to_do(stack: rollway.Stack) -> None:
     async def pause() -> None:
         async with Http() as http:
             fleet = Fleet(http, stack.rl_url, secret="")
@@ -282,7 +282,7 @@ def test_without_the_secret_a_client_is_told_what_to_do(stack: rollway.Stack) ->
 
 
 @pytest.mark.stack
-def test_orders_reach_a_worker_that_was_started_again(stack: rollway.Stack) -> None:
+def test_orders_reach_a_restarted_worker(stack: rollway.Stack) -> None:
     """The client knows the process by name; the successor has another, and the same address."""
 
     async def flush(admin: DynamoAdmin, worker: Worker) -> None:

@@ -545,7 +545,7 @@ def test_a_turn_of_a_deleted_session_in_an_old_journal_does_not_hang_the_reader(
 # --- permissions ---------------------------------------------------------------------------------
 
 
-def test_nobody_else_can_read_the_journal(tmp_path: Path) -> None:
+def test_other_users_cannot_read_the_journal(tmp_path: Path) -> None:
     path = tmp_path / "new" / "newer" / "journal.jsonl"
     mask = os.umask(0)
     try:

@@ -88,7 +88,7 @@ def test_a_teacher_scores_as_torch_does(
 
 
 @pytest.mark.parametrize("wire", WIRES)
-def test_a_wire_brings_the_same_rollouts(
+def test_every_wire_gives_the_same_rollouts(
     tool_stack: rollway.Stack, tool_model: Path, wire: str
 ) -> None:
     policy, prompt = Policy(tool_model), list(range(40))

@@ -46,7 +46,7 @@ def read_tensors(policy: Policy) -> dict[str, torch.Tensor]:
     return load_file(policy.path / "model.safetensors")
 
 
-def test_a_loop_of_ones_own(
+def test_a_custom_loop(
     vllm_stack: rollway.Stack,
     base_model: Path,
     versions: Iterator[int],

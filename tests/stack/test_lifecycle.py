@@ -49,7 +49,7 @@ def test_up_serves_and_leaves_nothing(base_model: Path, footprint: Footprint) ->
     assert footprint.new() == {}
 
 
-async def test_the_same_words_work_in_async_code(base_model: Path, footprint: Footprint) -> None:
+async def test_the_same_api_works_in_async_code(base_model: Path, footprint: Footprint) -> None:
     async with rollway.up(mocker_spec(base_model)) as stack:
         group = await stack.rollouts().generate([1, 2, 3], NO_LOGPROBS, n=2)
         assert len(group) == 2
@@ -86,7 +86,7 @@ def test_a_name_runs_once(base_model: Path) -> None:
         assert state_of("t").phase == "ready"
 
 
-def test_two_stacks_started_at_one_moment_share_no_port(base_model: Path) -> None:
+def test_two_stacks_started_at_once_share_no_port(base_model: Path) -> None:
     running: list[local.RunningStack] = []
 
     def start(name: str) -> None:
@@ -128,7 +128,7 @@ def test_a_dead_frontend_is_restarted_on_its_port(base_model: Path) -> None:
         assert len(group) == 1
 
 
-def test_a_worker_that_always_dies_is_given_up(base_model: Path) -> None:
+def test_a_worker_that_always_dies_is_not_restarted_forever(base_model: Path) -> None:
     quick = {"backoff_seconds": 0.1, "max_failures": 2}
     with rollway.up(mocker_spec(base_model, restart=quick)):
         deaths = 0
@@ -168,7 +168,7 @@ def owner_of_a_stack(base_model: Path, name: str = "t") -> subprocess.Popen[str]
     )
 
 
-def test_killing_the_owner_takes_the_stack_with_it(base_model: Path, footprint: Footprint) -> None:
+def test_killing_the_owner_ends_the_stack(base_model: Path, footprint: Footprint) -> None:
     owner = owner_of_a_stack(base_model)
     assert owner.stdout is not None and owner.stdout.readline() == "ready\n"
     owner.kill()
@@ -178,7 +178,7 @@ def test_killing_the_owner_takes_the_stack_with_it(base_model: Path, footprint: 
 
 
 @pytest.mark.parametrize("clear", ["down", "up"])
-def test_killing_supervisor_and_owner_is_cleared_by_the_next_command(
+def test_the_next_command_cleans_up_after_a_killed_supervisor_and_owner(
     base_model: Path, footprint: Footprint, cli: Cli, clear: str
 ) -> None:
     owner = owner_of_a_stack(base_model)
@@ -286,7 +286,7 @@ def test_a_read_only_log_directory_is_explained(base_model: Path, footprint: Foo
     assert footprint.new() == {}
 
 
-def test_the_command_line_brings_up_shows_and_stops(
+def test_the_command_line_starts_shows_and_stops_a_stack(
     base_model: Path, cli: Cli, tmp_path: Path, footprint: Footprint
 ) -> None:
     file = tmp_path / "stack.yaml"

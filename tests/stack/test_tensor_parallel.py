@@ -94,7 +94,7 @@ def test_nixl(stack: rollway.Stack, policies: list[Policy]) -> None:
             assert cut == norms(policy)  # what every rank holds whole
 
 
-def test_nixl_of_tensors_that_are_not_divided(stack: rollway.Stack, policies: list[Policy]) -> None:
+def test_nixl_with_tensors_received_whole(stack: rollway.Stack, policies: list[Policy]) -> None:
     """A part could not be proved, so they are taken whole; that is right as well."""
     pytest.importorskip("nixl_cu12", reason="there is no NIXL for this machine")
     with NixlPublisher(secret=stack.weights_secret) as publisher:
@@ -105,7 +105,7 @@ def test_nixl_of_tensors_that_are_not_divided(stack: rollway.Stack, policies: li
         assert moved_and_needed(version) == [(offer.nbytes, offer.nbytes)] * 2
 
 
-def test_experts_and_a_head_that_both_ranks_hold(base_model: Path, tmp_path: Path) -> None:
+def test_experts_and_a_replicated_head(base_model: Path, tmp_path: Path) -> None:
     """One head of keys and values. Experts are cut: vLLM's CPU kernel for experts that are owned
     by one rank each (0.31) crashes in its first forward."""
     pytest.importorskip("nixl_cu12", reason="there is no NIXL for this machine")

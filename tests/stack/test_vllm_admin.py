@@ -265,7 +265,7 @@ async def test_an_engine_method_receives_weights(
     assert done.distance(policies[1]) <= TOLERANCE
 
 
-async def test_what_fails_says_why_and_changes_nothing(
+async def test_a_failed_call_has_a_reason_and_changes_nothing(
     admin: VllmAdmin, server: Worker, http: Http, policies: list[Policy], tmp_path: Path
 ) -> None:
     version = await switch(admin, server, policies[0])
@@ -294,7 +294,7 @@ async def test_what_fails_says_why_and_changes_nothing(
     assert done.distance(policies[0]) <= TOLERANCE
 
 
-async def test_abort_ends_what_runs_and_holds_back_what_comes(
+async def test_abort_ends_running_requests_and_holds_new_ones(
     admin: VllmAdmin, server: Worker, http: Http
 ) -> None:
     running, task = await under_way(http, server)
@@ -308,7 +308,7 @@ async def test_abort_ends_what_runs_and_holds_back_what_comes(
     assert (await late).finish == "length"
 
 
-async def test_wait_lets_requests_finish_and_no_update_between_their_tokens(
+async def test_wait_finishes_requests_and_allows_no_update_between_their_tokens(
     admin: VllmAdmin, server: Worker, http: Http, policies: list[Policy]
 ) -> None:
     version = await switch(admin, server, policies[0])
@@ -325,7 +325,7 @@ async def test_wait_lets_requests_finish_and_no_update_between_their_tokens(
     assert await admin.weight_version(server) == version
 
 
-async def test_keep_freezes_and_goes_on_with_the_new_weights(
+async def test_keep_freezes_requests_and_continues_them_with_the_new_weights(
     admin: VllmAdmin, server: Worker, http: Http, policies: list[Policy]
 ) -> None:
     await switch(admin, server, policies[0])
@@ -347,7 +347,7 @@ async def test_keep_freezes_and_goes_on_with_the_new_weights(
     assert policies[1].distance(prompt, ids[before:], said[before:]) <= TOLERANCE
 
 
-async def test_an_update_is_refused_while_kept_requests_hold_old_blocks(
+async def test_an_update_is_refused_while_frozen_requests_hold_old_blocks(
     admin: VllmAdmin, server: Worker, http: Http, policies: list[Policy]
 ) -> None:
     version = await switch(admin, server, policies[0])
@@ -421,7 +421,7 @@ async def test_an_adapter_is_loaded_replaced_in_place_and_unloaded(
         await admin.load_lora(server, "style", tmp_path / "nowhere")
 
 
-async def test_a_rendezvous_that_hangs_is_given_up(
+async def test_a_rendezvous_that_hangs_times_out(
     admin: VllmAdmin, server: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await admin.init_group(server, {"seconds": 0})
@@ -434,7 +434,7 @@ async def test_a_rendezvous_that_hangs_is_given_up(
         await admin.call(server, "nothing_of_the_kind", {})
 
 
-async def test_a_plain_server_is_attached_to_refitted_and_sampled(
+async def test_attach_refit_and_sample_on_a_plain_server(
     server: Worker, policies: list[Policy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a router there are no taints: a stamp rests on what the server says of itself."""

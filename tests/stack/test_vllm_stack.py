@@ -71,7 +71,7 @@ def test_greedy_tokens_and_logprobs_equal_torch(
     assert rollout.weight_version == version
 
 
-def test_generation_config_does_not_touch_a_request(
+def test_generation_config_does_not_change_a_request(
     vllm_stack: rollway.Stack, policies: list[Policy], base_model: Path, versions: Iterator[int]
 ) -> None:
     """The checkpoint ships top_k 20 and top_p 0.9; the log-probs are of the whole distribution."""
@@ -117,7 +117,7 @@ def test_a_group_shares_one_worker_and_its_prefix(
     assert len({group[0].worker_id for group in groups}) == 2
 
 
-def test_the_router_hears_what_the_workers_have_cached(
+def test_the_router_knows_what_the_workers_have_cached(
     vllm_stack: rollway.Stack, served: tuple[int, Policy]
 ) -> None:
     """Without a session id only the workers' KV events can bring a prompt back to its worker."""
@@ -239,7 +239,7 @@ def test_refit_changes_every_worker_and_no_old_kv_is_read(
     assert worst(other, flat) > 0.1  # the comparison can tell two policies apart
 
 
-async def test_requests_in_flight_are_stamped_with_what_sampled_them(
+async def test_requests_in_flight_are_stamped_with_the_version_that_sampled_them(
     vllm_stack: rollway.Stack, policies: list[Policy], versions: Iterator[int]
 ) -> None:
     old, new = next(versions), next(versions)
@@ -263,7 +263,7 @@ async def test_requests_in_flight_are_stamped_with_what_sampled_them(
     vllm_stack.fleet.read_versions()
 
 
-def test_bad_checkpoints_and_versions_are_refused_untouched(
+def test_bad_checkpoints_and_versions_are_refused_and_change_nothing(
     vllm_stack: rollway.Stack, served: tuple[int, Policy], tmp_path: Path
 ) -> None:
     version, policy = served

@@ -57,7 +57,7 @@ def test_the_config_is_signed_with_the_offer() -> None:
         read_offer(sent, "secret")
 
 
-def test_the_directory_is_derived_and_never_given() -> None:
+def test_the_directory_is_derived_and_cannot_be_chosen() -> None:
     first = directory_of(OFFER, Adapter("style@1", CONFIG, "../../etc"))
     assert first.parent.parent == adapter_module.HOME and ".." not in str(first)
     others = [
@@ -69,7 +69,7 @@ def test_the_directory_is_derived_and_never_given() -> None:
 
 
 @pytest.mark.parametrize("served", ["style", "../x@1", "style@-1", "a/b@1", "@1"])
-def test_a_name_that_nobody_makes_is_refused(served: str) -> None:
+def test_an_invalid_served_name_is_refused(served: str) -> None:
     where = {**OFFER.where, "adapter": {"served": served, "config": CONFIG, "place": ""}}
     with pytest.raises(WeightsError, match="no offer of an adapter"):
         detach_adapter(Offer("shm", 3, "a" * 32, 10, where))
@@ -78,7 +78,7 @@ def test_a_name_that_nobody_makes_is_refused(served: str) -> None:
 @pytest.mark.parametrize(
     "field", ["rank_pattern", "alpha_pattern", "layer_replication", "fan_in_fan_out"]
 )
-def test_what_vllm_would_pass_over_is_refused(field: str) -> None:
+def test_config_fields_that_vllm_would_ignore_are_refused(field: str) -> None:
     with pytest.raises(UsageError, match=field):
         detach_adapter(attach_adapter(OFFER, Adapter("style@1", {**CONFIG, field: {"q": 1}}, "")))
 
@@ -91,7 +91,7 @@ def test_names_and_versions_are_checked() -> None:
             served_name(name, version)
 
 
-def test_what_dead_workers_left_is_removed(home: Path) -> None:
+def test_files_of_dead_workers_are_removed(home: Path) -> None:
     mine = adapter_module.create_adapter_home("mine")
     dead = adapter_module.home_of("dead")
     dead.mkdir()
@@ -178,7 +178,7 @@ def is_ready(adapters: engine.Adapters, served: str) -> bool:
     return False
 
 
-def test_what_the_layers_hold_is_compared_bit_by_bit() -> None:
+def test_loaded_layers_are_compared_bit_by_bit() -> None:
     pytest.importorskip("vllm")
     worker = Engine()
     adapters = engine.Adapters(worker, None)
@@ -259,7 +259,7 @@ def test_a_version_names_one_set_of_weights() -> None:
         adapters.discard("style@1")
 
 
-def test_misfits_are_refused_before_anything_is_read() -> None:
+def test_adapters_that_do_not_fit_are_refused_before_reading() -> None:
     pytest.importorskip("vllm")
     layers = engine.Layers(Engine(), None)
     layers.check_headers(headers(q_proj()), 2)
@@ -277,7 +277,7 @@ def test_misfits_are_refused_before_anything_is_read() -> None:
         layers.check_config({**CONFIG, "r": MOST + 1})
 
 
-def test_a_worker_without_adapters_says_how_to_have_them() -> None:
+def test_the_error_of_a_worker_without_adapters_names_the_option() -> None:
     worker = SimpleNamespace(vllm_config=SimpleNamespace(lora_config=None))
     with pytest.raises(RuntimeError, match="start it with enable-lora"):
         engine.Layers(worker, None)

@@ -226,7 +226,7 @@ def test_workers_receive_from_the_first_one_when_the_trainer_is_dead(cleanup: Ex
     assert trainer_bytes(readers) == offer.nbytes
 
 
-def test_a_receiver_that_died_in_its_turn_delays_others_briefly(cleanup: ExitStack) -> None:
+def test_a_receiver_that_died_during_its_turn_delays_others_briefly(cleanup: ExitStack) -> None:
     trainer = cleanup.enter_context(Trainer(fanout=True))
     offer = trainer.publish(0)
     catalog = HttpCatalog(str(offer.where["catalog"]))

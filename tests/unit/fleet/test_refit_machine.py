@@ -874,7 +874,7 @@ def test_an_engine_that_admits_other_versions_is_noticed() -> None:
 
 @pytest.mark.parametrize("verifying", [True, False], ids=["parameters", "canary"])
 @pytest.mark.parametrize("shape", ["stack", "untainted"])
-def test_requests_that_come_late_are_aborted_not_served(shape: str, verifying: bool) -> None:
+def test_late_requests_are_aborted_and_not_served(shape: str, verifying: bool) -> None:
     assert run_story(nothing, shape, verifying) > 0
 
 

@@ -443,7 +443,7 @@ def test_a_reader_follows_offers_and_frees_its_tensors_at_close(tmp_path: Path) 
     assert same(dict(reader.tensors(offer)), state)  # from a snapshot again
 
 
-def test_a_temporary_store_goes_with_its_publisher(tmp_path: Path) -> None:
+def test_a_temporary_store_is_removed_with_its_publisher(tmp_path: Path) -> None:
     root = tmp_path / "run"
     with DeltaPublisher(Store(root), temporary=True) as publisher:
         publisher.publish(1, model().items())

@@ -286,7 +286,7 @@ def test_ranks_publish_what_they_hold_of_a_module(reader: NixlReader) -> None:
 
 
 @nixl
-def test_a_receiver_that_dies_disturbs_nobody(reader: NixlReader) -> None:
+def test_a_dead_receiver_does_not_disturb_others(reader: NixlReader) -> None:
     with Trainer(keep=1) as trainer:
         context = multiprocessing.get_context("spawn")
         near, far = context.Pipe()
