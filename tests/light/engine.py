@@ -152,7 +152,7 @@ class Engine:
             if reason is not None or entry.unsent >= CHUNK or entry.count == entry.unsent == 1:
                 yield entry.chunk(reason)
             if reason is None:
-                await asyncio.sleep(self._step_seconds)
+                await asyncio.sleep(self._step_seconds)  # the time of a step on an accelerator
 
     def _step(self, entry: Request) -> str | None:
         if not self.worker.usable:

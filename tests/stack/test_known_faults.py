@@ -348,7 +348,7 @@ async def test_08_generation_continues_during_a_rolling_refit(
     async with asyncio.TaskGroup() as tasks:
         while not refit.done():
             tasks.create_task(generate())
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.2)  # five new rollouts a second
     new, _ = await refit
     assert len(windows) == 2
     for opened, closed in windows:

@@ -59,6 +59,8 @@ from tests.stack.stacks import VLLM_ARGS
 from tests.waiting import wait_until_async
 
 pytestmark = pytest.mark.stack
+LOAD_PAUSE_SECONDS = 0.5
+"""Between two batches while a worker restarts, which needs the cores too."""
 
 
 # --- 10, 11, 12: a worker dies --------------------------------------------------------------------
@@ -98,7 +100,7 @@ async def _kill_a_worker(stack: rollway.Stack, move: Move, brake_file: Path) -> 
         while not ready:
             ready = find_process("tiny-0").state == "ready"
             meanwhile += await asyncio.to_thread(some_rollouts, stack, 20 if ready else 4)
-            await asyncio.sleep(0.5)  # the restarting worker needs the cores
+            await asyncio.sleep(LOAD_PAUSE_SECONDS)
     plain_answers = list(zip(prompts, answers, strict=True))
     return Aftermath(
         version, victim.instance, flat(groups), plain_answers, flat(late), meanwhile, orphans

@@ -20,6 +20,7 @@ from rollway.errors import PortInUse, RollwayError, StackNotRunning, StartError
 from rollway.rollout.sampling import Sampling
 from rollway.stack import local
 from rollway.stack.state import StackDir, StackState
+from tests.children import start_child
 from tests.conftest import Cli, Footprint
 from tests.waiting import wait_until, wait_until_async
 
@@ -151,26 +152,22 @@ def _process(name: str, stack: str = "t"):  # type: ignore[no-untyped-def]
 
 
 HOLD = """
-import sys, time, rollway
+import sys, rollway
 with rollway.up(rollway.make_spec({spec!r})) as stack:
     print("ready", flush=True)
-    time.sleep(120)
+    sys.stdin.read()
 """
 
 
 def owner_of_a_stack(base_model: Path, name: str = "t") -> subprocess.Popen[str]:
     spec = mocker_spec(base_model, name).model_dump(mode="json")
-    return subprocess.Popen(
-        [sys.executable, "-c", HOLD.format(spec=spec)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
+    owner, line = start_child(HOLD.format(spec=spec), stderr=subprocess.DEVNULL)
+    assert line == "ready"
+    return owner
 
 
 def test_killing_the_owner_ends_the_stack(base_model: Path, footprint: Footprint) -> None:
     owner = owner_of_a_stack(base_model)
-    assert owner.stdout is not None and owner.stdout.readline() == "ready\n"
     owner.kill()
     owner.wait()
     assert footprint.settle() == {}
@@ -182,7 +179,6 @@ def test_the_next_command_cleans_up_after_a_killed_supervisor_and_owner(
     base_model: Path, footprint: Footprint, cli: Cli, clear: str
 ) -> None:
     owner = owner_of_a_stack(base_model)
-    assert owner.stdout is not None and owner.stdout.readline() == "ready\n"
     state = state_of("t")
     # Stopped first, so that the children cannot act on the signal the kernel sends them.
     for process in state.processes:

@@ -37,7 +37,7 @@ from rollway.weights.checkpoint import check_checkpoint
 from tests.stack import brake
 from tests.stack.policies import Policy, write_adapter
 from tests.stack.stacks import VLLM_ARGS
-from tests.waiting import has_become, wait_until_async
+from tests.waiting import has_become, stays_async, wait_until_async
 
 pytestmark = pytest.mark.stack
 
@@ -302,8 +302,7 @@ async def test_abort_ends_running_requests_and_holds_new_ones(
     await asyncio.wait_for(task, 5)
     assert running.finish == "abort"
     late = asyncio.create_task(complete(http, server, Completion(fresh_prompt())))
-    await asyncio.sleep(0.5)
-    assert not late.done()
+    assert await stays_async(lambda: not late.done(), 0.5)
     await admin.resume(server)
     assert (await late).finish == "length"
 
@@ -313,8 +312,13 @@ async def test_wait_finishes_requests_and_allows_no_update_between_their_tokens(
 ) -> None:
     version = await switch(admin, server, policies[0])
     running, task = await under_way(http, server, 300)
+
+    async def is_paused() -> bool:
+        answer = await http.get(f"{server.admin_url}/is_paused", timeout=10)
+        return bool(answer["is_paused"])
+
     pausing = asyncio.create_task(admin.pause(server, "wait"))
-    await asyncio.sleep(0.1)
+    await wait_until_async(is_paused)
     with pytest.raises(AdminError, match="requests hold blocks"):
         await admin.update_from_disk(server, policies[1].path, 902)
     assert not pausing.done()
@@ -331,10 +335,14 @@ async def test_keep_freezes_requests_and_continues_them_with_the_new_weights(
     await switch(admin, server, policies[0])
     running, task = await under_way(http, server)
     await admin.pause(server, "keep")
-    await asyncio.sleep(0.2)
+
+    async def is_frozen() -> bool:
+        """Whether no tokens come any more; a few may still be on their way after the pause."""
+        before = len(running.token_ids)
+        return await stays_async(lambda: len(running.token_ids) == before, 0.5)
+
+    await wait_until_async(is_frozen, 5.0)
     before = len(running.token_ids)
-    await asyncio.sleep(0.5)
-    assert len(running.token_ids) == before
     await admin.update_from_disk(server, policies[1].path, next(_versions))
     await admin.resume(server)
     await has_tokens(running, task, before + 40)

@@ -35,7 +35,7 @@ from tests.stack.serving import (
     worst,
 )
 from tests.stack.stacks import VLLM_ARGS
-from tests.waiting import wait_until, wait_until_async
+from tests.waiting import stays_async, wait_until, wait_until_async
 
 pytestmark = pytest.mark.stack
 
@@ -201,8 +201,11 @@ async def test_cancelling_ends_the_request_on_the_worker(
 ) -> None:
     async def is_idle() -> bool:
         tokens = await asyncio.to_thread(generated_tokens, vllm_stack)
-        await asyncio.sleep(1.0)
-        return await asyncio.to_thread(generated_tokens, vllm_stack) == tokens
+
+        async def is_same() -> bool:
+            return await asyncio.to_thread(generated_tokens, vllm_stack) == tokens
+
+        return await stays_async(is_same, 1.0, every=0.5)
 
     async with rollway.attach(vllm_stack.frontend_url) as stack:
         # The counter lags behind: tokens of an earlier test must not count here.
@@ -247,8 +250,7 @@ async def test_requests_in_flight_are_stamped_with_the_version_that_sampled_them
         await stack.refit(old, policies[old % len(policies)].path)
         running = await under_way(stack, stack.rollouts().generate(fresh_prompt(), LONG, n=32))
         refit = asyncio.create_task(stack.refit(new, policies[new % len(policies)].path))
-        while not stack.fleet.versions.is_closed:
-            await asyncio.sleep(0.005)
+        await wait_until_async(lambda: stack.fleet.versions.is_closed, every=0.005)
         late = await stack.rollouts().generate(fresh_prompt(), Sampling(max_tokens=4), n=2)
         await refit
         group = await running

@@ -61,6 +61,7 @@ def rollout_config(directory: Path) -> Any:
 
 
 async def until(condition: Callable[[], Awaitable[bool]], seconds: float) -> None:
+    """Wait for the condition; verl's Python cannot import the helper of the other tests."""
     deadline = time.monotonic() + seconds
     while not await condition():
         if time.monotonic() > deadline:
