@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from rollway.gateway.entries import encode
 from rollway.gateway.journal import JournalFull
 from rollway.gateway.recorder import Recorder, Turn
 from tests.security.disks import FaultyDisk, kill, make_turn, record
-from tests.security.small_disk import fill, mount_small_disk
+from tests.security.small_disk import fill
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(120)
@@ -248,12 +247,6 @@ def test_failed_compaction_is_retried(path: Path) -> None:
     known = list_ids(recorder, "kept")
     recorder.close()
     assert list_ids(reopen(path), "kept") == known
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    with mount_small_disk(tmp_path) as disk:
-        yield disk
 
 
 def test_a_full_disk_loses_no_turn(small_disk: Path) -> None:

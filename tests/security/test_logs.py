@@ -25,6 +25,7 @@ from rollway.stack import logs
 from rollway.stack.locks import NamedLock
 from rollway.stack.run_dir import choose_run_dir
 from rollway.stack.state import StackDir, StackState
+from tests.stack.mocker import mocker_spec
 from tests.waiting import wait_until
 
 WRITER = """
@@ -286,11 +287,6 @@ def test_the_logs_of_a_running_stack_are_not_moved_by_another(
 
 
 # --- a real stack --------------------------------------------------------------------------
-
-
-def mocker_spec(base_model: Path, **fields: Any) -> rollway.StackSpec:
-    model = {"path": str(base_model), "name": "tiny", "engine": "mocker", "replicas": 2}
-    return rollway.make_spec({"name": "t", "models": [model], **fields})
 
 
 def send_requests(url: str, count: int) -> None:

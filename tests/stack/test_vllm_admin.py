@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import json
 import os
-import random
 import signal
 import socket
 import subprocess
@@ -36,6 +35,7 @@ from rollway.stack.preset import UNIPROCESS
 from rollway.weights.checkpoint import check_checkpoint
 from tests.stack import brake
 from tests.stack.policies import Policy, write_adapter
+from tests.stack.serving import fresh_prompt
 from tests.stack.stacks import VLLM_ARGS
 from tests.waiting import has_become, stays_async, wait_until_async
 
@@ -44,7 +44,6 @@ pytestmark = pytest.mark.stack
 TOLERANCE = 1e-4
 ENDLESS = 1800
 """Tokens: 18 seconds with the brake on, so whoever asks for it is in flight until it is ended."""
-_random = random.Random(11)
 _versions = itertools.count(1)
 
 # What a user's own engine code could look like; `init_broadcaster` waits for nobody.
@@ -162,11 +161,6 @@ class Completion:
     def distance(self, policy: Policy) -> float:
         assert self.token_ids
         return policy.distance(self.prompt, self.token_ids, self.logprobs)
-
-
-def fresh_prompt(length: int = 100) -> list[int]:
-    """A prompt nobody has sent before, long enough to fill cache blocks."""
-    return [_random.randrange(10, 200) for _ in range(length)]
 
 
 async def complete(

@@ -35,6 +35,7 @@ from rollway.weights.transports.base import Reader
 from rollway.weights.transports.choose import Destination, open_publisher
 from rollway.weights.transports.cuda_ipc import CudaIpcPublisher, CudaIpcReader
 from rollway.weights.transports.shm import ShmPublisher, ShmReader
+from tests.tensors import same
 from tests.waiting import stays, wait_until_async
 
 Tensors = dict[str, torch.Tensor]
@@ -60,10 +61,8 @@ async def asynchronous(tensors: Tensors) -> AsyncIterator[tuple[str, torch.Tenso
 
 
 def are_equal(left: Tensors, right: Tensors) -> bool:
-    return list(left) == list(right) and all(
-        tensor.dtype == right[name].dtype and torch.equal(tensor, right[name])
-        for name, tensor in left.items()
-    )
+    """Return whether the tensors and their order are the same."""
+    return list(left) == list(right) and same(left, right)
 
 
 @dataclass

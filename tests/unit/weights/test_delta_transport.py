@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollway.errors import RollwayError, UsageError, WeightsError
-from rollway.weights.digest.checksums import digest, raw_bytes
+from rollway.weights.digest.checksums import digest
 from rollway.weights.layout import Box, Piece, Shard
 from rollway.weights.sources import HeldTensor
 from rollway.weights.transports.delta import (
@@ -26,6 +26,7 @@ from rollway.weights.transports.delta import (
     SharedMemory,
     Store,
 )
+from tests.tensors import same
 
 State = dict[str, torch.Tensor]
 
@@ -53,10 +54,6 @@ def train(state: State, seed: int) -> None:
 
 def copy(state: State) -> State:
     return {name: tensor.clone() for name, tensor in state.items()}
-
-
-def same(a: State, b: State) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(raw_bytes(a[n]), raw_bytes(b[n])) for n in a)
 
 
 class History:

@@ -32,8 +32,9 @@ from rollway.weights.transports.nixl import NixlPublisher, NixlReader
 from rollway.weights.transports.nixl.agent import check_devices, import_nixl
 from rollway.weights.transports.nixl.catalog_http import CatalogServer
 from tests.children import are_all_threads_stopped
+from tests.tensors import receive, same
 from tests.unit.weights.megatron_plans import DENSE, MOE, model_of
-from tests.unit.weights.nixl_pieces import held_tensors, nixl, receive, same
+from tests.unit.weights.nixl_pieces import held_tensors, nixl
 from tests.unit.weights.nixl_source import WORD, Trainer, tensors_of
 from tests.waiting import stays, wait_until
 

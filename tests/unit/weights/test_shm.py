@@ -14,6 +14,7 @@ from rollway.weights.offer import Offer, parse_offer, read_offer
 from rollway.weights.transports.shared_memory import prepare_directory
 from rollway.weights.transports.shm import ShmPublisher, ShmReader
 from tests.children import make_dead_writer_mark, start_child
+from tests.tensors import receive, same
 from tests.waiting import wait_until
 
 Tensors = dict[str, torch.Tensor]
@@ -30,22 +31,6 @@ def tensors(seed: int) -> Tensors:
     tensors_by_name["scalar"] = torch.tensor(3.5)
     tensors_by_name["empty"] = torch.empty(0, 4)
     return tensors_by_name
-
-
-def receive(reader: ShmReader, offer: Offer) -> Tensors:
-    return {name: tensor.clone() for name, tensor in reader.tensors(offer)}
-
-
-def same(left: Tensors, right: Tensors) -> bool:
-    def bits(tensor: torch.Tensor) -> bytes:
-        return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-
-    return left.keys() == right.keys() and all(
-        left[name].dtype == right[name].dtype
-        and left[name].shape == right[name].shape
-        and bits(left[name]) == bits(right[name])
-        for name in left
-    )
 
 
 def test_versions_are_read_as_they_were_published(tmp_path: Path) -> None:
