@@ -30,7 +30,7 @@ Seed = int | tuple[int, int]
 
 class Pause(Enum):
     NONE = "none"
-    NEW = "new"  # running requests go on
+    NEW = "new"  # running requests continue
     ALL = "all"
 
 

@@ -78,7 +78,7 @@ class LightWorker:
 
     def _load(self, weight_path: str) -> None:
         """Check, load, and compare every array with what the files say now."""
-        # Whether another dtype will do was decided by the check before; it is not told here.
+        # Whether another dtype will do was decided by the check before; it is not passed on here.
         self._check(weight_path, allow_cast=True)
         if self._poison is not None:
             raise RuntimeError(self._poison)

@@ -206,7 +206,7 @@ def test_other_transports(
 def test_a_refit_of_the_base_below_an_adapter(
     stack: rollway.Stack, policies: list[Policy], tmp_path: Path
 ) -> None:
-    """The policy changes, the adapter stays; requests for it heed the policy's version."""
+    """The policy changes, the adapter stays; requests for it follow the policy's version."""
     before, tensors = made(policies[0], tmp_path, 5)
     after, _ = made(policies[1], tmp_path, 5)
     with ShmPublisher() as publisher:

@@ -237,9 +237,9 @@ def test_the_engine_receives_the_ids_that_a_client_sends(served: Served) -> None
         {"content-type": "application/json"},
     )
     with urllib.request.urlopen(request) as answer:
-        told = json.load(answer)
-    assert told["tokens"] == (second.model_extra or {})["prompt_token_ids"]
-    assert told["max_model_len"] == 2048
+        reply = json.load(answer)
+    assert reply["tokens"] == (second.model_extra or {})["prompt_token_ids"]
+    assert reply["max_model_len"] == 2048
 
 
 def test_wrong_requests_are_explained(served: Served) -> None:

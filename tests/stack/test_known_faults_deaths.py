@@ -240,7 +240,7 @@ async def _on_version_1(odd: Stack, policies: list[Policy]) -> Fleet:
 
 
 async def _assert_replaced(odd: Stack, before: Worker, policies: list[Policy]) -> None:
-    """Another worker takes its place and is brought to version 1."""
+    """Another worker takes its place and is refitted to version 1."""
 
     async def is_replaced() -> bool:
         with contextlib.suppress(NoWorkers):

@@ -107,9 +107,9 @@ def test_a_dead_worker_is_restarted_and_the_event_recorded(base_model: Path) -> 
         os.kill(victim.pid, signal.SIGKILL)
         wait_until(lambda: _process("tiny-0").restarts == 1 and _process("tiny-0").state == "ready")
         assert stack.rollouts().generate([1, 2, 3], NO_LOGPROBS, n=4)
-        told = [(e["event"], e.get("process")) for e in StackDir("t").events()]
-        assert ("exited", "tiny-0") in told
-        assert ("restarting", "tiny-0") in told
+        events = [(e["event"], e.get("process")) for e in StackDir("t").events()]
+        assert ("exited", "tiny-0") in events
+        assert ("restarting", "tiny-0") in events
 
 
 def test_a_dead_frontend_is_restarted_on_its_port(base_model: Path) -> None:

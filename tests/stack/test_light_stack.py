@@ -54,7 +54,7 @@ def test_a_canary_verifies_workers_without_our_engine_methods(
     with rollway.up(light(base_model, "canary", LIGHT_NO_ENGINE_METHODS="1")) as stack:
         report = stack.refit(1, policies[1].path)
         assert [w.proof for w in report.workers] == ["canary", "canary"]
-        # Weights that equal the served ones cannot be told from an update that did nothing.
+        # Weights equal to the served ones look like an update that did nothing.
         with pytest.raises(RefitError, match="exactly as before the update"):
             stack.refit(2, policies[1].path)
         wrong = Policy(policies[2].path).model

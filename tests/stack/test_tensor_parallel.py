@@ -1,4 +1,4 @@
-"""A real vLLM worker of two tensor-parallel ranks: every rank gets its part, and proves it.
+"""A real vLLM worker of two tensor-parallel ranks: every rank receives its part, and verifies it.
 
 Two ranks take both cores of a small machine for a minute; so it is asked for:
 ROLLWAY_TEST_TP=1 pytest tests/stack/test_tensor_parallel.py
@@ -95,7 +95,7 @@ def test_nixl(stack: rollway.Stack, policies: list[Policy]) -> None:
 
 
 def test_nixl_with_tensors_received_whole(stack: rollway.Stack, policies: list[Policy]) -> None:
-    """A part could not be proved, so they are taken whole; that is right as well."""
+    """Parts could not be verified, so the tensors are received whole; that is correct as well."""
     pytest.importorskip("nixl_cu12", reason="there is no NIXL for this machine")
     with NixlPublisher(secret=stack.weights_secret) as publisher:
         version = next(_versions)

@@ -43,7 +43,7 @@ pytestmark = pytest.mark.stack
 
 TOLERANCE = 1e-4
 ENDLESS = 1800
-"""Tokens: 18 seconds with the brake on, so whoever asks for it is in flight until it is ended."""
+"""Tokens: 18 seconds with the brake on, so such a request is in flight until it is ended."""
 _versions = itertools.count(1)
 
 # What a user's own engine code could look like; `init_broadcaster` waits for nobody.

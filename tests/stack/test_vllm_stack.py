@@ -255,7 +255,7 @@ async def test_requests_in_flight_are_stamped_with_the_version_that_sampled_them
         await refit
         group = await running
     # Those that ran when the pause came ended on the old weights; those that still queued in the
-    # router were sampled anew. Each says which, and is what it says.
+    # router were sampled again. Each names its version, and matches it.
     assert old in {rollout.weight_version for rollout in group}
     assert {rollout.weight_version for rollout in late} == {new}
     for rollout in (*group, *late):

@@ -310,7 +310,7 @@ async def test_an_async_opening_that_fails_cleans_up() -> None:
 
 
 class SlowStart:
-    """A launcher that reports its progress until it is told to finish."""
+    """A launcher that reports its progress until it may finish."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.began, self.may_finish = threading.Event(), threading.Event()

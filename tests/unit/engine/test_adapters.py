@@ -45,7 +45,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-# --- what is signed, and where it lies -----------------------------------------------------------
+# --- what is signed, and where it is stored -------------------------------------------------------
 
 
 def test_the_config_is_signed_with_the_offer() -> None:

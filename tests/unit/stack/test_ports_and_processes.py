@@ -199,7 +199,7 @@ import subprocess, sys, time
 print("up", flush=True)
 while True:
     subprocess.Popen(["sleep", "60"])
-    time.sleep(0.002)  # slower than it is found and stopped
+    time.sleep(0.002)  # a few hundred children a second
 """
 
 
