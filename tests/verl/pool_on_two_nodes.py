@@ -66,7 +66,7 @@ async def until(condition: Callable[[], Awaitable[bool]], seconds: float) -> Non
     while not await condition():
         if time.monotonic() > deadline:
             raise TimeoutError("the condition did not become true")
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(1.0)  # between two looks at the condition
 
 
 def read_stacks() -> tuple[StackState, StackState]:
