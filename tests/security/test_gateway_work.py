@@ -19,7 +19,7 @@ from rollway.gateway.template import BoundedTokenizer, Template
 from rollway.gateway.threads import Threads
 from tests.awkward_tokenizer import PLAIN
 from tests.security.gateway_service import USER, Service, read_error, serve_gateway
-from tests.waiting import wait_until_async
+from tests.waiting import settle, wait_until_async
 
 # Two nested loops, each as long as `n` in the settings.
 _LOOPS = "{% for a in range(n or 0) %}{% for b in range(n or 0) %}{% endfor %}{% endfor %}" + PLAIN
@@ -255,7 +255,16 @@ async def test_long_turns_are_recorded_without_blocking_other_requests(
 ) -> None:
     """256 answers to a prompt of 130,000 tokens once blocked the event loop for 2.5 s."""
     recorder = Recorder(tmp_path / "journal.jsonl", sync=sync)
-    checks = _watch(monkeypatch, Turn, "check")
+    check, may_check = Turn.check, threading.Event()
+    checks: list[threading.Thread] = []
+
+    def check_when_allowed(turn: Turn) -> Any:
+        """Hold the writer until every turn has arrived; an idle one leaves short turns to us."""
+        checks.append(threading.current_thread())
+        assert checks[-1] is threading.main_thread() or may_check.wait(60)
+        return check(turn)
+
+    monkeypatch.setattr(Turn, "check", check_when_allowed)
 
     def make_turn(history: str, count: int) -> Turn:
         return Turn("s", "m", history, [1] * count, [2], [-0.5], "stop", None, None)
@@ -264,7 +273,7 @@ async def test_long_turns_are_recorded_without_blocking_other_requests(
         session = recorder.open("s")
         assert await recorder.add_async(session, [make_turn("0", 10)])
         assert checks == [threading.main_thread()]
-        added = await asyncio.gather(
+        adding = asyncio.gather(
             recorder.add_async(session, [make_turn("1", 10)]),
             recorder.add_async(session, [make_turn("2", 30_000), make_turn("3", 30_000)]),
             recorder.add_async(session, [make_turn("4", 10)]),
@@ -272,7 +281,9 @@ async def test_long_turns_are_recorded_without_blocking_other_requests(
             recorder.forget_async("s"),
             recorder.add_async(session, [make_turn("6", 10)]),
         )
-        assert added == [True, True, True, True, True, False]
+        await settle()
+        may_check.set()
+        assert await adding == [True, True, True, True, True, False]
         assert [turn.history for turn in session.turns] == list("012345")
         assert threading.main_thread() not in checks[2:]
         assert "s" not in recorder.sessions
