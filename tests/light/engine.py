@@ -30,7 +30,7 @@ Seed = int | tuple[int, int]
 
 class Pause(Enum):
     NONE = "none"
-    NEW = "new"  # running requests go on
+    NEW = "new"  # running requests continue
     ALL = "all"
 
 
@@ -109,8 +109,8 @@ class Engine:
         self.max_length = min(max_length or config.max_positions, config.max_positions)
         self._seed = seed
         self._served = 0
-        self._pause = Pause.NONE
-        self._requests: dict[str, Request] = {}
+        self.pause_state = Pause.NONE
+        self.requests: dict[str, Request] = {}
         self._ended = asyncio.Event()
         self._step_seconds = float(os.environ.get("LIGHT_STEP_SECONDS", "0.002"))
         self._prefill_seconds = float(os.environ.get("LIGHT_PREFILL_SECONDS_PER_TOKEN", "0"))
@@ -124,7 +124,7 @@ class Engine:
         seed: Seed = (self._seed, self._served) if params.seed is None else params.seed
         decoding = Decoding(self.worker.model, self.cache, params.prompt, params.salt)
         entry = Request(context.id(), params, decoding, seed)
-        self._requests[entry.key] = entry
+        self.requests[entry.key] = entry
         try:
             async for chunk in self._run(entry, context):
                 yield chunk
@@ -152,7 +152,7 @@ class Engine:
             if reason is not None or entry.unsent >= CHUNK or entry.count == entry.unsent == 1:
                 yield entry.chunk(reason)
             if reason is None:
-                await asyncio.sleep(self._step_seconds)
+                await asyncio.sleep(self._step_seconds)  # the time of a step on an accelerator
 
     def _step(self, entry: Request) -> str | None:
         if not self.worker.usable:
@@ -170,9 +170,9 @@ class Engine:
             return self._step(entry)
 
     def _may_step(self, entry: Request) -> bool:
-        if self._pause is Pause.NEW:
+        if self.pause_state is Pause.NEW:
             return entry.running
-        return self._pause is Pause.NONE
+        return self.pause_state is Pause.NONE
 
     async def _turn(self, entry: Request, context: Any) -> None:
         """Wait until the request may step, or has to end."""
@@ -187,26 +187,26 @@ class Engine:
 
     async def pause(self, mode: PauseMode, clear_cache: bool) -> None:
         if mode == "abort":
-            for entry in list(self._requests.values()):
+            for entry in list(self.requests.values()):
                 self._abort(entry)
-        self._pause = Pause.ALL if mode == "keep" else Pause.NEW
+        self.pause_state = Pause.ALL if mode == "keep" else Pause.NEW
         self._wake_all()
-        while self._pause is Pause.NEW and any(e.running for e in self._requests.values()):
+        while self.pause_state is Pause.NEW and any(e.running for e in self.requests.values()):
             self._ended.clear()
             await self._ended.wait()
         if clear_cache:
-            for entry in self._requests.values():
+            for entry in self.requests.values():
                 entry.running = False
                 entry.decoding.drop_kv()
             self.reset_prefix_cache()
 
     def resume(self) -> None:
-        self._pause = Pause.NONE
+        self.pause_state = Pause.NONE
         self._wake_all()
 
     def abort(self, key: str) -> None:
         """End a request; one that does not exist is no error."""
-        if entry := self._requests.get(key):
+        if entry := self.requests.get(key):
             self._abort(entry)
 
     def close(self) -> None:
@@ -216,7 +216,7 @@ class Engine:
 
     def reset_prefix_cache(self) -> bool:
         """Refused, without a word to the admin client, while any request holds blocks."""
-        if any(entry.decoding.holds_blocks for entry in self._requests.values()):
+        if any(entry.decoding.holds_blocks for entry in self.requests.values()):
             return False
         self.cache.clear()
         return True
@@ -228,12 +228,12 @@ class Engine:
 
     def _finish(self, entry: Request) -> None:
         entry.running = False
-        if self._requests.get(entry.key) is entry:
-            del self._requests[entry.key]
+        if self.requests.get(entry.key) is entry:
+            del self.requests[entry.key]
         self._ended.set()
 
     def _wake_all(self) -> None:
-        for entry in self._requests.values():
+        for entry in self.requests.values():
             entry.wake.set()
 
 

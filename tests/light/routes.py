@@ -166,7 +166,7 @@ class AdminRoutes:
 
     async def _update(self, rpc: str, kwargs: Body, body: Body, *, reset: bool) -> Body:
         if rpc not in ("rollway_check", "rollway_stage"):  # which load nothing
-            await asyncio.sleep(self._load_seconds)
+            await asyncio.sleep(self._load_seconds)  # the time to load a real model
         self._engine.worker.call(rpc, kwargs)
         if reset:
             self._engine.reset_prefix_cache()  # a refusal is not noticed here either

@@ -29,7 +29,7 @@ class LightWorker:
         self._served: dict[str, TensorHeader] | None = None
         self._destroyed = False
         self._poison: str | None = None
-        self._verifier = Verifier(read_stack_secret())
+        self.verifier = Verifier(read_stack_secret())
 
     @property
     def usable(self) -> bool:
@@ -60,11 +60,11 @@ class LightWorker:
         self._destroyed = was_destroyed and fresh.keys() != self._shapes.keys()
 
     def rollway_check(self, order: dict[str, Any]) -> None:
-        arguments = self._verifier.open("rollway_check", order)
+        arguments = self.verifier.open("rollway_check", order)
         self._check(arguments["path"], arguments["allow_cast"])
 
     def rollway_load(self, order: dict[str, Any]) -> None:
-        self._load(self._verifier.open("rollway_load", order)["path"])
+        self._load(self.verifier.open("rollway_load", order)["path"])
 
     def _check(self, path: str, allow_cast: bool = False) -> None:
         """Refuse a checkpoint that this worker could not serve. Changes nothing."""
@@ -78,7 +78,7 @@ class LightWorker:
 
     def _load(self, weight_path: str) -> None:
         """Check, load, and compare every array with what the files say now."""
-        # Whether another dtype will do was decided by the check before; it is not told here.
+        # Whether another dtype will do was decided by the check before; it is not passed on here.
         self._check(weight_path, allow_cast=True)
         if self._poison is not None:
             raise RuntimeError(self._poison)

@@ -50,6 +50,9 @@ from tests.light.weights import LightWorker
 
 PROBE_SECONDS = float(os.environ.get("LIGHT_PROBE_SECONDS", "0"))
 _EXIT_SECONDS = 3.0
+_FLUSH_SECONDS = 0.05
+"""For the errors of running requests to reach the frontend before their streams break; Dynamo has
+no call that waits for it."""
 
 log = logging.getLogger("light")
 
@@ -65,7 +68,7 @@ class SlowRoutes:
         seconds = self._seconds + (PROBE_SECONDS if name == "get_weight_version" else 0.0)
 
         async def delayed(body: Any) -> Any:
-            await asyncio.sleep(seconds)
+            await asyncio.sleep(seconds)  # the configured delay of every route
             return await handler(body)
 
         self._runtime.register_engine_route(name, delayed if seconds else handler)
@@ -164,7 +167,7 @@ async def run(args: argparse.Namespace) -> None:
     await stopping.wait()
     for worker in workers:
         worker.engine.close()
-    await asyncio.sleep(0.05)  # running requests tell the frontend before their stream breaks
+    await asyncio.sleep(_FLUSH_SECONDS)
     for worker in workers:
         worker.runtime.shutdown()
     if serving:

@@ -1,4 +1,4 @@
-"""Real megatron-core, live on CPU: what it computes proves where its weights lie.
+"""Real megatron-core, live on CPU: its results verify where its weights are.
 
 A checkpoint is put into the ranks of a Megatron model by Rollway's layout. Megatron then answers
 as transformers does, so the layout is Megatron's own; and the shards give the checkpoint back byte

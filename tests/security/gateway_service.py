@@ -114,9 +114,14 @@ class Service:
 
 @asynccontextmanager
 async def serve_gateway(
-    directory: Path, *, template: str = PLAIN, context: int = CONTEXT, **options: Any
+    directory: Path,
+    *,
+    template: str = PLAIN,
+    context: int = CONTEXT,
+    frontend_url: str = "",
+    **options: Any,
 ) -> AsyncIterator[Service]:
-    """Serve on a free port until the block ends."""
+    """Serve on a free port until the block ends; `frontend_url` replaces the frontend's own."""
     frontend = Frontend()
     app = web.Application(client_max_size=2**30)
     app.router.add_post("/v1/chat/completions", frontend.answer)
@@ -129,7 +134,9 @@ async def serve_gateway(
     recorder = Recorder(directory / "journal.jsonl")
     async with Http() as http:
         chat, text = (
-            Upstream(http, frontend.url, "m", FleetVersions(), wire=wire, patience=0.5)
+            Upstream(
+                http, frontend_url or frontend.url, "m", FleetVersions(), wire=wire, patience=0.5
+            )
             for wire in (CHAT, COMPLETIONS)
         )
         tokenizer = Template(build(directory / "tokenizer", template=template))

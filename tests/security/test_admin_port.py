@@ -28,6 +28,7 @@ from rollway.orders import ORDER, SECRET, OrderRefused, UsedNumbers, Verifier, s
 from rollway.stack.state import StackDir, secret_file
 from tests.light.spec import light
 from tests.stack.policies import Policy
+from tests.waiting import wait_until
 
 WORD = "a secret"
 ATTACKS: list[tuple[str, dict[str, Any]]] = [
@@ -103,7 +104,7 @@ def test_an_order_is_good_once_for_one_route_and_one_process() -> None:
 @pytest.mark.parametrize(
     "order", [None, [], "x", 7, {}, {"mac": "x"}, {"mac": 1, "body": {}}, {"mac": "\ud800"}]
 )
-def test_what_is_no_order_is_refused(order: Any) -> None:
+def test_invalid_orders_are_refused(order: Any) -> None:
     with pytest.raises(OrderRefused, match="signed orders only"):
         Verifier(WORD, "p1").open("pause_generation", order)
 
@@ -200,7 +201,7 @@ def test_the_list_holds_also_where_vllm_extends_its_own_class(
 
 
 @pytest.mark.stack
-def test_nobody_without_the_secret_can_change_a_worker(stack: rollway.Stack) -> None:
+def test_without_the_secret_no_worker_can_be_changed(stack: rollway.Stack) -> None:
     """As any user of the machine, and as a web page whose text/plain needs no preflight."""
     (worker,) = stack.fleet.workers()
     for content_type in ("application/json", "text/plain"):
@@ -248,7 +249,7 @@ def test_the_secret_is_in_no_environment_and_no_command_line(stack: rollway.Stac
 
 
 @pytest.mark.stack
-def test_a_worker_starts_again_after_somebody_cleared_the_secret(stack: rollway.Stack) -> None:
+def test_a_worker_restarts_after_its_secret_file_was_removed(stack: rollway.Stack) -> None:
     """What removes old files from /tmp takes it after some days."""
     state = StackDir("attacked").read()
     assert state is not None
@@ -257,19 +258,19 @@ def test_a_worker_starts_again_after_somebody_cleared_the_secret(stack: rollway.
     (worker,) = (process for process in state.processes if process.role == "worker")
     assert worker.pid is not None
     os.kill(worker.pid, signal.SIGKILL)
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
+
+    def is_ready_again() -> bool:
         state = StackDir("attacked").read()
+        assert state is not None
         (again,) = (process for process in state.processes if process.role == "worker")
-        if again.pid != worker.pid and again.state == "ready":
-            break
-        time.sleep(0.1)
-    assert again.state == "ready"
+        return again.pid != worker.pid and again.state == "ready"
+
+    wait_until(is_ready_again)
     assert stack.weights_secret == secret
 
 
 @pytest.mark.stack
-def test_without_the_secret_a_client_is_told_what_to_do(stack: rollway.Stack) -> None:
+def test_the_error_without_the_secret_says_what_to_do(stack: rollway.Stack) -> None:
     async def pause() -> None:
         async with Http() as http:
             fleet = Fleet(http, stack.rl_url, secret="")
@@ -281,7 +282,7 @@ def test_without_the_secret_a_client_is_told_what_to_do(stack: rollway.Stack) ->
 
 
 @pytest.mark.stack
-def test_orders_reach_a_worker_that_was_started_again(stack: rollway.Stack) -> None:
+def test_orders_reach_a_restarted_worker(stack: rollway.Stack) -> None:
     """The client knows the process by name; the successor has another, and the same address."""
 
     async def flush(admin: DynamoAdmin, worker: Worker) -> None:

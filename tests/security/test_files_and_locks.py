@@ -9,9 +9,6 @@ import os
 import resource
 import socket
 import stat
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -25,6 +22,8 @@ from rollway.errors import PortInUse, StartError
 from rollway.stack.locks import FIRST, LAST, Lease, NamedLock, get_lock_directory, hold_machine_lock
 from rollway.stack.run_dir import write_secret
 from rollway.stack.state import StackDir, StackState, WeightsFile, make_home
+from tests.children import start_child
+from tests.waiting import wait_until, wait_until_async
 
 NOBODY = 65534
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
@@ -247,8 +246,7 @@ def test_stacks_of_two_homes_do_not_choose_the_same_port(
 def _count_up(file: Path, rounds: int, done: Connection) -> None:
     lock = NamedLock(f"test/{file}")
     for _ in range(rounds):
-        while not lock.acquire():
-            time.sleep(0.0005)
+        wait_until(lock.acquire, every=0.0005)
         file.write_text(str(int(file.read_text()) + 1))  # loses counts if two hold the lock
         lock.release()
     done.send(None)
@@ -270,36 +268,36 @@ def test_a_lock_whose_file_is_removed_at_release_has_one_holder_at_a_time(tmp_pa
 
 
 HOLDER = """
-import sys, time
+import sys
 from rollway.stack.locks import NamedLock
 lock = NamedLock(sys.argv[1])
 assert lock.acquire()
 print("held", flush=True)
-time.sleep(60)
 """
 
 
 def test_a_waiter_for_a_lock_is_shown_its_holder(capfd: pytest.CaptureFixture[str]) -> None:
     name = f"refit/{os.getpid()}"
-    holder = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, name], stdout=subprocess.PIPE, text=True
-    )
-    assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+    holder, line = start_child(HOLDER, name)
+    assert line == "held"
 
     async def wait() -> None:
         async with hold_machine_lock(name, silent_seconds=0.2):
             pass
 
     async def wait_for_notice() -> str:
-        task, text = asyncio.create_task(wait()), ""
-        while "waiting for" not in text:
-            await asyncio.sleep(0.05)
-            text += capfd.readouterr().err
+        task, parts = asyncio.create_task(wait()), list[str]()
+
+        def is_shown() -> bool:
+            parts.append(capfd.readouterr().err)
+            return "waiting for" in "".join(parts)
+
+        await wait_until_async(is_shown)
         holder.kill()
         await task
-        return text
+        return "".join(parts)
 
-    notice = asyncio.run(asyncio.wait_for(wait_for_notice(), 60))
+    notice = asyncio.run(wait_for_notice())
     holder.wait()
     assert f"waiting for process {holder.pid}" in notice
     assert "NamedLock" in notice  # a part of its command

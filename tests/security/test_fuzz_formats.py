@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import resource
 import signal
 import struct
 import tempfile
@@ -52,6 +51,7 @@ from rollway.weights.transports.nixl.listing import (
 )
 from rollway.weights.transports.shm.shards import group_by_tensor
 from tests.checkpoints import write_checkpoint
+from tests.security.limits import limit_memory
 from tests.soak import examples
 from tests.unit.weights.megatron_models import headers, hf_shapes
 
@@ -375,12 +375,9 @@ def change_bytes(raw: bytes, change: Edit) -> bytes:
 
 @pytest.fixture(autouse=True)
 def little_memory() -> Iterator[None]:
-    """Let a reader take half a gigabyte at most; beyond it is a MemoryError, which is untyped."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + ROOM, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    """Limit a reader to half a gigabyte; beyond it is a MemoryError, which is untyped."""
+    with limit_memory(ROOM):
+        yield
 
 
 @pytest.fixture(autouse=True)

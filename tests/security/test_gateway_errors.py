@@ -11,6 +11,7 @@ import pytest
 
 from rollway.gateway.server import Gateway
 from tests.security.gateway_service import Service, read_error, serve_gateway
+from tests.waiting import wait_until_async
 
 REFUSAL = {"message": "Invalid request", "details": {"field": "temperature"}, "type": "x"}
 
@@ -46,9 +47,7 @@ async def test_errors_do_not_reveal_internal_addresses(tmp_path: Path, stream: b
 
 
 async def test_a_missing_frontend_is_answered_with_503(tmp_path: Path) -> None:
-    async with serve_gateway(tmp_path) as gateway:
-        for upstream in (gateway.gateway.chat, gateway.gateway.text):
-            upstream._url = "http://127.0.0.1:9/v1/chat/completions"
+    async with serve_gateway(tmp_path, frontend_url="http://127.0.0.1:9") as gateway:
         for stream in (False, True):
             status, answer = await gateway.chat({"x-rollway-session": "s"}, stream=stream)
             assert status == 503 and ":9" not in read_error(answer)["message"]
@@ -63,8 +62,7 @@ async def test_a_disconnected_client_leaves_no_session(tmp_path: Path) -> None:
             request = asyncio.create_task(
                 gateway.chat({"x-rollway-session": "gone"}, stream=stream)
             )
-            while len(gateway.frontend.bodies) == before:
-                await asyncio.sleep(0.01)
+            await wait_until_async(lambda: len(gateway.frontend.bodies) > before)  # noqa: B023
             request.cancel()
             await asyncio.wait([request])
         assert (await gateway.get("/v1/rollway/sessions"))[1]["sessions"] == {}

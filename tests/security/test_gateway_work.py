@@ -19,6 +19,7 @@ from rollway.gateway.template import BoundedTokenizer, Template
 from rollway.gateway.threads import Threads
 from tests.awkward_tokenizer import PLAIN
 from tests.security.gateway_service import USER, Service, read_error, serve_gateway
+from tests.waiting import settle, wait_until_async
 
 # Two nested loops, each as long as `n` in the settings.
 _LOOPS = "{% for a in range(n or 0) %}{% for b in range(n or 0) %}{% endfor %}{% endfor %}" + PLAIN
@@ -34,7 +35,6 @@ async def _count_other_answers(gateway: Service, slow: asyncio.Task[Any]) -> int
     while not slow.done():
         assert (await gateway.get("/health"))[0] == 200
         count += 1
-        await asyncio.sleep(0.01)
     return count
 
 
@@ -51,8 +51,8 @@ async def test_a_template_that_loops_is_stopped(tmp_path: Path, source: str) -> 
         status, answer = await slow
         assert status == 400 and "took longer" in read_error(answer)["message"]
         assert (await gateway.chat())[0] == 200
-        while _list_workers():  # the loop itself was stopped, not only its request
-            await asyncio.sleep(0.05)
+        # The loop itself was stopped, not only its request.
+        await wait_until_async(lambda: not _list_workers())
 
 
 async def test_work_that_cannot_be_stopped_costs_only_its_slot() -> None:
@@ -68,8 +68,7 @@ async def test_work_that_cannot_be_stopped_costs_only_its_slot() -> None:
     assert refused.value.status == 503
     for lock in locks:
         lock.release()
-    while _list_workers():
-        await asyncio.sleep(0.01)
+    await wait_until_async(lambda: not _list_workers())
     threads.wait_seconds = 60.0
     assert await threads.run(lambda: 5, "It") == 5
 
@@ -77,11 +76,9 @@ async def test_work_that_cannot_be_stopped_costs_only_its_slot() -> None:
 async def test_the_work_of_a_disconnected_client_is_stopped(tmp_path: Path) -> None:
     async with serve_gateway(tmp_path, template=_LOOPS) as gateway:
         slow = asyncio.create_task(gateway.chat(chat_template_kwargs={"n": 90_000}))
-        while not _list_workers():
-            await asyncio.sleep(0.01)
+        await wait_until_async(_list_workers)
         slow.cancel()
-        while _list_workers():
-            await asyncio.sleep(0.05)
+        await wait_until_async(lambda: not _list_workers())
         assert (await gateway.get("/v1/rollway/sessions"))[1]["sessions"] == {}
 
 
@@ -258,7 +255,16 @@ async def test_long_turns_are_recorded_without_blocking_other_requests(
 ) -> None:
     """256 answers to a prompt of 130,000 tokens once blocked the event loop for 2.5 s."""
     recorder = Recorder(tmp_path / "journal.jsonl", sync=sync)
-    checks = _watch(monkeypatch, Turn, "check")
+    check, may_check = Turn.check, threading.Event()
+    checks: list[threading.Thread] = []
+
+    def check_when_allowed(turn: Turn) -> Any:
+        """Hold the writer until every turn has arrived; an idle one leaves short turns to us."""
+        checks.append(threading.current_thread())
+        assert checks[-1] is threading.main_thread() or may_check.wait(60)
+        return check(turn)
+
+    monkeypatch.setattr(Turn, "check", check_when_allowed)
 
     def make_turn(history: str, count: int) -> Turn:
         return Turn("s", "m", history, [1] * count, [2], [-0.5], "stop", None, None)
@@ -267,7 +273,7 @@ async def test_long_turns_are_recorded_without_blocking_other_requests(
         session = recorder.open("s")
         assert await recorder.add_async(session, [make_turn("0", 10)])
         assert checks == [threading.main_thread()]
-        added = await asyncio.gather(
+        adding = asyncio.gather(
             recorder.add_async(session, [make_turn("1", 10)]),
             recorder.add_async(session, [make_turn("2", 30_000), make_turn("3", 30_000)]),
             recorder.add_async(session, [make_turn("4", 10)]),
@@ -275,7 +281,9 @@ async def test_long_turns_are_recorded_without_blocking_other_requests(
             recorder.forget_async("s"),
             recorder.add_async(session, [make_turn("6", 10)]),
         )
-        assert added == [True, True, True, True, True, False]
+        await settle()
+        may_check.set()
+        assert await adding == [True, True, True, True, True, False]
         assert [turn.history for turn in session.turns] == list("012345")
         assert threading.main_thread() not in checks[2:]
         assert "s" not in recorder.sessions
@@ -313,13 +321,11 @@ async def test_an_agent_tries_to_occupy_all_page_threads(
 
         flood = [fetch("agent-a", "v") for _ in range(5)]
         try:
-            while not started.acquire(blocking=False):
-                await asyncio.sleep(0.01)
+            await wait_until_async(lambda: started.acquire(blocking=False))
             # A second agent gets a thread too, so the first one has only one.
             flood.append(fetch("agent-b", "v"))
             async with asyncio.timeout(20):
-                while not started.acquire(blocking=False):
-                    await asyncio.sleep(0.01)
+                await wait_until_async(lambda: started.acquire(blocking=False))
                 flood.append(fetch("agent-c", "v"))
                 name = f"{scope_of(agents[0])}/v"
                 assert (await fetch("operator", name))[0] == 200

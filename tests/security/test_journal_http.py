@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +20,8 @@ from rollway.gateway.upstream import ChatReply, ChatRequest
 from rollway.rollout.completion import Completion
 from rollway.versions import Ticket
 from tests.awkward_tokenizer import make
-from tests.security.small_disk import fill, mount_small_disk
+from tests.security.small_disk import fill
+from tests.waiting import wait_until_async
 
 pytestmark = pytest.mark.timeout(60)
 TICKET = Ticket(0, None, None, 0)
@@ -75,8 +76,7 @@ class RunningGateway:
             return await answer.json()
 
     async def wait_for_requests(self, count: int) -> None:
-        while self.engine.requests < count:
-            await asyncio.sleep(0.01)
+        await wait_until_async(lambda: self.engine.requests >= count)
 
 
 @asynccontextmanager
@@ -97,12 +97,6 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tokenizer")
     make().save_pretrained(str(path))
     return path
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    with mount_small_disk(tmp_path) as disk:
-        yield disk
 
 
 async def test_deleting_a_session_during_a_turn_hangs_no_request(

@@ -25,6 +25,8 @@ from rollway.stack import logs
 from rollway.stack.locks import NamedLock
 from rollway.stack.run_dir import choose_run_dir
 from rollway.stack.state import StackDir, StackState
+from tests.stack.mocker import mocker_spec
+from tests.waiting import wait_until
 
 WRITER = """
 import sys
@@ -287,11 +289,6 @@ def test_the_logs_of_a_running_stack_are_not_moved_by_another(
 # --- a real stack --------------------------------------------------------------------------
 
 
-def mocker_spec(base_model: Path, **fields: Any) -> rollway.StackSpec:
-    model = {"path": str(base_model), "name": "tiny", "engine": "mocker", "replicas": 2}
-    return rollway.make_spec({"name": "t", "models": [model], **fields})
-
-
 def send_requests(url: str, count: int) -> None:
     def send(number: int) -> None:
         prompt = [10 + (number * 7 + i) % 180 for i in range(60)]
@@ -328,10 +325,11 @@ def test_the_logs_of_a_long_run_are_bounded(base_model: Path) -> None:
         log_dir = StackDir("t").logs
         for _ in range(5):
             send_requests(stack.frontend_url, 100)
-            deadline = time.monotonic() + 30
-            while max(file.stat().st_size for file in log_dir.glob("*.log")) >= 20_000:
-                assert time.monotonic() < deadline, "the logs were not rotated"
-                time.sleep(0.05)
+            wait_until(
+                lambda: max(file.stat().st_size for file in log_dir.glob("*.log")) < 20_000,
+                30,
+                what="the logs are rotated",
+            )
         assert len(logs.list_rotated(log_dir / "frontend.log")) == 2
         assert log_bytes() < 4 * 100 * 2000
     assert not StackDir("t").path.exists()  # keep_runs: 0

@@ -25,6 +25,7 @@ from rollway.stack.plan import make_kv_events_endpoint, plan_stack
 from rollway.stack.run_dir import choose_run_dir
 from rollway.stack.state import ProcessState, StackDir, StackState
 from tests.conftest import Cli
+from tests.stack.mocker import mocker_spec
 
 LONGEST_SOCKET_PATH = 107
 
@@ -160,11 +161,6 @@ def test_the_doctor_lists_every_kind_of_listener(listening: StackState) -> None:
     assert set(sockets.values()) == {"users of this machine"}
     assert len(sockets) == 2  # a claim is not a listener
     assert all(bool(entry.advice) == (entry.reach == "the network") for entry in own)
-
-
-def mocker_spec(base_model: Path, **fields: Any) -> rollway.StackSpec:
-    model = {"path": str(base_model), "name": "tiny", "engine": "mocker", "replicas": 2}
-    return rollway.make_spec({"name": "t", "models": [model], **fields})
 
 
 def listed(name: str) -> list[Listener]:

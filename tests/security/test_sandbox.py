@@ -14,8 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,8 @@ import pytest
 
 from rollway.integrations.verl.retool import sandbox as sandbox_module
 from rollway.integrations.verl.retool.sandbox import Limits, Outcome, Sandbox
+from tests.children import find_processes_in
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is for Linux")
 
@@ -120,7 +121,7 @@ def attacker(request: pytest.FixtureRequest) -> Iterator[Attacker]:
     if attacker.keeper is not None:
         attacker.keeper.kill()
         attacker.keeper.wait()
-    for pid in living_in(scratch):  # left by an attack that succeeded
+    for pid in find_processes_in(scratch):  # left by an attack that succeeded
         os.kill(pid, signal.SIGKILL)
     subprocess.run(["rm", "-rf", str(scratch)], check=False)  # the tree is too deep for shutil
 
@@ -133,29 +134,10 @@ def trainer(attacker: Attacker) -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
 
 
-def wait_until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def change_jail(attacker: Attacker, old: str, new: str) -> None:
     text = attacker.jail.read_text()
     assert old in text
     attacker.jail.write_text(text.replace(old, new))
-
-
-def living_in(directory: Path) -> list[int]:
-    """Return the processes whose working directory is below `directory`."""
-    processes = []
-    for entry in Path("/proc").iterdir():
-        try:
-            if entry.name.isdigit() and str((entry / "cwd").readlink()).startswith(str(directory)):
-                processes.append(int(entry.name))
-        except OSError:
-            continue
-    return processes
 
 
 # --- Signals that the kernel sends for the program ---
@@ -216,10 +198,10 @@ def test_a_program_cannot_outlive_its_keeper(attacker: Attacker, processes: int)
         "open('ready', 'w').close()\nsignal.pause()"
     ).replace("PRCTL", "157 if os.uname().machine == 'x86_64' else 167")
     attacker.start(code, processes=processes)
-    wait_until(lambda: list(attacker.scratch.glob("*/ready")))
+    wait_until(lambda: list(attacker.scratch.glob("*/ready")), SECONDS)
     assert attacker.keeper
     attacker.keeper.send_signal(signal.SIGKILL)
-    wait_until(lambda: not living_in(attacker.scratch))
+    wait_until(lambda: not find_processes_in(attacker.scratch), SECONDS)
 
 
 def test_a_child_of_the_program_does_not_outlive_the_keeper(attacker: Attacker) -> None:
@@ -228,10 +210,10 @@ def test_a_child_of_the_program_does_not_outlive_the_keeper(attacker: Attacker) 
         "    open('ready', 'w').close()\nsignal.pause()"
     )
     attacker.start(code, processes=4)
-    wait_until(lambda: list(attacker.scratch.glob("*/ready")))
+    wait_until(lambda: list(attacker.scratch.glob("*/ready")), SECONDS)
     assert attacker.keeper
     attacker.keeper.send_signal(signal.SIGKILL)
-    wait_until(lambda: not living_in(attacker.scratch))
+    wait_until(lambda: not find_processes_in(attacker.scratch), SECONDS)
 
 
 def test_a_program_cannot_change_the_scheduling_of_the_trainer(
@@ -363,11 +345,11 @@ def test_a_link_to_a_directory_outside_is_removed_and_not_followed(attacker: Att
 def test_the_next_start_sweeps_the_directory_of_a_killed_keeper(attacker: Attacker) -> None:
     code = "top = __import__('os').getcwd()\n" + DEEP
     attacker.start(code + "import signal\nopen(top + '/ready', 'w').close()\nsignal.pause()")
-    wait_until(lambda: list(attacker.scratch.glob("*/ready")))
+    wait_until(lambda: list(attacker.scratch.glob("*/ready")), SECONDS)
     assert attacker.keeper
     attacker.keeper.kill()
     attacker.keeper.wait()
-    wait_until(lambda: not living_in(attacker.scratch))
+    wait_until(lambda: not find_processes_in(attacker.scratch), SECONDS)
     assert len(attacker.list_leftovers()) == 1
     assert attacker.run("1").ok
     assert attacker.list_leftovers() == []
@@ -375,7 +357,7 @@ def test_the_next_start_sweeps_the_directory_of_a_killed_keeper(attacker: Attack
 
 def test_the_sweep_removes_nothing_of_a_living_keeper_or_of_other_users(attacker: Attacker) -> None:
     attacker.start("import signal\nopen('ready', 'w').close()\nsignal.pause()")
-    wait_until(lambda: list(attacker.scratch.glob("*/ready")))
+    wait_until(lambda: list(attacker.scratch.glob("*/ready")), SECONDS)
     (living,) = attacker.list_leftovers()
     other = attacker.scratch / "rollway-code-of-another"
     other.mkdir()
@@ -429,7 +411,7 @@ threading.stack_size(65536)
 forever = threading.Event()
 for count in range(2000):
     threading.Thread(target=forever.wait, daemon=True).start()
-    time.sleep(0.001)
+    time.sleep(0.001)  # the keeper counts threads at intervals
 print("all of them")
 """
     outcome = attacker.run(code)

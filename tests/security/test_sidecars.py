@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import resource
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +14,7 @@ from rollway.weights.layout import Box, check_covered
 from rollway.weights.megatron.geometry import ModelGeometry, Topology
 from rollway.weights.megatron.model import describe
 from rollway.weights.megatron.names import NameMap
+from tests.security.limits import limit_memory
 from tests.unit.weights.megatron_models import headers, hf_shapes
 
 GEOMETRY = ModelGeometry(
@@ -32,11 +31,8 @@ ROOM = 1 << 30
 @pytest.fixture(autouse=True)
 def little_memory() -> Iterator[None]:
     """Limit memory to one more gigabyte, so that a successful attack fails the test alone."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + ROOM, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    with limit_memory(ROOM):
+        yield
 
 
 def plain() -> dict[str, Any]:

@@ -21,7 +21,9 @@ from rollway.processes import ProcessId
 from rollway.stack import local
 from rollway.stack.locks import NamedLock
 from rollway.stack.state import StackDir, StackState, WeightsFile, list_stacks
+from tests.children import start_child
 from tests.conftest import Footprint
+from tests.waiting import wait_until
 
 RUN = "0123456789abcdef"
 
@@ -154,15 +156,15 @@ def test_down_kills_what_runs_under_an_unreadable_state() -> None:
         member.wait()
 
 
-SUPERVISOR = "import time; 'rollway.stack.supervisor'; print('up', flush=True); time.sleep(600)"
+SUPERVISOR = "'rollway.stack.supervisor'; print('up', flush=True)"
 
 
 @pytest.mark.parametrize("ended", [True, False])
 def test_down_stops_the_supervisor_of_another_version_and_no_other_process(ended: bool) -> None:
     code = SUPERVISOR if ended else SUPERVISOR.replace("rollway.stack.", "some.other.")
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    process, line = start_child(code)
     try:
-        assert process.stdout is not None and process.stdout.readline() == "up\n"
+        assert line == "up"
         identity = ProcessId.of(process.pid)
         assert identity is not None
         put_state("old", supervisor_pid=identity.pid, supervisor_start=identity.start, phase="new")
@@ -419,9 +421,12 @@ def test_down_in_the_first_moments_of_up_stops_it(
     file.write_text(f"name: t\nmodels: [{{path: {base_model}, name: tiny, engine: mocker}}]")
     up = subprocess.Popen([sys.executable, "-c", UP, str(file)], stderr=subprocess.PIPE, text=True)
     starting = NamedLock(StackDir("t").start_lock_name)
-    while starting.find_holder() is None:
+
+    def has_started() -> bool:
         assert up.poll() is None
-        time.sleep(0.002)
+        return starting.find_holder() is not None
+
+    wait_until(has_started, every=0.002)
     time.sleep(delay)  # the point of the start at which it is stopped
     assert "t" in local.list_names()
     local.stop("t")

@@ -91,7 +91,7 @@ def test_an_offer_that_is_no_mapping(raw: Any) -> None:
     ],
     ids=range(11),
 )
-def test_a_list_of_tensors_that_cannot_be(entry: Entry) -> None:
+def test_an_impossible_list_of_tensors(entry: Entry) -> None:
     read_manifest(*listed(Entry("a", "F32", (1,), 0, 4, DIGEST)))
     with pytest.raises(WeightsError):
         read_manifest(*listed(entry))
@@ -153,7 +153,7 @@ def test_boxes_that_all_name_the_same_bytes_make_no_huge_tensor() -> None:
 
 
 @pytest.mark.parametrize("ranks", [None, [], 7, [{}], [{"slot": "../x"}], [[]]])
-def test_an_offer_of_ranks_that_are_none(ranks: Any) -> None:
+def test_an_offer_with_invalid_ranks(ranks: Any) -> None:
     with pytest.raises(WeightsError, match="no offer of a trainer's ranks"):
         ShmReader().headers(Offer("shm", 1, "12345678", 0, {"ranks": ranks}))
 
@@ -217,7 +217,7 @@ def test_an_object_of_a_store_that_is_a_fifo(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", [{}, {"root": "\0"}, {"root": 7}, {"root": "x" * 10_000}])
-def test_an_offer_of_deltas_that_are_nowhere(where: dict[str, Any]) -> None:
+def test_an_offer_with_missing_deltas(where: dict[str, Any]) -> None:
     with pytest.raises(WeightsError):
         DeltaReader().headers(Offer("delta", 1, "12345678", 0, where))
 
@@ -319,7 +319,7 @@ def test_a_catalog_request_whose_headers_are_no_text() -> None:
                 assert answer.status in (400, 401)
 
 
-def test_a_catalog_call_that_is_none() -> None:
+def test_an_invalid_catalog_call() -> None:
     with CatalogServer(secret="s") as server:
         host, port = server.url.removeprefix("http://").split(":")
         for body in (b"", b"\x91" * 100_000, b"\xc1", b"\x80" * 3, b"\x86\xa4\xff"):
@@ -387,7 +387,7 @@ class Answering:
 
 
 @pytest.mark.parametrize("url", ["http://[", "http://h:99999", "ftp://h", "http://", "x" * 5000])
-def test_an_offer_of_a_catalog_that_is_nowhere(url: str) -> None:
+def test_an_offer_with_an_unreachable_catalog(url: str) -> None:
     with pytest.raises(RollwayError):
         open_catalog({"catalog": url}, secret="s")
 

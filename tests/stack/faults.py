@@ -24,7 +24,14 @@ from rollway.rollout.completion import Completion
 from rollway.rollout.sampling import Sampling
 from rollway.rollout.wire import DynamoAssembly, completion_request
 from tests.stack.policies import Policy
-from tests.stack.serving import LONG, TOLERANCE, first_tokens, fresh_prompt
+from tests.stack.serving import (
+    LONG,
+    TOLERANCE,
+    count_started_requests,
+    first_tokens,
+    fresh_prompt,
+)
+from tests.waiting import wait_until_async
 
 T = TypeVar("T")
 
@@ -91,8 +98,13 @@ class Move:
 async def under_way(stack: Stack, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
     """Begin some work, and return when requests that were sent to every worker after its own have
     got their first tokens."""
+    before = await asyncio.to_thread(count_started_requests, stack.frontend_url)
+
+    async def has_requests() -> bool:
+        return await asyncio.to_thread(count_started_requests, stack.frontend_url) > before
+
     task = asyncio.create_task(work)
-    await asyncio.sleep(0.3)  # its requests go first
+    await wait_until_async(has_requests, what="requests of this work at the frontend")
     await first_tokens(stack.frontend_url, await stack.fleet.workers())
     assert not task.done()
     return task

@@ -85,7 +85,7 @@ def refit(llm: Any, publisher: Any, version: int, policy: Any) -> dict[str, Any]
         (staging,) = llm.collective_rpc("rollway_staging", args=(offer.identity,))
         if staging["state"] != "running":
             break
-        time.sleep(0.01)
+        time.sleep(0.01)  # between two looks at the state
     if staging["state"] == "failed":
         return {"staging": staging}
     (swap,) = llm.collective_rpc("rollway_swap", args=(offer.identity,))

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import time
 
+FOREVER_SECONDS = 600.0
+"""Longer than any test waits for the trainer."""
+
 
 class Rendezvous:
     def init_broadcaster(self) -> None:
-        time.sleep(600.0)
+        time.sleep(FOREVER_SECONDS)

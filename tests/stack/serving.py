@@ -68,6 +68,14 @@ def generated_tokens(stack: rollway.Stack) -> float:
     return total
 
 
+def count_started_requests(frontend_url: str) -> float:
+    """Return how many requests have reached the frontend so far."""
+    with urllib.request.urlopen(f"{frontend_url}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    started = (line for line in lines if line.startswith("dynamo_frontend_requests_started_total"))
+    return sum(float(line.split()[-1]) for line in started)
+
+
 def wait_for_version(stack: rollway.Stack, version: int, seconds: float = 120.0) -> None:
     """Wait until restarted workers have been admitted, which nobody has to ask for."""
     wait_until(

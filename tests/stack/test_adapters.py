@@ -153,7 +153,7 @@ def test_versions_of_an_adapter(
     assert rollout.adapter == "style@1"
 
 
-def test_what_does_not_fit_is_refused_and_what_was_served_stays(
+def test_an_adapter_that_does_not_fit_is_refused_and_the_old_one_stays(
     stack: rollway.Stack, policies: list[Policy], tmp_path: Path
 ) -> None:
     second, tensors = made(policies[0], tmp_path, 2)
@@ -203,10 +203,10 @@ def test_other_transports(
     stack.fleet.unload_adapter(way)
 
 
-def test_new_weights_below_an_adapter(
+def test_a_refit_of_the_base_below_an_adapter(
     stack: rollway.Stack, policies: list[Policy], tmp_path: Path
 ) -> None:
-    """The policy changes, the adapter stays; requests for it heed the policy's version."""
+    """The policy changes, the adapter stays; requests for it follow the policy's version."""
     before, tensors = made(policies[0], tmp_path, 5)
     after, _ = made(policies[1], tmp_path, 5)
     with ShmPublisher() as publisher:
@@ -219,7 +219,7 @@ def test_new_weights_below_an_adapter(
     asyncio.run(ask(stack, served, required_taint="rollway-v1"))
 
 
-def test_a_worker_that_starts_anew_is_given_the_adapters(
+def test_a_restarted_worker_loads_the_adapters(
     stack: rollway.Stack, policies: list[Policy], tmp_path: Path
 ) -> None:
     adapted, tensors = made(policies[2], tmp_path, 6)

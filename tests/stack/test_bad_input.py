@@ -71,7 +71,7 @@ def test_read_only_log_directory(cli: Cli, model: Path, footprint: Footprint) ->
     assert footprint.new() == {}
 
 
-def test_an_interpreter_that_is_not_there(cli: Cli, model: Path, footprint: Footprint) -> None:
+def test_a_missing_interpreter(cli: Cli, model: Path, footprint: Footprint) -> None:
     arguments = ["up", "--model", str(model), "--set", "python=/no/python", "--quiet"]
     expect(cli, arguments, 1, "/no/python", "No such file", "Check the path")
     assert footprint.new() == {}
@@ -106,7 +106,7 @@ def test_unwritable_output_of_the_demo(cli: Cli) -> None:
     expect(cli, ["demo", "--steps", "0"], 2, "at least one step")
 
 
-def test_errors_are_json_when_asked(cli: Cli) -> None:
+def test_errors_are_json_on_request(cli: Cli) -> None:
     import json
 
     result = cli("down", "--json")

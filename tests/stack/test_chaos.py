@@ -40,9 +40,7 @@ def test_light_workers_under_every_kind_of_fault(
 
 
 @pytest.mark.soak
-def test_a_supervisor_that_dies_takes_nothing_with_it_but_the_stack(
-    cli: Cli, footprint: Footprint
-) -> None:
+def test_the_death_of_a_supervisor_ends_only_its_stack(cli: Cli, footprint: Footprint) -> None:
     arguments = ("--rounds", "1", "--fault", "supervisor_crash")
     report = chaos(cli, *WITH_LIGHT_WORKERS, *arguments)
     assert {name: report[name] for name in BAD} == dict.fromkeys(BAD, 0), report["examples"]

@@ -27,7 +27,7 @@ def mounts() -> list[str]:
     return [line for line in lines if line.startswith("rollway-chaos")]
 
 
-def test_a_gateway_that_is_broken_in_every_way_loses_and_mixes_nothing(
+def test_a_gateway_under_every_fault_loses_and_mixes_no_turns(
     cli: Cli, footprint: Footprint
 ) -> None:
     # Every round ends with a kill: a round for it alone is left to the long run.
@@ -50,7 +50,7 @@ def test_with_the_old_journal_promises_are_broken(cli: Cli, footprint: Footprint
     assert footprint.settle() == {} and mounts() == []
 
 
-def test_a_small_load_leaves_the_gateway_as_it_was(cli: Cli) -> None:
+def test_a_small_load_does_not_grow_the_gateway(cli: Cli) -> None:
     done = cli("bench", "gateway", "--requests", "2000", "--agents", "16", "--json")
     figures = json.loads(done.stdout)
     assert figures["flat"] and done.returncode == 0, figures
@@ -59,7 +59,7 @@ def test_a_small_load_leaves_the_gateway_as_it_was(cli: Cli) -> None:
     assert cli("bench", "gateway", "--requests", "5").returncode == 2
 
 
-def test_what_does_not_go_together_is_explained(cli: Cli) -> None:
+def test_conflicting_options_are_explained(cli: Cli) -> None:
     for arguments, text in (
         (("--old-journal",), "control of --gateway"),
         (("--gateway", "--unprotected"), "Use --old-journal"),

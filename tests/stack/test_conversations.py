@@ -62,7 +62,7 @@ def test_no_turn_of_many_conversations_loses_a_token(
         (sequence,) = talk.sequences()
         assert sequence.token_ids == ids and len(sequence.spans) == TURNS
         sequences.append(sequence)
-    # The control: the same conversations, told as text.
+    # The control: the same conversations, sent as text.
     share = broken / (count * TURNS)
     with capsys.disabled():
         print(f"\nre-tokenising breaks {share:.0%} of {count * TURNS} turns; here none is")
@@ -88,7 +88,7 @@ def test_a_teacher_scores_as_torch_does(
 
 
 @pytest.mark.parametrize("wire", WIRES)
-def test_a_wire_brings_the_same_rollouts(
+def test_every_wire_gives_the_same_rollouts(
     tool_stack: rollway.Stack, tool_model: Path, wire: str
 ) -> None:
     policy, prompt = Policy(tool_model), list(range(40))

@@ -116,7 +116,7 @@ def test_killed_at_any_moment_nothing_remains(
     demo = DemoProcess(tmp_path, engine)
     if phase != "none":
         demo.wait_for_phase(phase)
-    time.sleep(delay)
+    time.sleep(delay)  # the moment of the phase at which it is killed
     state = StackDir("demo").read()
     demo.process.kill()
     if state is not None:
@@ -145,7 +145,7 @@ def test_interrupted_at_any_moment_nothing_remains(
     demo = DemoProcess(tmp_path, engine)
     if phase != "none":
         demo.wait_for_phase(phase)
-    time.sleep(delay * random.uniform(0.8, 1.2))
+    time.sleep(delay * random.uniform(0.8, 1.2))  # the moment at which it is interrupted
     os.killpg(demo.process.pid, signal.SIGINT)
     _, said = demo.process.communicate(timeout=60)
     assert footprint.new() == {}

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import rollway
 from rollway.weights.megatron.geometry import Topology
 from tests.stack.policies import Policy
 from tests.stack.served import Served
+from tests.stack.serving import tensors
 from tests.unit.weights.megatron_shards import held_by_ranks
 
 pytestmark = pytest.mark.stack
@@ -42,11 +42,7 @@ def assert_serves(stack: rollway.Stack, policy: Policy, version: int) -> None:
         assert policy.distance(rollout.prompt_ids, rollout.token_ids, rollout.logprobs) < TOLERANCE
 
 
-def read_tensors(policy: Policy) -> dict[str, torch.Tensor]:
-    return load_file(policy.path / "model.safetensors")
-
-
-def test_a_loop_of_ones_own(
+def test_a_custom_loop(
     vllm_stack: rollway.Stack,
     base_model: Path,
     versions: Iterator[int],
@@ -96,7 +92,7 @@ def test_shards_of_megatron_ranks(
     """Threads stand in for ranks; each has a store and a publisher."""
     example = load_example("megatron_shards", monkeypatch)
     version, policy = next(versions), policies[1]
-    ranks = held_by_ranks(policy.path, read_tensors(policy), Topology(tp=2))
+    ranks = held_by_ranks(policy.path, tensors(policy), Topology(tp=2))
 
     def run(rank: int) -> None:
         store = torch.distributed.FileStore(str(tmp_path / "store"), len(ranks))
@@ -120,7 +116,7 @@ def test_one_line_publishes_by_every_transport(
     with vllm_stack.publisher(transport) as weights:
         for policy in (policies[1], policies[2]):
             version = next(versions)
-            vllm_stack.refit(version, weights.publish(version, read_tensors(policy).items()))
+            vllm_stack.refit(version, weights.publish(version, tensors(policy).items()))
             assert_serves(vllm_stack, policy, version)
 
 
@@ -133,6 +129,6 @@ async def test_a_publisher_for_async_code(
         rollway.attach(vllm_stack.name, watch=False) as stack,
         stack.publisher("collective") as weights,
     ):
-        offer = await weights.publish(version, read_tensors(policies[1]).items())
+        offer = await weights.publish(version, tensors(policies[1]).items())
         await stack.refit(version, offer)
     assert_serves(vllm_stack, policies[1], version)

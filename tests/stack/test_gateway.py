@@ -204,7 +204,7 @@ def test_sessions_survive_a_killed_gateway(served: Served, policy: Policy) -> No
     check(sequence, served.stack, policy)
 
 
-def test_ids_that_a_client_sends_are_what_the_engine_sees(served: Served) -> None:
+def test_the_engine_receives_the_ids_that_a_client_sends(served: Served) -> None:
     """As NeMo-Gym does, with no session of ours."""
     client = served.client("EMPTY")
     tokens = {"extra_body": {"return_token_ids": True}}
@@ -237,12 +237,12 @@ def test_ids_that_a_client_sends_are_what_the_engine_sees(served: Served) -> Non
         {"content-type": "application/json"},
     )
     with urllib.request.urlopen(request) as answer:
-        told = json.load(answer)
-    assert told["tokens"] == (second.model_extra or {})["prompt_token_ids"]
-    assert told["max_model_len"] == 2048
+        reply = json.load(answer)
+    assert reply["tokens"] == (second.model_extra or {})["prompt_token_ids"]
+    assert reply["max_model_len"] == 2048
 
 
-def test_what_is_asked_wrongly_is_explained(served: Served) -> None:
+def test_wrong_requests_are_explained(served: Served) -> None:
     client = served.client("agent-5")
     with pytest.raises(openai.BadRequestError, match="context length is 2048"):
         client.chat.completions.create(
@@ -265,7 +265,7 @@ def test_what_is_asked_wrongly_is_explained(served: Served) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_the_frontend_refuses_is_a_400(served: Served, stream: bool) -> None:
+def test_a_refusal_of_the_frontend_is_a_400(served: Served, stream: bool) -> None:
     client = served.client("agent-7")
     with pytest.raises(openai.BadRequestError) as refused:
         client.chat.completions.create(
@@ -293,7 +293,7 @@ def test_text_completions_are_exact_too(served: Served, policy: Policy) -> None:
         check(sequence, served.stack, policy)
 
 
-def test_with_tokens_nobody_else_gets_in(tool_stack: rollway.Stack, tmp_path: Path) -> None:
+def test_with_tokens_other_clients_are_refused(tool_stack: rollway.Stack, tmp_path: Path) -> None:
     tokens = {"ROLLWAY_GATEWAY_TOKENS": "secret", "ROLLWAY_GATEWAY_OPERATOR_TOKENS": "boss"}
     made = Served(tool_stack, tmp_path / "j.jsonl", tokens)
     made.start()

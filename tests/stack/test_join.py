@@ -76,7 +76,7 @@ def test_workers_of_two_supervisors_are_one_fleet(
     assert footprint.settle() == {}
 
 
-def test_workers_that_nobody_could_reach_are_refused(base_model: Path) -> None:
+def test_unreachable_workers_are_refused(base_model: Path) -> None:
     join = {"namespace": "n", "frontend": "http://10.0.0.1:8000", "rl": "http://10.0.0.1:8001"}
     spec = {**light(base_model, "far"), "discovery": "etcd", "etcd_endpoints": "http://10.0.0.1:1"}
     with pytest.raises(SpecError, match="cannot reach the workers"):

@@ -148,7 +148,7 @@ async def test_02_an_aborted_rollout_does_not_look_finished(
         assert_exact(policies, rollout)
 
 
-async def test_02_nor_does_one_that_was_aborted_by_its_id(
+async def test_02_a_rollout_aborted_by_its_id_does_not_look_finished(
     client: Stack, bare: Bare, http: Http, policies: list[Policy], brake_file: Path, move: Move
 ) -> None:
     await move(client)
@@ -203,7 +203,7 @@ async def test_03_each_token_of_a_rollout_has_its_version(
 
 
 @pytest.mark.parametrize("case", BAD)
-async def test_04_05_06_a_bad_checkpoint_is_refused_untouched(
+async def test_04_05_06_a_bad_checkpoint_is_refused_and_changes_nothing(
     client: Stack, policies: list[Policy], tmp_path: Path, case: str, versions: Iterator[int]
 ) -> None:
     served = await client.fleet.read_versions()
@@ -244,7 +244,7 @@ async def test_a_refused_refit_leaves_no_second_model_in_a_worker(
             await client.fleet.admin.call(worker, "rollway_staged", staged)
 
 
-async def test_06_dynamo_alone_takes_half_a_checkpoint(
+async def test_06_dynamo_alone_accepts_half_a_checkpoint(
     client: Stack,
     bare: Bare,
     policies: list[Policy],
@@ -263,7 +263,7 @@ async def test_06_dynamo_alone_takes_half_a_checkpoint(
     await move(client)
 
 
-async def test_06_another_dtype_is_taken_when_the_refit_says_so(
+async def test_06_another_dtype_is_accepted_on_request(
     client: Stack, policies: list[Policy], tmp_path: Path, versions: Iterator[int], move: Move
 ) -> None:
     path = damaged(policies[1], tmp_path / "rounded", rounded)
@@ -276,7 +276,7 @@ async def test_06_another_dtype_is_taken_when_the_refit_says_so(
 # --- 7, 8, 9: labels, paused workers, skew --------------------------------------------------------
 
 
-async def test_07_the_label_always_says_what_is_served(
+async def test_07_the_label_always_matches_the_served_weights(
     client: Stack, bare: Bare, policies: list[Policy], versions: Iterator[int], move: Move
 ) -> None:
     version, _ = await move(client)
@@ -321,7 +321,7 @@ async def test_08_no_request_hangs_on_a_paused_worker(
         assert_exact(policies, rollout)
 
 
-async def test_08_generation_goes_on_during_a_rolling_refit(
+async def test_08_generation_continues_during_a_rolling_refit(
     client: Stack, policies: list[Policy], move: Move
 ) -> None:
     old, _ = await move(client)
@@ -348,7 +348,7 @@ async def test_08_generation_goes_on_during_a_rolling_refit(
     async with asyncio.TaskGroup() as tasks:
         while not refit.done():
             tasks.create_task(generate())
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.2)  # five new rollouts a second
     new, _ = await refit
     assert len(windows) == 2
     for opened, closed in windows:
@@ -358,7 +358,7 @@ async def test_08_generation_goes_on_during_a_rolling_refit(
         assert_exact(policies, rollout)
 
 
-async def test_09_a_worker_with_other_weights_is_passed_over(
+async def test_09_a_worker_with_other_weights_is_not_chosen(
     client: Stack, bare: Bare, policies: list[Policy], move: Move
 ) -> None:
     version, policy = await move(client)

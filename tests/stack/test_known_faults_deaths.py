@@ -59,6 +59,8 @@ from tests.stack.stacks import VLLM_ARGS
 from tests.waiting import wait_until_async
 
 pytestmark = pytest.mark.stack
+LOAD_PAUSE_SECONDS = 0.5
+"""Between two batches while a worker restarts, which needs the cores too."""
 
 
 # --- 10, 11, 12: a worker dies --------------------------------------------------------------------
@@ -98,7 +100,7 @@ async def _kill_a_worker(stack: rollway.Stack, move: Move, brake_file: Path) -> 
         while not ready:
             ready = find_process("tiny-0").state == "ready"
             meanwhile += await asyncio.to_thread(some_rollouts, stack, 20 if ready else 4)
-            await asyncio.sleep(0.5)  # the restarting worker needs the cores
+            await asyncio.sleep(LOAD_PAUSE_SECONDS)
     plain_answers = list(zip(prompts, answers, strict=True))
     return Aftermath(
         version, victim.instance, flat(groups), plain_answers, flat(late), meanwhile, orphans
@@ -126,9 +128,7 @@ def test_10_no_rollout_is_lost_with_its_worker(
         assert_exact(policies, rollout)
 
 
-def test_11_an_answer_that_moved_names_no_worker(
-    aftermath: Aftermath, policies: list[Policy]
-) -> None:
+def test_11_a_migrated_answer_names_no_worker(aftermath: Aftermath, policies: list[Policy]) -> None:
     moved = [(p, a) for p, a in aftermath.plain if a["usage"]["prompt_tokens"] > len(p)]
     assert moved
     for prompt, answer in moved:
@@ -144,7 +144,7 @@ def test_12_a_dead_worker_leaves_no_orphans(aftermath: Aftermath) -> None:
     assert aftermath.orphans == set()
 
 
-def test_a_restarted_worker_gets_no_traffic_until_it_has_caught_up(
+def test_a_restarted_worker_gets_no_traffic_before_it_is_refitted(
     aftermath: Aftermath, policies: list[Policy]
 ) -> None:
     """It starts from the base checkpoint, and serves the fleet's version from then on."""
@@ -240,7 +240,7 @@ async def _on_version_1(odd: Stack, policies: list[Policy]) -> Fleet:
 
 
 async def _assert_replaced(odd: Stack, before: Worker, policies: list[Policy]) -> None:
-    """Another worker takes its place and is brought to version 1."""
+    """Another worker takes its place and is refitted to version 1."""
 
     async def is_replaced() -> bool:
         with contextlib.suppress(NoWorkers):
@@ -253,7 +253,7 @@ async def _assert_replaced(odd: Stack, before: Worker, policies: list[Policy]) -
     assert_exact(policies, rollout)
 
 
-async def test_a_worker_without_our_methods_is_proved_by_a_canary(
+async def test_a_worker_without_our_methods_is_verified_by_a_canary(
     odd: Stack, policies: list[Policy], tmp_path: Path
 ) -> None:
     fleet = odd.fleet_of("tiny")
@@ -288,7 +288,7 @@ async def test_04_a_worker_whose_checkpoint_vanished_is_replaced(
     await _assert_replaced(odd, before, policies)
 
 
-async def test_13_a_worker_that_waits_for_no_trainer_is_replaced(
+async def test_13_a_worker_that_waits_for_a_missing_trainer_is_replaced(
     odd: Stack, policies: list[Policy]
 ) -> None:
     fleet = await _on_version_1(odd, policies)

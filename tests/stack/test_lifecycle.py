@@ -19,8 +19,11 @@ import rollway
 from rollway.errors import PortInUse, RollwayError, StackNotRunning, StartError
 from rollway.rollout.sampling import Sampling
 from rollway.stack import local
-from rollway.stack.state import StackDir, StackState
+from rollway.stack.state import StackDir
+from tests.children import start_child
 from tests.conftest import Cli, Footprint
+from tests.stack.mocker import mocker_spec
+from tests.stack.serving import read_state
 from tests.waiting import wait_until, wait_until_async
 
 pytestmark = pytest.mark.stack
@@ -28,28 +31,17 @@ pytestmark = pytest.mark.stack
 NO_LOGPROBS = Sampling(max_tokens=8, logprobs=False)
 
 
-def mocker_spec(base_model: Path, name: str = "t", **fields: object) -> rollway.StackSpec:
-    model = {"path": str(base_model), "name": "tiny", "engine": "mocker", "replicas": 2}
-    return rollway.make_spec({"name": name, "models": [model], **fields})
-
-
-def state_of(name: str) -> StackState:
-    state = StackDir(name).read()
-    assert state is not None
-    return state
-
-
 def test_up_serves_and_leaves_nothing(base_model: Path, footprint: Footprint) -> None:
     with rollway.up(mocker_spec(base_model)) as stack:
         group = stack.rollouts().generate([1, 2, 3], NO_LOGPROBS, n=3)
         assert [len(rollout.token_ids) for rollout in group] == [8, 8, 8]
         assert group[0].weight_version is None  # a mocker has no weights to name
-        assert all(process.state == "ready" for process in state_of("t").processes)
+        assert all(process.state == "ready" for process in read_state("t").processes)
     assert StackDir("t").read() is None
     assert footprint.new() == {}
 
 
-async def test_the_same_words_work_in_async_code(base_model: Path, footprint: Footprint) -> None:
+async def test_the_same_api_works_in_async_code(base_model: Path, footprint: Footprint) -> None:
     async with rollway.up(mocker_spec(base_model)) as stack:
         group = await stack.rollouts().generate([1, 2, 3], NO_LOGPROBS, n=2)
         assert len(group) == 2
@@ -83,10 +75,10 @@ def test_a_name_runs_once(base_model: Path) -> None:
     with rollway.up(mocker_spec(base_model)):
         with pytest.raises(StartError, match="already running"):
             rollway.up(mocker_spec(base_model)).__enter__()
-        assert state_of("t").phase == "ready"
+        assert read_state("t").phase == "ready"
 
 
-def test_two_stacks_started_at_one_moment_share_no_port(base_model: Path) -> None:
+def test_two_stacks_started_at_once_share_no_port(base_model: Path) -> None:
     running: list[local.RunningStack] = []
 
     def start(name: str) -> None:
@@ -110,14 +102,14 @@ def test_two_stacks_started_at_one_moment_share_no_port(base_model: Path) -> Non
 
 def test_a_dead_worker_is_restarted_and_the_event_recorded(base_model: Path) -> None:
     with rollway.up(mocker_spec(base_model)) as stack:
-        victim = next(p for p in state_of("t").processes if p.name == "tiny-0")
+        victim = next(p for p in read_state("t").processes if p.name == "tiny-0")
         assert victim.pid is not None
         os.kill(victim.pid, signal.SIGKILL)
         wait_until(lambda: _process("tiny-0").restarts == 1 and _process("tiny-0").state == "ready")
         assert stack.rollouts().generate([1, 2, 3], NO_LOGPROBS, n=4)
-        told = [(e["event"], e.get("process")) for e in StackDir("t").events()]
-        assert ("exited", "tiny-0") in told
-        assert ("restarting", "tiny-0") in told
+        events = [(e["event"], e.get("process")) for e in StackDir("t").events()]
+        assert ("exited", "tiny-0") in events
+        assert ("restarting", "tiny-0") in events
 
 
 def test_a_dead_frontend_is_restarted_on_its_port(base_model: Path) -> None:
@@ -128,7 +120,7 @@ def test_a_dead_frontend_is_restarted_on_its_port(base_model: Path) -> None:
         assert len(group) == 1
 
 
-def test_a_worker_that_always_dies_is_given_up(base_model: Path) -> None:
+def test_a_worker_that_always_dies_is_not_restarted_forever(base_model: Path) -> None:
     quick = {"backoff_seconds": 0.1, "max_failures": 2}
     with rollway.up(mocker_spec(base_model, restart=quick)):
         deaths = 0
@@ -147,30 +139,26 @@ def test_a_worker_that_always_dies_is_given_up(base_model: Path) -> None:
 
 
 def _process(name: str, stack: str = "t"):  # type: ignore[no-untyped-def]
-    return next(p for p in state_of(stack).processes if p.name == name)
+    return next(p for p in read_state(stack).processes if p.name == name)
 
 
 HOLD = """
-import sys, time, rollway
+import sys, rollway
 with rollway.up(rollway.make_spec({spec!r})) as stack:
     print("ready", flush=True)
-    time.sleep(120)
+    sys.stdin.read()
 """
 
 
 def owner_of_a_stack(base_model: Path, name: str = "t") -> subprocess.Popen[str]:
     spec = mocker_spec(base_model, name).model_dump(mode="json")
-    return subprocess.Popen(
-        [sys.executable, "-c", HOLD.format(spec=spec)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
+    owner, line = start_child(HOLD.format(spec=spec), stderr=subprocess.DEVNULL)
+    assert line == "ready"
+    return owner
 
 
-def test_killing_the_owner_takes_the_stack_with_it(base_model: Path, footprint: Footprint) -> None:
+def test_killing_the_owner_ends_the_stack(base_model: Path, footprint: Footprint) -> None:
     owner = owner_of_a_stack(base_model)
-    assert owner.stdout is not None and owner.stdout.readline() == "ready\n"
     owner.kill()
     owner.wait()
     assert footprint.settle() == {}
@@ -178,12 +166,11 @@ def test_killing_the_owner_takes_the_stack_with_it(base_model: Path, footprint: 
 
 
 @pytest.mark.parametrize("clear", ["down", "up"])
-def test_killing_supervisor_and_owner_is_cleared_by_the_next_command(
+def test_the_next_command_cleans_up_after_a_killed_supervisor_and_owner(
     base_model: Path, footprint: Footprint, cli: Cli, clear: str
 ) -> None:
     owner = owner_of_a_stack(base_model)
-    assert owner.stdout is not None and owner.stdout.readline() == "ready\n"
-    state = state_of("t")
+    state = read_state("t")
     # Stopped first, so that the children cannot act on the signal the kernel sends them.
     for process in state.processes:
         os.kill(process.pid or 0, signal.SIGSTOP)
@@ -216,7 +203,7 @@ def test_a_reused_pid_is_not_killed(base_model: Path) -> None:
         directory = StackDir("t")
         spec = mocker_spec(base_model)
         with rollway.up(spec):
-            state = state_of("t")
+            state = read_state("t")
         state.supervisor_pid, state.supervisor_start = bystander.pid, 1
         for process in state.processes:
             process.pid, process.start = bystander.pid, 1
@@ -236,7 +223,7 @@ def test_attach_by_name_and_by_address(base_model: Path) -> None:
                 assert attached.models == ["tiny"]
                 assert attached.rl_url == stack.rl_url
                 assert attached.rollouts().generate([1], NO_LOGPROBS)
-        assert state_of("t").phase == "ready"  # attach leaves it running
+        assert read_state("t").phase == "ready"  # attach leaves it running
     with pytest.raises(StackNotRunning):
         rollway.attach("t")
 
@@ -286,7 +273,7 @@ def test_a_read_only_log_directory_is_explained(base_model: Path, footprint: Foo
     assert footprint.new() == {}
 
 
-def test_the_command_line_brings_up_shows_and_stops(
+def test_the_command_line_starts_shows_and_stops_a_stack(
     base_model: Path, cli: Cli, tmp_path: Path, footprint: Footprint
 ) -> None:
     file = tmp_path / "stack.yaml"
@@ -325,7 +312,7 @@ def test_following_a_log_ends_with_the_stack(base_model: Path, cli: Cli) -> None
 def test_real_etcd_and_nats(base_model: Path, footprint: Footprint) -> None:
     planes = {"discovery": "etcd", "event_plane": "nats", "request_plane": "nats"}
     with rollway.up(mocker_spec(base_model, **planes)) as stack:
-        roles = {p.name: p.role for p in state_of("t").processes}
+        roles = {p.name: p.role for p in read_state("t").processes}
         assert roles["etcd"] == roles["nats-server"] == "service"
         assert stack.rollouts().generate([1, 2, 3], NO_LOGPROBS, n=2)
     assert footprint.new() == {}

@@ -35,7 +35,7 @@ def stack(base_model: Path) -> Iterator[rollway.Stack]:
 
 
 @pytest.mark.parametrize("mode", ["pause-all", "rolling", "in-flight"])
-def test_every_mode_brings_every_worker_to_the_version(
+def test_every_mode_refits_every_worker(
     stack: rollway.Stack, policies: list[Policy], mode: str
 ) -> None:
     warm = stack.rollouts().generate(PROMPT, SHORT, n=4)
@@ -48,13 +48,13 @@ def test_every_mode_brings_every_worker_to_the_version(
     assert any(rollout.cached_tokens == 0 for rollout in group)  # one was the first
 
 
-def test_a_canary_proves_workers_without_our_engine_methods(
+def test_a_canary_verifies_workers_without_our_engine_methods(
     base_model: Path, policies: list[Policy], tmp_path: Path
 ) -> None:
     with rollway.up(light(base_model, "canary", LIGHT_NO_ENGINE_METHODS="1")) as stack:
         report = stack.refit(1, policies[1].path)
         assert [w.proof for w in report.workers] == ["canary", "canary"]
-        # Weights that equal the served ones cannot be told from an update that did nothing.
+        # Weights equal to the served ones look like an update that did nothing.
         with pytest.raises(RefitError, match="exactly as before the update"):
             stack.refit(2, policies[1].path)
         wrong = Policy(policies[2].path).model
@@ -64,7 +64,7 @@ def test_a_canary_proves_workers_without_our_engine_methods(
             stack.refit(3, tmp_path / "wrong")
 
 
-def test_a_second_process_goes_on_with_what_the_first_refitted(
+def test_a_second_process_continues_after_the_refits_of_the_first(
     stack: rollway.Stack, policies: list[Policy]
 ) -> None:
     with rollway.attach(stack.name) as other:
@@ -77,7 +77,7 @@ def test_a_second_process_goes_on_with_what_the_first_refitted(
             other.refit(1, policies[2].path)
 
 
-def test_a_restarted_worker_is_admitted_by_whoever_watches(
+def test_a_restarted_worker_is_admitted_by_a_watching_process(
     stack: rollway.Stack, policies: list[Policy], cli: Cli
 ) -> None:
     """Also by a process that did not refit: the checkpoint is on record."""
@@ -142,7 +142,7 @@ def test_bad_input_is_refused_and_nothing_changes(
         assert worst(policies[1], stack.rollouts().generate(PROMPT, SHORT, n=2)) < TOLERANCE
 
 
-def test_another_dtype_is_accepted_only_when_asked_for(
+def test_another_dtype_is_accepted_only_on_request(
     stack: rollway.Stack, policies: list[Policy], tmp_path: Path
 ) -> None:
     halved = Policy(policies[1].path).model.half()
@@ -167,7 +167,7 @@ def test_the_fleet_command(stack: rollway.Stack, policies: list[Policy], cli: Cl
     assert stack.rollouts().generate(PROMPT, SHORT)[0].weight_version == 3
 
 
-def test_watch_tells_of_changes(stack: rollway.Stack, policies: list[Policy]) -> None:
+def test_watch_reports_changes(stack: rollway.Stack, policies: list[Policy]) -> None:
     command = [sys.executable, "-m", "rollway.cli", "fleet", "watch", "--json", "--seconds", "0.2"]
     watching = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
@@ -182,7 +182,7 @@ def test_watch_tells_of_changes(stack: rollway.Stack, policies: list[Policy]) ->
         watching.wait()
 
 
-async def test_128_workers_are_moved_at_once(
+async def test_128_workers_are_refitted_at_once(
     base_model: Path, policies: list[Policy], footprint: Any
 ) -> None:
     """4 processes with 32 workers each; `rollway bench fleet` measures it."""

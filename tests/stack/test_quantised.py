@@ -30,7 +30,7 @@ def stack(base_model: Path) -> Iterator[rollway.Stack]:
         yield running
 
 
-def test_a_quantised_model_takes_checkpoints_only(
+def test_a_quantised_model_accepts_only_checkpoints(
     stack: rollway.Stack, policies: list[Policy]
 ) -> None:
     with ShmPublisher() as publisher:

@@ -121,9 +121,7 @@ def test_the_engine_reports_what_the_router_picks(
     assert routed.as_json() == raw
 
 
-def test_rows_of_a_cached_prefix_are_there_too(
-    stack: rollway.Stack, model: torch.nn.Module
-) -> None:
+def test_rows_of_a_cached_prefix_are_included(stack: rollway.Stack, model: torch.nn.Module) -> None:
     for expected in (0, 64):
         answer = _complete(stack, LONG_PROMPT, 3, "routed_experts")
         assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == expected
@@ -168,7 +166,7 @@ def test_replayed_routing_keeps_a_trainer_with_the_engine(
     assert replayed.k3 < own.k3 / 10
 
 
-def test_the_gateway_records_them_turn_by_turn(
+def test_the_gateway_records_experts_turn_by_turn(
     stack: rollway.Stack, model: torch.nn.Module, home: Path, tmp_path: Path
 ) -> None:
     served = Served(stack, tmp_path / "journal.jsonl", {"ROLLWAY_HOME": str(home)}, "experts")

@@ -1,4 +1,4 @@
-"""A real vLLM worker of two tensor-parallel ranks: every rank gets its part, and proves it.
+"""A real vLLM worker of two tensor-parallel ranks: every rank receives its part, and verifies it.
 
 Two ranks take both cores of a small machine for a minute; so it is asked for:
 ROLLWAY_TEST_TP=1 pytest tests/stack/test_tensor_parallel.py
@@ -94,8 +94,8 @@ def test_nixl(stack: rollway.Stack, policies: list[Policy]) -> None:
             assert cut == norms(policy)  # what every rank holds whole
 
 
-def test_nixl_of_tensors_that_are_not_divided(stack: rollway.Stack, policies: list[Policy]) -> None:
-    """A part could not be proved, so they are taken whole; that is right as well."""
+def test_nixl_with_tensors_received_whole(stack: rollway.Stack, policies: list[Policy]) -> None:
+    """Parts could not be verified, so the tensors are received whole; that is correct as well."""
     pytest.importorskip("nixl_cu12", reason="there is no NIXL for this machine")
     with NixlPublisher(secret=stack.weights_secret) as publisher:
         version = next(_versions)
@@ -105,7 +105,7 @@ def test_nixl_of_tensors_that_are_not_divided(stack: rollway.Stack, policies: li
         assert moved_and_needed(version) == [(offer.nbytes, offer.nbytes)] * 2
 
 
-def test_experts_and_a_head_that_both_ranks_hold(base_model: Path, tmp_path: Path) -> None:
+def test_experts_and_a_replicated_head(base_model: Path, tmp_path: Path) -> None:
     """One head of keys and values. Experts are cut: vLLM's CPU kernel for experts that are owned
     by one rank each (0.31) crashes in its first forward."""
     pytest.importorskip("nixl_cu12", reason="there is no NIXL for this machine")

@@ -159,7 +159,7 @@ def test_weights_that_change_after_they_were_published_are_refused(
     assert vllm_stack.fleet.read_versions() == served
 
 
-async def test_a_worker_that_dies_while_it_takes_weights_is_made_up_for(
+async def test_a_worker_that_dies_while_receiving_weights_is_recovered(
     vllm_stack: rollway.Stack, policies: list[Policy], shm: ShmPublisher, versions: Iterator[int]
 ) -> None:
     """The others get the version; the one that takes its place gets it as well."""
@@ -186,7 +186,7 @@ async def test_a_worker_that_dies_while_it_takes_weights_is_made_up_for(
     assert_serves(vllm_stack, policies[1], version)
 
 
-async def test_what_serves_is_not_touched_by_what_is_staged(
+async def test_staging_does_not_change_the_serving_weights(
     vllm_stack: rollway.Stack, policies: list[Policy], shm: ShmPublisher, versions: Iterator[int]
 ) -> None:
     """The memory that one version was loaded into is used for the next."""
@@ -201,7 +201,7 @@ async def test_what_serves_is_not_touched_by_what_is_staged(
             await asyncio.to_thread(assert_serves, vllm_stack, policies[served], version)
 
 
-async def test_a_publisher_that_died_leaves_the_fleet_as_it_was(
+async def test_a_dead_publisher_leaves_the_fleet_unchanged(
     vllm_stack: rollway.Stack, policies: list[Policy], versions: Iterator[int]
 ) -> None:
     served, version = vllm_stack.fleet.read_versions(), next(versions)
@@ -212,7 +212,7 @@ async def test_a_publisher_that_died_leaves_the_fleet_as_it_was(
     assert vllm_stack.fleet.read_versions() == served
 
 
-async def test_an_offer_that_nobody_signed_is_refused(
+async def test_an_unsigned_offer_is_refused(
     vllm_stack: rollway.Stack, policies: list[Policy], shm: ShmPublisher, versions: Iterator[int]
 ) -> None:
     served, version = vllm_stack.fleet.read_versions(), next(versions)

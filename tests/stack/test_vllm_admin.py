@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import json
 import os
-import random
 import signal
 import socket
 import subprocess
@@ -36,15 +35,15 @@ from rollway.stack.preset import UNIPROCESS
 from rollway.weights.checkpoint import check_checkpoint
 from tests.stack import brake
 from tests.stack.policies import Policy, write_adapter
+from tests.stack.serving import fresh_prompt
 from tests.stack.stacks import VLLM_ARGS
-from tests.waiting import has_become, wait_until_async
+from tests.waiting import has_become, stays_async, wait_until_async
 
 pytestmark = pytest.mark.stack
 
 TOLERANCE = 1e-4
 ENDLESS = 1800
-"""Tokens: 18 seconds with the brake on, so whoever asks for it is in flight until it is ended."""
-_random = random.Random(11)
+"""Tokens: 18 seconds with the brake on, so such a request is in flight until it is ended."""
 _versions = itertools.count(1)
 
 # What a user's own engine code could look like; `init_broadcaster` waits for nobody.
@@ -164,11 +163,6 @@ class Completion:
         return policy.distance(self.prompt, self.token_ids, self.logprobs)
 
 
-def fresh_prompt(length: int = 100) -> list[int]:
-    """A prompt nobody has sent before, long enough to fill cache blocks."""
-    return [_random.randrange(10, 200) for _ in range(length)]
-
-
 async def complete(
     http: Http, server: Worker, into: Completion, max_tokens: int = 8, **more: Any
 ) -> Completion:
@@ -265,7 +259,7 @@ async def test_an_engine_method_receives_weights(
     assert done.distance(policies[1]) <= TOLERANCE
 
 
-async def test_what_fails_says_why_and_changes_nothing(
+async def test_a_failed_call_has_a_reason_and_changes_nothing(
     admin: VllmAdmin, server: Worker, http: Http, policies: list[Policy], tmp_path: Path
 ) -> None:
     version = await switch(admin, server, policies[0])
@@ -294,7 +288,7 @@ async def test_what_fails_says_why_and_changes_nothing(
     assert done.distance(policies[0]) <= TOLERANCE
 
 
-async def test_abort_ends_what_runs_and_holds_back_what_comes(
+async def test_abort_ends_running_requests_and_holds_new_ones(
     admin: VllmAdmin, server: Worker, http: Http
 ) -> None:
     running, task = await under_way(http, server)
@@ -302,19 +296,23 @@ async def test_abort_ends_what_runs_and_holds_back_what_comes(
     await asyncio.wait_for(task, 5)
     assert running.finish == "abort"
     late = asyncio.create_task(complete(http, server, Completion(fresh_prompt())))
-    await asyncio.sleep(0.5)
-    assert not late.done()
+    assert await stays_async(lambda: not late.done(), 0.5)
     await admin.resume(server)
     assert (await late).finish == "length"
 
 
-async def test_wait_lets_requests_finish_and_no_update_between_their_tokens(
+async def test_wait_finishes_requests_and_allows_no_update_between_their_tokens(
     admin: VllmAdmin, server: Worker, http: Http, policies: list[Policy]
 ) -> None:
     version = await switch(admin, server, policies[0])
     running, task = await under_way(http, server, 300)
+
+    async def is_paused() -> bool:
+        answer = await http.get(f"{server.admin_url}/is_paused", timeout=10)
+        return bool(answer["is_paused"])
+
     pausing = asyncio.create_task(admin.pause(server, "wait"))
-    await asyncio.sleep(0.1)
+    await wait_until_async(is_paused)
     with pytest.raises(AdminError, match="requests hold blocks"):
         await admin.update_from_disk(server, policies[1].path, 902)
     assert not pausing.done()
@@ -325,16 +323,20 @@ async def test_wait_lets_requests_finish_and_no_update_between_their_tokens(
     assert await admin.weight_version(server) == version
 
 
-async def test_keep_freezes_and_goes_on_with_the_new_weights(
+async def test_keep_freezes_requests_and_continues_them_with_the_new_weights(
     admin: VllmAdmin, server: Worker, http: Http, policies: list[Policy]
 ) -> None:
     await switch(admin, server, policies[0])
     running, task = await under_way(http, server)
     await admin.pause(server, "keep")
-    await asyncio.sleep(0.2)
+
+    async def is_frozen() -> bool:
+        """Whether no tokens come any more; a few may still be on their way after the pause."""
+        before = len(running.token_ids)
+        return await stays_async(lambda: len(running.token_ids) == before, 0.5)
+
+    await wait_until_async(is_frozen, 5.0)
     before = len(running.token_ids)
-    await asyncio.sleep(0.5)
-    assert len(running.token_ids) == before
     await admin.update_from_disk(server, policies[1].path, next(_versions))
     await admin.resume(server)
     await has_tokens(running, task, before + 40)
@@ -347,7 +349,7 @@ async def test_keep_freezes_and_goes_on_with_the_new_weights(
     assert policies[1].distance(prompt, ids[before:], said[before:]) <= TOLERANCE
 
 
-async def test_an_update_is_refused_while_kept_requests_hold_old_blocks(
+async def test_an_update_is_refused_while_frozen_requests_hold_old_blocks(
     admin: VllmAdmin, server: Worker, http: Http, policies: list[Policy]
 ) -> None:
     version = await switch(admin, server, policies[0])
@@ -421,7 +423,7 @@ async def test_an_adapter_is_loaded_replaced_in_place_and_unloaded(
         await admin.load_lora(server, "style", tmp_path / "nowhere")
 
 
-async def test_a_rendezvous_that_hangs_is_given_up(
+async def test_a_rendezvous_that_hangs_times_out(
     admin: VllmAdmin, server: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await admin.init_group(server, {"seconds": 0})
@@ -434,7 +436,7 @@ async def test_a_rendezvous_that_hangs_is_given_up(
         await admin.call(server, "nothing_of_the_kind", {})
 
 
-async def test_a_plain_server_is_attached_to_refitted_and_sampled(
+async def test_attach_refit_and_sample_on_a_plain_server(
     server: Worker, policies: list[Policy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a router there are no taints: a stamp rests on what the server says of itself."""

@@ -35,7 +35,7 @@ from tests.stack.serving import (
     worst,
 )
 from tests.stack.stacks import VLLM_ARGS
-from tests.waiting import wait_until, wait_until_async
+from tests.waiting import stays_async, wait_until, wait_until_async
 
 pytestmark = pytest.mark.stack
 
@@ -71,7 +71,7 @@ def test_greedy_tokens_and_logprobs_equal_torch(
     assert rollout.weight_version == version
 
 
-def test_generation_config_does_not_touch_a_request(
+def test_generation_config_does_not_change_a_request(
     vllm_stack: rollway.Stack, policies: list[Policy], base_model: Path, versions: Iterator[int]
 ) -> None:
     """The checkpoint ships top_k 20 and top_p 0.9; the log-probs are of the whole distribution."""
@@ -117,7 +117,7 @@ def test_a_group_shares_one_worker_and_its_prefix(
     assert len({group[0].worker_id for group in groups}) == 2
 
 
-def test_the_router_hears_what_the_workers_have_cached(
+def test_the_router_knows_what_the_workers_have_cached(
     vllm_stack: rollway.Stack, served: tuple[int, Policy]
 ) -> None:
     """Without a session id only the workers' KV events can bring a prompt back to its worker."""
@@ -201,8 +201,11 @@ async def test_cancelling_ends_the_request_on_the_worker(
 ) -> None:
     async def is_idle() -> bool:
         tokens = await asyncio.to_thread(generated_tokens, vllm_stack)
-        await asyncio.sleep(1.0)
-        return await asyncio.to_thread(generated_tokens, vllm_stack) == tokens
+
+        async def is_same() -> bool:
+            return await asyncio.to_thread(generated_tokens, vllm_stack) == tokens
+
+        return await stays_async(is_same, 1.0, every=0.5)
 
     async with rollway.attach(vllm_stack.frontend_url) as stack:
         # The counter lags behind: tokens of an earlier test must not count here.
@@ -239,7 +242,7 @@ def test_refit_changes_every_worker_and_no_old_kv_is_read(
     assert worst(other, flat) > 0.1  # the comparison can tell two policies apart
 
 
-async def test_requests_in_flight_are_stamped_with_what_sampled_them(
+async def test_requests_in_flight_are_stamped_with_the_version_that_sampled_them(
     vllm_stack: rollway.Stack, policies: list[Policy], versions: Iterator[int]
 ) -> None:
     old, new = next(versions), next(versions)
@@ -247,13 +250,12 @@ async def test_requests_in_flight_are_stamped_with_what_sampled_them(
         await stack.refit(old, policies[old % len(policies)].path)
         running = await under_way(stack, stack.rollouts().generate(fresh_prompt(), LONG, n=32))
         refit = asyncio.create_task(stack.refit(new, policies[new % len(policies)].path))
-        while not stack.fleet.versions.is_closed:
-            await asyncio.sleep(0.005)
+        await wait_until_async(lambda: stack.fleet.versions.is_closed, every=0.005)
         late = await stack.rollouts().generate(fresh_prompt(), Sampling(max_tokens=4), n=2)
         await refit
         group = await running
     # Those that ran when the pause came ended on the old weights; those that still queued in the
-    # router were sampled anew. Each says which, and is what it says.
+    # router were sampled again. Each names its version, and matches it.
     assert old in {rollout.weight_version for rollout in group}
     assert {rollout.weight_version for rollout in late} == {new}
     for rollout in (*group, *late):
@@ -263,7 +265,7 @@ async def test_requests_in_flight_are_stamped_with_what_sampled_them(
     vllm_stack.fleet.read_versions()
 
 
-def test_bad_checkpoints_and_versions_are_refused_untouched(
+def test_bad_checkpoints_and_versions_are_refused_and_change_nothing(
     vllm_stack: rollway.Stack, served: tuple[int, Policy], tmp_path: Path
 ) -> None:
     version, policy = served

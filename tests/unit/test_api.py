@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 import rollway
+from rollway import async_stack as async_stack_module
 from rollway import sync
 from rollway.api import Opening
 from rollway.async_stack import Stack as AsyncStack
@@ -102,7 +103,7 @@ class Counter:
         self.closed = threading.Event()
 
     async def add(self, first: int, second: int = 1) -> int:
-        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # it really suspends
         return first + second
 
     async def count(self, to: int) -> AsyncIterator[int]:
@@ -119,30 +120,42 @@ class BlockingCounter(sync.Blocking[Counter]):
 
 
 @pytest.fixture
-def counter() -> Iterator[BlockingCounter]:
+def portal() -> Iterator[sync.Portal]:
     portal = sync.Portal()
-    yield BlockingCounter(Counter(), portal)
+    yield portal
     portal.close()
+
+
+@pytest.fixture
+def async_counter() -> Counter:
+    return Counter()
+
+
+@pytest.fixture
+def counter(async_counter: Counter, portal: sync.Portal) -> BlockingCounter:
+    return BlockingCounter(async_counter, portal)
 
 
 def test_a_blocking_method_returns_what_the_coroutine_returns(counter: BlockingCounter) -> None:
     assert counter.add(1, second=2) == 3
 
 
-def test_a_blocking_iterator_ends_the_async_one(counter: BlockingCounter) -> None:
+def test_a_blocking_iterator_ends_the_async_one(
+    counter: BlockingCounter, async_counter: Counter
+) -> None:
     assert list(counter.count(3)) == [0, 1, 2]
-    counter._async.closed.clear()
+    async_counter.closed.clear()
     items = counter.count(3)
     assert next(items) == 0
     items.close()  # type: ignore[attr-defined]
-    assert counter._async.closed.wait(5.0)
+    assert async_counter.closed.wait(5.0)
 
 
 # --- publishers ----------------------------------------------------------------------------
 
 
 @pytest.fixture
-def stack(monkeypatch: pytest.MonkeyPatch) -> Iterator[rollway.Stack]:
+def async_stack(monkeypatch: pytest.MonkeyPatch, portal: sync.Portal) -> Iterator[AsyncStack]:
     """A stack of two workers, one of them with two ranks."""
 
     async def workers(self: AsyncFleet, *, fresh: bool = True) -> list[Worker]:
@@ -154,14 +167,18 @@ def stack(monkeypatch: pytest.MonkeyPatch) -> Iterator[rollway.Stack]:
 
     monkeypatch.setattr(AsyncFleet, "workers", workers)
 
-    async def make() -> AsyncStack:
-        return AsyncStack(Http(), "http://127.0.0.1:9", "http://127.0.0.1:10", ["tiny"])
+    async def make() -> tuple[AsyncStack, Http]:
+        http = Http()
+        return AsyncStack(http, "http://127.0.0.1:9", "http://127.0.0.1:10", ["tiny"]), http
 
-    portal = sync.Portal()
-    wrapped = portal.run(make())
-    yield sync.Stack(wrapped, portal)
-    portal.run(wrapped._http.close())
-    portal.close()
+    stack, http = portal.run(make())
+    yield stack
+    portal.run(http.close())
+
+
+@pytest.fixture
+def stack(async_stack: AsyncStack, portal: sync.Portal) -> rollway.Stack:
+    return sync.Stack(async_stack, portal)
 
 
 def tensors() -> list[tuple[str, Any]]:
@@ -177,8 +194,8 @@ def test_auto_chooses_shared_memory_for_workers_of_this_machine(stack: rollway.S
     assert not Path("/dev/shm", offer.where["slot"]).exists()
 
 
-async def test_a_publisher_for_async_code(stack: rollway.Stack) -> None:
-    async with stack._async.publisher("shm", keep=1) as weights:
+async def test_a_publisher_for_async_code(async_stack: AsyncStack) -> None:
+    async with async_stack.publisher("shm", keep=1) as weights:
         assert (await weights.publish(1, tensors())).transport == "shm"
 
 
@@ -235,13 +252,17 @@ def test_a_refit_completes_a_transfer_that_the_publisher_takes_part_in(
         return rollway.RefitReport(1)
 
     monkeypatch.setattr(AsyncFleet, "refit", refit)
-    closed, publisher, undecided = SendingPublisher(), SendingPublisher(), stack.publisher()
-    for opened in (closed, publisher):
-        stack._async._publishers[opened] = "tiny"
+    earlier, publisher = SendingPublisher(), SendingPublisher()
+    to_open = iter([earlier, publisher])
+    with monkeypatch.context() as patch:
+        patch.setattr(async_stack_module, "open_for_stack", lambda *_, **__: next(to_open))
+        assert stack.publisher("collective") is earlier
+        assert stack.publisher("collective") is publisher
+    undecided = stack.publisher()
     with pytest.raises(rollway.RefitError) if fails else nullcontext():
         stack.refit(1, publisher.publish(1))
     assert publisher.events == (["cancel"] if fails else ["wait 1"])
-    assert closed.events == []
+    assert earlier.events == []
     undecided.close()
 
 
@@ -289,7 +310,7 @@ async def test_an_async_opening_that_fails_cleans_up() -> None:
 
 
 class SlowStart:
-    """A launcher that reports its progress until it is told to finish."""
+    """A launcher that reports its progress until it may finish."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.began, self.may_finish = threading.Event(), threading.Event()

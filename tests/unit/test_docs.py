@@ -30,7 +30,7 @@ def test_every_file_that_a_page_names_exists(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", sorted(path.name for path in (ROOT / "docs").glob("*.md")))
-def test_every_link_of_a_page_leads_somewhere(page: str) -> None:
+def test_every_link_of_a_page_has_a_target(page: str) -> None:
     text = (ROOT / "docs" / page).read_text()
     for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", text):
         assert (ROOT / "docs" / target).exists(), target

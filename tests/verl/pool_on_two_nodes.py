@@ -61,11 +61,12 @@ def rollout_config(directory: Path) -> Any:
 
 
 async def until(condition: Callable[[], Awaitable[bool]], seconds: float) -> None:
+    """Wait for the condition; verl's Python cannot import the helper of the other tests."""
     deadline = time.monotonic() + seconds
     while not await condition():
         if time.monotonic() > deadline:
             raise TimeoutError("the condition did not become true")
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(1.0)  # between two looks at the condition
 
 
 def read_stacks() -> tuple[StackState, StackState]:

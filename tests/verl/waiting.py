@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 from tests.verl.training import read_output
+from tests.waiting import has_become
 
 
 def wait_for(condition: Callable[[], bool], seconds: float, directory: Path) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, read_output(directory)[-6000:]
-        time.sleep(0.5)
+    assert has_become(condition, seconds, every=0.5), read_output(directory)[-6000:]

@@ -21,6 +21,7 @@ from rollway.chaos.judge import Verdict, judge
 from rollway.chaos.old_journal import OldRecorder
 from rollway.gateway.recorder import Turn
 from rollway.rollout.sequence import TokenSequence
+from tests.waiting import wait_until_async
 
 PROMPT, REPLY = "user <c1#1> go", "ab"
 NEXT = "user <c1#2> go"
@@ -196,9 +197,12 @@ async def test_a_gateway_that_does_not_answer_counts_as_a_hang() -> None:
         agents = Agents(lambda: address, "m", count=3, seed=0, bound=0.05)
         agents.start()
         agents.release()
-        while agents.ledger.hangs < 3:
+
+        def have_all_hung() -> bool:
             agents.raise_failures()
-            await asyncio.sleep(0.01)
+            return agents.ledger.hangs >= 3
+
+        await wait_until_async(have_all_hung)
         agents.hold()
         await agents.wait_idle()
         await agents.stop()

@@ -109,13 +109,24 @@ def test_bench_fleet_needs_a_file(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_logs_name_a_stack_a_process_or_both(
-    arguments: list[str], expected: tuple[str, str | None], monkeypatch: pytest.MonkeyPatch
+    arguments: list[str],
+    expected: tuple[str, str | None],
+    monkeypatch: pytest.MonkeyPatch,
+    own_home: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from rollway.cli import stack
-
-    monkeypatch.setattr(stack, "list_stack_names", lambda: ["only", "other"])
-    monkeypatch.setattr(stack, "_find_only_stack", lambda: "only")
-    assert stack._read_log_names(parse("logs", *arguments)) == expected
+    stacks, (stack, process) = own_home / "stacks", expected
+    for name in ("only", "other"):
+        (stacks / name / "logs").mkdir(parents=True)
+        (stacks / name / "logs" / "frontend.log").touch()
+    monkeypatch.setattr("rollway.cli.stack.list_stack_names", lambda: ["only", "other"])
+    monkeypatch.setattr("rollway.stack.local.resolve_name", lambda name: "only")
+    assert main(["logs", *arguments, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    if process is None:
+        assert answer == {"directory": str(stacks / stack / "logs"), "logs": ["frontend"]}
+    else:
+        assert answer["log"] == str(stacks / stack / "logs" / f"{process}.log")
 
 
 def test_too_many_words_for_logs(capsys: pytest.CaptureFixture[str]) -> None:

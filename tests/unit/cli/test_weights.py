@@ -82,7 +82,7 @@ def test_a_plan_is_shown_as_a_table_with_its_fan_out(
     assert "fan-out, level 1: replica0 -> replica1, replica0 -> replica2" in shown
 
 
-def test_a_source_that_cannot_pack_says_why_more_moves(
+def test_the_plan_explains_why_a_source_that_cannot_pack_moves_more(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--source", "hf", "--target", "vllm:tp=2", "--pack", "0"]
@@ -119,7 +119,7 @@ def test_a_checkpoint_is_planned_by_its_weight_files(
         ("hf", "vllm:tp=2,replicas=0"),
     ],
 )
-def test_layouts_that_cannot_be(
+def test_impossible_layouts(
     config: Path, capsys: pytest.CaptureFixture[str], source: str, target: str
 ) -> None:
     words = ["weights", "plan", "--model", str(config), "--source", source, "--target", target]
@@ -185,7 +185,7 @@ def test_equal_checkpoints_are_equal(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "equal: 2 of 2" in capsys.readouterr().out
 
 
-def test_diff_counts_elements_and_says_how_far(
+def test_diff_counts_elements_and_reports_distances(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, second = write_checkpoint(tmp_path / "a"), write_checkpoint(tmp_path / "b")

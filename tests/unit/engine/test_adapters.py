@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Iterator, Mapping
@@ -31,6 +32,7 @@ from rollway.weights.adapter import (
 from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.offer import Offer, read_offer
 from rollway.weights.transports.shm import ShmPublisher
+from tests.waiting import wait_until
 
 CONFIG: dict[str, Any] = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
 OFFER = Offer("shm", 3, "a" * 32, 10, {"slot": "x"})
@@ -43,7 +45,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-# --- what is signed, and where it lies -----------------------------------------------------------
+# --- what is signed, and where it is stored -------------------------------------------------------
 
 
 def test_the_config_is_signed_with_the_offer() -> None:
@@ -55,7 +57,7 @@ def test_the_config_is_signed_with_the_offer() -> None:
         read_offer(sent, "secret")
 
 
-def test_the_directory_is_derived_and_never_given() -> None:
+def test_the_directory_is_derived_and_cannot_be_chosen() -> None:
     first = directory_of(OFFER, Adapter("style@1", CONFIG, "../../etc"))
     assert first.parent.parent == adapter_module.HOME and ".." not in str(first)
     others = [
@@ -67,7 +69,7 @@ def test_the_directory_is_derived_and_never_given() -> None:
 
 
 @pytest.mark.parametrize("served", ["style", "../x@1", "style@-1", "a/b@1", "@1"])
-def test_a_name_that_nobody_makes_is_refused(served: str) -> None:
+def test_an_invalid_served_name_is_refused(served: str) -> None:
     where = {**OFFER.where, "adapter": {"served": served, "config": CONFIG, "place": ""}}
     with pytest.raises(WeightsError, match="no offer of an adapter"):
         detach_adapter(Offer("shm", 3, "a" * 32, 10, where))
@@ -76,7 +78,7 @@ def test_a_name_that_nobody_makes_is_refused(served: str) -> None:
 @pytest.mark.parametrize(
     "field", ["rank_pattern", "alpha_pattern", "layer_replication", "fan_in_fan_out"]
 )
-def test_what_vllm_would_pass_over_is_refused(field: str) -> None:
+def test_config_fields_that_vllm_would_ignore_are_refused(field: str) -> None:
     with pytest.raises(UsageError, match=field):
         detach_adapter(attach_adapter(OFFER, Adapter("style@1", {**CONFIG, field: {"q": 1}}, "")))
 
@@ -89,7 +91,7 @@ def test_names_and_versions_are_checked() -> None:
             served_name(name, version)
 
 
-def test_what_dead_workers_left_is_removed(home: Path) -> None:
+def test_files_of_dead_workers_are_removed(home: Path) -> None:
     mine = adapter_module.create_adapter_home("mine")
     dead = adapter_module.home_of("dead")
     dead.mkdir()
@@ -169,19 +171,26 @@ def headers(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorHeader]:
     return {name: TensorHeader("F32", tuple(t.shape), "") for name, t in tensors.items()}
 
 
-def test_what_the_layers_hold_is_compared_bit_by_bit() -> None:
+def is_ready(adapters: engine.Adapters, served: str) -> bool:
+    with contextlib.suppress(RuntimeError):
+        adapters.check_ready(served)
+        return True
+    return False
+
+
+def test_loaded_layers_are_compared_bit_by_bit() -> None:
     pytest.importorskip("vllm")
     worker = Engine()
     adapters = engine.Adapters(worker, None)
     with ShmPublisher() as publisher:
         offer = publisher.publish(1, q_proj().items())
-        adapters.receive(attach_adapter(offer, Adapter("style@1", CONFIG, "w")), "")
-        arrival = adapters._arrivals["style@1"]
-        assert arrival.task is not None and arrival.task.wait(30)
-    adapters.check_ready("style@1")
+        adapter = Adapter("style@1", CONFIG, "w")
+        directory = directory_of(offer, adapter)
+        adapters.receive(attach_adapter(offer, adapter), "")
+        wait_until(lambda: is_ready(adapters, "style@1"), 30)
     with pytest.raises(RuntimeError, match="does not hold the weights published"):
         adapters.check_loaded("style@1", 5)
-    worker.load(arrival.directory, 5, slot=1)
+    worker.load(directory, 5, slot=1)
     adapters.check_loaded("style@1", 5)
     adapters.check_loaded("style@1", None)
     with pytest.raises(RuntimeError, match="does not hold"):
@@ -191,39 +200,46 @@ def test_what_the_layers_hold_is_compared_bit_by_bit() -> None:
     with pytest.raises(RuntimeError, match="does not hold"):
         adapters.check_loaded("style@1", 5)
     adapters.discard("style@1")
-    assert not arrival.directory.exists()
+    assert not directory.exists()
     with pytest.raises(RuntimeError, match="did not receive"):
         adapters.check_ready("style@1")
 
 
-def test_one_that_is_dropped_on_its_way_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_adapter_dropped_while_it_is_received_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pytest.importorskip("vllm")
-    go_on = threading.Event()
+    may_read = threading.Semaphore(0)
 
     class Slow:
         def headers(self, offer: Offer) -> dict[str, TensorHeader]:
             return headers(q_proj())
 
         def tensors(self, offer: Offer) -> Iterator[tuple[str, torch.Tensor]]:
-            assert go_on.wait(30)
+            assert may_read.acquire(timeout=30)
             yield from q_proj().items()
 
     monkeypatch.setattr(engine, "reader_for", lambda offer, kept: Slow())
     adapters = engine.Adapters(Engine(), None)
-    offer = attach_adapter(OFFER, Adapter("style@1", CONFIG, "w"))
+    adapter = Adapter("style@1", CONFIG, "w")
+    offer, directory = attach_adapter(OFFER, adapter), directory_of(OFFER, adapter)
     adapters.receive(offer, "")
-    arrival = adapters._arrivals["style@1"]
     adapters.discard("style@1")
     with pytest.raises(RuntimeError, match="has not ended yet"):
         adapters.receive(offer, "")
-    go_on.set()
-    assert arrival.task is not None and arrival.task.wait(30)
-    assert not arrival.directory.exists()
-    adapters.receive(offer, "")
-    again = adapters._arrivals["style@1"].task
-    assert again is not None and again.wait(30)
-    adapters.check_ready("style@1")
-    assert arrival.directory.is_dir()
+
+    def is_received_again() -> bool:
+        with contextlib.suppress(RuntimeError):  # the first one has not ended yet
+            adapters.receive(offer, "")
+            return True
+        return False
+
+    may_read.release()
+    wait_until(is_received_again, 30)
+    assert not directory.exists()
+    may_read.release()
+    wait_until(lambda: is_ready(adapters, "style@1"), 30)
+    assert directory.is_dir()
 
 
 def test_a_version_names_one_set_of_weights() -> None:
@@ -243,7 +259,7 @@ def test_a_version_names_one_set_of_weights() -> None:
         adapters.discard("style@1")
 
 
-def test_misfits_are_refused_before_anything_is_read() -> None:
+def test_adapters_that_do_not_fit_are_refused_before_reading() -> None:
     pytest.importorskip("vllm")
     layers = engine.Layers(Engine(), None)
     layers.check_headers(headers(q_proj()), 2)
@@ -261,7 +277,7 @@ def test_misfits_are_refused_before_anything_is_read() -> None:
         layers.check_config({**CONFIG, "r": MOST + 1})
 
 
-def test_a_worker_without_adapters_says_how_to_have_them() -> None:
+def test_the_error_of_a_worker_without_adapters_names_the_option() -> None:
     worker = SimpleNamespace(vllm_config=SimpleNamespace(lora_config=None))
     with pytest.raises(RuntimeError, match="start it with enable-lora"):
         engine.Layers(worker, None)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from rollway.engine.guard import STAMPS, EngineOrders
+from tests.waiting import stays_async, wait_until_async
 
 ORDER = {
     "identity": "w5", "mode": "abort", "label": 4, "leaving": -10, "version": 5,
@@ -55,7 +56,7 @@ class Handler:
     async def generate(self, request: dict[str, Any], context: Any) -> AsyncIterator[Any]:
         self.calls.append(request)
         yield {"token_ids": [1, 2]}
-        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # it really suspends
         yield {"token_ids": [3], "finish_reason": "length"}
 
 
@@ -120,7 +121,7 @@ async def test_an_order_ends_although_its_caller_is_gone() -> None:
     handler.hold = asyncio.Event()
     orders, *_ = make_orders(handler)
     call = asyncio.create_task(orders.run_refit(ORDER))
-    await asyncio.sleep(0.01)
+    await wait_until_async(lambda: "rollway_refit" in handler.calls)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
@@ -179,8 +180,9 @@ async def test_a_request_that_a_refit_froze_has_both_versions() -> None:
     await anext(stream)
     refit = asyncio.create_task(orders.run_refit({**ORDER, "mode": "keep"}))
     last = asyncio.create_task(anext(stream))
-    await asyncio.sleep(0.01)
-    assert not last.done()  # the refit that is running may have frozen this request
+    await wait_until_async(lambda: "rollway_refit" in handler.calls)
+    # The refit that is running may have frozen this request.
+    assert await stays_async(lambda: not last.done(), 0.01)
     handler.hold.set()
     assert (await last)["engine_data"] == {STAMPS: [(0, 4), (2, 5)]}
     await refit

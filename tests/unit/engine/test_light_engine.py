@@ -16,6 +16,7 @@ from tests.light.cache import BLOCK, PrefixCache
 from tests.light.checkpoint import share_tensors
 from tests.light.model import Decoding, Qwen3, log_softmax
 from tests.stack.policies import Policy, perturbed
+from tests.waiting import stays_async, wait_until_async
 
 TOLERANCE = 1e-4
 
@@ -156,6 +157,8 @@ class FakeContext:
     def __init__(self, key: str) -> None:
         self._key = key
         self._left = asyncio.Event()
+        self.received: list[int] = []
+        """The token ids that its client has got so far."""
 
     def id(self) -> str:
         return self._key
@@ -199,21 +202,20 @@ class Rig:
         return context, asyncio.create_task(self._collect(request, context))
 
     async def _collect(self, request: dict[str, Any], context: FakeContext) -> Any:
-        ids: list[int] = []
         logprobs: list[float] = []
         async for chunk in self.engine.generate(request, context):
-            ids += chunk["token_ids"]
+            context.received += chunk["token_ids"]
             logprobs += chunk["log_probs"]
-        return ids, logprobs, chunk["finish_reason"]
+        return context.received, logprobs, chunk["finish_reason"]
 
 
 async def test_abort_ends_running_and_queued_requests(policies: list[Policy]) -> None:
     rig, prompt = Rig(policies[0].path), make_tokens(40)
-    _, running = rig.start(prompt, 1000)
-    await asyncio.sleep(0.05)
+    client, running = rig.start(prompt, 1000)
+    await wait_until_async(lambda: client.received)
     await rig.admin("pause_generation", mode="keep")
     _, queued = rig.start(prompt, 1000)
-    await asyncio.sleep(0.02)
+    await wait_until_async(lambda: len(rig.engine.requests) == 2)
     assert not running.done() and not queued.done()
     await rig.admin("pause_generation", mode="abort")
     ids, logprobs, reason = await running
@@ -223,15 +225,15 @@ async def test_abort_ends_running_and_queued_requests(policies: list[Policy]) ->
 
 async def test_wait_lets_running_requests_finish_and_holds_new_ones(policies: list[Policy]) -> None:
     rig, prompt = Rig(policies[0].path), make_tokens(40)
-    _, running = rig.start(prompt, 30)
-    await asyncio.sleep(0.02)
+    client, running = rig.start(prompt, 30)
+    await wait_until_async(lambda: client.received)
     pausing = asyncio.create_task(rig.admin("pause_generation", mode="wait"))
-    await asyncio.sleep(0)
+    await wait_until_async(lambda: rig.engine.pause_state.name == "NEW", every=0)
+    assert not running.done()
     _, queued = rig.start(prompt, 3)
     await pausing
     assert (await running)[2] == "length"
-    await asyncio.sleep(0.02)
-    assert not queued.done()
+    assert await stays_async(lambda: not queued.done(), 0.02)
     await rig.admin("resume_generation")
     assert (await queued)[0] == policies[0].greedy(prompt, 3)
 
@@ -241,9 +243,9 @@ async def test_a_disconnected_client_ends_its_request_even_during_a_pause(
 ) -> None:
     rig = Rig(policies[0].path)
     await rig.admin("pause_generation")
-    context, queued = rig.start(make_tokens(40), 3)
-    await asyncio.sleep(0.02)
-    context.leave()
+    client, queued = rig.start(make_tokens(40), 3)
+    await wait_until_async(lambda: rig.engine.requests)
+    client.leave()
     assert await queued == ([], [], "cancelled")
 
 
@@ -253,8 +255,8 @@ async def test_an_update_under_frozen_requests_leaves_stale_kv_unless_cleared(
 ) -> None:
     old, new = policies
     rig, prompt = Rig(old.path), make_tokens(40)
-    _, frozen = rig.start(prompt, 60)
-    await asyncio.sleep(0.03)
+    client, frozen = rig.start(prompt, 60)
+    await wait_until_async(lambda: client.received)
     await rig.admin("pause_generation", mode="keep", clear_cache=clear_cache)
     updated = await rig.admin(
         "update_weights_from_disk", model_path=str(new.path), weight_version=1
@@ -292,7 +294,7 @@ async def test_updates_fail_as_vllm_does(policies: list[Policy], tmp_path: Path)
         tensors["model.norm.weight"], share_tensors(old.path)["model.norm.weight"]
     )
 
-    rig.engine.worker._verifier = Verifier("secret")
+    rig.engine.worker.verifier = Verifier("secret")
 
     async def load_verified(path: str | Path) -> dict[str, Any]:
         order = sign("secret", "rollway_load", "", {"path": str(path)})

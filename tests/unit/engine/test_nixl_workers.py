@@ -21,9 +21,10 @@ from rollway.weights.planning.targets import engine_ranks
 from rollway.weights.sources import HeldTensor, from_module
 from rollway.weights.transports.nixl import NixlPublisher, NixlReader
 from rollway.weights.transports.nixl.catalog_http import CatalogServer, HttpCatalog
+from tests.tensors import receive, same
 from tests.unit.engine.sliced_models import DENSE, MOE, engine
 from tests.unit.weights.megatron_plans import model_of
-from tests.unit.weights.nixl_pieces import held_tensors, nixl, receive, same
+from tests.unit.weights.nixl_pieces import held_tensors, nixl
 from tests.unit.weights.nixl_source import WORD, Tensors, Trainer, tensors_of
 
 pytestmark = nixl
@@ -226,7 +227,7 @@ def test_workers_receive_from_the_first_one_when_the_trainer_is_dead(cleanup: Ex
     assert trainer_bytes(readers) == offer.nbytes
 
 
-def test_a_receiver_that_died_in_its_turn_delays_others_briefly(cleanup: ExitStack) -> None:
+def test_a_receiver_that_died_during_its_turn_delays_others_briefly(cleanup: ExitStack) -> None:
     trainer = cleanup.enter_context(Trainer(fanout=True))
     offer = trainer.publish(0)
     catalog = HttpCatalog(str(offer.where["catalog"]))

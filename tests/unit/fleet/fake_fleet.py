@@ -40,7 +40,7 @@ class FakeWorker:
         if isinstance(failure, list):
             failure = failure.pop(0) if failure else None
         if isinstance(failure, float):
-            await asyncio.sleep(failure)
+            await asyncio.sleep(failure)  # a worker that hangs for so long
         elif isinstance(failure, int):
             return web.Response(status=failure, text="failure")
         elif isinstance(failure, str):

@@ -255,7 +255,7 @@ class SimWorker:
             if not new.startswith("w") or int(new[1:]) < self.served:
                 self.world.broken(f"worker {self.instance_id} goes from {self.served} to {new}")
             old, self.weights = self.weights, f"{self.weights}|{new}"
-            await asyncio.sleep(self.load_seconds)
+            await asyncio.sleep(self.load_seconds)  # half-written meanwhile
             # Of a worker in doubt there is no canary answer from before, so a lie would not show.
             is_lie = fault == "lie" and (self.world.verifying or self.known)
             if fault != "half":
@@ -490,7 +490,7 @@ class World:
             request.moved = len(request.tokens)  # the router continues it elsewhere
 
     async def observe(self, step: str, worker: Worker) -> None:
-        await asyncio.sleep(0.001)
+        await asyncio.sleep(0.001)  # an observer that takes its time
         if step == "resume":
             self.workers[worker.instance_id].entering = OP.get()
 
@@ -562,7 +562,7 @@ class SimAdmin:
         if owner is not self:
             self._peer, self._is_broken = sim, True  # a call that is cancelled breaks it
         fault = self.world.faults.pop((route, sim.instance_id), None)
-        await asyncio.sleep(self.world.rng.uniform(0.0005, 0.003))
+        await asyncio.sleep(self.world.rng.uniform(0.0005, 0.003))  # the way to the worker
         if fault == "die":
             sim.die()
         elif fault == "hang":

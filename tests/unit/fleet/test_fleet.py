@@ -26,6 +26,7 @@ from rollway.http import Http
 from rollway.rollout.client import Rollouts
 from tests.checkpoints import write_checkpoint
 from tests.unit.fleet.fake_fleet import FakeWorker, fake_fleet
+from tests.waiting import wait_until_async
 
 BIG = 2**64 - 59
 
@@ -170,9 +171,7 @@ async def test_a_cancelled_refit_marks_only_verified_workers_as_serving(checkpoi
         fleet = Fleet(http, url)
         await fleet.read_versions()
         task = asyncio.create_task(fleet.refit(7, checkpoint))
-        while "resume_generation" not in quick.calls:
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.05)
+        await wait_until_async(lambda: fleet.versions.by_worker.get(1) == 7)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -199,8 +198,7 @@ async def test_a_refit_cancelled_while_pausing_changes_nothing(checkpoint: Path)
     async with fake_fleet(quick, slow) as url, Http() as http:
         fleet = Fleet(http, url)
         task = asyncio.create_task(fleet.refit(7, checkpoint))
-        while not quick.paused:
-            await asyncio.sleep(0.01)
+        await wait_until_async(lambda: quick.paused)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

@@ -113,7 +113,7 @@ class Coordinator:
         """Send requests so often that some are always under way when weights change."""
         for _ in range(times):
             self.start(self.sample(length), self.sampling)
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.01)  # of the simulated time
 
     async def sample(self, length: int) -> None:
         try:
@@ -247,17 +247,18 @@ class RefitMachine(RuleBasedStateMachine):
         self.tried = 0
         for _ in range(count):
             self.world.join()
-        self._pass(0.1)
+        self.advance(0.1)
         # Without the launcher's taints, versions rest on what one process knows: only one refits.
         self.processes = [self._coordinator() for _ in range(2 if shape == "stack" else 1)]
-        self._pass(0.1)
+        self.advance(0.1)
 
     def _coordinator(self) -> Coordinator:
         coordinator = Coordinator(self.world, replacing=self.replacing)
         coordinator.start(coordinator.fleet.refresh(), coordinator.sampling)
         return coordinator
 
-    def _pass(self, seconds: float) -> None:
+    def advance(self, seconds: float) -> None:
+        """Let the simulated time pass."""
         self.loop.run_until_complete(asyncio.sleep(seconds))
 
     def _process(self, index: int) -> Coordinator:
@@ -278,7 +279,7 @@ class RefitMachine(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([0.01, 0.05, 0.2, 1.0, 6.0, 40.0]))
     def time_passes(self, seconds: float) -> None:
-        self._pass(seconds)
+        self.advance(seconds)
 
     @rule(ready_after=st.sampled_from([0.0, 0.3, 20.0]))
     def joins(self, ready_after: float) -> None:
@@ -332,7 +333,7 @@ class RefitMachine(RuleBasedStateMachine):
         process = self._process(i)
         if busy:
             self.samples(i, 40, 8)
-            self._pass(0.1)
+            self.advance(0.1)
         for route, index, kind in faults:
             worker = self._worker(index)
             if kind == "lie" and route not in (*UPDATES, "flush"):
@@ -347,7 +348,7 @@ class RefitMachine(RuleBasedStateMachine):
             crash = fuse[1] == "crash"
             process.admin.calls_left = fuse[0]
             process.admin.then = lambda: self._crash(process) if crash else task.cancel()
-        self._pass(seconds)
+        self.advance(seconds)
 
     @rule(i=st.integers(0, 1), back=st.integers(0, 2), mode=st.sampled_from(MODES))
     def refits_again(self, i: int, back: int, mode: RefitMode) -> None:
@@ -386,7 +387,7 @@ class RefitMachine(RuleBasedStateMachine):
 
     def settles(self) -> None:
         """Check that everything ends by itself, and that one more refit repairs the fleet."""
-        self._pass(DRAIN_SECONDS)
+        self.advance(DRAIN_SECONDS)
         for process in self.processes:
             assert not process.under_way, "an operation never ends"
             assert not process.sampling, "a rollout is lost"
@@ -394,7 +395,7 @@ class RefitMachine(RuleBasedStateMachine):
         self.world.faults.clear()
         self.world.listing_fails = 0
         self.world.join()
-        self._pass(DRAIN_SECONDS)
+        self.advance(DRAIN_SECONDS)
         run = self.loop.run_until_complete
         for process in self.processes:
             process.admin.calls_left = 0
@@ -417,7 +418,7 @@ class RefitMachine(RuleBasedStateMachine):
         self.patch.undo()
         for task in asyncio.all_tasks(self.loop):
             task.cancel()
-        self._pass(0.0)
+        self.advance(0.0)
         self.loop.close()
 
 
@@ -777,9 +778,9 @@ def run_story(
         for version, mode in enumerate(MODES * 2, 1):
             for sampler in m.processes:
                 sampler.start(sampler.traffic(80, 4), sampler.sampling)
-            m._pass(0.2)
+            m.advance(0.2)
             then(process.refit(version, "", mode), "done")
-            m._pass(2.0)
+            m.advance(2.0)
         then(process.refit(5), "refused")
         then(process.refit(6, "other"), "refused")
         world.faults["refit" if orders else "pause", 1] = "refuse"
@@ -873,7 +874,7 @@ def test_an_engine_that_admits_other_versions_is_noticed() -> None:
 
 @pytest.mark.parametrize("verifying", [True, False], ids=["parameters", "canary"])
 @pytest.mark.parametrize("shape", ["stack", "untainted"])
-def test_requests_that_come_late_are_aborted_not_served(shape: str, verifying: bool) -> None:
+def test_late_requests_are_aborted_and_not_served(shape: str, verifying: bool) -> None:
     assert run_story(nothing, shape, verifying) > 0
 
 

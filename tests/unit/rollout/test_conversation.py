@@ -162,10 +162,10 @@ def test_an_end_of_turn_that_the_template_does_not_use_is_refused() -> None:
 def test_a_prompt_that_changes_earlier_tokens_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     conversation = Conversation(TOKENIZER)
     conversation.add(user_says("hi"))
+    place = len(conversation.prompt()) + 1
     add_reply(conversation, [5, 6, END])
     conversation.add(user_says("more"))
     monkeypatch.setattr(template, "splice", lambda verbatim, *_: [*verbatim[:-2], 9, END, 1])
-    place = len(conversation._so_far) - 2
     with pytest.raises(RolloutError, match=rf"Position {place}: expected 6 \('5'\), got 9 \('8'\)"):
         conversation.prompt()
 

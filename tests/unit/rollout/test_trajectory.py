@@ -20,6 +20,7 @@ from rollway.rollout.completion import Completion
 from rollway.rollout.sampling import Sampling
 from rollway.rollout.trajectory import Rollout, Trajectory
 from rollway.versions import FleetVersions
+from tests.waiting import stays_async
 
 
 def make_leg(count: int, reason: Any = "aborted", start: int = 0, worker: int = 1) -> Completion:
@@ -178,8 +179,7 @@ async def test_a_rollout_is_in_flight_from_its_request_to_its_result() -> None:
     rollouts = Rollouts(Scripted(respond), "http://f", "m", versions, still_serves=still_serves)
     versions.close()
     waiting = asyncio.create_task(rollouts.generate([1, 2, 3]))
-    await asyncio.sleep(0.01)
-    assert rollouts.in_flight == 0
+    assert await stays_async(lambda: rollouts.in_flight == 0, 0.01)
     versions.open()
     await waiting
     assert seen == [1, 1] and rollouts.in_flight == 0

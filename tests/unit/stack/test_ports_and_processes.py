@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -18,6 +18,7 @@ from rollway import processes
 from rollway.errors import PortInUse, StartError
 from rollway.processes import ProcessId
 from rollway.stack.locks import FIRST, LAST, Lease, NamedLock
+from tests.children import start_child
 
 
 def test_a_lock_has_one_holder_and_its_death_releases_it() -> None:
@@ -27,12 +28,11 @@ def test_a_lock_has_one_holder_and_its_death_releases_it() -> None:
     assert not NamedLock(name).acquire()
     lock.release()
     code = (
-        "from rollway.stack.locks import NamedLock; import time; "
-        f"lock = NamedLock({name!r}); assert lock.acquire(); print('held', flush=True); "
-        "time.sleep(60)"
+        "from rollway.stack.locks import NamedLock; "
+        f"lock = NamedLock({name!r}); assert lock.acquire(); print('held', flush=True)"
     )
-    holder = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+    holder, line = start_child(code)
+    assert line == "held"
     assert not lock.acquire()
     holder.kill()
     holder.wait()
@@ -100,12 +100,11 @@ def test_an_address_of_another_machine_is_explained() -> None:
 def test_a_process_whose_name_is_not_utf8_is_listed() -> None:
     """The kernel cuts names at 15 bytes, wherever that falls."""
     code = (
-        "import ctypes, time; ctypes.CDLL(None).prctl(15, bytes([195, 169] * 7 + [195]), 0, 0, 0); "
-        "print('up', flush=True); time.sleep(60)"
+        "import ctypes; ctypes.CDLL(None).prctl(15, bytes([195, 169] * 7 + [195]), 0, 0, 0); "
+        "print('up', flush=True)"
     )
-    odd = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    odd, _ = start_child(code)
     try:
-        assert odd.stdout is not None and odd.stdout.readline() == "up\n"
         assert ProcessId.of(odd.pid) is not None
         assert ProcessId.of(odd.pid) in processes.find_descendants(os.getpid())
     finally:
@@ -114,14 +113,13 @@ def test_a_process_whose_name_is_not_utf8_is_listed() -> None:
 
 
 ORPHAN = """
-import os, subprocess, sys, time
+import subprocess, sys
 child = subprocess.Popen([sys.executable, "-c", '''
-import setproctitle, time
+import setproctitle, sys
 setproctitle.setproctitle("VLLM::EngineCore")
 print("up", flush=True)
-time.sleep(60)
+sys.stdin.read()
 '''])
-time.sleep(60)
 """
 
 
@@ -129,13 +127,9 @@ def test_an_orphan_that_changed_its_name_is_found() -> None:
     """When vLLM's main process is killed, its renamed child survives under pid 1."""
     pytest.importorskip("setproctitle")
     run_id = f"test{os.getpid()}"
-    parent = subprocess.Popen(
-        [sys.executable, "-c", ORPHAN],
-        env={**os.environ, **processes.make_run_environment(run_id)},
-        stdout=subprocess.PIPE,
-        start_new_session=True,
-    )
-    assert parent.stdout is not None and parent.stdout.readline() == b"up\n"
+    environment = {**os.environ, **processes.make_run_environment(run_id)}
+    parent, line = start_child(ORPHAN, env=environment, start_new_session=True)
+    assert line == "up"
     assert len(processes.find_members(run_id)) == 2
     parent.kill()
     parent.wait()
@@ -158,21 +152,18 @@ def test_processes_of_other_runs_are_not_members() -> None:
 
 
 SEGMENT = """
-import mmap, os, time
+import mmap, os
 handle = os.open("/dev/shm/{name}", os.O_CREAT | os.O_RDWR, 0o600)
 os.ftruncate(handle, 4096)
 mapping = mmap.mmap(handle, 4096)
 print("up", flush=True)
-time.sleep(60)
 """
 
 
 def test_shared_memory_is_removed_only_after_its_owner_is_dead() -> None:
     name = f"rollway-test-{os.getpid()}"
-    owner = subprocess.Popen(
-        [sys.executable, "-c", SEGMENT.format(name=name)], stdout=subprocess.PIPE
-    )
-    assert owner.stdout is not None and owner.stdout.readline() == b"up\n"
+    owner, line = start_child(SEGMENT.format(name=name))
+    assert line == "up"
     identity = ProcessId.of(owner.pid)
     assert identity is not None
     assert processes.find_shared_memory([identity]) == {name}
@@ -186,14 +177,15 @@ def test_shared_memory_is_removed_only_after_its_owner_is_dead() -> None:
 
 def test_shared_memory_of_a_process_that_ended_on_its_own_is_known() -> None:
     run_id, name = f"leaver{os.getpid()}", f"rollway-test-leaver-{os.getpid()}"
-    owner = subprocess.Popen(
-        [sys.executable, "-c", SEGMENT.format(name=name).replace("sleep(60)", "sleep(0.5)")],
-        env={**os.environ, **processes.make_run_environment(run_id)},
-        stdout=subprocess.PIPE,
-    )
-    assert owner.stdout is not None and owner.stdout.readline() == b"up\n"
+    environment = {**os.environ, **processes.make_run_environment(run_id)}
+    owner, line = start_child(SEGMENT.format(name=name), env=environment)
+    assert line == "up"
+    looks = itertools.count()
 
     def find_left() -> set[ProcessId]:
+        if next(looks) == 1:  # it was seen once, and ends on its own now
+            assert owner.stdin is not None
+            owner.stdin.close()
         owner.poll()
         return processes.find_members(run_id)
 
@@ -207,18 +199,15 @@ import subprocess, sys, time
 print("up", flush=True)
 while True:
     subprocess.Popen(["sleep", "60"])
-    time.sleep(0.002)
+    time.sleep(0.002)  # a few hundred children a second
 """
 
 
 def test_a_process_that_keeps_forking_is_killed_with_all_its_children() -> None:
     run_id = f"breeder{os.getpid()}"
-    parent = subprocess.Popen(
-        [sys.executable, "-c", BREEDER],
-        env={**os.environ, **processes.make_run_environment(run_id)},
-        stdout=subprocess.PIPE,
-    )
-    assert parent.stdout is not None and parent.stdout.readline() == b"up\n"
+    environment = {**os.environ, **processes.make_run_environment(run_id)}
+    parent, line = start_child(BREEDER, env=environment)
+    assert line == "up"
     processes.end(lambda: processes.find_members(run_id), grace_seconds=0.1)
     assert processes.find_members(run_id) == set()
     parent.wait()
@@ -227,13 +216,12 @@ def test_a_process_that_keeps_forking_is_killed_with_all_its_children() -> None:
 def test_a_semaphore_is_found_under_its_real_name() -> None:
     """glibc maps a semaphore under a scratch name and links the real one to it afterwards."""
     code = (
-        "import multiprocessing as m, time; s = m.get_context('spawn').Semaphore(); "
-        "print(s._semlock.name, flush=True); time.sleep(60)"
+        "import multiprocessing as m; s = m.get_context('spawn').Semaphore(); "
+        "print(s._semlock.name, flush=True)"
     )
-    owner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    owner, line = start_child(code)
     try:
-        assert owner.stdout is not None
-        name = "sem." + owner.stdout.readline().strip().lstrip("/")
+        name = "sem." + line.lstrip("/")
         identity = ProcessId.of(owner.pid)
         assert identity is not None
         assert name in processes.find_shared_memory([identity])

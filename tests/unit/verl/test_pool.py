@@ -28,6 +28,7 @@ from rollway.rollout.sampling import Sampling
 from rollway.rollout.teacher import Scores
 from rollway.rollout.trajectory import Rollout, Span
 from rollway.weights.offer import Offer
+from tests.waiting import settle
 
 
 @dataclass
@@ -157,12 +158,6 @@ def make_pool(engines: Engines, *, frees_memory: bool = False, **options: Any) -
 
 def make_offer(version: int, **where: Any) -> dict[str, Any]:
     return Offer("shm", version, "identity", 10, where).as_json()
-
-
-async def settle() -> None:
-    """Run all tasks as far as they get without time passing; the stand-ins need no timers."""
-    for _ in range(50):
-        await asyncio.sleep(0)
 
 
 def request(pool: Pool, name: str = "r") -> asyncio.Task[Any]:

@@ -35,6 +35,8 @@ from rollway.weights.transports.base import Reader
 from rollway.weights.transports.choose import Destination, open_publisher
 from rollway.weights.transports.cuda_ipc import CudaIpcPublisher, CudaIpcReader
 from rollway.weights.transports.shm import ShmPublisher, ShmReader
+from tests.tensors import same
+from tests.waiting import stays, wait_until_async
 
 Tensors = dict[str, torch.Tensor]
 HERE = "10.0.0.1"
@@ -54,15 +56,13 @@ def plain(tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
 
 async def asynchronous(tensors: Tensors) -> AsyncIterator[tuple[str, torch.Tensor]]:
     for pair in tensors.items():
-        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # it really suspends, as a gather over a network does
         yield pair
 
 
 def are_equal(left: Tensors, right: Tensors) -> bool:
-    return list(left) == list(right) and all(
-        tensor.dtype == right[name].dtype and torch.equal(tensor, right[name])
-        for name, tensor in left.items()
-    )
+    """Return whether the tensors and their order are the same."""
+    return list(left) == list(right) and same(left, right)
 
 
 @dataclass
@@ -189,12 +189,7 @@ async def test_each_run_has_a_temporary_directory(
     (directory,) = (tmp_path / "published").iterdir()
     assert directory.name == "verl-p" and any(directory.iterdir())
     publishers[0].close()  # the end of the process does the same
-    await until(lambda: not directory.exists())
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0.02)
+    await wait_until_async(lambda: not directory.exists())
 
 
 async def test_a_restarted_engine_receives_deltas_from_a_snapshot_on(
@@ -277,7 +272,7 @@ async def test_a_failed_refit_ends_a_broadcast(tmp_path: Path, pool: Pool) -> No
     with pytest.raises(WeightsError, match="worker refused"):
         await asyncio.wait_for(sender.send(plain(make_tensors(1)), pool, 1), 10)
     pool.fails = False
-    await until(lambda: not [t for t in threading.enumerate() if "collective" in t.name])
+    await wait_until_async(lambda: not [t for t in threading.enumerate() if "collective" in t.name])
     await asyncio.wait_for(sender.send(plain(make_tensors(2)), pool, 2), 10)
     assert are_equal(pool.served, make_tensors(2))
     assert pool.calls == ["info", "refit", "info", "refit"]
@@ -290,7 +285,7 @@ async def test_cancelling_an_update_ends_its_publisher() -> None:
         try:
             for _ in pairs:
                 started.set()
-                time.sleep(0.02)
+                time.sleep(0.02)  # all of them would take minutes
         finally:
             ended.set()
 
@@ -316,15 +311,19 @@ async def test_tensors_are_gathered_only_when_the_publisher_requests_them() -> N
             gathered += 1
             yield pair
 
-    def publish_slowly(pairs: Iterator[tuple[str, Any]]) -> list[int]:
-        ahead = []
-        for received, _ in enumerate(pairs, 1):
-            time.sleep(0.005)
-            ahead.append(gathered - received)
-        return ahead
+    def publish_slowly(pairs: Iterator[tuple[str, Any]]) -> int:
+        received = 0
+
+        def is_level() -> bool:
+            return gathered == received
+
+        for _ in pairs:
+            received += 1
+            assert stays(is_level, 0.005)
+        return received
 
     async with WeightStream(gather()) as stream:
-        assert await stream.feed(publish_slowly) == [0] * 20
+        assert await stream.feed(publish_slowly) == 20
 
 
 def count_in_memory(publish: Callable[[int, Iterable[tuple[str, torch.Tensor]]], Offer]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import re
@@ -28,6 +29,8 @@ from rollway.integrations.verl.retool.sandbox import (
     SandboxError,
     extract_code,
 )
+from tests.children import find_processes_in
+from tests.waiting import wait_until, wait_until_async
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is for Linux")
 
@@ -44,24 +47,12 @@ def scratch() -> Iterator[Path]:
     shutil.rmtree(path)
 
 
-def living_in(scratch: Path) -> list[int]:
-    """List the processes whose working directory is, or was, below `scratch`."""
-    processes = []
-    for entry in Path("/proc").iterdir():
-        try:
-            if entry.name.isdigit() and str((entry / "cwd").readlink()).startswith(str(scratch)):
-                processes.append(int(entry.name))
-        except OSError:
-            continue
-    return processes
-
-
 async def run(code: str, scratch: Path, **options: object) -> Outcome:
     """Run a program and assert that it leaves nothing."""
     limits = {name: options.pop(name) for name in list(options) if name in Limits.__slots__}
     sandbox = Sandbox(Limits(**{"timeout": 15, **limits}), scratch=str(scratch), **options)  # type: ignore[arg-type]
     outcome = await sandbox.run(code)
-    assert living_in(scratch) == []
+    assert find_processes_in(scratch) == []
     assert list(scratch.iterdir()) == []
     return outcome
 
@@ -353,23 +344,25 @@ async def test_at_most_max_concurrent_programs_run_at_once(scratch: Path) -> Non
     code = "import time\ntime.sleep(0.5)"
     began = time.monotonic()
     tasks = [asyncio.create_task(sandbox.run(code)) for _ in range(4)]
-    most = 0
-    while not all(task.done() for task in tasks):
-        most = max(most, len(list(scratch.iterdir())))
-        await asyncio.sleep(0.02)
-    assert most <= 2 and time.monotonic() - began >= 1.0
+    counts = []
+
+    def are_done() -> bool:
+        counts.append(len(list(scratch.iterdir())))
+        return all(task.done() for task in tasks)
+
+    await wait_until_async(are_done)
+    assert max(counts) <= 2 and time.monotonic() - began >= 1.0
     assert all(task.result().ok for task in tasks)
 
 
 async def test_cancelling_a_call_kills_its_program(scratch: Path) -> None:
     sandbox = Sandbox(scratch=str(scratch))
     task = asyncio.create_task(sandbox.run("while True: pass"))
-    while not living_in(scratch):
-        await asyncio.sleep(0.02)
+    await wait_until_async(lambda: find_processes_in(scratch))
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert living_in(scratch) == [] and list(scratch.iterdir()) == []
+    assert find_processes_in(scratch) == [] and list(scratch.iterdir()) == []
     assert (await sandbox.run("1")).ok
 
 
@@ -379,16 +372,9 @@ def test_the_death_of_the_caller_kills_the_program(scratch: Path) -> None:
         f"asyncio.run(Sandbox(scratch={str(scratch)!r}).run('while True: pass'))"
     )
     with subprocess.Popen([sys.executable, "-c", code]) as caller:
-        wait_until(lambda: bool(living_in(scratch)))
+        wait_until(lambda: find_processes_in(scratch), SECONDS)
         caller.send_signal(signal.SIGKILL)
-    wait_until(lambda: not living_in(scratch) and not list(scratch.iterdir()))
-
-
-def wait_until(condition) -> None:  # type: ignore[no-untyped-def]
-    end = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    wait_until(lambda: not find_processes_in(scratch) and not list(scratch.iterdir()), SECONDS)
 
 
 def test_check_names_what_is_missing(scratch: Path, tmp_path: Path) -> None:
@@ -410,8 +396,17 @@ def test_check_names_what_is_missing(scratch: Path, tmp_path: Path) -> None:
 def test_check_reports_an_interpreter_that_ended_before_it_read_its_job(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    def has_ended(command: str) -> bool:
+        """Whether a child has ended that nobody has waited for yet."""
+        ended = f"({command}) Z {os.getpid()} "
+        for file in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):
+                if ended in file.read_text(errors="replace"):
+                    return True
+        return False
+
     def late(sandbox: Sandbox, code: str) -> bytes:
-        time.sleep(1.0)
+        wait_until(lambda: has_ended("false"))
         return b"{}\n"
 
     monkeypatch.setattr(Sandbox, "encode_job", late)

@@ -98,7 +98,7 @@ def test_unsupported_parallelism_is_refused(field: str) -> None:
 
 
 @pytest.mark.parametrize(("rank", "max_rank"), [(4, 8), (8, 8), (24, 32)])
-def test_engines_are_configured_choose_adapter_options(rank: int, max_rank: int) -> None:
+def test_engines_are_configured_for_adapters(rank: int, max_rank: int) -> None:
     model = SimpleNamespace(path="/models/tiny", lora_rank=rank, lora={})
     spec = make_stack_spec(rollout_config(), model, Options(), pool="p", replicas=1, gpus=[])
     (served,) = spec.models

@@ -11,30 +11,15 @@ import pytest
 import torch
 
 from rollway.weights.layout import Box, Piece, Shard
-from rollway.weights.offer import Offer
 from rollway.weights.planning.sources import Source
 from rollway.weights.planning.targets import TensorInfo
 from rollway.weights.sources import HeldTensor
-from rollway.weights.transports.nixl import NixlReader
-from tests.unit.weights.nixl_source import Tensors
 from tests.unit.weights.planned import held_by
 
 nixl = pytest.mark.skipif(
     importlib.util.find_spec("nixl_cu12") is None and importlib.util.find_spec("nixl_cu13") is None,
     reason="NIXL is not installed (pip install rollway[nixl])",
 )
-
-
-def receive(reader: NixlReader, offer: Offer) -> Tensors:
-    return {name: tensor.clone() for name, tensor in reader.tensors(offer)}
-
-
-def same(actual: Tensors, expected: Tensors) -> bool:
-    assert actual.keys() == expected.keys()
-    return all(
-        actual[name].dtype == tensor.dtype and torch.equal(actual[name], tensor)
-        for name, tensor in expected.items()
-    )
 
 
 def held_tensors(

@@ -86,7 +86,7 @@ def _serve(pipe: Connection, options: dict[str, Any]) -> None:
             answer = publisher.list_receivers(*args)
         elif request == "idle":
             before = time.process_time()
-            time.sleep(args[0])
+            time.sleep(args[0])  # what an idle trainer costs is measured over this time
             answer = (time.process_time() - before) / args[0]
         elif request == "end":
             publisher.close()

@@ -6,10 +6,8 @@ On a GPU, both the Triton kernels and torch are tested. On a CPU, torch is, and 
 
 from __future__ import annotations
 
-import math
 import os
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,6 +20,7 @@ from rollway.weights.digest import changes, checksums
 from rollway.weights.digest.checksums import DTYPES, digest, digests, integers, raw_bytes
 from rollway.weights.transports.delta import format as delta
 from rollway.weights.transports.delta import packing
+from tests.tensors import noise
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -40,14 +39,6 @@ SEEDS = range(24 if GPU else 3)
 SHARES = [0.0, 0.0001, 0.01, 0.2, 0.45, 0.55, 1.0]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
 def way(monkeypatch: pytest.MonkeyPatch, triton: bool) -> str:
     """Make Triton available, or not."""
@@ -56,15 +47,6 @@ def way(monkeypatch: pytest.MonkeyPatch, triton: bool) -> str:
     for module in (checksums, changes, copies):
         monkeypatch.setattr(module, "uses_triton", lambda device: triton and device.type == DEVICE)
     return "triton" if triton else "torch"
-
-
-def noise(shape: tuple[int, ...], dtype: torch.dtype, draw: random.Random) -> Tensor:
-    """Any bits at all: NaNs, infinities and subnormals are among them."""
-    generator = torch.Generator().manual_seed(draw.randrange(1 << 30))
-    size = math.prod(shape) * dtype.itemsize
-    top = 2 if dtype == torch.bool else 256
-    raw = torch.randint(0, top, (size,), dtype=torch.uint8, generator=generator)
-    return raw.view(dtype).view(shape)
 
 
 def stepped(old: Tensor, share: float, draw: random.Random) -> Tensor:
@@ -100,7 +82,7 @@ def model(seed: int) -> list[tuple[str, Tensor, Tensor]]:
     made = []
     for dtype in draw.sample(sorted(DTYPES), 5):
         for shape in draw.sample(SHAPES, 4):
-            old = noise(shape, DTYPES[dtype], draw)
+            old = noise(shape, DTYPES[dtype], draw.randrange(1 << 30))
             new = stepped(old, draw.choice(SHARES), draw)
             pair = shifted(old, draw), shifted(new, draw)
             made.append((f"{dtype}{len(made)}", *pair))
@@ -111,7 +93,7 @@ def model(seed: int) -> list[tuple[str, Tensor, Tensor]]:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_digests_together_equal_digests_alone(seed: int, way: str) -> None:
     tensors = [new for _, _, new in model(seed)]
-    large = noise(((1 << 20) + 5,), torch.uint8, random.Random(seed)).to(DEVICE)
+    large = noise(((1 << 20) + 5,), torch.uint8, seed).to(DEVICE)
     tensors += [large, large[:-5], large[8:], large[3:]]
     alone = [plainly(tensor) for tensor in tensors]
     assert digests(tensors) == alone
@@ -124,7 +106,7 @@ def test_summed_copies_write_the_targets_alone(seed: int, way: str) -> None:
     """Bytes beside a target stay as they are; prepared copies work for other values."""
     draw = random.Random(seed)
     sources = [new for _, _, new in model(seed)]
-    wide = [noise((s.numel() + 16,), s.dtype, draw).to(DEVICE) for s in sources]
+    wide = [noise((s.numel() + 16,), s.dtype, draw.randrange(1 << 30)).to(DEVICE) for s in sources]
     before = [room.clone() for room in wide]
     starts = [draw.choice([0, 8, 8, 3]) for _ in sources]
     targets = [
@@ -139,7 +121,7 @@ def test_summed_copies_write_the_targets_alone(seed: int, way: str) -> None:
             wanted[at : at + source.numel()] = source.reshape(-1)
             assert torch.equal(raw_bytes(room), raw_bytes(wanted))
         for source in sources:
-            source.copy_(noise(tuple(source.shape), source.dtype, draw))
+            source.copy_(noise(tuple(source.shape), source.dtype, draw.randrange(1 << 30)))
 
 
 @by_each

@@ -6,9 +6,11 @@ import http.client
 import importlib
 import importlib.metadata
 import os
+import threading
 import time
 import urllib.parse
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
 from typing import Any
 
@@ -294,20 +296,26 @@ def test_an_answer_belongs_to_one_request(server: CatalogServer) -> None:
     assert mac != seal.answer_mac("0" * 32, 200, raw)
 
 
-def test_a_changed_answer_is_refused(
-    server: CatalogServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    client = HttpCatalog(server.url, secret=WORD)
-    client.announce(listing())
-    post = client._post
+def test_a_changed_answer_is_refused(server: CatalogServer) -> None:
+    class Forger(BaseHTTPRequestHandler):
+        """Stands between both ends."""
 
-    def forged(path: str, body: bytes, headers: dict[str, str]) -> tuple[int, str, bytes]:
-        status, mac, raw = post(path, body, headers)
-        return status, mac, raw.replace(b"body of t0", b"body of x0")
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["content-length"]))
+            status, raw, mac = sent(server, self.path, body, dict(self.headers))
+            self.send_response(status)
+            self.send_header("x-rollway-mac", mac)
+            self.end_headers()
+            self.wfile.write(raw.replace(b"body of t0", b"body of x0"))
 
-    monkeypatch.setattr(client, "_post", forged)
-    with pytest.raises(WeightsError, match="secret"):
-        client.look_up(1, "r")
+    HttpCatalog(server.url, secret=WORD).announce(listing())
+    with HTTPServer(("127.0.0.1", 0), Forger) as between:
+        threading.Thread(target=between.serve_forever, daemon=True).start()
+        client = HttpCatalog(f"http://127.0.0.1:{between.server_port}", secret=WORD)
+        client.acknowledge(1, "r")  # an answer that it does not change is accepted
+        with pytest.raises(WeightsError, match="secret"):
+            client.look_up(1, "r")
+        between.shutdown()
 
 
 # --- sizes and noise -----------------------------------------------------------------------------

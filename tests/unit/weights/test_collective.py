@@ -20,6 +20,7 @@ from rollway.errors import UsageError, WeightsError
 from rollway.weights.offer import Offer
 from rollway.weights.transports.collective import CollectivePublisher, CollectiveReader
 from tests.unit.weights.collective_peer import Facts, awkward_tensors, facts
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(120)
 BUCKET = 1 << 20
@@ -89,10 +90,8 @@ def peers() -> Iterator[Peers]:
 
 def wait_for_threads_to_end() -> None:
     """Wait for groups that broke off, which are released later, within a time limit."""
-    deadline, ours = time.monotonic() + 15, ("rollway-collective", "rollway-group")
-    while left := [t.name for t in threading.enumerate() if t.name.startswith(ours)]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.05)
+    ours = ("rollway-collective", "rollway-group")
+    wait_until(lambda: not any(t.name.startswith(ours) for t in threading.enumerate()), 15)
 
 
 @pytest.fixture
@@ -124,8 +123,7 @@ def store_of(offer: Offer) -> dist.PrefixStore:
 
 def wait_until_joined(offer: Offer) -> None:
     store = store_of(offer)
-    while store.add("joined", 0) == 0:
-        time.sleep(0.01)
+    wait_until(lambda: store.add("joined", 0) > 0)
 
 
 def test_two_receivers_get_exact_bytes_of_one_version_after_the_other(

@@ -6,7 +6,6 @@ import json
 import stat
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,8 @@ from rollway.errors import UsageError, WeightsError
 from rollway.weights.digest.checksums import digest, uses_triton
 from rollway.weights.offer import Offer, parse_offer, read_offer
 from rollway.weights.transports.cuda_ipc import CudaIpcPublisher, CudaIpcReader, device_memory
+from tests.children import make_dead_writer_mark
+from tests.waiting import wait_until
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 each_device = pytest.mark.parametrize("device", DEVICES)
@@ -180,6 +181,16 @@ def test_an_overwritten_version_is_refused(tmp_path: Path) -> None:
         list(reader.tensors(third))
 
 
+def change_a_byte(offer: Offer, directory: Path) -> None:
+    """Change the published memory, which is a file on a CPU."""
+    path = directory / offer.where["directory"] / offer.where["buckets"][0]["file"]
+    with path.open("r+b") as file:
+        file.seek(100)
+        byte = file.read(1)[0]
+        file.seek(100)
+        file.write(bytes([byte ^ 1]))
+
+
 def test_a_change_while_it_is_read_is_noticed(tmp_path: Path) -> None:
     reader = CudaIpcReader(tmp_path)
     with CudaIpcPublisher(directory=tmp_path) as publisher:
@@ -187,7 +198,7 @@ def test_a_change_while_it_is_read_is_noticed(tmp_path: Path) -> None:
         with pytest.raises(WeightsError, match="embed of version 1 changed while it was read"):
             for name, _ in reader.tensors(offer):
                 if name == "embed":
-                    publisher._slots[0].buckets[0][100] += 1
+                    change_a_byte(offer, tmp_path)
         offer = publisher.publish(2, model("cpu").items())
         with pytest.raises(WeightsError, match=r"any more|overwritten|gone"):
             for name, _ in reader.tensors(offer):
@@ -246,17 +257,11 @@ def test_a_publisher_that_dies_leaves_nothing(tmp_path: Path) -> None:
     offer = parse_offer(json.loads(subprocess.run(run, capture_output=True, check=False).stdout))
     with pytest.raises(WeightsError, match="Its publisher has closed"):
         list(CudaIpcReader(tmp_path).tensors(offer))
-    deadline = time.monotonic() + 20
-    while list(tmp_path.iterdir()):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: not list(tmp_path.iterdir()), 20)
 
 
 def test_leftovers_of_a_dead_publisher_are_removed_by_the_next(tmp_path: Path) -> None:
-    code = "from rollway.weights import leftovers; print(leftovers.writer_mark())"
-    run = [sys.executable, "-c", code]
-    dead = subprocess.run(run, capture_output=True, text=True, check=True).stdout.strip()
-    left = tmp_path / f"rollway-ipc-{dead}-0123"
+    left = tmp_path / f"rollway-ipc-{make_dead_writer_mark()}-0123"
     left.mkdir()
     (left / "0.json").write_text("{}")
     CudaIpcPublisher(directory=tmp_path).close()
@@ -353,6 +358,6 @@ def test_copies_that_do_not_fit_are_refused(tmp_path: Path) -> None:
             reader.copy_into(offer, {name: own[name] for name in own if name != "norm"})
         with pytest.raises(WeightsError, match=r"norm is F32\[7\], but its target is F32"):
             reader.copy_into(offer, {**own, "norm": torch.zeros(8)})
-        publisher._slots[0].buckets[0][100] += 1
+        change_a_byte(offer, tmp_path)
         with pytest.raises(WeightsError, match="embed of version 1 changed while it was read"):
             reader.copy_into(offer, own)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-
 import msgspec
 import pytest
 import torch
@@ -16,33 +13,12 @@ from rollway.weights.digest import changes, checksums
 from rollway.weights.digest.checksums import DTYPES, digest, raw_bytes
 from rollway.weights.transports.delta import format as delta
 from rollway.weights.transports.delta.format import Encoded, apply, decode, encode
+from tests.tensors import equal_bits, noise
 
 SHAPES = st.one_of(
     st.sampled_from([(), (0,), (3, 0), (1,), (7,), (64, 33)]),
     st.lists(st.integers(1, 12), min_size=1, max_size=3).map(tuple),
 )
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Use one thread: with small tensors on a busy machine, threads wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def noise(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Return random bits; NaNs, infinities and subnormals are among them."""
-    generator = torch.Generator().manual_seed(seed)
-    size = math.prod(shape) * torch.empty(0, dtype=dtype).element_size()
-    top = 2 if dtype == torch.bool else 256
-    raw = torch.randint(0, top, (size,), dtype=torch.uint8, generator=generator)
-    return raw.view(dtype).view(shape)
-
-
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(raw_bytes(a), raw_bytes(b))
 
 
 def changed(old: torch.Tensor, share: float, seed: int) -> torch.Tensor:
@@ -67,13 +43,13 @@ def test_an_applied_change_gives_exactly_the_new_tensor(
     staged = torch.empty_like(old)
     kept = old.clone()
     written = apply(decode(data), old, staged)
-    assert same(staged, new)
-    assert same(old, kept)
+    assert equal_bits(staged, new)
+    assert equal_bits(old, kept)
     if written is not None:
         differ = (raw_bytes(old) != raw_bytes(new)).view(-1, old.element_size())
         assert written.tolist() == differ.any(1).nonzero().view(-1).tolist()
     apply(decode(data), old)
-    assert same(old, new)
+    assert equal_bits(old, new)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.00001, 0.001, 0.05, 0.3, 0.9, 1.0])
@@ -83,7 +59,7 @@ def test_large_tensors_in_every_encoding_of_positions(share: float, dtype: torch
     new = changed(old, share, 2)
     encoded = encode("w", old, new)
     apply(decode(encoded.to_bytes()), old)
-    assert same(old, new)
+    assert equal_bits(old, new)
     assert len(encoded.to_bytes()) <= new.nbytes + 300
 
 
@@ -132,14 +108,14 @@ def test_views_and_transposed_tensors_are_encoded_and_applied() -> None:
         encoded = encode("w", old, new)
         assert digest(old) == digest(old.contiguous())
         apply(encoded, old)
-        assert same(old, new)
+        assert equal_bits(old, new)
 
 
 def test_parameters_that_require_gradients() -> None:
     old = torch.nn.Parameter(torch.zeros(10))
     new = torch.nn.Parameter(torch.ones(10))
     apply(encode("w", old, new), old)
-    assert same(old, new)
+    assert equal_bits(old, new)
 
 
 def test_a_wrong_base_is_reported_and_nothing_is_written() -> None:
@@ -149,7 +125,7 @@ def test_a_wrong_base_is_reported_and_nothing_is_written() -> None:
     kept = other.clone()
     with pytest.raises(WeightsError, match="is not of version 7"):
         apply(encoded, other)
-    assert same(other, kept)
+    assert equal_bits(other, kept)
 
 
 def test_other_shapes_and_dtypes_are_refused() -> None:
@@ -188,9 +164,9 @@ def test_damaged_bytes_are_an_error_or_harmless(data: st.DataObject) -> None:
     try:
         apply(decode(bytes(bad)), tensor)
     except WeightsError:
-        assert same(tensor, OLD)
+        assert equal_bits(tensor, OLD)
     else:
-        assert same(tensor, right)
+        assert equal_bits(tensor, right)
 
 
 @given(st.binary(max_size=200))
@@ -228,7 +204,7 @@ def test_false_headers_leave_the_tensor_as_it_was(data: st.DataObject) -> None:
     try:
         apply(decode(Encoded(header, good.places, good.values).to_bytes()), tensor)
     except RollwayError:
-        assert same(tensor, OLD)
+        assert equal_bits(tensor, OLD)
     else:
         assert digest(tensor) == header.digest
 
@@ -293,4 +269,4 @@ def test_an_interrupted_check_reverts_the_change(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(delta, "digest", broken)
     with pytest.raises(MemoryError):
         apply(encoded, tensor)
-    assert same(tensor, old)
+    assert equal_bits(tensor, old)

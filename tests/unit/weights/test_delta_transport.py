@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollway.errors import RollwayError, UsageError, WeightsError
-from rollway.weights.digest.checksums import digest, raw_bytes
+from rollway.weights.digest.checksums import digest
 from rollway.weights.layout import Box, Piece, Shard
 from rollway.weights.sources import HeldTensor
 from rollway.weights.transports.delta import (
@@ -26,6 +26,7 @@ from rollway.weights.transports.delta import (
     SharedMemory,
     Store,
 )
+from tests.tensors import same
 
 State = dict[str, torch.Tensor]
 
@@ -53,10 +54,6 @@ def train(state: State, seed: int) -> None:
 
 def copy(state: State) -> State:
     return {name: tensor.clone() for name, tensor in state.items()}
-
-
-def same(a: State, b: State) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(raw_bytes(a[n]), raw_bytes(b[n])) for n in a)
 
 
 class History:
@@ -443,7 +440,7 @@ def test_a_reader_follows_offers_and_frees_its_tensors_at_close(tmp_path: Path) 
     assert same(dict(reader.tensors(offer)), state)  # from a snapshot again
 
 
-def test_a_temporary_store_goes_with_its_publisher(tmp_path: Path) -> None:
+def test_a_temporary_store_is_removed_with_its_publisher(tmp_path: Path) -> None:
     root = tmp_path / "run"
     with DeltaPublisher(Store(root), temporary=True) as publisher:
         publisher.publish(1, model().items())

@@ -79,7 +79,7 @@ def test_shards_and_their_sidecar_give_the_checkpoint(topology: str) -> None:
 
 
 @pytest.mark.parametrize("topology", GOLDEN)
-def test_the_class_of_the_module_tells_the_role(topology: str) -> None:
+def test_the_class_of_a_module_determines_the_role(topology: str) -> None:
     _, model = _described(topology, DATA)
     golden: list[dict[str, Any]] = json.loads((DATA / f"{topology}.json").read_text())
     for rank, expected in enumerate(golden):

@@ -31,9 +31,12 @@ from rollway.weights.sources import from_module
 from rollway.weights.transports.nixl import NixlPublisher, NixlReader
 from rollway.weights.transports.nixl.agent import check_devices, import_nixl
 from rollway.weights.transports.nixl.catalog_http import CatalogServer
+from tests.children import are_all_threads_stopped
+from tests.tensors import receive, same
 from tests.unit.weights.megatron_plans import DENSE, MOE, model_of
-from tests.unit.weights.nixl_pieces import held_tensors, nixl, receive, same
+from tests.unit.weights.nixl_pieces import held_tensors, nixl
 from tests.unit.weights.nixl_source import WORD, Trainer, tensors_of
+from tests.waiting import stays, wait_until
 
 
 @pytest.fixture
@@ -86,8 +89,7 @@ def test_a_tensor_is_not_overwritten_while_it_is_in_use() -> None:
         names = [t.name for window in reader.windows(group).windows for t in window.targets]
         wanted = tensors_of(0)
         for name, tensor in reader.pull(group, set(names[1:8:2])):
-            time.sleep(0.01)
-            assert torch.equal(tensor, wanted[name])
+            assert stays(lambda: torch.equal(tensor, wanted[name]), 0.01)  # noqa: B023
 
 
 @nixl
@@ -166,7 +168,7 @@ def test_a_trainer_that_hangs_is_abandoned() -> None:
         assert same(receive(reader, offer), tensors_of(0))
         group = reader.look_up(offer)[1]
         os.kill(trainer.process.pid or 0, signal.SIGSTOP)
-        time.sleep(0.2)  # until all its threads are stopped
+        wait_until(lambda: are_all_threads_stopped(trainer.process.pid or 0))
         began = time.monotonic()
         with pytest.raises(WeightsError, match=r"sent nothing within 2 s"):
             for _ in reader.pull(group, set()):
@@ -285,7 +287,7 @@ def test_ranks_publish_what_they_hold_of_a_module(reader: NixlReader) -> None:
 
 
 @nixl
-def test_a_receiver_that_dies_disturbs_nobody(reader: NixlReader) -> None:
+def test_a_dead_receiver_does_not_disturb_others(reader: NixlReader) -> None:
     with Trainer(keep=1) as trainer:
         context = multiprocessing.get_context("spawn")
         near, far = context.Pipe()
@@ -301,7 +303,7 @@ def test_a_receiver_that_dies_disturbs_nobody(reader: NixlReader) -> None:
 def _receive_one(pipe: Connection, offer: Offer) -> None:
     tensors = NixlReader(secret=WORD, window_bytes=5000).tensors(offer)
     pipe.send(next(tensors)[0])
-    time.sleep(60)
+    pipe.recv()  # until it is killed
 
 
 @nixl

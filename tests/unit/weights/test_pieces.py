@@ -9,6 +9,7 @@ from rollway.errors import UsageError
 from rollway.weights.layout import Box, Piece, Role, Shape
 from rollway.weights.megatron.geometry import ModelGeometry, Position, Topology
 from rollway.weights.megatron.pieces import cuts, hf_shapes, local_view, pieces, place
+from tests.unit.weights.planned import slices
 
 QWEN3_30B = ModelGeometry(
     layers=48, hidden=2048, heads=32, query_groups=4, head_dim=128, vocab=151936
@@ -29,14 +30,10 @@ def _filled(
         for hf_name, shape in zip(hf, hf_shapes(shard, len(hf), geometry), strict=True):
             result.setdefault(hf_name, torch.full(shape, -1.0))
         for piece in pieces(shard, hf, geometry):
-            target = result[piece.name][_slices(piece.box)]
+            target = result[piece.name][slices(piece.box)]
             at = Box(piece.at, tuple(a + n for a, n in zip(piece.at, target.shape, strict=True)))
-            target.copy_(local[_slices(at)])
+            target.copy_(local[slices(at)])
     return result
-
-
-def _slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8, 16])
@@ -133,7 +130,7 @@ def _check_transposed(
         assert piece.transposed
         rows, columns = piece.box.shape[::-1]
         at = local[piece.at[0] : piece.at[0] + rows, piece.at[1] : piece.at[1] + columns]
-        assert torch.equal(at.t(), truth[piece.name][_slices(piece.box)])
+        assert torch.equal(at.t(), truth[piece.name][slices(piece.box)])
 
 
 def test_a_row_parallel_bias_is_whole_on_every_rank() -> None:

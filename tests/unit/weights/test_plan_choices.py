@@ -223,7 +223,7 @@ def test_fsdp_shards_rows_and_the_last_rank_has_the_rest() -> None:
     assert all("s" in rank for rank in held_by_rank)
 
 
-def test_elements_that_nobody_holds_are_named() -> None:
+def test_elements_without_a_source_are_named() -> None:
     shape = (8, 4)
     half = Piece("w", Box((0, 0), (3, 4)), "w", (0, 0))
     source = source_from_pieces("t", {"w": LocalTensor("BF16", (3, 4))}, [half])

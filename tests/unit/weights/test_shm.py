@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
-import textwrap
-import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +13,9 @@ from rollway.errors import UsageError, WeightsError
 from rollway.weights.offer import Offer, parse_offer, read_offer
 from rollway.weights.transports.shared_memory import prepare_directory
 from rollway.weights.transports.shm import ShmPublisher, ShmReader
+from tests.children import make_dead_writer_mark, start_child
+from tests.tensors import receive, same
+from tests.waiting import wait_until
 
 Tensors = dict[str, torch.Tensor]
 
@@ -32,22 +31,6 @@ def tensors(seed: int) -> Tensors:
     tensors_by_name["scalar"] = torch.tensor(3.5)
     tensors_by_name["empty"] = torch.empty(0, 4)
     return tensors_by_name
-
-
-def receive(reader: ShmReader, offer: Offer) -> Tensors:
-    return {name: tensor.clone() for name, tensor in reader.tensors(offer)}
-
-
-def same(left: Tensors, right: Tensors) -> bool:
-    def bits(tensor: torch.Tensor) -> bytes:
-        return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-
-    return left.keys() == right.keys() and all(
-        left[name].dtype == right[name].dtype
-        and left[name].shape == right[name].shape
-        and bits(left[name]) == bits(right[name])
-        for name in left
-    )
 
 
 def test_versions_are_read_as_they_were_published(tmp_path: Path) -> None:
@@ -151,40 +134,24 @@ def test_a_slot_elsewhere_is_not_opened(tmp_path: Path, slot: str) -> None:
 
 def test_a_killed_publisher_leaves_nothing(tmp_path: Path) -> None:
     program = f"""
-        import time, torch
+        import torch
         from pathlib import Path
         from rollway.weights.transports.shm import ShmPublisher
         publisher = ShmPublisher(directory=Path({str(tmp_path)!r}))
         publisher.publish(1, [("w", torch.ones(10))])
         print("ready", flush=True)
-        time.sleep(60)
     """
-    child = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, text=True
-    )
-    assert child.stdout is not None and child.stdout.readline() == "ready\n"
+    child, line = start_child(program)
+    assert line == "ready"
     prepare_directory(tmp_path, "rollway-weights-")
     assert len(list(tmp_path.iterdir())) == 2  # it lives
     child.send_signal(signal.SIGKILL)
     child.wait()
-    deadline = time.monotonic() + 20
-    while list(tmp_path.iterdir()):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: not list(tmp_path.iterdir()), 20)
 
 
 def test_leftovers_of_a_dead_publisher_are_removed_by_the_next(tmp_path: Path) -> None:
-    dead = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "from rollway.weights import leftovers; print(leftovers.writer_mark())",
-        ],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.strip()
-    (tmp_path / f"rollway-weights-{dead}-0123-0").write_bytes(b"old")
+    (tmp_path / f"rollway-weights-{make_dead_writer_mark()}-0123-0").write_bytes(b"old")
     with ShmPublisher(directory=tmp_path):
         assert list(tmp_path.iterdir()) == []
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,8 @@ import pytest
 from rollway.errors import UsageError, WeightsError
 from rollway.weights import leftovers
 from rollway.weights.transports.delta.store import SharedMemory, Store, sweep_shared_memory
+from tests.children import make_dead_writer_mark, start_child
+from tests.waiting import wait_until
 
 
 def test_objects_are_written_listed_replaced_and_deleted(tmp_path: Path) -> None:
@@ -74,7 +75,7 @@ def test_a_failed_write_is_reported() -> None:
 def test_only_leftovers_of_dead_writers_are_swept(tmp_path: Path) -> None:
     store = Store(tmp_path)
     mine = tmp_path / leftovers.scratch_name("x")
-    dead = tmp_path / f".y.{_mark_of_a_dead_process()}.partial"
+    dead = tmp_path / f".y.{make_dead_writer_mark()}.partial"
     elsewhere = tmp_path / ".z.0123456789ab-1-1.partial"
     forgotten = tmp_path / ".w.0123456789ab-1-2.partial"
     for path in (mine, dead, elsewhere, forgotten):
@@ -97,39 +98,26 @@ def test_shared_memory_is_private_and_removed_by_close() -> None:
 def test_shared_memory_of_a_killed_publisher_is_removed() -> None:
     process, root = _killed_publisher()
     assert process.returncode == -signal.SIGKILL
-    deadline = time.monotonic() + 30
-    while root.exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not root.exists()
+    wait_until(lambda: not root.exists(), 30)
 
 
 def test_the_next_publisher_sweeps_if_the_guard_died_too() -> None:
     with SharedMemory("test") as mine:
-        left = mine.root.with_name(f"rollway-deltas-test.{_mark_of_a_dead_process()}.0")
+        left = mine.root.with_name(f"rollway-deltas-test.{make_dead_writer_mark()}.0")
         left.mkdir()
         sweep_shared_memory()
         assert mine.root.exists()
         assert not left.exists()
 
 
-def _mark_of_a_dead_process() -> str:
-    code = "from rollway.weights.leftovers import writer_mark; print(writer_mark())"
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    ).stdout.strip()
-
-
 def _killed_publisher() -> tuple[subprocess.Popen[str], Path]:
     code = (
         "from rollway.weights.transports.delta.store import SharedMemory\n"
         "store = SharedMemory('test'); store.put('x', bytes(1000))\n"
-        "print(store.root, flush=True); input()"
+        "print(store.root, flush=True)"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    root = Path(process.stdout.readline().strip())
+    process, line = start_child(code)
+    root = Path(line)
     assert (root / "x").exists()
     process.kill()
     process.wait()

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from rollway.weights.layout import Box
 from rollway.weights.planning.targets import EngineRank, LocalTensor, engine_targets
+from tests.unit.weights.planned import slices
 
 torch = pytest.importorskip("torch")
 linear: Any = None
@@ -25,10 +25,6 @@ def vllm_layers() -> None:
     global linear, embedding
     linear = pytest.importorskip("vllm.model_executor.layers.linear")
     embedding = pytest.importorskip("vllm.model_executor.layers.vocab_parallel_embedding")
-
-
-def slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
 
 
 def placed(target: EngineRank, tensors: dict[str, Any]) -> dict[str, Any]:

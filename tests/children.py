@@ -1,0 +1,52 @@
+"""Child processes that a test starts, waits for and kills."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+HOLD = "\nimport sys; sys.stdin.read()\n"
+
+
+def start_child(code: str, *arguments: str, **options: Any) -> tuple[subprocess.Popen[str], str]:
+    """Start Python code; return when it has printed its first line, with that line.
+
+    The child then lives until it is killed, or until this process ends and closes its stdin.
+    """
+    child = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code) + HOLD, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+    assert child.stdout is not None
+    return child, child.stdout.readline().rstrip("\n")
+
+
+def make_dead_writer_mark() -> str:
+    """Return the mark that a process which is dead by now left on its files."""
+    code = "from rollway.weights.leftovers import writer_mark; print(writer_mark())"
+    run = [sys.executable, "-c", code]
+    return subprocess.run(run, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def find_processes_in(directory: Path) -> list[int]:
+    """List the processes whose working directory is, or was, below `directory`."""
+    processes = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and str((entry / "cwd").readlink()).startswith(str(directory)):
+                processes.append(int(entry.name))
+        except OSError:
+            continue
+    return processes
+
+
+def are_all_threads_stopped(pid: int) -> bool:
+    """Return whether SIGSTOP has reached all threads of a process."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/stat")
+    return all(task.read_text().rpartition(") ")[2].startswith("T") for task in tasks)
