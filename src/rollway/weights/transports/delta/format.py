@@ -18,12 +18,11 @@ from typing import Annotated
 
 import msgspec
 import torch
-import zstandard
 from torch import Tensor
 
 from rollway.errors import UsageError, WeightsError
 from rollway.weights.device_copies import copy_to_host
-from rollway.weights.digest.changes import ESCAPE, pick
+from rollway.weights.digest.changes import pick
 from rollway.weights.digest.checksums import (
     DTYPES,
     describe,
@@ -37,6 +36,13 @@ from rollway.weights.layout import ELEMENT_BYTES
 from rollway.weights.offer import Count
 from rollway.weights.transports.delta.packing import Packed, Places, Values, pack, pack_all
 from rollway.weights.transports.delta.store import Buffer
+from rollway.weights.transports.delta.unpacking import (
+    add_bits,
+    damaged,
+    decompress,
+    read_whole,
+    unpack,
+)
 from rollway.weights.untrusted import check_shape
 
 _MAGIC = b"RWD1"
@@ -203,12 +209,12 @@ def decode(data: Buffer) -> Encoded:
     view = memoryview(data)
     length = int.from_bytes(view[4:_PREFIX_BYTES], "little")
     if bytes(view[:4]) != _MAGIC or length > min(_MAX_HEADER_BYTES, len(view) - _PREFIX_BYTES):
-        raise _damaged("These bytes are not a packed change of a tensor.")
+        raise damaged("These bytes are not a packed change of a tensor.")
     payload = view[_PREFIX_BYTES + length :]
     try:
         header = msgspec.msgpack.decode(view[_PREFIX_BYTES : _PREFIX_BYTES + length], type=Header)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise _damaged(f"The header of a change cannot be read ({error}).") from error
+        raise damaged(f"The header of a change cannot be read ({error}).") from error
     _check_header(header, len(payload))
     return Encoded(header, payload[: header.places_bytes], payload[header.places_bytes :])
 
@@ -273,52 +279,17 @@ def empty(header: Header) -> Tensor:
     return torch.empty(header.shape, dtype=DTYPES[header.dtype])
 
 
-def _unpack_places(header: Header, data: Buffer, device: torch.device) -> Tensor | None:
-    """Return flat positions in order, or None if all elements changed."""
-    if header.places == "all":
-        return None
-    if header.places == "none":
-        return torch.empty(0, dtype=torch.int64, device=device)
-    if header.places == "gaps":
-        stream = _decompress(header, data, header.count + header.elements // ESCAPE).to(device)
-        ends = stream != ESCAPE
-        positions = (stream.long() + ends).cumsum(0)[ends] - 1
-    else:
-        bits = _decompress(header, data, (header.elements + 7) // 8).to(device)
-        lanes = torch.arange(8, dtype=torch.uint8, device=device)
-        positions = torch.nonzero((bits.view(-1, 1) >> lanes & 1).view(-1)).view(-1)
-    if positions.numel() != header.count or int(positions[-1]) >= header.elements:
-        raise _damaged(f"The positions in a change of {header.name} are wrong.")
-    return positions
-
-
-def _unpack_values(encoded: Encoded, old: Tensor) -> Tensor:
-    header = encoded.header
-    planes = _decompress(header, encoded.values, header.count * header.element_bytes)
-    if planes.numel() != header.count * header.element_bytes:
-        raise _damaged(f"Values of {header.name} are missing.")
-    planes = planes.to(old.device).view(header.element_bytes, header.count).t().contiguous()
-    values = planes.view(-1).view(old.dtype)
-    if header.values == "new":
-        return values
-    steps = ((values >> 1) & torch.iinfo(values.dtype).max) ^ -(values & 1)  # undo the zigzag
-    return old + steps
-
-
 def _apply_whole(encoded: Encoded, target: Tensor) -> None:
-    raw = _tensor_from(encoded.values)
-    if digest(raw) != encoded.header.digest:
-        raise _damaged(f"{encoded.header.name} does not match its checksum.")
-    raw_bytes(target).copy_(raw)
+    raw_bytes(target).copy_(read_whole(encoded))
 
 
 def _apply_change(encoded: Encoded, base: Tensor, bits: Tensor) -> tuple[Tensor | None, Tensor]:
     """Write the changed elements; return their positions, and the bits that they had."""
     header = encoded.header
-    positions = _unpack_places(header, encoded.places, bits.device)
-    old = bits.clone() if positions is None else pick(bits, positions)
+    positions, values, relative = unpack(decompress(encoded), bits.device)
+    old = bits.clone() if positions is None else _pick(bits, positions)
     if header.places != "none":
-        _write(bits, positions, _unpack_values(encoded, old))
+        _write(bits, positions, add_bits(old, values) if relative else values)
     is_right = False
     try:
         is_right = digest(bits) == header.digest
@@ -332,14 +303,23 @@ def _apply_change(encoded: Encoded, base: Tensor, bits: Tensor) -> tuple[Tensor 
             f"{header.name} is not of version {header.base}, which the change applies to.",
             "Apply the versions in order, or start from a snapshot.",
         )
-    raise _damaged(f"{header.name} does not match its checksum after the change.")
+    raise damaged(f"{header.name} does not match its checksum after the change.")
 
 
 def _write(bits: Tensor, positions: Tensor | None, values: Tensor) -> None:
     if positions is None:
         bits.copy_(values)
+    elif bits.device.type == "cpu":
+        # numpy, because torch's threads wait for each other when cores are busy.
+        bits.numpy()[positions.numpy()] = values.numpy()
     else:
         bits.scatter_(0, positions, values)
+
+
+def _pick(bits: Tensor, positions: Tensor) -> Tensor:
+    if bits.device.type == "cpu":
+        return torch.from_numpy(bits.numpy().take(positions.numpy()))
+    return pick(bits, positions)
 
 
 def _check_header(header: Header, payload_bytes: int) -> None:
@@ -363,28 +343,4 @@ def _check_header(header: Header, payload_bytes: int) -> None:
             and (not is_whole or header.values_bytes == header.elements * header.element_bytes)
         )
     if not is_consistent:
-        raise _damaged("The header of a change contradicts itself.")
-
-
-def _decompress(header: Header, data: Buffer, at_most: int) -> Tensor:
-    """Decompress no more bytes than the tensor can need, whatever the stream claims."""
-    try:
-        size = zstandard.get_frame_parameters(data).content_size
-        if not 0 < size <= at_most:
-            raise _damaged(f"A change of {header.name} has a wrong size inside.")
-        plain = zstandard.ZstdDecompressor().decompress(data, max_output_size=size)
-    except zstandard.ZstdError as error:
-        raise _damaged(f"A change of {header.name} cannot be decompressed ({error}).") from error
-    return _tensor_from(plain)
-
-
-def _damaged(message: str) -> WeightsError:
-    return WeightsError(message, "It was damaged in transit, or is being written; read it again.")
-
-
-def _tensor_from(data: Buffer) -> Tensor:
-    if len(data) == 0:
-        return torch.empty(0, dtype=torch.uint8)
-    # torch warns about memory that it cannot write to.
-    writable = bytearray(data) if memoryview(data).readonly else data
-    return torch.frombuffer(writable, dtype=torch.uint8)
+        raise damaged("The header of a change contradicts itself.")
