@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from rollway.weights.digest.checksums import integers, raw_bytes, split_words, word_sum
+from rollway.weights.checkpoint import TensorHeader
+from rollway.weights.digest.checksums import DTYPES, integers, raw_bytes, split_words, word_sum
 
 _LINEAR, _SQUARE = -7046029254386353131, -4658895280553007687  # odd 64-bit constants of splitmix
 _CHUNK = 1 << 16  # stays in a core's cache
@@ -166,6 +167,22 @@ class Proof:
         for name, tensor in tensors:
             self._add(name, tensor)
             yield name, tensor
+
+    def expect(self, headers: Mapping[str, TensorHeader]) -> str:
+        """Expect published sums alone; return a tensor that has no usable one, or ""."""
+        for name, header in headers.items():
+            target = self._target(name)
+            if target is not None and self._parameters[target].numel() and name in self._sums:
+                self._add(
+                    name, torch.empty(header.shape, dtype=DTYPES[header.dtype], device="meta")
+                )
+            if target is not None and name not in self.by_sum:
+                return name
+        return ""
+
+    def list_fingerprints(self) -> dict[str, int]:
+        """Return the fingerprints of this rank's parameters after `measure`."""
+        return {n: group.held for n, group in self._groups.items() if group.held is not None}
 
     def check(self, model: torch.nn.Module, reduced: Reduce = torch.clone) -> None:
         """Raise unless every parameter holds the collected tensors; `reduced` sums over ranks."""

@@ -9,6 +9,7 @@ from vLLM's own loader (`rollway.engine.loading`). Layers without a plan are rel
 
 | strategy | staged in | during the pause |
 |---|---|---|
+| patch | the device's memory, only what changed | written where it changed |
 | direct | nothing is staged | copied from the publisher's device memory |
 | device | the device's memory | copied within the device |
 | host | pinned host memory | copied at the speed of the bus |
@@ -28,11 +29,12 @@ from rollway.engine.incoming import Incoming, Stopwatch
 from rollway.engine.layers import PACKED, explain_no_plan, list_changed_layers
 from rollway.engine.loading import LoadPlan, Region, record_plan
 from rollway.engine.memory import HostBuffers, StagedTensors, StagingRefused
+from rollway.engine.patching import NoPatch, Patch, Served, prepare_patch, set_served
 from rollway.engine.slices import zero_padded
 from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.layout import Slices
 
-Placement = Literal["direct", "device", "host", "none"]
+Placement = Literal["patch", "direct", "device", "host", "none"]
 
 
 class InPlace:
@@ -43,13 +45,13 @@ class InPlace:
         self._host = host
         self._plan = LoadPlan()
         self._placement: Placement = "none"
-        self._why_placed = ""
+        self._why_placed = self._why_no_patch = ""
         self._device = next(incoming.model.parameters()).device
         self._staged: StagedTensors | None = None
         self._tensors: dict[str, torch.Tensor] = {}
         """What was received: views of staged memory, or of the publisher's."""
         self._proof: Proof | None = None
-        self._copies: BatchedCopy | None = None
+        self._copies: BatchedCopy | Patch | None = None
 
     @property
     def strategy(self) -> str:
@@ -58,10 +60,12 @@ class InPlace:
     @property
     def reason(self) -> str:
         """One sentence: where the weights are staged and why, and what vLLM reloads."""
-        return "; ".join(part for part in (self._why_placed, self._plan.reason) if part)
+        return "; ".join(filter(None, (self._why_placed, self._why_no_patch, self._plan.reason)))
 
     @property
     def nbytes(self) -> int:
+        if isinstance(self._copies, Patch):
+            return self._copies.nbytes
         return self._staged.nbytes if self._staged is not None else 0
 
     @property
@@ -75,6 +79,8 @@ class InPlace:
         incoming.restrict(model)
         with incoming.measure("plan"):
             self._plan = plan_for(incoming.worker, incoming.headers)
+        if self._receive_patch():
+            return
         shapes = memory.received_shapes(incoming.headers, incoming.slices)
         needed = memory.count_bytes(shapes)
         try:
@@ -103,10 +109,31 @@ class InPlace:
                 f"needed, {figures} ({str(error)[:200]})"
             ) from None
 
+    def _receive_patch(self) -> bool:
+        """Stage only what changed, if the transport knows that; otherwise note why not."""
+        incoming = self._incoming
+        try:
+            with incoming.measure("load"):
+                self._copies, self._proof = prepare_patch(incoming, self._plan, self._device)
+        except NoPatch as refusal:
+            why_not = f"{refusal}"
+        except Exception as error:
+            if not memory.is_out_of_memory(error):
+                raise
+            why_not = "the device's memory does not hold it"
+        else:
+            self._placement = "patch"
+            self._why_placed = f"{self._copies.count} elements changed since the served version"
+            return True
+        self._why_no_patch = f"no patch, because {why_not}" if why_not else ""
+        del incoming.seconds["load"]  # whole tensors are loaded instead
+        return False
+
     def swap(self) -> dict[str, float]:
         """Serve the staged weights; the worker must be paused. Return the seconds of each step."""
         incoming, seconds = self._incoming, dict[str, float]()
         model = incoming.model
+        set_served(incoming.worker, None)  # in doubt until everything is verified
         with torch.inference_mode():
             if self._copies is not None:
                 with Stopwatch(seconds, "copy"):
@@ -119,6 +146,9 @@ class InPlace:
         assert self._proof is not None
         with Stopwatch(seconds, "verify"), torch.inference_mode():
             self._proof.check(model, incoming.reduced)
+        set_served(
+            incoming.worker, Served(incoming.offer.identity, self._proof.list_fingerprints())
+        )
         incoming.worker.model_runner.reset_encoder_cache()
         incoming.worker.model_runner.reset_mm_cache()
         if incoming.draft is not None:
@@ -132,6 +162,8 @@ class InPlace:
         staged, self._staged = self._staged, None
         if staged is not None:
             staged.release(wait=wait)
+        elif self._placement == "patch":
+            memory.return_unused(self._device, wait=wait)
 
     def _choose(self, needed: int) -> None:
         """Choose where to stage; the reason is part of the report."""

@@ -194,11 +194,17 @@ class StagedTensors:
             self.host.give_back(buffers)
         elif buffers and self.device.type == "cuda":
             del buffers
-            if wait:
-                _return_unused_memory(self.device)
-            else:
-                arguments = (self.device,)
-                threading.Thread(target=_return_unused_memory, args=arguments, daemon=True).start()
+            return_unused(self.device, wait=wait)
+
+
+def return_unused(device: torch.device, *, wait: bool) -> None:
+    """Return memory that torch keeps for later to the device; without `wait`, in a thread."""
+    if device.type != "cuda":
+        return
+    if wait:
+        _return_unused_memory(device)
+    else:
+        threading.Thread(target=_return_unused_memory, args=(device,), daemon=True).start()
 
 
 def _return_unused_memory(device: torch.device) -> None:

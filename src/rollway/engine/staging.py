@@ -24,6 +24,7 @@ from rollway.engine.fingerprint import Proof
 from rollway.engine.in_place import InPlace
 from rollway.engine.incoming import Incoming
 from rollway.engine.memory import HostBuffers, read_host_memory
+from rollway.engine.patching import set_served
 from rollway.engine.shadow import ParameterArena, Shadow, explain_no_swap
 from rollway.engine.slices import zero_padded
 from rollway.weights.checkpoint import TensorHeader, differences, refuse_differences
@@ -228,6 +229,7 @@ class Exchange:
 
     def swap(self) -> dict[str, float]:
         assert self._proof is not None and self._shadow is not None
+        set_served(self._incoming.worker, None)  # a patch needs the parameters of `InPlace`
         # Several ranks sum their fingerprints only now: while they serve, their group is in use.
         began = time.perf_counter()
         self._proof.compare(self._incoming.reduced)

@@ -29,6 +29,7 @@ from rollway.engine.drafts import Draft, split_draft
 from rollway.engine.fingerprint import Proof
 from rollway.engine.incoming import Incoming
 from rollway.engine.memory import HostBuffers
+from rollway.engine.patching import set_served
 from rollway.engine.receivers import reader_for
 from rollway.engine.shadow import ParameterArena, explain_no_swap
 from rollway.engine.staging import Staging
@@ -177,6 +178,7 @@ def load_checkpoint(worker: Any, path: str, *, identity: str = "") -> None:
     if identity and check_checkpoint(Path(path), whole=False).identity != identity:
         raise RuntimeError(f"{path} has other weights than the order names")
     proof = Proof(_model(worker))
+    set_served(worker, None)
     with ThreadPoolExecutor(1) as pool:
         # Hash the files while loading: it takes about as long as reading them.
         intact = pool.submit(check_checkpoint, Path(path))

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from rollway.weights.layout import Slices
     from rollway.weights.offer import Offer, Transport
     from rollway.weights.sources import HeldTensor
+    from rollway.weights.transports.changes import Changes
 
 NamedTensor: TypeAlias = "tuple[str, Tensor]"
 Source: TypeAlias = (
@@ -182,6 +183,14 @@ class Reader(ABC):
         The iterator ends normally only if all bytes were exactly those published. The caller
         compares tensors for which `summed` is true with `sums` itself, so the reader need not read
         them a second time. `summed` is called after the tensor was used."""
+
+    def changes(self, offer: Offer, served: str, at_most: int) -> Changes | None:
+        """Return what changed since the weights with the identity `served`.
+
+        The caller verifies the result by `sums`. The changes have a refusal if nothing leads from
+        there to the offered version, or if more than `at_most` elements changed. Return None if
+        this transport sends no changes."""
+        return None
 
     def restrict(self, offer: Offer, slices: Slices) -> Slices:
         """Receive only these parts from now on; return those that `tensors` will yield as parts.

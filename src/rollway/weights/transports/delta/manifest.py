@@ -32,6 +32,9 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     digest: Digest
     delta: Extent | None = None
     snapshot: Extent | None = None
+    sum: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    """The sum of the tensor's words, by which a worker verifies its parameters; None in versions
+    of older publishers."""
 
 
 class Object(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -110,6 +113,15 @@ class Step:
         item = self.manifest.snapshot if self.kind == "snapshot" else self.manifest.delta
         assert item is not None
         return item
+
+    def extent(self, name: str) -> Extent | None:
+        """Return where the change of a tensor is in the object; None if it did not change."""
+        entry = self.manifest.tensors[name]
+        return entry.snapshot if self.kind == "snapshot" else entry.delta
+
+    def list_tensors(self) -> list[str]:
+        """Return the tensors that the object has."""
+        return [name for name in self.manifest.tensors if self.extent(name) is not None]
 
     def __str__(self) -> str:
         base = "" if self.kind == "snapshot" else f"{self.manifest.base}->"

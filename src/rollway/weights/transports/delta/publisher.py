@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 import torch
@@ -13,6 +13,7 @@ from rollway.errors import UsageError
 from rollway.weights import leftovers
 from rollway.weights.copies import copy_all
 from rollway.weights.device_copies import stream_to_host
+from rollway.weights.digest.checksums import word_sums
 from rollway.weights.offer import Offer
 from rollway.weights.transports.base import NamedTensor, Publisher, Source, named_tensors
 from rollway.weights.transports.delta.format import Encoded, encode_all
@@ -162,6 +163,7 @@ class DeltaPublisher(Publisher):
                 changed.append(header.name)
             new = dict(batch)
             copy_all([(self._held[name], new[name].detach()) for name in changed])
+            self._set_sums(changed, entries)
         missing = sorted(self._held.keys() - entries.keys())
         if missing:
             raise UsageError(
@@ -181,6 +183,13 @@ class DeltaPublisher(Publisher):
                 entries[header.name] = msgspec.structs.replace(entry, snapshot=(at, size))
                 yield from parts
                 at += size
+            self._set_sums([name for name, _ in batch if entries[name].sum is None], entries)
+
+    def _set_sums(self, names: Sequence[str], entries: dict[str, Entry]) -> None:
+        """Sum the held tensors; an unchanged one has its sum from the version before."""
+        sums = word_sums([self._held[name] for name in names])
+        for name, total in zip(names, sums, strict=True):
+            entries[name] = msgspec.structs.replace(entries[name], sum=total)
 
     def _remove_old(self) -> None:
         """Remove what no kept version needs: each needs the chain from its snapshot."""

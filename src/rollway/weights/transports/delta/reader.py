@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -15,6 +17,8 @@ from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.digest.checksums import digest
 from rollway.weights.offer import MAX_MANIFEST_BYTES, Offer
 from rollway.weights.transports.base import Reader, never
+from rollway.weights.transports.changes import Changes
+from rollway.weights.transports.delta.changed import map_in_order, read_changes
 from rollway.weights.transports.delta.format import (
     Encoded,
     apply,
@@ -36,7 +40,11 @@ from rollway.weights.transports.delta.store import Store
 
 _FEW_CHANGED = 0.02
 """Up to this share of changed elements, writing only them is faster than copying the tensor."""
+_WORTH_THREADS = 1 << 20
+"""From this size on, the changes of a step are read in several threads."""
+_MAX_THREADS = 8
 State = dict[str, Tensor]
+Result = TypeVar("Result")
 
 
 class DeltaVersions:
@@ -121,10 +129,14 @@ class DeltaVersions:
         If anything is wrong, the tensors are as they were before."""
         undo: list[Callable[[], object]] = []
         changed: set[str] = set()
+
+        def apply_one(encoded: Encoded) -> None:
+            undo.append(patch(encoded, state[encoded.header.name]))
+            changed.add(encoded.header.name)
+
         try:
-            for encoded in self._read(state, steps):
-                undo.append(patch(encoded, state[encoded.header.name]))
-                changed.add(encoded.header.name)
+            for _ in self.map_changes(state, steps, apply_one):
+                pass
             if steps:
                 check_unchanged(state, steps[-1].manifest, changed)
         except BaseException:
@@ -132,23 +144,48 @@ class DeltaVersions:
                 undo_step()
             raise
 
+    def map_changes(
+        self, names: Mapping[str, object], steps: Sequence[Step], work: Callable[[Encoded], Result]
+    ) -> Iterator[list[Result]]:
+        """Call `work` with each change, and yield the results of each step.
+
+        Large steps are read in a few threads. No thread works on when this raises."""
+        for step in steps:
+            with self._open(names, step, steps[-1]) as read:
+                yield map_in_order(
+                    lambda name, read=read: work(read(name)),  # type: ignore[misc]
+                    step.list_tensors(),
+                    threads=1 if step.object.size < _WORTH_THREADS else _MAX_THREADS,
+                )
+
     def _read(self, state: State, steps: Sequence[Step]) -> Iterator[Encoded]:
         """Yield the changes of all steps, in order."""
         for step in steps:
-            _check_names(state, step.manifest)
-            if step.manifest.headers() != steps[-1].manifest.headers():
-                raise needs_snapshot(f"The {step} is of another model than the steps after it.")
-            with self._store.open(step.object.key) as blob:
-                if blob.size != step.object.size:
-                    raise needs_snapshot(
-                        f"The {step} has {blob.size} bytes instead of {step.object.size}."
-                    )
-                for name, entry in step.manifest.tensors.items():
-                    extent = entry.snapshot if step.kind == "snapshot" else entry.delta
-                    if extent is not None:
-                        encoded = decode(blob.read(*extent))
-                        _check_announced(encoded, name, entry, step)
-                        yield encoded
+            with self._open(state, step, steps[-1]) as read:
+                yield from map(read, step.list_tensors())
+
+    @contextmanager
+    def _open(
+        self, names: Mapping[str, object], step: Step, last: Step
+    ) -> Iterator[Callable[[str], Encoded]]:
+        """Open a step; yield a function that reads the change of one tensor."""
+        _check_names(names, step.manifest)
+        if step.manifest.headers() != last.manifest.headers():
+            raise needs_snapshot(f"The {step} is of another model than the steps after it.")
+        with self._store.open(step.object.key) as blob:
+            if blob.size != step.object.size:
+                raise needs_snapshot(
+                    f"The {step} has {blob.size} bytes instead of {step.object.size}."
+                )
+
+            def read(name: str) -> Encoded:
+                extent = step.extent(name)
+                assert extent is not None
+                encoded = decode(blob.read(*extent))
+                _check_announced(encoded, name, step.manifest.tensors[name], step)
+                return encoded
+
+            yield read
 
 
 @dataclass(slots=True)
@@ -210,9 +247,35 @@ class DeltaReader(Reader):
     def __init__(self) -> None:
         self._held: tuple[str, int] | None = None
         self._state: State = {}
+        self._offered: tuple[str, Manifest] | None = None
+        self._served: tuple[str, Manifest] | None = None
+        """Where the version that this worker serves came from."""
 
     def headers(self, offer: Offer) -> dict[str, TensorHeader]:
         return self._open(offer)[1].headers()
+
+    def sums(self, offer: Offer) -> dict[str, int]:
+        entries = self._open(offer)[1].tensors
+        return {name: entry.sum for name, entry in entries.items() if entry.sum is not None}
+
+    def changes(self, offer: Offer, served: str, at_most: int) -> Changes:
+        """Return what leads from the served version to the offered one; the tensors that this
+        reader holds stay as they are."""
+        versions, manifest = self._open(offer)
+        base = self._served
+        if base is None or base[0] != str(offer.where["root"]) or base[1].identity != served:
+            return Changes(refusal="the served version did not come from the same deltas")
+        if base[1].identity == manifest.identity:
+            return Changes()
+        try:
+            steps = versions.find_chain(base[1].version, manifest.version)
+            return read_changes(versions, base[1], steps, at_most)
+        except WeightsError as error:
+            return Changes(refusal=error.message)
+
+    def finish(self, offer: Offer) -> None:
+        if self._offered is not None and self._offered[1].identity == offer.identity:
+            self._served = self._offered
 
     def tensors(
         self, offer: Offer, summed: Callable[[str], bool] = never
@@ -244,6 +307,7 @@ class DeltaReader(Reader):
 
     def close(self) -> None:
         self._held, self._state = None, {}
+        self._offered = self._served = None
 
     def _open(self, offer: Offer) -> tuple[DeltaVersions, Manifest]:
         try:
@@ -261,6 +325,7 @@ class DeltaReader(Reader):
         manifest = versions.read_manifest(offer.version)
         if manifest.identity != offer.identity:
             raise WeightsError(f"Version {offer.version} at {root} is not the offered one.")
+        self._offered = str(offer.where["root"]), manifest
         return versions, manifest
 
 
@@ -278,7 +343,7 @@ def check_unchanged(state: State, manifest: Manifest, changed: Container[str]) -
             )
 
 
-def _check_names(state: State, manifest: Manifest) -> None:
+def _check_names(state: Mapping[str, object], manifest: Manifest) -> None:
     different = sorted(state.keys() ^ manifest.tensors.keys()) if state else []
     if different:
         raise WeightsError(

@@ -18,6 +18,7 @@ from torch import Tensor
 from rollway.errors import WeightsError
 from rollway.weights.digest.changes import ESCAPE
 from rollway.weights.digest.checksums import digest
+from rollway.weights.transports.changes import ChangedElements
 from rollway.weights.transports.delta.store import Buffer
 
 if TYPE_CHECKING:
@@ -36,6 +37,25 @@ class Streams:
     header: Header
     places: Tensor
     values: Tensor
+
+    @property
+    def name(self) -> str:
+        return self.header.name
+
+    @property
+    def count(self) -> int:
+        return self.header.count
+
+    @property
+    def element_bytes(self) -> int:
+        return self.header.element_bytes
+
+    def move(self, device: torch.device) -> ChangedElements:
+        """Return the changed elements on a device."""
+        positions, bits, relative = unpack(self, device)
+        if positions is None:
+            positions = torch.arange(bits.numel(), device=device)
+        return ChangedElements(positions, bits, relative)
 
 
 def decompress(encoded: Encoded) -> Streams:

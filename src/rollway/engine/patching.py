@@ -1,0 +1,296 @@
+"""Applies a delta to the parameters that serve, where it changes something.
+
+    background   changed elements ─► the device ─► their places in the parameters, their new bits
+    pause        write the bits ─► compare the sums of all parameters with the published ones
+
+A load plan says which elements of a checkpoint's tensor become which elements of a parameter. The
+same plan translates the position of a changed element. Nothing else of the version is moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from rollway.engine import memory
+from rollway.engine.fingerprint import Proof
+from rollway.engine.incoming import Incoming
+from rollway.engine.loading import LoadPlan, PlannedCopy, Region
+from rollway.weights.digest.checksums import integers
+from rollway.weights.transports.base import Reader
+from rollway.weights.transports.changes import ChangedElements, Changes, TensorChange
+
+MOST_CHANGED = 8
+"""With more than one changed element in so many, whole tensors take less memory."""
+_PLACE_BYTES = 8
+_SCRATCH_BYTES = 48
+"""What a device needs for each changed element of the tensor that it unpacks."""
+_SERVED = "_rollway_serving"
+
+
+class NoPatch(Exception):
+    """Why a version cannot be applied as a patch; it is then received whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """The weights that a worker serves, and the fingerprints of its parameters with them."""
+
+    identity: str
+    fingerprints: Mapping[str, int]
+
+
+def get_served(worker: Any) -> Served | None:
+    """Return what the worker is known to serve."""
+    served: Served | None = worker.__dict__.get(_SERVED)
+    return served
+
+
+def set_served(worker: Any, served: Served | None) -> None:
+    """Note what the worker serves; None before its parameters change."""
+    worker.__dict__[_SERVED] = served
+
+
+Axis = tuple[int, int, int]
+"""The number of elements, and the distance between two of them in the tensor and in the
+parameter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Translation:
+    """Where the elements of a checkpoint's tensor are in a parameter."""
+
+    parameter: str
+    source: int
+    """The first element that is copied."""
+    target: int
+    """Where it is copied to."""
+    axes: tuple[Axis, ...]
+    """Longest distance in the tensor first."""
+    is_whole: bool
+    """Whether all elements are copied, one after the other."""
+
+    @classmethod
+    def of(cls, copy: PlannedCopy, elements: int) -> Translation | None:
+        """Return the translation of a copy from a tensor with so many elements; None if a position
+        in the tensor does not say where in the view it is."""
+        axes = _find_axes(copy.source, copy.destination)
+        if axes is None:
+            return None
+        is_whole = axes == ((elements, 1, 1),)
+        source, target = copy.source.offset, copy.destination.offset
+        return cls(copy.parameter, source, target, axes, is_whole)
+
+    @property
+    def is_block(self) -> bool:
+        """Whether the elements lie next to each other in the parameter."""
+        return len(self.axes) <= 1 and all(to == 1 for _, _, to in self.axes)
+
+    @property
+    def keeps_order(self) -> bool:
+        steps = [to for _, _, to in self.axes]
+        return steps == sorted(steps, reverse=True)
+
+    def translate(
+        self, positions: torch.Tensor, bits: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the places of the elements that this rank holds, and their bits."""
+        if self.is_whole:
+            return positions + self.target, bits
+        rest = positions - self.source
+        inside = rest >= 0
+        places = torch.full_like(rest, self.target)
+        for size, distance, to in self.axes:
+            index = rest // distance
+            inside &= index < size
+            places += index * to
+            rest -= index * distance
+        chosen = torch.nonzero(inside & (rest == 0)).view(-1)
+        return places.index_select(0, chosen), bits.index_select(0, chosen)
+
+
+def _find_axes(source: Region, target: Region) -> tuple[Axis, ...] | None:
+    """Return the axes of a copy, joined where both sides continue without a gap."""
+    axes = [
+        axis for axis in zip(source.shape, source.stride, target.stride, strict=True) if axis[0] > 1
+    ]
+    axes.sort(key=lambda axis: axis[1], reverse=True)
+    joined: list[Axis] = []
+    reach = 0  # the farthest element of the axes so far, which must be nearer than the next one
+    for size, distance, to in reversed(axes):
+        if distance <= reach:
+            return None
+        reach += (size - 1) * distance
+        if joined:
+            inner, step, inner_to = joined[-1]
+            if (distance, to) == (inner * step, inner * inner_to):
+                joined[-1] = (inner * size, step, inner_to)
+                continue
+        joined.append((size, distance, to))
+    return tuple(reversed(joined))
+
+
+@dataclass(slots=True)
+class _Parts:
+    """Places in a parameter, and the bits to write there."""
+
+    places: list[torch.Tensor] = field(default_factory=list)
+    bits: list[torch.Tensor] = field(default_factory=list)
+    firsts: list[int] = field(default_factory=list)
+    """Where in the parameter each part belongs."""
+    keep_order: bool = True
+    """Whether the places of each part are in order."""
+    are_blocks: bool = True
+    """Whether parts cannot interleave."""
+
+    def join(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return all of them, by place."""
+        order = sorted(range(len(self.firsts)), key=self.firsts.__getitem__)
+        places = torch.cat([self.places[i] for i in order])
+        bits = torch.cat([self.bits[i] for i in order])
+        is_ordered = self.keep_order and (self.are_blocks or len(order) == 1)
+        return (places, bits) if is_ordered else _sort(places, bits)
+
+
+class Patch:
+    """The changed elements of a version, at their places in the parameters of one rank."""
+
+    def __init__(self, plan: LoadPlan, model: torch.nn.Module, elements: Mapping[str, int]) -> None:
+        """`elements` is the number of elements of each tensor."""
+        live = dict[str, torch.Tensor](model.named_parameters()) | dict(model.named_buffers())
+        if plan.refusal or plan.reloaded:
+            raise NoPatch(plan.reason)
+        if any(
+            tuple(live[name].shape) != shape or not live[name].is_contiguous()
+            for name, shape in plan.shapes.items()
+        ):
+            raise NoPatch("the model's parameters changed their shapes")
+        self._live = {name: integers(live[name]) for name in plan.shapes}
+        self._translations: dict[str, list[Translation]] = {}
+        for copy in plan.copies:
+            translation = Translation.of(copy, elements[copy.tensor])
+            if translation is None:
+                raise NoPatch(f"positions in {copy.tensor} cannot be translated")
+            self._translations.setdefault(copy.tensor, []).append(translation)
+        self._staged: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        """By parameter: places in order, and bits."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(places.nbytes + bits.nbytes for places, bits in self._staged.values())
+
+    @property
+    def count(self) -> int:
+        return sum(places.numel() for places, _ in self._staged.values())
+
+    def add(self, step: Sequence[TensorChange], device: torch.device) -> None:
+        """Stage what changed from one version to the next, after the steps before."""
+        parts: dict[str, _Parts] = {}
+        for change in step:
+            elements = change.move(device)
+            for translation in self._translations.get(change.name, []):
+                self._translate(translation, elements, parts)
+        for name, some in parts.items():
+            places, bits = some.join()
+            if name in self._staged:
+                places, bits = _overlay(*self._staged[name], places, bits)
+            self._staged[name] = places, bits
+
+    def _translate(
+        self, translation: Translation, elements: ChangedElements, parts: dict[str, _Parts]
+    ) -> None:
+        name = translation.parameter
+        places, bits = translation.translate(elements.positions, elements.bits)
+        if elements.relative:
+            old = self._live[name].index_select(0, places)
+            if name in self._staged:
+                old = _look_up(*self._staged[name], places, old)
+            bits = old + bits
+        some = parts.setdefault(name, _Parts())
+        some.places.append(places)
+        some.bits.append(bits)
+        some.firsts.append(translation.target)
+        some.keep_order &= translation.keeps_order
+        some.are_blocks &= translation.is_block
+
+    def warm_up(self) -> None:
+        """Run the write's kernel once on other memory: CUDA loads a kernel when it is first
+        used, which must not happen during the pause."""
+        for dtype, device in {(bits.dtype, bits.device) for _, bits in self._staged.values()}:
+            scratch = torch.zeros(8, dtype=dtype, device=device)
+            scratch.scatter_(0, torch.arange(8, device=device), scratch.clone())
+
+    def run(self) -> None:
+        """Write; on a GPU this only starts the writes."""
+        for name, (places, bits) in self._staged.items():
+            self._live[name].scatter_(0, places, bits)
+
+
+def _sort(places: torch.Tensor, bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    places, order = places.sort()
+    return places, bits.index_select(0, order)
+
+
+def _look_up(
+    places: torch.Tensor, bits: torch.Tensor, wanted: torch.Tensor, otherwise: torch.Tensor
+) -> torch.Tensor:
+    """Return the bits at places, which are in order; elsewhere return `otherwise`."""
+    if not places.numel():
+        return otherwise
+    at = torch.searchsorted(places, wanted).clamp_(max=places.numel() - 1)
+    return torch.where(places.index_select(0, at) == wanted, bits.index_select(0, at), otherwise)
+
+
+def _overlay(
+    places: torch.Tensor, bits: torch.Tensor, later: torch.Tensor, later_bits: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return both, the later bits where both have some."""
+    bits = _look_up(later, later_bits, places, bits)
+    known = _look_up(places, torch.ones_like(places), later, torch.zeros_like(later))
+    new = torch.nonzero(known == 0).view(-1)
+    both = torch.cat([bits, later_bits.index_select(0, new)])
+    return _sort(torch.cat([places, later.index_select(0, new)]), both)
+
+
+def prepare_patch(incoming: Incoming, plan: LoadPlan, device: torch.device) -> tuple[Patch, Proof]:
+    """Stage the changes since the served version; raise NoPatch where whole tensors are needed.
+
+    The proof expects the published sums of all tensors."""
+    served, offer, reader = get_served(incoming.worker), incoming.offer, incoming.reader
+    if getattr(type(reader), "changes", Reader.changes) is Reader.changes:
+        raise NoPatch("")
+    if served is None:
+        raise NoPatch("it is not known which version is served")
+    if incoming.draft is not None:
+        raise NoPatch("the draft model changes too")
+    elements = {n: torch.Size(h.shape).numel() for n, h in incoming.headers.items()}
+    patch = Patch(plan, incoming.model, elements)
+    changes = reader.changes(offer, served.identity, sum(elements.values()) // MOST_CHANGED)
+    if changes is None or changes.refusal:
+        raise NoPatch(changes.refusal if changes is not None else "")
+    proof = Proof(incoming.model, reader.sums(offer))
+    unknown = proof.expect(incoming.headers)
+    if unknown:
+        raise NoPatch(f"{unknown} cannot be verified by a published sum")
+    # Steps count from the old bits. Sums tell whether somebody changed these since the last swap.
+    proof.measure(incoming.model)
+    if proof.list_fingerprints() != served.fingerprints:
+        raise NoPatch("the served parameters are not as they were after the last swap")
+    _refuse_without_memory(changes, device)
+    for step in changes.steps:
+        if incoming.abandoned.is_set():
+            raise RuntimeError(f"version {offer.version} was discarded")
+        patch.add(step, device)
+    patch.warm_up()
+    return patch, proof
+
+
+def _refuse_without_memory(changes: Changes, device: torch.device) -> None:
+    needed = sum(change.count * (_PLACE_BYTES + change.element_bytes) for change in changes)
+    needed += max((change.count for change in changes), default=0) * _SCRATCH_BYTES
+    free = memory.read_device_memory(device, needed)
+    if not free.holds(needed):
+        raise NoPatch(f"a patch needs {needed / 1e9:.2f} GB, but {free}")

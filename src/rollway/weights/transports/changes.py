@@ -1,0 +1,49 @@
+"""What changed since the version that a worker serves, for workers that patch their parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+
+class ChangedElements(NamedTuple):
+    """The changed elements of one tensor, on a device."""
+
+    positions: Tensor
+    """Flat positions in the tensor, in order."""
+    bits: Tensor
+    """Integers of the elements' size."""
+    relative: bool
+    """Whether the bits must be added to the old ones."""
+
+
+class TensorChange(Protocol):
+    """What changed in one tensor from a version to the next, in host memory."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def count(self) -> int:
+        """How many elements changed."""
+        ...
+
+    @property
+    def element_bytes(self) -> int: ...
+    def move(self, device: torch.device) -> ChangedElements: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What leads from the served version to another, or why nothing does."""
+
+    steps: Sequence[Sequence[TensorChange]] = ()
+    """In the order in which they apply; a step has each tensor at most once."""
+    refusal: str = ""
+
+    def __iter__(self) -> Iterator[TensorChange]:
+        for step in self.steps:
+            yield from step
