@@ -9,7 +9,7 @@ same plan translates the position of a changed element. Nothing else of the vers
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,15 +19,18 @@ from rollway.engine import memory
 from rollway.engine.fingerprint import Proof
 from rollway.engine.incoming import Incoming
 from rollway.engine.loading import LoadPlan, PlannedCopy, Region
+from rollway.errors import WeightsError
 from rollway.weights.digest.checksums import integers
 from rollway.weights.transports.base import Reader
-from rollway.weights.transports.changes import ChangedElements, Changes, TensorChange
+from rollway.weights.transports.changes import ChangedElements, ChangedStep, Changes
 
 MOST_CHANGED = 8
 """With more than one changed element in so many, whole tensors take less memory."""
 _PLACE_BYTES = 8
 _SCRATCH_BYTES = 48
-"""What a device needs for each changed element of the tensor that it unpacks."""
+"""What a device needs for each changed element that it unpacks."""
+_UNPACKED = 1 << 24
+"""How many elements it unpacks together, if no tensor has more."""
 _SERVED = "_rollway_serving"
 
 
@@ -148,6 +151,8 @@ class _Parts:
 
     def join(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return all of them, by place."""
+        if len(self.firsts) == 1 and self.keep_order:
+            return self.places[0], self.bits[0]
         order = sorted(range(len(self.firsts)), key=self.firsts.__getitem__)
         places = torch.cat([self.places[i] for i in order])
         bits = torch.cat([self.bits[i] for i in order])
@@ -186,12 +191,11 @@ class Patch:
     def count(self) -> int:
         return sum(places.numel() for places, _ in self._staged.values())
 
-    def add(self, step: Sequence[TensorChange], device: torch.device) -> None:
+    def add(self, step: ChangedStep, device: torch.device) -> None:
         """Stage what changed from one version to the next, after the steps before."""
         parts: dict[str, _Parts] = {}
-        for change in step:
-            elements = change.move(device)
-            for translation in self._translations.get(change.name, []):
+        for tensor, elements in step.move(device):
+            for translation in self._translations.get(tensor, []):
                 self._translate(translation, elements, parts)
         for name, some in parts.items():
             places, bits = some.join()
@@ -283,14 +287,18 @@ def prepare_patch(incoming: Incoming, plan: LoadPlan, device: torch.device) -> t
     for step in changes.steps:
         if incoming.abandoned.is_set():
             raise RuntimeError(f"version {offer.version} was discarded")
-        patch.add(step, device)
+        try:
+            patch.add(step, device)
+        except WeightsError as error:
+            raise NoPatch(error.message) from error
     patch.warm_up()
     return patch, proof
 
 
 def _refuse_without_memory(changes: Changes, device: torch.device) -> None:
     needed = sum(change.count * (_PLACE_BYTES + change.element_bytes) for change in changes)
-    needed += max((change.count for change in changes), default=0) * _SCRATCH_BYTES
+    counts = [change.count for change in changes]
+    needed += min(sum(counts), max(_UNPACKED, *counts, 0)) * _SCRATCH_BYTES
     free = memory.read_device_memory(device, needed)
     if not free.holds(needed):
         raise NoPatch(f"a patch needs {needed / 1e9:.2f} GB, but {free}")

@@ -24,7 +24,7 @@ from rollway.engine.staging import Staging
 from rollway.weights.digest.checksums import raw_bytes
 from rollway.weights.layout import Slices
 from rollway.weights.offer import Offer
-from rollway.weights.transports.delta import DeltaPublisher, DeltaReader, Store
+from rollway.weights.transports.delta import DeltaPublisher, DeltaReader, Store, batches
 from tests.unit.engine.vllm_models import (
     CONFIGS,
     Tensors,
@@ -72,9 +72,11 @@ def assert_same(left: Tensors, right: Tensors) -> None:
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_a_patched_model_is_what_vllm_would_load(
-    kind: str, tp: int, steps: int, tmp_path: Path
+    kind: str, tp: int, steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fused, biased and tied parameters, experts, a padded vocabulary, replicated keys."""
+    """Fused, biased and tied parameters, experts, a padded vocabulary, replicated keys. With one
+    step the changes are unpacked as on a GPU."""
+    monkeypatch.setattr(batches, "uses_numpy", lambda _: steps > 1)
     first = write_model(kind, tmp_path)
     publisher, reader = DeltaPublisher(Store(tmp_path / "deltas")), DeltaReader()
     base = publisher.publish(1, first.items())
@@ -158,7 +160,9 @@ def test_later_bits_replace_earlier_ones(steps: list[dict[int, int]]) -> None:
     for step in steps:
         expected |= step
         new = sorted(step.items())
-        later, later_bits = torch.tensor(new, dtype=torch.int64).view(-1, 2).unbind(1)
+        later, later_bits = (
+            torch.tensor(new, dtype=torch.int64).view(-1, 2).t().contiguous().unbind(0)
+        )
         places, bits = patching._overlay(places, bits, later, later_bits)
     assert list(zip(places.tolist(), bits.tolist(), strict=True)) == sorted(expected.items())
 

@@ -33,17 +33,26 @@ class TensorChange(Protocol):
 
     @property
     def element_bytes(self) -> int: ...
-    def move(self, device: torch.device) -> ChangedElements: ...
+
+
+class ChangedStep(Protocol):
+    """What changed from one version to the next; each tensor at most once."""
+
+    @property
+    def changes(self) -> Sequence[TensorChange]: ...
+    def move(self, device: torch.device) -> Iterator[tuple[str, ChangedElements]]:
+        """Yield the changed elements of each tensor, in any order."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class Changes:
     """What leads from the served version to another, or why nothing does."""
 
-    steps: Sequence[Sequence[TensorChange]] = ()
-    """In the order in which they apply; a step has each tensor at most once."""
+    steps: Sequence[ChangedStep] = ()
+    """In the order in which they apply."""
     refusal: str = ""
 
     def __iter__(self) -> Iterator[TensorChange]:
         for step in self.steps:
-            yield from step
+            yield from step.changes

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from rollway.errors import WeightsError
 from rollway.weights.transports.changes import Changes
+from rollway.weights.transports.delta import batches
 from rollway.weights.transports.delta.format import Encoded
 from rollway.weights.transports.delta.manifest import Manifest, Step
 from rollway.weights.transports.delta.unpacking import Streams, decompress
@@ -39,7 +40,7 @@ def read_changes(
             raise WeightsError(f"More than {at_most} elements changed.")
         return decompress(encoded)
 
-    changes = list(versions.map_changes(digests, steps, read))
+    changes = [batches.Step(each) for each in versions.map_changes(digests, steps, read)]
     if digests != {name: entry.digest for name, entry in steps[-1].manifest.tensors.items()}:
         raise WeightsError("The deltas do not lead to the offered version.")
     return Changes(changes)

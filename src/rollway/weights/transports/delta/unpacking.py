@@ -18,7 +18,6 @@ from torch import Tensor
 from rollway.errors import WeightsError
 from rollway.weights.digest.changes import ESCAPE
 from rollway.weights.digest.checksums import digest
-from rollway.weights.transports.changes import ChangedElements
 from rollway.weights.transports.delta.store import Buffer
 
 if TYPE_CHECKING:
@@ -49,13 +48,6 @@ class Streams:
     @property
     def element_bytes(self) -> int:
         return self.header.element_bytes
-
-    def move(self, device: torch.device) -> ChangedElements:
-        """Return the changed elements on a device."""
-        positions, bits, relative = unpack(self, device)
-        if positions is None:
-            positions = torch.arange(bits.numel(), device=device)
-        return ChangedElements(positions, bits, relative)
 
 
 def decompress(encoded: Encoded) -> Streams:
@@ -95,9 +87,15 @@ def unpack(streams: Streams, device: torch.device) -> Unpacked:
     return _unpack_places(streams, device), *_unpack_values(streams, device)
 
 
+def uses_numpy(device: torch.device) -> bool:
+    """Return whether numpy unpacks there. On a CPU it does, because torch's threads wait for each
+    other when cores are busy."""
+    return bool(device.type == "cpu")
+
+
 def add_bits(old: Tensor, steps: Tensor) -> Tensor:
     """Return the sums of integers, modulo their size."""
-    if old.device.type == "cpu":
+    if uses_numpy(old.device):
         return torch.from_numpy(old.numpy() + steps.numpy())
     return old + steps
 
@@ -108,8 +106,7 @@ def _unpack_places(streams: Streams, device: torch.device) -> Tensor | None:
         return None
     if header.places == "none":
         return torch.empty(0, dtype=torch.int64, device=device)
-    # numpy on a CPU, because torch's threads wait for each other when cores are busy.
-    on_host = device.type == "cpu"
+    on_host = uses_numpy(device)
     if header.places == "gaps":
         # Before a changed element are the gaps so far, and the changed elements so far.
         if on_host:
@@ -138,17 +135,21 @@ def _unpack_values(streams: Streams, device: torch.device) -> tuple[Tensor, bool
     header = streams.header
     is_relative = header.values == "steps"
     size, count = header.element_bytes, header.count
-    if device.type == "cpu":
+    if uses_numpy(device):
         planes = np.ascontiguousarray(streams.values.numpy().reshape(size, count).T)
         plain = planes.reshape(-1).view(f"i{size}")
         if is_relative:
             plain = ((plain >> 1) & np.iinfo(plain.dtype).max) ^ -(plain & 1)  # undo the zigzag
         return torch.from_numpy(plain), is_relative
-    moved = streams.values.to(device).view(size, count).t().contiguous()
-    values = moved.view(-1).view(_INTEGERS[size])
+    return join_planes(streams.values.to(device), size, is_relative), is_relative
+
+
+def join_planes(planes: Tensor, size: int, is_relative: bool) -> Tensor:
+    """Return values of `size` bytes; all their first bytes come first, then all second bytes."""
+    values = planes.view(size, -1).t().contiguous().view(-1).view(_INTEGERS[size])
     if is_relative:
-        values = ((values >> 1) & torch.iinfo(values.dtype).max) ^ -(values & 1)
-    return values, is_relative
+        values = ((values >> 1) & torch.iinfo(values.dtype).max) ^ -(values & 1)  # undo the zigzag
+    return values
 
 
 def _decompress(header: Header, data: Buffer, at_most: int) -> Tensor:

@@ -1,0 +1,171 @@
+"""A reader returns what changed since the served version, in the same way on every device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rollway.errors import WeightsError
+from rollway.weights.digest.checksums import integers, word_sum
+from rollway.weights.transports.changes import Changes
+from rollway.weights.transports.delta import DeltaPublisher, DeltaReader, Store, batches, unpacking
+from rollway.weights.transports.delta.changed import map_in_order
+from rollway.weights.transports.delta.unpacking import Streams
+
+CPU = torch.device("cpu")
+State = dict[str, Tensor]
+DTYPES = [torch.bfloat16, torch.float32, torch.float64, torch.int8]
+
+
+def make_state(seed: int, sizes: list[int]) -> State:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        f"t{i}": (100 * torch.randn(size, generator=generator)).to(DTYPES[i % len(DTYPES)])
+        for i, size in enumerate(sizes)
+    }
+
+
+def change(state: State, seed: int, share: float) -> State:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.where(
+            torch.rand(tensor.shape, generator=generator) < share, tensor + 1, tensor
+        ).to(tensor.dtype)
+        for name, tensor in state.items()
+    }
+
+
+def serve(root: Path, state: State) -> tuple[DeltaPublisher, DeltaReader, str]:
+    publisher, reader = DeltaPublisher(Store(root), snapshot_every=100), DeltaReader()
+    offer = publisher.publish(1, state.items())
+    for _ in reader.tensors(offer):
+        pass
+    reader.finish(offer)
+    return publisher, reader, offer.identity
+
+
+def apply_to(state: State, changes: Changes) -> State:
+    """Apply changes one by one, as a plain loop would."""
+    result = {name: tensor.clone() for name, tensor in state.items()}
+    for step in changes.steps:
+        for name, (positions, bits, relative) in step.move(CPU):
+            target = integers(result[name])
+            target[positions] = target[positions] + bits if relative else bits
+    return result
+
+
+def assert_same(left: State, right: State) -> None:
+    for name, tensor in left.items():
+        assert torch.equal(integers(tensor), integers(right[name])), name
+
+
+@pytest.mark.parametrize("as_on_gpu", [False, True])
+@given(
+    st.lists(st.integers(1, 3000), min_size=1, max_size=9),
+    st.lists(st.sampled_from([0.001, 0.01, 0.2, 1.0]), min_size=1, max_size=3),
+    st.sampled_from([8, 64, 1 << 24]),
+)
+@settings(max_examples=25, deadline=None)
+def test_changes_lead_to_the_offered_version(
+    as_on_gpu: bool,
+    tmp_path_factory: pytest.TempPathFactory,
+    sizes: list[int],
+    shares: list[float],
+    batch: int,
+) -> None:
+    first = make_state(len(sizes), sizes)
+    publisher, reader, served = serve(tmp_path_factory.mktemp("deltas"), first)
+    last = first
+    for step, share in enumerate(shares):
+        last = change(last, step, share)
+        offer = publisher.publish(2 + step, last.items())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batches, "BATCH", batch)
+        if as_on_gpu:
+            for module in (batches, unpacking):
+                patch.setattr(module, "uses_numpy", lambda _: False)
+        changes = reader.changes(offer, served, 1 << 60)
+        if changes.refusal:
+            assert "a snapshot is shorter" in changes.refusal
+        else:
+            assert_same(apply_to(first, changes), last)
+    assert reader.sums(offer) == {name: word_sum(tensor) for name, tensor in last.items()}
+    assert_same(dict(reader.tensors(offer)), last)  # its own tensors were not touched
+
+
+def test_changes_need_the_version_that_is_served(tmp_path: Path) -> None:
+    state = make_state(0, [5000] * 4)
+    publisher, reader, served = serve(tmp_path / "a", state)
+    offer = publisher.publish(2, change(state, 1, 0.01).items())
+    assert "did not come from the same deltas" in reader.changes(offer, "0" * 32, 1 << 60).refusal
+    assert reader.changes(offer, served, 3).refusal == "More than 3 elements changed."
+    assert "did not come" in DeltaReader().changes(offer, served, 1 << 60).refusal
+    assert reader.changes(offer, served, 1 << 60).refusal == ""
+    reader.close()
+    assert "did not come" in reader.changes(offer, served, 1 << 60).refusal
+
+
+def test_a_version_that_is_only_offered_is_no_base(tmp_path: Path) -> None:
+    state = make_state(0, [5000] * 4)
+    publisher, reader, served = serve(tmp_path, state)
+    second = publisher.publish(2, change(state, 1, 0.01).items())
+    reader.headers(second)
+    third = publisher.publish(3, change(state, 2, 0.01).items())
+    assert "did not come" in reader.changes(third, second.identity, 1 << 60).refusal
+    assert len(reader.changes(third, served, 1 << 60).steps) == 2
+
+
+@pytest.mark.parametrize("as_on_gpu", [False, True])
+@pytest.mark.parametrize("fault", ["count", "elements"])
+def test_positions_that_are_wrong_are_refused(
+    fault: str, as_on_gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = make_state(0, [5000] * 8)
+    publisher, reader, served = serve(tmp_path, state)
+    offer = publisher.publish(2, change(state, 1, 0.01).items())
+    (step,) = reader.changes(offer, served, 1 << 60).steps
+    wrong = []
+    for streams in step.changes:
+        assert isinstance(streams, Streams) and streams.header.places == "gaps"
+        header, places = streams.header, streams.places
+        if fault == "count":
+            places = places[:-1]
+        else:
+            header = msgspec.structs.replace(header, shape=(50,))
+        wrong.append(Streams(header, places, streams.values))
+    if as_on_gpu:
+        monkeypatch.setattr(batches, "uses_numpy", lambda _: False)
+    for change_of_one in wrong:
+        with pytest.raises(WeightsError, match=r"positions in a change of t\d"):
+            list(batches.Step([*step.changes, change_of_one]).move(CPU))
+
+
+def test_no_thread_works_on_after_an_error() -> None:
+    done = []
+
+    def work(name: str) -> None:
+        if name == "3":
+            raise MemoryError
+        done.append(name)
+
+    with pytest.raises(MemoryError):
+        map_in_order(work, [str(i) for i in range(1000)], threads=4)
+    count = len(done)
+    assert map_in_order(str.upper, ["a", "b"], threads=4) == ["A", "B"] and len(done) == count
+
+
+def test_large_deltas_are_patched_in_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollway.weights.transports.delta.reader._WORTH_THREADS", 0)
+    state = make_state(0, [5000] * 8)
+    publisher, reader, _ = serve(tmp_path, state)
+    last = change(state, 1, 0.05)
+    offer = publisher.publish(2, last.items())
+    assert_same(dict(reader.tensors(offer)), last)
