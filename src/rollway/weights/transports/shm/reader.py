@@ -126,9 +126,9 @@ class ShmReader(Reader):
             if status.st_size < max(nbytes, 1):
                 raise WeightsError(f"{path} does not hold {nbytes} bytes.")
             known = self._maps.get(path.name)
-            if known is not None and known.inode == status.st_ino:
-                if known.memory.numel() >= nbytes:
-                    return known.memory
+            is_same = known is not None and known.inode == status.st_ino
+            if known is not None and is_same and known.memory.numel() >= nbytes:
+                return known.memory
             # Drop the maps of removed files: a publisher that closed frees its memory.
             removed = [name for name in self._maps if not (self._directory / name).exists()]
             self._drop({*removed, path.name} & self._maps.keys())
