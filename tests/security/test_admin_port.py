@@ -294,9 +294,9 @@ def test_orders_reach_a_restarted_worker(stack: rollway.Stack) -> None:
             fleet = Fleet(http, stack.rl_url, secret=stack.weights_secret)
             (worker,) = await fleet.workers()
             await flush(admin, worker)
-            admin._processes[worker.admin_url] = "a predecessor"
+            admin._known.processes[worker.admin_url] = "a predecessor"
             await flush(admin, worker)
-            admin._processes[worker.admin_url] = ""  # one without a guard
+            admin._known.processes[worker.admin_url] = ""  # one without a guard
             await flush(admin, worker)
 
     asyncio.run(run())

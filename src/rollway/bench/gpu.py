@@ -117,6 +117,8 @@ def bench_gpu(device: str = "cuda", megabytes: int = 4096) -> dict[str, Any]:
     bench.copy_gb_per_s = bench.figures.get("copy", {}).get("gb_per_s", 0.0)
     dense, moe = _dense_config(megabytes), _moe_config(megabytes)
 
+    checksums.warm_up()  # torch would do the first of the work
+
     def measure_both(name: str, part: Callable[[_Bench, dict[str, Any]], dict[str, Any]]) -> None:
         bench.measure_part(f"{name}_dense", partial(part, bench, dense))
         bench.measure_part(f"{name}_moe", partial(part, bench, moe))

@@ -33,6 +33,7 @@ _PIECE_BYTES = 16 << 20
 """What one thread empties at a time."""
 _MAX_THREADS = 8
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for all contexts of the process
+_READ_ONLY = 8  # cudaHostRegisterReadOnly: the process may not write to the memory
 Write = Callable[[int, NDArray[np.uint8]], object]
 """Consumes bytes of a tensor; the number says where in the tensor they start."""
 
@@ -238,9 +239,10 @@ def allocate_pinned(nbytes: int) -> Tensor:
 class Pinning:
     """Pins memory of the host in the background, since that takes about 0.1 s for a gigabyte."""
 
-    def __init__(self, memory: Tensor, device: torch.device) -> None:
+    def __init__(self, memory: Tensor, device: torch.device, *, read_only: bool = False) -> None:
         self._memory: Tensor | None = memory
         self._device = device
+        self._flags = _PORTABLE | (_READ_ONLY if read_only else 0)
         self._is_pinned = False
         self._thread = threading.Thread(target=self._run, name="rollway-pin", daemon=True)
         self._thread.start()
@@ -261,7 +263,7 @@ class Pinning:
         try:
             with _on_device(self._device):
                 result = torch.cuda.cudart().cudaHostRegister(
-                    self._memory.data_ptr(), self._memory.nbytes, _PORTABLE
+                    self._memory.data_ptr(), self._memory.nbytes, self._flags
                 )
             self._is_pinned = int(result) == 0
             reason = f"cudaHostRegister returned {result}"

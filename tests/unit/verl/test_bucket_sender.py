@@ -27,6 +27,9 @@ class Admin:
             offer = read_offer(arguments["offer"], "secret")
             self.offers[worker.instance_id] = offer.where["sockets"]
 
+    async def staging(self, worker: Worker, identity: str) -> list[dict[str, str]]:
+        return [{"state": "ready", "error": ""}]
+
 
 def make_update(tmp_path: Path, sockets: list[str]) -> BucketUpdate:
     save_file({"a": torch.zeros(4), "b": torch.zeros(2).half()}, tmp_path / "model.safetensors")

@@ -43,6 +43,8 @@ SHARES = [0.0, 0.0001, 0.01, 0.2, 0.45, 0.55, 1.0]
 def way(monkeypatch: pytest.MonkeyPatch, triton: bool) -> str:
     """Make Triton available, or not."""
     if triton and GPU:
+        torch.cuda.init()
+        checksums.warm_up()
         assert checksums.uses_triton(torch.device("cuda"))
     for module in (checksums, changes, copies):
         monkeypatch.setattr(module, "uses_triton", lambda device: triton and device.type == DEVICE)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rollway.engine.receivers import reader_for
 from rollway.errors import UsageError, WeightsError
-from rollway.weights.digest.checksums import digest, uses_triton
+from rollway.weights.digest.checksums import digest, uses_triton, warm_up
 from rollway.weights.offer import Offer, parse_offer, read_offer
 from rollway.weights.transports.cuda_ipc import CudaIpcPublisher, CudaIpcReader, device_memory
 from tests.children import make_dead_writer_mark
@@ -60,6 +60,9 @@ from rollway.weights.offer import parse_offer
 from rollway.weights.transports.cuda_ipc import CudaIpcReader
 
 reader, own = CudaIpcReader(Path(sys.argv[1])), {}
+if sys.argv[2] != "cpu":
+    torch.cuda.init()
+    reader.warm_up()
 for line in sys.stdin:
     offer = parse_offer(json.loads(line))
     try:
@@ -327,6 +330,7 @@ def test_handles_reach_torch_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
 @each_device
 def test_another_process_copies_into_its_own_tensors(device: str, tmp_path: Path) -> None:
     other = Other(tmp_path, COPIER, device)
+    warm_up()
     with CudaIpcPublisher(bucket_bytes=40_000, directory=tmp_path) as publisher:
         contiguous = {n: tensor for n, tensor in model(device).items() if tensor.is_contiguous()}
         for version in range(1, 4):  # from the same places each time

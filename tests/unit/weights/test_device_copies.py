@@ -21,6 +21,7 @@ from rollway.weights.digest import checksums
 from rollway.weights.digest.checksums import DTYPES, raw_bytes, word_sum, word_sums
 from rollway.weights.transports import base
 from rollway.weights.transports.shm import ShmPublisher, ShmReader
+from tests.waiting import wait_until
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 each_device = pytest.mark.parametrize("device", DEVICES)
@@ -171,6 +172,7 @@ def test_shared_memory_is_unpinned_before_it_is_unmapped(
 ) -> None:
     cudart = FakeCudart()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)  # the reader pins nothing
     publisher, reader = ShmPublisher(keep=1, directory=tmp_path), ShmReader(tmp_path)
     (slot,) = publisher._slots
     for size in (10, 10, 5000):
@@ -181,6 +183,23 @@ def test_shared_memory_is_unpinned_before_it_is_unmapped(
         assert slot.is_pinned() and list(cudart.pinned) == [slot.memory.data_ptr()]  # type: ignore[union-attr]
     publisher.close()
     assert not cudart.pinned and not list(tmp_path.iterdir())
+
+
+def test_a_reader_beside_a_gpu_pins_what_it_maps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cudart = FakeCudart()
+    with ShmPublisher(keep=1, directory=tmp_path) as publisher:
+        reader, offer = ShmReader(tmp_path), publisher.publish(1, [("a", torch.ones(10))])
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+        for _ in range(2):  # the file stays mapped, and is pinned once
+            ((_, tensor),) = reader.tensors(offer)
+            wait_until(lambda: list(cudart.pinned) == [tensor.data_ptr()])  # noqa: B023
+        reader.close()
+        assert not cudart.pinned
 
 
 def test_a_stream_of_unknown_size_leaves_no_spare_memory(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple, TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -20,6 +20,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollway.errors import UsageError
+
+if TYPE_CHECKING:
+    from rollway.weights.digest.gpu import DigestKernel
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +42,8 @@ _WORTH_THREADS = 16 << 20
 _MAX_THREADS = 8
 Result = TypeVar("Result")
 _compiling = threading.Lock()
+_kernels: Future[bool] | None = None
+"""Whether the Triton kernels work, once they are compiled."""
 
 
 class Checksum(NamedTuple):
@@ -81,16 +86,18 @@ def prepare_checksums(
 
     Returns a function that starts them on the current stream, as often as the bytes change; it
     returns a function that waits for them."""
-    if tensors and uses_triton(tensors[0].device):
-        from rollway.weights.digest.gpu import DigestKernel
-
-        kernel = DigestKernel(tensors)
-        if not kernel.keeps_copies:
-            return kernel.start
-        # A tensor that had to be copied first must be copied again each time.
-        return lambda: DigestKernel(tensors).start()
+    kernel: DigestKernel | None = None
 
     def start() -> Callable[[], list[Checksum]]:
+        nonlocal kernel
+        # Each time: the kernels may have been compiled since the last version.
+        if tensors and uses_triton(tensors[0].device):
+            from rollway.weights.digest.gpu import DigestKernel
+
+            # A tensor that had to be copied first must be copied again each time.
+            if kernel is None or kernel.keeps_copies:
+                kernel = DigestKernel(tensors)
+            return kernel.start()
         results = list(map(Checksum, digests(tensors), word_sums(tensors)))
         return lambda: results
 
@@ -130,27 +137,41 @@ def _sum_blocks(tensors: list[Tensor]) -> Tensor:
 
 
 def uses_triton(device: torch.device) -> bool:
-    """Return whether Triton kernels process many tensors at once there; otherwise torch does."""
-    return device.type == "cuda" and _triton_works()
+    """Return whether Triton kernels process many tensors at once there; otherwise torch does.
+
+    The first question starts to compile them in a thread. That takes seconds, so torch does the
+    work until they are ready: the first refit of a process need not wait."""
+    if device.type != "cuda":
+        return False
+    kernels = _compile_kernels(device)
+    return kernels.done() and kernels.result()
 
 
 def warm_up() -> None:
-    """Compile the kernels for the current device, where they are used.
+    """Compile the kernels for the current device, where they are used, and wait for them.
 
-    The first kernel of a process takes seconds: importing Triton, compiling, loading. Nothing is
-    done in a process that has not chosen its GPU yet."""
+    Nothing is done in a process that has not chosen its GPU yet."""
     if torch.cuda.is_initialized():
-        uses_triton(torch.device("cuda", torch.cuda.current_device()))
-        keys(torch.device("cuda", torch.cuda.current_device()))
+        device = torch.device("cuda", torch.cuda.current_device())
+        _compile_kernels(device).result()
+        keys(device)
 
 
-def _triton_works() -> bool:
-    # One thread compiles, and others wait: `functools.cache` alone would let both.
+def _compile_kernels(device: torch.device) -> Future[bool]:
+    """Start to compile the kernels, once in a process; return whether they work, when known."""
+    global _kernels
     with _compiling:
-        return _check_triton()
+        if _kernels is None:
+            future = _kernels = Future()
+
+            def run() -> None:
+                with torch.cuda.device(device):  # a new thread would use the first GPU
+                    future.set_result(_check_triton())
+
+            threading.Thread(target=run, name="rollway-compile", daemon=True).start()
+        return _kernels
 
 
-@functools.cache
 def _check_triton() -> bool:
     try:
         from rollway.weights.digest.gpu_check import check

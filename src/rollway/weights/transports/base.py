@@ -111,7 +111,11 @@ class Publisher(ABC):
 
     def warm_up(self) -> threading.Thread | None:
         """Start in the background what would slow down the first `publish` from a GPU: imports, and
-        kernels to compile. `Stack.publisher` does it. Returns the thread, if there is one."""
+        kernels to compile. `Stack.publisher` does it.
+
+        Returns:
+            The thread; None in a process that does not use a GPU yet.
+        """
         return start_warm_up()
 
     def expect(self, receivers: int) -> None:
