@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import msgspec
@@ -119,6 +120,17 @@ def test_a_version_that_is_only_offered_is_no_base(tmp_path: Path) -> None:
     third = publisher.publish(3, change(state, 2, 0.01).items())
     assert "did not come" in reader.changes(third, second.identity, 1 << 60).refusal
     assert len(reader.changes(third, served, 1 << 60).steps) == 2
+
+
+def test_another_version_with_the_same_number_is_read_whole(tmp_path: Path) -> None:
+    state = make_state(0, [5000] * 4)
+    publisher, reader, served = serve(tmp_path, state)
+    publisher.close()
+    shutil.rmtree(tmp_path)
+    other = change(state, 1, 0.01)
+    offer = DeltaPublisher(Store(tmp_path)).publish(1, other.items())
+    assert "with the number of the served one" in reader.changes(offer, served, 1 << 60).refusal
+    assert_same(dict(reader.tensors(offer)), other)
 
 
 @pytest.mark.parametrize("as_on_gpu", [False, True])

@@ -24,6 +24,8 @@ def read_changes(
     versions: DeltaVersions, base: Manifest, steps: Sequence[Step], at_most: int
 ) -> Changes:
     """Read the changes of all steps, which must begin at exactly the tensors of `base`."""
+    if not steps:
+        return Changes(refusal="another version with the number of the served one is offered")
     if any(step.kind == "snapshot" for step in steps):
         return Changes(refusal="a snapshot is shorter than the deltas since the served version")
     digests = {name: entry.digest for name, entry in base.tensors.items()}

@@ -247,9 +247,10 @@ class DeltaReader(Reader):
     def __init__(self) -> None:
         self._held: tuple[str, int] | None = None
         self._state: State = {}
-        self._offered: tuple[str, Manifest] | None = None
-        self._served: tuple[str, Manifest] | None = None
-        """Where the version that this worker serves came from."""
+        self._offered: tuple[str, str, Manifest] | None = None
+        """Where the version that was opened last is, with its identity."""
+        self._served: tuple[str, str, Manifest] | None = None
+        """The same of the version that this worker serves."""
 
     def headers(self, offer: Offer) -> dict[str, TensorHeader]:
         return self._open(offer)[1].headers()
@@ -262,19 +263,20 @@ class DeltaReader(Reader):
         """Return what leads from the served version to the offered one; the tensors that this
         reader holds stay as they are."""
         versions, manifest = self._open(offer)
-        base = self._served
-        if base is None or base[0] != str(offer.where["root"]) or base[1].identity != served:
+        if self._served is None or self._served[:2] != (str(offer.where["root"]), served):
             return Changes(refusal="the served version did not come from the same deltas")
-        if base[1].identity == manifest.identity:
+        if served == offer.identity:
             return Changes()
+        base = self._served[2]
         try:
-            steps = versions.find_chain(base[1].version, manifest.version)
-            return read_changes(versions, base[1], steps, at_most)
+            steps = versions.find_chain(base.version, manifest.version)
+            return read_changes(versions, base, steps, at_most)
         except WeightsError as error:
             return Changes(refusal=error.message)
 
     def finish(self, offer: Offer) -> None:
-        if self._offered is not None and self._offered[1].identity == offer.identity:
+        # No file is read here, and nothing is hashed: the worker is paused.
+        if self._offered is not None and self._offered[1] == offer.identity:
             self._served = self._offered
 
     def tensors(
@@ -283,7 +285,7 @@ class DeltaReader(Reader):
         versions, manifest = self._open(offer)
         root = str(offer.where["root"])
         held = self._held[1] if self._held is not None and self._held[0] == root else None
-        if held is not None and self._patch(versions, held, offer.version):
+        if held is not None and self._patch(versions, held, manifest):
             self._held = (root, offer.version)
             yield from ((name, self._state[name]) for name in manifest.tensors)
             return
@@ -294,13 +296,15 @@ class DeltaReader(Reader):
         staged.install()
         self._state, self._held = staged.state, (root, offer.version)
 
-    def _patch(self, versions: DeltaVersions, held: int, wanted: int) -> bool:
+    def _patch(self, versions: DeltaVersions, held: int, manifest: Manifest) -> bool:
         """Update the held tensors in place; return False if only a snapshot leads there."""
-        steps = versions.find_chain(held, wanted)
+        steps = versions.find_chain(held, manifest.version)
         if steps and steps[0].kind == "snapshot":
             return False
         try:
             versions.patch(self._state, steps)
+            if not steps:  # another publisher at the same place may have numbered its own alike
+                check_unchanged(self._state, manifest, ())
         except WeightsError:
             return False  # broken, or removed meanwhile
         return True
@@ -325,7 +329,7 @@ class DeltaReader(Reader):
         manifest = versions.read_manifest(offer.version)
         if manifest.identity != offer.identity:
             raise WeightsError(f"Version {offer.version} at {root} is not the offered one.")
-        self._offered = str(offer.where["root"]), manifest
+        self._offered = str(offer.where["root"]), offer.identity, manifest
         return versions, manifest
 
 
