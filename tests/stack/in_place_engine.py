@@ -97,6 +97,21 @@ def refit(llm: Any, publisher: Any, version: int, policy: Any) -> dict[str, Any]
     return result
 
 
+def patch(llm: Any, store: Path, version: int, policy: Any) -> dict[str, Any]:
+    """Serve a policy from deltas, change it a little, and refit again."""
+    import torch
+
+    from rollway.weights.transports.delta import DeltaPublisher, Store
+
+    publisher = DeltaPublisher(Store(store))
+    refit(llm, publisher, version + 1, policy)
+    torch.manual_seed(9)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter += 0.3 * torch.randn(parameter.shape) * (torch.rand(parameter.shape) < 0.02)
+    return refit(llm, publisher, version + 2, policy)
+
+
 def main(directory: Path, *, graphs: bool) -> None:
     policies = write_policies(directory)
     from vllm import LLM, _custom_ops
@@ -126,6 +141,8 @@ def main(directory: Path, *, graphs: bool) -> None:
             memory.read_host_memory = (lambda *_: nothing) if strategy == "reload" else read_host
             ShmReader.shares_device = lambda *_, share=strategy == "direct": share
             results[strategy] = refit(llm, publisher, version, policies[version])
+    memory.read_device_memory, memory.read_host_memory = read_device, read_host
+    results["patch"] = patch(llm, directory / "deltas", len(STRATEGIES), policies[0])
     print(f"RESULTS {json.dumps(results)}", flush=True)
 
 

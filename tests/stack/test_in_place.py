@@ -22,7 +22,7 @@ def test_every_strategy_serves_the_published_weights(tmp_path: Path) -> None:
     assert lines, done.stdout[-2000:] + done.stderr[-4000:]
     results = json.loads(lines[-1].removeprefix("RESULTS "))
     assert results["start"] < 1e-4
-    for strategy in STRATEGIES:
+    for strategy in (*STRATEGIES, "patch"):
         result = results[strategy]
         assert result["staging"]["state"] == "ready", result
         assert result["swap"]["strategy"] == strategy
