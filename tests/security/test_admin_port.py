@@ -20,8 +20,8 @@ import rollway
 from rollway import processes
 from rollway.engine import guard, rpc
 from rollway.errors import AdminError
-from rollway.fleet.admin import DynamoAdmin
 from rollway.fleet.discovery import Worker
+from rollway.fleet.dynamo_admin import DynamoAdmin
 from rollway.fleet.fleet import Fleet
 from rollway.http import Http
 from rollway.orders import ORDER, SECRET, OrderRefused, UsedNumbers, Verifier, sign

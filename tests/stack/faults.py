@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rollway.aio import Stack
-from rollway.fleet.admin import DynamoAdmin
 from rollway.fleet.discovery import Worker
+from rollway.fleet.dynamo_admin import DynamoAdmin
 from rollway.fleet.report import RefitMode
 from rollway.http import Http
 from rollway.rollout.client import Rollout

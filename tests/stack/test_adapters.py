@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 import rollway
 from rollway.errors import AdminError, RequestFailed, RolloutError, UsageError
-from rollway.fleet.admin import DynamoAdmin
+from rollway.fleet.dynamo_admin import DynamoAdmin
 from rollway.http import Http
 from rollway.rollout.completion import Completion
 from rollway.rollout.sampling import Sampling

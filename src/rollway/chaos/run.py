@@ -27,8 +27,9 @@ from rollway.chaos.faults import WHERE, Injector, Joiner, ResettingHttp, Strike
 from rollway.chaos.traffic import BUSY_SECONDS, CALM_SECONDS, Policies, Traffic
 from rollway.config import AdminTimeouts, StackSpec
 from rollway.errors import RefitError, RollwayError, UsageError
-from rollway.fleet.admin import AdminAPI, DynamoAdmin, call_all
+from rollway.fleet.admin import AdminAPI, call_all
 from rollway.fleet.discovery import Worker
+from rollway.fleet.dynamo_admin import DynamoAdmin
 from rollway.fleet.fleet import Fleet
 from rollway.fleet.report import RefitMode
 from rollway.stack.state import StackDir

@@ -20,7 +20,6 @@ from rollway.errors import AdminError, RollwayError, UsageError
 from rollway.fleet.adapters import Adapters
 from rollway.fleet.admin import (
     AdminAPI,
-    DynamoAdmin,
     PauseMode,
     call_all,
     leaving_label,
@@ -30,6 +29,7 @@ from rollway.fleet.admin import (
 )
 from rollway.fleet.canary import Answer, Ask, CanaryCheck
 from rollway.fleet.discovery import RlListing, Source, Worker, is_dead
+from rollway.fleet.dynamo_admin import DynamoAdmin
 from rollway.fleet.membership import POLL_SECONDS, Membership
 from rollway.fleet.refit import Refit, Supervised
 from rollway.fleet.report import RefitMode, RefitReport, WorkerReport

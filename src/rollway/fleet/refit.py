@@ -3,7 +3,7 @@
     check the weights ─► every worker checks, stages ─► claim the version    refused: discard, raise
                                                              │
     for one group of workers at a time:                      ▼
-      workers that take orders: one order each, at the same time (`worker_refit`); the others:
+      workers that take orders: one order each, at the same time (`worker_order`); the others:
       all leave the routing and pause ─────────────────► a pause failed: restore all, raise
                              │
       each worker by itself: ▼
@@ -41,6 +41,7 @@ from rollway.fleet.admin import PauseMode, call_all, no_workers_error, silent_wo
 from rollway.fleet.discovery import Worker, is_dead
 from rollway.fleet.membership import Membership
 from rollway.fleet.report import RefitMode, RefitReport, WorkerReport, refit_error
+from rollway.fleet.worker_order import WorkerOrder
 from rollway.fleet.worker_refit import RefitPlan, WorkerRefit, run_to_the_end
 
 log = logging.getLogger(__name__)
@@ -268,7 +269,7 @@ class Refit:
         modes: dict[str, PauseMode] = {"in-flight": "abort", "keep": "keep"}
         mode = modes.get(self.mode, "wait")
         try:
-            work = [worker.move_by_order(mode) for worker in by_order]
+            work = [WorkerOrder(worker).run(mode) for worker in by_order]
             if others:
                 work.append(self._move_by_calls(others, mode))
             await _run_all(work)

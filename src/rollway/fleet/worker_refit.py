@@ -1,20 +1,5 @@
 """One worker in a refit: out of service, new weights, back into service.
 
-By one order, if the worker has staged the update and its engine can refit itself (drawn in
-rollway/engine/core.py):
-
-    untouched ── preflight ► untouched, update staged ── discard ──► untouched
-                                   │
-                                   │ move_by_order: one call, sent once
-                                   ▼
-                               updating ── served ──────► serving
-                                   │    ── refused ─────► restored   (nothing was changed)
-                                   │ no answer: its label tells; otherwise as below
-                                   ▼
-                               in doubt ── replace ──► replaced      (if it has a supervisor)
-
-By single calls otherwise:
-
     untouched ── preflight ► untouched, update staged ── discard ──► untouched
                                    │
                                    │ leave_service: label "leaving", no taints; pause
@@ -32,9 +17,10 @@ By single calls otherwise:
     from any state ──► gone: the worker died, or another process has its address
     joining: its supervisor has not labelled it yet, so it serves nothing and waits
 
-All calls between the pause and the resume go over one pinned connection: they reach one process,
-never its successor at the same address. Other processes read its state from its label: a worker is
-labelled with a version only while it serves that version.
+This is the refit by single calls; `worker_order` has the refit by one order. All calls between the
+pause and the resume go over one pinned connection: they reach one process, never its successor at
+the same address. Other processes read its state from its label: a worker is labelled with a version
+only while it serves that version.
 """
 
 from __future__ import annotations
@@ -42,7 +28,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, cast
@@ -52,7 +38,6 @@ from rollway.fleet.admin import (
     IN_DOUBT,
     AdminAPI,
     PauseMode,
-    RefitRefused,
     leaving_label,
     unverified_label,
 )
@@ -71,8 +56,6 @@ Replace = Callable[[Worker], Awaitable[bool]]
 ROUTING_SECONDS = 0.05
 """A router may still send requests that it placed before it received new taints (10 to 30 ms
 measured). `FleetVersions.attributes_to` rejects the answers to requests that arrive even later."""
-SETTLE_SECONDS = 10.0
-"""How long a worker whose answer to an order was lost may take to show its new label."""
 
 
 @dataclass(slots=True)
@@ -115,8 +98,8 @@ class WorkerRefit:
     async def preflight(self) -> None:
         """Have the worker check and stage the update, and read its label. It stays in service."""
         plan = self.plan
-        self._lap()
-        await self._step("preflight")
+        self.lap()
+        await self.step("preflight")
         self.may_hold_update = True  # before the call, which may take effect even if cancelled
         self.verifies_itself = await plan.update.preflight(plan.admin, self.worker)
         self.label = await plan.admin.weight_version(self.worker)
@@ -128,7 +111,7 @@ class WorkerRefit:
         generates = self.label is None or self.label >= 0
         if plan.canaries is not None and generates and not self.verifies_itself:
             await plan.canaries.record_before(self.worker)
-        self.report.preflight_seconds = self._lap()
+        self.report.preflight_seconds = self.lap()
 
     async def discard(self) -> None:
         """Free the staged update, if it was not applied."""
@@ -148,7 +131,7 @@ class WorkerRefit:
         """Route to a worker that has the weights, and resume it. An interrupted refit may not have
         done so."""
         async with self.plan.admin.pinned() as connection:
-            await self._check_process(connection)
+            await self.check_process(connection)
             await self._set_taints(connection, [taint_of(self.plan.version)])
             await connection.resume(self.worker)
 
@@ -160,117 +143,13 @@ class WorkerRefit:
         is_staged = self.verifies_itself and self.plan.update.is_staged_in(self.worker)
         return is_known and is_staged and self.plan.admin.takes_refits(self.worker)
 
-    async def move_by_order(self, mode: PauseMode) -> None:
-        """Have the worker do everything by itself. Raise nothing but a cancellation."""
-        try:
-            reply = await self._send_order(mode)
-        except RefitRefused as error:
-            if not await self.note_if_lost():
-                self._note_refusal(error)
-        except BaseException as error:
-            self.mark_in_doubt(error)
-            await run_to_the_end(self._settle(error))
-            if not isinstance(error, RollwayError):
-                raise
-        else:
-            self._note_times(reply)
-            self._note_service("parameters")
-
-    async def _send_order(self, mode: PauseMode) -> Mapping[str, Any]:
-        plan, versions = self.plan, self.plan.versions
-        self._lap()
-        await self._step("pause")
-        await self._check_process(plan.admin)  # a worker that hangs is noticed soon
-        await plan.update.check_unchanged()
-        self.report.state = "updating"
-        # The answers that arrive while the order runs, and after it, name their versions.
-        versions.mark_enforced(self.instance_id)
-        versions.mark_issued(self.instance_id)
-        if mode == "keep":
-            # The engine resumes by itself. An answer without stamps may be of both versions then.
-            versions.mark_entered(self.instance_id, plan.version)
-        await self._step("update")
-        label = self.label
-        order = {
-            "identity": plan.update.identity,
-            "mode": mode,
-            "label": label,
-            "leaving": IN_DOUBT if label is None else leaving_label(label),
-            "version": plan.version,
-            "taints": [taint_of(plan.version)],
-            "taints_before": [] if label is None else [taint_of(label)],
-        }
-        running = asyncio.create_task(plan.admin.refit(self.worker, order))
-        try:
-            # The worker takes these steps by itself; observers hear of them while it does.
-            for step in ("flush", "verify", "open", "resume"):
-                await self._step(step)
-            reply = await asyncio.shield(running)
-        except asyncio.CancelledError:
-            await run_to_the_end(self._cancel(running))
-            raise
-        self.may_hold_update = False
-        try:
-            # A worker that lacks memory for a second model has read them only now.
-            await plan.update.check_unchanged()
-        except AdminError as error:
-            raise _WrongWeights(error.message) from None
-        return reply
-
-    async def _cancel(self, running: asyncio.Task[dict[str, Any]]) -> None:
-        """Stop an order that waits for running requests, and wait until it has ended."""
-        with contextlib.suppress(RollwayError):
-            await self.plan.admin.cancel_refit(self.worker)
-        with contextlib.suppress(RollwayError, TimeoutError):
-            await asyncio.wait_for(running, SETTLE_SECONDS)
-
-    async def _settle(self, error: BaseException) -> None:
-        """Find out what became of an order that failed or whose answer was lost, by the worker's
-        label; keep the worker out of service if that does not tell."""
-        deadline = time.monotonic() + SETTLE_SECONDS
-        # A worker that answered with an error has stayed paused.
-        is_lost = not isinstance(error, AdminError) or error.__cause__ is not None
-        while is_lost and time.monotonic() < deadline and not await is_dead(self.worker):
-            label: int | None = IN_DOUBT
-            with contextlib.suppress(RollwayError):
-                label = await self.plan.admin.weight_version(self.worker)
-            if label == self.plan.version:
-                self.may_hold_update, self.report.error = False, None
-                self._note_service("parameters")
-                return
-            if label == self.label:
-                self._note_refusal(error)
-                return
-            await asyncio.sleep(0.1)
-        await self.keep_out()
-        if self.report.state == "in doubt":
-            await self.replace()
-
-    def _note_refusal(self, error: BaseException) -> None:
+    def note_refusal(self, error: BaseException) -> None:
         """Record that the worker serves what it served before."""
         self.report.state, self.report.error = "restored", str(error)
         if self.label is not None:
             self.plan.versions.mark_serving(self.instance_id, self.label)
 
-    def _note_times(self, reply: Mapping[str, Any]) -> None:
-        """Record the seconds that the worker and its engine report."""
-        report, engine, own = self.report, reply["report"], reply["seconds"]
-        swap = engine["swap"]
-        report.paused_seconds = engine["paused_seconds"]
-        report.waited_seconds = engine["waited_seconds"]
-        report.pause_seconds = own["leave"] + engine["stop_seconds"]
-        report.update_seconds = engine["swap_seconds"]
-        report.resume_seconds = own["enter"]
-        report.strategy = ": ".join(filter(None, (swap.get("strategy"), swap.get("reason"))))
-        report.steps |= {
-            "order": self._lap(),
-            **{f"order.{name}": seconds for name, seconds in own.items()},
-            "order.engine.stop": engine["stop_seconds"],
-            "order.engine.swap": engine["swap_seconds"],
-            **{f"order.engine.swap.{n}": s for n, s in swap.get("seconds", {}).items()},
-        }
-
-    def _note_service(self, proof: str) -> None:
+    def note_service(self, proof: str) -> None:
         """Record that the worker serves the version."""
         plan, versions = self.plan, self.plan.versions
         self.label, self.report.proof = plan.version, proof
@@ -284,10 +163,10 @@ class WorkerRefit:
 
     async def leave_service(self, connections: AsyncExitStack) -> None:
         """Connect to the worker, label it as leaving and take it out of the routing."""
-        self._lap()
-        await self._step("pause")
+        self.lap()
+        await self.step("pause")
         connection = await connections.enter_async_context(self.plan.admin.pinned())
-        await self._check_process(connection)
+        await self.check_process(connection)
         self._connection = cast(AdminAPI, _TimedCalls(connection, self._note_call))
         if self.label is not None and self.label >= 0:
             await self._mark_leaving()
@@ -299,13 +178,13 @@ class WorkerRefit:
         if mode == "wait":
             self.report.waited_seconds = time.monotonic() - began
         self.report.state = "paused"
-        self.report.pause_seconds = self._lap()
+        self.report.pause_seconds = self.lap()
 
     async def restore(self) -> None:
         """Put the worker back into service as it was. No update was issued to it."""
         # A new connection: the failure may have broken the pinned one.
         async with self.plan.admin.pinned() as connection:
-            await self._check_process(connection)
+            await self.check_process(connection)
             version = self.label if self._label_before is None else self._label_before
             # A worker in doubt since an earlier refit is never resumed.
             if version is None or version >= 0:
@@ -333,21 +212,21 @@ class WorkerRefit:
 
     async def apply(self) -> None:
         """Send the update, once, and clear the cache."""
-        self._lap()
+        self.lap()
         self.report.state = "updating"
-        await self._step("update")
+        await self.step("update")
         self.plan.versions.mark_issued(self.instance_id)
         if self.label is None:
             await self._mark_leaving()
         label = unverified_label(self.plan.version)
         await self.plan.update.apply(self._pinned, self.worker, label)
         self.label, self.may_hold_update = label, False
-        await self._step("flush")
+        await self.step("flush")
         await self._pinned.flush_cache(self.worker)
 
     async def verify(self) -> None:
         """Raise unless the worker holds the new weights, as far as that can be checked."""
-        await self._step("verify")
+        await self.step("verify")
         label = await self._pinned.weight_version(self.worker)
         if label != unverified_label(self.plan.version):
             raise AdminError(
@@ -361,7 +240,7 @@ class WorkerRefit:
         else:
             await self._verify_by_canary(self.plan.canaries)
             self.report.proof = "canary"
-        self.report.update_seconds = self._lap()
+        self.report.update_seconds = self.lap()
 
     async def _verify_by_canary(self, canaries: CanaryCheck) -> None:
         # The worker must generate to answer. It is outside the routing, but a stalled router may
@@ -377,17 +256,17 @@ class WorkerRefit:
     async def enter_service(self) -> None:
         """Accept requests for the new version and generate."""
         plan, versions = self.plan, self.plan.versions
-        await self._step("open")
+        await self.step("open")
         # Before the new taint: afterwards the queue holds requests for the new version too.
         await self._abort_late_requests()
         await self._set_taints(self._pinned, [taint_of(plan.version)])
-        await self._step("resume")
+        await self.step("resume")
         versions.mark_entered(self.instance_id, plan.version)
         await self._pinned.resume(self.worker)
         # Last: a worker that is labelled with its version is in service.
         await self._declare(self._pinned, plan.version)
-        self.report.resume_seconds = self._lap()
-        self._note_service(self.report.proof)
+        self.report.resume_seconds = self.lap()
+        self.note_service(self.report.proof)
 
     async def keep_out(self) -> None:
         """Take a worker in doubt out of service, whatever state it is in, and keep it out."""
@@ -423,7 +302,7 @@ class WorkerRefit:
         if not is_lost:
             try:
                 async with self.plan.admin.pinned() as connection:
-                    await self._check_process(connection)
+                    await self.check_process(connection)
             except _AnotherProcess:
                 is_lost = True
             except AdminError:
@@ -451,7 +330,7 @@ class WorkerRefit:
         await connection.declare_version(self.worker, label)
         self.label = label
 
-    async def _check_process(self, connection: AdminAPI) -> None:
+    async def check_process(self, connection: AdminAPI) -> None:
         """Raise unless the connection reaches the process that was asked before."""
         label = await connection.weight_version(self.worker)
         before = self._label_before
@@ -476,12 +355,12 @@ class WorkerRefit:
         steps, name = self.report.steps, f"{self._current_step}.{name}"
         steps[name] = steps.get(name, 0.0) + seconds
 
-    async def _step(self, name: str) -> None:
+    async def step(self, name: str) -> None:
         self._current_step = name
         if self.plan.observer is not None:
             await self.plan.observer(name, self.worker)
 
-    def _lap(self) -> float:
+    def lap(self) -> float:
         """Return the seconds since the last lap, and begin the next one. A step that begins
         after a wait for other workers calls this first, so that the wait is not counted."""
         now = time.monotonic()
@@ -491,10 +370,6 @@ class WorkerRefit:
 
 class _AnotherProcess(AdminError):
     """Another process answers at a worker's address."""
-
-
-class _WrongWeights(AdminError):
-    """A worker serves weights that are not those of the version."""
 
 
 class _TimedCalls:

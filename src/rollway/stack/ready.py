@@ -16,8 +16,8 @@ from urllib.parse import urlsplit
 
 from rollway.config import is_loopback
 from rollway.errors import RequestFailed, RolloutError, RollwayError, StartError, Unreachable
-from rollway.fleet.admin import DynamoAdmin
 from rollway.fleet.discovery import RlListing, discover
+from rollway.fleet.dynamo_admin import DynamoAdmin
 from rollway.http import ONCE, Http
 from rollway.rollout.sampling import Sampling
 from rollway.rollout.wire import DynamoAssembly, completion_request

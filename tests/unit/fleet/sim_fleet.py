@@ -25,7 +25,7 @@ import pytest
 
 from rollway.engine.core import version_in
 from rollway.errors import AdminError, RequestFailed, Unreachable, UsageError
-from rollway.fleet import fleet, membership, refit, updates, worker_refit
+from rollway.fleet import fleet, membership, refit, updates, worker_order, worker_refit
 from rollway.fleet.admin import NoSuchMethod, RefitRefused
 from rollway.fleet.discovery import Worker
 from rollway.fleet.updates import FromDisk
@@ -496,7 +496,7 @@ class World:
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
         """Run the real protocol on simulated time, listings and checkpoints."""
-        for module in (refit, worker_refit, updates, fleet, membership, sender):
+        for module in (refit, worker_order, worker_refit, updates, fleet, membership, sender):
             patch.setattr(module, "time", SimpleNamespace(monotonic=self.loop.time))
         patch.setattr(membership, "discover", self.listing)
         patch.setattr(fleet, "FromDisk", SimUpdate)

@@ -12,8 +12,9 @@ import pytest
 from aiohttp import web
 
 from rollway.errors import AdminError, Unreachable
-from rollway.fleet.admin import IN_DOUBT, DynamoAdmin, NoSuchMethod, parse_label, unverified_label
+from rollway.fleet.admin import IN_DOUBT, NoSuchMethod, parse_label, unverified_label
 from rollway.fleet.discovery import Worker
+from rollway.fleet.dynamo_admin import DynamoAdmin
 from rollway.http import Http
 
 Calls = list[tuple[str, dict[str, Any]]]
