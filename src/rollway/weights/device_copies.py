@@ -258,6 +258,11 @@ class Pinning:
             torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
         self._memory, self._is_pinned = None, False
 
+    def __del__(self) -> None:
+        # CUDA would keep the addresses as pinned, and refuse them to whoever maps them next.
+        with contextlib.suppress(Exception):
+            self.release()
+
     def _run(self) -> None:
         assert self._memory is not None
         try:

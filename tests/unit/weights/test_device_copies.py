@@ -185,6 +185,15 @@ def test_shared_memory_is_unpinned_before_it_is_unmapped(
     assert not cudart.pinned and not list(tmp_path.iterdir())
 
 
+def test_memory_that_nobody_uses_any_more_is_unpinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    cudart = FakeCudart()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    pinning = Pinning(torch.zeros(100, dtype=torch.uint8), torch.device("cpu"))
+    assert pinning.is_pinned()
+    del pinning
+    assert not cudart.pinned
+
+
 def test_a_reader_beside_a_gpu_pins_what_it_maps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
