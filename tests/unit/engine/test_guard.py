@@ -5,12 +5,15 @@ tests/stack has them on real workers, tests/security the signatures."""
 from __future__ import annotations
 
 import asyncio
+import importlib
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from rollway.engine.guard import STAMPS, EngineOrders
+from rollway.engine.guard import STAMPS, EngineOrders, Guard, install
+from rollway.orders import CANCEL, DOOR, REFIT, STAGING, sign
 from tests.waiting import stays_async, wait_until_async
 
 ORDER = {
@@ -187,3 +190,22 @@ async def test_a_request_that_a_refit_froze_has_both_versions() -> None:
     assert (await last)["engine_data"] == {STAMPS: [(0, 4), (2, 5)]}
     await refit
     await stream.aclose()
+
+
+async def test_orders_of_a_worker_need_a_signature(monkeypatch: pytest.MonkeyPatch) -> None:
+    routes: dict[str, Any] = {}
+    runtime = type("Runtime", (), {"register_engine_route": lambda _, n, f: routes.update({n: f})})
+    endpoint = type("Endpoint", (), {"serve_endpoint": lambda *_: None})
+    core = SimpleNamespace(DistributedRuntime=runtime, Endpoint=endpoint)
+    monkeypatch.setattr(importlib, "import_module", lambda _: core)
+    guard, handler = Guard("a secret"), Handler()
+    install(guard)
+    runtime().register_engine_route("set_weight_version", handler.set_weight_version)
+    assert routes.keys() == {DOOR, "set_weight_version", REFIT, CANCEL, STAGING}
+    for name in (REFIT, CANCEL, STAGING):
+        for order in ({}, {"rollway_order": sign("another", name, guard.verifier.process, ORDER)}):
+            assert (await routes[name](order))["status"] == "error"
+    assert handler.calls == [] and handler._weight_version == 4
+    order = {"rollway_order": sign("a secret", REFIT, guard.verifier.process, ORDER)}
+    assert (await routes[REFIT](order))["status"] == "ok"
+    assert handler._weight_version == 5
