@@ -50,8 +50,7 @@ def _look(foreign: set[int]) -> dict[str, set[str]]:
     sockets = _socket_inodes(foreign)
     return {
         "processes": _marked_processes(foreign),
-        "shared memory": {path.name for path in processes.SHM.iterdir()}
-        - processes.find_shared_memory(processes.ProcessId(pid, 0) for pid in foreign),
+        "shared memory": _shared_memory(foreign),
         "scratch": _scratch(foreign),
         "ports": _listening_ports(sockets),
         "reservations": _reservations(foreign, sockets),
@@ -133,6 +132,13 @@ def _is_held(lock: Path, foreign: set[int]) -> bool:
     except (OSError, ValueError):
         return False
     return pid not in foreign and processes.ProcessId(pid, start).alive
+
+
+def _shared_memory(foreign: set[int]) -> set[str]:
+    mapped = processes.find_shared_memory(processes.ProcessId(pid, 0) for pid in foreign)
+    names = {path.name for path in processes.SHM.iterdir()} - mapped
+    # Publishers put their pid into the names of their files, of which some are never mapped.
+    return {name for name in names if not any(f"-{pid}-" in name for pid in foreign)}
 
 
 def _scratch(foreign: set[int]) -> set[str]:

@@ -18,14 +18,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-os.environ |= {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "ROLLWAY_WEIGHTS_SECRET": "a secret of this test",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-}
-SECRET = os.environ["ROLLWAY_WEIGHTS_SECRET"]
+SECRET = "a secret of this test"
+if __name__ == "__main__":  # before vLLM is imported, and not in a test that imports this module
+    os.environ |= {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "ROLLWAY_WEIGHTS_SECRET": SECRET,
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    }
 PROMPT = [3, 14, 15, 92, 65, 35, 89, 79]
 STRATEGIES = ("device", "host", "direct", "reload")
 
