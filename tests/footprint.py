@@ -119,7 +119,9 @@ def _reservations(foreign: set[int], sockets: set[str]) -> set[str]:
     claims = set()
     for line in Path("/proc/net/unix").read_text(errors="replace").splitlines():
         fields = line.split()
-        if "@rollway/" in line and fields[6] not in sockets:
+        # Sockets of refits under way are no reservations, and end with them.
+        is_claim = "@rollway/" in line and "@rollway/staged/" not in line
+        if is_claim and fields[6] not in sockets:
             claims.add(fields[-1])
     return claims | {
         path.name for path in get_lock_directory().iterdir() if _is_held(path, foreign)
