@@ -34,7 +34,7 @@ REFIT, CANCEL, LABEL = "rollway_refit", "rollway_cancel", "rollway_label"
 _ENGINE = "vllm.v1.engine.core"
 # Dynamo puts a prefix in front of a salt. Rollway's salt is `v3`, or begins with `v3:`.
 _SALT = re.compile(r"(?:dynamo-cache-salt:)?v(\d+)(?::|$)")
-_attribute = "_rollway_label"
+_LABEL_FIELD = "_rollway_label"
 
 
 def version_in(salt: str | None) -> int | None:
@@ -68,7 +68,7 @@ def install() -> bool:
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if method == LABEL:
-            setattr(engine, _attribute, (kwargs or {}).get("label"))
+            setattr(engine, _LABEL_FIELD, (kwargs or {}).get("label"))
             return [True]
         if method == REFIT:
             engine._rollway_refit = Refit(engine, collective_rpc, **(kwargs or {}))
@@ -87,7 +87,7 @@ def install() -> bool:
 def is_admitted(engine: Any, request: Any) -> bool:
     """Return whether the request names no version, or the one that the engine serves. An engine
     without a label admits all: nobody has declared what it serves."""
-    label, version = getattr(engine, _attribute, None), version_in(request.cache_salt)
+    label, version = getattr(engine, _LABEL_FIELD, None), version_in(request.cache_salt)
     return label is None or version is None or version == label
 
 
@@ -108,7 +108,7 @@ class Refit:
         self._collective_rpc = collective_rpc
         self._identity, self._mode = identity, mode
         self._version, self._leaving = version, leaving
-        self._before = getattr(engine, _attribute, None)
+        self._before = getattr(engine, _LABEL_FIELD, None)
         self._began = time.monotonic()
         self._result: Future[list[Any]] = Future()
 
@@ -119,7 +119,7 @@ class Refit:
         if staging["state"] != "ready":
             reason = staging.get("error") or f"the weights are {staging['state']}"
             return self._refuse(reason)
-        setattr(self._engine, _attribute, self._leaving)
+        setattr(self._engine, _LABEL_FIELD, self._leaving)
         try:
             # `keep` freezes the requests. With the cache they lose their blocks, and compute them
             # again under the new weights.
@@ -153,7 +153,7 @@ class Refit:
         try:
             (swap,) = self._call("rollway_swap")
             frozen = self._count_tokens() if self._mode == "keep" else {}
-            setattr(self._engine, _attribute, self._version)
+            setattr(self._engine, _LABEL_FIELD, self._version)
             if self._mode != "keep":
                 self._abort_others()
             self._engine.resume_scheduler()
@@ -181,7 +181,7 @@ class Refit:
         return self._refuse(f"the engine could not be paused: {error}")
 
     def _refuse(self, reason: str) -> Future[list[Any]]:
-        setattr(self._engine, _attribute, self._before)
+        setattr(self._engine, _LABEL_FIELD, self._before)
         self._result.set_result([{"state": "refused", "error": reason}])
         return self._result
 

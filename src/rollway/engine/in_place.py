@@ -167,8 +167,7 @@ class InPlace:
 
     def _choose(self, needed: int) -> None:
         """Choose where to stage; the reason is part of the report."""
-        shares_device = getattr(self._incoming.reader, "shares_device", None)
-        if shares_device is not None and shares_device(self._incoming.offer):
+        if self._incoming.reader.shares_device(self._incoming.offer):
             self._placement = "direct"
             self._why_placed = "the publisher's device memory is read in place"
             return

@@ -60,9 +60,7 @@ class Incoming:
 
     def finish(self) -> None:
         """Let the reader know that the version is served and no view of it is used any more."""
-        finish = getattr(self.reader, "finish", None)  # not every reader keeps anything
-        if finish is not None:
-            finish(self.offer)
+        self.reader.finish(self.offer)
 
     def measure(self, name: str) -> Stopwatch:
         """Measure a part of the staging, and use as many cores as are free for it."""

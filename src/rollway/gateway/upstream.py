@@ -174,8 +174,7 @@ class Upstream(Sender):
         if completion.finish_reason == "aborted":
             return False
         # A turn has one version: a refit that kept it running must not have changed it.
-        is_mixed = completion.versions is not None and len(completion.versions) > 1
-        return not is_mixed and await self._is_attributed(ticket, completion)
+        return not completion.is_mixed and await self._is_attributed(ticket, completion)
 
     def _assembly(self, request: ChatRequest) -> Assembly:
         return self.wire.assembly(Sampling(max_tokens=request.max_tokens), len(request.prompt_ids))

@@ -194,9 +194,8 @@ class Rollouts(Sender):
     ) -> Rollout | None:
         """Add a leg; return the rollout if it is complete, None if there is more to sample."""
         versions, worker = self._versions, completion.worker_id
-        is_mixed = completion.versions is not None and len(completion.versions) > 1
         # The engine computed the experts of tokens before the change once more.
-        has_wrong_experts = is_mixed and trajectory.sampling.routed_experts
+        has_wrong_experts = completion.is_mixed and trajectory.sampling.routed_experts
         if has_wrong_experts or not await self._is_attributed(ticket, completion):
             if streamed:
                 raise RolloutError("The weights changed while this rollout was streamed.")

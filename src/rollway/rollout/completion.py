@@ -47,6 +47,11 @@ class Completion:
     versions: list[tuple[int, int]] | None = None
     """From which token on which version sampled, as the worker itself says; None if it does not."""
 
+    @property
+    def is_mixed(self) -> bool:
+        """Whether a refit kept the request running, so that its tokens are of several versions."""
+        return self.versions is not None and len(self.versions) > 1
+
 
 @dataclass(slots=True)
 class Assembly:

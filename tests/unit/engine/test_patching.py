@@ -341,3 +341,5 @@ def test_a_damaged_delta_is_not_patched(fleet: Fleet) -> None:
     if report["state"] == "ready":
         with pytest.raises(RuntimeError, match="parameters differ"):
             staging.swap()
+    else:
+        assert report["state"] == "failed" and report["error"]
