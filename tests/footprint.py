@@ -41,9 +41,17 @@ class Footprint:
         return self.new()
 
     def _difference(self) -> dict[str, set[str]]:
-        now = _look(_foreign_pids())
-        left = {what: names - self._before[what] for what, names in now.items()}
+        left = self._look_for_new()
+        if any(left.values()):
+            # A process of the other run that started, or began to listen, after its processes were
+            # counted looks like one of this run. The second look knows it.
+            again = self._look_for_new()
+            left = {what: names & again.get(what, set()) for what, names in left.items()}
         return {what: names for what, names in left.items() if names}
+
+    def _look_for_new(self) -> dict[str, set[str]]:
+        now = _look(_foreign_pids())
+        return {what: names - self._before[what] for what, names in now.items()}
 
 
 def _look(foreign: set[int]) -> dict[str, set[str]]:

@@ -1,0 +1,53 @@
+"""The footprint of a test blames no test that runs beside it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from rollway.stack.locks import FIRST
+from tests import footprint
+
+LISTEN = """
+import socket, sys, time
+for port in range(int(sys.argv[1]), 65536):
+    try:
+        listener = socket.create_server(("127.0.0.1", port))
+    except OSError:
+        continue
+    print(port, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_process_of_another_run_that_starts_during_the_look_is_not_blamed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = footprint.Footprint()
+    monkeypatch.setenv(footprint.RUN, "another")
+    other = subprocess.Popen(
+        [sys.executable, "-c", LISTEN, str(FIRST)], stdout=subprocess.PIPE, text=True
+    )
+    monkeypatch.undo()
+    try:
+        assert other.stdout is not None
+        port = other.stdout.readline().strip()
+        find = footprint._foreign_pids
+        looks: list[set[int]] = []
+
+        def overlook_at_first() -> set[int]:
+            pids = find()
+            looks.append(pids)
+            return pids - {other.pid} if len(looks) == 1 else pids
+
+        monkeypatch.setattr(footprint, "_foreign_pids", overlook_at_first)
+        assert port not in before.new().get("ports", set())
+        assert len(looks) >= 2
+
+        monkeypatch.setattr(footprint, "_foreign_pids", lambda: find() - {other.pid})
+        assert port in before.new()["ports"]
+    finally:
+        other.kill()
+        other.communicate()
