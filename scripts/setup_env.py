@@ -78,7 +78,8 @@ def install(venv: Path) -> None:
     _say(4, "ai-dynamo")
     pip_run(pip, "install", "--no-deps", pinned["ai-dynamo"])
     _say(5, "rollway and its tools")
-    tools = [*core, *groups["demo"], *groups["services"], *groups["nixl"], *groups["dev"]]
+    extras_here = ("demo", "services", "nixl", "ray", "dev")
+    tools = [*core, *(package for name in extras_here for package in groups[name])]
     pip_run(pip, "install", *tools)
     pip_run(pip, "install", "--no-deps", "--editable", str(ROOT))
 
