@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 from rollway.config import AdminTimeouts
 from rollway.errors import NoWorkers, RequestFailed, Unreachable, UsageError
 from rollway.fleet.canary import Answer, make_canary
-from rollway.fleet.discovery import StaticList, Worker
+from rollway.fleet.discovery import RlListing, StaticList, Worker
 from rollway.fleet.fleet import Fleet
 from rollway.fleet.report import RefitMode, RefitReport
 from rollway.fleet.updates import Weights
@@ -86,14 +86,13 @@ class Stack:
                 admin=VllmAdmin(self._http, self._timeouts),
             )
         canary = make_canary(self._http, self.frontend_url, model)
+        source = RlListing(self.rl_url, self.frontend_url)
         state = self._read_state()
         if state is None:
-            return Fleet(
-                self._http, self.rl_url, model=model, canary=canary, timeouts=self._timeouts
-            )
+            return Fleet(self._http, source, model=model, canary=canary, timeouts=self._timeouts)
         fleet = Fleet(
             self._http,
-            self.rl_url,
+            source,
             model=model,
             timeouts=self._timeouts or AdminTimeouts(**state.timeouts),
             roots=[Path(root) for root in state.checkpoint_roots],

@@ -35,7 +35,7 @@ SECRET = "ROLLWAY_WEIGHTS_SECRET"
 SECRET_FILE = "ROLLWAY_SECRET_FILE"
 """The environment variable with the path of the secret's file, which the supervisor sets."""
 ORDER, DOOR = "rollway_order", "rollway_door"
-REFIT, CANCEL, STAGING = "rollway_refit", "rollway_cancel", "rollway_staging"
+REFIT, CANCEL, STAGE = "rollway_refit", "rollway_cancel", "rollway_stage"
 """Routes that the guard adds; see rollway/engine/guard.py."""
 READ_ONLY = frozenset({"liveness_probe", "get_weight_version", DOOR})
 """Routes that change nothing and need no signature."""

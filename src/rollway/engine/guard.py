@@ -6,9 +6,10 @@ Unix socket. But Python code registers all of them with one method. The guard wr
 before the worker's own module runs, so no route is ever open, and no proxy is needed.
 `rollway/orders.py` draws the exchange.
 
-It also adds orders of its own: `rollway_refit` runs a whole refit next to the engine (drawn in
-`rollway/engine/core.py`), and `rollway_staging` returns what `collective_rpc` returns, which
-Dynamo's routes do not.
+It also adds orders of its own. `rollway_stage` has the engine stage weights, and answers with all
+that a refit needs to know once that is done. `rollway_refit` runs a whole refit next to the engine
+(drawn in `rollway/engine/core.py`). A worker with many streams answers late, so a refit takes these
+two calls and no other.
 
 This is a script, not a module of the package, because the engine's Python may lack Rollway.
 """
@@ -16,6 +17,7 @@ This is a script, not a module of the package, because the engine's Python may l
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import importlib.util
 import logging
@@ -39,6 +41,8 @@ LABELLING = ("set_weight_version", "update_weights_from_disk", "update_weights_f
 TAINTS = "update/model_taints"
 STAMPS = "rollway_versions"
 """The extra field by which a request asks for the versions of its tokens."""
+_ASK_SECONDS = 0.5
+"""The first wait before a rank that sent no notification is asked; later waits are longer."""
 
 
 def _load_orders() -> Any:
@@ -103,6 +107,7 @@ class EngineOrders:
         self._handler: Any = None
         """Dynamo's object behind the RL routes; it holds the engine's client and the label."""
         self._set_taints: Handler | None = None
+        self._get_version: Handler | None = None
         self._is_enforced = False
         """Whether the engine refuses requests of other versions than its label."""
         self._running: set[asyncio.Task[dict[str, Any]]] = set()
@@ -121,6 +126,7 @@ class EngineOrders:
         if route in LABELLING:
             return self._label_engine_after(handler)
         if route == "get_weight_version":
+            self._get_version = handler
             return self._read_label(handler)
         return handler
 
@@ -135,7 +141,7 @@ class EngineOrders:
         return {
             orders.REFIT: self.run_refit,
             orders.CANCEL: self.cancel_refit,
-            orders.STAGING: self.read_staging,
+            orders.STAGE: self.stage,
         }
 
     async def run_refit(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -228,14 +234,48 @@ class EngineOrders:
         match = re.match(r"v(\d+)(?::|$)", str(nvext.get("cache_salt") or ""))
         return int(match[1]) if match else None
 
-    async def read_staging(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Return the state of a staging in every rank, and whether `rollway_refit` works here."""
-        results = await self._handler.engine_client.collective_rpc(
-            "rollway_staging", kwargs={"identity": body["identity"]}
-        )
-        if not self._is_enforced:
-            await self._label_engine()
-        return {"status": "ok", "ranks": results, "refits": self._is_enforced}
+    async def stage(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Have the engine stage weights. Return the state of every rank once that has ended, or
+        after `seconds`; the label; and whether `rollway_refit` works here. With `needs_label`, do
+        nothing in a worker without a label: it is still starting."""
+        ranks: list[Any] = []
+        if not body["needs_label"] or await self._read_version() is not None:
+            try:
+                ranks = await self._stage(body)
+            except Exception as error:  # noqa: BLE001 (the caller decides)
+                _end_if_engine_is_dead(self._handler, error)
+                return {"status": "error", "message": str(error)}
+            if not self._is_enforced:
+                await self._label_engine()
+        # At the end: the refit that follows is refused unless the worker still has this label.
+        label = await self._read_version()
+        return {"status": "ok", "ranks": ranks, "label": label, "refits": self._is_enforced}
+
+    async def _stage(self, body: dict[str, Any]) -> list[Any]:
+        deadline, wait = time.monotonic() + body["seconds"], _ASK_SECONDS
+        call = self._handler.engine_client.collective_rpc
+        async with _notifications() as (socket_name, notifications):
+            arguments = {name: body[name] for name in ("offer", "allow_cast")}
+            ranks = await call("rollway_stage", kwargs={**arguments, "tell": socket_name})
+            missing = len(ranks)
+            while True:
+                # A rank on another machine cannot reach the socket, so it is asked repeatedly.
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(min(wait, max(0.0, deadline - time.monotonic()))):
+                        for _ in range(max(1, missing)):
+                            await notifications.get()
+                            missing -= 1
+                states = await call("rollway_staging", kwargs={"identity": body["identity"]})
+                is_running = any(state["state"] == "running" for state in states)
+                if not is_running or time.monotonic() >= deadline:
+                    return list(states)
+                wait *= 2
+
+    async def _read_version(self) -> Any:
+        """Return the label as Dynamo's own route does."""
+        if self._get_version is None:
+            return read_label(self._handler)
+        return (await self._get_version({})).get("version")
 
     def _label_engine_after(self, handler: Handler) -> Handler:
         async def run(body: dict[str, Any]) -> dict[str, Any]:
@@ -275,6 +315,23 @@ def read_label(handler: Any) -> int | None:
     if isinstance(label, str) and re.fullmatch(r"-?\d+", label):
         return int(label)
     return label if isinstance(label, int) and not isinstance(label, bool) else None
+
+
+@contextlib.asynccontextmanager
+async def _notifications() -> AsyncIterator[tuple[str, asyncio.Queue[None]]]:
+    """Yield the name of a Unix socket, and a queue with an entry for each connection to it."""
+    name = f"rollway/staged/{secrets.token_hex(8)}"
+    queue: asyncio.Queue[None] = asyncio.Queue()
+
+    async def accept(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        queue.put_nowait(None)
+        writer.close()
+
+    server = await asyncio.start_unix_server(accept, f"\0{name}")
+    try:
+        yield name, queue
+    finally:
+        server.close()
 
 
 class _Clock:

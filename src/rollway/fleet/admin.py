@@ -9,6 +9,7 @@ import asyncio
 import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -38,8 +39,26 @@ class NoSuchMethod(AdminError):
     """The worker lacks the route, or its engine lacks the method (no worker extension)."""
 
 
+class NoSuchOrder(NoSuchMethod):
+    """The worker takes no orders of this kind: it is moved by single calls."""
+
+
 class RefitRefused(AdminError):
     """The worker did not begin a refit: it serves what it served before."""
+
+
+class AnotherProcess(AdminError):
+    """Another process answers at a worker's address."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageReply:
+    """What a worker answers to the order to stage weights."""
+
+    label: int | None
+    ranks: Sequence[Mapping[str, Any]]
+    """The state of the weights in every rank; empty if the worker is still starting and has staged
+    nothing."""
 
 
 class AdminAPI(Protocol):
@@ -114,21 +133,21 @@ class AdminAPI(Protocol):
 
     def enforces_versions(self, worker: Worker) -> bool:
         """Return whether the worker's engine refuses requests of other versions than its own, as
-        its last answer to `weight_version` or `staging` says."""
+        its last answer to `weight_version` or `stage` says."""
         ...
 
     def takes_refits(self, worker: Worker) -> bool:
-        """Return whether the worker runs a whole `refit`, as its last answer to `staging` says."""
+        """Return whether the worker runs a whole `refit`, as its last answer to `stage` says."""
         ...
 
-    async def staging(self, worker: Worker, identity: str) -> list[dict[str, Any]]:
-        """Return the state of staged weights in every rank; raise `NoSuchMethod` where a worker
-        cannot report it."""
+    async def stage(self, worker: Worker, order: Mapping[str, Any]) -> StageReply:
+        """Have a worker stage weights, and return its answer when that has ended, or after the
+        order's `seconds`. May be repeated. Raise `NoSuchOrder` if it takes no such order."""
         ...
 
     async def refit(self, worker: Worker, order: Mapping[str, Any]) -> dict[str, Any]:
         """Have a worker move to its staged weights, and return its report. Raise `RefitRefused` if
-        it has not begun."""
+        it has not begun, and `AnotherProcess` if it is gone."""
         ...
 
     async def cancel_refit(self, worker: Worker) -> None:

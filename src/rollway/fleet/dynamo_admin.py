@@ -18,9 +18,12 @@ from rollway.errors import AdminError, RequestFailed, RollwayError, Unreachable
 from rollway.fleet.admin import (
     RENDEZVOUS_SECONDS,
     AdminAPI,
+    AnotherProcess,
     NoSuchMethod,
+    NoSuchOrder,
     PauseMode,
     RefitRefused,
+    StageReply,
     is_missing_method,
     list_models,
     parse_label,
@@ -36,7 +39,7 @@ from rollway.orders import (
     READ_ONLY,
     REFIT,
     SECRET,
-    STAGING,
+    STAGE,
     UNSIGNED,
     sign,
 )
@@ -47,7 +50,7 @@ _UNADVERTISED = {
     "wake_up": "control/wake_up",
     "model_taints": "update/model_taints",
     REFIT: REFIT,
-    STAGING: STAGING,
+    STAGE: STAGE,
     CANCEL: CANCEL,
 }
 
@@ -60,6 +63,8 @@ class _Known:
     """The name of the process at each admin address; empty for a process without a guard."""
     enforcing: set[int] = field(default_factory=set)
     refitting: set[int] = field(default_factory=set)
+    without_orders: set[int] = field(default_factory=set)
+    """Workers that lack the routes of `rollway/engine/guard.py`."""
 
     def note(self, workers: set[int], worker: Worker, is_so: object) -> None:
         (workers.add if is_so is True else workers.discard)(worker.instance_id)
@@ -181,17 +186,21 @@ class DynamoAdmin:
     def takes_refits(self, worker: Worker) -> bool:
         return worker.instance_id in self._known.refitting
 
-    async def staging(self, worker: Worker, identity: str) -> list[dict[str, Any]]:
+    async def stage(self, worker: Worker, order: Mapping[str, Any]) -> StageReply:
+        if worker.instance_id in self._known.without_orders:
+            raise NoSuchOrder(f"{worker} has no route `{STAGE}`.")
+        limit = self._timeouts.probe + order["seconds"]
         try:
-            reply = await self._post(worker, STAGING, {"identity": identity})
+            reply = await self._post(worker, STAGE, order, limit, retry=ONCE)
         except AdminError as error:
             cause = error.__cause__
             if isinstance(cause, RequestFailed) and cause.status == 404:
-                raise NoSuchMethod(f"{worker} has no route `{STAGING}`.") from error
+                self._known.without_orders.add(worker.instance_id)
+                raise NoSuchOrder(f"{worker} has no route `{STAGE}`.") from error
             raise
         self._known.note(self._known.refitting, worker, reply.get("refits"))
         self._known.note(self._known.enforcing, worker, reply.get("refits"))
-        return list(reply["ranks"])
+        return StageReply(parse_label(reply.get("label")), list(reply["ranks"]))
 
     async def refit(self, worker: Worker, order: Mapping[str, Any]) -> dict[str, Any]:
         limit = self._timeouts.update + self._timeouts.pause
@@ -250,9 +259,12 @@ class DynamoAdmin:
         """Call a route and return the worker's answer, errors included."""
         reply = await self._send_order(worker, route, body, timeout, retry)
         if self._secret and _is_for_another_process(reply):
-            # The worker refused before it did anything, so even an update may be sent again:
-            # another process, with or without a guard, has the worker's address now.
+            # Another process, with or without a guard, has the worker's address now.
             self._known.processes.pop(worker.admin_url, None)
+            if route == REFIT:
+                # This order is for the process that has staged the weights, and for no other.
+                raise AnotherProcess(f"{worker} is gone: another process has its address.")
+            # The worker refused before it did anything, so even an update may be sent again.
             reply = await self._send_order(worker, route, body, timeout, retry)
         return reply
 
@@ -316,7 +328,7 @@ def _make_refusal(worker: Worker, name: str, method: str, reply: Any) -> AdminEr
     reason = unwrap_engine_error(message).rstrip(".")
     if isinstance(reply, dict) and reply.get("state") == "refused":
         return RefitRefused(f"{worker} refused `{name}`: {reason}.")
-    if method and is_missing_method(method, reason):
+    if is_missing_method(method or name, reason):
         return NoSuchMethod(f"{worker} has no such engine method: {reason}.")
     hint = ""
     if reason.startswith(UNSIGNED):

@@ -1,8 +1,9 @@
 """The workers of a fleet, remembered between listings.
 
-Every listing makes the frontend probe all workers, and a hung worker delays it by 5 s. So a listing
-is reused for a moment, and callers at the same time share one. `poll` lists again and notifies
-listeners of joins and leaves. A listing that failed changes nothing.
+Every listing makes the frontend probe all workers: a hung worker delays it by 5 s, and one with
+many streams by up to a second. So a listing is reused for a moment, and callers at the same time
+share one. `confirm` asks only whether somebody joined or left since. `poll` lists again and
+notifies listeners of joins and leaves. A listing that failed changes nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from rollway.errors import RollwayError
-from rollway.fleet.discovery import Source, Worker, discover, is_dead
+from rollway.fleet.discovery import Source, Worker, discover, is_dead, list_instances
 from rollway.http import Http
 
 log = logging.getLogger(__name__)
@@ -42,6 +43,8 @@ class Membership:
         self._model = model
         self._keep_seconds = keep_seconds
         self._known: list[Worker] = []
+        self._instances: frozenset[int] = frozenset()
+        """The ids of all workers in the last listing, of other models too."""
         self._models: dict[int, str] = {}
         self._listed_at = float("-inf")
         self._listing: asyncio.Task[list[Worker]] | None = None
@@ -66,6 +69,14 @@ class Membership:
             # If every caller was cancelled, nobody reads the exception.
             self._listing.add_done_callback(lambda task: task.cancelled() or task.exception())
         return list(await asyncio.shield(self._listing))
+
+    async def confirm(self) -> list[Worker] | None:
+        """Return the workers of the last listing, if all of them answered it and nobody has joined
+        or left since; else None. This asks no worker: whether they still answer is unknown."""
+        listed, instances = list(self._known), self._instances
+        if not listed or any(worker.error is not None for worker in listed):
+            return None
+        return listed if await list_instances(self._http, self.source) == instances else None
 
     async def poll(self) -> bool:
         """List the workers and notify listeners of joins (all workers at the first poll) and
@@ -104,6 +115,7 @@ class Membership:
 
     async def _list(self) -> list[Worker]:
         listed = await discover(self._http, self.source)
+        self._instances = frozenset(worker.instance_id for worker in listed)
         # Remember models: a worker in error may be listed without its model.
         self._models = {
             w.instance_id: w.model or self._models.get(w.instance_id, "") for w in listed

@@ -10,7 +10,7 @@
       update ─► flush KV ─► verify ─► abort late requests ─► enter the routing ─► resume ─► label
               └─ any failure: it stays paused, outside the routing, in doubt; replaced if supervised
                              │
-    list again: move workers that joined meanwhile, in a bounded number of passes
+    somebody joined meanwhile: list again, move them, in a bounded number of passes
                              │
     at the end, however it ended: discard updates that are staged and were not applied
 
@@ -50,6 +50,8 @@ Supervised = Callable[[Worker], bool]
 MAX_PASSES = 3
 ANSWER_SECONDS = 15.0
 """How long a listed worker may fail to answer; a dead worker is listed for about 10 s."""
+PENDING = ("untouched", "joining")
+"""States of workers that this refit has not moved and may still move."""
 DISCARD_SECONDS = 10.0
 """The longest time that discarding staged updates may add to a refit."""
 
@@ -83,7 +85,7 @@ class Refit:
                 "Refit with mode pause-all or in-flight.",
             )
         async with self._discard_afterwards():
-            workers = await self._preflight(await self._list_answering())
+            workers = await self._list_and_preflight()
             self._check_mode(workers)
             self._claim()
             workers = await self._keep_current(workers)
@@ -120,8 +122,23 @@ class Refit:
 
     # --- before any worker is touched --------------------------------------------------------
 
+    async def _list_and_preflight(self) -> list[WorkerRefit]:
+        """Have all workers check and stage the update; return those that can be moved."""
+        known = await self.membership.confirm()
+        if known is not None:
+            # Everybody is known, so no listing need wait for busy workers: the preflight itself
+            # shows who answers.
+            workers = [self._track(worker) for worker in known]
+            failures = await self._call_all(workers, WorkerRefit.preflight)
+            for _, error in failures:
+                if not isinstance(error, AdminError):
+                    raise error
+            if not failures:
+                return _list_ready(workers)
+        return await self._preflight(await self._list_answering())
+
     async def _list_answering(self) -> list[WorkerRefit]:
-        """Return the workers once all of them answer, without those that are not ready yet.
+        """Return the workers once all of them answer.
 
         A silent worker cannot be left out: it may be hung, still hold the old version and answer
         requests later. So it must answer, be dead, or be replaced."""
@@ -134,14 +151,14 @@ class Refit:
             if not listed and not self.plan.versions.by_worker:
                 break
             if listed and not silent:
-                return await self._track_ready(listed)
+                return [self._track(worker) for worker in listed]
             # The frontend lists a dead worker for about 10 s. There is no need to wait for that,
             # but somebody must be left, and every silent worker must be known to be dead.
             dead = [worker for worker in silent if await is_dead(worker, listed)]
             if len(dead) == len(silent) < len(listed):
                 for worker in dead:
                     self._track(worker).report.state = "gone"
-                return await self._track_ready([w for w in listed if w.error is None])
+                return [self._track(worker) for worker in listed if worker.error is None]
             if time.monotonic() > deadline:
                 break
             await asyncio.sleep(0.5)
@@ -151,34 +168,26 @@ class Refit:
         for worker in silent:
             if not await self._track(worker).replace():
                 raise silent_workers_error(silent, len(listed))
-        return await self._track_ready([worker for worker in listed if worker.error is None])
-
-    async def _track_ready(self, listed: Sequence[Worker]) -> list[WorkerRefit]:
-        """Track these workers, and return those that are ready. A supervised worker without a
-        label is still starting: it gets no requests, and joins later."""
-        supervised = [worker for worker in listed if self.supervised(worker)]
-        labels = await call_all(supervised, self.plan.admin.weight_version)
-        starting = [w for w, label in zip(supervised, labels, strict=True) if label is None]
-        for worker in starting:
-            self._track(worker).report.state = "joining"
-        return [self._track(worker) for worker in listed if worker not in starting]
+        return [self._track(worker) for worker in listed if worker.error is None]
 
     def _track(self, worker: Worker) -> WorkerRefit:
         tracked = self.workers.get(worker.instance_id)
         if tracked is None:
-            tracked = WorkerRefit(self.plan, worker, WorkerReport(worker.instance_id))
+            report, is_supervised = WorkerReport(worker.instance_id), self.supervised(worker)
+            tracked = WorkerRefit(self.plan, worker, report, is_supervised=is_supervised)
             self.workers[worker.instance_id] = tracked
         tracked.worker = worker  # as it was last listed
         return tracked
 
     async def _preflight(self, workers: Sequence[WorkerRefit]) -> list[WorkerRefit]:
-        """Have every worker check and stage the update; raise if one refuses. Return live ones."""
+        """Have every worker check and stage the update; raise if one refuses. Return those that
+        are alive and ready."""
         for worker, error in await self._call_all(workers, WorkerRefit.preflight):
             is_silent = isinstance(error, AdminError)
             if not (is_silent and await self.membership.has_died(worker.worker)):
                 raise error
             worker.report.state = "gone"
-        return [worker for worker in workers if worker.report.state != "gone"]
+        return _list_ready(workers)
 
     def _check_mode(self, workers: Sequence[WorkerRefit]) -> None:
         """Raise if a worker cannot keep requests and name the versions of their tokens."""
@@ -327,19 +336,22 @@ class Refit:
     # --- afterwards ----------------------------------------------------------------------------
 
     async def _list_behind(self, skip: Iterable[int] = ()) -> list[WorkerRefit]:
-        """Return ready workers that are not on the version and that this refit has not touched."""
+        """Return workers that are not on the version and that this refit has not touched."""
         excluded = {*self.plan.versions.list_serving(self.plan.version), *skip}
         for instance, worker in self.workers.items():
-            if worker.report.state not in ("untouched", "joining"):
+            if worker.report.state not in PENDING:
                 excluded.add(instance)
         listed = await self.membership.workers(fresh=True)
-        return await self._track_ready(
-            [w for w in listed if w.error is None and w.instance_id not in excluded]
-        )
+        behind = [w for w in listed if w.error is None and w.instance_id not in excluded]
+        return [self._track(worker) for worker in behind]
 
     async def _list_joined(self) -> list[WorkerRefit]:
         """Return workers that joined during this refit and must be moved. A new worker that does
         not answer makes the refit fail, since nobody knows what it serves."""
+        touched = {i for i, w in self.workers.items() if w.report.state not in PENDING}
+        known = await self.membership.confirm()
+        if known is not None and touched.issuperset(worker.instance_id for worker in known):
+            return []  # a listing would wait for workers that are busy again
         behind = await self._list_behind()
         listed = await self.membership.workers()
         for worker in listed:
@@ -383,6 +395,11 @@ class Refit:
         """Make one call on every worker, and return those that failed with their errors."""
         results = zip(workers, await call_all(workers, call), strict=True)
         return [(worker, error) for worker, error in results if error is not None]
+
+
+def _list_ready(workers: Sequence[WorkerRefit]) -> list[WorkerRefit]:
+    """Return the workers that are alive and, where a supervisor labels them, labelled."""
+    return [worker for worker in workers if worker.report.state not in ("gone", "joining")]
 
 
 async def _run_all(work: Iterable[Coroutine[Any, Any, None]]) -> None:

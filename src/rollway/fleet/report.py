@@ -46,6 +46,9 @@ class WorkerReport:
     """How long running requests took to end before the pause (pause-all and rolling)."""
     paused_seconds: float = 0.0
     """How long the engine generated nothing because of the refit."""
+    calls: int = 0
+    """Admin calls to the worker, each of which waits for its event loop. A worker that takes orders
+    needs two: to stage the weights, and to refit."""
     steps: dict[str, float] = field(default_factory=dict)
     """Seconds of every step and admin call, in the order in which they ended. Steps inside an order
     have a dot: `order.engine.swap` is part of `order.engine`."""

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rollway.errors import AdminError, RollwayError, UsageError
-from rollway.fleet.admin import AdminAPI, NoSuchMethod
+from rollway.fleet.admin import AdminAPI, NoSuchMethod, NoSuchOrder, StageReply
 from rollway.fleet.discovery import Worker
 from rollway.orders import sign
 from rollway.weights.checkpoint import (
@@ -40,8 +40,25 @@ CHECK_METHOD, LOAD_METHOD = "rollway_check", "rollway_load"
 STAGE_METHOD, STAGED_METHOD = "rollway_stage", "rollway_staged"
 SWAP_METHOD, UNSTAGE_METHOD = "rollway_swap", "rollway_unstage"
 STAGE_SECONDS = 720.0
+STAGE_CALL_SECONDS = 5.0
+"""How long one order to stage may wait for its end. A worker that hangs is noticed after this."""
 ASK_SECONDS = 0.5
 """The first wait before a worker that sent no notification is asked; later waits are longer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Preflight:
+    """What is known of a worker after the preflight of an update."""
+
+    verifies_itself: bool
+    """Whether the worker compares what it loads with the update."""
+    reply: StageReply | None = None
+    """The worker's answer to the order to stage it; None if it was checked by single calls."""
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether the worker has no label yet, and was left alone."""
+        return self.reply is not None and not self.reply.ranks
 
 
 class Update(Protocol):
@@ -59,9 +76,11 @@ class Update(Protocol):
         """Check the weights; raise `UsageError` before any worker is involved."""
         ...
 
-    async def preflight(self, admin: AdminAPI, worker: Worker) -> bool:
-        """Raise if a worker cannot serve these weights, which it may stage. Return whether the
-        worker itself verifies what it loads."""
+    async def preflight(
+        self, admin: AdminAPI, worker: Worker, *, needs_label: bool = False
+    ) -> Preflight:
+        """Raise if a worker cannot serve these weights, which it may stage. With `needs_label`, a
+        worker that takes orders and has no label yet is left alone."""
         ...
 
     def is_staged_in(self, worker: Worker) -> bool:
@@ -121,17 +140,18 @@ class FromDisk:
         self.checkpoint = await asyncio.to_thread(check)
         self.path = self.checkpoint.path
 
-    async def preflight(self, admin: AdminAPI, worker: Worker) -> bool:
+    async def preflight(
+        self, admin: AdminAPI, worker: Worker, *, needs_label: bool = False
+    ) -> Preflight:
         """Stage the checkpoint; ask a worker that cannot stage whether it could load it."""
         if self.staged:
             self._staging.add(worker.instance_id)  # first: the call may be cancelled
+            offer = self._offer().sign(self.secret)
             try:
-                await stage(admin, worker, self._offer(), self.secret, self.allow_cast)
+                return await stage(admin, worker, offer, self.allow_cast, needs_label=needs_label)
             except NoSuchMethod:
                 self._staging.discard(worker.instance_id)
-            else:
-                return True
-        return await self._check_in(admin, worker)
+        return Preflight(await self._check_in(admin, worker))
 
     async def _check_in(self, admin: AdminAPI, worker: Worker) -> bool:
         assert self.checkpoint is not None
@@ -207,16 +227,25 @@ class Offered:
     async def prepare(self) -> None:
         """Do nothing: the publisher has checked the weights."""
 
-    async def preflight(self, admin: AdminAPI, worker: Worker) -> bool:
+    async def preflight(
+        self, admin: AdminAPI, worker: Worker, *, needs_label: bool = False
+    ) -> Preflight:
+        offer = self.offer_to(worker).sign(self.secret)
+        seconds = self.stage_seconds
         try:
-            await stage(admin, worker, self.offer, self.secret, self.allow_cast, self.stage_seconds)
+            return await stage(
+                admin, worker, offer, self.allow_cast, seconds, needs_label=needs_label
+            )
         except NoSuchMethod as error:
             raise UsageError(
                 f"{worker} cannot stage weights: {error.message}",
                 "Start it with --worker-extension-cls rollway.engine.worker.WorkerExtension, or "
                 "refit from a checkpoint directory.",
             ) from error
-        return True
+
+    def offer_to(self, worker: Worker) -> Offer:
+        """Return what one worker is offered."""
+        return self.offer
 
     def is_staged_in(self, worker: Worker) -> bool:
         return True  # otherwise the preflight raises
@@ -235,27 +264,46 @@ async def stage(
     admin: AdminAPI,
     worker: Worker,
     offer: Offer,
-    secret: str,
     allow_cast: bool = False,
     seconds: float = STAGE_SECONDS,
-) -> None:
-    """Have a worker receive and verify weights while it generates, if it has the methods."""
-    start = {"offer": offer.sign(secret).as_json(), "allow_cast": allow_cast}
+    *,
+    needs_label: bool = False,
+) -> Preflight:
+    """Have a worker receive and verify signed weights while it generates, if it has the methods."""
+    arguments = {"offer": offer.as_json(), "allow_cast": allow_cast}
+    order = {**arguments, "identity": offer.identity, "needs_label": needs_label}
 
     async def check() -> None:
+        await admin.call(worker, STAGED_METHOD, {"identity": offer.identity})
+
+    try:
+        return Preflight(True, await _stage_by_order(admin, worker, order, seconds))
+    except NoSuchOrder:  # a worker without a guard of this version
+        await start_and_wait(admin, worker, (STAGE_METHOD, arguments), check, seconds)
+        return Preflight(True)
+
+
+async def _stage_by_order(
+    admin: AdminAPI, worker: Worker, order: Mapping[str, Any], seconds: float
+) -> StageReply:
+    """Order a worker to stage weights, and repeat the order until it has."""
+    deadline = time.monotonic() + seconds
+    order = {**order, "seconds": min(seconds, STAGE_CALL_SECONDS)}
+    while True:
         try:
-            states = await admin.staging(worker, offer.identity)
-        except NoSuchMethod:  # a worker without a guard of this version
-            await admin.call(worker, STAGED_METHOD, {"identity": offer.identity})
-            return
-        for state in states:
+            reply = await admin.stage(worker, order)
+        except NoSuchMethod:
+            raise
+        except AdminError as error:
+            raise _as_usage_error(error) from error
+        for state in reply.ranks:
             if state["state"] == "failed":
                 reason = str(state["error"]).rstrip(".")
-                raise AdminError(f"{worker} refused `{STAGE_METHOD}`: {reason}.")
-        if any(state["state"] != "ready" for state in states):
-            raise AdminError(STILL)
-
-    await start_and_wait(admin, worker, (STAGE_METHOD, start), check, seconds)
+                raise UsageError(f"{worker} refused `{STAGE_METHOD}`: {reason}.")
+        if all(state["state"] == "ready" for state in reply.ranks):
+            return reply
+        if time.monotonic() > deadline:
+            raise UsageError(f"{worker} has not got the weights within {seconds:g} s.")
 
 
 async def swap(admin: AdminAPI, worker: Worker, offer: Offer, version: int) -> None:
@@ -347,8 +395,10 @@ class FromEngineMethod:
         if not self.method.isidentifier():
             raise UsageError(f"`{self.method}` cannot be the name of an engine method.")
 
-    async def preflight(self, admin: AdminAPI, worker: Worker) -> bool:
-        return False
+    async def preflight(
+        self, admin: AdminAPI, worker: Worker, *, needs_label: bool = False
+    ) -> Preflight:
+        return Preflight(verifies_itself=False)
 
     def is_staged_in(self, worker: Worker) -> bool:
         return False

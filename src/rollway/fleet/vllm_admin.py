@@ -20,7 +20,9 @@ from rollway.fleet.admin import (
     RENDEZVOUS_SECONDS,
     AdminAPI,
     NoSuchMethod,
+    NoSuchOrder,
     PauseMode,
+    StageReply,
     is_missing_method,
     list_models,
     parse_label,
@@ -147,11 +149,11 @@ class VllmAdmin:
     def takes_refits(self, worker: Worker) -> bool:
         return False
 
-    async def staging(self, worker: Worker, identity: str) -> list[dict[str, Any]]:
-        raise NoSuchMethod(f"{worker} is a plain vLLM server, which returns no values.")
+    async def stage(self, worker: Worker, order: Mapping[str, Any]) -> StageReply:
+        raise NoSuchOrder(f"{worker} is a plain vLLM server, which takes single calls only.")
 
     async def refit(self, worker: Worker, order: Mapping[str, Any]) -> dict[str, Any]:
-        raise NoSuchMethod(f"{worker} is a plain vLLM server, which takes single calls only.")
+        raise NoSuchOrder(f"{worker} is a plain vLLM server, which takes single calls only.")
 
     async def cancel_refit(self, worker: Worker) -> None:
         """Do nothing: no refit is running by one order."""

@@ -28,8 +28,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -37,6 +37,7 @@ from rollway.errors import AdminError, RequestFailed, RollwayError
 from rollway.fleet.admin import (
     IN_DOUBT,
     AdminAPI,
+    AnotherProcess,
     PauseMode,
     leaving_label,
     unverified_label,
@@ -83,6 +84,8 @@ class WorkerRefit:
     process has its address."""
     verifies_itself: bool = False
     """Whether the worker compares its parameters with the update."""
+    is_supervised: bool = False
+    """Whether a supervisor labels the worker once it is ready."""
     may_hold_update: bool = False
     """Whether the update may be staged in the worker, as a second model."""
     _label_before: int | None = None
@@ -95,14 +98,33 @@ class WorkerRefit:
     def instance_id(self) -> int:
         return self.worker.instance_id
 
+    @property
+    def admin(self) -> AdminAPI:
+        """The admin calls, which the report counts."""
+        return cast(AdminAPI, _CountedCalls(self.plan.admin, self._note_call))
+
     async def preflight(self) -> None:
-        """Have the worker check and stage the update, and read its label. It stays in service."""
-        plan = self.plan
+        """Have the worker check and stage the update, and read its label. It stays in service. A
+        supervised worker without a label is still starting: it gets no requests, and joins later.
+        """
+        plan, admin = self.plan, self.admin
         self.lap()
         await self.step("preflight")
+        # A worker that takes orders looks at its label itself.
+        asks_label = self.is_supervised and not admin.takes_refits(self.worker)
+        if asks_label and await admin.weight_version(self.worker) is None:
+            self.report.state = "joining"
+            return
         self.may_hold_update = True  # before the call, which may take effect even if cancelled
-        self.verifies_itself = await plan.update.preflight(plan.admin, self.worker)
-        self.label = await plan.admin.weight_version(self.worker)
+        checked = await plan.update.preflight(admin, self.worker, needs_label=self.is_supervised)
+        if checked.is_starting:
+            self.may_hold_update, self.report.state = False, "joining"
+            return
+        self.verifies_itself = checked.verifies_itself
+        if checked.reply is not None:
+            self.label = checked.reply.label
+        else:
+            self.label = await admin.weight_version(self.worker)
         if self.label is not None and self.label >= 0:
             plan.versions.mark_serving(self.instance_id, self.label)
         else:
@@ -116,7 +138,7 @@ class WorkerRefit:
     async def discard(self) -> None:
         """Free the staged update, if it was not applied."""
         if self.may_hold_update and self.report.state not in ("gone", "replaced"):
-            await self.plan.update.discard(self.plan.admin, self.worker)
+            await self.plan.update.discard(self.admin, self.worker)
             self.may_hold_update = False
 
     def note_if_current(self) -> bool:
@@ -130,7 +152,7 @@ class WorkerRefit:
     async def ensure_service(self) -> None:
         """Route to a worker that has the weights, and resume it. An interrupted refit may not have
         done so."""
-        async with self.plan.admin.pinned() as connection:
+        async with self.admin.pinned() as connection:
             await self.check_process(connection)
             await self._set_taints(connection, [taint_of(self.plan.version)])
             await connection.resume(self.worker)
@@ -165,9 +187,9 @@ class WorkerRefit:
         """Connect to the worker, label it as leaving and take it out of the routing."""
         self.lap()
         await self.step("pause")
-        connection = await connections.enter_async_context(self.plan.admin.pinned())
+        connection = await connections.enter_async_context(self.admin.pinned())
         await self.check_process(connection)
-        self._connection = cast(AdminAPI, _TimedCalls(connection, self._note_call))
+        self._connection = connection
         if self.label is not None and self.label >= 0:
             await self._mark_leaving()
         await self._set_taints(connection, [])
@@ -183,7 +205,7 @@ class WorkerRefit:
     async def restore(self) -> None:
         """Put the worker back into service as it was. No update was issued to it."""
         # A new connection: the failure may have broken the pinned one.
-        async with self.plan.admin.pinned() as connection:
+        async with self.admin.pinned() as connection:
             await self.check_process(connection)
             version = self.label if self._label_before is None else self._label_before
             # A worker in doubt since an earlier refit is never resumed.
@@ -275,7 +297,7 @@ class WorkerRefit:
             return
         # This may fail without harm: the worker left the routing before the update.
         with contextlib.suppress(RollwayError):
-            async with self.plan.admin.pinned() as connection:
+            async with self.admin.pinned() as connection:
                 label = await connection.weight_version(self.worker)
                 has_version = label is None or label >= 0
                 if has_version and label not in (self.plan.version, self.label):
@@ -301,16 +323,19 @@ class WorkerRefit:
         is_lost = await is_dead(self.worker)
         if not is_lost:
             try:
-                async with self.plan.admin.pinned() as connection:
+                async with self.admin.pinned() as connection:
                     await self.check_process(connection)
-            except _AnotherProcess:
+            except AnotherProcess:
                 is_lost = True
             except AdminError:
                 pass  # something listens there but did not answer: it is not lost
         if is_lost:
-            self.report.state = "gone"
-            self.plan.versions.forget(self.instance_id)
+            self.mark_gone()
         return is_lost
+
+    def mark_gone(self) -> None:
+        self.report.state = "gone"
+        self.plan.versions.forget(self.instance_id)
 
     def mark_in_doubt(self, error: BaseException) -> None:
         self.report.state, self.report.error = "in doubt", str(error) or type(error).__name__
@@ -337,7 +362,7 @@ class WorkerRefit:
         # The call that set the label may have worked although its answer was lost.
         is_leaving = before is not None and label == leaving_label(before)
         if label != self.label and not is_leaving:
-            raise _AnotherProcess(f"{self.worker} is gone: another process has its address.")
+            raise AnotherProcess(f"{self.worker} is gone: another process has its address.")
 
     async def _abort_late_requests(self) -> None:
         """Abort requests that a router sent before it knew that the worker left."""
@@ -352,6 +377,7 @@ class WorkerRefit:
             self._untainted_at = time.monotonic()
 
     def _note_call(self, name: str, seconds: float) -> None:
+        self.report.calls += 1
         steps, name = self.report.steps, f"{self._current_step}.{name}"
         steps[name] = steps.get(name, 0.0) + seconds
 
@@ -368,16 +394,17 @@ class WorkerRefit:
         return seconds
 
 
-class _AnotherProcess(AdminError):
-    """Another process answers at a worker's address."""
-
-
-class _TimedCalls:
-    """An `AdminAPI` that adds the seconds of its calls to a report."""
+class _CountedCalls:
+    """An `AdminAPI` that adds its calls and their seconds to a report."""
 
     def __init__(self, admin: AdminAPI, note: Callable[[str, float], None]) -> None:
         self._admin = admin
         self._note = note
+
+    @asynccontextmanager
+    async def pinned(self) -> AsyncIterator[AdminAPI]:
+        async with self._admin.pinned() as connection:
+            yield cast(AdminAPI, _CountedCalls(connection, self._note))
 
     def __getattr__(self, name: str) -> Any:
         call = getattr(self._admin, name)

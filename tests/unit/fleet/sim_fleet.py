@@ -26,7 +26,13 @@ import pytest
 from rollway.engine.core import version_in
 from rollway.errors import AdminError, RequestFailed, Unreachable, UsageError
 from rollway.fleet import fleet, membership, refit, updates, worker_order, worker_refit
-from rollway.fleet.admin import NoSuchMethod, RefitRefused
+from rollway.fleet.admin import (
+    AnotherProcess,
+    NoSuchMethod,
+    NoSuchOrder,
+    RefitRefused,
+    StageReply,
+)
 from rollway.fleet.discovery import Worker
 from rollway.fleet.updates import FromDisk
 from rollway.rollout import sender
@@ -331,13 +337,19 @@ class SimWorker:
             if inspect.isawaitable(answer):
                 await answer
 
-    def read_staging(self, identity: str) -> dict[str, str]:
+    async def stage_by_order(self, order: Mapping[str, Any]) -> StageReply:
+        """Do what the order `rollway_stage` of `engine/guard.py` does."""
+        if order["needs_label"] and self.label is None:
+            return StageReply(None, [])
+        if self.staged != order["identity"]:
+            self.stage(Path(order["offer"]["where"]["path"]))
+        await asyncio.sleep(min(order["seconds"], max(0.0, self._staged_at - self.world.now)))
+        state, error = "ready", ""
         try:
-            self.check_staged(identity)
-        except AdminError as error:
-            state = "running" if "still" in error.message else "failed"
-            return {"state": state, "error": error.message}
-        return {"state": "ready", "error": ""}
+            self.check_staged(order["identity"])
+        except AdminError as refusal:
+            state, error = "running" if "still" in refusal.message else "failed", refusal.message
+        return StageReply(self.label, [{"state": state, "error": error}])
 
     def stage(self, path: Path) -> None:
         self.check(path.name)
@@ -432,6 +444,15 @@ class World:
                 listed.append(Worker(w.instance_id, "m", f"http://sim:{w.port}", error=error))
         return listed
 
+    async def instances(self, *_: Any, **__: Any) -> frozenset[int] | None:
+        """Answer without asking the workers, as the frontend's /health does."""
+        self.listed_at = self.now
+        await asyncio.sleep(0.001)  # the way to the frontend
+        if self.listing_fails:
+            return None
+        since = self.now - LISTED_DEAD_SECONDS
+        return frozenset(i for i, w in self.workers.items() if w.alive or w.died_at > since)
+
     def sampled(self, weights: str, request: SimRequest) -> int:
         if request.greedy:
             return zlib.crc32(f"{weights} {sorted(request.kv)} {len(request.tokens)}".encode())
@@ -499,6 +520,7 @@ class World:
         for module in (refit, worker_order, worker_refit, updates, fleet, membership, sender):
             patch.setattr(module, "time", SimpleNamespace(monotonic=self.loop.time))
         patch.setattr(membership, "discover", self.listing)
+        patch.setattr(membership, "list_instances", self.instances)
         patch.setattr(fleet, "FromDisk", SimUpdate)
         patch.setattr(sender, "random", self.rng)
 
@@ -611,14 +633,19 @@ class SimAdmin:
     def takes_refits(self, worker: Worker) -> bool:
         return self.world.orders
 
-    async def staging(self, worker: Worker, identity: str) -> list[dict[str, str]]:
+    async def stage(self, worker: Worker, order: Mapping[str, Any]) -> StageReply:
         if not self.world.orders:
-            raise NoSuchMethod("It has no such route.")
-        state = await self._call(worker, "staged", lambda w, _: w.read_staging(identity), None)
-        return [state]
+            raise NoSuchOrder("It has no such route.")
+        limit = 10.0 + order["seconds"]
+        act = lambda w, _: w.stage_by_order(order)  # noqa: E731
+        reply: StageReply = await self._call(worker, "check", act, None, limit)
+        return reply
 
     async def refit(self, worker: Worker, order: Mapping[str, Any]) -> Any:
-        return await self._call(worker, "refit", lambda w, f: w.refit(order, f), None, 720.0)
+        sim = self.world.at(int(worker.admin_url[-5:]))
+        if sim is not None and sim.instance_id != worker.instance_id:
+            raise AnotherProcess("The order is for another process.")  # it is signed for one
+        return await self._call(worker, "refit", lambda w, f: w.refit(order, f), None, 1020.0)
 
     async def cancel_refit(self, worker: Worker) -> None:
         await self._call(worker, "cancel", lambda w, _: w.cancel_refit(), None)
