@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import socket
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from rollway.engine.guard import STAMPS, EngineOrders, Guard, install
-from rollway.orders import CANCEL, DOOR, REFIT, STAGING, sign
+from rollway.orders import CANCEL, DOOR, REFIT, STAGE, sign
 from tests.waiting import stays_async, wait_until_async
 
 ORDER = {
@@ -34,6 +35,10 @@ class Handler:
         self.report: dict[str, Any] | Exception = {"state": "served", "frozen": {}}
         self.labels: list[int | None] = []
         self.hold: asyncio.Event | None = None
+        self.staged: dict[str, Any] = {}
+        self.notifications = 2
+        self.states: list[list[str]] = []
+        """What its two ranks report, call after call; ready in the end."""
 
     async def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> list[Any]:
         self.calls.append(method)
@@ -47,7 +52,17 @@ class Handler:
             if isinstance(self.report, Exception):
                 raise self.report
             return [dict(self.report)]
-        return [{"state": "ready", "error": ""}]
+        if method == "rollway_stage":
+            self.staged = kwargs
+            for _ in range(self.notifications):
+                with socket.socket(socket.AF_UNIX) as client:
+                    client.setblocking(False)
+                    await asyncio.get_running_loop().sock_connect(client, f"\0{kwargs['tell']}")
+            if isinstance(self.report, Exception):
+                raise self.report
+            return [None, None]
+        states = self.states.pop(0) if self.states else ["ready", "ready"]
+        return [{"state": state, "error": ""} for state in states]
 
     async def set_weight_version(self, body: dict[str, Any]) -> dict[str, Any]:
         self._weight_version = body["weight_version"]
@@ -133,6 +148,57 @@ async def test_an_order_ends_although_its_caller_is_gone() -> None:
         assert handler._weight_version == 5
 
 
+STAGING = {
+    "identity": "w5", "offer": {"identity": "w5"}, "allow_cast": False, "needs_label": True,
+    "seconds": 3600.0,
+}  # fmt: skip
+
+
+async def test_one_order_stages_and_answers_with_all_that_a_refit_needs() -> None:
+    handler = Handler()
+    orders, *_ = make_orders(handler)
+    reply = await asyncio.wait_for(orders.stage(STAGING), 30)
+    ready = {"state": "ready", "error": ""}
+    assert reply == {"status": "ok", "ranks": [ready, ready], "label": 4, "refits": True}
+    assert handler.calls == ["rollway_stage", "rollway_staging", "rollway_label"]
+    assert handler.staged["offer"] == {"identity": "w5"}
+
+
+@pytest.mark.parametrize("notifications", [0, 1])
+async def test_ranks_that_cannot_notify_are_asked_again(notifications: int) -> None:
+    handler = Handler()
+    handler.notifications, handler.states = notifications, [["running", "ready"]]
+    orders, *_ = make_orders(handler)
+    reply = await asyncio.wait_for(orders.stage(STAGING), 30)
+    assert [rank["state"] for rank in reply["ranks"]] == ["ready", "ready"]
+    assert handler.calls.count("rollway_staging") == 2
+
+
+async def test_an_order_to_stage_answers_in_time_also_if_the_ranks_are_not_done() -> None:
+    handler = Handler()
+    handler.notifications, handler.states = 0, [["running", "running"]]
+    orders, *_ = make_orders(handler)
+    reply = await orders.stage({**STAGING, "seconds": 0.0})
+    assert [rank["state"] for rank in reply["ranks"]] == ["running", "running"]
+
+
+async def test_a_worker_without_a_label_stages_nothing_if_it_needs_one() -> None:
+    handler = Handler()
+    handler._weight_version = None
+    orders, *_ = make_orders(handler)
+    reply = await orders.stage(STAGING)
+    assert (reply["label"], reply["ranks"], handler.calls) == (None, [], [])
+    assert (await orders.stage({**STAGING, "needs_label": False}))["ranks"]
+
+
+async def test_an_engine_that_cannot_stage_says_why() -> None:
+    handler = Handler()
+    handler.report = AttributeError("'Worker' object has no attribute 'rollway_stage'")
+    orders, *_ = make_orders(handler)
+    reply = await orders.stage(STAGING)
+    assert reply["status"] == "error" and "no attribute 'rollway_stage'" in reply["message"]
+
+
 async def test_the_engine_gets_every_label_of_the_worker() -> None:
     handler = Handler()
     _, write, read = make_orders(handler)
@@ -201,8 +267,8 @@ async def test_orders_of_a_worker_need_a_signature(monkeypatch: pytest.MonkeyPat
     guard, handler = Guard("a secret"), Handler()
     install(guard)
     runtime().register_engine_route("set_weight_version", handler.set_weight_version)
-    assert routes.keys() == {DOOR, "set_weight_version", REFIT, CANCEL, STAGING}
-    for name in (REFIT, CANCEL, STAGING):
+    assert routes.keys() == {DOOR, "set_weight_version", REFIT, CANCEL, STAGE}
+    for name in (REFIT, CANCEL, STAGE):
         for order in ({}, {"rollway_order": sign("another", name, guard.verifier.process, ORDER)}):
             assert (await routes[name](order))["status"] == "error"
     assert handler.calls == [] and handler._weight_version == 4

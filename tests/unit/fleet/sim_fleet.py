@@ -406,7 +406,7 @@ class World:
         self.lock = asyncio.Lock()
         self.recipe: tuple[int, Path] | None = None
         self.claimed: dict[int, str] = {}
-        self.listed_at, self.listing_fails = 0.0, 0
+        self.listed_at, self.listing_fails, self.listings = 0.0, 0, 0
 
     @property
     def now(self) -> float:
@@ -431,7 +431,7 @@ class World:
         return worker
 
     async def listing(self, *_: Any, **__: Any) -> list[Worker]:
-        self.listed_at = self.now
+        self.listed_at, self.listings = self.now, self.listings + 1
         hung = any(w.alive and not w.awake.is_set() for w in self.workers.values())
         await asyncio.sleep(5.0 if hung else 0.002)  # the frontend probes them all
         if self.listing_fails:
@@ -605,8 +605,8 @@ class SimAdmin:
         try:
             async with asyncio.timeout(limit):
                 answer = await asyncio.shield(task)
-        except TimeoutError:
-            raise _lost(worker) from None
+        except TimeoutError as error:
+            raise _lost(worker) from error
         except AdminError:
             self._is_broken = False
             raise

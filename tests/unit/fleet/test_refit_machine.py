@@ -551,7 +551,7 @@ def swaps_half_of_the_weights(m: RefitMachine) -> None:
 
 
 def runs_an_order_while_the_refit_is_cancelled(m: RefitMachine) -> None:
-    for call in range(8, 24):
+    for call in range(1, 17):
         m.refits(0, "pause-all", fuse=(call, "cancel"), busy=True, seconds=0.5)
 
 
@@ -570,7 +570,7 @@ def dies_while_it_keeps_its_requests(m: RefitMachine) -> None:
 
 
 def runs_an_order_while_the_client_crashes(m: RefitMachine) -> None:
-    for call in range(8, 24):
+    for call in range(1, 17):
         m.refits(0, "rolling", fuse=(call, "crash"), busy=True, seconds=0.5)
 
 
@@ -637,11 +637,11 @@ def test_rollouts_that_an_order_cuts_keep_their_tokens_and_ask_nothing() -> None
         work = process.rollouts.generate([1, 2], Sampling(max_tokens=100), n=32)
         sampling = m.loop.create_task(work)
         m.time_passes(1.0)
-        asked = sum(call.route == "version" for call in m.world.log)
+        before = len(m.world.log)
         assert m.loop.run_until_complete(process.refit(2, "", "in-flight")) == "done"
         rollouts = m.loop.run_until_complete(sampling)
         assert all([span.version for span in r.spans] == [1, 2] for r in rollouts)
-        assert sum(call.route == "version" for call in m.world.log) - asked < 8
+        assert [call.route for call in m.world.log[before:]] == ["check", "refit"]
         m.tried = 2
         m.settles()
 
