@@ -15,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 from dynamo.llm.exceptions import EngineShutdown
 
+from rollway.engine.core import version_in
 from tests.light.cache import PrefixCache
 from tests.light.checkpoint import Array
 from tests.light.model import Decoding, log_softmax
@@ -109,6 +110,8 @@ class Engine:
         self.max_length = min(max_length or config.max_positions, config.max_positions)
         self._seed = seed
         self._served = 0
+        self.label: int | None = None
+        """The version whose requests are admitted; None admits all."""
         self.pause_state = Pause.NONE
         self.requests: dict[str, Request] = {}
         self._ended = asyncio.Event()
@@ -124,6 +127,10 @@ class Engine:
         seed: Seed = (self._seed, self._served) if params.seed is None else params.seed
         decoding = Decoding(self.worker.model, self.cache, params.prompt, params.salt)
         entry = Request(context.id(), params, decoding, seed)
+        version = version_in(params.salt)
+        if self.label is not None and version not in (None, self.label):
+            yield entry.chunk("cancelled")
+            return
         self.requests[entry.key] = entry
         try:
             async for chunk in self._run(entry, context):

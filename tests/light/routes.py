@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from tests.light.engine import Engine
+from tests.light.orders import EngineClient
 
 Body = dict[str, Any]
 Route = Callable[[Body], Awaitable[Body]]
@@ -46,9 +47,11 @@ def _route(
 class AdminRoutes:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._lock = asyncio.Lock()
+        if os.environ.get("LIGHT_ORDERS") == "1":
+            self.engine_client = EngineClient(engine)  # by which Rollway's guard knows it
+        self._pause_lock = asyncio.Lock()
         self._paused = False
-        self._version: Any = _UNDECLARED
+        self._weight_version: Any = _UNDECLARED
         self._load_seconds = float(os.environ.get("LIGHT_LOAD_SECONDS", "0"))
 
     def table(self) -> dict[str, Route]:
@@ -77,7 +80,7 @@ class AdminRoutes:
         mode, clear_cache = body.get("mode", "keep"), bool(body.get("clear_cache", False))
         if mode not in ("keep", "wait", "abort"):
             return _error(f"Invalid mode '{mode}'; expected keep|wait|abort")
-        async with self._lock:
+        async with self._pause_lock:
             await self._engine.pause(mode, clear_cache)
             self._paused = True
         return {
@@ -89,14 +92,14 @@ class AdminRoutes:
 
     @_route
     async def resume_generation(self, body: Body) -> Body:
-        async with self._lock:
+        async with self._pause_lock:
             self._engine.resume()
             self._paused = False
         return {"status": "ok", "message": "Engine resumed"}
 
     @_route
     async def flush_cache(self, body: Body) -> Body:
-        async with self._lock:
+        async with self._pause_lock:
             self._engine.reset_prefix_cache()
         return {"status": "ok", "message": "Cache flushed"}  # also when it was refused
 
@@ -110,20 +113,20 @@ class AdminRoutes:
 
     @_route
     async def get_weight_version(self, body: Body) -> Body:
-        declared = self._version is not _UNDECLARED
-        version = self._version if declared else None
+        declared = self._weight_version is not _UNDECLARED
+        version = self._weight_version if declared else None
         return {"status": "ok", "version": version, "version_declared": declared}
 
     @_route
     async def set_weight_version(self, body: Body) -> Body:
         if "weight_version" not in body:
             return _error("Missing 'weight_version' in body")
-        self._version = body["weight_version"]
-        return {"status": "ok", "version": self._version}
+        self._weight_version = body["weight_version"]
+        return {"status": "ok", "version": self._weight_version}
 
     @_route
     async def update_weights_from_disk(self, body: Body) -> Body:
-        async with self._lock:
+        async with self._pause_lock:
             if not self._paused:
                 return _error(_MUST_BE_PAUSED)
             path = body.get("model_path")
@@ -145,7 +148,7 @@ class AdminRoutes:
                 "Unpaused weight updates cannot reset the prefix cache. "
                 "Set 'reset_prefix_cache' to false or pause generation first."
             )
-        async with self._lock:
+        async with self._pause_lock:
             if not self._paused and not unpaused:
                 return _error(_MUST_BE_PAUSED)
             rpc = body.get("engine_rpc", "update_weights_from_path")
@@ -173,12 +176,12 @@ class AdminRoutes:
         declared = "weight_version" in body
         version = body.get("weight_version", "unknown")
         if declared:
-            self._version = version
+            self._weight_version = version
         return {"status": "ok", "version": version, "version_declared": declared}
 
     async def _group(self, body: Body, default: str, done: str) -> Body:
         kwargs = {name: value for name, value in body.items() if name != "engine_rpc"}
-        async with self._lock:
+        async with self._pause_lock:
             self._engine.worker.call(body.get("engine_rpc", default), kwargs)
         return {"status": "ok", "message": f"Weight update group {done}"}
 

@@ -11,7 +11,9 @@ Test hooks, from the environment: LIGHT_STEP_SECONDS (each token takes this long
 LIGHT_PREFILL_SECONDS_PER_TOKEN (so does each token of a prompt that is not cached, one prompt
 after the other; 0), LIGHT_LOAD_SECONDS (an update takes this much longer; 0), LIGHT_ROUTE_SECONDS
 (so does every admin route; 0), LIGHT_PROBE_SECONDS (and every probe of a listing, and the version;
-0), LIGHT_NO_ENGINE_METHODS=1 (the `rollway_*` engine methods are unknown), and
+0), LIGHT_BUSY_SECONDS (each turn of the event loop takes this much longer, as with hundreds
+of streams; 0), LIGHT_ORDERS=1 (one order stages weights and one refits, as in real workers),
+LIGHT_NO_ENGINE_METHODS=1 (the `rollway_*` engine methods are unknown), and
 LIGHT_LOSE_REGISTRATION=FILE (the worker that can create FILE serves its system port only, like
 one whose registration got lost).
 """
@@ -24,6 +26,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -72,6 +75,13 @@ class SlowRoutes:
             return await handler(body)
 
         self._runtime.register_engine_route(name, delayed if seconds else handler)
+
+
+async def keep_busy(seconds: float) -> None:
+    """Block every turn of the event loop."""
+    while True:
+        time.sleep(seconds)  # noqa: ASYNC251 (that is the point)
+        await asyncio.sleep(0)  # one turn of the loop
 
 
 class Worker:
@@ -163,8 +173,12 @@ async def run(args: argparse.Namespace) -> None:
             break
     for future in serving:
         future.add_done_callback(_report_end)
+    busy_seconds = float(os.environ.get("LIGHT_BUSY_SECONDS", "0"))
+    busy = asyncio.create_task(keep_busy(busy_seconds)) if busy_seconds else None
     log.info("%d light workers serve %s", len(workers), args.served_model_name)
     await stopping.wait()
+    if busy is not None:
+        busy.cancel()
     for worker in workers:
         worker.engine.close()
     await asyncio.sleep(_FLUSH_SECONDS)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,13 +19,15 @@ import rollway
 from rollway.errors import RefitError, UsageError
 from rollway.fleet.discovery import HealthListing, RlListing, StaticList, discover
 from rollway.fleet.fleet import Fleet
+from rollway.fleet.report import RefitMode
 from rollway.fleet.updates import FromDisk
 from rollway.http import Http
+from rollway.orders import REFIT, STAGE
 from rollway.weights.checkpoint import read_headers
 from tests.conftest import Cli
 from tests.light.spec import light
 from tests.stack.policies import Policy
-from tests.stack.serving import SHORT, TOLERANCE, worst
+from tests.stack.serving import LONG, SHORT, TOLERANCE, first_tokens, read_state, worst
 from tests.waiting import wait_until, wait_until_async
 
 PROMPT = list(range(40, 100))
@@ -46,6 +51,58 @@ def test_every_mode_refits_every_worker(
     assert {rollout.weight_version for rollout in group} == {1}
     assert worst(policies[1], group) < TOLERANCE
     assert any(rollout.cached_tokens == 0 for rollout in group)  # one was the first
+
+
+@pytest.mark.parametrize("mode", ["pause-all", "in-flight"])
+async def test_a_later_refit_sends_two_requests_to_each_worker(
+    base_model: Path, policies: list[Policy], mode: RefitMode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them waits for a worker's event loop, also while it carries hundreds of streams."""
+    urls: list[str] = []
+
+    async def note(_: Http, method: str, url: str, body: object) -> None:
+        urls.append(url)
+
+    spec = light(base_model, "calls", LIGHT_ORDERS="1", LIGHT_STEP_SECONDS="0.01")
+    async with rollway.aio.up(spec) as stack:
+        await stack.refit(1, policies[1].path)
+        await stack.unwatch()  # the watcher lists now and then
+        rollouts = stack.rollouts()
+        sampling = [asyncio.create_task(rollouts.generate(PROMPT, LONG, n=4)) for _ in range(4)]
+        workers = await stack.fleet.workers()
+        await first_tokens(stack.frontend_url, workers, count=8)
+        monkeypatch.setattr(Http, "before_request", note)
+        report = await stack.refit(2, policies[2].path, mode=mode)
+        groups = await asyncio.gather(*sampling)
+    for worker in workers:
+        asked = [url for url in urls if url.startswith(worker.admin_url)]
+        assert [url.rpartition("/")[2] for url in asked] == [STAGE, REFIT]
+    assert [worker.calls for worker in report.workers] == [2, 2]
+    assert urls.count(f"{stack.frontend_url}/health") == 2
+    assert not any(url.startswith(stack.rl_url) for url in urls)
+    spans = [[span.version for span in rollout.spans] for group in groups for rollout in group]
+    assert ([1, 2] in spans) == (mode == "in-flight")
+
+
+async def test_a_worker_that_joins_between_refits_is_listed_and_moved(
+    base_model: Path, policies: list[Policy]
+) -> None:
+    async with rollway.aio.up(light(base_model, "joined", LIGHT_ORDERS="1")) as stack:
+        await stack.unwatch()
+        await stack.refit(1, policies[1].path)
+        state = read_state("joined")
+        os.kill(next(p.pid for p in state.processes if p.instance) or 0, signal.SIGKILL)
+        before = {worker.instance_id for worker in await stack.fleet.workers(fresh=False)}
+
+        async def is_replaced() -> bool:
+            listed = await stack.fleet.workers()
+            labels = await stack.fleet.read_versions()
+            new = {w.instance_id for w in listed if w.error is None} - before
+            return any(labels[instance] == 0 for instance in new)
+
+        await wait_until_async(is_replaced, 60)
+        report = await stack.refit(2, policies[2].path)
+        assert report.serving == 2
 
 
 def test_a_canary_verifies_workers_without_our_engine_methods(

@@ -41,6 +41,9 @@ LABELLING = ("set_weight_version", "update_weights_from_disk", "update_weights_f
 TAINTS = "update/model_taints"
 STAMPS = "rollway_versions"
 """The extra field by which a request asks for the versions of its tokens."""
+STOP_SECONDS = 10.0
+"""How long the engine's process may take to exit. Requests are aborted first, so this is the time
+to free memory; a stack waits 20 s before it kills a worker (`stop_seconds`)."""
 _ASK_SECONDS = 0.5
 """The first wait before a rank that sent no notification is asked; later waits are longer."""
 
@@ -121,6 +124,7 @@ class EngineOrders:
         owner = getattr(handler, "__self__", None)
         if all(hasattr(owner, name) for name in ("engine_client", "_pause_lock")):
             self._handler = owner
+            give_time_to_stop(owner.engine_client)
         if self._handler is None or owner is not self._handler:
             return handler
         if route in LABELLING:
@@ -315,6 +319,21 @@ def read_label(handler: Any) -> int | None:
     if isinstance(label, str) and re.fullmatch(r"-?\d+", label):
         return int(label)
     return label if isinstance(label, int) and not isinstance(label, bool) else None
+
+
+def give_time_to_stop(engine_client: Any) -> None:
+    """Let the engine's process end by itself when the worker stops.
+
+    Dynamo 1.6.1 passes vLLM's time for draining requests, which is 0, as the time for the process
+    to exit, and vLLM 0.31 then kills it at once, except on ROCm."""
+    shutdown = getattr(engine_client, "shutdown", None)
+    if shutdown is None or hasattr(engine_client, "_rollway_stop"):
+        return
+
+    def stop(timeout: float | None = None) -> None:
+        shutdown(timeout=STOP_SECONDS if timeout == 0 else timeout)
+
+    engine_client.shutdown = engine_client._rollway_stop = stop
 
 
 @contextlib.asynccontextmanager

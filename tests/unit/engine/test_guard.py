@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from rollway.engine.guard import STAMPS, EngineOrders, Guard, install
+from rollway.engine.guard import STAMPS, STOP_SECONDS, EngineOrders, Guard, install
 from rollway.orders import CANCEL, DOOR, REFIT, STAGE, sign
 from tests.waiting import stays_async, wait_until_async
 
@@ -207,6 +207,16 @@ async def test_the_engine_gets_every_label_of_the_worker() -> None:
         await write({"weight_version": label})
     assert handler.labels == [7, -3, 8, None]
     assert await read({}) == {"status": "ok", "version": "by another tool", "enforced": True}
+
+
+@pytest.mark.parametrize(("given", "used"), [(0, STOP_SECONDS), (None, None), (7, 7)])
+async def test_the_engine_has_time_to_exit(given: float | None, used: float | None) -> None:
+    """Dynamo gives it none: it passes the time for draining requests."""
+    handler, timeouts = Handler(), []
+    handler.shutdown = lambda timeout=None: timeouts.append(timeout)  # type: ignore[attr-defined]
+    make_orders(handler)
+    handler.engine_client.shutdown(timeout=given)  # type: ignore[attr-defined]
+    assert timeouts == [used]
 
 
 def request(*fields: str, salt: str = "v4") -> dict[str, Any]:
