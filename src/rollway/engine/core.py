@@ -103,7 +103,7 @@ def read_all_ranks(collective_rpc: Callable[..., list[Any]]) -> Callable[..., li
     their queues: the next call takes them for its own, and misses a rank whose swap failed."""
 
     def call(engine: Any, method: Any, timeout: Any, args: Any, kwargs: Any) -> list[Any]:
-        executor = getattr(engine, "model_executor", None)
+        executor: Any = getattr(engine, "model_executor", None)
         queues = getattr(executor, "response_mqs", None)
         if timeout is not None or not queues or not hasattr(executor, "futures_queue"):
             return collective_rpc(engine, method, timeout, args, kwargs)

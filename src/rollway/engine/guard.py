@@ -121,7 +121,7 @@ class EngineOrders:
         """Return the handler for one of Dynamo's routes, and remember what orders need of it."""
         if route == TAINTS:
             self._set_taints = handler
-        owner = getattr(handler, "__self__", None)
+        owner: Any = getattr(handler, "__self__", None)
         if all(hasattr(owner, name) for name in ("engine_client", "_pause_lock")):
             self._handler = owner
             give_time_to_stop(owner.engine_client)
