@@ -114,6 +114,8 @@ class EngineOrders:
         self._is_enforced = False
         """Whether the engine refuses requests of other versions than its label."""
         self._running: set[asyncio.Task[dict[str, Any]]] = set()
+        self._staging: tuple[str, asyncio.Task[list[Any]] | None] = "", None
+        """The weights that were staged last, by their identity, and the task that does it."""
         self._switches: dict[str, list[tuple[int, int]]] = {}
         """Requests in flight that were frozen during a refit: from which token on which version."""
 
@@ -244,8 +246,11 @@ class EngineOrders:
         nothing in a worker without a label: it is still starting."""
         ranks: list[Any] = []
         if not body["needs_label"] or await self._read_version() is not None:
+            task = self._start_staging(body)
+            # An engine may take longer to begin than a caller waits to see that the worker lives.
+            is_done = (await asyncio.wait({task}, timeout=body["seconds"]))[0]
             try:
-                ranks = await self._stage(body)
+                ranks = task.result() if is_done else [{"state": "running", "error": ""}]
             except Exception as error:  # noqa: BLE001 (the caller decides)
                 _end_if_engine_is_dead(self._handler, error)
                 return {"status": "error", "message": str(error)}
@@ -255,9 +260,17 @@ class EngineOrders:
         label = await self._read_version()
         return {"status": "ok", "ranks": ranks, "label": label, "refits": self._is_enforced}
 
+    def _start_staging(self, body: dict[str, Any]) -> asyncio.Task[list[Any]]:
+        """Start staging; a repeated order waits for the staging that runs already."""
+        identity, task = self._staging
+        if task is None or task.done() or identity != body["identity"]:
+            task = asyncio.create_task(self._stage(body))
+            self._staging = body["identity"], task
+            task.add_done_callback(lambda t: t.cancelled() or t.exception())
+        return task
+
     async def _stage(self, body: dict[str, Any]) -> list[Any]:
-        deadline, wait = time.monotonic() + body["seconds"], _ASK_SECONDS
-        call = self._handler.engine_client.collective_rpc
+        wait, call = _ASK_SECONDS, self._handler.engine_client.collective_rpc
         async with _notifications() as (socket_name, notifications):
             arguments = {name: body[name] for name in ("offer", "allow_cast")}
             ranks = await call("rollway_stage", kwargs={**arguments, "tell": socket_name})
@@ -265,15 +278,14 @@ class EngineOrders:
             while True:
                 # A rank on another machine cannot reach the socket, so it is asked repeatedly.
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(min(wait, max(0.0, deadline - time.monotonic()))):
+                    async with asyncio.timeout(wait):
                         for _ in range(max(1, missing)):
                             await notifications.get()
                             missing -= 1
                 states = await call("rollway_staging", kwargs={"identity": body["identity"]})
-                is_running = any(state["state"] == "running" for state in states)
-                if not is_running or time.monotonic() >= deadline:
+                if all(state["state"] != "running" for state in states):
                     return list(states)
-                wait *= 2
+                wait = min(2.0, 2 * wait)
 
     async def _read_version(self) -> Any:
         """Return the label as Dynamo's own route does."""

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar, cast
 
 from rollway.errors import AdminError, NoWorkers, RequestFailed
 from rollway.fleet.discovery import Worker
@@ -167,6 +168,33 @@ class AdminAPI(Protocol):
     async def sleep(self, worker: Worker, level: int = 1) -> None: ...
 
     async def wake(self, worker: Worker, tags: Sequence[str] | None = None) -> None: ...
+
+
+class CountedCalls:
+    """An `AdminAPI` that adds its calls and their seconds to a report."""
+
+    def __init__(self, admin: AdminAPI, note: Callable[[str, float], None]) -> None:
+        self._admin = admin
+        self._note = note
+
+    @asynccontextmanager
+    async def pinned(self) -> AsyncIterator[AdminAPI]:
+        async with self._admin.pinned() as connection:
+            yield cast(AdminAPI, CountedCalls(connection, self._note))
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._admin, name)
+        if not asyncio.iscoroutinefunction(call):
+            return call
+
+        async def run(*args: Any, **kwargs: Any) -> Any:
+            began = time.monotonic()
+            try:
+                return await call(*args, **kwargs)
+            finally:
+                self._note(name, time.monotonic() - began)
+
+        return run
 
 
 async def list_models(http: Http, openai_url: str, timeout: float) -> list[str]:

@@ -117,7 +117,8 @@ class Refit:
                 await self._ask_for_reference(behind)
                 if behind:
                     await self._move(behind, is_first_pass=False)
-            self._check_outcome(report)
+            if behind:  # otherwise they are still starting, or gone
+                self._check_outcome(report)
         return report
 
     # --- before any worker is touched --------------------------------------------------------

@@ -110,8 +110,9 @@ class WorkerOrder:
         while not (await asyncio.wait({running}, timeout=WATCH_SECONDS))[0]:
             try:
                 await self._refit.admin.weight_version(self._refit.worker)
-            except AdminError:
-                if not running.done():
+            except AdminError as error:
+                is_silent = error.__cause__ is not None
+                if is_silent and not running.done():
                     running.cancel()  # the order itself goes on, if the worker ever has it
                     raise
         return running.result()

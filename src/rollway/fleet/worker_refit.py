@@ -28,8 +28,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -38,6 +38,7 @@ from rollway.fleet.admin import (
     IN_DOUBT,
     AdminAPI,
     AnotherProcess,
+    CountedCalls,
     PauseMode,
     leaving_label,
     unverified_label,
@@ -101,7 +102,7 @@ class WorkerRefit:
     @property
     def admin(self) -> AdminAPI:
         """The admin calls, which the report counts."""
-        return cast(AdminAPI, _CountedCalls(self.plan.admin, self._note_call))
+        return cast(AdminAPI, CountedCalls(self.plan.admin, self._note_call))
 
     async def preflight(self) -> None:
         """Have the worker check and stage the update, and read its label. It stays in service. A
@@ -392,33 +393,6 @@ class WorkerRefit:
         now = time.monotonic()
         seconds, self._lap_began = now - self._lap_began, now
         return seconds
-
-
-class _CountedCalls:
-    """An `AdminAPI` that adds its calls and their seconds to a report."""
-
-    def __init__(self, admin: AdminAPI, note: Callable[[str, float], None]) -> None:
-        self._admin = admin
-        self._note = note
-
-    @asynccontextmanager
-    async def pinned(self) -> AsyncIterator[AdminAPI]:
-        async with self._admin.pinned() as connection:
-            yield cast(AdminAPI, _CountedCalls(connection, self._note))
-
-    def __getattr__(self, name: str) -> Any:
-        call = getattr(self._admin, name)
-        if not asyncio.iscoroutinefunction(call):
-            return call
-
-        async def run(*args: Any, **kwargs: Any) -> Any:
-            began = time.monotonic()
-            try:
-                return await call(*args, **kwargs)
-            finally:
-                self._note(name, time.monotonic() - began)
-
-        return run
 
 
 async def set_taints(
