@@ -114,8 +114,7 @@ class EngineOrders:
         self._is_enforced = False
         """Whether the engine refuses requests of other versions than its label."""
         self._running: set[asyncio.Task[dict[str, Any]]] = set()
-        self._staging: tuple[str, asyncio.Task[list[Any]] | None] = "", None
-        """The weights that were staged last, by their identity, and the task that does it."""
+        self._staging: set[asyncio.Task[list[Any]]] = set()
         self._switches: dict[str, list[tuple[int, int]]] = {}
         """Requests in flight that were frozen during a refit: from which token on which version."""
 
@@ -246,8 +245,12 @@ class EngineOrders:
         nothing in a worker without a label: it is still starting."""
         ranks: list[Any] = []
         if not body["needs_label"] or await self._read_version() is not None:
-            task = self._start_staging(body)
             # An engine may take longer to begin than a caller waits to see that the worker lives.
+            # The caller then repeats the order, and the engine goes on with what it has begun.
+            task = asyncio.create_task(self._stage(body))
+            self._staging.add(task)
+            task.add_done_callback(self._staging.discard)
+            task.add_done_callback(lambda t: t.cancelled() or t.exception())  # it may be late
             is_done = (await asyncio.wait({task}, timeout=body["seconds"]))[0]
             try:
                 ranks = task.result() if is_done else [{"state": "running", "error": ""}]
@@ -259,15 +262,6 @@ class EngineOrders:
         # At the end: the refit that follows is refused unless the worker still has this label.
         label = await self._read_version()
         return {"status": "ok", "ranks": ranks, "label": label, "refits": self._is_enforced}
-
-    def _start_staging(self, body: dict[str, Any]) -> asyncio.Task[list[Any]]:
-        """Start staging; a repeated order waits for the staging that runs already."""
-        identity, task = self._staging
-        if task is None or task.done() or identity != body["identity"]:
-            task = asyncio.create_task(self._stage(body))
-            self._staging = body["identity"], task
-            task.add_done_callback(lambda t: t.cancelled() or t.exception())
-        return task
 
     async def _stage(self, body: dict[str, Any]) -> list[Any]:
         wait, call = _ASK_SECONDS, self._handler.engine_client.collective_rpc

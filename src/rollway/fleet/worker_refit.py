@@ -121,7 +121,7 @@ class WorkerRefit:
         if checked.is_starting:
             self.may_hold_update, self.report.state = False, "joining"
             return
-        self.verifies_itself = checked.verifies_itself
+        self.verifies_itself, self.report.state = checked.verifies_itself, "untouched"
         if checked.reply is not None:
             self.label = checked.reply.label
         else:

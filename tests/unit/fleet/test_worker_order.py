@@ -13,6 +13,7 @@ from rollway.fleet import worker_order
 from rollway.fleet.discovery import Worker
 from rollway.fleet.membership import Membership
 from rollway.fleet.report import RefitMode
+from rollway.versions import taint_of
 from tests.unit.fleet.sim_fleet import SimUpdate
 from tests.unit.fleet.test_refit_machine import Coordinator, RefitMachine, machine
 
@@ -75,6 +76,19 @@ def test_a_worker_that_joins_while_orders_run_is_moved() -> None:
         assert joiner.label == 2
         m.tried = 2
         m.settles()
+
+
+def test_a_worker_that_gets_its_label_while_orders_run_is_moved() -> None:
+    """It was there from the beginning, so nobody joins."""
+    with machine(**ORDERS) as m:
+        refit(m, 1)
+        starting = m.world.join(ready_after=1000.0)
+        task = start_until_ordered(m, 2)
+        starting.set_taints([taint_of(0)])
+        starting.set_label(0)
+        assert m.loop.run_until_complete(task) == "done"
+        assert starting.label == 2
+        m.tried = 2
 
 
 def test_a_view_that_hides_joiners_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
