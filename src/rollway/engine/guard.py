@@ -7,8 +7,8 @@ before the worker's own module runs, so no route is ever open, and no proxy is n
 `rollway/orders.py` draws the exchange.
 
 It also adds orders of its own: `rollway_refit` runs a whole refit next to the engine (drawn in
-`rollway/engine/core.py`), and `rollway_staging` returns what `collective_rpc` returns, which
-Dynamo's routes do not.
+`rollway/engine/core.py`), `rollway_staging` returns what `collective_rpc` returns, which Dynamo's
+routes do not, and `rollway/engine/sleep_orders.py` has sleep and wake.
 
 This is a script, not a module of the package, because the engine's Python may lack Rollway.
 """
@@ -41,16 +41,16 @@ STAMPS = "rollway_versions"
 """The extra field by which a request asks for the versions of its tokens."""
 
 
-def _load_orders() -> Any:
-    path = Path(__file__).resolve().parents[1] / "orders.py"
-    spec = importlib.util.spec_from_file_location("rollway_orders", path)
+def _load(name: str, path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-orders = _load_orders()
+orders = _load("rollway_orders", Path(__file__).resolve().parents[1] / "orders.py")
+sleep_orders = _load("rollway_sleep_orders", Path(__file__).resolve().with_name("sleep_orders.py"))
 
 
 class Guard:
@@ -103,6 +103,8 @@ class EngineOrders:
         self._handler: Any = None
         """Dynamo's object behind the RL routes; it holds the engine's client and the label."""
         self._set_taints: Handler | None = None
+        self._sleep: Any = None
+        """`SleepOrders` of the engine behind the handler."""
         self._is_enforced = False
         """Whether the engine refuses requests of other versions than its label."""
         self._running: set[asyncio.Task[dict[str, Any]]] = set()
@@ -116,8 +118,10 @@ class EngineOrders:
         owner = getattr(handler, "__self__", None)
         if all(hasattr(owner, name) for name in ("engine_client", "_pause_lock")):
             self._handler = owner
+            self._sleep = self._sleep or sleep_orders.SleepOrders(owner)
         if self._handler is None or owner is not self._handler:
             return handler
+        handler = self._sleep.protect(route, handler)
         if route in LABELLING:
             return self._label_engine_after(handler)
         if route == "get_weight_version":
@@ -136,6 +140,9 @@ class EngineOrders:
             orders.REFIT: self.run_refit,
             orders.CANCEL: self.cancel_refit,
             orders.STAGING: self.read_staging,
+            orders.SLEEP: self._sleep.sleep,
+            orders.WAKE: self._sleep.wake,
+            orders.MEMORY: self._sleep.read_memory,
         }
 
     async def run_refit(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -152,6 +159,8 @@ class EngineOrders:
             label = read_label(handler)
             if label != body["label"]:
                 return _refusal(f"its label is {label}, and not {body['label']}")
+            if self._sleep is not None and self._sleep.level:
+                return _refusal("it sleeps")
             clock = _Clock()
             handler._weight_version = body["leaving"]
             await self._route_to([])
@@ -247,7 +256,8 @@ class EngineOrders:
 
     def _read_label(self, handler: Handler) -> Handler:
         async def run(body: dict[str, Any]) -> dict[str, Any]:
-            return {**await handler(body), "enforced": self._is_enforced}
+            reply = await handler(body)
+            return {**reply, "enforced": self._is_enforced, "asleep": self._sleep.level}
 
         return run
 

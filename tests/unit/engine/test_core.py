@@ -9,7 +9,7 @@ import sys
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -41,6 +41,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.scheduler = FakeScheduler()
+        self.model_executor = SimpleNamespace(is_sleeping=False)
         self.calls: list[str] = []
         self.aborted: list[str] = []
         self.paused: Future[None] | None = None
@@ -233,3 +234,11 @@ def test_frozen_requests_continue_and_are_counted(engine: Any) -> None:
 def test_a_process_without_an_engine_has_no_hook(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "vllm.v1.engine.core", raising=False)
     assert not core.install()
+
+
+def test_a_sleeping_engine_refuses_a_refit(engine: Any) -> None:
+    label(engine, 4)
+    engine.model_executor.is_sleeping = True
+    (report,) = refit(engine).result(0)
+    assert report == {"state": "refused", "error": "the engine sleeps"}
+    assert engine.calls == [] and engine._rollway_label == 4
