@@ -11,8 +11,9 @@ Test hooks, from the environment: LIGHT_STEP_SECONDS (each token takes this long
 LIGHT_PREFILL_SECONDS_PER_TOKEN (so does each token of a prompt that is not cached, one prompt
 after the other; 0), LIGHT_LOAD_SECONDS (an update takes this much longer; 0), LIGHT_ROUTE_SECONDS
 (so does every admin route; 0), LIGHT_PROBE_SECONDS (and every probe of a listing, and the version;
-0), LIGHT_NO_ENGINE_METHODS=1 (the `rollway_*` engine methods are unknown), and
-LIGHT_LOSE_REGISTRATION=FILE (the worker that can create FILE serves its system port only, like
+0), LIGHT_NO_ENGINE_METHODS=1 (the `rollway_*` engine methods are unknown), LIGHT_NO_SLEEP_MODE=1
+(the engine may not sleep), and LIGHT_LOSE_REGISTRATION=FILE (the worker that can create FILE serves
+its system port only, like
 one whose registration got lost).
 """
 

@@ -156,9 +156,10 @@ class Refit:
     async def _track_ready(self, listed: Sequence[Worker]) -> list[WorkerRefit]:
         """Track these workers, and return those that are ready. A supervised worker without a
         label is still starting: it gets no requests, and joins later."""
-        supervised = [worker for worker in listed if self.supervised(worker)]
-        labels = await call_all(supervised, self.plan.admin.weight_version)
-        starting = [w for w, label in zip(supervised, labels, strict=True) if label is None]
+        # The answer says also whether the worker sleeps.
+        labels = await call_all(listed, self.plan.admin.weight_version)
+        without = [w for w, label in zip(listed, labels, strict=True) if label is None]
+        starting = [worker for worker in without if self.supervised(worker)]
         for worker in starting:
             self._track(worker).report.state = "joining"
         return [self._track(worker) for worker in listed if worker not in starting]
@@ -182,7 +183,9 @@ class Refit:
 
     def _check_mode(self, workers: Sequence[WorkerRefit]) -> None:
         """Raise if a worker cannot keep requests and name the versions of their tokens."""
-        unable = [w.worker for w in workers if self.mode == "keep" and not w.takes_order]
+        # A worker that sleeps has nothing to keep.
+        awake = [w for w in workers if not w.sleep_level]
+        unable = [w.worker for w in awake if self.mode == "keep" and not w.takes_order]
         if unable:
             raise UsageError(
                 f"{len(unable)} of {len(workers)} workers cannot keep running requests, for "

@@ -16,6 +16,10 @@
 
     from any state ──► gone: the worker died, or another process has its address
     joining: its supervisor has not labelled it yet, so it serves nothing and waits
+    asleep: it slept before (`sleep`) and sleeps again, because no update was issued
+
+A worker that sleeps gets the memory of its weights back before it stages the update, and that of
+its KV cache after the update: until then the memory may hold the staged weights.
 
 This is the refit by single calls; `worker_order` has the refit by one order. All calls between the
 pause and the resume go over one pinned connection: they reach one process, never its successor at
@@ -85,6 +89,8 @@ class WorkerRefit:
     """Whether the worker compares its parameters with the update."""
     may_hold_update: bool = False
     """Whether the update may be staged in the worker, as a second model."""
+    sleep_level: int = 0
+    """The level at which the worker slept when the refit began; 0 if it was awake."""
     _label_before: int | None = None
     _connection: AdminAPI | None = None
     _untainted_at: float = 0.0
@@ -101,6 +107,11 @@ class WorkerRefit:
         self.lap()
         await self.step("preflight")
         self.may_hold_update = True  # before the call, which may take effect even if cancelled
+        self.sleep_level = plan.admin.sleep_level(self.worker)
+        if self.sleep_level:
+            reply = await plan.admin.wake(self.worker, ["weights"])
+            self.report.memory["asleep"] = reply["before"]
+            self.report.steps["wake.weights"] = reply["seconds"]
         self.verifies_itself = await plan.update.preflight(plan.admin, self.worker)
         self.label = await plan.admin.weight_version(self.worker)
         if self.label is not None and self.label >= 0:
@@ -114,10 +125,23 @@ class WorkerRefit:
         self.report.preflight_seconds = self.lap()
 
     async def discard(self) -> None:
-        """Free the staged update, if it was not applied."""
+        """Free the staged update, if it was not applied; a worker that slept sleeps again."""
         if self.may_hold_update and self.report.state not in ("gone", "replaced"):
-            await self.plan.update.discard(self.plan.admin, self.worker)
-            self.may_hold_update = False
+            try:
+                await self.plan.update.discard(self.plan.admin, self.worker)
+                self.may_hold_update = False
+            finally:
+                if self.sleep_level:
+                    await self._sleep_again()
+
+    async def _sleep_again(self) -> None:
+        """Give the memory of the weights back to whom the worker left it."""
+        label = await self.plan.admin.weight_version(self.worker)
+        if label is not None and label < 0:
+            await self.plan.admin.sleep(self.worker, self.sleep_level, "abort", label)
+            self.plan.versions.mark_asleep(self.instance_id)
+            if self.report.state in ("untouched", "paused", "restored"):
+                self.report.state = "asleep"
 
     def note_if_current(self) -> bool:
         """Return whether the worker already serves the version; if so, record that."""
@@ -141,7 +165,8 @@ class WorkerRefit:
         refit fails, which an order would not know."""
         is_known = self.label is None or self.label >= 0
         is_staged = self.verifies_itself and self.plan.update.is_staged_in(self.worker)
-        return is_known and is_staged and self.plan.admin.takes_refits(self.worker)
+        is_awake = not self.sleep_level
+        return is_awake and is_known and is_staged and self.plan.admin.takes_refits(self.worker)
 
     def note_refusal(self, error: BaseException) -> None:
         """Record that the worker serves what it served before."""
@@ -174,7 +199,8 @@ class WorkerRefit:
 
     async def pause(self, mode: PauseMode) -> None:
         began = time.monotonic()
-        await self._pinned.pause(self.worker, mode)
+        # In a worker that sleeps nothing runs; requests that wait there would never end.
+        await self._pinned.pause(self.worker, "abort" if self.sleep_level else mode)
         if mode == "wait":
             self.report.waited_seconds = time.monotonic() - began
         self.report.state = "paused"
@@ -207,7 +233,8 @@ class WorkerRefit:
             await run_to_the_end(self.keep_out())
             if not isinstance(error, RollwayError):
                 raise
-            if self.report.state == "in doubt":
+            # A worker whose cache does not fit beside the trainer would not fit after a restart.
+            if self.report.state == "in doubt" and not isinstance(error, _StillAsleep):
                 await self.replace()
 
     async def apply(self) -> None:
@@ -218,11 +245,26 @@ class WorkerRefit:
         self.plan.versions.mark_issued(self.instance_id)
         if self.label is None:
             await self._mark_leaving()
+        if self.sleep_level:
+            # From here on a wake must not restore the version that it slept with.
+            await self._declare(self._pinned, IN_DOUBT)
         label = unverified_label(self.plan.version)
         await self.plan.update.apply(self._pinned, self.worker, label)
         self.label, self.may_hold_update = label, False
         await self.step("flush")
         await self._pinned.flush_cache(self.worker)
+        if self.sleep_level:
+            await self._wake_cache()
+
+    async def _wake_cache(self) -> None:
+        """Take back the rest of the memory. The engine then generates, with the new weights."""
+        self.plan.versions.mark_entered(self.instance_id, self.plan.version)
+        try:
+            reply = await self._pinned.wake(self.worker)
+        except AdminError as error:
+            raise _StillAsleep(error.message, error.hint) from error
+        self.report.memory["after"] = reply["ranks"]
+        self.report.steps["wake.kv_cache"] = reply["seconds"]
 
     async def verify(self) -> None:
         """Raise unless the worker holds the new weights, as far as that can be checked."""
@@ -370,6 +412,10 @@ class WorkerRefit:
 
 class _AnotherProcess(AdminError):
     """Another process answers at a worker's address."""
+
+
+class _StillAsleep(AdminError):
+    """A worker has new weights, but not the memory of its KV cache."""
 
 
 class _TimedCalls:
