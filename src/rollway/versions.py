@@ -143,9 +143,13 @@ class FleetVersions:
         refit by another process) becomes the current one; an older one (all workers restarted)
         does not."""
         self.by_worker, self._asleep = dict(declared), set(asleep)
-        newest = max(declared.values(), default=None)
-        if newest is not None and (self.current is None or newest > self.current):
-            self.current = newest
+        for version in declared.values():
+            self.note_served(version)
+
+    def note_served(self, version: int) -> None:
+        """Note that a worker serves or has served a version; new requests are for the newest."""
+        if self.current is None or version > self.current:
+            self.current = version
 
     def ticket(self, version: int | None = None) -> Ticket:
         """Return a ticket for `version`, or for the current one; raise if no worker serves it."""

@@ -201,7 +201,7 @@ class AdminRoutes:
         refusal = "set `enable-sleep-mode: true`" if refused else ""
         free = 10**9 * (1 + len(self._sleeping))
         facts = {"device": "light", "free": free, "total": 4 * 10**9, "resident": 0}
-        asleep = {tag: 10**9 for tag in self._sleeping}
+        asleep = dict.fromkeys(self._sleeping, 10**9)
         return [{**facts, "asleep_bytes": asleep, "releases": True, "refusal": refusal}]
 
     @_route

@@ -26,6 +26,7 @@ from rollway.fleet.admin import (
     no_workers_error,
     silent_workers_error,
     unverified_label,
+    version_left,
 )
 from rollway.fleet.canary import Answer, Ask, CanaryCheck
 from rollway.fleet.discovery import RlListing, Source, Worker, is_dead
@@ -290,6 +291,10 @@ class Fleet:
             serving = {i: v for i, v in labels.items() if v is not None and v >= 0}
             asleep = [w.instance_id for w in workers if self.admin.sleep_level(w)]
             self.versions.learn(serving, asleep)
+            # Of workers that sleep, or that a refit is about to change: no version goes back.
+            for label in labels.values():
+                if (version := version_left(label)) is not None:
+                    self.versions.note_served(version)
         return labels
 
     async def refresh(self, *, now: bool = False) -> None:

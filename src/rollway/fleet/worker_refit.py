@@ -44,6 +44,7 @@ from rollway.fleet.admin import (
     PauseMode,
     leaving_label,
     unverified_label,
+    version_left,
 )
 from rollway.fleet.canary import CanaryCheck
 from rollway.fleet.discovery import Worker, is_dead
@@ -118,6 +119,8 @@ class WorkerRefit:
             plan.versions.mark_serving(self.instance_id, self.label)
         else:
             plan.versions.forget(self.instance_id)
+            if (left := version_left(self.label)) is not None:
+                plan.versions.note_served(left)  # its refit must not bring an older one
         # A worker in doubt is paused, so it could not answer a canary.
         generates = self.label is None or self.label >= 0
         if plan.canaries is not None and generates and not self.verifies_itself:

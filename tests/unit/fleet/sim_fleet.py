@@ -265,7 +265,7 @@ class SimWorker:
             return {"seconds": 0.0, "before": before, "ranks": self.memory()}
 
     def memory(self) -> list[dict[str, Any]]:
-        asleep = {tag: 45 for tag in self.sleeping}
+        asleep = dict.fromkeys(self.sleeping, 45)
         facts = {"device": "sim", "free": 10 + sum(asleep.values()), "asleep_bytes": asleep}
         refusal = "" if self.world.sleep_mode else "no sleep mode"
         return [{**facts, "releases": True, "refusal": refusal}]

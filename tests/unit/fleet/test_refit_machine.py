@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from rollway.errors import RollwayError, UsageError
 from rollway.fleet.canary import make_canary
 from rollway.fleet.fleet import Fleet
-from rollway.fleet.report import RefitMode
+from rollway.fleet.report import RefitMode, SleepReport
 from rollway.fleet.worker_refit import WorkerRefit
 from rollway.rollout.client import Rollout, Rollouts
 from rollway.rollout.sampling import Sampling
@@ -110,10 +110,10 @@ class Coordinator:
         return outcome
 
     async def sleep(self, level: int = 1, mode: Any = "wait") -> str:
-        outcome = await self._operation(lambda: self.fleet.sleep(level, mode), None)
-        if outcome == "done":
-            self._check_asleep(level)
-        return outcome
+        async def work() -> None:
+            self._check_asleep(await self.fleet.sleep(level, mode))
+
+        return await self._operation(work, None)
 
     async def wake(self) -> str:
         return await self._operation(self.fleet.wake, None)
@@ -206,14 +206,16 @@ class Coordinator:
         if worker.paused and known and not lost and "pause" in routes and not updated:
             self.world.broken(f"worker {worker.instance_id} was left paused")
 
-    def _check_asleep(self, level: int) -> None:
+    def _check_asleep(self, report: SleepReport) -> None:
         """Check the workers after a sleep that returned; one that was starting is left alone."""
+        names = {w.instance_id: w.state for w in report.workers}
         for worker in [w for w in self.world.workers.values() if w.alive and w.awake.is_set()]:
-            if worker.ready_at >= self.world.listed_at or worker.label is None:
-                continue
             state = worker.sleep_level, worker.taints, worker.running, (worker.label or 0) < 0
-            if state != (level, (), [], True):
+            is_asleep = state == (report.level, (), [], True)
+            if names.get(worker.instance_id) == "asleep" and not is_asleep:
                 self.world.broken(f"worker {worker.instance_id} should sleep, it is {state}")
+        if not set(names.values()) <= {"asleep", "joining"}:
+            self.world.broken(f"a sleep returned with {names}")
 
     def _paused_by_user(self, worker: SimWorker) -> bool:
         return worker.paused and worker.paused_by in self.world.users_pauses

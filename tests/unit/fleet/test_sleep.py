@@ -150,6 +150,20 @@ def test_a_sleep_that_waits_lets_running_requests_finish() -> None:
         m.settles()
 
 
+def test_a_process_that_comes_later_learns_the_version_of_workers_that_sleep() -> None:
+    with machine(verifying=True, staging=True) as m:
+        run = m.loop.run_until_complete
+        assert refit(m, 1) == "done" and refit(m, 2) == "done"
+        run(m.processes[0].fleet.sleep())
+        m._crash(m.processes[0])
+        m.time_passes(1.0)
+        later = m.processes[0]
+        with pytest.raises(RolloutError, match="no other serves version 2"):
+            run(later.rollouts.generate([1], Sampling(max_tokens=3)))
+        assert run(later.refit(1)) == "refused" and "older than 2" in later.trouble
+        m.settles()
+
+
 def test_engines_without_sleep_mode_are_refused_before_anything_changes() -> None:
     with machine(verifying=True) as m:
         m.world.sleep_mode = False
