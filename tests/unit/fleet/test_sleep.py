@@ -6,17 +6,28 @@ machine also sleeps and wakes between all other events."""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from rollway.errors import AdminError, RolloutError, UsageError
 from rollway.fleet.admin import IN_DOUBT, leaving_label, unverified_label, version_left
+from rollway.fleet.discovery import StaticList
+from rollway.fleet.fleet import Fleet
 from rollway.fleet.report import SleepReport
 from rollway.fleet.worker_refit import WorkerRefit
+from rollway.http import Http
+from rollway.orders import MEMORY, SECRET, SLEEP, WAKE
 from rollway.rollout.sampling import Sampling
 from rollway.versions import taint_of
-from tests.unit.fleet import sim_fleet
+from tests.light.engine import Engine, Pause
+from tests.light.routes import AdminRoutes
+from tests.light.weights import LightWorker
+from tests.stack.policies import perturbed
 from tests.unit.fleet.sim_fleet import SimUpdate, SimWorker
 from tests.unit.fleet.test_refit_machine import RefitMachine, machine
 
@@ -68,7 +79,7 @@ def test_a_refit_wakes_workers_in_the_order_in_which_memory_is_needed(
         fleet, (worker,) = m.processes[0].fleet, m.world.workers.values()
         m.loop.run_until_complete(fleet.sleep(level))
         began = len(m.world.log)
-        update = SimUpdate(sim_fleet.Path("/weights/w1"))
+        update = SimUpdate(Path("/weights/w1"))
         report = m.loop.run_until_complete(fleet.refit(1, update))
         calls = [(c.route, c.detail) for c in m.world.log[began:]]
         staged = "rollway_stage" if verifying else None
@@ -401,3 +412,66 @@ def test_the_label_of_a_sleeping_worker_names_its_version(version: int) -> None:
     assert version_left(leaving_label(version)) == version
     for label in (None, IN_DOUBT, version, unverified_label(version)):
         assert version_left(label) is None
+
+
+# --- over HTTP, on the routes of the light worker --------------------------------------------
+
+
+@asynccontextmanager
+async def serve(routes: dict[str, Any]) -> AsyncIterator[str]:
+    async def handle(request: web.Request) -> web.Response:
+        route = routes.get(request.match_info["route"])
+        if route is None:
+            return web.Response(status=404, text="{}")
+        return web.json_response(await route(await request.json()))
+
+    app = web.Application()
+    app.router.add_post("/engine/{route:.+}", handle)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+async def test_the_same_calls_over_http(
+    base_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SECRET, "a secret")
+    engine = Engine(LightWorker(base_model))
+    routes = AdminRoutes(engine).table()
+    checkpoint = perturbed(base_model, tmp_path / "other", seed=1)
+    async with serve(routes) as url, Http() as http:
+        fleet = Fleet(http, StaticList((url,), "m"))
+        (worker,) = await fleet.workers()
+        await fleet.admin.declare_version(worker, 0)
+        report = await fleet.sleep()
+        assert report.released_bytes == 2 * 10**9 and [w.version for w in report.workers] == [0]
+        assert engine.pause_state is not Pause.NONE
+        with pytest.raises(AdminError, match="it sleeps"):
+            await fleet.admin.resume(worker)
+        assert [w.state for w in (await fleet.wake()).workers] == ["serving"]
+        assert engine.pause_state is Pause.NONE
+        await fleet.sleep(level=2)
+        assert not engine.worker.usable
+        with pytest.raises(AdminError, match="its weights sleep"):
+            await fleet.admin.update_from_disk(worker, checkpoint, 1)
+        refit = await fleet.refit(1, checkpoint)
+        assert [(w.state, w.proof) for w in refit.workers] == [("serving", "parameters")]
+        assert engine.worker.usable and engine.pause_state is Pause.NONE
+        assert (await routes["get_weight_version"]({}))["version"] == 1
+
+
+async def test_workers_without_rollways_orders_cannot_sleep(base_model: Path) -> None:
+    routes = AdminRoutes(Engine(LightWorker(base_model))).table()
+    for order in (SLEEP, WAKE, MEMORY):
+        del routes[order]
+    async with serve(routes) as url, Http() as http:
+        fleet = Fleet(http, StaticList((url,), "m"))
+        (worker,) = await fleet.workers()
+        await fleet.admin.declare_version(worker, 0)
+        with pytest.raises(UsageError, match="cannot sleep") as caught:
+            await fleet.sleep()
+        assert "Start the worker by Rollway" in caught.value.hint
