@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar, Unpack
+from typing import Any, Literal, TypedDict, TypeVar, Unpack
 from weakref import WeakKeyDictionary
 
 from rollway.config import AdminTimeouts
@@ -15,7 +15,7 @@ from rollway.errors import NoWorkers, RequestFailed, Unreachable, UsageError
 from rollway.fleet.canary import Answer, make_canary
 from rollway.fleet.discovery import RlListing, StaticList, Worker
 from rollway.fleet.fleet import Fleet
-from rollway.fleet.report import RefitMode, RefitReport
+from rollway.fleet.report import RefitMode, RefitReport, SleepReport
 from rollway.fleet.updates import Weights
 from rollway.fleet.vllm_admin import VllmAdmin
 from rollway.http import Http
@@ -313,6 +313,52 @@ class Stack:
         if sending is not None:
             await asyncio.to_thread(sending.wait, version)
         return report
+
+    async def sleep(
+        self, level: int = 1, mode: Literal["wait", "abort"] = "wait", *, model: str | None = None
+    ) -> SleepReport:
+        """Let every worker release its memory, for a trainer on the same devices.
+
+        Sleeping workers get no requests: rollouts wait for as long as their `patience`, then fail.
+        The workers need `enable-sleep-mode: true` in the model's args.
+
+        Args:
+            level: 1 keeps the weights in the host's memory, for `wake`; 2 forgets them, and only a
+                refit brings the workers back. Both drop the KV cache.
+            mode: "wait" lets running requests finish, "abort" ends them; their rollouts continue
+                after the wake.
+            model: the name of a served model; None for the only one.
+
+        Returns:
+            The memory of every worker before and asleep, and the seconds of each step.
+
+        Raises:
+            UsageError: an engine without sleep mode; nothing was changed.
+            AdminError: a worker refused, or does not answer; the others were woken.
+
+        Example:
+            stack.sleep(level=2)
+            train_one_step(model)
+            stack.refit(step, weights.publish(step, model.named_parameters()))
+        """
+        return await self.fleet_of(model).sleep(level, mode)
+
+    async def wake(self, *, model: str | None = None) -> SleepReport:
+        """Return workers that sleep at level 1 to service, with the version that they had.
+
+        A refit wakes workers too, at both levels: before a refit this call is not needed.
+
+        Args:
+            model: the name of a served model; None for the only one.
+
+        Returns:
+            The memory of every worker before the sleep, asleep and now, and the seconds.
+
+        Raises:
+            AdminError: a worker could not take its memory back; it stays asleep, and may be woken
+                again.
+        """
+        return await self.fleet_of(model).wake()
 
     def _find_sending_publisher(self, update: Weights, model: str) -> Publisher | None:
         """Return the publisher of an offer, if this stack opened it and it is still sending.

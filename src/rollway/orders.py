@@ -37,6 +37,8 @@ SECRET_FILE = "ROLLWAY_SECRET_FILE"
 ORDER, DOOR = "rollway_order", "rollway_door"
 REFIT, CANCEL, STAGE = "rollway_refit", "rollway_cancel", "rollway_stage"
 """Routes that the guard adds; see rollway/engine/guard.py."""
+SLEEP, WAKE, MEMORY = "rollway_sleep", "rollway_wake", "rollway_memory"
+"""The same; see rollway/engine/sleep_orders.py."""
 READ_ONLY = frozenset({"liveness_probe", "get_weight_version", DOOR})
 """Routes that change nothing and need no signature."""
 UNSIGNED = "this worker takes signed orders only"

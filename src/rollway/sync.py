@@ -168,6 +168,8 @@ class Fleet(Blocking[AsyncFleet]):
     workers = blocking(AsyncFleet.workers)
     pause = blocking(AsyncFleet.pause)
     resume = blocking(AsyncFleet.resume)
+    sleep = blocking(AsyncFleet.sleep)
+    wake = blocking(AsyncFleet.wake)
     flush_cache = blocking(AsyncFleet.flush_cache)
     read_versions = blocking(AsyncFleet.read_versions)
     refit = blocking(AsyncFleet.refit)
@@ -207,6 +209,8 @@ class Stack(Blocking[AsyncStack]):
     rollouts = wrapping(AsyncStack.rollouts, Rollouts)
     teacher = wrapping(AsyncStack.teacher, Teacher)
     refit = blocking(AsyncStack.refit)
+    sleep = blocking(AsyncStack.sleep)
+    wake = blocking(AsyncStack.wake)
     context_length = blocking(AsyncStack.context_length)
 
     @property

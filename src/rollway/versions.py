@@ -9,7 +9,7 @@ gate is closed, and new requests wait instead of reaching a worker that is about
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from rollway.errors import RolloutError, UsageError
@@ -55,6 +55,7 @@ class FleetVersions:
         """The version that each worker was last resumed with by this process."""
         self._enforced: set[int] = set()
         """Workers that name the versions of their tokens."""
+        self._asleep: set[int] = set()
         self._gate = asyncio.Event()
         self._gate.set()
 
@@ -126,24 +127,40 @@ class FleetVersions:
 
     def mark_serving(self, worker: int, version: int) -> None:
         self.by_worker[worker] = version
+        self._asleep.discard(worker)
+
+    def mark_asleep(self, worker: int) -> None:
+        """Note that a worker sleeps: it serves no version until it is woken or refitted."""
+        self.by_worker.pop(worker, None)
+        self._asleep.add(worker)
 
     def forget(self, worker: int) -> None:
         self.by_worker.pop(worker, None)
+        self._asleep.discard(worker)
 
-    def learn(self, declared: Mapping[int, int]) -> None:
+    def learn(self, declared: Mapping[int, int], asleep: Iterable[int] = ()) -> None:
         """Replace the versions by worker with what the workers declare. A newer version (from a
         refit by another process) becomes the current one; an older one (all workers restarted)
         does not."""
-        self.by_worker = dict(declared)
-        newest = max(declared.values(), default=None)
-        if newest is not None and (self.current is None or newest > self.current):
-            self.current = newest
+        self.by_worker, self._asleep = dict(declared), set(asleep)
+        for version in declared.values():
+            self.note_served(version)
+
+    def note_served(self, version: int) -> None:
+        """Note that a worker serves or has served a version; new requests are for the newest."""
+        if self.current is None or version > self.current:
+            self.current = version
 
     def ticket(self, version: int | None = None) -> Ticket:
         """Return a ticket for `version`, or for the current one; raise if no worker serves it."""
         wanted = self.current if version is None else version
         if wanted is None:
             return Ticket(None, None, None, self.epoch)
+        if not self.list_serving(wanted) and self._asleep:
+            raise RolloutError(
+                f"{len(self._asleep)} workers sleep, and no other serves version {wanted}.",
+                "Wake them with `Stack.wake` or `rollway fleet wake`; after level 2, refit them.",
+            )
         if not self.list_serving(wanted):
             raise RolloutError(
                 f"No worker is known to serve weight version {wanted}.",

@@ -61,6 +61,10 @@ class LightWorker:
         self._use(fresh)
         self._destroyed = was_destroyed and fresh.keys() != self._shapes.keys()
 
+    def forget(self) -> None:
+        """Lose the weights, as in a sleep at level 2: an engine that computes now dies."""
+        self._destroyed = True
+
     def rollway_check(self, order: dict[str, Any]) -> None:
         arguments = self.verifier.open("rollway_check", order)
         self._check(arguments["path"], arguments["allow_cast"])

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import pytest
 
 import rollway
-from rollway.errors import RefitError, UsageError
+from rollway.errors import RefitError, RolloutError, UsageError
 from rollway.fleet.discovery import HealthListing, RlListing, StaticList, discover
 from rollway.fleet.fleet import Fleet
 from rollway.fleet.report import RefitMode
@@ -265,3 +265,54 @@ def test_the_bench_of_a_fleet(base_model: Path, tmp_path: Path, cli: Cli) -> Non
     figures = json.loads(report.stdout)
     assert report.returncode == 0 and figures["workers"] == 2, report
     assert figures["refit_seconds"] > 0 and "order_seconds" in figures
+
+
+def test_workers_sleep_and_come_back_with_what_they_had_or_were_given(
+    stack: rollway.Stack, policies: list[Policy]
+) -> None:
+    """A light worker without weights, or without memory, dies if it computes."""
+    workers = {worker.instance_id for worker in stack.fleet.workers()}
+    report = stack.sleep()
+    assert report.asleep == 2 and report.released_bytes == 4 * 10**9
+    with pytest.raises(RolloutError, match="2 workers sleep"):
+        stack.rollouts(patience=1.0).generate(PROMPT, SHORT)
+    with rollway.attach(stack.name) as other, pytest.raises(RolloutError, match="2 workers sleep"):
+        other.rollouts(patience=1.0).generate(PROMPT, SHORT)
+    report = stack.wake()
+    assert [(w.state, w.version) for w in report.workers] == [("serving", 0)] * 2
+    group = stack.rollouts().generate(PROMPT, SHORT, n=4)
+    assert worst(policies[0], group) < TOLERANCE
+    assert any(rollout.cached_tokens == 0 for rollout in group)  # the cache was dropped
+    for version, level in enumerate((1, 2), 1):
+        stack.sleep(level=level)
+        if level == 2:
+            assert [w.version for w in stack.wake().workers] == [None, None]
+        refit = stack.refit(version, policies[version].path)
+        assert all({"asleep", "after"} == w.memory.keys() for w in refit.workers)
+        group = stack.rollouts().generate(PROMPT, SHORT, n=4)
+        assert {rollout.weight_version for rollout in group} == {version}
+        assert worst(policies[version], group) < TOLERANCE
+    assert {worker.instance_id for worker in stack.fleet.workers()} == workers
+
+
+def test_workers_sleep_by_command(stack: rollway.Stack, cli: Cli) -> None:
+    def run(*arguments: str) -> tuple[int, Any]:
+        done = cli("fleet", *arguments, stack.name, "--json")
+        return done.returncode, json.loads(done.stdout)
+
+    code, report = run("sleep", "--level", "1")
+    assert code == 0 and report["asleep"] == 2 and report["level"] == 1
+    assert [set(w["memory"]) for w in report["workers"]] == [{"before", "asleep"}] * 2
+    code, refusal = run("sleep", "--level", "2")
+    assert code == 2 and "sleeps at level 1 already" in refusal["message"]
+    done = cli("fleet", "wake", stack.name)
+    assert done.returncode == 0 and "serving" in done.stdout, done.stdout
+    code, report = run("wake")
+    assert [w["state"] for w in report["workers"]] == ["awake", "awake"]
+
+
+def test_engines_without_sleep_mode_are_refused_with_the_fix(base_model: Path) -> None:
+    with rollway.up(light(base_model, "sleepless", 1, LIGHT_NO_SLEEP_MODE="1")) as stack:
+        with pytest.raises(UsageError, match="set `enable-sleep-mode: true`"):
+            stack.sleep()
+        assert stack.rollouts().generate(PROMPT, SHORT)[0].weight_version == 0

@@ -19,6 +19,10 @@ LARGEST_KL = 0.05
 other weights, give about 1."""
 
 
+_TRAINED = (2, 64)
+"""Sequences of a training step, and tokens of each."""
+
+
 class Reference:
     """The model of the trainer's weights. It uses their memory, and so follows every change."""
 
@@ -30,6 +34,7 @@ class Reference:
         # Its frequencies are computed, not loaded, and are still on the meta device.
         self._model.model.rotary_emb = Qwen3RotaryEmbedding(config).to(device)
         self._device = device
+        self._optimizer: torch.optim.Optimizer | None = None
 
     def compare(self, rollouts: Sequence[Rollout], version: int) -> dict[str, Any]:
         """Compare the log-probs of the tokens that were sampled from this version."""
@@ -41,6 +46,23 @@ class Reference:
         largest = float(d.abs().max())
         figures = {"tokens": d.numel(), "mismatch_kl": kl, "largest_difference": largest}
         return {**figures, "is_of_version": kl < LARGEST_KL}
+
+    def train(self, seed: int) -> float:
+        """Take one step of AdamW on random tokens, which changes the weights in their place; return
+        the loss. Gradients and the optimizer's state stay until `drop_training_state`."""
+        generator = torch.Generator().manual_seed(seed)
+        ids = torch.randint(0, self._model.config.vocab_size, _TRAINED, generator=generator)
+        ids = ids.to(self._device)
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4, foreach=False)
+        loss = self._model(ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        self._optimizer.step()
+        return float(loss.detach())
+
+    def drop_training_state(self) -> None:
+        """Release what only the step needed, as a trainer that offloads it."""
+        self._optimizer = None
+        self._model.zero_grad(set_to_none=True)
 
     def _subtract(self, rollout: Rollout, version: int) -> Tensor:
         """Return the trainer's log-probs minus the engine's."""

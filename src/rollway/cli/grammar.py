@@ -27,7 +27,7 @@ def make_parser() -> argparse.ArgumentParser:
     add = _make_add(commands)
     _add_stack_commands(add)
     for name, text, add_commands in (
-        ("fleet", "list, pause, refit, watch the workers of a stack", _add_fleet_commands),
+        ("fleet", "list, pause, refit, sleep, watch the workers of a stack", _add_fleet_commands),
         ("weights", "inspect weights, compare them, plan their transfer", _add_weights_commands),
         ("bench", "measure, as ratios within one run", _add_bench_commands),
     ):
@@ -175,6 +175,11 @@ def _add_fleet_commands(add_command: Add) -> None:
     parser = add("pause", "stop generation and remove the workers from routing")
     parser.add_argument("--mode", choices=["wait", "keep", "abort"], default="wait")
     add("resume", "resume generation")
+    parser = add("sleep", "release the workers' memory until a wake or a refit")
+    text = "1 keeps the weights in the host's memory (default), 2 forgets them"
+    parser.add_argument("--level", type=int, choices=[1, 2], default=1, help=text)
+    parser.add_argument("--mode", choices=["wait", "abort"], default="wait")
+    add("wake", "return workers that sleep at level 1 to service")
     parser = add("refit", "load a checkpoint into every worker")
     parser.add_argument("path", type=Path, metavar="PATH", help="a checkpoint directory")
     parser.add_argument("--version", type=int, required=True, help="higher than all before")
@@ -253,6 +258,10 @@ def _add_gpu_engine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rollouts", type=int, default=256, help=text)
     parser.add_argument("--tokens", type=int, default=512, help="of each rollout (default 512)")
     parser.add_argument("--repeat", type=int, default=2, help="how often (default 2)")
+    text = "of the part colocated, at each level (default 20)"
+    parser.add_argument("--steps", type=int, default=20, help=text)
+    text = "of the GPU's memory that colocated fills (default 0)"
+    parser.add_argument("--filler-gib", type=float, default=0.0, metavar="GIB", help=text)
     parser.add_argument("--eager", action="store_true", help="no compilation, no CUDA graphs")
     text = "under load, publish from the trainer's own memory (cuda_ipc)"
     parser.add_argument("--in-place", action="store_true", help=text)

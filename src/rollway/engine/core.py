@@ -154,6 +154,8 @@ class Refit:
     def start(self) -> Future[list[Any]]:
         """Stop the engine and swap as soon as it is idle. The result says `refused` if nothing was
         changed and the engine serves as before; an error means that its weights are unknown."""
+        if self._engine.model_executor.is_sleeping:
+            return self._refuse("the engine sleeps")
         for staging in self._call("rollway_staging"):
             if staging["state"] != "ready":
                 reason = staging.get("error") or f"the weights are {staging['state']}"

@@ -155,6 +155,14 @@ class Proof:
             or self._count_copies(name) is None
         ]
 
+    def list_missing(self, names: Iterable[str]) -> list[str]:
+        """Return the parameters for which none of these tensors is."""
+        return self._list_others({self._target(name) for name in names})
+
+    def _list_others(self, filled: Container[str | None]) -> list[str]:
+        names = self._parameters
+        return sorted(n for n in names if n not in filled and not n.endswith(_COMPUTED))
+
     @property
     def packed(self) -> bool:
         """Whether some layers keep their weights only in a packed form."""
@@ -191,11 +199,7 @@ class Proof:
 
     def refuse_missing(self) -> None:
         """Raise if nothing was collected for some parameters."""
-        missing = sorted(
-            name
-            for name in self._parameters.keys() - self._groups.keys()
-            if not name.endswith(_COMPUTED)
-        )
+        missing = self._list_others(self._groups)
         if missing:
             raise RuntimeError(
                 f"the checkpoint has nothing for {len(missing)} parameters, for example "

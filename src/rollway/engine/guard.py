@@ -9,7 +9,7 @@ before the worker's own module runs, so no route is ever open, and no proxy is n
 It also adds orders of its own. `rollway_stage` has the engine stage weights, and answers with all
 that a refit needs to know once that is done. `rollway_refit` runs a whole refit next to the engine
 (drawn in `rollway/engine/core.py`). A worker with many streams answers late, so a refit takes these
-two calls and no other.
+two calls and no other. `rollway/engine/sleep_orders.py` has sleep and wake.
 
 This is a script, not a module of the package, because the engine's Python may lack Rollway.
 """
@@ -48,16 +48,16 @@ _ASK_SECONDS = 0.5
 """The first wait before a rank that sent no notification is asked; later waits are longer."""
 
 
-def _load_orders() -> Any:
-    path = Path(__file__).resolve().parents[1] / "orders.py"
-    spec = importlib.util.spec_from_file_location("rollway_orders", path)
+def _load(name: str, path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-orders = _load_orders()
+orders = _load("rollway_orders", Path(__file__).resolve().parents[1] / "orders.py")
+sleep_orders = _load("rollway_sleep_orders", Path(__file__).resolve().with_name("sleep_orders.py"))
 
 
 class Guard:
@@ -111,6 +111,8 @@ class EngineOrders:
         """Dynamo's object behind the RL routes; it holds the engine's client and the label."""
         self._set_taints: Handler | None = None
         self._get_version: Handler | None = None
+        self._sleep: Any = None
+        """`SleepOrders` of the engine behind the handler."""
         self._is_enforced = False
         """Whether the engine refuses requests of other versions than its label."""
         self._running: set[asyncio.Task[dict[str, Any]]] = set()
@@ -126,8 +128,10 @@ class EngineOrders:
         if all(hasattr(owner, name) for name in ("engine_client", "_pause_lock")):
             self._handler = owner
             give_time_to_stop(owner.engine_client)
+            self._sleep = self._sleep or sleep_orders.SleepOrders(owner)
         if self._handler is None or owner is not self._handler:
             return handler
+        handler = self._sleep.protect(route, handler)
         if route in LABELLING:
             return self._label_engine_after(handler)
         if route == "get_weight_version":
@@ -147,6 +151,9 @@ class EngineOrders:
             orders.REFIT: self.run_refit,
             orders.CANCEL: self.cancel_refit,
             orders.STAGE: self.stage,
+            orders.SLEEP: self._sleep.sleep,
+            orders.WAKE: self._sleep.wake,
+            orders.MEMORY: self._sleep.read_memory,
         }
 
     async def run_refit(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -163,6 +170,8 @@ class EngineOrders:
             label = read_label(handler)
             if label != body["label"]:
                 return _refusal(f"its label is {label}, and not {body['label']}")
+            if self._sleep is not None and self._sleep.level:
+                return _refusal("it sleeps")
             clock = _Clock()
             handler._weight_version = body["leaving"]
             await self._route_to([])
@@ -242,8 +251,11 @@ class EngineOrders:
     async def stage(self, body: dict[str, Any]) -> dict[str, Any]:
         """Have the engine stage weights. Return the state of every rank once that has ended, or
         after `seconds`; the label; and whether `rollway_refit` works here. With `needs_label`, do
-        nothing in a worker without a label: it is still starting."""
+        nothing in a worker without a label: it is still starting. Weights that sleep have to be
+        woken first."""
         ranks: list[Any] = []
+        if self._sleep.are_weights_asleep:
+            return {"status": "ok", "are_weights_asleep": True, "asleep": self._sleep.level}
         if not body["needs_label"] or await self._read_version() is not None:
             # An engine may take longer to begin than a caller waits to see that the worker lives.
             # The caller then repeats the order, and the engine goes on with what it has begun.
@@ -260,8 +272,8 @@ class EngineOrders:
             if not self._is_enforced:
                 await self._label_engine()
         # At the end: the refit that follows is refused unless the worker still has this label.
-        label = await self._read_version()
-        return {"status": "ok", "ranks": ranks, "label": label, "refits": self._is_enforced}
+        facts = {"label": await self._read_version(), "asleep": self._sleep.level}
+        return {"status": "ok", "ranks": ranks, "refits": self._is_enforced, **facts}
 
     async def _stage(self, body: dict[str, Any]) -> list[Any]:
         wait, call = _ASK_SECONDS, self._handler.engine_client.collective_rpc
@@ -297,7 +309,8 @@ class EngineOrders:
 
     def _read_label(self, handler: Handler) -> Handler:
         async def run(body: dict[str, Any]) -> dict[str, Any]:
-            return {**await handler(body), "enforced": self._is_enforced}
+            reply = await handler(body)
+            return {**reply, "enforced": self._is_enforced, "asleep": self._sleep.level}
 
         return run
 

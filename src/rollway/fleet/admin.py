@@ -44,6 +44,10 @@ class NoSuchOrder(NoSuchMethod):
     """The worker takes no orders of this kind: it is moved by single calls."""
 
 
+class Asleep(AdminError):
+    """The worker sleeps, and its weights with it."""
+
+
 class RefitRefused(AdminError):
     """The worker did not begin a refit: it serves what it served before."""
 
@@ -165,9 +169,29 @@ class AdminAPI(Protocol):
 
     async def abort(self, worker: Worker, request_id: str) -> None: ...
 
-    async def sleep(self, worker: Worker, level: int = 1) -> None: ...
+    async def memory(self, worker: Worker, level: int = 0) -> list[dict[str, Any]]:
+        """Return the memory of every rank; with a level, also why it may not sleep at it. Raise
+        `NoSuchMethod` where a worker cannot report it."""
+        ...
 
-    async def wake(self, worker: Worker, tags: Sequence[str] | None = None) -> None: ...
+    async def sleep(
+        self, worker: Worker, level: int = 1, mode: PauseMode = "wait", label: int | None = None
+    ) -> dict[str, Any]:
+        """Stop generating, drop the KV cache and release memory. Level 1 keeps the weights in the
+        host's memory, level 2 forgets them. A worker with another label than `label` refuses: an
+        order that arrives late must not stop a worker that serves. Return seconds, and the memory
+        before and after."""
+        ...
+
+    async def wake(self, worker: Worker, tags: Sequence[str] | None = None) -> dict[str, Any]:
+        """Take memory back: `weights`, `kv_cache`, or all. With all of it the worker generates.
+        Return the same as `sleep`."""
+        ...
+
+    def sleep_level(self, worker: Worker) -> int:
+        """Return the level at which a worker sleeps, as its last answer to `weight_version` says;
+        0 if it is awake."""
+        ...
 
 
 class CountedCalls:
@@ -244,6 +268,12 @@ def unverified_label(version: int) -> int:
 def leaving_label(version: int) -> int:
     """Return the label of a worker that left service and has generated nothing since `version`."""
     return IN_DOUBT - 2 - 2 * version
+
+
+def version_left(label: int | None) -> int | None:
+    """Return the version of a `leaving_label`; None for any other label."""
+    is_leaving = label is not None and label <= leaving_label(0) and label % 2 == 1
+    return (leaving_label(0) - label) // 2 if is_leaving and label is not None else None
 
 
 def parse_label(label: Any) -> int | None:

@@ -26,13 +26,15 @@ from rollway.fleet.admin import (
     no_workers_error,
     silent_workers_error,
     unverified_label,
+    version_left,
 )
 from rollway.fleet.canary import Answer, Ask, CanaryCheck
 from rollway.fleet.discovery import RlListing, Source, Worker, is_dead
 from rollway.fleet.dynamo_admin import DynamoAdmin
 from rollway.fleet.membership import POLL_SECONDS, Membership
 from rollway.fleet.refit import Refit, Supervised
-from rollway.fleet.report import RefitMode, RefitReport, WorkerReport
+from rollway.fleet.report import RefitMode, RefitReport, SleepReport, WorkerReport
+from rollway.fleet.sleep import Sleeper, asleep_error
 from rollway.fleet.updates import FromDisk, Offered, Update, Weights
 from rollway.fleet.worker_refit import (
     ROUTING_SECONDS,
@@ -109,6 +111,7 @@ class Fleet:
         self.observer: Observer | None = None
         """Called with each step of a refit and its worker, before the step."""
         self.adapters = Adapters(self.admin, self._secret)
+        self._sleeper = Sleeper(self.admin, self.versions, lambda worker: self._supervised(worker))
         self._roots = roots
         self._reference = reference
         self._canary = canary
@@ -190,9 +193,11 @@ class Fleet:
             workers = await self.workers()
             answering = [worker for worker in workers if worker.error is None]
             labels = await self._read_labels(answering)
-            doubtful = [w for w in answering if (labels[w.instance_id] or 0) < 0]
+            asleep = [w for w in answering if self.admin.sleep_level(w)]
+            awake = [w for w in answering if w not in asleep]
+            doubtful = [w for w in awake if (labels[w.instance_id] or 0) < 0]
             try:
-                await self._call_all([w for w in answering if w not in doubtful], self._put_back)
+                await self._call_all([w for w in awake if w not in doubtful], self._put_back)
             finally:
                 self.versions.open()
             silent = [w for w in workers if w.error is not None and not await is_dead(w, workers)]
@@ -204,6 +209,56 @@ class Fleet:
                     f"stay paused: {'; '.join(map(str, doubtful))}.",
                     "Refit them, or restart them.",
                 )
+            if asleep:
+                raise asleep_error(asleep, len(workers))
+
+    async def sleep(self, level: int = 1, mode: PauseMode = "wait") -> SleepReport:
+        """Let every worker release its memory, until `wake` or the next refit.
+
+        Sleeping workers get no requests. Rollouts wait for as long as their `patience`, then they
+        fail. Workers that sleep already stay asleep; a worker that is still starting is left
+        alone. If one worker fails, the others are woken.
+
+        Args:
+            level: 1 keeps the weights in the host's memory; 2 forgets them, so that only a refit
+                brings the workers back.
+            mode: "wait" lets running requests finish, "abort" ends them; their rollouts continue
+                after the wake.
+
+        Returns:
+            The memory of every worker before and asleep, and the seconds of each step.
+
+        Raises:
+            UsageError: an engine without sleep mode, or one that would lose more than a refit
+                brings back; nothing was changed.
+            AdminError: a worker refused, or does not answer.
+            NoWorkers: no worker is listed.
+        """
+        async with self._lock, self._guard():
+            self._learn_claims()
+            return await self._sleeper.sleep(await self._list_usable(), level, mode)
+
+    async def wake(self) -> SleepReport:
+        """Wake the workers that sleep at level 1, and return them to service with their version.
+
+        Workers without weights stay asleep: the next refit wakes them. Workers that are awake stay
+        as they are.
+
+        Returns:
+            The memory of every worker before the sleep, asleep and now, and the seconds.
+
+        Raises:
+            AdminError: a worker could not take its memory back, or does not answer. It stays
+                asleep, and may be woken again.
+        """
+        async with self._lock, self._guard():
+            self._learn_claims()
+            workers = await self.workers()
+            report = await self._sleeper.wake([w for w in workers if w.error is None])
+            silent = [w for w in workers if w.error is not None and not await is_dead(w, workers)]
+            if silent:
+                raise silent_workers_error(silent, len(workers))
+            return report
 
     async def flush_cache(self) -> None:
         """Clear the prefix cache of every worker.
@@ -233,7 +288,13 @@ class Fleet:
         labels = await self._read_labels(workers)
         # A refit of this process knows better than labels that were read while it ran.
         if self.versions.epoch == epoch and not self.versions.changing:
-            self.versions.learn({i: v for i, v in labels.items() if v is not None and v >= 0})
+            serving = {i: v for i, v in labels.items() if v is not None and v >= 0}
+            asleep = [w.instance_id for w in workers if self.admin.sleep_level(w)]
+            self.versions.learn(serving, asleep)
+            # Of workers that sleep, or that a refit is about to change: no version goes back.
+            for label in labels.values():
+                if (version := version_left(label)) is not None:
+                    self.versions.note_served(version)
         return labels
 
     async def refresh(self, *, now: bool = False) -> None:
@@ -389,8 +450,8 @@ class Fleet:
         """Bring workers that joined or restarted to the current version, while the others serve.
 
         Returns:
-            The report; None when no worker is behind, or the current weights cannot be published
-                again.
+            The report; None when no worker is behind, the current weights cannot be published
+                again, or workers sleep.
 
         Raises:
             RefitError: a worker could not be brought to the version.
@@ -402,6 +463,8 @@ class Fleet:
             recipe = self._find_recipe()
             if recipe is None or not recipe[1].repeatable:
                 return None
+            if any(self.admin.sleep_level(worker) for worker in listed):
+                return None  # their memory is somebody else's now, and so may a joiner's be
             version, update = recipe
             if self.versions.current != version or all(
                 self.versions.by_worker.get(w.instance_id) == version for w in listed if not w.error

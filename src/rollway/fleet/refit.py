@@ -192,7 +192,9 @@ class Refit:
 
     def _check_mode(self, workers: Sequence[WorkerRefit]) -> None:
         """Raise if a worker cannot keep requests and name the versions of their tokens."""
-        unable = [w.worker for w in workers if self.mode == "keep" and not w.takes_order]
+        # A worker that sleeps has nothing to keep.
+        awake = [w for w in workers if not w.sleep_level]
+        unable = [w.worker for w in awake if self.mode == "keep" and not w.takes_order]
         if unable:
             raise UsageError(
                 f"{len(unable)} of {len(workers)} workers cannot keep running requests, for "

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rollway.errors import AdminError, RollwayError, UsageError
-from rollway.fleet.admin import AdminAPI, NoSuchMethod, NoSuchOrder, StageReply
+from rollway.fleet.admin import AdminAPI, Asleep, NoSuchMethod, NoSuchOrder, StageReply
 from rollway.fleet.discovery import Worker
 from rollway.orders import sign
 from rollway.weights.checkpoint import (
@@ -292,7 +292,7 @@ async def _stage_by_order(
     while True:
         try:
             reply = await admin.stage(worker, order)
-        except NoSuchMethod:
+        except (NoSuchMethod, Asleep):
             raise
         except AdminError as error:
             raise _as_usage_error(error) from error

@@ -16,6 +16,10 @@
 
     from any state ──► gone: the worker died, or another process has its address
     joining: its supervisor has not labelled it yet, so it serves nothing and waits
+    asleep: it slept before (`sleep`) and sleeps again, because no update was issued
+
+A worker that sleeps gets the memory of its weights back before it stages the update, and that of
+its KV cache after the update: until then the memory may hold the staged weights.
 
 This is the refit by single calls; `worker_order` has the refit by one order. All calls between the
 pause and the resume go over one pinned connection: they reach one process, never its successor at
@@ -38,15 +42,17 @@ from rollway.fleet.admin import (
     IN_DOUBT,
     AdminAPI,
     AnotherProcess,
+    Asleep,
     CountedCalls,
     PauseMode,
     leaving_label,
     unverified_label,
+    version_left,
 )
 from rollway.fleet.canary import CanaryCheck
 from rollway.fleet.discovery import Worker, is_dead
 from rollway.fleet.report import WorkerReport
-from rollway.fleet.updates import Update
+from rollway.fleet.updates import Preflight, Update
 from rollway.versions import FleetVersions, taint_of
 
 Observer = Callable[[str, Worker], Awaitable[None]]
@@ -89,6 +95,8 @@ class WorkerRefit:
     """Whether a supervisor labels the worker once it is ready."""
     may_hold_update: bool = False
     """Whether the update may be staged in the worker, as a second model."""
+    sleep_level: int = 0
+    """The level at which the worker slept when the refit began; 0 if it was awake."""
     _label_before: int | None = None
     _connection: AdminAPI | None = None
     _untainted_at: float = 0.0
@@ -111,13 +119,19 @@ class WorkerRefit:
         plan, admin = self.plan, self.admin
         self.lap()
         await self.step("preflight")
-        # A worker that takes orders looks at its label itself.
-        asks_label = self.is_supervised and not admin.takes_refits(self.worker)
-        if asks_label and await admin.weight_version(self.worker) is None:
-            self.report.state = "joining"
-            return
+        # A worker that takes orders looks at its label itself, and says so if it sleeps.
+        if not admin.takes_refits(self.worker):
+            label = await admin.weight_version(self.worker)
+            if label is None and self.is_supervised:
+                self.report.state = "joining"
+                return
         self.may_hold_update = True  # before the call, which may take effect even if cancelled
-        checked = await plan.update.preflight(admin, self.worker, needs_label=self.is_supervised)
+        await self._wake_weights()
+        try:
+            checked = await self._check_update()
+        except Asleep:  # another process has put it to sleep
+            await self._wake_weights()
+            checked = await self._check_update()
         if checked.is_starting:
             self.may_hold_update, self.report.state = False, "joining"
             return
@@ -130,17 +144,46 @@ class WorkerRefit:
             plan.versions.mark_serving(self.instance_id, self.label)
         else:
             plan.versions.forget(self.instance_id)
+            if (left := version_left(self.label)) is not None:
+                plan.versions.note_served(left)  # its refit must not bring an older one
         # A worker in doubt is paused, so it could not answer a canary.
         generates = self.label is None or self.label >= 0
         if plan.canaries is not None and generates and not self.verifies_itself:
             await plan.canaries.record_before(self.worker)
         self.report.preflight_seconds = self.lap()
 
+    async def _wake_weights(self) -> None:
+        """Give a worker that sleeps the memory of its weights back; the rest of it sleeps on."""
+        if self.admin.sleep_level(self.worker):
+            await self.admin.weight_version(self.worker)  # another process may have woken it
+        self.sleep_level = self.admin.sleep_level(self.worker)
+        if self.sleep_level:
+            reply = await self.admin.wake(self.worker, ["weights"])
+            self.report.memory["asleep"] = reply["before"]
+            self.report.steps["wake.weights"] = reply["seconds"]
+
+    async def _check_update(self) -> Preflight:
+        update = self.plan.update
+        return await update.preflight(self.admin, self.worker, needs_label=self.is_supervised)
+
     async def discard(self) -> None:
-        """Free the staged update, if it was not applied."""
+        """Free the staged update, if it was not applied; a worker that slept sleeps again."""
         if self.may_hold_update and self.report.state not in ("gone", "replaced"):
-            await self.plan.update.discard(self.admin, self.worker)
-            self.may_hold_update = False
+            try:
+                await self.plan.update.discard(self.admin, self.worker)
+                self.may_hold_update = False
+            finally:
+                if self.sleep_level:
+                    await self._sleep_again()
+
+    async def _sleep_again(self) -> None:
+        """Give the memory of the weights back to whom the worker left it."""
+        label = await self.admin.weight_version(self.worker)
+        if label is not None and label < 0:
+            await self.admin.sleep(self.worker, self.sleep_level, "abort", label)
+            self.plan.versions.mark_asleep(self.instance_id)
+            if self.report.state in ("untouched", "paused", "restored"):
+                self.report.state = "asleep"
 
     def note_if_current(self) -> bool:
         """Return whether the worker already serves the version; if so, record that."""
@@ -164,7 +207,8 @@ class WorkerRefit:
         refit fails, which an order would not know."""
         is_known = self.label is None or self.label >= 0
         is_staged = self.verifies_itself and self.plan.update.is_staged_in(self.worker)
-        return is_known and is_staged and self.plan.admin.takes_refits(self.worker)
+        is_awake = not self.sleep_level
+        return is_awake and is_known and is_staged and self.plan.admin.takes_refits(self.worker)
 
     def note_refusal(self, error: BaseException) -> None:
         """Record that the worker serves what it served before."""
@@ -197,7 +241,8 @@ class WorkerRefit:
 
     async def pause(self, mode: PauseMode) -> None:
         began = time.monotonic()
-        await self._pinned.pause(self.worker, mode)
+        # In a worker that sleeps nothing runs; requests that wait there would never end.
+        await self._pinned.pause(self.worker, "abort" if self.sleep_level else mode)
         if mode == "wait":
             self.report.waited_seconds = time.monotonic() - began
         self.report.state = "paused"
@@ -230,7 +275,8 @@ class WorkerRefit:
             await run_to_the_end(self.keep_out())
             if not isinstance(error, RollwayError):
                 raise
-            if self.report.state == "in doubt":
+            # A worker whose cache does not fit beside the trainer would not fit after a restart.
+            if self.report.state == "in doubt" and not isinstance(error, _StillAsleep):
                 await self.replace()
 
     async def apply(self) -> None:
@@ -241,11 +287,26 @@ class WorkerRefit:
         self.plan.versions.mark_issued(self.instance_id)
         if self.label is None:
             await self._mark_leaving()
+        if self.sleep_level:
+            # From here on a wake must not restore the version that it slept with.
+            await self._declare(self._pinned, IN_DOUBT)
         label = unverified_label(self.plan.version)
         await self.plan.update.apply(self._pinned, self.worker, label)
         self.label, self.may_hold_update = label, False
         await self.step("flush")
         await self._pinned.flush_cache(self.worker)
+        if self.sleep_level:
+            await self._wake_cache()
+
+    async def _wake_cache(self) -> None:
+        """Take back the rest of the memory. The engine then generates, with the new weights."""
+        self.plan.versions.mark_entered(self.instance_id, self.plan.version)
+        try:
+            reply = await self._pinned.wake(self.worker)
+        except AdminError as error:
+            raise _StillAsleep(error.message, error.hint) from error
+        self.report.memory["after"] = reply["ranks"]
+        self.report.steps["wake.kv_cache"] = reply["seconds"]
 
     async def verify(self) -> None:
         """Raise unless the worker holds the new weights, as far as that can be checked."""
@@ -393,6 +454,10 @@ class WorkerRefit:
         now = time.monotonic()
         seconds, self._lap_began = now - self._lap_began, now
         return seconds
+
+
+class _StillAsleep(AdminError):
+    """A worker has new weights, but not the memory of its KV cache."""
 
 
 async def set_taints(

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,6 +44,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.scheduler = FakeScheduler()
+        self.model_executor = SimpleNamespace(is_sleeping=False)
         self.calls: list[str] = []
         self.aborted: list[str] = []
         self.paused: Future[None] | None = None
@@ -244,6 +245,7 @@ class Ranks:
 
     def __init__(self, *names: str) -> None:
         self.names = names
+        self.is_sleeping = False
         self.response_mqs = [Answers() for _ in names]
         self.futures_queue: list[Any] = []
         self.failing: dict[str, str] = {}
@@ -335,3 +337,11 @@ def test_the_package_declares_the_plugin() -> None:
     points = tomllib.loads(path.read_text())["project"]["entry-points"]["vllm.general_plugins"]
     module, _, function = points["rollway"].partition(":")
     assert getattr(importlib.import_module(module), function) is core.load_as_plugin
+
+
+def test_a_sleeping_engine_refuses_a_refit(engine: Any) -> None:
+    label(engine, 4)
+    engine.model_executor.is_sleeping = True
+    (report,) = refit(engine).result(0)
+    assert report == {"state": "refused", "error": "the engine sleeps"}
+    assert engine.calls == [] and engine._rollway_label == 4

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from rollway.engine.guard import STAMPS, STOP_SECONDS, EngineOrders, Guard, install
-from rollway.orders import CANCEL, DOOR, REFIT, STAGE, sign
+from rollway.orders import CANCEL, DOOR, MEMORY, REFIT, SLEEP, STAGE, WAKE, sign
 from tests.waiting import stays_async, wait_until_async
 
 ORDER = {
@@ -208,7 +208,8 @@ async def test_the_engine_gets_every_label_of_the_worker() -> None:
     for label in (7, -3, "8", "by another tool"):
         await write({"weight_version": label})
     assert handler.labels == [7, -3, 8, None]
-    assert await read({}) == {"status": "ok", "version": "by another tool", "enforced": True}
+    reply = {"status": "ok", "version": "by another tool", "enforced": True, "asleep": 0}
+    assert await read({}) == reply
 
 
 @pytest.mark.parametrize(("given", "used"), [(0, STOP_SECONDS), (None, None), (7, 7)])
@@ -279,7 +280,8 @@ async def test_orders_of_a_worker_need_a_signature(monkeypatch: pytest.MonkeyPat
     guard, handler = Guard("a secret"), Handler()
     install(guard)
     runtime().register_engine_route("set_weight_version", handler.set_weight_version)
-    assert routes.keys() == {DOOR, "set_weight_version", REFIT, CANCEL, STAGE}
+    own = {REFIT, CANCEL, STAGE, SLEEP, WAKE, MEMORY}
+    assert routes.keys() == {DOOR, "set_weight_version", *own}
     for name in (REFIT, CANCEL, STAGE):
         for order in ({}, {"rollway_order": sign("another", name, guard.verifier.process, ORDER)}):
             assert (await routes[name](order))["status"] == "error"

@@ -25,9 +25,10 @@ import pytest
 
 from rollway.engine.core import version_in
 from rollway.errors import AdminError, RequestFailed, Unreachable, UsageError
-from rollway.fleet import fleet, membership, refit, updates, worker_order, worker_refit
+from rollway.fleet import fleet, membership, refit, sleep, updates, worker_order, worker_refit
 from rollway.fleet.admin import (
     AnotherProcess,
+    Asleep,
     NoSuchMethod,
     NoSuchOrder,
     RefitRefused,
@@ -137,6 +138,9 @@ class SimWorker:
         self.paused_by, self.served, self.known = 0, 0, True
         self.engine_label: int | None = None
         """The version whose requests the engine admits; None admits all."""
+        self.sleep_level = 0
+        self.sleeping: set[str] = set()
+        """Which memory is gone: of the weights, of the KV cache."""
         self._is_cancelled = asyncio.Event()
         self._routes = asyncio.Lock()
         """Held by a pause, a resume and an order, as Dynamo does."""
@@ -159,6 +163,8 @@ class SimWorker:
             self.poke()
 
     def _step(self) -> None:
+        if self.sleeping and (self.running or (self.queued and not self.paused)):
+            self.world.broken(f"worker {self.instance_id} samples while it sleeps")
         if not self.paused:
             for request in self.queued:
                 request.kv = {self.cache.setdefault(request.salt, self.weights)}
@@ -225,6 +231,8 @@ class SimWorker:
 
     def resume(self) -> None:
         op = OP.get()
+        if self.sleeping:
+            raise AdminError("It sleeps.")
         if self.entering == op == self.issued_by:
             self.issued_by = None
         # A worker whose load is being verified by a canary may generate.
@@ -232,6 +240,42 @@ class SimWorker:
             self.world.broken(f"worker {self.instance_id} is resumed, its weights are unknown")
         self.paused = self.frozen = False
         self.poke()
+
+    async def sleep(self, level: int, mode: str, label: int | None) -> dict[str, Any]:
+        """Do what `engine/sleep_orders.py` does."""
+        async with self._routes:
+            if label is not None and label != self.label:
+                raise RefitRefused("It has another label.")
+            if self.sleep_level not in (0, level):
+                raise AdminError("It sleeps at another level.")
+            before = self.memory()
+            if self.sleeping != {"weights", "kv_cache"}:
+                self.staged = None
+                await self.pause(mode, True)
+                self.sleep_level, self.sleeping = level, {"weights", "kv_cache"}
+                self.cache = {}
+                if level == 2:
+                    self.weights = "forgotten"
+                await asyncio.sleep(self.load_seconds)
+            return {"seconds": self.load_seconds, "before": before, "ranks": self.memory()}
+
+    async def wake(self, tags: Sequence[str] | None) -> dict[str, Any]:
+        async with self._routes:
+            before, wanted = self.memory(), self.sleeping & {*(tags or self.sleeping)}
+            if self.weights == "forgotten" and wanted - {"weights"}:
+                raise AdminError("Its weights are gone.")
+            await asyncio.sleep(self.load_seconds if wanted else 0.0)
+            self.sleeping -= wanted
+            if wanted and not self.sleeping:
+                self.sleep_level, self.paused, self.frozen = 0, False, False
+                self.poke()
+            return {"seconds": 0.0, "before": before, "ranks": self.memory()}
+
+    def memory(self) -> list[dict[str, Any]]:
+        asleep = dict.fromkeys(self.sleeping, 45)
+        facts = {"device": "sim", "free": 10 + sum(asleep.values()), "asleep_bytes": asleep}
+        refusal = "" if self.world.sleep_mode else "no sleep mode"
+        return [{**facts, "releases": True, "refusal": refusal}]
 
     def clear(self, fault: str | None) -> None:
         held = {request.salt for request in self.running}
@@ -251,6 +295,8 @@ class SimWorker:
             self.issued_by = None  # the caller has verified it
 
     def set_taints(self, taints: Sequence[str]) -> None:
+        if not self.world.tainting:
+            return  # an order also works where no router knows taints
         self.taints = tuple(taints)
         self.world.loop.call_later(self.lag, setattr, self, "routed", tuple(taints))
 
@@ -258,6 +304,9 @@ class SimWorker:
         async with self._engine:
             if not self.paused:
                 raise AdminError("It must be paused.")
+            if "weights" in self.sleeping:
+                self.world.broken(f"worker {self.instance_id} loads into memory that is gone")
+                raise AdminError("Its weights sleep.")
             if not new.startswith("w") or int(new[1:]) < self.served:
                 self.world.broken(f"worker {self.instance_id} goes from {self.served} to {new}")
             old, self.weights = self.weights, f"{self.weights}|{new}"
@@ -277,6 +326,8 @@ class SimWorker:
             label, seconds = self.label, {"leave": 0.0, "engine": 0.0, "enter": 0.0}
             if label != order["label"]:
                 raise RefitRefused("It has another label.")
+            if self.sleep_level:
+                raise RefitRefused("It sleeps.")
             self.label = order["leaving"]
             self.set_taints([])
             await asyncio.sleep(self.world.rng.uniform(0.0, 0.3))  # its event loop is busy
@@ -339,6 +390,8 @@ class SimWorker:
 
     async def stage_by_order(self, order: Mapping[str, Any]) -> StageReply:
         """Do what the order `rollway_stage` of `engine/guard.py` does."""
+        if "weights" in self.sleeping:
+            raise Asleep("It sleeps.")
         if order["needs_label"] and self.label is None:
             return StageReply(None, [])
         if self.staged != order["identity"]:
@@ -353,6 +406,8 @@ class SimWorker:
 
     def stage(self, path: Path) -> None:
         self.check(path.name)
+        if "weights" in self.sleeping:
+            self.world.broken(f"worker {self.instance_id} stages while its weights sleep")
         self.staged, self.staged_by = path.name, OP.get()
         self._staged_at = self.world.now + self.load_seconds
 
@@ -407,6 +462,8 @@ class World:
         self.recipe: tuple[int, Path] | None = None
         self.claimed: dict[int, str] = {}
         self.listed_at, self.listing_fails, self.listings = 0.0, 0, 0
+        self.sleep_mode = True
+        """Whether the engines were started with sleep mode."""
 
     @property
     def now(self) -> float:
@@ -517,7 +574,8 @@ class World:
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
         """Run the real protocol on simulated time, listings and checkpoints."""
-        for module in (refit, worker_order, worker_refit, updates, fleet, membership, sender):
+        modules = (refit, worker_order, worker_refit, updates, fleet, sleep, membership, sender)
+        for module in modules:
             patch.setattr(module, "time", SimpleNamespace(monotonic=self.loop.time))
         patch.setattr(membership, "discover", self.listing)
         patch.setattr(membership, "list_instances", self.instances)
@@ -561,6 +619,7 @@ class SimAdmin:
         self._owner = owner or self
         self._peer: SimWorker | None = None
         self._is_broken = self.crashed = False
+        self.levels: dict[int, int] = {}
         self.calls_left, self.then = 0, lambda: None
         """`then` is called at the last of this number of calls."""
 
@@ -638,7 +697,11 @@ class SimAdmin:
             raise NoSuchOrder("It has no such route.")
         limit = 10.0 + order["seconds"]
         act = lambda w, _: w.stage_by_order(order)  # noqa: E731
-        reply: StageReply = await self._call(worker, "check", act, None, limit)
+        try:
+            reply: StageReply = await self._call(worker, "check", act, None, limit)
+        finally:
+            sim = self.world.at(int(worker.admin_url[-5:]))
+            self._owner.levels[worker.instance_id] = 0 if sim is None else sim.sleep_level
         return reply
 
     async def refit(self, worker: Worker, order: Mapping[str, Any]) -> Any:
@@ -691,8 +754,29 @@ class SimAdmin:
             await self._call(worker, "check", lambda w, _: w.check(name), method, 300.0)
 
     async def weight_version(self, worker: Worker) -> int | None:
-        label: int | None = await self._call(worker, "version", lambda w, _: w.label, None)
+        def read(sim: SimWorker, _: str | None) -> tuple[int | None, int]:
+            return sim.label, sim.sleep_level
+
+        label, level = await self._call(worker, "version", read, None)
+        self._owner.levels[worker.instance_id] = level
         return label
+
+    def sleep_level(self, worker: Worker) -> int:
+        return self._owner.levels.get(worker.instance_id, 0)
+
+    async def memory(self, worker: Worker, level: int = 0) -> Any:
+        return await self._call(worker, "memory", lambda w, _: w.memory(), level)
+
+    async def sleep(
+        self, worker: Worker, level: int = 1, mode: str = "wait", label: int | None = None
+    ) -> Any:
+        def act(sim: SimWorker, _: str | None) -> Any:
+            return sim.sleep(level, mode, label)
+
+        return await self._call(worker, "sleep", act, level, 300.0)
+
+    async def wake(self, worker: Worker, tags: Sequence[str] | None = None) -> Any:
+        return await self._call(worker, "wake", lambda w, _: w.wake(tags), tags, 300.0)
 
     async def declare_version(self, worker: Worker, version: int) -> None:
         await self._call(worker, "declare", lambda w, _: w.declare(version), version)

@@ -69,16 +69,16 @@ async def test_routes_are_called_in_the_style_the_worker_advertises() -> None:
         async with worker(routes=frozenset({"control/pause_generation"})) as (nested, calls):
             await admin.pause(nested)
             await admin.set_taints(nested, ["a"])
-            await admin.sleep(nested)
+            await admin.sleep(nested, 2, "abort")
             with pytest.raises(NoSuchMethod, match="does not offer `flush_cache`"):
                 await admin.flush_cache(nested)
         assert [route for route, _ in calls] == [
-            "control/pause_generation", "update/model_taints", "control/sleep",
+            "control/pause_generation", "update/model_taints", "rollway_sleep",
         ]  # fmt: skip
         async with worker() as (unknown, calls):  # found by /health or in a static list: no routes
             await admin.pause(unknown)
             await admin.wake(unknown, ["weights"])
-        assert [route for route, _ in calls] == ["pause_generation", "control/wake_up"]
+        assert [route for route, _ in calls] == ["pause_generation", "rollway_wake"]
         assert calls[1][1] == {"tags": ["weights"]}
 
 

@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from rollway.errors import RollwayError, UsageError
 from rollway.fleet.canary import make_canary
 from rollway.fleet.fleet import Fleet
-from rollway.fleet.report import RefitMode
+from rollway.fleet.report import RefitMode, SleepReport
 from rollway.fleet.worker_refit import WorkerRefit
 from rollway.rollout.client import Rollout, Rollouts
 from rollway.rollout.sampling import Sampling
@@ -30,7 +30,7 @@ from tests.unit.fleet import sim_fleet
 from tests.unit.fleet.sim_fleet import OP, Call, SimAdmin, SimLoop, SimUpdate, SimWorker, World
 
 MODES: list[RefitMode] = ["pause-all", "rolling", "in-flight"]
-TOUCHING = ("pause", "resume", "flush", "update", "declare", "taint", "refit")
+TOUCHING = ("pause", "resume", "flush", "update", "declare", "taint", "refit", "sleep", "wake")
 UPDATES = ("update", "refit")
 FAULTS = ("before", "lost", "refuse", "hang", "die", "lie")
 """Nothing done, done but the answer lost, refused, hung, dead, and success without an effect."""
@@ -109,6 +109,15 @@ class Coordinator:
         self.user_paused = self.user_paused and outcome != "done"
         return outcome
 
+    async def sleep(self, level: int = 1, mode: Any = "wait") -> str:
+        async def work() -> None:
+            self._check_asleep(await self.fleet.sleep(level, mode))
+
+        return await self._operation(work, None)
+
+    async def wake(self) -> str:
+        return await self._operation(self.fleet.wake, None)
+
     async def traffic(self, times: int, length: int = 8) -> None:
         """Send requests so often that some are always under way when weights change."""
         for _ in range(times):
@@ -128,7 +137,7 @@ class Coordinator:
         reached = None
         try:
             report = await work()
-            outcome, reached = "done", report and report.version
+            outcome, reached = "done", getattr(report, "version", None)
         except UsageError as error:
             outcome, self.trouble = "refused", str(error)
         except RollwayError as error:
@@ -147,7 +156,10 @@ class Coordinator:
             calls = [call for call in touching if call.worker == worker.instance_id]
             if any(call.op != op for call in calls):
                 continue  # another process has begun since
-            if reached is not None:
+            if outcome == "refused" and calls and all(call.ok for call in calls):
+                if worker.sleeping != {"weights", "kv_cache"}:
+                    world.broken(f"worker {worker.instance_id} does not sleep as before")
+            elif reached is not None:
                 if calls or version is not None:
                     self._check_serving(worker, reached)
             elif worker.issued_by == op and not worker.paused:
@@ -159,7 +171,7 @@ class Coordinator:
     # --- promises ----------------------------------------------------------------------------
 
     def _check_calls(self, calls: list[Call], outcome: str) -> None:
-        if outcome == "refused" and calls:
+        if outcome == "refused" and any(call.route not in ("sleep", "wake") for call in calls):
             self.world.broken("a refused refit has touched a worker")
         for worker in {call.worker for call in calls}:
             mine = [c for c in calls if c.worker == worker]
@@ -190,8 +202,20 @@ class Coordinator:
         marked = any(call.route == "declare" for call in mine)  # its version was known
         known = (marked or (worker.label or 0) >= 0) and not self._paused_by_user(worker)
         updated = any(route in UPDATES for route in routes)
+        known = known and not worker.sleep_level
         if worker.paused and known and not lost and "pause" in routes and not updated:
             self.world.broken(f"worker {worker.instance_id} was left paused")
+
+    def _check_asleep(self, report: SleepReport) -> None:
+        """Check the workers after a sleep that returned; one that was starting is left alone."""
+        names = {w.instance_id: w.state for w in report.workers}
+        for worker in [w for w in self.world.workers.values() if w.alive and w.awake.is_set()]:
+            state = worker.sleep_level, worker.taints, worker.running, (worker.label or 0) < 0
+            is_asleep = state == (report.level, (), [], True)
+            if names.get(worker.instance_id) == "asleep" and not is_asleep:
+                self.world.broken(f"worker {worker.instance_id} should sleep, it is {state}")
+        if not set(names.values()) <= {"asleep", "joining"}:
+            self.world.broken(f"a sleep returned with {names}")
 
     def _paused_by_user(self, worker: SimWorker) -> bool:
         return worker.paused and worker.paused_by in self.world.users_pauses
@@ -376,6 +400,75 @@ class RefitMachine(RuleBasedStateMachine):
     @rule(i=st.integers(0, 1))
     def user_resumes(self, i: int) -> None:
         self._process(i).start(self._process(i).resume(), self._process(i).under_way)
+
+    @rule(
+        i=st.integers(0, 1),
+        level=st.sampled_from([1, 2]),
+        mode=st.sampled_from(["wait", "abort"]),
+        faults=st.lists(
+            st.tuples(
+                st.sampled_from(["sleep", "declare", "taint", "memory", "version"]),
+                st.integers(0, 3),
+                st.sampled_from(["before", "lost", "refuse", "hang", "die"]),
+            ),
+            max_size=1,
+        ),
+        fuse=st.none() | st.tuples(st.integers(1, 12), st.sampled_from(["cancel", "crash"])),
+        seconds=st.sampled_from([0.0, 0.1, 5.0]),
+    )
+    def sleeps(
+        self,
+        i: int,
+        level: int = 1,
+        mode: str = "wait",
+        faults: Sequence[tuple[str, int, str]] = (),
+        fuse: tuple[int, str] | None = None,
+        seconds: float = 5.0,
+    ) -> None:
+        if not self.world.supervised:
+            return  # workers without a version are refused
+        self._start(i, lambda process: process.sleep(level, mode), faults, fuse)
+        self.advance(seconds)
+
+    @rule(
+        i=st.integers(0, 1),
+        faults=st.lists(
+            st.tuples(
+                st.sampled_from(["wake", "resume", "declare", "taint"]),
+                st.integers(0, 3),
+                st.sampled_from(["before", "lost", "refuse", "hang", "die"]),
+            ),
+            max_size=1,
+        ),
+        fuse=st.none() | st.tuples(st.integers(1, 12), st.sampled_from(["cancel", "crash"])),
+        seconds=st.sampled_from([0.0, 0.1, 5.0]),
+    )
+    def wakes(
+        self,
+        i: int,
+        faults: Sequence[tuple[str, int, str]] = (),
+        fuse: tuple[int, str] | None = None,
+        seconds: float = 5.0,
+    ) -> None:
+        self._start(i, Coordinator.wake, faults, fuse)
+        self.advance(seconds)
+
+    def _start(
+        self,
+        i: int,
+        operation: Callable[[Coordinator], Coroutine[Any, Any, str]],
+        faults: Sequence[tuple[str, int, str]],
+        fuse: tuple[int, str] | None,
+    ) -> None:
+        process = self._process(i)
+        for route, index, kind in faults:
+            if (worker := self._worker(index)) is not None:
+                self.world.faults[route, worker.instance_id] = kind
+        task = process.start(operation(process), process.under_way)
+        if fuse is not None:
+            crash = fuse[1] == "crash"
+            process.admin.calls_left = fuse[0]
+            process.admin.then = lambda: self._crash(process) if crash else task.cancel()
 
     # --- promises ----------------------------------------------------------------------------
 

@@ -65,6 +65,9 @@ class Options(WeightOptions):
     free_engine: bool | None = None
     """Whether engines release their memory while the trainer trains; None:
     `rollout.free_cache_engine` decides."""
+    sleep_level: Literal[1, 2] = 1
+    """1: engines keep the weights in the host's memory while the trainer trains. 2: they forget
+    them, and every update brings them back; not with adapters."""
     etcd_endpoints: str | None = None
     """A running etcd for a pool on several nodes; without it Rollway starts one."""
     log_dir: Path | None = None
