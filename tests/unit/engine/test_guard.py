@@ -159,9 +159,19 @@ async def test_one_order_stages_and_answers_with_all_that_a_refit_needs() -> Non
     orders, *_ = make_orders(handler)
     reply = await asyncio.wait_for(orders.stage(STAGING), 30)
     ready = {"state": "ready", "error": ""}
-    assert reply == {"status": "ok", "ranks": [ready, ready], "label": 4, "refits": True}
+    facts = {"label": 4, "refits": True, "asleep": 0}
+    assert reply == {"status": "ok", "ranks": [ready, ready], **facts}
     assert handler.calls == ["rollway_stage", "rollway_staging", "rollway_label"]
     assert handler.staged["offer"] == {"identity": "w5"}
+
+
+async def test_nothing_is_staged_while_the_weights_sleep() -> None:
+    handler = Handler()
+    orders, *_ = make_orders(handler)
+    orders._sleep.level, orders._sleep._sleeping = 2, {"weights", "kv_cache"}
+    reply = await orders.stage(STAGING)
+    assert reply == {"status": "ok", "are_weights_asleep": True, "asleep": 2}
+    assert handler.calls == []
 
 
 @pytest.mark.parametrize("notifications", [0, 1])
