@@ -324,7 +324,7 @@ def test_a_step_computes_where_the_model_is(base: Path, monkeypatch: pytest.Monk
 
     config = AutoModelForCausalLM.from_pretrained(base).config
     prompts, completions = TestTokenLogprobs.PROMPTS, TestTokenLogprobs.COMPLETIONS
-    with FakeTensorMode():
+    with FakeTensorMode(allow_non_fake_inputs=True):
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config).eval()
         logprobs = token_logprobs(model, prompts, completions)

@@ -46,9 +46,7 @@ def plan_workers(options: DemoOptions, directory: Path) -> list[ProcessPlan]:
     lease = Lease()
     spec = make_spec({"name": "demo", "models": [{"path": "org/model", **model}]})
     try:
-        plan = plan_stack(
-            spec, run_id="0" * 16, run_dir=directory, log_dir=directory, ports=lease
-        )
+        plan = plan_stack(spec, run_id="0" * 16, run_dir=directory, log_dir=directory, ports=lease)
     finally:
         lease.release()
     return plan.by_role("worker")
