@@ -9,26 +9,26 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from hypothesis import given  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
+from hypothesis import given
+from hypothesis import strategies as st
 
-from rollway.api import make_spec  # noqa: E402
-from rollway.cli import main  # noqa: E402
-from rollway.demo import run  # noqa: E402
-from rollway.demo.grpo import GrpoConfig  # noqa: E402
-from rollway.demo.placement import (  # noqa: E402
+from rollway.api import make_spec
+from rollway.cli import main
+from rollway.demo import run
+from rollway.demo.grpo import GrpoConfig
+from rollway.demo.placement import (
     GIB,
     SMALLEST_WORKER_BYTES,
     TRAINER_BYTES,
     GpuMemory,
     compute_share,
 )
-from rollway.demo.run import DemoOptions, describe_weights, place_model  # noqa: E402
-from rollway.errors import UsageError  # noqa: E402
-from rollway.stack import preset  # noqa: E402
-from rollway.stack.locks import Lease  # noqa: E402
-from rollway.stack.plan import ProcessPlan, plan_stack  # noqa: E402
-from rollway.weights.offer import Offer  # noqa: E402
+from rollway.demo.run import DemoOptions, describe_weights, place_model
+from rollway.errors import UsageError
+from rollway.stack import preset
+from rollway.stack.locks import Lease
+from rollway.stack.plan import ProcessPlan, plan_stack
+from rollway.weights.offer import Offer
 
 H200 = GpuMemory(free=138 * GIB, total=140 * GIB)
 
