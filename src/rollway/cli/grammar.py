@@ -246,7 +246,23 @@ def _add_bench_commands(add: Add) -> None:
     parser = add("gpu", "bench:gpu", "weights on a GPU, against a copy of its memory")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--megabytes", type=int, default=4096, help="size of each model")
+    _add_exactness(add("exactness", "bench:exactness", "trainer against engine, split by cause"))
     _add_gpu_engine(add("gpu-engine", "bench:gpu_engine", "refits of a model of real size"))
+
+
+def _add_exactness(parser: argparse.ArgumentParser) -> None:
+    sizes, text = ["tiny", "2b", "8b"], "size of the model (default tiny)"
+    parser.add_argument("--model", choices=sizes, default="tiny", help=text)
+    dtypes, text = ["bfloat16", "float32"], "of trainer and engine (default bfloat16)"
+    parser.add_argument("--dtype", choices=dtypes, default="bfloat16", help=text)
+    text = "the engine's projection to the vocabulary: in the model's dtype, or float32"
+    parser.add_argument("--head", choices=["model", "float32"], default="model", help=text)
+    parser.add_argument("--rollouts", type=int, default=32, help="at once (default 32)")
+    parser.add_argument("--tokens", type=int, default=64, help="of each rollout (default 64)")
+    text = "vLLM's batch-invariant mode (needs a GPU): re-scoring must be bit-equal"
+    parser.add_argument("--batch-invariant", action="store_true", help=text)
+    parser.add_argument("--eager", action="store_true", help="no compilation, no CUDA graphs")
+    parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help=_SET)
 
 
 def _add_gpu_engine(parser: argparse.ArgumentParser) -> None:
