@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -34,11 +34,10 @@ from rollway.config import StackSpec
 from rollway.demo.placement import make_float32_env
 from rollway.errors import UsageError
 from rollway.rollout.client import Rollout
-from rollway.rollout.mismatch import Mismatch, mismatch, split_mismatch
+from rollway.rollout.mismatch import Mismatch, Values, mismatch, split_mismatch
 from rollway.rollout.sampling import Sampling
 from rollway.stack import preset
 
-Rows = Sequence[Sequence[float]] | Tensor
 Dtype = Literal["bfloat16", "float32"]
 LARGEST_ROUNDING: dict[Dtype, float] = {"bfloat16": 0.05, "float32": 1e-6}
 """By k3. Random weights round worst: 1e-3 to 7e-3 in bfloat16 on a GPU."""
@@ -233,7 +232,7 @@ class ExactnessBench:
     def _engine_head(self) -> torch.dtype | None:
         return torch.float32 if self.options.head == "float32" else None
 
-    def _compare_trainers(self, tokens: Tokens, rescored: Rows) -> None:
+    def _compare_trainers(self, tokens: Tokens, rescored: Values) -> None:
         """Compare other ways to compute the trainer's log-probs with the engine's re-scoring."""
         self._add("trainer: one at a time", self._score_as_engine(tokens, batch=1), rescored)
         if self.options.dtype == "float32":
@@ -294,7 +293,7 @@ class ExactnessBench:
             "largest_gap": float(gaps.max()),
         }
 
-    def _add(self, name: str, left: Rows, right: Rows) -> None:
+    def _add(self, name: str, left: Values, right: Values) -> None:
         self.rows[name] = row = mismatch(left, right)
         self.say(f"{name}: k3 {row.k3:.2g}, largest difference {row.max_abs:.2g}")
 

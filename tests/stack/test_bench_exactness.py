@@ -1,0 +1,33 @@
+"""`rollway bench exactness` with a real engine on a CPU: both dtypes, and the refusal."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.conftest import Cli, Footprint
+
+pytestmark = pytest.mark.stack
+
+
+@pytest.mark.parametrize(
+    ("dtype", "largest"),
+    [("bfloat16", 0.02), pytest.param("float32", 1e-8, marks=pytest.mark.soak)],
+)
+def test_causes_are_told_apart(cli: Cli, footprint: Footprint, dtype: str, largest: float) -> None:
+    done = cli(
+        "bench", "exactness", "--dtype", dtype, "--rollouts", "8", "--tokens", "32", "--json",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    figures = json.loads(done.stdout)
+    rows = figures["rows"]
+    assert figures["cause"] == "rounding"
+    for name in ("batching", "engine", "trainer", "total"):
+        assert rows[name]["k3"] < largest
+    assert figures["other_weights_are_told_apart"]
+    assert rows["stale, other weights"]["k3"] > 20 * rows["total"]["k3"]
+    assert rows["trainer: temperature 0.7, divided by it"]["k3"] < largest
+    assert rows["trainer: temperature 0.7, ignored"]["k3"] > largest
+    assert rows["trainer: top-k and top-p ignored"]["k3"] > largest
+    assert footprint.settle() == {}
