@@ -25,7 +25,10 @@ def test_causes_are_told_apart(cli: Cli, footprint: Footprint, dtype: str, large
     assert figures["cause"] == "rounding"
     for name in ("batching", "engine", "trainer", "total"):
         assert rows[name]["k3"] < largest
-    assert figures["other_weights_are_told_apart"]
+    # vLLM on a CPU scores its own tokens in equal bits: even a small step shows.
+    assert figures["is_bit_equal"]
+    assert figures["told_apart_by_engine"] == dict.fromkeys(figures["told_apart_by_engine"], True)
+    assert figures["told_apart_by_trainer"]["stale, other weights"]
     assert rows["stale, other weights"]["k3"] > 20 * rows["total"]["k3"]
     assert rows["trainer: temperature 0.7, divided by it"]["k3"] < largest
     assert rows["trainer: temperature 0.7, ignored"]["k3"] > largest

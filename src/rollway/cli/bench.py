@@ -185,7 +185,8 @@ def exactness(options: argparse.Namespace) -> int:
 
     def print_rows(figures: dict[str, Any]) -> None:
         print_table(COLUMNS, format_rows(figures))
-        for name in ("device", "model", "dtype", "head", "cause", "is_bit_equal", "greedy"):
+        names = ("device", "model", "dtype", "head", "cause", "is_bit_equal", "greedy")
+        for name in (*names, "told_apart_by_engine", "told_apart_by_trainer"):
             print(f"{name.replace('_', ' ')}: {figures[name]}")
 
     print_result(options, figures, print_rows)

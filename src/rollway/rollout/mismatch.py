@@ -146,16 +146,19 @@ def split_mismatch(
     mask: Values | None = None,
     *,
     largest_rounding: float = 0.05,
+    largest_noise: float | None = None,
 ) -> MismatchSplit:
     """Split a mismatch into the engine's difference from itself and the trainer's from the engine.
 
     `rescored_logprobs` are the engine's own, of the same tokens, at the version that the trainer
     has. A part whose k3 is above `largest_rounding` is no rounding. The default suits bfloat16 with
-    any weights; for float32 use 1e-6. `rollway bench exactness` measures what is usual."""
+    any weights; for float32 use 1e-6. `largest_noise` is the limit of the engine's part alone, far
+    lower where an engine scores in equal bits (batch-invariant, or on a CPU): then even a small
+    step shows that rounding would hide. `rollway bench exactness` measures what is usual."""
     engine = mismatch(rescored_logprobs, sampled_logprobs, mask)
     trainer = mismatch(trainer_logprobs, rescored_logprobs, mask)
     cause: Cause = "rounding"
-    if engine.k3 > largest_rounding:
+    if engine.k3 > (largest_rounding if largest_noise is None else largest_noise):
         cause = "stale tokens"
     elif trainer.k3 > largest_rounding:
         cause = "another policy"

@@ -212,6 +212,16 @@ def test_causes_are_told_apart_by_the_second_scoring() -> None:
     assert split.cause == "another policy"
 
 
+def test_an_engine_of_equal_bits_shows_a_step_that_rounding_hides() -> None:
+    generator = np.random.default_rng(0)
+    policy = -generator.exponential(2.0, 500)
+    trainer = policy + generator.normal(0, 0.02, 500)  # rounding of bfloat16
+    stepped = policy + generator.normal(0, 0.02, 500)  # weights of one small step later
+    assert split_mismatch(trainer, policy, stepped).cause == "rounding"
+    assert split_mismatch(trainer, policy, stepped, largest_noise=1e-9).cause == "stale tokens"
+    assert split_mismatch(trainer, policy, policy, largest_noise=1e-9).cause == "rounding"
+
+
 def test_masked_tokens_are_in_no_part() -> None:
     split = split_mismatch([-1.0, math.nan], [-1.0, 5.0], [-1.0, 7.0], [1, 0])
     assert split.total.tokens == split.engine.tokens == split.trainer.tokens == 1
