@@ -194,8 +194,9 @@ class ExactnessBench:
             rescored,
             largest_rounding=LARGEST_ROUNDING[self.options.dtype],
         )
-        self._add("batching", alone, rescored[:_BATCH])
-        self.rows |= {"engine": split.engine, "trainer": split.trainer, "total": split.total}
+        self._add("batching", mismatch(alone, rescored[:_BATCH]))
+        for name in ("engine", "trainer", "total"):
+            self._add(name, getattr(split, name))
         self.figures["cause"] = split.cause
         return rescored
 
@@ -208,10 +209,11 @@ class ExactnessBench:
             ):
                 self.version += 1
                 change(self.weights, self.version)
-                weights = self._cast_weights()
-                offer = await publisher.publish(self.version, list(weights.items()))
+                # As in the checkpoint; a worker that serves float32 casts them.
+                offer = await publisher.publish(self.version, list(self.weights.items()))
                 await self.stack.refit(self.version, offer)
-                self._add(name, await self._rescore(tokens.sequences), tokens.sampled)
+                rescored = await self._rescore(tokens.sequences)
+                self._add(name, mismatch(rescored, tokens.sampled))
         # By the engine alone: its re-scoring of stale tokens against that of fresh ones. A trainer
         # sees a small step only if its own rounding is smaller.
         noise = 10 * max(self.rows["engine"].k3, _SMALLEST_NOISE)
@@ -240,7 +242,8 @@ class ExactnessBench:
 
     def _compare_trainers(self, tokens: Tokens, rescored: Values) -> None:
         """Compare other ways to compute the trainer's log-probs with the engine's re-scoring."""
-        self._add("trainer: one at a time", self._score_as_engine(tokens, batch=1), rescored)
+        alone = self._score_as_engine(tokens, batch=1)
+        self._add("trainer: one at a time", mismatch(alone, rescored))
         if self.options.dtype == "float32":
             return
 
@@ -254,25 +257,25 @@ class ExactnessBench:
 
         head = None if self.options.head == "float32" else torch.float32
         name = "trainer: bfloat16 head" if head is None else "trainer: float32 head"
-        self._add(name, tokens.score(self.reference, pick, head=head), rescored)
+        self._add(name, mismatch(tokens.score(self.reference, pick, head=head), rescored))
         rounded = tokens.score(self.reference, pick_rounded)
-        self._add("trainer: softmax in bfloat16", rounded, rescored)
+        self._add("trainer: softmax in bfloat16", mismatch(rounded, rescored))
         upcast = {name: tensor.float() for name, tensor in self.weights.items()}
         path = preset.cache_dir() / f"bench-{self.options.model}"
         whole = Reference(path, upcast, self.device)
-        self._add("trainer: float32 throughout", tokens.score(whole, pick), rescored)
+        self._add("trainer: float32 throughout", mismatch(tokens.score(whole, pick), rescored))
 
     async def _compare_sampling(self) -> None:
         """Compare what a trainer does with a temperature, and without a cut of the distribution."""
         warm = await self._sample(temperature=_TEMPERATURE)
         name = f"trainer: temperature {_TEMPERATURE}"
         divided = await asyncio.to_thread(self._score_as_engine, warm, _TEMPERATURE)
-        self._add(f"{name}, divided by it", divided, warm.sampled)
+        self._add(f"{name}, divided by it", mismatch(divided, warm.sampled))
         plain = await asyncio.to_thread(self._score_as_engine, warm)
-        self._add(f"{name}, ignored", plain, warm.sampled)
+        self._add(f"{name}, ignored", mismatch(plain, warm.sampled))
         cut = await self._sample(**_CUT)
         plain = await asyncio.to_thread(self._score_as_engine, cut)
-        self._add("trainer: top-k and top-p ignored", plain, cut.sampled)
+        self._add("trainer: top-k and top-p ignored", mismatch(plain, cut.sampled))
 
     async def _compare_greedy(self) -> None:
         """Count the tokens at which the engine's likeliest token is not the trainer's."""
@@ -299,8 +302,8 @@ class ExactnessBench:
             "largest_gap": float(gaps.max()),
         }
 
-    def _add(self, name: str, left: Values, right: Values) -> None:
-        self.rows[name] = row = mismatch(left, right)
+    def _add(self, name: str, row: Mismatch) -> None:
+        self.rows[name] = row
         self.say(f"{name}: k3 {row.k3:.2g}, largest difference {row.max_abs:.2g}")
 
     @property
