@@ -149,7 +149,7 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--engine", choices=["vllm", "mocker"], default="vllm")
-    text = "of trainer and workers (default auto: a GPU if vLLM and torch have one)"
+    text = "of trainer and workers (default auto: a GPU if vLLM has one)"
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help=text)
     text = "of new weights (default: cuda_ipc, in place, on a GPU; else checkpoint)"
     parser.add_argument("--transport", choices=["checkpoint", "cuda_ipc"], help=text)
