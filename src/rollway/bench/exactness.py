@@ -203,10 +203,7 @@ class ExactnessBench:
     async def _compare_stale(self, tokens: Tokens) -> None:
         """Score the first version's tokens with newer ones: what stale tokens would show."""
         async with self.stack.publisher() as publisher:
-            for name, change in (
-                ("stale, small step", change_some),
-                ("stale, other weights", change_all),
-            ):
+            for name, change in _STALE.items():
                 self.version += 1
                 change(self.weights, self.version)
                 # As in the checkpoint; a worker that serves float32 casts them.
