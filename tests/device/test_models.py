@@ -175,8 +175,8 @@ def test_experts(device: str, base: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_draft_model(device: str, base: Path, tmp_path: Path) -> None:
     """Policy and draft model are refitted together; the samples are the policy's. On a CPU only
-    greedy ones: vLLM 0.31's kernels there divide by a wrong temperature when a draft model
-    guesses, and Rollway refuses the log-probs, which are not finite."""
+    greedy ones: vLLM 0.31 divides by a temperature from uninitialised memory there
+    (`_expand_kernel_impl` writes to a copy), and its log-probs are wrong or not finite."""
     samplings = [GREEDY, SAMPLING] if device == "cuda" else [GREEDY]
     first = Policy(base, device)
     policies = [Policy(perturbed(base, tmp_path / f"p{seed}", seed), device) for seed in (1, 2)]
