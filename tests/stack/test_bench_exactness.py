@@ -8,13 +8,11 @@ import pytest
 
 from tests.conftest import Cli, Footprint
 
-pytestmark = pytest.mark.stack
+# Soaks: tests/unit/bench/test_exactness.py keeps the promise with a stand-in for the engine.
+pytestmark = [pytest.mark.stack, pytest.mark.soak]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "largest"),
-    [("bfloat16", 0.02), pytest.param("float32", 1e-8, marks=pytest.mark.soak)],
-)
+@pytest.mark.parametrize(("dtype", "largest"), [("bfloat16", 0.02), ("float32", 1e-8)])
 def test_causes_are_told_apart(cli: Cli, footprint: Footprint, dtype: str, largest: float) -> None:
     done = cli(
         "bench", "exactness", "--dtype", dtype, "--rollouts", "8", "--tokens", "32", "--json",
