@@ -16,6 +16,7 @@ PROCESSES = {
 }  # fmt: skip
 """Of tests/stack: those that start and kill stacks of their own. The others use real engines."""
 ELSEWHERE = {
+    "tests/device/test_models.py": "engines",
     "tests/security/test_admin_port.py": "engines",
     "tests/security/test_state_and_config.py": "processes",
 }

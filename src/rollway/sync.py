@@ -237,6 +237,8 @@ class Stack(Blocking[AsyncStack]):
             checkpoint: files: the directory of the trained model, for a stack that was not started
                 on this machine.
             bucket_bytes: cuda_ipc, files, collective: limit of the memory for tensors on their way.
+            in_place: cuda_ipc: publish the trainer's own memory instead of a copy; the trainer
+                must not change its weights until `refit` has returned.
             keep: shm, cuda_ipc, nixl: how many versions stay available.
             keep_recent: files, delta: how many versions stay available.
             max_off_policy_steps: files, delta: how many versions a worker may be behind.

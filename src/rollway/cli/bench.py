@@ -173,6 +173,26 @@ def gpu_engine(options: argparse.Namespace) -> int:
     return code
 
 
+def exactness(options: argparse.Namespace) -> int:
+    require("torch", "transformers", "vllm", "dynamo")
+    from rollway.bench.exactness import COLUMNS, ExactnessOptions, format_rows, run_command
+
+    names = ("model", "dtype", "head", "rollouts", "tokens", "batch_invariant", "eager")
+    values = {name: getattr(options, name) for name in names}
+    code, figures = run_command(
+        ExactnessOptions(**values, overrides=tuple(options.set)), print_progress
+    )
+
+    def print_rows(figures: dict[str, Any]) -> None:
+        print_table(COLUMNS, format_rows(figures))
+        names = ("device", "model", "dtype", "head", "cause", "is_bit_equal", "greedy")
+        for name in (*names, "told_apart_by_engine", "told_apart_by_trainer"):
+            print(f"{name.replace('_', ' ')}: {figures[name]}")
+
+    print_result(options, figures, print_rows)
+    return code
+
+
 # --- router ----------------------------------------------------------------------------------
 
 

@@ -149,6 +149,10 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--engine", choices=["vllm", "mocker"], default="vllm")
+    text = "of trainer and workers (default auto: a GPU if vLLM has one)"
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help=text)
+    text = "of new weights (default: cuda_ipc, in place, on a GPU; else checkpoint)"
+    parser.add_argument("--transport", choices=["checkpoint", "cuda_ipc"], help=text)
     text = "the control: train, but never update the workers"
     parser.add_argument("--no-refit", action="store_true", help=text)
     parser.add_argument("--name", default="demo", help="name of its stack, to run several at once")
@@ -247,7 +251,23 @@ def _add_bench_commands(add: Add) -> None:
     parser = add("gpu", "bench:gpu", "weights on a GPU, against a copy of its memory")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--megabytes", type=int, default=4096, help="size of each model")
+    _add_exactness(add("exactness", "bench:exactness", "trainer against engine, split by cause"))
     _add_gpu_engine(add("gpu-engine", "bench:gpu_engine", "refits of a model of real size"))
+
+
+def _add_exactness(parser: argparse.ArgumentParser) -> None:
+    sizes, text = ["tiny", "2b", "8b"], "size of the model (default tiny)"
+    parser.add_argument("--model", choices=sizes, default="tiny", help=text)
+    dtypes, text = ["bfloat16", "float32"], "of trainer and engine (default bfloat16)"
+    parser.add_argument("--dtype", choices=dtypes, default="bfloat16", help=text)
+    text = "the engine's projection to the vocabulary: in the model's dtype, or float32"
+    parser.add_argument("--head", choices=["model", "float32"], default="model", help=text)
+    parser.add_argument("--rollouts", type=int, default=32, help="at once (default 32)")
+    parser.add_argument("--tokens", type=int, default=64, help="of each rollout (default 64)")
+    text = "vLLM's batch-invariant mode (needs a GPU): re-scoring must be bit-equal"
+    parser.add_argument("--batch-invariant", action="store_true", help=text)
+    parser.add_argument("--eager", action="store_true", help="no compilation, no CUDA graphs")
+    parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help=_SET)
 
 
 def _add_gpu_engine(parser: argparse.ArgumentParser) -> None:

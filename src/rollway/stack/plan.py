@@ -288,6 +288,8 @@ class _Planner:
         available = preset.list_gpus() if requested is None else preset.parse_gpus(requested)
         if not available:
             return {}
+        for model in self.spec.models:
+            _check_own_gpus(model)
         workers = [
             (model, replica)
             for model in self.spec.models
@@ -308,6 +310,22 @@ class _Planner:
             (model.name, replica): ",".join(next(remaining) for _ in range(model.tensor_parallel))
             for model, replica in workers
         }
+
+
+def _check_own_gpus(model: ModelSpec) -> None:
+    """Refuse a model whose environment names fewer GPUs than its workers have ranks.
+
+    vLLM gives each rank a device of its own, and NCCL forms no group of two ranks on one device."""
+    visible = model.env.get("CUDA_VISIBLE_DEVICES")
+    if model.engine != "vllm" or visible is None:
+        return
+    named = len(set(preset.parse_gpus(visible)))
+    if named < model.tensor_parallel:
+        raise SpecError(
+            f"`{model.name}`: tensor_parallel is {model.tensor_parallel}, and its "
+            f"CUDA_VISIBLE_DEVICES names {named} GPU(s).",
+            "Name a GPU for each rank (two ranks cannot share one), or lower `tensor_parallel`.",
+        )
 
 
 def make_flags(args: RawArgs) -> list[str]:

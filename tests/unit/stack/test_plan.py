@@ -194,3 +194,11 @@ def test_a_server_on_all_interfaces_is_dialled_on_loopback() -> None:
     assert plan.get_dial_address("0.0.0.0") == "127.0.0.1"
     assert plan.get_dial_address("10.0.0.7") == "10.0.0.7"
     assert plan.get_dial_address("::1") == "[::1]"
+
+
+def test_ranks_cannot_share_a_gpu(plan_for: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preset, "list_gpus", lambda: ["0", "1"])
+    model = {"replicas": 1, "tensor_parallel": 2, "env": {"CUDA_VISIBLE_DEVICES": "0,0"}}
+    with pytest.raises(SpecError, match=r"tensor_parallel is 2, .* names 1 GPU"):
+        plan_for(model=model)
+    plan_for(model={**model, "env": {"CUDA_VISIBLE_DEVICES": "0,1"}})
