@@ -123,6 +123,9 @@ class PlacedWorker(SpecPart):
     """host:port of rank 0, where the ranks meet when there are several machines."""
     rpc_port: int = Field(default=0, ge=0, le=65535)
     """A second port of rank 0, for data-parallel engines on several machines."""
+    admin_port: int = Field(default=0, ge=0, le=65535)
+    """The admin port of rank 0, by which the other machines see whether it serves; 0 for a free
+    one, which they then do not know."""
 
     @model_validator(mode="after")
     def _check(self) -> PlacedWorker:
@@ -132,6 +135,19 @@ class PlacedWorker(SpecPart):
         if self.nodes > 1 and not (host and port.isdecimal()):
             raise ValueError("a replica on several machines needs `master`, as host:port of rank 0")
         return self
+
+    @property
+    def is_headless(self) -> bool:
+        """Whether another machine has the endpoint of the replica."""
+        return self.node_rank > 0
+
+    @property
+    def master_host(self) -> str:
+        return self.master.rpartition(":")[0]
+
+    @property
+    def master_port(self) -> str:
+        return self.master.rpartition(":")[2]
 
 
 # --- runtime environments ------------------------------------------------------------------------
