@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from rollway.rollout.sampling import Sampling
+from rollway.stack.state import WAITS_FOR_REPLICA
 from rollway.weights.transports.files import FilesPublisher
 from tests.conftest import Footprint
 from tests.light.spec import light
@@ -20,7 +21,7 @@ from tests.stack.two_machines import (
     restart_replica,
     two_machines,
 )
-from tests.waiting import wait_until
+from tests.waiting import stays, wait_until
 
 pytestmark = pytest.mark.timeout(600)
 PROMPT = list(range(40, 110))
@@ -51,6 +52,32 @@ def test_a_real_replica_of_two_ranks(
         wait_until(lambda: list(stack.fleet.read_versions().values()) == [1], seconds=300)
         assert all(read_rank(name).pid != pid for name, pid in pids.items())
         (rollout,) = stack.rollouts().generate(fresh_prompt(), SHORT, n=1)
+        assert rollout.weight_version == 1
+        assert worst(policies[1], [rollout]) < TOLERANCE
+    assert footprint.settle() == {}
+
+
+def test_ranks_live_and_die_together(
+    base_model: Path, policies: list[Policy], footprint: Footprint
+) -> None:
+    """With light workers, which do not notice the death of another rank."""
+    with two_machines(light(base_model, "first")) as stack:
+        assert {read_rank(name).state for name in RANKS} == {"ready"}
+        assert len(stack.fleet.workers()) == 1, "a headless rank registers nowhere"
+        stack.refit(1, policies[1].path)
+        pids = {name: read_rank(name).pid for name in RANKS}
+        kill_rank("second")
+        wait_until(lambda: read_rank("second").state == WAITS_FOR_REPLICA)
+        # It is not restarted alone: rank 0 would never meet it.
+        assert stays(lambda: read_rank("second").pid == pids["second"], 1.0)
+        assert read_rank("first").state == "ready"
+
+        restart_replica("second")
+        wait_until(lambda: list(stack.fleet.read_versions().values()) == [1])
+        wait_until(lambda: {read_rank(name).state for name in RANKS} == {"ready"})
+        assert all(read_rank(name).pid != pid for name, pid in pids.items())
+        assert read_rank("first").failures == 0, "a rank that was stopped has not failed"
+        (rollout,) = stack.rollouts().generate(PROMPT, SHORT, n=1)
         assert rollout.weight_version == 1
         assert worst(policies[1], [rollout]) < TOLERANCE
     assert footprint.settle() == {}
