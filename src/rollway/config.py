@@ -71,6 +71,23 @@ class _Part(BaseModel):
     )
 
 
+WorkerRole: TypeAlias = Literal["", "prefill", "decode"]
+"""What a worker does for a model: everything, or one half of disaggregated serving."""
+
+
+class RoleSpec(_Part):
+    """The prefill or the decode workers of a model with `serving: disaggregated`."""
+
+    replicas: int = Field(default=1, ge=1, le=4096)
+    """The number of workers."""
+    tensor_parallel: int | None = Field(default=None, ge=1, le=1024)
+    """The number of GPUs per worker. The default is the model's."""
+    args: RawArgs = Field(default_factory=dict)
+    """Options of the engine, over the model's."""
+    env: Environment = Field(default_factory=dict)
+    """Environment variables of the workers, over the model's."""
+
+
 class ModelSpec(_Part):
     """One served model: its checkpoint, its engine and the number of its workers."""
 
@@ -93,6 +110,13 @@ class ModelSpec(_Part):
     """Options of the engine."""
     env: Environment = Field(default_factory=dict)
     """Environment variables of the workers."""
+    serving: Literal["aggregated", "disaggregated"] = "aggregated"
+    """`disaggregated`: prefill workers compute the KV of prompts, decode workers fetch it and
+    generate."""
+    prefill: RoleSpec | None = None
+    """The prefill workers, with `serving: disaggregated`."""
+    decode: RoleSpec | None = None
+    """The decode workers, with `serving: disaggregated`."""
 
     @model_validator(mode="after")
     def _check(self) -> ModelSpec:
@@ -100,12 +124,59 @@ class ModelSpec(_Part):
             self.name = Path(self.path).name
         if (self.engine == "custom") != bool(self.module):
             raise ValueError("`engine: custom` and `module` need each other")
+        _check_roles(self)
         return self
+
+    @property
+    def roles(self) -> dict[WorkerRole, ModelSpec]:
+        """The model as the workers of each role run it: with the role's own settings."""
+        if self.prefill is None or self.decode is None:
+            return {"": self}
+        return {
+            "prefill": _apply_role(self, self.prefill),
+            "decode": _apply_role(self, self.decode),
+        }
 
     @property
     def can_refit(self) -> bool:
         """Whether the workers have admin routes and weights that can change."""
         return self.engine != "mocker"
+
+
+def _check_roles(model: ModelSpec) -> None:
+    """Raise ValueError if the settings of the roles contradict each other."""
+    missing = [name for name in ("prefill", "decode") if getattr(model, name) is None]
+    if model.serving == "aggregated":
+        if len(missing) < 2:
+            raise ValueError("`prefill` and `decode` need `serving: disaggregated`")
+        return
+    if missing:
+        raise ValueError(
+            f"`serving: disaggregated` has no `{missing[0]}` workers; give both `prefill` and "
+            "`decode`, for example {replicas: 1} each"
+        )
+    if model.replicas != 1:
+        raise ValueError(
+            "`replicas` says nothing with `serving: disaggregated`; give `prefill.replicas` and "
+            "`decode.replicas`"
+        )
+    for role in model.roles.values():
+        if "disaggregation-mode" in role.args:
+            raise ValueError(
+                "`args.disaggregation-mode` contradicts `serving: disaggregated`, which sets it "
+                "for each worker; remove it"
+            )
+
+
+def _apply_role(model: ModelSpec, role: RoleSpec) -> ModelSpec:
+    return model.model_copy(
+        update={
+            "replicas": role.replicas,
+            "tensor_parallel": role.tensor_parallel or model.tensor_parallel,
+            "args": {**model.args, **role.args},
+            "env": {**model.env, **role.env},
+        }
+    )
 
 
 class FrontendSpec(_Part):
@@ -258,7 +329,8 @@ class StackSpec(_Part):
                 f"two models are served under one name ({', '.join(duplicates)}); "
                 "give each a `name`"
             )
-        if len({slug(name) for name in names}) < len(names):
+        prefixes = [name_workers(model, role) for model in self.models for role in model.roles]
+        if len(set(prefixes)) < len(prefixes):
             raise ValueError(
                 "two model names differ only in signs that an endpoint name cannot hold; "
                 "choose names with different letters or digits"
@@ -311,6 +383,11 @@ def is_loopback(host: str) -> bool:
 def slug(name: str) -> str:
     """Turn a model name into a Dynamo component name."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "model"
+
+
+def name_workers(model: ModelSpec, role: WorkerRole) -> str:
+    """Return the common part of the names of a model's workers of one role."""
+    return f"{slug(model.name)}-{role}" if role else slug(model.name)
 
 
 def load_spec(

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from rollway.config import ModelSpec, RawArgs, StackSpec, is_loopback, slug
+from rollway.config import ModelSpec, RawArgs, StackSpec, WorkerRole, is_loopback, name_workers
 from rollway.errors import SpecError, StartError
 from rollway.processes import make_run_environment
-from rollway.stack import preset
+from rollway.stack import disaggregated, preset
 from rollway.stack.locks import Lease
 from rollway.stack.preset import get_frontend_defaults, get_worker_defaults, merge_args
 
@@ -45,6 +45,7 @@ class ProcessPlan:
     model: str | None = None
     engine: str | None = None
     admin_url: str | None = None
+    worker_role: WorkerRole = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,11 +136,14 @@ class _Planner:
         return plans
 
     def plan_workers(self) -> list[ProcessPlan]:
+        for model in self.spec.models:
+            disaggregated.check_nixl(model, self.python)
         gpus = self._assign_gpus()
         return [
-            self._plan_worker(model, replica, gpus.get((model.name, replica)))
-            for model in self.spec.models
-            for replica in range(model.replicas)
+            self._plan_worker(number, role, replica, gpus.get((number, role, replica)))
+            for number, model in enumerate(self.spec.models)
+            for role, settings in model.roles.items()
+            for replica in range(settings.replicas)
         ]
 
     def plan_frontend(self) -> ProcessPlan:
@@ -166,35 +170,46 @@ class _Planner:
         ports = {"http": http, "rl": rl}
         return self._plan_process("frontend", "frontend", argv, ports, env, spec.env)
 
-    def _plan_worker(self, model: ModelSpec, replica: int, gpus: str | None) -> ProcessPlan:
+    def _plan_worker(
+        self, number: int, role: WorkerRole, replica: int, gpus: str | None
+    ) -> ProcessPlan:
+        """Plan a worker of the model with this number in the spec."""
+        model = self.spec.models[number].roles[role]
         host = self.spec.admin_host
-        system = self.ports.reserve_port(0, host, "a worker's admin port")
+        ports = {"system": self.ports.reserve_port(0, host, "a worker's admin port")}
         defaults = get_worker_defaults(self.spec, model)
+        args = {**defaults.args, **disaggregated.make_role_args(model, role)}
         is_mocker = model.engine == "mocker"
         directory = Path(model.path).expanduser()
+        component = disaggregated.name_component(model, role)
         argv = [
             *(self.python, *self._choose_module(model)),
             "--model-path" if is_mocker else "--model",
             str(directory.resolve()) if directory.is_dir() else model.path,
             *("--model-name" if is_mocker else "--served-model-name", model.name),
-            *("--endpoint", f"dyn://{self.namespace}.{slug(model.name)}.generate"),
-            *self._make_engine_flags(model, replica),
-            *make_flags(merge_args(defaults.args, model.args)),
+            *("--endpoint", f"dyn://{self.namespace}.{component}.generate"),
+            *self._make_engine_flags(model, number, replica, args),
+            *make_flags(merge_args(args, model.args)),
         ]
         env = {
             **self._make_dynamo_env(host),
             "DYN_SYSTEM_HOST": host,
-            "DYN_SYSTEM_PORT": str(system),
+            "DYN_SYSTEM_PORT": str(ports["system"]),
             **defaults.env,
         }
+        if role and model.engine == "vllm":
+            side_host = get_dial_address(host)
+            ports["kv"] = disaggregated.reserve_side_channel(self.ports, side_host, model)
+            env |= disaggregated.make_role_env(side_host, ports["kv"])
         # The GPUs were assigned from a stack-wide CUDA_VISIBLE_DEVICES, which this overrides.
         user_env = {**({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}), **model.env}
-        name = f"{slug(model.name)}-{replica}"
+        name = f"{name_workers(model, role)}-{replica}"
         return dataclasses.replace(
-            self._plan_process(name, "worker", argv, {"system": system}, env, user_env),
+            self._plan_process(name, "worker", argv, ports, env, user_env),
             model=model.name,
             engine=model.engine,
-            admin_url=f"http://{get_dial_address(host)}:{system}",
+            admin_url=f"http://{get_dial_address(host)}:{ports['system']}",
+            worker_role=role,
         )
 
     def _choose_module(self, model: ModelSpec) -> list[str]:
@@ -203,15 +218,17 @@ class _Planner:
         is_guarded = self.spec.admin_orders == "signed" and model.engine != "mocker"
         return [str(GUARD), module] if is_guarded else ["-m", module]
 
-    def _make_engine_flags(self, model: ModelSpec, replica: int) -> list[str]:
+    def _make_engine_flags(
+        self, model: ModelSpec, number: int, replica: int, args: RawArgs
+    ) -> list[str]:
+        """Return the options that `args`, which follow them, and the user's own do not have."""
         seed = ["--seed", str(model.seed + replica)] if "seed" not in model.args else []
         if model.engine != "vllm":
             return seed if model.engine == "custom" else []
         flags = ["--enable-rl", "--tensor-parallel-size", str(model.tensor_parallel)]
-        if "kv-events-config" not in model.args:
+        if "kv-events-config" not in {**args, **model.args}:
             # Without this option the router does not learn what workers have cached, and two
             # workers of one machine compete for a default port.
-            number = self.spec.models.index(model)
             events = {
                 "enable_kv_cache_events": True,
                 "publisher": "zmq",
@@ -282,19 +299,21 @@ class _Planner:
         }
         return ProcessPlan(name, role, argv, process_env, self.log_dir / f"{name}.log", ports)
 
-    def _assign_gpus(self) -> dict[tuple[str, int], str]:
-        """Assign consecutive GPUs to each worker; none on a machine without GPUs."""
+    def _assign_gpus(self) -> dict[tuple[int, WorkerRole, int], str]:
+        """Assign consecutive GPUs to each worker, by the number of its model, its role and its
+        replica; none on a machine without GPUs."""
         requested = self.spec.env.get("CUDA_VISIBLE_DEVICES")
         available = preset.list_gpus() if requested is None else preset.parse_gpus(requested)
         if not available:
             return {}
-        workers = [
-            (model, replica)
-            for model in self.spec.models
-            if model.engine == "vllm" and "CUDA_VISIBLE_DEVICES" not in model.env
-            for replica in range(model.replicas)
-        ]
-        needed = sum(model.tensor_parallel for model, _ in workers)
+        sizes = {
+            (number, role, replica): settings.tensor_parallel
+            for number, model in enumerate(self.spec.models)
+            for role, settings in model.roles.items()
+            if model.engine == "vllm" and "CUDA_VISIBLE_DEVICES" not in settings.env
+            for replica in range(settings.replicas)
+        }
+        needed = sum(sizes.values())
         leased = self.ports.reserve_gpus(available, needed)
         if len(leased) < needed:
             raise SpecError(
@@ -305,8 +324,7 @@ class _Planner:
             )
         remaining = iter(leased)
         return {
-            (model.name, replica): ",".join(next(remaining) for _ in range(model.tensor_parallel))
-            for model, replica in workers
+            worker: ",".join(next(remaining) for _ in range(size)) for worker, size in sizes.items()
         }
 
 

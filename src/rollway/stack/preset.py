@@ -186,7 +186,8 @@ def _add_cpu_profile(spec: StackSpec, model: ModelSpec, args: RawArgs, env: dict
         # `enforce-eager` does not cover one function of the sampler, which torch compiles at the
         # first request: 17 s the first time, 3 s from the cache.
         env["TORCH_COMPILE_DISABLE"] = "1"
-    workers = sum(m.replicas * m.tensor_parallel for m in spec.models if m.engine == "vllm")
+    roles = [role for m in spec.models if m.engine == "vllm" for role in m.roles.values()]
+    workers = sum(role.replicas * role.tensor_parallel for role in roles)
     env.update(
         {
             # vLLM's default binding pins every worker to the same core.
