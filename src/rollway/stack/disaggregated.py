@@ -17,8 +17,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rollway.config import ModelSpec, RawArgs, WorkerRole, is_loopback, slug
+from rollway.config import ModelSpec, is_loopback
 from rollway.errors import PortInUse, StartError
+from rollway.roles import RawArgs, WorkerRole
 from rollway.stack import preset
 from rollway.stack.locks import Lease
 
@@ -29,12 +30,6 @@ NIXL_ADVICE = (
 )
 _RDMA_DEVICES = Path("/sys/class/infiniband")
 _FIND_NIXL = "from importlib.util import find_spec; print(find_spec('nixl') is not None)"
-
-
-def name_component(model: ModelSpec, role: WorkerRole) -> str:
-    """Return the Dynamo component of a model's workers. A slug has no underscore, so no other
-    model's component ends like that of a role."""
-    return f"{slug(model.name)}_{role}" if role else slug(model.name)
 
 
 def make_role_args(model: ModelSpec, role: WorkerRole) -> RawArgs:
@@ -48,10 +43,6 @@ def make_role_args(model: ModelSpec, role: WorkerRole) -> RawArgs:
         if not preset.list_gpus():
             transfer["kv_buffer_device"] = "cpu"
         args["kv-transfer-config"] = transfer
-        if role == "decode":
-            # The router looks for prefixes at prefill workers. Without the option a worker would
-            # publish on a default port, for which workers of one machine compete.
-            args["kv-events-config"] = {"enable_kv_cache_events": False}
     return args
 
 
@@ -74,23 +65,14 @@ def make_role_env(host: str, port: int) -> dict[str, str]:
 def reserve_side_channel(ports: Lease, host: str, model: ModelSpec) -> int:
     """Reserve the port of a worker's side channel, and one after it for each further data-parallel
     rank: vLLM adds the rank's number."""
-    ranks = count_data_parallel(model.args)
     while True:
         first = ports.reserve_port(0, host, "a worker's side channel for KV")
         try:
-            for rank in range(1, ranks):
+            for rank in range(1, model.data_parallel):
                 ports.reserve_port(first + rank, host, "a rank's side channel for KV")
         except PortInUse:
             continue  # the first port stays reserved, so the next attempt has another
         return first
-
-
-def count_data_parallel(args: RawArgs) -> int:
-    """Return the number of data-parallel ranks that raw options ask for."""
-    for name in ("data-parallel-size", "data_parallel_size", "dp"):
-        if args.get(name) is not None:
-            return max(1, int(args[name]))
-    return 1
 
 
 def has_rdma() -> bool:
