@@ -18,7 +18,7 @@ from rollway.config import ModelSpec, RawArgs, StackSpec, is_loopback, slug
 from rollway.errors import SpecError, StartError
 from rollway.processes import make_run_environment
 from rollway.ranks import PlacedWorker, merge_runtime_envs, normalise_option
-from rollway.roles import name_component, name_workers
+from rollway.roles import WorkerRole, name_component, name_workers
 from rollway.stack import disaggregated, preset
 from rollway.stack.locks import Lease
 from rollway.stack.preset import get_frontend_defaults, get_worker_defaults, merge_args
@@ -50,6 +50,10 @@ class ProcessPlan:
     """Where a worker serves its admin routes; a headless rank serves none."""
     placed: PlacedWorker | None = None
     """Which part of which replica a worker is."""
+
+    @property
+    def worker_role(self) -> WorkerRole:
+        return "" if self.placed is None else self.placed.role
 
     @property
     def is_headless(self) -> bool:
