@@ -18,7 +18,8 @@ from rollway.config import ModelSpec, RawArgs, StackSpec, is_loopback, slug
 from rollway.errors import SpecError, StartError
 from rollway.processes import make_run_environment
 from rollway.ranks import PlacedWorker, merge_runtime_envs, normalise_option
-from rollway.stack import preset
+from rollway.roles import WorkerRole, name_component, name_workers
+from rollway.stack import disaggregated, preset
 from rollway.stack.locks import Lease
 from rollway.stack.preset import get_frontend_defaults, get_worker_defaults, merge_args
 
@@ -49,6 +50,10 @@ class ProcessPlan:
     """Where a worker serves its admin routes; a headless rank serves none."""
     placed: PlacedWorker | None = None
     """Which part of which replica a worker is."""
+
+    @property
+    def worker_role(self) -> WorkerRole:
+        return "" if self.placed is None else self.placed.role
 
     @property
     def is_headless(self) -> bool:
@@ -162,7 +167,9 @@ class _Planner:
     def plan_workers(self) -> list[ProcessPlan]:
         models = {model.name: model for model in self.spec.models}
         placed = self.spec.placed if self.spec.placed is not None else self._place_here()
-        return [self._plan_worker(models[worker.model], worker) for worker in placed]
+        for name in {worker.model for worker in placed}:
+            disaggregated.check_nixl(models[name], self.python)
+        return [self._plan_worker(models[w.model].roles[w.role], w) for w in placed]
 
     def plan_frontend(self) -> ProcessPlan:
         spec = self.spec.frontend
@@ -204,12 +211,18 @@ class _Planner:
             what = "a worker's admin port"
             ports["system"] = self.ports.reserve_port(placed.admin_port, host, what)
             argv += ["--model-name" if is_mocker else "--served-model-name", model.name]
-            argv += ["--endpoint", f"dyn://{self.namespace}.{slug(model.name)}.generate"]
+            component = name_component(slug(model.name), placed.role)
+            argv += ["--endpoint", f"dyn://{self.namespace}.{component}.generate"]
             env |= {"DYN_SYSTEM_HOST": host, "DYN_SYSTEM_PORT": str(ports["system"])}
         if placed.nodes > 1 and (interface := preset.find_interface(get_dial_address(host))):
             # Gloo uses the address that the machine's name resolves to, often loopback.
             env["GLOO_SOCKET_IFNAME"] = interface
-        args = merge_args(defaults.args, model.args)
+        if placed.role and model.engine == "vllm":
+            side_host = get_dial_address(host)
+            ports["kv"] = disaggregated.reserve_side_channel(self.ports, side_host, model)
+            env |= disaggregated.make_role_env(side_host, ports["kv"])
+        role_args = disaggregated.make_role_args(model, placed.role)
+        args = merge_args({**defaults.args, **role_args}, model.args)
         if placed.is_headless:
             args = {n: v for n, v in args.items() if normalise_option(n) != "kv-events-config"}
         argv += [*self._make_engine_flags(model, placed), *make_flags(args)]
@@ -221,7 +234,9 @@ class _Planner:
             self._plan_process(name_worker(placed), "worker", argv, ports, env, user_env),
             model=model.name,
             engine=model.engine,
-            admin_url=f"http://{get_dial_address(host)}:{ports['system']}" if ports else None,
+            admin_url=None
+            if placed.is_headless
+            else f"http://{get_dial_address(host)}:{ports['system']}",
             placed=placed,
         )
 
@@ -252,9 +267,10 @@ class _Planner:
 
         Without them the router does not learn what workers have cached, and two workers of one
         machine compete for a default port."""
-        if placed.is_headless:  # rank 0 speaks for the replica
+        if placed.is_headless or placed.role == "decode":
+            # Rank 0 speaks for the replica, and the router looks for prefixes at prefill workers.
             return {"enable_kv_cache_events": False}
-        number = self.spec.models.index(model)
+        number = [known.name for known in self.spec.models].index(model.name)
         return {
             "enable_kv_cache_events": True,
             "publisher": "zmq",
@@ -324,13 +340,19 @@ class _Planner:
         """Place all workers on this machine, each with consecutive GPUs if there are any."""
         requested = self.spec.env.get("CUDA_VISIBLE_DEVICES")
         available = preset.list_gpus() if requested is None else preset.parse_gpus(requested)
-        counts = {
-            model.name: count_local_ranks(model)
+        workers = [
+            (settings, role, replica)
+            for model in self.spec.models
+            for role, settings in model.roles.items()
+            for replica in range(settings.replicas)
+        ]
+        counts = [
+            count_local_ranks(model)
             if available and model.engine == "vllm" and "CUDA_VISIBLE_DEVICES" not in model.env
             else 0
-            for model in self.spec.models
-        }
-        needed = sum(model.replicas * counts[model.name] for model in self.spec.models)
+            for model, _, _ in workers
+        ]
+        needed = sum(counts)
         leased = self.ports.reserve_gpus(available, needed)
         if len(leased) < needed:
             raise SpecError(
@@ -344,17 +366,17 @@ class _Planner:
         return [
             PlacedWorker(
                 model=model.name,
+                role=role,
                 replica=replica,
-                gpus=[next(remaining) for _ in range(counts[model.name])],
+                gpus=[next(remaining) for _ in range(count)],
             )
-            for model in self.spec.models
-            for replica in range(model.replicas)
+            for (model, role, replica), count in zip(workers, counts, strict=True)
         ]
 
 
 def name_worker(placed: PlacedWorker) -> str:
     """Return the name of a worker's process, unique in the whole stack."""
-    parts = [slug(placed.model), placed.role, str(placed.replica)]
+    parts = [name_workers(slug(placed.model), placed.role), str(placed.replica)]
     rank = f"rank{placed.node_rank}" if placed.is_headless else ""
     return "-".join(part for part in (*parts, rank) if part)
 

@@ -260,6 +260,10 @@ class ServingCheck:
 
     async def _request(self, worker: ProcessPlan, instance: int, sampling: Sampling) -> None:
         body = completion_request(worker.model or "", _PROMPT, sampling, pin=instance)
+        if worker.worker_role:
+            # A worker of one role answers together with one of the other, which the router picks.
+            del body["nvext"]["backend_instance_id"]
+            body["nvext"][f"{worker.worker_role}_worker_id"] = instance
         if worker.engine == "mocker":
             body.pop("logprobs")
         url = f"{self._plan.frontend_url}/v1/completions"
