@@ -92,7 +92,10 @@ class Pool:
 
 def list_pools(model: ModelSpec) -> tuple[Pool, ...]:
     """List the pools of a model: one, unless prefill and decode are apart."""
-    return (Pool("", model.replicas, model.ranks, model.ranks // model.data_parallel),)
+    return tuple(
+        Pool(role, part.replicas, part.ranks, part.ranks // part.data_parallel)
+        for role, part in model.roles.items()
+    )
 
 
 def plan_placement(spec: StackSpec, nodes: Sequence[NodeInfo]) -> Placement:
@@ -155,13 +158,13 @@ def check_ranks(spec: StackSpec) -> None:
     for model in spec.models:
         if 0 < spec.ray.gpus < 1 and any(pool.ranks > 1 for pool in list_pools(model)):
             raise SpecError(
-                f"`ray.gpus` is {spec.ray.gpus:g}, but `{model.name}` has {model.ranks} ranks, "
-                "which cannot share GPUs with others.",
+                f"`ray.gpus` is {spec.ray.gpus:g}, but replicas of `{model.name}` have several "
+                "ranks, which cannot share GPUs with others.",
                 "Use whole GPUs (`ray.gpus: 1`), or one rank per replica.",
             )
         if model.engine != "vllm":
             continue
-        for name in model.args:
+        for name in (name for part in model.roles.values() for name in part.args):
             if normalise_option(name) in LAUNCH_ARGS:
                 raise SpecError(
                     f"`args.{name}` of `{model.name}` says which part of a replica a process is, "

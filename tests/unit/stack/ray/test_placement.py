@@ -12,12 +12,10 @@ from hypothesis import strategies as st
 
 from rollway.config import StackSpec, load_spec
 from rollway.errors import SpecError
-from rollway.stack.ray import placement
 from rollway.stack.ray.packing import Shape, list_splits, pack
 from rollway.stack.ray.placement import (
     NodeInfo,
     Placement,
-    Pool,
     ReplicaPlace,
     has_labels,
     place_again,
@@ -269,10 +267,13 @@ def test_a_replica_over_nodes_moves_as_a_whole_and_never_to_a_lost_node() -> Non
 # --- bad input -----------------------------------------------------------------------------------
 
 
-def test_pools_of_one_model_are_placed_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    pools = (Pool("prefill", 2, 1, 1), Pool("decode", 1, 4, 4))
-    monkeypatch.setattr(placement, "list_pools", lambda model: pools)
-    plan = plan_placement(make_spec({}), make_nodes(4, 2))
+def test_pools_of_one_model_are_placed_apart() -> None:
+    model = {
+        "serving": "disaggregated",
+        "prefill": {"replicas": 2},
+        "decode": {"args": {"tp": 4}},
+    }
+    plan = plan_placement(make_spec(model), make_nodes(4, 2))
     assert [(str(r), show(r)) for r in plan.replicas] == [
         ("m0 prefill replica 0", "n1:1"),
         ("m0 prefill replica 1", "n1:1"),
