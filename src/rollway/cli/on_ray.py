@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import time
 
 from rollway.api import parse_launcher
 from rollway.cli import stack
 from rollway.cli.output import print_json, print_result, print_table
 from rollway.config import StackSpec
-from rollway.errors import StackNotRunning, UsageError
+from rollway.errors import UsageError
 from rollway.stack import local
 from rollway.stack.progress import StackProgress
 from rollway.stack.ray import launcher
@@ -45,11 +46,10 @@ def up(spec: StackSpec, options: argparse.Namespace, progress: StackProgress) ->
     if options.foreground:
         stack.print_ready(running.state, options)
         try:
-            cause = running.access.wait_until_over()
+            raise asyncio.run(running.access.wait_until_over())
         except KeyboardInterrupt:
             running.stop(progress)
             return 0
-        raise StackNotRunning(cause)
     running.detach()
     stack.print_ready(running.state, options)
     return 0

@@ -25,6 +25,7 @@ import msgspec
 from rollway.config import StackSpec
 from rollway.errors import RollwayError, SpecError, StackNotRunning, StartError
 from rollway.fleet.discovery import Worker
+from rollway.http import Http
 from rollway.stack.ray import cluster
 from rollway.stack.ray.placement import NodeInfo, Placement, plan_placement
 from rollway.stack.ready import is_at
@@ -99,13 +100,33 @@ class RayAccess:
     def open_record(self, model: str) -> _Record:
         return _Record(self, model)
 
-    def wait_until_over(self) -> str:
-        """Return the cause when the stack has ended without this process."""
+    async def wait_until_over(self) -> StackNotRunning:
+        """Return the cause, as an error, when the stack has ended."""
         try:
-            error = self.call("wait_until_over")
+            error = await self._call("wait_until_over")
         except StackNotRunning as gone:
-            return gone.message
-        return f"The stack `{self.name}` was stopped." if error is None else str(error["message"])
+            return gone
+        cause = "it was stopped" if error is None else str(error["message"])
+        return StackNotRunning(
+            f"The stack `{self.name}` no longer runs on Ray: {cause}",
+            "Start it again with `rollway up --on ray`.",
+        )
+
+
+class WatchedHttp(Http):
+    """A client whose calls fail at once with the cause after the stack has ended; otherwise they
+    would be retried for a minute, and fail without it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._end: StackNotRunning | None = None
+
+    async def watch(self, access: RayAccess) -> None:
+        self._end = await access.wait_until_over()
+
+    async def before_request(self, method: str, url: str, body: Any) -> None:
+        if self._end is not None:
+            raise self._end
 
 
 class _Record:
@@ -189,6 +210,8 @@ def start(
             with contextlib.suppress(StackNotRunning):
                 _stop(access, spec.stop_seconds, progress)
             raise
+        if spec.ray.lifetime == "detached":
+            access.call("detach")
         return RayStack(access, state, connection.pop_all())
 
 
