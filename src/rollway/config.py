@@ -421,6 +421,8 @@ def parse_spec(data: Mapping[str, Any]) -> StackSpec:
             "Use text, numbers, true, false, null, lists and mappings.",
         ) from error
     for index, model in enumerate(spec.models):
+        if spec.launcher == "ray" and Path(model.path).is_absolute():
+            continue  # a directory of the nodes, where the launcher looks for it
         _check_model_path(model.path, f"models.{index}.path")
     return spec
 
