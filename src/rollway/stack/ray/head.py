@@ -89,11 +89,12 @@ class Head:
                 await self._stopping.wait()
         except RollwayError as error:
             self._error = error.as_json()
-        except ray.exceptions.RayError as error:  # a node was lost during the start, for example
-            cause = " ".join(str(error).split())[:600]
+        except Exception as error:  # noqa: BLE001  (whatever it is, the run must be taken down)
+            cause = " ".join(str(error).split())[:600] or type(error).__name__
             self._error = StartError(f"The stack could not start on Ray: {cause}").as_json()
         owner.cancel()
         self._phase = "stopping"
+        self._stopping.set()
         self._ready.set()
         await self._take_down()
         self._phase = "stopped"
@@ -148,8 +149,9 @@ class Head:
         """Stop all processes, then the keepers, then free the groups."""
         import ray
 
-        for task in self._watches:
+        for task in list(self._watches):
             task.cancel()
+        await self._parts.wait_for_calls()
         record = self._parts.record
         keepers = list(record.keepers.values())
         stops = [keeper.stop.remote() for keeper in keepers]
@@ -171,7 +173,14 @@ class Head:
     def _add_watch(self, work: Any) -> None:
         task = asyncio.create_task(work)
         self._watches.add(task)
-        task.add_done_callback(self._watches.discard)
+
+        def end(_: object) -> None:
+            self._watches.discard(task)
+            if not task.cancelled() and (error := task.exception()) is not None:
+                # Nobody would heal the stack any more, and nobody would know.
+                self._fail(f"The stack is no longer watched: {error!r}")
+
+        task.add_done_callback(end)
 
     async def _watch_part(self, part: Part) -> None:
         """Wait for the end of a part, which nobody has asked for; then heal the stack."""
@@ -196,10 +205,14 @@ class Head:
                 await self._heal(part, cause)
 
     async def _heal(self, part: Part, cause: str) -> None:
+        import ray
+
         if await self._revive_keeper(part.node):
             await self._restart_part(part, cause)
             return
-        self._parts.record.keepers.pop(part.node, None)
+        dead = self._parts.record.keepers.pop(part.node, None)
+        if dead is not None:
+            ray.kill(dead)  # or Ray would start it if the node came back
         self._lost.add(part.node)
         lost = [p for p in self._parts.parts.values() if p.node == part.node]
         replicas = list(dict.fromkeys(place for p in lost for place, _ in p.workers))

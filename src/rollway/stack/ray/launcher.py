@@ -201,13 +201,14 @@ def start(
         nodes = cluster.read_nodes()
         placement = placement or plan_placement(spec, nodes)
         _check_placement(spec, placement, nodes)
-        witness = _create_witness()
-        head = _create_head(spec, placement, given_gpus, witness)
-        access = RayAccess(head, spec.name, witness)
+        witness, access = _create_witness(), None
         try:
+            head = _create_head(spec, placement, given_gpus, witness)
+            access = RayAccess(head, spec.name, witness)
             state = _wait_until_ready(access, progress)
         except BaseException:
-            with contextlib.suppress(StackNotRunning):
+            _kill(witness)  # whatever has come into being, its owner is gone
+            if access is not None:
                 _stop(access, spec.stop_seconds, progress)
             raise
         if spec.ray.lifetime == "detached":
@@ -414,8 +415,17 @@ def _stop(access: RayAccess, stop_seconds: float, progress: Progress | None) -> 
                 progress(access.read_state())
     except (ray.exceptions.RayActorError, StackNotRunning):
         return  # it has ended by itself, after it had cleared up
-    # Its work is done, and its name is free at once.
-    ray.kill(head)
+    # Its work is done; its name is to be free when this returns.
+    _kill(head)
+    deadline = time.monotonic() + _POLL_SECONDS * 30
+    while cluster.is_alive(head) and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def _kill(actor: Any) -> None:
+    import ray
+
+    ray.kill(actor)
 
 
 def make_gone_error(name: str, error: Exception) -> StackNotRunning:
