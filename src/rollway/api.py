@@ -30,7 +30,8 @@ from rollway.http import ONCE, Http
 from rollway.stack import local
 from rollway.stack.local import Progress, RunningStack
 from rollway.stack.ray import launcher
-from rollway.stack.ray.launcher import RayStack, WatchedHttp
+from rollway.stack.ray.access import WatchedHttp
+from rollway.stack.ray.launcher import RayStack
 from rollway.stack.state import StackDir, StackState, list_stacks
 from rollway.weights.adapter import is_adapter
 

@@ -114,7 +114,7 @@ def test_the_command_line_reaches_a_stack_from_any_driver(
     file = tmp_path / "stack.yaml"
     file.write_text(json.dumps({**on_ray(base_model, "cli", 2), "launcher": "local"}))
     plan = json.loads(cli("up", str(file), "--on", "ray", "--dry-run", "--json").stdout)
-    assert [row["replica"] for row in plan["ranks"]] == ["tiny replica 0", "tiny replica 1"]
+    assert [row["process"] for row in plan["processes"]] == ["tiny-0", "tiny-1", "frontend"]
     assert list_left() == {}
 
     up = cli("up", str(file), "--on", f"ray={two_nodes.address}", "--json", "--quiet")
