@@ -14,6 +14,7 @@ from rollway.errors import UsageError
 from rollway.stack import local
 from rollway.stack.progress import StackProgress
 from rollway.stack.ray import launcher
+from rollway.stack.ray.dry_run import COLUMNS, plan_processes
 from rollway.stack.state import StackDir
 
 
@@ -56,37 +57,10 @@ def up(spec: StackSpec, options: argparse.Namespace, progress: StackProgress) ->
 
 
 def dry_run(spec: StackSpec, options: argparse.Namespace) -> int:
-    """Print where each rank would run, and start nothing."""
-    placement, nodes = launcher.plan(spec)
-    addresses = {node.id: node.address for node in nodes}
-    rows = [
-        {
-            "replica": str(place),
-            "rank": rank.node_rank,
-            "node": rank.node,
-            "address": addresses[rank.node],
-            "gpus": rank.gpus,
-            "cpus": rank.cpus,
-        }
-        for place in placement.replicas
-        for rank in place.ranks
-    ]
-    result = {"services": placement.services, "ranks": rows}
-
-    def show(_: object) -> None:
-        services = f"{addresses[placement.services]} ({placement.services[:8]})"
-        print(f"services and frontend: node {services}")
-        print_table(
-            ("replica", "rank", "node", "GPUs", "CPUs"),
-            (
-                (str(row["replica"]), str(row["rank"]),
-                 f"{row['address']} ({str(row['node'])[:8]})",
-                 f"{row['gpus']:g}", f"{row['cpus']:g}")
-                for row in rows
-            ),
-        )  # fmt: skip
-
-    print_result(options, result, show)
+    """Print where each process would run, and with which command; start nothing."""
+    rows = plan_processes(spec, *launcher.plan(spec))
+    result = {"processes": [row.as_json() for row in rows]}
+    print_result(options, result, lambda _: print_table(COLUMNS, (row.as_row() for row in rows)))
     return 0
 
 
