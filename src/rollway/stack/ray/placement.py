@@ -162,9 +162,10 @@ def _pack_what_fits(room: list[int], shapes: Sequence[Shape]) -> list[list[int] 
     places: list[list[int] | None] = []
     for number, shape in enumerate(shapes):
         alone = [together[number]] if together is not None else pack(room, [shape])
-        for node in alone[0] if alone else ():
-            room[node] -= shape.ranks // len(alone[0])
         places.append(alone[0] if alone else None)
+        for nodes in alone or ():
+            for node in nodes:
+                room[node] -= shape.ranks // len(nodes)
     return places
 
 
