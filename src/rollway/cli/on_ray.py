@@ -14,7 +14,7 @@ from rollway.errors import UsageError
 from rollway.stack import local
 from rollway.stack.progress import StackProgress
 from rollway.stack.ray import launcher
-from rollway.stack.ray.dry_run import COLUMNS
+from rollway.stack.ray.dry_run import COLUMNS, plan_processes
 from rollway.stack.state import StackDir
 
 
@@ -57,8 +57,8 @@ def up(spec: StackSpec, options: argparse.Namespace, progress: StackProgress) ->
 
 
 def dry_run(spec: StackSpec, options: argparse.Namespace) -> int:
-    """Print where each process would run, and start nothing."""
-    rows = launcher.plan(spec)
+    """Print where each process would run, and with which command; start nothing."""
+    rows = plan_processes(spec, *launcher.plan(spec))
     result = {"processes": [row.as_json() for row in rows]}
     print_result(options, result, lambda _: print_table(COLUMNS, (row.as_row() for row in rows)))
     return 0

@@ -23,7 +23,6 @@ from rollway.config import StackSpec
 from rollway.errors import RollwayError, SpecError, StackNotRunning, StartError
 from rollway.stack.ray import cluster
 from rollway.stack.ray.access import RayAccess, create_witness, make_gone_error
-from rollway.stack.ray.dry_run import PlannedProcess, plan_processes
 from rollway.stack.ray.placement import NodeInfo, Placement, plan_placement
 from rollway.stack.state import StackState
 
@@ -95,16 +94,18 @@ def start(
         return RayStack(access, state, connection.pop_all())
 
 
-def plan(spec: StackSpec) -> list[PlannedProcess]:
-    """Return which process would run where now."""
+def plan(spec: StackSpec) -> tuple[Placement, list[NodeInfo]]:
+    """Return where the stack would run now."""
     with cluster.connect(spec.ray.address):
-        return plan_processes(spec, cluster.read_nodes())
+        nodes = cluster.read_nodes()
+        return plan_placement(spec, nodes), nodes
 
 
 def _check_placement(spec: StackSpec, placement: Placement, nodes: list[NodeInfo]) -> None:
     """Refuse what cannot work on the nodes of the plan, before anything is started there."""
-    from rollway.stack.ray.parts import get_python
+    from rollway.stack.ray.parts import check_runtime_envs, get_python
 
+    check_runtime_envs(spec)
     used = {placement.services, *(r.node for p in placement.replicas for r in p.ranks)}
     if len(used) > 1 and any(model.engine == "mocker" for model in spec.models):
         raise SpecError(

@@ -335,6 +335,20 @@ class Parts:
         return own
 
 
+def check_runtime_envs(spec: StackSpec) -> None:
+    """Refuse what Rollway would not carry out: engines are processes of supervisors, not Ray's."""
+    for model in spec.models:
+        merged = merge_runtime_envs(spec.runtime_env, model.runtime_env)
+        unused = sorted(merged.keys() - {"env_vars", "py_executable", "config"})
+        if unused:
+            raise SpecError(
+                f"The runtime_env of `{model.name}` has `{unused[0]}`, which Rollway does not "
+                "install.",
+                "Install it on the nodes, and name that interpreter with `py_executable` or "
+                "`python`.",
+            )
+
+
 def get_python(spec: StackSpec) -> str | None:
     """Return the interpreter of the engines: `python`, or the runtime_env's `py_executable`."""
     named = {

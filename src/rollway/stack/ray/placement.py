@@ -161,10 +161,11 @@ def _pack_what_fits(room: list[int], shapes: Sequence[Shape]) -> list[list[int] 
         together = pack(room, shapes, is_narrow=True) or pack(room, shapes)
     places: list[list[int] | None] = []
     for number, shape in enumerate(shapes):
-        chosen = together[number] if together is not None else (pack(room, [shape]) or [None])[0]
-        for node in chosen or ():
-            room[node] -= shape.ranks // len(chosen or ())
-        places.append(chosen)
+        alone = [together[number]] if together is not None else pack(room, [shape])
+        places.append(alone[0] if alone else None)
+        for nodes in alone or ():
+            for node in nodes:
+                room[node] -= shape.ranks // len(nodes)
     return places
 
 
