@@ -14,7 +14,7 @@ from rollway.config import AdminTimeouts
 from rollway.errors import RefitError, RollwayError, UsageError
 from rollway.fleet.discovery import Worker
 from rollway.fleet.report import RefitReport
-from rollway.stack import local
+from rollway.stack.ray import launcher
 from rollway.sync import Fleet
 
 
@@ -104,7 +104,7 @@ def watch(options: argparse.Namespace) -> int:
 
 @contextmanager
 def _attach(options: argparse.Namespace) -> Iterator[Fleet]:
-    target = options.name or options.stack or local.resolve_name(None)
+    target = launcher.resolve_name(options.name or options.stack)
     # The other commands end at once: they must not begin a refit of a worker that joins.
     opening = rollway.attach(
         target,

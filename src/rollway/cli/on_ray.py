@@ -69,7 +69,7 @@ def down(options: argparse.Namespace) -> int:
     if options.all:
         names = [f"{s.ray_namespace}/{s.name}" for s in launcher.list_stacks(address)]
     else:
-        names = [_resolve(options.name, address)]
+        names = [options.name or launcher.resolve_on_cluster(address)]
     with StackProgress(quiet=options.quiet) as progress:
         for name in names:
             found = launcher.find(name, address)
@@ -85,22 +85,10 @@ def down(options: argparse.Namespace) -> int:
     return 0
 
 
-def _resolve(name: str | None, address: str | None) -> str:
-    if name is not None:
-        return name
-    names = [f"{state.ray_namespace}/{state.name}" for state in launcher.list_stacks(address)]
-    if len(names) == 1:
-        return names[0]
-    if names:
-        raise UsageError(f"There are several stacks: {', '.join(names)}.", "Name the one you mean.")
-    launcher.clear_leftovers(address)
-    raise local.make_not_running_error(None)
-
-
 def show_logs(options: argparse.Namespace) -> int:
     names = [*([options.name] if options.name else []), *options.names]
     address = get_address(options)
-    found = launcher.find(_resolve(names[0] if names else None, address), address)
+    found = launcher.find(names[0] if names else launcher.resolve_on_cluster(address), address)
     if found is None:
         raise local.make_not_running_error(names[0])
     known = [process.name for process in found.state.processes]

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from rollway.config import StackSpec
-from rollway.errors import RollwayError, SpecError, StackNotRunning, StartError
+from rollway.errors import RollwayError, SpecError, StackNotRunning, StartError, UsageError
+from rollway.stack import local
 from rollway.stack.ray import cluster
 from rollway.stack.ray.access import RayAccess, create_witness, make_gone_error
 from rollway.stack.ray.placement import NodeInfo, Placement, plan_placement
@@ -214,6 +215,28 @@ def is_likely() -> bool:
         return True
     has_address = "RAY_ADDRESS" in os.environ or _CURRENT_CLUSTER.is_file()
     return has_address and importlib.util.find_spec("ray") is not None
+
+
+def resolve_name(name: str | None) -> str:
+    """Return the name, or that of the only stack of this machine, or of the cluster it is in."""
+    if name is not None:
+        return name
+    try:
+        return local.resolve_name(None)
+    except StackNotRunning:
+        if not is_likely():
+            raise
+    return resolve_on_cluster()
+
+
+def resolve_on_cluster(address: str | None = None) -> str:
+    """Return the name of the only stack of a cluster, as NAMESPACE/NAME."""
+    names = [f"{state.ray_namespace}/{state.name}" for state in list_stacks(address)]
+    if len(names) == 1:
+        return names[0]
+    if names:
+        raise UsageError(f"There are several stacks: {', '.join(names)}.", "Name the one you mean.")
+    raise local.make_not_running_error(None)
 
 
 def find(target: str, address: str | None = None) -> RayStack | None:
