@@ -201,7 +201,7 @@ def _kill_keeper(part: str, running: launcher.RayStack) -> None:
     run_id = running.state.run_id
     name = names.get_part_name(run_id, part)
     keeper = ray.get_actor(name, namespace=running.state.ray_namespace)
-    pid = ray.get(keeper.__ray_call__.remote(lambda _: os.getpid()))
+    pid = ray.get(keeper.examine.remote())["pid"]
     os.kill(pid, signal.SIGKILL)
 
     def has_gone() -> bool:
