@@ -74,7 +74,7 @@ class Keeper:
         ray.kill(self._me)
 
     async def examine(self) -> dict[str, Any]:
-        """Clear what dead runs left on this node; return its GPUs, and the process of this actor."""
+        """Clear what dead runs left on this node; return its GPUs and the pid of this actor."""
         await asyncio.to_thread(_clear_dead_parts)
         return {"gpus": preset.list_gpus(), "pid": os.getpid()}
 
