@@ -127,6 +127,13 @@ def _check_same_cluster(ray: Any, address: str) -> None:
         )
 
 
+def get_address() -> str:
+    """Return the address of the cluster that this process is connected to."""
+    import ray
+
+    return str(ray.get_runtime_context().gcs_address)
+
+
 # --- nodes ---------------------------------------------------------------------------------------
 
 

@@ -42,6 +42,7 @@ class RayStack:
         self.access = access
         self.state = state
         self._connection = connection
+        self._address = cluster.get_address()
 
     def detach(self) -> None:
         """Leave the stack running when this process ends."""
@@ -51,7 +52,9 @@ class RayStack:
     def stop(self, progress: Progress | None = None) -> None:
         """Stop the stack; return when nothing of it is left."""
         try:
-            _stop(self.access, self.state.stop_seconds, progress)
+            # The user may have closed the connection since, or opened another.
+            with cluster.connect(self._address):
+                _stop(self.access, self.state.stop_seconds, progress)
         finally:
             self.close()
 
@@ -83,7 +86,7 @@ def start(
         witness, access = create_witness(), None
         try:
             head = _create_head(spec, placement, given_gpus, witness)
-            access = RayAccess(head, spec.name, witness)
+            access = RayAccess(head, spec.name, spec.ray.namespace, witness)
             state = _wait_until_ready(access, progress)
         except BaseException:
             _kill(witness)  # whatever has come into being, its owner is gone
@@ -247,12 +250,18 @@ def find(target: str, address: str | None = None) -> RayStack | None:
         head = cluster.find_head(name, namespace or None)
         if head is None:
             return None
-        access = RayAccess(head, name)
+        # The namespace of the one that was found; None would match others later.
+        access = RayAccess(head, name, _find_namespace(name, namespace))
         try:
             state = access.read_state()
         except StackNotRunning:
             return None
         return RayStack(access, state, connection.pop_all())
+
+
+def _find_namespace(name: str, namespace: str) -> str:
+    spaces = [space for space, stack in cluster.list_heads() if stack == name]
+    return namespace or next(iter(spaces), "")
 
 
 def list_stacks(address: str | None = None) -> list[StackState]:
@@ -263,7 +272,7 @@ def list_stacks(address: str | None = None) -> list[StackState]:
             head = cluster.find_head(name, namespace)
             with contextlib.suppress(StackNotRunning):
                 if head is not None:
-                    states.append(RayAccess(head, name).read_state())
+                    states.append(RayAccess(head, name, namespace).read_state())
     return states
 
 
@@ -289,8 +298,8 @@ def follow_log(stack: RayStack, process: str, lines: int) -> Iterator[str]:
 def _stop(access: RayAccess, stop_seconds: float, progress: Progress | None) -> None:
     import ray
 
-    head = access.head
     try:
+        head = access.head
         stopped = head.stop.remote()
         deadline = time.monotonic() + stop_seconds + _STOP_SECONDS
         while time.monotonic() < deadline:
