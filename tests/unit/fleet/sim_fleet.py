@@ -451,6 +451,8 @@ class World:
         self.recipe: tuple[int, Path] | None = None
         self.claimed: dict[int, str] = {}
         self.listed_at, self.listing_fails = 0.0, 0
+        self.stalling = {"prefill": 0.05, "decode": 0.05}
+        """Which part of the requests a router delivers late, with prefill and decode apart."""
 
     @property
     def now(self) -> float:
@@ -582,7 +584,7 @@ class World:
         if not candidates:
             raise RequestFailed(f"no {role} worker", status=500)
         worker = self.rng.choice(candidates)
-        stalls = self.rng.random() < 0.05
+        stalls = self.rng.random() < self.stalling[role]
         await asyncio.sleep(self.rng.uniform(0, 1.0 if stalls else 0.03))
         return worker
 
