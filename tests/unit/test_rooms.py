@@ -12,7 +12,7 @@ ORDER = [
     "errors",
     "private plain http orders versions",
     "ranks",
-    "roles",
+    "roles contradictions",
     "config processes",
     "weights",
     "engine rollout",

@@ -92,10 +92,8 @@ def disaggregated(options: argparse.Namespace) -> int:
     args = {"dtype": "float32", "max-model-len": 2048, "stream-interval": 1}
     model = {"path": str(_build_demo_model()), "name": "tiny", "args": args}
     apart = {**model, "serving": "disaggregated", "prefill": {}, "decode": {}}
-    specs = [
-        make_spec({"name": "bench-apart", "models": [apart]}),
-        make_spec({"name": "bench-whole", "models": [{**model, "replicas": 2}]}),
-    ]
+    split = make_spec({"name": "bench-apart", "models": [apart]})
+    whole = make_spec({"name": "bench-whole", "models": [{**model, "replicas": 2}]})
 
     def to_text(figures: dict[str, Any]) -> str:
         arms = "\n".join(
@@ -106,7 +104,8 @@ def disaggregated(options: argparse.Namespace) -> int:
         difference = figures["largest_logprob_difference"]
         return f"{arms}\nsame tokens; largest difference of a log-prob {difference}"
 
-    _print_figures(options, asyncio.run(bench_disaggregated(*specs, print_progress)), to_text)
+    figures = asyncio.run(bench_disaggregated(split, whole, print_progress))
+    _print_figures(options, figures, to_text)
     return 0
 
 
@@ -179,6 +178,17 @@ def plan(options: argparse.Namespace) -> int:
     from rollway.bench.plan import bench_plan, format_figures
 
     _print_figures(options, bench_plan(), format_figures)
+    return 0
+
+
+def ray(options: argparse.Namespace) -> int:
+    from rollway.bench.ray import PARTS, format_figures
+
+    unknown = sorted(set(options.only) - PARTS.keys())
+    if unknown:
+        raise UsageError(f"There is no part `{unknown[0]}`.", f"Parts: {', '.join(PARTS)}.")
+    figures = {name: PARTS[name]() for name in options.only or PARTS}
+    _print_figures(options, figures, format_figures)
     return 0
 
 

@@ -32,7 +32,7 @@ COMPUTED_AT = "rollway_computed_at"
 
 def watch(engine: Any) -> None:
     """Have this engine use no KV of another worker that may have been freed before it was read."""
-    scheduler = getattr(engine.scheduler.get_kv_connector(), "connector_scheduler", None)
+    scheduler: Any = getattr(engine.scheduler.get_kv_connector(), "connector_scheduler", None)
     lease = getattr(scheduler, "_kv_lease_duration", None)
     if lease is None or hasattr(scheduler, "_rollway_lease"):
         return
@@ -132,9 +132,10 @@ def release_in_worker() -> int:
 def expire(leases: dict[str, float] | None) -> int:
     """Let leases end at the next step; return their number. Without any, as with a connector of
     another kind, they end when their time is over."""
-    for request in leases or ():
+    leases = {} if leases is None else leases
+    for request in leases:
         leases[request] = EXPIRED
-    return len(leases or ())
+    return len(leases)
 
 
 def _has_connector(engine: Any) -> bool:

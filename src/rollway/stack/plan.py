@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -91,10 +91,20 @@ class StackPlan:
 
 
 def plan_stack(
-    spec: StackSpec, *, run_id: str, run_dir: Path, log_dir: Path, ports: Lease
+    spec: StackSpec,
+    *,
+    run_id: str,
+    run_dir: Path,
+    log_dir: Path,
+    ports: Lease,
+    find_program: Callable[[str, str], str] | None = None,
 ) -> StackPlan:
-    """Plan all processes of a stack; raise SpecError or StartError if the plan cannot work."""
+    """Plan all processes of a stack; raise SpecError or StartError if the plan cannot work.
+
+    `find_program` finds etcd and NATS, given an interpreter that they may be installed with; by
+    default on this machine."""
     planner = _Planner(spec, run_id, run_dir, log_dir, ports)
+    planner.find_program = find_program or find_required_program
     processes = [*planner.plan_services(), *planner.plan_workers()]
     if spec.join is not None:
         frontend_url, rl_url = spec.join.frontend, spec.join.rl
@@ -126,6 +136,7 @@ class _Planner:
         self.python = spec.python or sys.executable
         self.etcd = spec.etcd_endpoints
         self.nats = spec.nats_server
+        self.find_program: Callable[[str, str], str] = find_required_program
 
     def plan_services(self) -> list[ProcessPlan]:
         plans = []
@@ -137,7 +148,7 @@ class _Planner:
             self.etcd = f"http://{host}:{client}"
             peer_url = f"http://{LOOPBACK}:{peer}"
             argv = [
-                find_required_program("etcd", self.python),
+                self.find_program("etcd", self.python),
                 *("--data-dir", str(self.run_dir / "etcd")),
                 *("--listen-client-urls", self.etcd, "--advertise-client-urls", self.etcd),
                 *("--listen-peer-urls", peer_url, "--initial-advertise-peer-urls", peer_url),
@@ -147,7 +158,7 @@ class _Planner:
         if self.spec.needs_nats:
             port = self.ports.reserve_port(0, host, "NATS' port")
             self.nats = f"nats://{host}:{port}"
-            program = find_required_program("nats-server", self.python)
+            program = self.find_program("nats-server", self.python)
             argv = [program, "--addr", host, "--port", str(port)]
             argv += ["--jetstream", "--store_dir", str(self.run_dir / "nats")]
             plans.append(self._plan_process("nats-server", "service", argv, {"client": port}))
@@ -243,7 +254,8 @@ class _Planner:
         if model.engine == "custom":
             return [*flags, *seed]
         flags = ["--enable-rl", "--tensor-parallel-size", str(model.tensor_parallel), *flags]
-        if placed.is_headless or "kv-events-config" not in model.args:
+        own_args = {normalise_option(name) for name in model.args}
+        if placed.is_headless or "kv-events-config" not in own_args:
             flags += ["--kv-events-config", json.dumps(self._make_kv_events(model, placed))]
         # Another interpreter may lack Rollway. Refits then verify its workers by canaries.
         if self.spec.python is None and "worker-extension-cls" not in model.args:
