@@ -32,7 +32,7 @@ COMPUTED_AT = "rollway_computed_at"
 
 def watch(engine: Any) -> None:
     """Have this engine use no KV of another worker that may have been freed before it was read."""
-    scheduler: Any = getattr(engine.scheduler.get_kv_connector(), "connector_scheduler", None)
+    scheduler: Any = getattr(_get_connector(engine), "connector_scheduler", None)
     lease = getattr(scheduler, "_kv_lease_duration", None)
     if lease is None or hasattr(scheduler, "_rollway_lease"):
         return
@@ -113,7 +113,7 @@ def release_held(engine: Any, collective_rpc: Callable[..., list[Any]]) -> None:
     """Free all blocks that are held for decode workers, of which none reads them any more."""
     if not _has_connector(engine):
         return
-    scheduler = getattr(engine.scheduler.get_kv_connector(), "connector_scheduler", None)
+    scheduler = getattr(_get_connector(engine), "connector_scheduler", None)
     # Requests that ended in the last step: the workers hear of them at the next one.
     expire(getattr(scheduler, "_reqs_need_send", None))
     collective_rpc(engine, "rollway_release_kv", None, (), {})
@@ -139,4 +139,9 @@ def expire(leases: dict[str, float] | None) -> int:
 
 
 def _has_connector(engine: Any) -> bool:
-    return engine.scheduler.get_kv_connector() is not None
+    return _get_connector(engine) is not None
+
+
+def _get_connector(engine: Any) -> Any:
+    """Return vLLM's KV connector; None if the engine, or this vLLM's scheduler, has none."""
+    return getattr(engine.scheduler, "get_kv_connector", lambda: None)()
