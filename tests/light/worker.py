@@ -82,7 +82,10 @@ class Worker:
     def __init__(self, args: argparse.Namespace, index: int) -> None:
         self._args = args
         self.engine = Engine(
-            LightWorker(Path(args.model)), seed=args.seed + index, max_length=args.max_model_len
+            LightWorker(Path(args.model)),
+            seed=args.seed + index,
+            max_length=args.max_model_len,
+            mode=args.disaggregation_mode,
         )
         self.runtime, _ = create_runtime(
             os.environ.get("DYN_DISCOVERY_BACKEND", "etcd"),
@@ -136,13 +139,19 @@ class Worker:
         config.context_length = self.engine.max_length
         config.enable_local_indexer = True
         config.kv_event_publishing_enabled = True
+        mode = self._args.disaggregation_mode
+        types = {"prefill": (WorkerType.Prefill, [WorkerType.Decode])}
+        types["decode"] = (WorkerType.Decode, [WorkerType.Prefill])
+        worker_type, needs = types.get(mode, (WorkerType.Aggregated, []))
+        answers = ModelType.Prefill if mode == "prefill" else ModelType.Chat | ModelType.Completions
         await register_model(
             ModelInput.Tokens,
-            ModelType.Chat | ModelType.Completions,
+            answers,
             endpoint,
             self._args.model,
             self._args.served_model_name,
-            worker_type=WorkerType.Aggregated,
+            worker_type=worker_type,
+            needs=[needs] if needs else None,
             kv_cache_block_size=BLOCK,
             runtime_config=config,
         )
@@ -210,6 +219,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--count", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-model-len", type=int)
+    modes = ("agg", "prefill", "decode")
+    parser.add_argument("--disaggregation-mode", choices=modes, default="agg")
     parser.add_argument("--nnodes", type=int, default=1)
     parser.add_argument("--node-rank", type=int, default=0)
     parser.add_argument("--master-addr", default="127.0.0.1")

@@ -249,6 +249,7 @@ def _add_bench_commands(add: Add) -> None:
     _add_spec(parser, "a stack file; a stand-in without it")
     parser.add_argument("--requests", type=int, default=100_000, help="how many (default 100000)")
     parser.add_argument("--agents", type=int, default=64, help="how many at once (default 64)")
+    add("disaggregated", "bench:disaggregated", "prefill and decode apart, against both in one")
     add("plan", "bench:plan", "planning weight transfers of large models")
     parser = add("ray", "bench:ray", "stacks on a Ray cluster, against one machine")
     parser.add_argument("--only", nargs="+", default=[], metavar="PART", help="only these parts")

@@ -56,6 +56,7 @@ def install() -> bool:
     add_request, collective_rpc = core.add_request, core.collective_rpc
 
     def check_and_add(engine: Any, request: Any, request_wave: int = 0) -> None:
+        transferred.watch(engine)
         if is_admitted(engine, request):
             add_request(engine, request, request_wave)
         else:

@@ -226,7 +226,10 @@ class Pins:
     def next(self, ticket: Ticket) -> None:
         """Pin a worker that serves the ticket's version, if there is one."""
         self.now = None
-        if self.able and ticket.version is not None and ticket.taint is None:
+        is_free = ticket.version is not None and ticket.taint is None
+        # Dynamo refuses a pin to a worker that only prefills or only decodes.
+        if self.able and is_free and not self.versions.needed_roles:
+            assert ticket.version is not None
             good = [i for i in self.versions.list_serving(ticket.version) if i not in self._dead]
             self.now = random.choice(good) if good else None
 

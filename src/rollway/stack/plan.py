@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from rollway.config import ModelSpec, RawArgs, StackSpec, is_loopback, slug
+from rollway.config import ModelSpec, StackSpec, is_loopback, slug
 from rollway.errors import SpecError, StartError
 from rollway.processes import make_run_environment
 from rollway.ranks import PlacedWorker, merge_runtime_envs, normalise_option
-from rollway.roles import WorkerRole, name_component, name_workers
+from rollway.roles import RawArgs, WorkerRole, name_component, name_workers
 from rollway.stack import disaggregated, preset
 from rollway.stack.locks import Lease
 from rollway.stack.preset import get_frontend_defaults, get_worker_defaults, merge_args
@@ -412,7 +412,7 @@ def count_local_ranks(model: ModelSpec) -> int:
 
 
 def make_flags(args: RawArgs) -> list[str]:
-    """Return raw arguments as a command line; `rollway.config.RawArgs` has the rules."""
+    """Return raw arguments as a command line; `rollway.roles.RawArgs` has the rules."""
     flags: list[str] = []
     for name, value in args.items():
         if value is True:
