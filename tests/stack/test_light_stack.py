@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import pytest
 
 import rollway
-from rollway.errors import RefitError, RolloutError, UsageError
+from rollway.errors import RefitError, RolloutError, StartError, UsageError
 from rollway.fleet.discovery import HealthListing, RlListing, StaticList, discover
 from rollway.fleet.fleet import Fleet
 from rollway.fleet.report import RefitMode
@@ -24,7 +24,7 @@ from rollway.fleet.updates import FromDisk
 from rollway.http import Http
 from rollway.orders import REFIT, STAGE
 from rollway.weights.checkpoint import read_headers
-from tests.conftest import Cli
+from tests.conftest import Cli, Footprint
 from tests.light.spec import light
 from tests.stack.policies import Policy
 from tests.stack.serving import LONG, SHORT, TOLERANCE, first_tokens, read_state, worst
@@ -316,3 +316,14 @@ def test_engines_without_sleep_mode_are_refused_with_the_fix(base_model: Path) -
         with pytest.raises(UsageError, match="set `enable-sleep-mode: true`"):
             stack.sleep()
         assert stack.rollouts().generate(PROMPT, SHORT)[0].weight_version == 0
+
+
+def test_a_model_that_does_not_start_is_named_and_ends_the_stack(
+    base_model: Path, footprint: Footprint
+) -> None:
+    spec = light(base_model, "pair", replicas=1)
+    broken = {**spec["models"][0], "name": "org/Broken.One", "module": "tests.light.missing"}
+    with pytest.raises(StartError) as failure:
+        rollway.up({**spec, "models": [spec["models"][0], broken]}).__enter__()
+    assert "broken-one-0, a worker of the model `org/Broken.One`," in str(failure.value)
+    assert footprint.settle() == {}

@@ -11,6 +11,8 @@ import rollway
 ORDER = [
     "errors",
     "private plain http orders versions",
+    "ranks",
+    "roles contradictions",
     "config processes",
     "weights",
     "engine rollout",

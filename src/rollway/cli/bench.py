@@ -85,6 +85,30 @@ def _describe_refits(figures: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def disaggregated(options: argparse.Namespace) -> int:
+    require("torch", "transformers")
+    from rollway.bench.disaggregated import bench_disaggregated
+
+    args = {"dtype": "float32", "max-model-len": 2048, "stream-interval": 1}
+    model = {"path": str(_build_demo_model()), "name": "tiny", "args": args}
+    apart = {**model, "serving": "disaggregated", "prefill": {}, "decode": {}}
+    split = make_spec({"name": "bench-apart", "models": [apart]})
+    whole = make_spec({"name": "bench-whole", "models": [{**model, "replicas": 2}]})
+
+    def to_text(figures: dict[str, Any]) -> str:
+        arms = "\n".join(
+            f"{arm['serving']}: first token {arm['first_token_ms']} ms, "
+            f"{arm['requests_per_second']} requests/s, {arm['tokens_per_second']} tokens/s"
+            for arm in figures["arms"]
+        )
+        difference = figures["largest_logprob_difference"]
+        return f"{arms}\nsame tokens; largest difference of a log-prob {difference}"
+
+    figures = asyncio.run(bench_disaggregated(split, whole, print_progress))
+    _print_figures(options, figures, to_text)
+    return 0
+
+
 def rollout(options: argparse.Namespace) -> int:
     require("torch", "transformers", "openai")
     from rollway.bench.rollout import RolloutFigures, bench_gateway, bench_rollout
@@ -154,6 +178,17 @@ def plan(options: argparse.Namespace) -> int:
     from rollway.bench.plan import bench_plan, format_figures
 
     _print_figures(options, bench_plan(), format_figures)
+    return 0
+
+
+def ray(options: argparse.Namespace) -> int:
+    from rollway.bench.ray import PARTS, format_figures
+
+    unknown = sorted(set(options.only) - PARTS.keys())
+    if unknown:
+        raise UsageError(f"There is no part `{unknown[0]}`.", f"Parts: {', '.join(PARTS)}.")
+    figures = {name: PARTS[name]() for name in options.only or PARTS}
+    _print_figures(options, figures, format_figures)
     return 0
 
 

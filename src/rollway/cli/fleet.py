@@ -15,7 +15,7 @@ from rollway.errors import RefitError, RollwayError, UsageError
 from rollway.fleet.admin import version_left
 from rollway.fleet.discovery import Worker
 from rollway.fleet.report import RefitReport, SleepReport, WorkerSleep
-from rollway.stack import local
+from rollway.stack.ray import launcher
 from rollway.sync import Fleet
 
 
@@ -30,9 +30,9 @@ def ls(options: argparse.Namespace) -> int:
 
 def _print_workers(listing: dict[str, Any]) -> None:
     print_table(
-        ("worker", "model", "version", "admin address", "trouble"),
+        ("worker", "model", "role", "version", "admin address", "trouble"),
         (
-            (row["instance_id"], row["model"], _describe_version(row["version"]),
+            (row["instance_id"], row["model"], row["role"], _describe_version(row["version"]),
              row["admin_url"], row["error"] or "")
             for row in listing["workers"]
         ),
@@ -119,7 +119,7 @@ def watch(options: argparse.Namespace) -> int:
 
 @contextmanager
 def _attach(options: argparse.Namespace) -> Iterator[Fleet]:
-    target = options.name or options.stack or local.resolve_name(None)
+    target = launcher.resolve_name(options.name or options.stack)
     # The other commands end at once: they must not begin a refit of a worker that joins.
     opening = rollway.attach(
         target,
@@ -149,6 +149,7 @@ def _as_json(worker: Worker, version: int | None) -> dict[str, Any]:
     return {
         "instance_id": str(worker.instance_id),  # 64 bits: more than a double can hold
         "model": worker.model,
+        "role": worker.role,
         "version": version,
         "admin_url": worker.admin_url,
         "routes": sorted(worker.routes),

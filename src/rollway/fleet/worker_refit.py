@@ -97,6 +97,8 @@ class WorkerRefit:
     """Whether the update may be staged in the worker, as a second model."""
     sleep_level: int = 0
     """The level at which the worker slept when the refit began; 0 if it was awake."""
+    releases_kv: bool = False
+    """Whether blocks that the worker holds for decode workers may be released: none reads them."""
     _label_before: int | None = None
     _connection: AdminAPI | None = None
     _untainted_at: float = 0.0
@@ -148,7 +150,7 @@ class WorkerRefit:
                 plan.versions.note_served(left)  # its refit must not bring an older one
         # A worker in doubt is paused, so it could not answer a canary.
         generates = self.label is None or self.label >= 0
-        if plan.canaries is not None and generates and not self.verifies_itself:
+        if self._needs_canary and generates and plan.canaries is not None:
             await plan.canaries.record_before(self.worker)
         self.report.preflight_seconds = self.lap()
 
@@ -224,6 +226,8 @@ class WorkerRefit:
         versions.tainted = plan.admin.taints
         versions.mark_entered(self.instance_id, plan.version)
         versions.mark_serving(self.instance_id, plan.version)
+        if not versions.is_served(plan.version):
+            return  # prefill and decode apart: the other pool has no worker on the version yet
         if versions.current is None or versions.current < plan.version:
             versions.current = plan.version
         versions.open()
@@ -241,8 +245,15 @@ class WorkerRefit:
 
     async def pause(self, mode: PauseMode) -> None:
         began = time.monotonic()
-        # In a worker that sleeps nothing runs; requests that wait there would never end.
-        await self._pinned.pause(self.worker, "abort" if self.sleep_level else mode)
+        if self.sleep_level:
+            mode = "abort"  # nothing runs in it, and requests that wait there would never end
+        if mode == "wait" and self.worker.role:
+            # vLLM cannot clear the cache while a request waits for KV of another worker. Such
+            # requests have not begun: abort them once those that run have ended.
+            await self._pinned.pause(self.worker, "wait", clear_cache=False)
+            await self._pinned.pause(self.worker, "abort")
+        else:
+            await self._pinned.pause(self.worker, mode)
         if mode == "wait":
             self.report.waited_seconds = time.monotonic() - began
         self.report.state = "paused"
@@ -319,12 +330,19 @@ class WorkerRefit:
             )
         if self.verifies_itself:
             self.report.proof = "parameters"  # compared while it loaded them
-        elif self.plan.canaries is None or self.instance_id < 0:
-            self.report.proof = "declared"  # requests cannot be pinned to a negative id
+        elif self.plan.canaries is None or not self._needs_canary:
+            self.report.proof = "declared"
         else:
             await self._verify_by_canary(self.plan.canaries)
             self.report.proof = "canary"
         self.report.update_seconds = self.lap()
+
+    @property
+    def _needs_canary(self) -> bool:
+        """Whether the worker can show its weights only by an answer. Requests cannot be pinned to a
+        negative id, and a worker of one role does not answer alone."""
+        is_alone = self.instance_id >= 0 and not self.worker.role
+        return is_alone and not self.verifies_itself
 
     async def _verify_by_canary(self, canaries: CanaryCheck) -> None:
         # The worker must generate to answer. It is outside the routing, but a stalled router may

@@ -141,12 +141,18 @@ class Sender:
         worker."""
         if ticket.version is None:
             return True
-        if isinstance(answer, Completion):
-            if answer.versions is not None:
-                return True
-            worker = answer.worker_id
-        else:
-            worker = answer
+        if not isinstance(answer, Completion):
+            return await self._has_version(ticket, answer)
+        # What a prefill worker computed is of the version, too: its engine refuses other requests,
+        # or it is asked like the worker that decodes.
+        prefill = answer.prefill_worker_id
+        is_unknown = prefill is not None and not self._versions.is_enforced(prefill)
+        if is_unknown and not await self._has_version(ticket, prefill):
+            return False
+        return answer.versions is not None or await self._has_version(ticket, answer.worker_id)
+
+    async def _has_version(self, ticket: Ticket, worker: int | None) -> bool:
+        """Return whether this worker has had the ticket's version for the whole request."""
         if worker is None and ticket.taint is None and self.wire.routed:
             return False  # it migrated, and without a taint possibly to a worker of another version
         if not self._versions.attributes_to(ticket, worker):
@@ -220,7 +226,10 @@ class Pins:
     def next(self, ticket: Ticket) -> None:
         """Pin a worker that serves the ticket's version, if there is one."""
         self.now = None
-        if self.able and ticket.version is not None and ticket.taint is None:
+        is_free = ticket.version is not None and ticket.taint is None
+        # Dynamo refuses a pin to a worker that only prefills or only decodes.
+        if self.able and is_free and not self.versions.needed_roles:
+            assert ticket.version is not None
             good = [i for i in self.versions.list_serving(ticket.version) if i not in self._dead]
             self.now = random.choice(good) if good else None
 

@@ -30,6 +30,7 @@ from rollway.stack.state import (
     StackDir,
     StackState,
     get_stop_seconds,
+    is_ray_part,
     list_stack_names,
     list_stacks,
     list_unreadable_stacks,
@@ -265,9 +266,8 @@ def resolve_name(name: str | None, *, dead_too: bool = False) -> str:
     """Return the name, or that of the only stack there is; raise if there are several."""
     if name is not None:
         return name
-    names = (
-        list_names() if dead_too else [state.name for state in list_stacks() if state.is_supervised]
-    )
+    running = [s.name for s in list_stacks() if s.is_supervised and not is_ray_part(s.name)]
+    names = list_names() if dead_too else running
     if len(names) == 1:
         return names[0]
     if names:
@@ -282,7 +282,10 @@ def list_names() -> list[str]:
         for name in list_stack_names()
         if NamedLock(StackDir(name).start_lock_name).find_holder() is not None
     }
-    return sorted({*(state.name for state in list_stacks()), *list_unreadable_stacks(), *starting})
+    # A part of a stack on Ray is stopped with the whole; only what a dead one left is cleared here.
+    stacks = [s.name for s in list_stacks() if not (is_ray_part(s.name) and s.is_supervised)]
+    starting = {name for name in starting if not is_ray_part(name)}
+    return sorted({*stacks, *list_unreadable_stacks(), *starting})
 
 
 def make_not_running_error(name: str | None) -> StackNotRunning:
@@ -324,3 +327,27 @@ async def replace_worker(name: str, worker: Worker) -> bool:
             process.id.send(signal.SIGKILL)
             return True
     return False
+
+
+# --- ranks of replicas over several machines -----------------------------------------------------
+
+
+def stop_rank(name: str, process_name: str) -> bool:
+    """Kill a rank whose replica has lost another one; return whether it ran.
+
+    Its supervisor clears up, and then reports that the rank waits for its replica."""
+    state = StackDir(name).read()
+    if state is None or not state.is_supervised:
+        return False
+    for process in state.processes:
+        if process.name == process_name and process.id is not None and process.id.alive:
+            # Recorded before the kill, so that the supervisor does not count it as a failure.
+            StackDir(name).record("replaced", process=process.name, pid=process.pid)
+            process.id.send(signal.SIGKILL)
+            return True
+    return False
+
+
+def release_rank(name: str, process_name: str) -> None:
+    """Let a rank that waits for its replica start again; call it when all ranks of it wait."""
+    os.close(private.open_file(StackDir(name).get_restart_request(process_name), os.O_WRONLY))

@@ -9,15 +9,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from rollway.config import ModelSpec, RawArgs, StackSpec, is_loopback, slug
+from rollway.config import ModelSpec, StackSpec, is_loopback, slug
 from rollway.errors import SpecError, StartError
 from rollway.processes import make_run_environment
-from rollway.stack import preset
+from rollway.ranks import PlacedWorker, merge_runtime_envs, normalise_option
+from rollway.roles import RawArgs, WorkerRole, name_component, name_workers
+from rollway.stack import disaggregated, preset
 from rollway.stack.locks import Lease
 from rollway.stack.preset import get_frontend_defaults, get_worker_defaults, merge_args
 
@@ -45,6 +47,23 @@ class ProcessPlan:
     model: str | None = None
     engine: str | None = None
     admin_url: str | None = None
+    """Where a worker serves its admin routes; a headless rank serves none."""
+    placed: PlacedWorker | None = None
+    """Which part of which replica a worker is."""
+
+    @property
+    def worker_role(self) -> WorkerRole:
+        return "" if self.placed is None else self.placed.role
+
+    @property
+    def is_headless(self) -> bool:
+        """Whether this is a rank of a replica whose endpoint is on another machine."""
+        return self.placed is not None and self.placed.is_headless
+
+    @property
+    def shares_replica(self) -> bool:
+        """Whether other machines run ranks of the same replica, which live and die with this."""
+        return self.placed is not None and self.placed.nodes > 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +91,20 @@ class StackPlan:
 
 
 def plan_stack(
-    spec: StackSpec, *, run_id: str, run_dir: Path, log_dir: Path, ports: Lease
+    spec: StackSpec,
+    *,
+    run_id: str,
+    run_dir: Path,
+    log_dir: Path,
+    ports: Lease,
+    find_program: Callable[[str, str], str] | None = None,
 ) -> StackPlan:
-    """Plan all processes of a stack; raise SpecError or StartError if the plan cannot work."""
+    """Plan all processes of a stack; raise SpecError or StartError if the plan cannot work.
+
+    `find_program` finds etcd and NATS, given an interpreter that they may be installed with; by
+    default on this machine."""
     planner = _Planner(spec, run_id, run_dir, log_dir, ports)
+    planner.find_program = find_program or find_required_program
     processes = [*planner.plan_services(), *planner.plan_workers()]
     if spec.join is not None:
         frontend_url, rl_url = spec.join.frontend, spec.join.rl
@@ -107,6 +136,7 @@ class _Planner:
         self.python = spec.python or sys.executable
         self.etcd = spec.etcd_endpoints
         self.nats = spec.nats_server
+        self.find_program: Callable[[str, str], str] = find_required_program
 
     def plan_services(self) -> list[ProcessPlan]:
         plans = []
@@ -118,7 +148,7 @@ class _Planner:
             self.etcd = f"http://{host}:{client}"
             peer_url = f"http://{LOOPBACK}:{peer}"
             argv = [
-                find_required_program("etcd", self.python),
+                self.find_program("etcd", self.python),
                 *("--data-dir", str(self.run_dir / "etcd")),
                 *("--listen-client-urls", self.etcd, "--advertise-client-urls", self.etcd),
                 *("--listen-peer-urls", peer_url, "--initial-advertise-peer-urls", peer_url),
@@ -128,19 +158,18 @@ class _Planner:
         if self.spec.needs_nats:
             port = self.ports.reserve_port(0, host, "NATS' port")
             self.nats = f"nats://{host}:{port}"
-            program = find_required_program("nats-server", self.python)
+            program = self.find_program("nats-server", self.python)
             argv = [program, "--addr", host, "--port", str(port)]
             argv += ["--jetstream", "--store_dir", str(self.run_dir / "nats")]
             plans.append(self._plan_process("nats-server", "service", argv, {"client": port}))
         return plans
 
     def plan_workers(self) -> list[ProcessPlan]:
-        gpus = self._assign_gpus()
-        return [
-            self._plan_worker(model, replica, gpus.get((model.name, replica)))
-            for model in self.spec.models
-            for replica in range(model.replicas)
-        ]
+        models = {model.name: model for model in self.spec.models}
+        placed = self.spec.placed if self.spec.placed is not None else self._place_here()
+        for name in {worker.model for worker in placed}:
+            disaggregated.check_nixl(models[name], self.python)
+        return [self._plan_worker(models[w.model].roles[w.role], w) for w in placed]
 
     def plan_frontend(self) -> ProcessPlan:
         spec = self.spec.frontend
@@ -166,9 +195,8 @@ class _Planner:
         ports = {"http": http, "rl": rl}
         return self._plan_process("frontend", "frontend", argv, ports, env, spec.env)
 
-    def _plan_worker(self, model: ModelSpec, replica: int, gpus: str | None) -> ProcessPlan:
+    def _plan_worker(self, model: ModelSpec, placed: PlacedWorker) -> ProcessPlan:
         host = self.spec.admin_host
-        system = self.ports.reserve_port(0, host, "a worker's admin port")
         defaults = get_worker_defaults(self.spec, model)
         is_mocker = model.engine == "mocker"
         directory = Path(model.path).expanduser()
@@ -176,25 +204,40 @@ class _Planner:
             *(self.python, *self._choose_module(model)),
             "--model-path" if is_mocker else "--model",
             str(directory.resolve()) if directory.is_dir() else model.path,
-            *("--model-name" if is_mocker else "--served-model-name", model.name),
-            *("--endpoint", f"dyn://{self.namespace}.{slug(model.name)}.generate"),
-            *self._make_engine_flags(model, replica),
-            *make_flags(merge_args(defaults.args, model.args)),
         ]
-        env = {
-            **self._make_dynamo_env(host),
-            "DYN_SYSTEM_HOST": host,
-            "DYN_SYSTEM_PORT": str(system),
-            **defaults.env,
-        }
+        env = {**self._make_dynamo_env(host), **defaults.env}
+        ports: dict[str, int] = {}
+        if not placed.is_headless:
+            what = "a worker's admin port"
+            ports["system"] = self.ports.reserve_port(placed.admin_port, host, what)
+            argv += ["--model-name" if is_mocker else "--served-model-name", model.name]
+            component = name_component(slug(model.name), placed.role)
+            argv += ["--endpoint", f"dyn://{self.namespace}.{component}.generate"]
+            env |= {"DYN_SYSTEM_HOST": host, "DYN_SYSTEM_PORT": str(ports["system"])}
+        if placed.nodes > 1 and (interface := preset.find_interface(get_dial_address(host))):
+            # Gloo uses the address that the machine's name resolves to, often loopback.
+            env["GLOO_SOCKET_IFNAME"] = interface
+        if placed.role and model.engine == "vllm":
+            side_host = get_dial_address(host)
+            ports["kv"] = disaggregated.reserve_side_channel(self.ports, side_host, model)
+            env |= disaggregated.make_role_env(side_host, ports["kv"])
+        role_args = disaggregated.make_role_args(model, placed.role)
+        args = merge_args({**defaults.args, **role_args}, model.args)
+        if placed.is_headless:
+            args = {n: v for n, v in args.items() if normalise_option(n) != "kv-events-config"}
+        argv += [*self._make_engine_flags(model, placed), *make_flags(args)]
+        runtime_env = merge_runtime_envs(self.spec.runtime_env, model.runtime_env)
         # The GPUs were assigned from a stack-wide CUDA_VISIBLE_DEVICES, which this overrides.
-        user_env = {**({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}), **model.env}
-        name = f"{slug(model.name)}-{replica}"
+        gpus = {"CUDA_VISIBLE_DEVICES": ",".join(placed.gpus)} if placed.gpus else {}
+        user_env = {**runtime_env.get("env_vars", {}), **gpus, **model.env}
         return dataclasses.replace(
-            self._plan_process(name, "worker", argv, {"system": system}, env, user_env),
+            self._plan_process(name_worker(placed), "worker", argv, ports, env, user_env),
             model=model.name,
             engine=model.engine,
-            admin_url=f"http://{get_dial_address(host)}:{system}",
+            admin_url=None
+            if placed.is_headless
+            else f"http://{get_dial_address(host)}:{ports['system']}",
+            placed=placed,
         )
 
     def _choose_module(self, model: ModelSpec) -> list[str]:
@@ -203,26 +246,37 @@ class _Planner:
         is_guarded = self.spec.admin_orders == "signed" and model.engine != "mocker"
         return [str(GUARD), module] if is_guarded else ["-m", module]
 
-    def _make_engine_flags(self, model: ModelSpec, replica: int) -> list[str]:
-        seed = ["--seed", str(model.seed + replica)] if "seed" not in model.args else []
-        if model.engine != "vllm":
-            return seed if model.engine == "custom" else []
-        flags = ["--enable-rl", "--tensor-parallel-size", str(model.tensor_parallel)]
-        if "kv-events-config" not in model.args:
-            # Without this option the router does not learn what workers have cached, and two
-            # workers of one machine compete for a default port.
-            number = self.spec.models.index(model)
-            events = {
-                "enable_kv_cache_events": True,
-                "publisher": "zmq",
-                "topic": "kv-events",
-                "endpoint": make_kv_events_endpoint(self.run_dir, number, replica),
-            }
-            flags += ["--kv-events-config", json.dumps(events)]
+    def _make_engine_flags(self, model: ModelSpec, placed: PlacedWorker) -> list[str]:
+        seed = ["--seed", str(model.seed + placed.replica)] if "seed" not in model.args else []
+        if model.engine == "mocker":
+            return []
+        flags = make_rank_flags(model, placed)
+        if model.engine == "custom":
+            return [*flags, *seed]
+        flags = ["--enable-rl", "--tensor-parallel-size", str(model.tensor_parallel), *flags]
+        own_args = {normalise_option(name) for name in model.args}
+        if placed.is_headless or "kv-events-config" not in own_args:
+            flags += ["--kv-events-config", json.dumps(self._make_kv_events(model, placed))]
         # Another interpreter may lack Rollway. Refits then verify its workers by canaries.
         if self.spec.python is None and "worker-extension-cls" not in model.args:
             flags += ["--worker-extension-cls", WORKER_EXTENSION]
         return flags + seed
+
+    def _make_kv_events(self, model: ModelSpec, placed: PlacedWorker) -> dict[str, Any]:
+        """Return vLLM's settings for what a worker tells the router about its cache.
+
+        Without them the router does not learn what workers have cached, and two workers of one
+        machine compete for a default port."""
+        if placed.is_headless or placed.role == "decode":
+            # Rank 0 speaks for the replica, and the router looks for prefixes at prefill workers.
+            return {"enable_kv_cache_events": False}
+        number = [known.name for known in self.spec.models].index(model.name)
+        return {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "topic": "kv-events",
+            "endpoint": make_kv_events_endpoint(self.run_dir, number, placed.replica),
+        }
 
     def _make_dynamo_env(self, host: str) -> dict[str, str]:
         spec = self.spec
@@ -282,34 +336,81 @@ class _Planner:
         }
         return ProcessPlan(name, role, argv, process_env, self.log_dir / f"{name}.log", ports)
 
-    def _assign_gpus(self) -> dict[tuple[str, int], str]:
-        """Assign consecutive GPUs to each worker; none on a machine without GPUs."""
+    def _place_here(self) -> list[PlacedWorker]:
+        """Place all workers on this machine, each with consecutive GPUs if there are any."""
         requested = self.spec.env.get("CUDA_VISIBLE_DEVICES")
         available = preset.list_gpus() if requested is None else preset.parse_gpus(requested)
-        if not available:
-            return {}
-        for model in self.spec.models:
-            _check_own_gpus(model)
         workers = [
-            (model, replica)
+            (settings, role, replica)
             for model in self.spec.models
-            if model.engine == "vllm" and "CUDA_VISIBLE_DEVICES" not in model.env
-            for replica in range(model.replicas)
+            for role, settings in model.roles.items()
+            for replica in range(settings.replicas)
         ]
-        needed = sum(model.tensor_parallel for model, _ in workers)
+        for model, _, _ in workers if available else ():
+            _check_own_gpus(model)
+        counts = [
+            count_local_ranks(model)
+            if available and model.engine == "vllm" and "CUDA_VISIBLE_DEVICES" not in model.env
+            else 0
+            for model, _, _ in workers
+        ]
+        needed = sum(counts)
         leased = self.ports.reserve_gpus(available, needed)
         if len(leased) < needed:
             raise SpecError(
-                f"The workers need {needed} GPUs (replicas x tensor_parallel); {len(available)} "
-                f"are visible, {len(leased)} of them not taken by another stack.",
-                "Lower `replicas` or `tensor_parallel`, or place them yourself with "
+                f"The workers need {needed} GPUs (replicas x tensor_parallel x pipeline_parallel x "
+                f"data_parallel); {len(available)} are visible, {len(leased)} of them not taken by "
+                "another stack.",
+                "Lower `replicas` or the parallel sizes, or place them yourself with "
                 "`env: {CUDA_VISIBLE_DEVICES: …}` on the model.",
             )
         remaining = iter(leased)
-        return {
-            (model.name, replica): ",".join(next(remaining) for _ in range(model.tensor_parallel))
-            for model, replica in workers
-        }
+        return [
+            PlacedWorker(
+                model=model.name,
+                role=role,
+                replica=replica,
+                gpus=[next(remaining) for _ in range(count)],
+            )
+            for (model, role, replica), count in zip(workers, counts, strict=True)
+        ]
+
+
+def name_worker(placed: PlacedWorker) -> str:
+    """Return the name of a worker's process, unique in the whole stack."""
+    parts = [name_workers(slug(placed.model), placed.role), str(placed.replica)]
+    rank = f"rank{placed.node_rank}" if placed.is_headless else ""
+    return "-".join(part for part in (*parts, rank) if part)
+
+
+def make_rank_flags(model: ModelSpec, placed: PlacedWorker) -> list[str]:
+    """Return vLLM's options for the ranks of a replica and for the part that runs here."""
+    flags = []
+    for option, size in (
+        ("--pipeline-parallel-size", model.pipeline_parallel),
+        ("--data-parallel-size", model.data_parallel),
+    ):
+        if size > 1:
+            flags += [option, str(size)]
+    if placed.nodes > 1:
+        flags += ["--nnodes", str(placed.nodes), "--node-rank", str(placed.node_rank)]
+        flags += ["--master-addr", placed.master_host, "--master-port", placed.master_port]
+        if model.data_parallel > 1 and placed.rpc_port:
+            flags += ["--data-parallel-rpc-port", str(placed.rpc_port)]
+    if placed.is_headless:
+        flags.append("--headless")
+    return flags
+
+
+def count_local_ranks(model: ModelSpec) -> int:
+    """Return how many ranks of a worker run on this machine, if the user's own raw arguments
+    spread its data-parallel engines over several."""
+    args = {normalise_option(name): value for name, value in model.args.items()}
+    if any(name in args for name in ("data-parallel-rank", "dpn")):
+        local = 1
+    else:
+        local = int(args.get("data-parallel-size-local") or args.get("dpl") or model.data_parallel)
+    return model.ranks // model.data_parallel * local
 
 
 def _check_own_gpus(model: ModelSpec) -> None:
@@ -329,7 +430,7 @@ def _check_own_gpus(model: ModelSpec) -> None:
 
 
 def make_flags(args: RawArgs) -> list[str]:
-    """Return raw arguments as a command line; `rollway.config.RawArgs` has the rules."""
+    """Return raw arguments as a command line; `rollway.roles.RawArgs` has the rules."""
     flags: list[str] = []
     for name, value in args.items():
         if value is True:

@@ -8,6 +8,7 @@ worker before the first user does, by pinning the request to the worker.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -96,11 +97,43 @@ class ServingCheck:
         """Return the instance id of each worker when all have registered and answered.
 
         `used_ids` are the ids of other workers and of dead ones, which stay listed for some time.
-        `on_lost` is called with a worker that serves its admin port but does not get listed."""
+        `on_lost` is called with a worker that serves its admin port but does not get listed.
+        Headless ranks register nowhere: they are ready when their rank 0 is."""
+        serving = [worker for worker in workers if not worker.is_headless]
+        headless = [worker for worker in workers if worker.is_headless]
+        instances, _ = await asyncio.gather(
+            self._wait_until_serving(serving, used_ids, on_lost),
+            asyncio.gather(*(self._wait_for_rank_zero(rank) for rank in headless)),
+        )
+        return instances
+
+    async def _wait_until_serving(
+        self,
+        workers: Sequence[ProcessPlan],
+        used_ids: Set[int],
+        on_lost: Callable[[ProcessPlan], None],
+    ) -> dict[str, int]:
+        if not workers:
+            return {}
         instances = await self._wait_for_registration(workers, used_ids, on_lost)
         await self._wait_for_models({worker.model for worker in workers if worker.model})
         await asyncio.gather(*(self._finish(worker, instances[worker.name]) for worker in workers))
         return instances
+
+    async def _wait_for_rank_zero(self, rank: ProcessPlan) -> None:
+        """Return when rank 0 of this rank's replica has its label, which it gets last of all."""
+        placed = rank.placed
+        assert placed is not None
+        if placed.admin_port:
+            self._report(rank, "waiting for rank 0", f"of its replica, at {placed.master_host}")
+            url = f"http://{placed.master_host}:{placed.admin_port}/engine/get_weight_version"
+            while True:
+                with contextlib.suppress(Unreachable, RequestFailed):
+                    answer = await self._http.post(url, {}, timeout=2.0)
+                    if answer["version"] is not None:
+                        break
+                await asyncio.sleep(_POLL_SECONDS)
+        self._report(rank, "ready", "")
 
     async def _finish(self, worker: ProcessPlan, instance: int) -> None:
         if self._warmup:
@@ -234,6 +267,10 @@ class ServingCheck:
 
     async def _request(self, worker: ProcessPlan, instance: int, sampling: Sampling) -> None:
         body = completion_request(worker.model or "", _PROMPT, sampling, pin=instance)
+        if worker.worker_role:
+            # A worker of one role answers together with one of the other, which the router picks.
+            del body["nvext"]["backend_instance_id"]
+            body["nvext"][f"{worker.worker_role}_worker_id"] = instance
         if worker.engine == "mocker":
             body.pop("logprobs")
         url = f"{self._plan.frontend_url}/v1/completions"

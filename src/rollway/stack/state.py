@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -33,6 +34,9 @@ from rollway.stack.run_dir import RUN_ID, SECRET_NAME, validate_state
 
 DETACH = b"D"
 """What an owner writes to the lifeline when the stack is to outlive it."""
+
+WAITS_FOR_REPLICA = "waiting for its replica"
+"""The state of a dead rank whose replica runs on several machines: it restarts with the others."""
 
 LARGEST_STATE = 16 << 20  # bytes; the state of 4,096 workers has 3 MB
 _LARGEST_HISTORY = 4 << 20
@@ -54,11 +58,21 @@ class ProcessState:
     failures: int = 0
     detail: str = ""
     model: str | None = None
+    worker_role: str = ""
+    """`prefill` or `decode`, for a model with `serving: disaggregated`."""
     admin_url: str | None = None
     ports: dict[str, int] = field(default_factory=dict)
     ready_seconds: float | None = None
     instance: int | None = None
     """Dynamo's id of the running worker, once it has registered."""
+    node: str = ""
+    """The address of its node, for a stack on Ray."""
+    replica: int | None = None
+    """Which replica of its model a worker is, counted over the whole stack."""
+    node_rank: int = 0
+    """Its position among the machines of the replica."""
+    nodes: int = 1
+    """The number of machines of the replica."""
 
     @property
     def id(self) -> ProcessId | None:
@@ -94,6 +108,10 @@ class StackState(msgspec.Struct):
     join_spec: dict[str, Any] = msgspec.field(default_factory=dict, name="invitation")
     """Fields for the spec of a stack that joins this one, without the secret."""
     error: dict[str, Any] | None = None
+    ray_namespace: str = ""
+    """The Ray namespace of a stack on Ray. Its Head sent this state, so it is alive."""
+    waiting: list[str] = []
+    """Replicas of a stack on Ray that have no room at the moment."""
 
     @property
     def supervisor(self) -> ProcessId:
@@ -101,7 +119,9 @@ class StackState(msgspec.Struct):
 
     @property
     def is_supervised(self) -> bool:
-        """Whether the supervisor is alive."""
+        """Whether the supervisor is alive; for a stack on Ray, its Head."""
+        if self.ray_namespace:
+            return True
         # Start times count from boot, so after a reboot they could match another process.
         return self.boot == boot_id() and self.supervisor.alive
 
@@ -192,6 +212,10 @@ class StackDir:
         """Return the file that asks a process which is starting this stack to stop it."""
         return self.path / f"stop-{starter.pid}-{starter.start}"
 
+    def get_restart_request(self, process: str) -> Path:
+        """Return the file that releases a rank which waits for its replica."""
+        return self.path / f"restart-{process}"
+
     def read_remains(self) -> tuple[ProcessId | None, str | None]:
         """Find the supervisor and the run id of the last run without trusting the state."""
         if self.path.is_symlink():
@@ -220,6 +244,17 @@ class StackDir:
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink(missing_ok=True)
+
+
+def make_ray_part_name(stack: str, run_id: str, number: int) -> str:
+    """Return the name of one node's part of a stack on Ray. Nodes may share a home directory, so
+    it has the run id and a number."""
+    return f"ray-{stack[:17].rstrip('-')}-{run_id[:8]}-{number}"
+
+
+def is_ray_part(name: str) -> bool:
+    """Whether a stack of this machine is one node's part of a stack on Ray."""
+    return re.fullmatch(r"ray-[a-z0-9-]+-[0-9a-f]{8}-\d+", name) is not None
 
 
 def secret_file(state: StackState) -> Path:

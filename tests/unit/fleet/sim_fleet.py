@@ -44,6 +44,11 @@ OP: ContextVar[int] = ContextVar("OP", default=0)
 """Which operation (a refit, an admit, a user's pause) a call belongs to."""
 TOKEN_SECONDS = 0.02
 LISTED_DEAD_SECONDS = 10.0
+LEASE_SECONDS = 30.0
+"""How long a prefill worker holds blocks that nobody fetches."""
+STALE_SECONDS = 20.0
+"""A decode worker does not fetch blocks that were computed longer ago than this."""
+FREED = "blocks that were freed"
 
 
 def weights_of(version: int | None) -> str:
@@ -96,6 +101,10 @@ class SimRequest:
     switches: list[tuple[int, int]] = field(default_factory=list)
     """From which token on which version, after refits that kept it."""
     done: asyncio.Future[str] = field(default_factory=lambda: asyncio.Future())
+    source: SimWorker | None = None
+    """The prefill worker that holds its blocks."""
+    computed_at: float = 0.0
+    prefilled_by: int | None = None
 
 
 @dataclass(eq=False)
@@ -110,8 +119,11 @@ class Call:
 class SimWorker:
     """The engine of a worker and its admin routes; `fault` names what goes wrong in a call."""
 
-    def __init__(self, world: World, instance_id: int, port: int) -> None:
+    def __init__(self, world: World, instance_id: int, port: int, role: str = "") -> None:
         rng = world.rng
+        self.role = role
+        self.held: dict[SimRequest, set[str]] = {}
+        """Requests whose blocks decode workers may fetch, with the weights that computed them."""
         self.world, self.instance_id, self.port = world, instance_id, port
         self.weights, self.label = "base", None
         self.staged: str | None = None
@@ -152,7 +164,7 @@ class SimWorker:
     def poke(self) -> None:
         runnable = (self.running and not self.frozen) or (self.queued and not self.paused)
         (self._work.set if runnable and self.awake.is_set() else self._work.clear)()
-        (self._drained.clear if self.running else self._drained.set)()
+        (self._drained.clear if self.running or self.held else self._drained.set)()
 
     async def _run(self) -> None:
         while self.alive:
@@ -166,8 +178,11 @@ class SimWorker:
         if self.sleeping and (self.running or (self.queued and not self.paused)):
             self.world.broken(f"worker {self.instance_id} samples while it sleeps")
         if not self.paused:
-            for request in self.queued:
-                request.kv = {self.cache.setdefault(request.salt, self.weights)}
+            for request in list(self.queued):
+                if request.source is not None and self._is_stale(request):
+                    self.end(request, "aborted")
+                    continue
+                request.kv = self._fetch(request)
             self.running, self.queued = self.running + self.queued, []
         for request in [] if self.frozen else list(self.running):
             request.kv.add(self.weights)
@@ -175,11 +190,39 @@ class SimWorker:
             if len(request.tokens) >= request.max_tokens:
                 self.end(request, "length")
 
+    def _is_stale(self, request: SimRequest) -> bool:
+        return self.world.now - request.computed_at > STALE_SECONDS
+
+    def _fetch(self, request: SimRequest) -> set[str]:
+        """Return the weights that computed the KV of the prompt."""
+        if request.source is None:
+            return {self.cache.setdefault(request.salt, self.weights)}
+        kv, request.source = request.source.release(request) or {FREED}, None
+        return kv
+
+    async def prefill(self, request: SimRequest) -> str:
+        """Compute the prompt of a request, and hold its blocks until they are fetched."""
+        part = SimRequest(request.prompt, 1, True, request.salt)
+        reason = await self.serve(part)
+        if reason == "length":
+            request.source, request.computed_at = self, self.world.now
+            self.held[request] = part.kv
+            self.poke()
+            self.world.loop.call_later(LEASE_SECONDS, self.release, request)
+        return reason
+
+    def release(self, request: SimRequest) -> set[str]:
+        kv = self.held.pop(request, set())
+        self.poke()
+        return kv
+
     async def serve(self, request: SimRequest) -> str:
         if not self.alive:
             return "died"
         request.done = asyncio.Future()
         if not self.admits(request):
+            if request.source is not None:
+                self._fetch(request)  # its blocks are freed
             return "aborted"
         self.queued.append(request)
         self.late += self.paused
@@ -192,6 +235,8 @@ class SimWorker:
         return self.engine_label is None or version in (None, self.engine_label)
 
     def end(self, request: SimRequest, reason: str) -> None:
+        if request in self.queued and request.source is not None and self.alive:
+            self._fetch(request)  # the prefill worker hears of it, and frees the blocks
         for requests in (self.queued, self.running):
             if request in requests:
                 requests.remove(request)
@@ -220,6 +265,8 @@ class SimWorker:
 
     async def pause(self, mode: str, clear_cache: bool) -> None:
         self.paused, self.paused_by = True, OP.get()
+        if self.role and mode == "wait" and clear_cache and any(r.source for r in self.queued):
+            self.world.broken("vLLM cannot clear the cache: transfers are under way")
         self.frozen = self.frozen or mode == "keep"
         if mode == "abort":
             self.end_all("aborted")
@@ -360,6 +407,12 @@ class SimWorker:
         self._is_cancelled.clear()
         if order["mode"] == "abort":
             self.end_all("aborted")
+        elif self.role:
+            for request in list(self.queued):
+                self.end(request, "aborted")
+        if order["release"]:
+            for request in list(self.held):
+                self.release(request)
         self.frozen = order["mode"] == "keep"
         self.poke()
         if self.frozen and self.sticky:  # blocks of the old version must not be read
@@ -450,7 +503,10 @@ class World:
         """Whether the workers load an update beside the served model."""
         self.orders = self.staging and orders
         """Whether one order moves a worker, and its engine refuses requests of other versions."""
-        self.supervised, self.tainting = shape == "stack", shape != "untainted"
+        self.supervised = shape in ("stack", "pools")
+        self.tainting = shape != "untainted"
+        self.pools = shape == "pools"
+        """Whether prefill and decode are apart."""
         self.workers: dict[int, SimWorker] = {}
         self.samples: dict[int, tuple[str, frozenset[str]]] = {}
         self.log: list[Call] = []
@@ -464,6 +520,8 @@ class World:
         self.listed_at, self.listing_fails, self.listings = 0.0, 0, 0
         self.sleep_mode = True
         """Whether the engines were started with sleep mode."""
+        self.stalling = {"prefill": 0.05, "decode": 0.05}
+        """Which part of the requests a router delivers late, with prefill and decode apart."""
 
     @property
     def now(self) -> float:
@@ -479,13 +537,20 @@ class World:
         """Start a worker on base weights; its launcher taints it and then labels it."""
         number = len(self.workers) + 1
         # A supervisor starts it with the ports of a worker that died.
-        free = {w.port for w in self.workers.values() if self.at(w.port) is None}
-        worker = SimWorker(self, number, min(free, default=20_000 + number))
+        role = self._choose_role()
+        ports = {w.port for w in self.workers.values() if w.role == role}
+        free = {port for port in ports if self.at(port) is None}
+        worker = SimWorker(self, number, min(free, default=20_000 + number), role)
         self.workers[number] = worker
         if self.supervised:
             self.loop.call_later(ready_after, worker.set_taints, [taint_of(0)])
             self.loop.call_later(ready_after + 0.005, worker.set_label, 0)
         return worker
+
+    def _choose_role(self) -> str:
+        """Return the role of the pool with fewer workers."""
+        alive = [w.role for w in self.workers.values() if w.alive]
+        return min(("prefill", "decode"), key=alive.count) if self.pools else ""
 
     async def listing(self, *_: Any, **__: Any) -> list[Worker]:
         self.listed_at, self.listings = self.now, self.listings + 1
@@ -498,7 +563,10 @@ class World:
         for w in self.workers.values():
             if w.alive or self.now - w.died_at < LISTED_DEAD_SECONDS:
                 error = None if w.alive and w.awake.is_set() else "DeadlineExceeded"
-                listed.append(Worker(w.instance_id, "m", f"http://sim:{w.port}", error=error))
+                role: Any = w.role
+                listed.append(
+                    Worker(w.instance_id, "m", f"http://sim:{w.port}", error=error, role=role)
+                )
         return listed
 
     async def instances(self, *_: Any, **__: Any) -> frozenset[int] | None:
@@ -522,9 +590,10 @@ class World:
         length, salt = len(ext["token_data"]), ext.get("cache_salt")
         request = SimRequest(length, body["max_tokens"], greedy, salt)
         taints = ext.get("routing_constraints", {}).get("required_taints", [])
+        route = self._route_apart if self.pools else self._route
         try:
             async with asyncio.timeout(timeout):
-                worker, reason = await self._route(request, taints, ext.get("backend_instance_id"))
+                worker, reason = await route(request, taints, ext.get("backend_instance_id"))
         except TimeoutError:
             raise Unreachable("no answer") from None
         finally:
@@ -535,7 +604,10 @@ class World:
             "choices": [{"logprobs": {"token_logprobs": [-1.0 / (1 + t) for t in ids]}}],
             "nvext": {
                 "completion_token_ids": ids,
-                "worker_id": {"decode_worker_id": worker.instance_id},
+                "worker_id": {
+                    "decode_worker_id": worker.instance_id,
+                    "prefill_worker_id": request.prefilled_by,
+                },
                 "detailed_finish_reason": reason,
                 **self._stamps(request, ext["extra_fields"]),
             },
@@ -566,6 +638,33 @@ class World:
             if reason != "died":
                 return worker, reason
             request.moved = len(request.tokens)  # the router continues it elsewhere
+
+    async def _route_apart(
+        self, request: SimRequest, taints: list[str], _: int | None
+    ) -> tuple[SimWorker, str]:
+        """Route a request to a prefill and then to a decode worker."""
+        while True:
+            worker = await self._choose("prefill", taints)
+            request.prefilled_by = worker.instance_id
+            reason = await worker.prefill(request)
+            if reason != "length":
+                raise RequestFailed(f"the prefill {reason}", status=500)
+            worker = await self._choose("decode", taints)
+            reason = await worker.serve(request)
+            if reason != "died":
+                return worker, reason
+            request.moved = len(request.tokens)
+
+    async def _choose(self, role: str, taints: list[str]) -> SimWorker:
+        """Choose a worker; a router that stalls delivers to it later."""
+        workers = [w for w in self.workers.values() if w.alive and w.role == role]
+        candidates = [w for w in workers if {*taints} <= {*w.routed}]
+        if not candidates:
+            raise RequestFailed(f"no {role} worker", status=500)
+        worker = self.rng.choice(candidates)
+        stalls = self.rng.random() < self.stalling[role]
+        await asyncio.sleep(self.rng.uniform(0, 1.0 if stalls else 0.03))
+        return worker
 
     async def observe(self, step: str, worker: Worker) -> None:
         await asyncio.sleep(0.001)  # an observer that takes its time

@@ -207,3 +207,23 @@ async def test_a_listing_is_confirmed_only_if_nobody_joined_or_left() -> None:
         workers[0].error = "DeadlineExceeded"
         await membership.workers(fresh=True)
         assert await membership.confirm() is None  # somebody did not answer
+
+
+async def test_roles_are_told_by_components_and_remembered() -> None:
+    """Dynamo's own decode workers are known by the prefill workers beside them, which may die."""
+
+    def entry(number: int, component: str) -> dict[str, Any]:
+        routes = ["pause_generation", "resume_generation"]
+        fields = {"instance_id": number, "component": component, "model": "m", "routes": routes}
+        return {**fields, "system_url": f"http://127.0.0.1:{number}"}
+
+    workers = [entry(1, "prefill"), entry(2, "backend")]
+    noted: list[Any] = []
+    async with serving("/v1/rl/workers", lambda: {"workers": workers}) as url, Http() as http:
+        membership = Membership(http, RlListing(url), "m", note_roles=noted.append)
+        listed = await membership.workers(fresh=True)
+        assert [worker.role for worker in listed] == ["prefill", "decode"]
+        del workers[0]
+        (left,) = await membership.workers(fresh=True)
+        assert left.role == "decode"
+    assert noted == [{1: "prefill", 2: "decode"}, {2: "decode"}]

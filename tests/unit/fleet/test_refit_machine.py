@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from rollway.errors import RollwayError, UsageError
+from rollway.fleet import refit, stages
 from rollway.fleet.canary import make_canary
 from rollway.fleet.fleet import Fleet
 from rollway.fleet.report import RefitMode, SleepReport
@@ -248,7 +249,7 @@ class RefitMachine(RuleBasedStateMachine):
         verifying=st.booleans(),
         staging=st.booleans(),
         orders=st.booleans(),
-        shape=st.sampled_from(["stack", "stack", "attached", "untainted"]),
+        shape=st.sampled_from(["stack", "stack", "attached", "untainted", "pools"]),
         count=st.integers(1, 3),
         replacing=st.booleans(),
     )
@@ -263,17 +264,19 @@ class RefitMachine(RuleBasedStateMachine):
         replacing: bool = False,
     ) -> None:
         self.loop, self.patch = SimLoop(), pytest.MonkeyPatch()
+        # A worker of one role does not answer canaries, so it must compare its parameters.
+        verifying = verifying or shape == "pools"
         self.world = World(
             self.loop, seed, verifying=verifying, staging=staging, orders=orders, shape=shape
         )
         self.world.install(self.patch)
-        self.replacing = replacing and shape == "stack"
+        self.replacing = replacing and self.world.supervised
         self.tried = 0
-        for _ in range(count):
+        for _ in range(count + self.world.pools):
             self.world.join()
         self.advance(0.1)
         # Without the launcher's taints, versions rest on what one process knows: only one refits.
-        self.processes = [self._coordinator() for _ in range(2 if shape == "stack" else 1)]
+        self.processes = [self._coordinator() for _ in range(2 if self.world.supervised else 1)]
         self.advance(0.1)
 
     def _coordinator(self) -> Coordinator:
@@ -487,7 +490,8 @@ class RefitMachine(RuleBasedStateMachine):
         self.holds()
         self.world.faults.clear()
         self.world.listing_fails = 0
-        self.world.join()
+        for _ in range(2 if self.world.pools else 1):  # one of each role, if all are dead
+            self.world.join()
         self.advance(DRAIN_SECONDS)
         run = self.loop.run_until_complete
         for process in self.processes:
@@ -878,7 +882,8 @@ def run_story(
         then(process.refit(6, "other"), "refused")
         world.faults["refit" if orders else "pause", 1] = "refuse"
         then(process.refit(7), "failed")
-        world.faults["refit" if orders else "update", 1] = "half" if verifying else "refuse"
+        # By calls also with orders: the worker is in doubt by now.
+        world.faults["update", 1] = "half" if verifying else "refuse"
         then(process.refit(8, "", "rolling"), "failed")
         process.start(process.traffic(20), process.sampling)
         then(process.resume(), "failed")
@@ -963,6 +968,78 @@ def the_engine_admits_every_request(patch: pytest.MonkeyPatch) -> None:
 def test_an_engine_that_admits_other_versions_is_noticed() -> None:
     with pytest.raises(AssertionError, match="stamped"):
         run_story(the_engine_admits_every_request, "stack", True, staging=True, orders=True)
+
+
+def blocks_are_freed_while_others_fetch_them(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(stages, "_DROPPING", ("", "prefill", "decode"))
+    patch.setattr(refit.Refit, "_can_release", lambda *_: True)
+
+
+def one_pool_is_enough(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(FleetVersions, "needed_roles", frozenset())
+
+
+def old_blocks_are_fetched(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(sim_fleet, "STALE_SECONDS", float("inf"))
+
+
+def both_engines_admit_every_request(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SimWorker, "admits", lambda *_: True)
+
+
+def run_pools(sabotage: Sabotage, *, orders: bool = True) -> None:
+    """Run traffic through every mode with prefill and decode apart, and stop a decode worker for
+    longer than blocks are held."""
+    with machine(shape="pools", verifying=True, staging=True, orders=orders, count=3) as m:
+        sabotage(m.patch)
+        process, world = m.processes[0], m.world
+        # What waits on the way to a decode worker keeps its prefill worker from changing weights.
+        world.stalling = {"prefill": 0.3, "decode": 0.3 if orders else 0.0}
+        decoding = next(worker for worker in world.workers.values() if worker.role == "decode")
+        for worker in world.workers.values():
+            worker.lag, worker.load_seconds, worker.sticky = 0.05, 0.01, orders
+
+        async def observe(step: str, worker: Any) -> None:
+            current = process.versions.current or 0
+            if {w.role for w in world.workers.values() if w.served >= current} == {"prefill"}:
+                world.broken(f"version {current} is current with prefill workers only")
+            await world.observe(step, worker)
+
+        process.fleet.observer = observe
+        for version, mode in enumerate(MODES * 4, 1):
+            for sampler in m.processes:
+                sampler.start(sampler.traffic(120, 4), sampler.sampling)
+            m.advance(0.2)
+            outcome = m.loop.run_until_complete(process.refit(version, "", mode))
+            m.holds()
+            assert outcome == "done", process.trouble
+            served = process.versions.current
+            assert served == version, f"{served} is current after a refit to {version}"
+            m.advance(2.0)
+        process.start(process.traffic(20), process.sampling)
+        m.advance(0.05)
+        decoding.hang(sim_fleet.LEASE_SECONDS + 10.0)
+        m.tried = 12
+        m.settles()
+
+
+@pytest.mark.parametrize("orders", [True, False], ids=["orders", "calls"])
+def test_prefill_and_decode_never_mix_versions(orders: bool) -> None:
+    run_pools(nothing, orders=orders)
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "notices"),
+    [
+        (both_engines_admit_every_request, "stamped"),
+        (one_pool_is_enough, "is current with prefill workers only"),
+        (blocks_are_freed_while_others_fetch_them, "blocks that were freed"),
+        (old_blocks_are_fetched, "blocks that were freed"),
+    ],
+)
+def test_a_missing_protection_of_two_pools_is_noticed(sabotage: Sabotage, notices: str) -> None:
+    with pytest.raises(AssertionError, match=notices):
+        run_pools(sabotage)
 
 
 @pytest.mark.parametrize("verifying", [True, False], ids=["parameters", "canary"])
