@@ -42,7 +42,7 @@ class EngineClient:
         return True
 
     async def _rollway_refit(
-        self, identity: str, mode: str, version: int, leaving: int
+        self, identity: str, mode: str, version: int, leaving: int, release: bool = False
     ) -> dict[str, Any]:
         engine, began = self._engine, time.monotonic()
         if mode == "keep" or not engine.worker.has_staged(identity):

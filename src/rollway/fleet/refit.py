@@ -126,7 +126,17 @@ class Refit:
     # --- before any worker is touched --------------------------------------------------------
 
     async def _list_and_preflight(self) -> list[WorkerRefit]:
-        """Have all workers check and stage the update; return those that can be moved."""
+        """Have all workers check and stage the update; return those that can be moved. If all of
+        them are still starting, wait for one: supervisors label workers that are ready."""
+        deadline = time.monotonic() + ANSWER_SECONDS
+        while True:
+            workers = await self._preflight_listed()
+            is_starting = any(w.report.state == "joining" for w in self.workers.values())
+            if workers or not is_starting or time.monotonic() > deadline:
+                return workers
+            await asyncio.sleep(0.5)
+
+    async def _preflight_listed(self) -> list[WorkerRefit]:
         known = await self.membership.confirm()
         if known is not None:
             # Everybody is known, so no listing need wait for busy workers: the preflight itself

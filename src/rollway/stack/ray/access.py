@@ -121,6 +121,7 @@ class WatchedHttp(Http):
     async def before_request(self, method: str, url: str, body: Any) -> None:
         if self._end is not None:
             raise self._end
+        await super().before_request(method, url, body)
 
 
 class _Record:
