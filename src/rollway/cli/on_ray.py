@@ -15,7 +15,6 @@ from rollway.stack import local
 from rollway.stack.progress import StackProgress
 from rollway.stack.ray import launcher
 from rollway.stack.ray.dry_run import COLUMNS, plan_processes
-from rollway.stack.state import StackDir
 
 
 def get_address(options: argparse.Namespace) -> str | None:
@@ -37,9 +36,8 @@ def is_meant(options: argparse.Namespace, name: str | None = None) -> bool:
         return (name is not None and "/" in name) or may_be_meant(options)
     if getattr(options, "all", False) or not launcher.is_likely():
         return False
-    if name is None:
-        return not local.list_names()
-    return StackDir(name).read() is None
+    names = local.list_names()  # also one that is still starting
+    return name not in names if name else not names
 
 
 def up(spec: StackSpec, options: argparse.Namespace, progress: StackProgress) -> int:
@@ -72,9 +70,9 @@ def down(options: argparse.Namespace) -> int:
         names = [options.name or launcher.resolve_on_cluster(address)]
     with StackProgress(quiet=options.quiet) as progress:
         for name in names:
-            found = launcher.find(name, address)
-            if found is not None:
-                found.stop(progress)
+            running = launcher.find(name, address)
+            if running is not None:
+                running.stop(progress)
             elif not options.all:
                 launcher.clear_leftovers(address)
                 raise local.make_not_running_error(name)
@@ -88,10 +86,10 @@ def down(options: argparse.Namespace) -> int:
 def show_logs(options: argparse.Namespace) -> int:
     names = [*([options.name] if options.name else []), *options.names]
     address = get_address(options)
-    found = launcher.find(names[0] if names else launcher.resolve_on_cluster(address), address)
-    if found is None:
+    running = launcher.find(names[0] if names else launcher.resolve_on_cluster(address), address)
+    if running is None:
         raise local.make_not_running_error(names[0])
-    known = [process.name for process in found.state.processes]
+    known = [process.name for process in running.state.processes]
     if len(names) < 2:
         print_result(options, {"logs": known}, lambda _: print("\n".join(known)))
         return 0
@@ -100,10 +98,10 @@ def show_logs(options: argparse.Namespace) -> int:
             f"There is no log of `{names[1]}` in the stack.", f"There are: {', '.join(known)}."
         )
     if options.follow and not options.json:
-        for line in launcher.follow_log(found, names[1], options.lines):
+        for line in launcher.follow_log(running, names[1], options.lines):
             print(line, flush=True)
         return 0
-    lines = found.access.call("read_log", names[1], options.lines) or []
+    lines = running.access.call("read_log", names[1], options.lines) or []
     if options.json:
         print_json({"lines": lines})
     else:

@@ -78,6 +78,20 @@ def test_a_worker_that_joins_while_orders_run_is_moved() -> None:
         m.settles()
 
 
+def test_a_refit_waits_if_all_workers_are_still_starting() -> None:
+    with machine(**ORDERS) as m:
+        refit(m, 1)
+        for worker in m.world.workers.values():  # all of them restarted
+            worker.label = worker.engine_label = None
+        task = m.loop.create_task(m.processes[0].refit(2))
+        m.time_passes(2.0)
+        assert not task.done()
+        for worker in m.world.workers.values():
+            worker.set_label(0)
+        assert m.loop.run_until_complete(task) == "done"
+        assert {worker.label for worker in m.world.workers.values()} == {2}
+
+
 def test_a_worker_that_gets_its_label_while_orders_run_is_moved() -> None:
     """It was there from the beginning, so nobody joins."""
     with machine(**ORDERS) as m:
