@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rollway.config import StackSpec, slug
 from rollway.errors import UsageError
 from rollway.roles import RawArgs
-from rollway.stack.plan import WORKER_EXTENSION
+from rollway.stack.workers import WORKER_EXTENSION
 from rollway.weights.checkpoint import read_headers
 
 WHERE = "actor_rollout_ref.rollout.engine_kwargs.dynamo"
