@@ -36,7 +36,7 @@ SECRET_FILE = "ROLLWAY_SECRET_FILE"
 """The environment variable with the path of the secret's file, which the supervisor sets."""
 ORDER, DOOR = "rollway_order", "rollway_door"
 REFIT, CANCEL, STAGE = "rollway_refit", "rollway_cancel", "rollway_stage"
-"""Routes that the guard adds; see rollway/engine/guard.py."""
+"""Routes that the guard adds; see rollway/engine/refit_orders.py."""
 SLEEP, WAKE, MEMORY = "rollway_sleep", "rollway_wake", "rollway_memory"
 """The same; see rollway/engine/sleep_orders.py."""
 READ_ONLY = frozenset({"liveness_probe", "get_weight_version", DOOR})

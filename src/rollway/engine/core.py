@@ -1,6 +1,6 @@
 """Refit in the engine's own loop, and refuse requests of other versions there.
 
-    worker's process (`engine/guard.py`)          engine's process (vLLM's EngineCore)
+    worker's process (`engine/refit_orders.py`)   engine's process (vLLM's EngineCore)
       │ collective_rpc("rollway_refit") ────────────► the staged weights are ready?   no: refused
       │                                               stop: abort, drain or freeze the requests
       │   its event loop may be busy with             reset the KV cache

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from rollway.engine.guard import STAMPS, STOP_SECONDS, EngineOrders, Guard, install
+from rollway.engine.guard import STOP_SECONDS, EngineOrders, Guard, install
+from rollway.engine.refit_orders import STAMPS
 from rollway.orders import CANCEL, DOOR, MEMORY, REFIT, SLEEP, STAGE, WAKE, sign
 from tests.waiting import stays_async, wait_until_async
 
@@ -99,7 +100,7 @@ def make_orders(handler: Handler) -> tuple[EngineOrders, Any, Any]:
 async def test_an_order_leaves_the_routing_refits_and_returns() -> None:
     handler = Handler()
     orders, *_ = make_orders(handler)
-    reply = await orders.run_refit(ORDER)
+    reply = await orders.refit.run(ORDER)
     assert reply["status"] == "ok" and reply["report"]["state"] == "served"
     assert set(reply["seconds"]) == {"leave", "engine", "enter"}
     during = ("label during the refit", -10)
@@ -110,7 +111,7 @@ async def test_an_order_leaves_the_routing_refits_and_returns() -> None:
 async def test_an_order_for_another_label_is_refused() -> None:
     handler = Handler()
     orders, *_ = make_orders(handler)
-    reply = await orders.run_refit({**ORDER, "label": 3})
+    reply = await orders.refit.run({**ORDER, "label": 3})
     assert (reply["status"], reply["state"]) == ("error", "refused")
     assert handler.calls == [] and handler._weight_version == 4
 
@@ -119,7 +120,7 @@ async def test_a_refusal_of_the_engine_restores_label_and_routing() -> None:
     handler = Handler()
     handler.report = {"state": "refused", "error": "not staged"}
     orders, *_ = make_orders(handler)
-    reply = await orders.run_refit(ORDER)
+    reply = await orders.refit.run(ORDER)
     assert (reply["state"], reply["message"]) == ("refused", "not staged")
     assert handler.calls[-1] == ("rollway-v4",) and handler._weight_version == 4
 
@@ -128,7 +129,7 @@ async def test_a_failed_swap_leaves_the_worker_out_of_service() -> None:
     handler = Handler()
     handler.report = RuntimeError("2 parameters differ")
     orders, *_ = make_orders(handler)
-    reply = await orders.run_refit(ORDER)
+    reply = await orders.refit.run(ORDER)
     assert (reply["state"], reply["message"]) == ("in doubt", "2 parameters differ")
     assert handler._weight_version == -10 and handler._paused
     assert ("rollway-v5",) not in handler.calls
@@ -138,7 +139,7 @@ async def test_an_order_ends_although_its_caller_is_gone() -> None:
     handler = Handler()
     handler.hold = asyncio.Event()
     orders, *_ = make_orders(handler)
-    call = asyncio.create_task(orders.run_refit(ORDER))
+    call = asyncio.create_task(orders.refit.run(ORDER))
     await wait_until_async(lambda: "rollway_refit" in handler.calls)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -157,7 +158,7 @@ STAGING = {
 async def test_one_order_stages_and_answers_with_all_that_a_refit_needs() -> None:
     handler = Handler()
     orders, *_ = make_orders(handler)
-    reply = await asyncio.wait_for(orders.stage(STAGING), 30)
+    reply = await asyncio.wait_for(orders.refit.stage(STAGING), 30)
     ready = {"state": "ready", "error": ""}
     facts = {"label": 4, "refits": True, "asleep": 0}
     assert reply == {"status": "ok", "ranks": [ready, ready], **facts}
@@ -169,7 +170,7 @@ async def test_nothing_is_staged_while_the_weights_sleep() -> None:
     handler = Handler()
     orders, *_ = make_orders(handler)
     orders._sleep.level, orders._sleep._sleeping = 2, {"weights", "kv_cache"}
-    reply = await orders.stage(STAGING)
+    reply = await orders.refit.stage(STAGING)
     assert reply == {"status": "ok", "are_weights_asleep": True, "asleep": 2}
     assert handler.calls == []
 
@@ -179,7 +180,7 @@ async def test_ranks_that_cannot_notify_are_asked_again(notifications: int) -> N
     handler = Handler()
     handler.notifications, handler.states = notifications, [["running", "ready"]]
     orders, *_ = make_orders(handler)
-    reply = await asyncio.wait_for(orders.stage(STAGING), 30)
+    reply = await asyncio.wait_for(orders.refit.stage(STAGING), 30)
     assert [rank["state"] for rank in reply["ranks"]] == ["ready", "ready"]
     assert handler.calls.count("rollway_staging") == 2
 
@@ -188,9 +189,9 @@ async def test_an_order_to_stage_answers_in_time_also_if_the_ranks_are_not_done(
     """The caller then repeats it."""
     handler = Handler()
     orders, *_ = make_orders(handler)
-    reply = await orders.stage({**STAGING, "seconds": 0.0})
+    reply = await orders.refit.stage({**STAGING, "seconds": 0.0})
     assert [rank["state"] for rank in reply["ranks"]] == ["running"]
-    reply = await asyncio.wait_for(orders.stage(STAGING), 30)
+    reply = await asyncio.wait_for(orders.refit.stage(STAGING), 30)
     assert [rank["state"] for rank in reply["ranks"]] == ["ready", "ready"]
 
 
@@ -198,16 +199,16 @@ async def test_a_worker_without_a_label_stages_nothing_if_it_needs_one() -> None
     handler = Handler()
     handler._weight_version = None
     orders, *_ = make_orders(handler)
-    reply = await orders.stage(STAGING)
+    reply = await orders.refit.stage(STAGING)
     assert (reply["label"], reply["ranks"], handler.calls) == (None, [], [])
-    assert (await orders.stage({**STAGING, "needs_label": False}))["ranks"]
+    assert (await orders.refit.stage({**STAGING, "needs_label": False}))["ranks"]
 
 
 async def test_an_engine_that_cannot_stage_says_why() -> None:
     handler = Handler()
     handler.report = AttributeError("'Worker' object has no attribute 'rollway_stage'")
     orders, *_ = make_orders(handler)
-    reply = await orders.stage(STAGING)
+    reply = await orders.refit.stage(STAGING)
     assert reply["status"] == "error" and "no attribute 'rollway_stage'" in reply["message"]
 
 
@@ -237,7 +238,7 @@ def request(*fields: str, salt: str = "v4") -> dict[str, Any]:
 
 
 async def sample(handler: Handler, orders: EngineOrders, asked: dict[str, Any]) -> list[Any]:
-    return [chunk async for chunk in orders.stamp(handler.generate)(asked, Context())]
+    return [chunk async for chunk in orders.refit.stamp(handler.generate)(asked, Context())]
 
 
 async def test_the_last_chunk_names_the_versions() -> None:
@@ -268,9 +269,9 @@ async def test_a_request_that_a_refit_froze_has_both_versions() -> None:
     await write({"weight_version": 4})
     handler.report = {"state": "served", "frozen": {"request-1-ab12cd34": 2, "other-99": 7}}
     handler.hold = asyncio.Event()
-    stream = orders.stamp(handler.generate)(request("engine_data", STAMPS), Context())
+    stream = orders.refit.stamp(handler.generate)(request("engine_data", STAMPS), Context())
     await anext(stream)
-    refit = asyncio.create_task(orders.run_refit({**ORDER, "mode": "keep"}))
+    refit = asyncio.create_task(orders.refit.run({**ORDER, "mode": "keep"}))
     last = asyncio.create_task(anext(stream))
     await wait_until_async(lambda: "rollway_refit" in handler.calls)
     # The refit that is running may have frozen this request.

@@ -132,7 +132,7 @@ async def test_nothing_generates_in_an_engine_that_sleeps(engine: Engine) -> Non
         if tags:
             await routes[WAKE]({"tags": tags})
         assert "it sleeps" in (await routes["resume_generation"]({}))["message"]
-        reply = await orders.run_refit({"label": 4})
+        reply = await orders.refit.run({"label": 4})
         assert (reply["state"], reply["message"]) == ("refused", "it sleeps")
     for own in ("control/sleep", "control/wake_up"):  # Dynamo's would resume a part
         assert "take the place" in (await routes[own]({}))["message"]

@@ -368,7 +368,7 @@ class SimWorker:
             self.set_label(label)
 
     async def refit(self, order: Mapping[str, Any], fault: str | None) -> dict[str, Any]:
-        """Do what `engine/guard.py` and `engine/core.py` do."""
+        """Do what `engine/refit_orders.py` and `engine/core.py` do."""
         async with self._routes:
             label, seconds = self.label, {"leave": 0.0, "engine": 0.0, "enter": 0.0}
             if label != order["label"]:
@@ -442,7 +442,7 @@ class SimWorker:
                 await answer
 
     async def stage_by_order(self, order: Mapping[str, Any]) -> StageReply:
-        """Do what the order `rollway_stage` of `engine/guard.py` does."""
+        """Do what the order `rollway_stage` of `engine/refit_orders.py` does."""
         if "weights" in self.sleeping:
             raise Asleep("It sleeps.")
         if order["needs_label"] and self.label is None:
