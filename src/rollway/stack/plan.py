@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from rollway.config import ModelSpec, StackSpec, is_loopback, slug
+from rollway.config import StackSpec, is_loopback
 from rollway.errors import StartError
+from rollway.model_spec import ModelSpec, slug
 from rollway.processes import make_run_environment
 from rollway.ranks import PlacedWorker, merge_runtime_envs, normalise_option
 from rollway.roles import RawArgs, WorkerRole, name_component

@@ -10,8 +10,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rollway.config import ModelSpec, StackSpec, slug
+from rollway.config import StackSpec
 from rollway.errors import SpecError
+from rollway.model_spec import ModelSpec, slug
 from rollway.ranks import PlacedWorker, normalise_option
 from rollway.roles import name_workers
 from rollway.stack import preset

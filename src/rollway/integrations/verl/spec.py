@@ -13,8 +13,9 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from rollway.config import StackSpec, slug
+from rollway.config import StackSpec
 from rollway.errors import UsageError
+from rollway.model_spec import slug
 from rollway.roles import RawArgs
 from rollway.stack.workers import WORKER_EXTENSION
 from rollway.weights.checkpoint import read_headers

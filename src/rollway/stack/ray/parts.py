@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollway.config import StackSpec, slug
+from rollway.config import StackSpec
 from rollway.errors import RollwayError, SpecError, StartError
+from rollway.model_spec import slug
 from rollway.ranks import PlacedWorker, merge_runtime_envs
 from rollway.stack.plan import WILDCARDS
 from rollway.stack.ray import cluster

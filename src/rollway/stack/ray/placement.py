@@ -19,8 +19,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from rollway.config import ModelSpec, StackSpec
+from rollway.config import StackSpec
 from rollway.errors import PlacementError, SpecError
+from rollway.model_spec import ModelSpec
 from rollway.ranks import LAUNCH_ARGS, RaySpec, normalise_option
 from rollway.stack.ray.packing import SearchLimit, Shape, list_splits, pack
 
