@@ -238,16 +238,11 @@ class Proof:
         if self._is_complete:
             return
         values = finish_fingerprints(list(self._started.values()))
-        self._started = dict(zip(self._started, values, strict=True))
+        finished = dict(zip(self._started, values, strict=True))
         for group in self._groups.values():
-            group.fingerprint = sum(value * times for value, times in self._parts(group))
+            group.fingerprint = sum(finished[name] * times for name, times in group.parts)
+        self._started.update(finished)
         self._is_complete = True
-
-    def _parts(self, group: _Group) -> Iterator[tuple[int, int]]:
-        for name, times in group.parts:
-            value = self._started[name]
-            assert isinstance(value, int)
-            yield value, times
 
     def compare(self, reduced: Reduce = torch.clone) -> None:
         """Compare the fingerprints; all ranks must call this at the same time."""
