@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypedDict, TypeVar, Unpack
+from typing import Any, Literal, TypeVar, Unpack
 from weakref import WeakKeyDictionary
 
 from rollway.config import AdminTimeouts
@@ -22,25 +22,15 @@ from rollway.http import Http
 from rollway.orders import read_stack_secret
 from rollway.publishing import AsyncPublisher, PublisherOptions, Transport, open_for_stack
 from rollway.rollout.client import Rollouts
-from rollway.rollout.sender import Sender
+from rollway.rollout.sender import ClientOptions, Sender
 from rollway.rollout.teacher import Teacher
-from rollway.rollout.wire import Wire, get_wire
+from rollway.rollout.wire import get_wire
 from rollway.stack.access import LocalAccess, StackAccess
 from rollway.stack.state import StackState
 from rollway.weights.offer import Offer
 from rollway.weights.transports.base import Publisher
 
 S = TypeVar("S", bound=Sender)
-
-
-class ClientOptions(TypedDict, total=False):
-    """Options of `Stack.rollouts` and `Stack.teacher`, which describe them."""
-
-    concurrency: int
-    timeout: float
-    patience: float
-    wire: str | Wire
-    adapter: str | None
 
 
 class Stack:

@@ -23,7 +23,7 @@ from collections.abc import (
 )
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 from rollway.errors import RequestFailed, RolloutError, Unreachable, UsageError
 from rollway.http import Http, Retry
@@ -40,6 +40,16 @@ listed for 10 s, and another process may be refitting."""
 # Sampling again is always safe: Rollway uses nothing of a failed attempt.
 _TEMPORARY = (404, 429, 499, 500, 502, 503, 504, 529)
 _RETRY = Retry(wait_seconds=0.2, max_wait_seconds=3.0)
+
+
+class ClientOptions(TypedDict, total=False):
+    """Options of `Stack.rollouts` and `Stack.teacher`, which describe them."""
+
+    concurrency: int
+    timeout: float
+    patience: float
+    wire: str | Wire
+    adapter: str | None
 
 
 class Sender:
