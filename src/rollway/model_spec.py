@@ -110,7 +110,7 @@ def check_model_path(path: str, field: str) -> None:
         directory = Path(path).expanduser()
         is_directory = directory.is_dir()
     except (OSError, RuntimeError) as error:  # too long, or `~nobody-of-this-name`
-        reason = getattr(error, "strerror", None) or str(error)
+        reason = (getattr(error, "strerror", None) or str(error)).rstrip(".")
         raise SpecError(
             f"`{field}`: {path[:100]} cannot be looked up: {reason}.",
             "Give an existing checkpoint directory.",

@@ -81,20 +81,20 @@ def make_engine_flags(
     spec: StackSpec, model: ModelSpec, placed: PlacedWorker, run_dir: Path
 ) -> list[str]:
     """Return the options that Rollway itself sets for the engine of a worker."""
-    seed = ["--seed", str(model.seed + placed.replica)] if "seed" not in model.args else []
     if model.engine == "mocker":
         return []
+    own_args = {normalise_option(name) for name in model.args}
+    seed = [] if "seed" in own_args else ["--seed", str(model.seed + placed.replica)]
     flags = _make_rank_flags(model, placed)
     if model.engine == "custom":
         return [*flags, *seed]
     flags = ["--enable-rl", "--tensor-parallel-size", str(model.tensor_parallel), *flags]
-    own_args = {normalise_option(name) for name in model.args}
     if placed.is_headless or "kv-events-config" not in own_args:
         number = [known.name for known in spec.models].index(model.name)
         events = _make_kv_events(placed, make_kv_events_endpoint(run_dir, number, placed.replica))
         flags += ["--kv-events-config", json.dumps(events)]
     # Another interpreter may lack Rollway. Refits then verify its workers by canaries.
-    if spec.python is None and "worker-extension-cls" not in model.args:
+    if spec.python is None and "worker-extension-cls" not in own_args:
         flags += ["--worker-extension-cls", WORKER_EXTENSION]
     return flags + seed
 
@@ -152,12 +152,12 @@ def _check_own_gpus(model: ModelSpec) -> None:
     visible = model.env.get("CUDA_VISIBLE_DEVICES")
     if model.engine != "vllm" or visible is None:
         return
-    named = len(set(preset.parse_gpus(visible)))
-    if named < model.tensor_parallel:
+    named, ranks = len(set(preset.parse_gpus(visible))), _count_local_ranks(model)
+    if named < ranks:
         raise SpecError(
-            f"`{model.name}`: tensor_parallel is {model.tensor_parallel}, and its "
-            f"CUDA_VISIBLE_DEVICES names {named} GPU(s).",
-            "Name a GPU for each rank (two ranks cannot share one), or lower `tensor_parallel`.",
+            f"`{model.name}`: a worker has {ranks} ranks, and its CUDA_VISIBLE_DEVICES names "
+            f"{named} GPU(s).",
+            "Name a GPU for each rank (two ranks cannot share one), or lower the parallel sizes.",
         )
 
 
