@@ -8,7 +8,15 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -243,6 +251,35 @@ async def call_all(
             return await call(worker)
 
     return await asyncio.gather(*map(call_one, workers), return_exceptions=True)
+
+
+async def collect_failures(
+    workers: Sequence[W], call: Callable[[W], Awaitable[object]]
+) -> list[tuple[W, BaseException]]:
+    """Make one call on every worker, and return those that failed with their errors."""
+    results = zip(workers, await call_all(workers, call), strict=True)
+    return [(worker, error) for worker, error in results if isinstance(error, BaseException)]
+
+
+async def call_all_or_raise(workers: Sequence[W], call: Callable[[W], Awaitable[object]]) -> None:
+    """Make one call on every worker, and raise the first failure when all have ended."""
+    for _, error in await collect_failures(workers, call):
+        raise error
+
+
+async def run_to_the_end(work: Coroutine[Any, Any, None]) -> None:
+    """Run to the end even if cancelled, and raise the cancellation afterwards: until the work is
+    done, the caller's lock must not be released."""
+    task = asyncio.create_task(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+    task.result()
 
 
 def silent_workers_error(silent: Sequence[Worker], listed: int) -> AdminError:

@@ -22,8 +22,10 @@ from rollway.fleet.admin import (
     AdminAPI,
     PauseMode,
     call_all,
+    call_all_or_raise,
     leaving_label,
     no_workers_error,
+    run_to_the_end,
     silent_workers_error,
     unverified_label,
     version_left,
@@ -42,7 +44,6 @@ from rollway.fleet.worker_refit import (
     Observer,
     RefitPlan,
     Replace,
-    run_to_the_end,
     set_taints,
 )
 from rollway.http import Http
@@ -182,7 +183,7 @@ class Fleet:
             self.versions.close()
             try:
                 for stage in split_in_stages(workers, mode, lambda worker: worker.role):
-                    await self._call_all(stage, pause)
+                    await call_all_or_raise(stage, pause)
             except BaseException:
                 await run_to_the_end(undo())
                 raise
@@ -202,7 +203,7 @@ class Fleet:
             awake = [w for w in answering if w not in asleep]
             doubtful = [w for w in awake if (labels[w.instance_id] or 0) < 0]
             try:
-                await self._call_all([w for w in awake if w not in doubtful], self._put_back)
+                await call_all_or_raise([w for w in awake if w not in doubtful], self._put_back)
             finally:
                 self.versions.open()
             silent = [w for w in workers if w.error is not None and not await is_dead(w, workers)]
@@ -272,7 +273,7 @@ class Fleet:
             AdminError: a worker refused, or does not answer.
             NoWorkers: no worker is listed.
         """
-        await self._call_all(await self._list_usable(), self.admin.flush_cache)
+        await call_all_or_raise(await self._list_usable(), self.admin.flush_cache)
 
     async def read_versions(self) -> dict[int, int | None]:
         """Return the version that each worker declares, by instance id.
@@ -612,9 +613,3 @@ class Fleet:
         if not workers:
             raise no_workers_error(self.membership.source)
         return workers
-
-    async def _call_all(self, workers: Sequence[Worker], call: Callable[[Worker], Any]) -> None:
-        """Make one call on every worker at once, and raise the first failure at the end."""
-        for result in await call_all(workers, call):
-            if isinstance(result, BaseException):
-                raise result

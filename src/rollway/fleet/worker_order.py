@@ -29,9 +29,10 @@ from rollway.fleet.admin import (
     PauseMode,
     RefitRefused,
     leaving_label,
+    run_to_the_end,
 )
 from rollway.fleet.discovery import is_dead
-from rollway.fleet.worker_refit import WorkerRefit, run_to_the_end
+from rollway.fleet.worker_refit import WorkerRefit
 from rollway.versions import taint_of
 
 SETTLE_SECONDS = 10.0

@@ -32,10 +32,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 from rollway.errors import AdminError, RequestFailed, RollwayError
 from rollway.fleet.admin import (
@@ -46,6 +46,7 @@ from rollway.fleet.admin import (
     CountedCalls,
     PauseMode,
     leaving_label,
+    run_to_the_end,
     unverified_label,
     version_left,
 )
@@ -492,18 +493,3 @@ async def set_taints(
                 raise
             is_respected = False  # an older Dynamo: only this process's own record counts
     versions.tainted = is_respected
-
-
-async def run_to_the_end(work: Coroutine[Any, Any, None]) -> None:
-    """Run to the end even if cancelled, and raise the cancellation afterwards: until the work is
-    done, the caller's lock must not be released."""
-    task = asyncio.create_task(work)
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.shield(task)
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        raise cancelled
-    task.result()
