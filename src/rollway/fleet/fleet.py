@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol, get_args
+from typing import Any, get_args
 
 from rollway.config import AdminTimeouts
 from rollway.errors import AdminError, RollwayError, UsageError
@@ -23,22 +22,20 @@ from rollway.fleet.admin import (
     PauseMode,
     call_all,
     call_all_or_raise,
-    leaving_label,
     no_workers_error,
     run_to_the_end,
     silent_workers_error,
-    unverified_label,
-    version_left,
 )
 from rollway.fleet.canary import Answer, Ask, CanaryCheck
 from rollway.fleet.discovery import RlListing, Source, Worker, is_dead
 from rollway.fleet.dynamo_admin import DynamoAdmin
+from rollway.fleet.labels import Labels
 from rollway.fleet.membership import POLL_SECONDS, Membership
 from rollway.fleet.refit import Refit, Supervised
 from rollway.fleet.report import RefitMode, RefitReport, SleepReport, WorkerReport
 from rollway.fleet.sleep import Sleeper, asleep_error
 from rollway.fleet.stages import split_in_stages
-from rollway.fleet.updates import FromDisk, Offered, Update, Weights
+from rollway.fleet.updates import Recipes, Update, Weights
 from rollway.fleet.worker_refit import (
     ROUTING_SECONDS,
     Observer,
@@ -48,8 +45,8 @@ from rollway.fleet.worker_refit import (
 )
 from rollway.http import Http
 from rollway.orders import read_stack_secret
-from rollway.versions import FleetVersions, Ticket, taint_of
-from rollway.weights.checkpoint import TensorHeader, check_checkpoint, read_headers
+from rollway.versions import FleetVersions, Ticket, VersionRecord, taint_of
+from rollway.weights.checkpoint import check_checkpoint
 from rollway.weights.offer import Offer
 
 __all__ = ["Fleet", "RefitReport", "WorkerReport"]
@@ -58,28 +55,6 @@ log = logging.getLogger(__name__)
 
 Guard = Callable[[], AbstractAsyncContextManager[Any]]
 """Returns a lock that keeps refits of one fleet apart, also those of several processes."""
-
-_REFRESH_SECONDS = 1.0
-_SHARE_SECONDS = 0.02
-"""Answers that arrive within this time share one question to their worker."""
-
-
-class VersionRecord(Protocol):
-    """A record, shared with other processes, of the versions and of how to load the current one."""
-
-    def put(self, version: int, path: Path) -> None: ...
-
-    def get(self) -> tuple[int, Path] | None: ...
-
-    def claim(self, version: int, identity: str) -> None:
-        """Record which weights a version names."""
-        ...
-
-    def claims(self) -> dict[int, str]: ...
-
-    def newest(self) -> int | None:
-        """Return the newest claimed version; cheap, because it is called for every answer."""
-        ...
 
 
 class Fleet:
@@ -113,25 +88,20 @@ class Fleet:
             note_roles=self.versions.note_roles,
         )
         self.membership.on_leave(self._forget)
+        self._labels = Labels(self.admin, self.versions, self.membership, record)
         self.observer: Observer | None = None
         """Called with each step of a refit and its worker, before the step."""
         self.adapters = Adapters(self.admin, self._secret)
         self._sleeper = Sleeper(self.admin, self.versions, lambda worker: self._supervised(worker))
         self._roots = roots
-        self._reference = reference
+        self._recipes = Recipes(roots, reference, self._secret, record)
         self._canary = canary
         self._replace = replace
         self._guard = guard
         self._supervised = supervised
         self._record = record
         self._lock = asyncio.Lock()
-        self._recipe: tuple[int, Update] | None = None
-        """The last version that this process refitted to, and its update."""
         self._doubtful: set[int] = set()
-        self._refreshed_at = float("-inf")
-        self._claimed_before: int | None = None
-        """The newest claim when this process last began to change weights."""
-        self._questions: dict[int, asyncio.Task[int | None]] = {}
 
     def set_supervisor(self, replace: Replace) -> None:
         """Declare that every worker has a supervisor, which `replace` reaches."""
@@ -198,7 +168,7 @@ class Fleet:
         async with self._lock, self._guard():
             workers = await self.workers()
             answering = [worker for worker in workers if worker.error is None]
-            labels = await self._read_labels(answering)
+            labels = await self._labels.read_from(answering)
             asleep = [w for w in answering if self.admin.sleep_level(w)]
             awake = [w for w in answering if w not in asleep]
             doubtful = [w for w in awake if (labels[w.instance_id] or 0) < 0]
@@ -241,7 +211,7 @@ class Fleet:
             NoWorkers: no worker is listed.
         """
         async with self._lock, self._guard():
-            self._learn_claims()
+            self._labels.learn_claims()
             return await self._sleeper.sleep(await self._list_usable(), level, mode)
 
     async def wake(self) -> SleepReport:
@@ -258,7 +228,7 @@ class Fleet:
                 asleep, and may be woken again.
         """
         async with self._lock, self._guard():
-            self._learn_claims()
+            self._labels.learn_claims()
             workers = await self.workers()
             report = await self._sleeper.wake([w for w in workers if w.error is None])
             silent = [w for w in workers if w.error is not None and not await is_dead(w, workers)]
@@ -287,82 +257,16 @@ class Fleet:
             NoWorkers: no worker is listed.
             Unreachable: the RL worker listing does not answer.
         """
-        epoch = self.versions.epoch
-        workers = await self.workers()
-        if not workers:
-            raise no_workers_error(self.membership.source)
-        labels = await self._read_labels(workers)
-        # A refit of this process knows better than labels that were read while it ran.
-        if self.versions.epoch == epoch and not self.versions.changing:
-            serving = {i: v for i, v in labels.items() if v is not None and v >= 0}
-            asleep = [w.instance_id for w in workers if self.admin.sleep_level(w)]
-            self.versions.learn(serving, asleep)
-            # Of workers that sleep, or that a refit is about to change: no version goes back.
-            for label in labels.values():
-                if (version := version_left(label)) is not None:
-                    self.versions.note_served(version)
-        return labels
+        return await self._labels.read_all()
 
     async def refresh(self, *, now: bool = False) -> None:
         """Read the versions again, at most once a second unless `now`; never raise."""
-        if not now and time.monotonic() - self._refreshed_at < _REFRESH_SECONDS:
-            return
-        self._refreshed_at = time.monotonic()
-        try:
-            await self.read_versions()
-        except RollwayError as error:
-            log.debug("versions cannot be read: %s", error.message)
+        await self._labels.refresh(now=now)
 
     async def still_serves(self, ticket: Ticket, instance: int | None) -> bool:
         """Return whether the worker that has just answered still serves the ticket's version; with
         `instance` None, whether all workers do."""
-        # `FleetVersions.attributes_to` covers refits by this process, this covers refits by others.
-        # Versions only go up, so a worker whose label is still the ticket's version *after* the
-        # answer has served nothing else in between.
-        assert ticket.version is not None
-        accepted = {ticket.version}
-        if ticket.taint is not None:
-            if self._record is not None:
-                # Every process records its claim before it touches a worker. If the newest claim
-                # is not above the ticket's version, nobody has begun, and no question is needed.
-                # During a refit of this process the newest claim is its own, so the claim from
-                # before counts (the guard keeps other processes out meanwhile).
-                is_ours = self.versions.changing > 0
-                claimed = self._claimed_before if is_ours else self._record.newest()
-                if claimed is None or claimed <= ticket.version:
-                    return True
-            # With a taint, only a worker on the version got the request. These labels say that it
-            # left service after that version and has not generated since, or has loaded these
-            # very weights and not entered service.
-            accepted |= {leaving_label(ticket.version), unverified_label(ticket.version)}
-        # Without taints any worker may have answered, even one that joined a moment ago and is
-        # missing from a recent listing.
-        may_be_new = instance is None and ticket.taint is None
-        try:
-            candidates = [
-                worker
-                for worker in await self.workers(fresh=may_be_new)
-                if instance in (None, worker.instance_id) and worker.error is None
-            ]
-            labels = [await self._read_label_from_now(worker) for worker in candidates]
-        except RollwayError:
-            return False  # without an answer nothing is known, and the rollout is repeated
-        return bool(labels) and accepted.issuperset(labels)
-
-    async def _read_label_from_now(self, worker: Worker) -> int | None:
-        """Return a worker's label, read after this call began. Calls at the same time share it."""
-
-        async def ask() -> int | None:
-            await asyncio.sleep(_SHARE_SECONDS)
-            # Before the question: a caller that comes later must not get an older label.
-            del self._questions[worker.instance_id]
-            return await self._read_label(worker)
-
-        task = self._questions.get(worker.instance_id)
-        if task is None:
-            task = self._questions[worker.instance_id] = asyncio.create_task(ask())
-            task.add_done_callback(lambda t: t.cancelled() or t.exception())
-        return await asyncio.shield(task)
+        return await self._labels.still_serves(ticket, instance)
 
     async def refit(
         self,
@@ -400,18 +304,16 @@ class Fleet:
                 f"A refit is not possible with mode {mode!r} and share {share!r}.",
                 f"Modes are {', '.join(get_args(RefitMode))}; a share is above 0 and at most 1.",
             )
-        chosen = await self._make_update(update, allow_cast)
+        chosen = await self._recipes.make_update(update, allow_cast)
         async with self._lock, self._guard():
             refit = self._make_refit(version, chosen, expected)
             refit.mode, refit.share = mode, share
-            self._learn_claims()
+            self._labels.learn_claims()
             try:
                 return await refit.run()
             finally:
                 if refit.is_claimed and self.versions.newest == version:
-                    self._recipe = (version, chosen)
-                    if self._record is not None and isinstance(chosen, FromDisk):
-                        self._record.put(version, chosen.path)
+                    self._recipes.put(version, chosen)
                 self._note_doubts(refit)
 
     async def load_adapter(
@@ -463,10 +365,10 @@ class Fleet:
             RefitError: a worker could not be brought to the version.
         """
         async with self._lock, self._guard():
-            self._learn_claims()
+            self._labels.learn_claims()
             await self.read_versions()
             listed = await self.workers(fresh=False)
-            recipe = self._find_recipe()
+            recipe = self._recipes.find(self.versions.newest)
             if recipe is None or not recipe[1].repeatable:
                 return None
             if any(self.admin.sleep_level(worker) for worker in listed):
@@ -485,7 +387,7 @@ class Fleet:
     async def watch(self, seconds: float = POLL_SECONDS) -> None:
         """Notice joins and leaves, and admit workers that join, until cancelled."""
         while True:
-            if await self.membership.poll() and await self._is_any_behind():
+            if await self.membership.poll() and await self._labels.is_any_behind():
                 try:
                     await self.admit()
                 except RollwayError as error:
@@ -509,13 +411,6 @@ class Fleet:
                 ready = [w for w in listed if served.get(w.instance_id) == current]
                 await self.adapters.catch_up(ready)
 
-    async def _is_any_behind(self) -> bool:
-        served, current = self.versions.by_worker, self.versions.newest
-        return any(
-            worker.error is None and (current is None or served.get(worker.instance_id) != current)
-            for worker in await self.workers(fresh=False)
-        )
-
     async def _put_back(self, worker: Worker) -> None:
         """Resume a worker with its own version, unless it is in doubt."""
         async with self.admin.pinned() as connection:
@@ -524,18 +419,6 @@ class Fleet:
                 await connection.resume(worker)
                 taints = [] if version is None else [taint_of(version)]
                 await set_taints(connection, self.versions, worker, taints)
-
-    async def _make_update(self, weights: Weights, allow_cast: bool) -> Update:
-        if isinstance(weights, Offer) and weights.transport == "files":
-            weights = Path(weights.where["path"])  # workers without the extension can load it too
-        if isinstance(weights, Offer):
-            return Offered(weights, self._secret, allow_cast)
-        if isinstance(weights, str | Path):
-            served = await self._read_served_headers()
-            return FromDisk(Path(weights), self._roots, served, allow_cast, secret=self._secret)
-        if isinstance(weights, FromDisk) and not weights.secret:
-            weights.secret = self._secret
-        return weights
 
     def _make_refit(self, version: int, update: Update, expected: Answer | None) -> Refit:
         plan = RefitPlan(
@@ -555,21 +438,6 @@ class Fleet:
             record=None if self._record is None else self._record.claim,
         )
 
-    def _learn_claims(self) -> None:
-        if self._record is not None:
-            self._claimed_before = self._record.newest()
-            self.versions.learn_claims(self._record.claims())
-
-    def _find_recipe(self) -> tuple[int, Update] | None:
-        """Return the newest version and its update, from this process or from the record."""
-        current = self.versions.newest
-        if self._recipe is not None and self._recipe[0] == current:
-            return self._recipe
-        recorded = self._record.get() if self._record is not None else None
-        if recorded is None or recorded[0] != current:
-            return None
-        return current, FromDisk(recorded[1], self._roots, secret=self._secret)
-
     def _note_doubts(self, refit: Refit) -> None:
         for instance, worker in refit.workers.items():
             if worker.report.state == "in doubt":
@@ -577,32 +445,8 @@ class Fleet:
             elif worker.report.state != "untouched":
                 self._doubtful.discard(instance)
 
-    async def _read_served_headers(self) -> dict[str, TensorHeader] | None:
-        """Return the tensor headers of the served model; None if this process cannot know them."""
-        if self._reference is not None and self._reference.is_dir():
-            return await asyncio.to_thread(read_headers, self._reference)
-        if self._recipe is not None and isinstance(self._recipe[1], FromDisk):
-            checkpoint = self._recipe[1].checkpoint
-            return None if checkpoint is None else checkpoint.tensors
-        return None
-
     async def _forget(self, worker: Worker) -> None:
         self.versions.forget(worker.instance_id)
-
-    async def _read_labels(self, workers: Sequence[Worker]) -> dict[int, int | None]:
-        answering = [worker for worker in workers if worker.error is None]
-        results = await call_all(answering, self._read_label)
-        labels: dict[int, int | None] = {worker.instance_id: None for worker in workers}
-        for worker, label in zip(answering, results, strict=True):
-            if isinstance(label, int):
-                labels[worker.instance_id] = label
-        return labels
-
-    async def _read_label(self, worker: Worker) -> int | None:
-        label = await self.admin.weight_version(worker)
-        if self.admin.enforces_versions(worker):
-            self.versions.mark_enforced(worker.instance_id)
-        return label
 
     async def _list_usable(self) -> list[Worker]:
         """Return all workers; raise if any does not answer."""

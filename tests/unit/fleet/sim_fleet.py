@@ -26,7 +26,7 @@ import pytest
 from rollway.engine.core import version_in
 from rollway.errors import AdminError, RequestFailed, Unreachable, UsageError
 from rollway.fleet import (
-    fleet,
+    labels,
     membership,
     refit,
     sleep,
@@ -682,12 +682,12 @@ class World:
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
         """Run the real protocol on simulated time, listings and checkpoints."""
-        protocol = (refit, stages, worker_order, worker_refit, updates, fleet, sleep, membership)
+        protocol = (refit, stages, worker_order, worker_refit, updates, labels, sleep, membership)
         for module in (*protocol, sender):
             patch.setattr(module, "time", SimpleNamespace(monotonic=self.loop.time))
         patch.setattr(membership, "discover", self.listing)
         patch.setattr(membership, "list_instances", self.instances)
-        patch.setattr(fleet, "FromDisk", SimUpdate)
+        patch.setattr(updates, "FromDisk", SimUpdate)
         patch.setattr(sender, "random", self.rng)
 
     def put(self, version: int, path: Path) -> None:
