@@ -33,19 +33,14 @@ from rollway.fleet.labels import Labels
 from rollway.fleet.membership import POLL_SECONDS, Membership
 from rollway.fleet.refit import Refit, Supervised
 from rollway.fleet.report import RefitMode, RefitReport, SleepReport, WorkerReport
+from rollway.fleet.service import Service
 from rollway.fleet.sleep import Sleeper, asleep_error
 from rollway.fleet.stages import split_in_stages
 from rollway.fleet.updates import Recipes, Update, Weights
-from rollway.fleet.worker_refit import (
-    ROUTING_SECONDS,
-    Observer,
-    RefitPlan,
-    Replace,
-    set_taints,
-)
+from rollway.fleet.worker_refit import Observer, RefitPlan, Replace
 from rollway.http import Http
 from rollway.orders import read_stack_secret
-from rollway.versions import FleetVersions, Ticket, VersionRecord, taint_of
+from rollway.versions import FleetVersions, Ticket, VersionRecord
 from rollway.weights.checkpoint import check_checkpoint
 from rollway.weights.offer import Offer
 
@@ -138,14 +133,6 @@ class Fleet:
         async with self._lock, self._guard():
             workers = await self._list_usable()
 
-            async def pause(worker: Worker) -> None:
-                await set_taints(self.admin, self.versions, worker, [])
-                await self.admin.pause(worker, mode, clear_cache=clear_cache)
-                if self.versions.tainted and mode != "keep":
-                    # Requests that a router sent meanwhile would hang until the resume.
-                    await asyncio.sleep(ROUTING_SECONDS)
-                    await self.admin.pause(worker, "abort", clear_cache=clear_cache)
-
             async def undo() -> None:
                 await call_all(workers, self._put_back)
                 self.versions.open()
@@ -153,7 +140,9 @@ class Fleet:
             self.versions.close()
             try:
                 for stage in split_in_stages(workers, mode, lambda worker: worker.role):
-                    await call_all_or_raise(stage, pause)
+                    await call_all_or_raise(
+                        stage, lambda w: self._service_of(w).pause(mode, clear_cache=clear_cache)
+                    )
             except BaseException:
                 await run_to_the_end(undo())
                 raise
@@ -411,14 +400,11 @@ class Fleet:
                 ready = [w for w in listed if served.get(w.instance_id) == current]
                 await self.adapters.catch_up(ready)
 
+    def _service_of(self, worker: Worker) -> Service:
+        return Service(self.admin, self.versions, worker)
+
     async def _put_back(self, worker: Worker) -> None:
-        """Resume a worker with its own version, unless it is in doubt."""
-        async with self.admin.pinned() as connection:
-            version = await connection.weight_version(worker)
-            if version is None or version >= 0:
-                await connection.resume(worker)
-                taints = [] if version is None else [taint_of(version)]
-                await set_taints(connection, self.versions, worker, taints)
+        await self._service_of(worker).put_back()
 
     def _make_refit(self, version: int, update: Update, expected: Answer | None) -> Refit:
         plan = RefitPlan(

@@ -185,7 +185,7 @@ class Refit:
             report, is_supervised = WorkerReport(worker.instance_id), self.supervised(worker)
             tracked = WorkerRefit(self.plan, worker, report, is_supervised=is_supervised)
             self.workers[worker.instance_id] = tracked
-        tracked.worker = worker  # as it was last listed
+        tracked.service.worker = worker  # as it was last listed
         return tracked
 
     async def _preflight(self, workers: Sequence[WorkerRefit]) -> list[WorkerRefit]:

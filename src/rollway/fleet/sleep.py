@@ -44,7 +44,7 @@ from rollway.fleet.admin import (
 )
 from rollway.fleet.discovery import Worker
 from rollway.fleet.report import SleepReport, WorkerSleep
-from rollway.fleet.worker_refit import ROUTING_SECONDS, set_taints
+from rollway.fleet.service import ROUTING_SECONDS, set_taints
 from rollway.versions import FleetVersions, taint_of
 
 LEVELS = (1, 2)

@@ -79,7 +79,7 @@ class WorkerOrder:
             # The engine resumes by itself. An answer without stamps may be of both versions then.
             versions.mark_entered(self._refit.instance_id, plan.version)
         await self._refit.step("update")
-        label = self._refit.label
+        label = self._refit.service.label
         order = {
             "identity": plan.update.identity,
             "mode": mode,
@@ -140,7 +140,7 @@ class WorkerOrder:
                 self._refit.may_hold_update, self._refit.report.error = False, None
                 self._refit.note_service("parameters")
                 return
-            if label == self._refit.label:
+            if label == self._refit.service.label:
                 self._refit.note_refusal(error)
                 return
             await asyncio.sleep(0.1)
