@@ -22,17 +22,15 @@ from rollway.fleet.admin import (
     PauseMode,
     call_all,
     call_all_or_raise,
-    no_workers_error,
     run_to_the_end,
-    silent_workers_error,
 )
 from rollway.fleet.canary import Answer, Ask, CanaryCheck
-from rollway.fleet.discovery import RlListing, Source, Worker, is_dead
+from rollway.fleet.discovery import RlListing, Source, Worker
 from rollway.fleet.dynamo_admin import DynamoAdmin
 from rollway.fleet.labels import Labels
-from rollway.fleet.membership import POLL_SECONDS, Membership
+from rollway.fleet.membership import POLL_SECONDS, Membership, refuse_silent
 from rollway.fleet.refit import Refit, Supervised
-from rollway.fleet.report import RefitMode, RefitReport, SleepReport, WorkerReport
+from rollway.fleet.report import RefitMode, RefitReport, SleepReport
 from rollway.fleet.service import Service
 from rollway.fleet.sleep import Sleeper, asleep_error
 from rollway.fleet.stages import split_in_stages
@@ -43,8 +41,6 @@ from rollway.orders import read_stack_secret
 from rollway.versions import FleetVersions, Ticket, VersionRecord
 from rollway.weights.checkpoint import check_checkpoint
 from rollway.weights.offer import Offer
-
-__all__ = ["Fleet", "RefitReport", "WorkerReport"]
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +127,7 @@ class Fleet:
             NoWorkers: no worker is listed.
         """
         async with self._lock, self._guard():
-            workers = await self._list_usable()
+            workers = await self.membership.list_answering()
 
             async def undo() -> None:
                 await call_all(workers, self._put_back)
@@ -165,9 +161,7 @@ class Fleet:
                 await call_all_or_raise([w for w in awake if w not in doubtful], self._put_back)
             finally:
                 self.versions.open()
-            silent = [w for w in workers if w.error is not None and not await is_dead(w, workers)]
-            if silent:
-                raise silent_workers_error(silent, len(workers))
+            await refuse_silent(workers)
             if doubtful:
                 raise AdminError(
                     f"{len(doubtful)} of {len(workers)} workers were left between two versions and "
@@ -201,7 +195,7 @@ class Fleet:
         """
         async with self._lock, self._guard():
             self._labels.learn_claims()
-            return await self._sleeper.sleep(await self._list_usable(), level, mode)
+            return await self._sleeper.sleep(await self.membership.list_answering(), level, mode)
 
     async def wake(self) -> SleepReport:
         """Wake the workers that sleep at level 1, and return them to service with their version.
@@ -220,9 +214,7 @@ class Fleet:
             self._labels.learn_claims()
             workers = await self.workers()
             report = await self._sleeper.wake([w for w in workers if w.error is None])
-            silent = [w for w in workers if w.error is not None and not await is_dead(w, workers)]
-            if silent:
-                raise silent_workers_error(silent, len(workers))
+            await refuse_silent(workers)
             return report
 
     async def flush_cache(self) -> None:
@@ -232,15 +224,14 @@ class Fleet:
             AdminError: a worker refused, or does not answer.
             NoWorkers: no worker is listed.
         """
-        await call_all_or_raise(await self._list_usable(), self.admin.flush_cache)
+        await call_all_or_raise(await self.membership.list_answering(), self.admin.flush_cache)
 
     async def read_versions(self) -> dict[int, int | None]:
         """Return the version that each worker declares, by instance id.
 
         Returns:
-            The version; None where a worker declares none or does not answer, `IN_DOUBT` (a
-                negative
-            number) while its weights change or after that failed.
+            The version; None where a worker declares none or does not answer, a negative number
+                while its weights change or after that failed.
 
         Raises:
             NoWorkers: no worker is listed.
@@ -328,7 +319,7 @@ class Fleet:
             path = Path(offer.where["path"])
             await asyncio.to_thread(check_checkpoint, path, roots=self._roots, whole=False)
         async with self._lock, self._guard():
-            workers = await self._list_usable()
+            workers = await self.membership.list_answering()
             return await self.adapters.load(workers, name, version, offer, config, keep)
 
     async def unload_adapter(self, name: str) -> None:
@@ -341,7 +332,7 @@ class Fleet:
             AdminError: a worker refused, or does not answer.
         """
         async with self._lock, self._guard():
-            await self.adapters.unload(await self._list_usable(), name)
+            await self.adapters.unload(await self.membership.list_answering(), name)
 
     async def admit(self) -> RefitReport | None:
         """Bring workers that joined or restarted to the current version, while the others serve.
@@ -356,16 +347,13 @@ class Fleet:
         async with self._lock, self._guard():
             self._labels.learn_claims()
             await self.read_versions()
-            listed = await self.workers(fresh=False)
-            recipe = self._recipes.find(self.versions.newest)
-            if recipe is None or not recipe[1].repeatable:
+            version = self.versions.newest
+            update = None if version is None else self._recipes.find(version)
+            if version is None or update is None or not update.repeatable:
                 return None
-            if any(self.admin.sleep_level(worker) for worker in listed):
+            if any(map(self.admin.sleep_level, await self.workers(fresh=False))):
                 return None  # their memory is somebody else's now, and so may a joiner's be
-            version, update = recipe
-            if self.versions.newest != version or all(
-                self.versions.by_worker.get(w.instance_id) == version for w in listed if not w.error
-            ):
+            if not await self._labels.is_any_behind():
                 return None
             refit = self._make_refit(version, update, None)
             try:
@@ -433,13 +421,3 @@ class Fleet:
 
     async def _forget(self, worker: Worker) -> None:
         self.versions.forget(worker.instance_id)
-
-    async def _list_usable(self) -> list[Worker]:
-        """Return all workers; raise if any does not answer."""
-        workers = await self.workers()
-        silent = [worker for worker in workers if worker.error is not None]
-        if silent:
-            raise silent_workers_error(silent, len(workers))
-        if not workers:
-            raise no_workers_error(self.membership.source)
-        return workers

@@ -236,11 +236,9 @@ class Offered:
         self, admin: AdminAPI, worker: Worker, *, needs_label: bool = False
     ) -> Preflight:
         offer = self.offer_to(worker).sign(self.secret)
-        seconds = self.stage_seconds
+        seconds, cast = self.stage_seconds, self.allow_cast
         try:
-            return await stage(
-                admin, worker, offer, self.allow_cast, seconds, needs_label=needs_label
-            )
+            return await stage(admin, worker, offer, cast, seconds, needs_label=needs_label)
         except NoSuchMethod as error:
             raise UsageError(
                 f"{worker} cannot stage weights: {error.message}",
@@ -382,20 +380,19 @@ class Recipes:
         return weights
 
     def put(self, version: int, update: Update) -> None:
-        """Keep the update of a new version, and record it for other processes if they can load
-        it too."""
+        """Keep the update of a new version, and record a checkpoint for other processes."""
         self._last = version, update
         if self.record is not None and isinstance(update, FromDisk):
             self.record.put(version, update.path)
 
-    def find(self, version: int | None) -> tuple[int, Update] | None:
-        """Return the version and its update, from this process or from the record."""
+    def find(self, version: int) -> Update | None:
+        """Return the update of a version, from this process or from the record."""
         if self._last is not None and self._last[0] == version:
-            return self._last
+            return self._last[1]
         recorded = self.record.get() if self.record is not None else None
         if recorded is None or recorded[0] != version:
             return None
-        return version, FromDisk(recorded[1], self.roots, secret=self.secret)
+        return FromDisk(recorded[1], self.roots, secret=self.secret)
 
     async def _read_served_headers(self) -> dict[str, TensorHeader] | None:
         """Return the tensor headers of the served model; None if this process cannot know them."""

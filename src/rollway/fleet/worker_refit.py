@@ -74,7 +74,7 @@ class RefitPlan:
 
 @dataclass(slots=True, eq=False)
 class WorkerRefit:
-    """The refit of one worker: its connection, its label, its state and its times."""
+    """The refit of one worker: its service, its state and its times."""
 
     plan: RefitPlan
     listed: InitVar[Worker]
