@@ -1,4 +1,4 @@
-"""The admin calls of one worker: the `AdminAPI` protocol, its labels and errors.
+"""The admin calls of a worker: the `AdminAPI` protocol, labels, errors, and calls on many workers.
 
 `dynamo_admin` implements it for Dynamo's workers, `vllm_admin` for plain vLLM servers.
 """

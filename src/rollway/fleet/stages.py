@@ -1,4 +1,4 @@
-"""The order in which prefill and decode workers change weights.
+"""Stages of a refit: workers of one role change weights together, prefill and decode in order.
 
     wait:   prefill pool ─────► decode pool         prefill workers drain: decode workers, which
                                                     still serve, fetch all KV that they hold
