@@ -11,6 +11,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
 
 from rollway.errors import RolloutError, UsageError
 
@@ -34,6 +36,24 @@ class Ticket:
     epoch: int
     stamped: bool = False
     """Whether the worker is asked to name the versions of the tokens in its answer."""
+
+
+class VersionRecord(Protocol):
+    """A record, shared with other processes, of the versions and of how to load the current one."""
+
+    def put(self, version: int, path: Path) -> None: ...
+
+    def get(self) -> tuple[int, Path] | None: ...
+
+    def claim(self, version: int, identity: str) -> None:
+        """Record which weights a version names."""
+        ...
+
+    def claims(self) -> dict[int, str]: ...
+
+    def newest(self) -> int | None:
+        """Return the newest claimed version; cheap, because it is called for every answer."""
+        ...
 
 
 class FleetVersions:

@@ -1,4 +1,4 @@
-"""The admin calls of one worker: the `AdminAPI` protocol, its labels and errors.
+"""The admin calls of a worker: the `AdminAPI` protocol, labels, errors, and calls on many workers.
 
 `dynamo_admin` implements it for Dynamo's workers, `vllm_admin` for plain vLLM servers.
 """
@@ -6,17 +6,28 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
+import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar, cast
 
-from rollway.errors import AdminError, NoWorkers, RequestFailed
+from rollway.errors import AdminError, NoWorkers, RequestFailed, RollwayError, UsageError
 from rollway.fleet.discovery import Worker
 from rollway.http import Http
+from rollway.weights.offer import STILL
 
 T = TypeVar("T")
 W = TypeVar("W")
@@ -29,6 +40,8 @@ served; see `unverified_label` and `leaving_label`."""
 # A worker that waits longer than this for the other side of a weight group exits
 # (DYN_RL_INIT_WEIGHTS_TIMEOUT_S).
 RENDEZVOUS_SECONDS = 30.0
+ASK_SECONDS = 0.5
+"""The first wait before a worker that sent no notification is asked; later waits are longer."""
 
 _FAILED_CALL = re.compile(r"^Call to \w+ method failed: ")
 # The end is missing where a long message was cut.
@@ -243,6 +256,96 @@ async def call_all(
             return await call(worker)
 
     return await asyncio.gather(*map(call_one, workers), return_exceptions=True)
+
+
+async def collect_failures(
+    workers: Sequence[W], call: Callable[[W], Awaitable[object]]
+) -> list[tuple[W, BaseException]]:
+    """Make one call on every worker, and return those that failed with their errors."""
+    results = zip(workers, await call_all(workers, call), strict=True)
+    return [(worker, error) for worker, error in results if isinstance(error, BaseException)]
+
+
+async def call_all_or_raise(workers: Sequence[W], call: Callable[[W], Awaitable[object]]) -> None:
+    """Make one call on every worker, and raise the first failure when all have ended."""
+    for _, error in await collect_failures(workers, call):
+        raise error
+
+
+async def run_to_the_end(work: Coroutine[Any, Any, None]) -> None:
+    """Run to the end even if cancelled, and raise the cancellation afterwards: until the work is
+    done, the caller's lock must not be released."""
+    task = asyncio.create_task(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+    task.result()
+
+
+Call = tuple[str, Mapping[str, Any]]
+"""An engine method and its arguments."""
+
+
+async def start_and_wait(
+    admin: AdminAPI,
+    worker: Worker,
+    start: Call,
+    check: Callable[[], Awaitable[None]],
+    seconds: float,
+) -> None:
+    """Start a background task in a worker and wait until `check` does not raise any more."""
+    method, arguments = start
+    deadline, wait = time.monotonic() + seconds, ASK_SECONDS
+    try:
+        async with _notifications(worker.world_size) as (socket_name, notified):
+            await admin.call(worker, method, {**arguments, "tell": socket_name})
+            while True:
+                # A worker on another machine cannot reach the socket, so it is asked repeatedly.
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(notified.wait(), wait)
+                try:
+                    return await check()
+                except AdminError as error:
+                    if STILL not in error.message:
+                        raise
+                if time.monotonic() > deadline:
+                    raise AdminError(f"{worker} has not got the weights within {seconds:g} s.")
+                notified.clear()
+                wait = min(2.0, 2 * wait)
+    except NoSuchMethod:
+        raise
+    except AdminError as error:
+        raise as_usage_error(error) from error
+
+
+@asynccontextmanager
+async def _notifications(expected: int) -> AsyncIterator[tuple[str, asyncio.Event]]:
+    """Yield the name of a unix socket, and an event that is set after `expected` connections."""
+    name, notified, count = f"rollway/staged/{secrets.token_hex(8)}", asyncio.Event(), 0
+
+    async def accept(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal count
+        count += 1
+        if count >= expected:
+            notified.set()
+        writer.close()
+
+    server = await asyncio.start_unix_server(accept, f"\0{name}")
+    try:
+        yield name, notified
+    finally:
+        server.close()
+
+
+def as_usage_error(error: AdminError) -> RollwayError:
+    """Return a worker's refusal as a mistake of the caller."""
+    # An error with a cause is no refusal: the call or its answer was lost.
+    return error if error.__cause__ is not None else UsageError(error.message, error.hint)
 
 
 def silent_workers_error(silent: Sequence[Worker], listed: int) -> AdminError:

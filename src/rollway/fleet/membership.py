@@ -11,10 +11,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 
 from rollway.errors import RollwayError
+from rollway.fleet.admin import no_workers_error, silent_workers_error
 from rollway.fleet.discovery import Source, Worker, discover, is_dead, list_instances
 from rollway.http import Http
 from rollway.roles import WorkerRole
@@ -74,6 +75,16 @@ class Membership:
             # If every caller was cancelled, nobody reads the exception.
             self._listing.add_done_callback(lambda task: task.cancelled() or task.exception())
         return list(await asyncio.shield(self._listing))
+
+    async def list_answering(self) -> list[Worker]:
+        """List the workers now; raise if there is none, or one that does not answer."""
+        listed = await self.workers(fresh=True)
+        silent = [worker for worker in listed if worker.error is not None]
+        if silent:
+            raise silent_workers_error(silent, len(listed))
+        if not listed:
+            raise no_workers_error(self.source)
+        return listed
 
     async def confirm(self) -> list[Worker] | None:
         """Return the workers of the last listing, if all of them answered it and nobody has joined
@@ -142,3 +153,10 @@ async def _notify(listeners: list[Listener], worker: Worker) -> None:
             await listener(worker)
         except RollwayError as error:
             log.warning("%s: %s", worker, error)
+
+
+async def refuse_silent(listed: Sequence[Worker]) -> None:
+    """Raise if a worker does not answer, unless it is known to be dead."""
+    silent = [w for w in listed if w.error is not None and not await is_dead(w, listed)]
+    if silent:
+        raise silent_workers_error(silent, len(listed))

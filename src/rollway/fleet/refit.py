@@ -24,27 +24,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import (
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Coroutine,
-    Iterable,
-    Iterator,
-    Sequence,
-)
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 from rollway.errors import AdminError, RollwayError, UsageError
-from rollway.fleet.admin import PauseMode, call_all, no_workers_error, silent_workers_error
+from rollway.fleet.admin import (
+    PauseMode,
+    collect_failures,
+    no_workers_error,
+    run_to_the_end,
+    silent_workers_error,
+)
 from rollway.fleet.discovery import Worker, is_dead
 from rollway.fleet.membership import Membership
 from rollway.fleet.report import RefitMode, RefitReport, WorkerReport, refit_error
-from rollway.fleet.stages import split_in_shares, split_in_stages
-from rollway.fleet.worker_order import WorkerOrder
-from rollway.fleet.worker_refit import RefitPlan, WorkerRefit, run_to_the_end
+from rollway.fleet.stages import Stage, split_in_shares, split_in_stages
+from rollway.fleet.worker_refit import RefitPlan, WorkerRefit
 
 log = logging.getLogger(__name__)
 
@@ -142,7 +138,7 @@ class Refit:
             # Everybody is known, so no listing need wait for busy workers: the preflight itself
             # shows who answers.
             workers = [self._track(worker) for worker in known]
-            failures = await self._call_all(workers, WorkerRefit.preflight)
+            failures = await collect_failures(workers, WorkerRefit.preflight)
             for _, error in failures:
                 if not isinstance(error, AdminError):
                     raise error
@@ -189,13 +185,13 @@ class Refit:
             report, is_supervised = WorkerReport(worker.instance_id), self.supervised(worker)
             tracked = WorkerRefit(self.plan, worker, report, is_supervised=is_supervised)
             self.workers[worker.instance_id] = tracked
-        tracked.worker = worker  # as it was last listed
+        tracked.service.worker = worker  # as it was last listed
         return tracked
 
     async def _preflight(self, workers: Sequence[WorkerRefit]) -> list[WorkerRefit]:
         """Have every worker check and stage the update; raise if one refuses. Return those that
         are alive and ready."""
-        for worker, error in await self._call_all(workers, WorkerRefit.preflight):
+        for worker, error in await collect_failures(workers, WorkerRefit.preflight):
             is_silent = isinstance(error, AdminError)
             if not (is_silent and await self.membership.has_died(worker.worker)):
                 raise error
@@ -231,7 +227,7 @@ class Refit:
     async def _keep_current(self, workers: Sequence[WorkerRefit]) -> list[WorkerRefit]:
         """Put workers that have the version into service, and return the others."""
         current = [worker for worker in workers if worker.note_if_current()]
-        for worker, error in await self._call_all(current, WorkerRefit.ensure_service):
+        for worker, error in await collect_failures(current, WorkerRefit.ensure_service):
             worker.mark_in_doubt(error)
         return [worker for worker in workers if worker not in current]
 
@@ -298,7 +294,9 @@ class Refit:
         try:
             stages = split_in_stages(group, mode, _get_role)
             for stage in stages:
-                await self._move_stage(stage, mode)
+                for worker in stage:
+                    worker.releases_kv = mode == "abort" and self._can_release(worker)
+                await Stage(stage, mode).move()
                 if len(stages) > 1 and all(w.report.state != "serving" for w in stage):
                     # The other pool had better serve the old version.
                     role = stage[0].worker.role
@@ -306,71 +304,12 @@ class Refit:
         finally:
             versions.open()
 
-    async def _move_stage(self, stage: Sequence[WorkerRefit], mode: PauseMode) -> None:
-        """Move workers of one role, all at the same time."""
-        by_order = [worker for worker in stage if worker.takes_order]
-        others = [worker for worker in stage if worker not in by_order]
-        for worker in stage:
-            worker.releases_kv = mode == "abort" and self._can_release(worker)
-        work = [WorkerOrder(worker).run(mode) for worker in by_order]
-        if others:
-            work.append(self._move_by_calls(others, mode))
-        await _run_all(work)
-
     def _can_release(self, worker: WorkerRefit) -> bool:
         """Return whether no decode worker reads the KV of this prefill worker any more: each has
         the new version, or is gone. One in doubt may still read."""
         left = ("serving", "gone", "replaced", "joining")
         decoding = [w for w in self.workers.values() if w.worker.role == "decode"]
         return worker.worker.role == "prefill" and all(w.report.state in left for w in decoding)
-
-    async def _move_by_calls(self, group: Sequence[WorkerRefit], mode: PauseMode) -> None:
-        """Pause the group as a whole, then install the update in each worker."""
-        began = time.monotonic()
-        async with AsyncExitStack() as connections:
-            paused = await self._pause(group, mode, connections)
-            # The connections close here: not before every worker is in service or out.
-            await _run_all([worker.install() for worker in paused])
-        waited = max((worker.report.waited_seconds for worker in paused), default=0.0)
-        for worker in paused:
-            worker.report.paused_seconds = time.monotonic() - began - waited
-
-    async def _pause(
-        self, group: Sequence[WorkerRefit], mode: PauseMode, connections: AsyncExitStack
-    ) -> list[WorkerRefit]:
-        """Take workers out of service, and return those that are there. A worker that has died
-        needs no pause. If any other cannot be paused, restore the whole group and raise."""
-
-        async def pause(worker: WorkerRefit) -> None:
-            await worker.leave_service(connections)
-            await worker.pause(mode)
-
-        failures: list[tuple[WorkerRefit, BaseException]] = []
-        is_complete = False
-        try:
-            for worker, error in await self._call_all(group, pause):
-                if not await worker.note_if_lost():
-                    failures.append((worker, error))
-            is_complete = not failures
-        finally:
-            if not is_complete:
-                # A pause that timed out or was cancelled here may still take effect in the worker,
-                # so all are resumed; that does no harm to a worker that was not paused.
-                await run_to_the_end(self._restore(group))
-        for worker, error in failures:
-            worker.report.error = str(error)
-        if failures:
-            raise AdminError(
-                f"Not every worker could be paused: {failures[0][1]}",
-                "The others were put back into service.",
-            )
-        return [worker for worker in group if worker.report.state == "paused"]
-
-    async def _restore(self, group: Sequence[WorkerRefit]) -> None:
-        for worker, error in await self._call_all(group, WorkerRefit.restore):
-            if not await worker.note_if_lost():
-                worker.mark_in_doubt(error)
-                self.plan.versions.forget(worker.instance_id)
 
     # --- afterwards ----------------------------------------------------------------------------
 
@@ -428,17 +367,10 @@ class Refit:
         holding = [worker for worker in self.workers.values() if worker.may_hold_update]
         try:
             async with asyncio.timeout(DISCARD_SECONDS):
-                for worker, error in await self._call_all(holding, WorkerRefit.discard):
+                for worker, error in await collect_failures(holding, WorkerRefit.discard):
                     log.warning("%s may keep staged weights: %s", worker.worker, error)
         except TimeoutError:
             log.warning("staged weights could not be discarded within %g s", DISCARD_SECONDS)
-
-    async def _call_all(
-        self, workers: Sequence[WorkerRefit], call: Callable[[WorkerRefit], Awaitable[None]]
-    ) -> list[tuple[WorkerRefit, BaseException]]:
-        """Make one call on every worker, and return those that failed with their errors."""
-        results = zip(workers, await call_all(workers, call), strict=True)
-        return [(worker, error) for worker, error in results if error is not None]
 
 
 def _list_ready(workers: Sequence[WorkerRefit]) -> list[WorkerRefit]:
@@ -448,13 +380,3 @@ def _list_ready(workers: Sequence[WorkerRefit]) -> list[WorkerRefit]:
 
 def _get_role(worker: WorkerRefit) -> str:
     return worker.worker.role
-
-
-async def _run_all(work: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Run all at once to the end, also those beside one that fails; raise its error then."""
-    tasks = [asyncio.create_task(coroutine) for coroutine in work]
-    try:
-        await asyncio.gather(*tasks)
-    except BaseException:
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise

@@ -37,12 +37,14 @@ from rollway.fleet.admin import (
     NoSuchMethod,
     PauseMode,
     call_all,
+    call_all_or_raise,
     leaving_label,
+    run_to_the_end,
     version_left,
 )
 from rollway.fleet.discovery import Worker
 from rollway.fleet.report import SleepReport, WorkerSleep
-from rollway.fleet.worker_refit import ROUTING_SECONDS, run_to_the_end, set_taints
+from rollway.fleet.service import ROUTING_SECONDS, set_taints
 from rollway.versions import FleetVersions, taint_of
 
 LEVELS = (1, 2)
@@ -68,11 +70,11 @@ class Sleeper:
         report, began = SleepReport(level), time.monotonic()
         sleeps = [_WorkerSleep(self, worker) for worker in workers]
         report.workers = [sleep.report for sleep in sleeps]
-        await _call_all(sleeps, lambda sleep: sleep.check(level))
+        await call_all_or_raise(sleeps, lambda sleep: sleep.check(level))
         chosen = [sleep for sleep in sleeps if sleep.report.state == "awake"]
         with self._changing():
             try:
-                await _call_all(chosen, lambda sleep: sleep.fall_asleep(level, mode))
+                await call_all_or_raise(chosen, lambda sleep: sleep.fall_asleep(level, mode))
             except BaseException:
                 await run_to_the_end(_undo(chosen))
                 raise
@@ -86,7 +88,7 @@ class Sleeper:
         report.workers = [sleep.report for sleep in sleeps]
         with self._changing():
             # To the end: a worker that is awake but has no label would wait for a refit.
-            await run_to_the_end(_call_all(sleeps, _WorkerSleep.wake))
+            await run_to_the_end(call_all_or_raise(sleeps, _WorkerSleep.wake))
         report.seconds = time.monotonic() - began
         return report
 
@@ -210,13 +212,6 @@ class _WorkerSleep:
 async def _undo(sleeps: Sequence[_WorkerSleep]) -> None:
     """Wake workers again after a sleep that failed. The error that ended it is raised anyway."""
     await call_all(sleeps, _WorkerSleep.undo)
-
-
-async def _call_all(sleeps: Sequence[_WorkerSleep], call: Callable[[_WorkerSleep], Any]) -> None:
-    """Make one call on every worker; raise the first error at the end."""
-    for result in await call_all(sleeps, call):
-        if isinstance(result, BaseException):
-            raise result
 
 
 def asleep_error(workers: Sequence[Worker], listed: int) -> AdminError:

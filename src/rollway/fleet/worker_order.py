@@ -29,9 +29,10 @@ from rollway.fleet.admin import (
     PauseMode,
     RefitRefused,
     leaving_label,
+    run_to_the_end,
 )
 from rollway.fleet.discovery import is_dead
-from rollway.fleet.worker_refit import WorkerRefit, run_to_the_end
+from rollway.fleet.worker_refit import WorkerRefit
 from rollway.versions import taint_of
 
 SETTLE_SECONDS = 10.0
@@ -78,7 +79,7 @@ class WorkerOrder:
             # The engine resumes by itself. An answer without stamps may be of both versions then.
             versions.mark_entered(self._refit.instance_id, plan.version)
         await self._refit.step("update")
-        label = self._refit.label
+        label = self._refit.service.label
         order = {
             "identity": plan.update.identity,
             "mode": mode,
@@ -139,7 +140,7 @@ class WorkerOrder:
                 self._refit.may_hold_update, self._refit.report.error = False, None
                 self._refit.note_service("parameters")
                 return
-            if label == self._refit.label:
+            if label == self._refit.service.label:
                 self._refit.note_refusal(error)
                 return
             await asyncio.sleep(0.1)

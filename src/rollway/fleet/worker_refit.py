@@ -21,37 +21,34 @@
 A worker that sleeps gets the memory of its weights back before it stages the update, and that of
 its KV cache after the update: until then the memory may hold the staged weights.
 
-This is the refit by single calls; `worker_order` has the refit by one order. All calls between the
-pause and the resume go over one pinned connection: they reach one process, never its successor at
-the same address. Other processes read its state from its label: a worker is labelled with a version
-only while it serves that version.
+This is the refit by single calls; `worker_order` has the refit by one order. `service` has the
+worker's label and taints, by which other processes know its state.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import InitVar, dataclass, field
+from typing import cast
 
-from rollway.errors import AdminError, RequestFailed, RollwayError
+from rollway.errors import AdminError, RollwayError
 from rollway.fleet.admin import (
     IN_DOUBT,
     AdminAPI,
-    AnotherProcess,
     Asleep,
     CountedCalls,
     PauseMode,
-    leaving_label,
+    run_to_the_end,
     unverified_label,
     version_left,
 )
 from rollway.fleet.canary import CanaryCheck
 from rollway.fleet.discovery import Worker, is_dead
 from rollway.fleet.report import WorkerReport
+from rollway.fleet.service import Service
 from rollway.fleet.updates import Preflight, Update
 from rollway.versions import FleetVersions, taint_of
 
@@ -60,10 +57,6 @@ Observer = Callable[[str, Worker], Awaitable[None]]
 preflight, pause, update, flush, verify, open, resume."""
 Replace = Callable[[Worker], Awaitable[bool]]
 """Stops a worker so that its supervisor restarts it; False if it has no supervisor."""
-
-ROUTING_SECONDS = 0.05
-"""A router may still send requests that it placed before it received new taints (10 to 30 ms
-measured). `FleetVersions.attributes_to` rejects the answers to requests that arrive even later."""
 
 
 @dataclass(slots=True)
@@ -81,14 +74,12 @@ class RefitPlan:
 
 @dataclass(slots=True, eq=False)
 class WorkerRefit:
-    """The refit of one worker: its connection, its label, its state and its times."""
+    """The refit of one worker: its service, its state and its times."""
 
     plan: RefitPlan
-    worker: Worker
+    listed: InitVar[Worker]
     report: WorkerReport
-    label: int | None = None
-    """The label that this process last read or set. If the worker shows a different one, another
-    process has its address."""
+    service: Service = field(init=False)
     verifies_itself: bool = False
     """Whether the worker compares its parameters with the update."""
     is_supervised: bool = False
@@ -99,11 +90,16 @@ class WorkerRefit:
     """The level at which the worker slept when the refit began; 0 if it was awake."""
     releases_kv: bool = False
     """Whether blocks that the worker holds for decode workers may be released: none reads them."""
-    _label_before: int | None = None
-    _connection: AdminAPI | None = None
-    _untainted_at: float = 0.0
     _lap_began: float = 0.0
     _current_step: str = ""
+
+    def __post_init__(self, listed: Worker) -> None:
+        admin = cast(AdminAPI, CountedCalls(self.plan.admin, self._note_call))
+        self.service = Service(admin, self.plan.versions, listed)
+
+    @property
+    def worker(self) -> Worker:
+        return self.service.worker
 
     @property
     def instance_id(self) -> int:
@@ -112,7 +108,7 @@ class WorkerRefit:
     @property
     def admin(self) -> AdminAPI:
         """The admin calls, which the report counts."""
-        return cast(AdminAPI, CountedCalls(self.plan.admin, self._note_call))
+        return self.service.admin
 
     async def preflight(self) -> None:
         """Have the worker check and stage the update, and read its label. It stays in service. A
@@ -139,17 +135,17 @@ class WorkerRefit:
             return
         self.verifies_itself, self.report.state = checked.verifies_itself, "untouched"
         if checked.reply is not None:
-            self.label = checked.reply.label
+            self.service.label = checked.reply.label
         else:
-            self.label = await admin.weight_version(self.worker)
-        if self.label is not None and self.label >= 0:
-            plan.versions.mark_serving(self.instance_id, self.label)
+            self.service.label = await admin.weight_version(self.worker)
+        if self.service.label is not None and self.service.label >= 0:
+            plan.versions.mark_serving(self.instance_id, self.service.label)
         else:
             plan.versions.forget(self.instance_id)
-            if (left := version_left(self.label)) is not None:
+            if (left := version_left(self.service.label)) is not None:
                 plan.versions.note_served(left)  # its refit must not bring an older one
         # A worker in doubt is paused, so it could not answer a canary.
-        generates = self.label is None or self.label >= 0
+        generates = self.service.label is None or self.service.label >= 0
         if self._needs_canary and generates and plan.canaries is not None:
             await plan.canaries.record_before(self.worker)
         self.report.preflight_seconds = self.lap()
@@ -189,7 +185,7 @@ class WorkerRefit:
 
     def note_if_current(self) -> bool:
         """Return whether the worker already serves the version; if so, record that."""
-        is_current = self.label == self.plan.version  # a version names one set of weights
+        is_current = self.service.label == self.plan.version  # a version names one set of weights
         if is_current:
             self.report.state, self.report.version = "serving", self.plan.version
             self.report.proof = "earlier refit"
@@ -198,16 +194,13 @@ class WorkerRefit:
     async def ensure_service(self) -> None:
         """Route to a worker that has the weights, and resume it. An interrupted refit may not have
         done so."""
-        async with self.admin.pinned() as connection:
-            await self.check_process(connection)
-            await self._set_taints(connection, [taint_of(self.plan.version)])
-            await connection.resume(self.worker)
+        await self.service.ensure(self.plan.version)
 
     @property
     def takes_order(self) -> bool:
         """Whether one order moves this worker. A worker in doubt is paused and stays so if the
         refit fails, which an order would not know."""
-        is_known = self.label is None or self.label >= 0
+        is_known = self.service.label is None or self.service.label >= 0
         is_staged = self.verifies_itself and self.plan.update.is_staged_in(self.worker)
         is_awake = not self.sleep_level
         return is_awake and is_known and is_staged and self.plan.admin.takes_refits(self.worker)
@@ -215,13 +208,13 @@ class WorkerRefit:
     def note_refusal(self, error: BaseException) -> None:
         """Record that the worker serves what it served before."""
         self.report.state, self.report.error = "restored", str(error)
-        if self.label is not None:
-            self.plan.versions.mark_serving(self.instance_id, self.label)
+        if self.service.label is not None:
+            self.plan.versions.mark_serving(self.instance_id, self.service.label)
 
     def note_service(self, proof: str) -> None:
         """Record that the worker serves the version."""
         plan, versions = self.plan, self.plan.versions
-        self.label, self.report.proof = plan.version, proof
+        self.service.label, self.report.proof = plan.version, proof
         self.report.state, self.report.version = "serving", plan.version
         versions.tainted = plan.admin.taints
         versions.mark_entered(self.instance_id, plan.version)
@@ -233,15 +226,9 @@ class WorkerRefit:
         versions.open()
 
     async def leave_service(self, connections: AsyncExitStack) -> None:
-        """Connect to the worker, label it as leaving and take it out of the routing."""
         self.lap()
         await self.step("pause")
-        connection = await connections.enter_async_context(self.admin.pinned())
-        await self.check_process(connection)
-        self._connection = connection
-        if self.label is not None and self.label >= 0:
-            await self._mark_leaving()
-        await self._set_taints(connection, [])
+        await self.service.leave(connections)
 
     async def pause(self, mode: PauseMode) -> None:
         began = time.monotonic()
@@ -250,10 +237,10 @@ class WorkerRefit:
         if mode == "wait" and self.worker.role:
             # vLLM cannot clear the cache while a request waits for KV of another worker. Such
             # requests have not begun: abort them once those that run have ended.
-            await self._pinned.pause(self.worker, "wait", clear_cache=False)
-            await self._pinned.pause(self.worker, "abort")
+            await self.service.pinned.pause(self.worker, "wait", clear_cache=False)
+            await self.service.pinned.pause(self.worker, "abort")
         else:
-            await self._pinned.pause(self.worker, mode)
+            await self.service.pinned.pause(self.worker, mode)
         if mode == "wait":
             self.report.waited_seconds = time.monotonic() - began
         self.report.state = "paused"
@@ -261,17 +248,7 @@ class WorkerRefit:
 
     async def restore(self) -> None:
         """Put the worker back into service as it was. No update was issued to it."""
-        # A new connection: the failure may have broken the pinned one.
-        async with self.admin.pinned() as connection:
-            await self.check_process(connection)
-            version = self.label if self._label_before is None else self._label_before
-            # A worker in doubt since an earlier refit is never resumed.
-            if version is None or version >= 0:
-                await connection.resume(self.worker)
-                taints = [] if version is None else [taint_of(version)]
-                await self._set_taints(connection, taints)
-                if version is not None:
-                    await self._declare(connection, version)
+        await self.service.restore()
         self.report.state = "restored"
 
     async def install(self) -> None:
@@ -296,16 +273,16 @@ class WorkerRefit:
         self.report.state = "updating"
         await self.step("update")
         self.plan.versions.mark_issued(self.instance_id)
-        if self.label is None:
-            await self._mark_leaving()
+        if self.service.label is None:
+            await self.service.mark_leaving()
         if self.sleep_level:
             # From here on a wake must not restore the version that it slept with.
-            await self._declare(self._pinned, IN_DOUBT)
+            await self.service.declare(self.service.pinned, IN_DOUBT)
         label = unverified_label(self.plan.version)
-        await self.plan.update.apply(self._pinned, self.worker, label)
-        self.label, self.may_hold_update = label, False
+        await self.plan.update.apply(self.service.pinned, self.worker, label)
+        self.service.label, self.may_hold_update = label, False
         await self.step("flush")
-        await self._pinned.flush_cache(self.worker)
+        await self.service.pinned.flush_cache(self.worker)
         if self.sleep_level:
             await self._wake_cache()
 
@@ -313,7 +290,7 @@ class WorkerRefit:
         """Take back the rest of the memory. The engine then generates, with the new weights."""
         self.plan.versions.mark_entered(self.instance_id, self.plan.version)
         try:
-            reply = await self._pinned.wake(self.worker)
+            reply = await self.service.pinned.wake(self.worker)
         except AdminError as error:
             raise _StillAsleep(error.message, error.hint) from error
         self.report.memory["after"] = reply["ranks"]
@@ -322,7 +299,7 @@ class WorkerRefit:
     async def verify(self) -> None:
         """Raise unless the worker holds the new weights, as far as that can be checked."""
         await self.step("verify")
-        label = await self._pinned.weight_version(self.worker)
+        label = await self.service.pinned.weight_version(self.worker)
         if label != unverified_label(self.plan.version):
             raise AdminError(
                 f"{self.worker} reported success and has not applied the update (its label is "
@@ -347,26 +324,26 @@ class WorkerRefit:
     async def _verify_by_canary(self, canaries: CanaryCheck) -> None:
         # The worker must generate to answer. It is outside the routing, but a stalled router may
         # still deliver a request: the answer to it must not count for the old version.
-        await self._abort_late_requests()
+        await self.service.abort_late_requests()
         self.plan.versions.mark_entered(self.instance_id, self.plan.version)
-        await self._pinned.resume(self.worker)
+        await self.service.pinned.resume(self.worker)
         try:
             await canaries.verify(self.worker)
         finally:
-            await self._pinned.pause(self.worker, "abort")
+            await self.service.pinned.pause(self.worker, "abort")
 
     async def enter_service(self) -> None:
         """Accept requests for the new version and generate."""
         plan, versions = self.plan, self.plan.versions
         await self.step("open")
         # Before the new taint: afterwards the queue holds requests for the new version too.
-        await self._abort_late_requests()
-        await self._set_taints(self._pinned, [taint_of(plan.version)])
+        await self.service.abort_late_requests()
+        await self.service.set_taints(self.service.pinned, [taint_of(plan.version)])
         await self.step("resume")
         versions.mark_entered(self.instance_id, plan.version)
-        await self._pinned.resume(self.worker)
+        await self.service.pinned.resume(self.worker)
         # Last: a worker that is labelled with its version is in service.
-        await self._declare(self._pinned, plan.version)
+        await self.service.declare(self.service.pinned, plan.version)
         self.report.resume_seconds = self.lap()
         self.note_service(self.report.proof)
 
@@ -377,18 +354,8 @@ class WorkerRefit:
             return
         # This may fail without harm: the worker left the routing before the update.
         with contextlib.suppress(RollwayError):
-            async with self.admin.pinned() as connection:
-                label = await connection.weight_version(self.worker)
-                has_version = label is None or label >= 0
-                if has_version and label not in (self.plan.version, self.label):
-                    self.report.state = "gone"  # another process has its address
-                    return
-                await self._set_taints(connection, [])
-                if has_version:
-                    # Not `leaving_label`, which promises that nothing was generated since.
-                    doubt = IN_DOUBT if label is None else unverified_label(self.plan.version)
-                    await connection.declare_version(self.worker, doubt)
-                await connection.pause(self.worker, "abort")
+            if not await self.service.deny(self.plan.version):
+                self.report.state = "gone"
 
     async def replace(self) -> bool:
         """Stop the worker so that its supervisor restarts it; return False if it has none."""
@@ -400,15 +367,7 @@ class WorkerRefit:
 
     async def note_if_lost(self) -> bool:
         """Return whether the worker died or another process has its address; if so, record that."""
-        is_lost = await is_dead(self.worker)
-        if not is_lost:
-            try:
-                async with self.admin.pinned() as connection:
-                    await self.check_process(connection)
-            except AnotherProcess:
-                is_lost = True
-            except AdminError:
-                pass  # something listens there but did not answer: it is not lost
+        is_lost = await self.service.is_lost()
         if is_lost:
             self.mark_gone()
         return is_lost
@@ -419,42 +378,6 @@ class WorkerRefit:
 
     def mark_in_doubt(self, error: BaseException) -> None:
         self.report.state, self.report.error = "in doubt", str(error) or type(error).__name__
-
-    @property
-    def _pinned(self) -> AdminAPI:
-        assert self._connection is not None
-        return self._connection
-
-    async def _mark_leaving(self) -> None:
-        """Set a negative label: if this process dies now, others see that no version is served."""
-        self._label_before = self.label
-        label = IN_DOUBT if self.label is None else leaving_label(self.label)
-        await self._declare(self._pinned, label)
-
-    async def _declare(self, connection: AdminAPI, label: int) -> None:
-        await connection.declare_version(self.worker, label)
-        self.label = label
-
-    async def check_process(self, connection: AdminAPI) -> None:
-        """Raise unless the connection reaches the process that was asked before."""
-        label = await connection.weight_version(self.worker)
-        before = self._label_before
-        # The call that set the label may have worked although its answer was lost.
-        is_leaving = before is not None and label == leaving_label(before)
-        if label != self.label and not is_leaving:
-            raise AnotherProcess(f"{self.worker} is gone: another process has its address.")
-
-    async def _abort_late_requests(self) -> None:
-        """Abort requests that a router sent before it knew that the worker left."""
-        since = time.monotonic() - self._untainted_at
-        if since < ROUTING_SECONDS:
-            await asyncio.sleep(ROUTING_SECONDS - since)
-        await self._pinned.pause(self.worker, "abort")
-
-    async def _set_taints(self, connection: AdminAPI, taints: Sequence[str]) -> None:
-        await set_taints(connection, self.plan.versions, self.worker, taints)
-        if not taints:
-            self._untainted_at = time.monotonic()
 
     def _note_call(self, name: str, seconds: float) -> None:
         self.report.calls += 1
@@ -476,34 +399,3 @@ class WorkerRefit:
 
 class _StillAsleep(AdminError):
     """A worker has new weights, but not the memory of its KV cache."""
-
-
-async def set_taints(
-    admin: AdminAPI, versions: FleetVersions, worker: Worker, taints: Sequence[str]
-) -> None:
-    """Set a worker's taints, and record whether a router respects them."""
-    is_respected = admin.taints
-    if is_respected:
-        try:
-            await admin.set_taints(worker, taints)
-        except AdminError as error:
-            cause = error.__cause__
-            if not (isinstance(cause, RequestFailed) and cause.status == 404):
-                raise
-            is_respected = False  # an older Dynamo: only this process's own record counts
-    versions.tainted = is_respected
-
-
-async def run_to_the_end(work: Coroutine[Any, Any, None]) -> None:
-    """Run to the end even if cancelled, and raise the cancellation afterwards: until the work is
-    done, the caller's lock must not be released."""
-    task = asyncio.create_task(work)
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.shield(task)
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        raise cancelled
-    task.result()

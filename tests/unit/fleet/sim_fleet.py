@@ -25,7 +25,17 @@ import pytest
 
 from rollway.engine.core import version_in
 from rollway.errors import AdminError, RequestFailed, Unreachable, UsageError
-from rollway.fleet import fleet, membership, refit, sleep, updates, worker_order, worker_refit
+from rollway.fleet import (
+    labels,
+    membership,
+    refit,
+    service,
+    sleep,
+    stages,
+    updates,
+    worker_order,
+    worker_refit,
+)
 from rollway.fleet.admin import (
     AnotherProcess,
     Asleep,
@@ -673,12 +683,12 @@ class World:
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
         """Run the real protocol on simulated time, listings and checkpoints."""
-        modules = (refit, worker_order, worker_refit, updates, fleet, sleep, membership, sender)
-        for module in modules:
+        protocol = (refit, stages, worker_order, worker_refit, service, updates, sleep)
+        for module in (*protocol, labels, membership, sender):
             patch.setattr(module, "time", SimpleNamespace(monotonic=self.loop.time))
         patch.setattr(membership, "discover", self.listing)
         patch.setattr(membership, "list_instances", self.instances)
-        patch.setattr(fleet, "FromDisk", SimUpdate)
+        patch.setattr(updates, "FromDisk", SimUpdate)
         patch.setattr(sender, "random", self.rng)
 
     def put(self, version: int, path: Path) -> None:

@@ -19,7 +19,7 @@ from rollway.fleet.admin import IN_DOUBT, leaving_label, unverified_label, versi
 from rollway.fleet.discovery import StaticList
 from rollway.fleet.fleet import Fleet
 from rollway.fleet.report import SleepReport
-from rollway.fleet.worker_refit import WorkerRefit
+from rollway.fleet.service import Service
 from rollway.http import Http
 from rollway.orders import MEMORY, SECRET, SLEEP, WAKE
 from rollway.rollout.sampling import Sampling
@@ -378,13 +378,13 @@ def test_a_cache_that_does_not_fit_fails_the_refit_and_the_worker_is_not_restart
 def test_a_wake_after_a_half_written_update_would_be_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    declare = WorkerRefit._declare
+    declare = Service.declare
 
-    async def no_doubt(self: WorkerRefit, connection: Any, label: int) -> None:
+    async def no_doubt(self: Service, connection: Any, label: int) -> None:
         if label != IN_DOUBT:
             await declare(self, connection, label)
 
-    monkeypatch.setattr(WorkerRefit, "_declare", no_doubt)
+    monkeypatch.setattr(Service, "declare", no_doubt)
     with pytest.raises(AssertionError, match="stamped 0"), machine(verifying=True, count=1) as m:
         m.sleeps(0)
         m.world.faults["update", 1] = "half"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rollway.errors import AdminError, UsageError
-from rollway.fleet import updates
+from rollway.fleet import admin as admin_module
 from rollway.fleet.admin import NoSuchMethod, NoSuchOrder, StageReply
 from rollway.fleet.discovery import Worker
 from rollway.fleet.updates import Offered, stage
@@ -58,7 +58,7 @@ class Admin:
 
 async def test_a_worker_that_notifies_is_polled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     # Only a notification ends the wait before an hour.
-    monkeypatch.setattr(updates, "ASK_SECONDS", 3600.0)
+    monkeypatch.setattr(admin_module, "ASK_SECONDS", 3600.0)
     admin = Admin(None)
     await asyncio.wait_for(stage(admin, WORKER, SIGNED), 30)  # type: ignore[arg-type]
     assert admin.calls == ["rollway_stage", "rollway_staged"]
