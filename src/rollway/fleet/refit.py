@@ -144,7 +144,12 @@ class Refit:
                     raise error
             if not failures:
                 return _list_ready(workers)
-        return await self._preflight(await self._list_answering())
+        workers = await self._list_answering()
+        for worker in self.workers.values():
+            is_listed = worker in workers or worker.report.state != "untouched"
+            if not is_listed and await self.membership.has_died(worker.worker):
+                worker.report.state = "gone"  # since the beginning, and discovery knows it already
+        return await self._preflight(workers)
 
     async def _list_answering(self) -> list[WorkerRefit]:
         """Return the workers once all of them answer.

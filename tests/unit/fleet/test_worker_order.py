@@ -14,6 +14,7 @@ from rollway.fleet.discovery import Worker
 from rollway.fleet.membership import Membership
 from rollway.fleet.report import RefitMode
 from rollway.versions import taint_of
+from tests.unit.fleet import sim_fleet
 from tests.unit.fleet.sim_fleet import SimUpdate
 from tests.unit.fleet.test_refit_machine import Coordinator, RefitMachine, machine
 
@@ -76,6 +77,26 @@ def test_a_worker_that_joins_while_orders_run_is_moved() -> None:
         assert joiner.label == 2
         m.tried = 2
         m.settles()
+
+
+def test_a_worker_that_dies_in_the_preflight_and_is_listed_no_more_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sim_fleet, "LISTED_DEAD_SECONDS", 0.0)
+    with machine(**ORDERS) as m:
+        refit(m, 1)
+        victim = next(iter(m.world.workers.values()))
+
+        async def die(step: str, worker: Worker) -> None:
+            if worker.instance_id == victim.instance_id:
+                victim.die()
+
+        fleet = m.processes[0].fleet
+        fleet.observer = die
+        report = m.loop.run_until_complete(fleet.refit(2, SimUpdate(Path("/weights/w2"))))
+        states = {worker.instance_id: worker.state for worker in report.workers}
+        assert states[victim.instance_id] == "gone"
+        assert sorted(states.values()) == ["gone", *["serving"] * (len(states) - 1)]
 
 
 def test_a_refit_waits_if_all_workers_are_still_starting() -> None:
