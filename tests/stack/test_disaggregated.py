@@ -175,6 +175,7 @@ def _set_taints(worker: Worker, taints: list[str]) -> None:
     asyncio.run(call())
 
 
+@pytest.mark.soak
 def test_a_killed_prefill_worker_is_healed_and_admitted(
     apart: rollway.Stack, policies: list[Policy], numbers: Iterator[int]
 ) -> None:
