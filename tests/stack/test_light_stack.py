@@ -70,7 +70,7 @@ async def test_a_later_refit_sends_two_requests_to_each_worker(
         rollouts = stack.rollouts()
         sampling = [asyncio.create_task(rollouts.generate(PROMPT, LONG, n=4)) for _ in range(4)]
         workers = await stack.fleet.workers()
-        await first_tokens(stack.frontend_url, workers, count=8)
+        await first_tokens(stack.frontend_url, workers)
         monkeypatch.setattr(Http, "before_request", note)
         report = await stack.refit(2, policies[2].path, mode=mode)
         groups = await asyncio.gather(*sampling)
