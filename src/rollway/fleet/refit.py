@@ -126,13 +126,13 @@ class Refit:
         them are still starting, wait for one: supervisors label workers that are ready."""
         deadline = time.monotonic() + ANSWER_SECONDS
         while True:
-            workers = await self._preflight_listed()
+            workers = await self._try_preflight()
             is_starting = any(w.report.state == "joining" for w in self.workers.values())
             if workers or not is_starting or time.monotonic() > deadline:
                 return workers
             await asyncio.sleep(0.5)
 
-    async def _preflight_listed(self) -> list[WorkerRefit]:
+    async def _try_preflight(self) -> list[WorkerRefit]:
         known = await self.membership.confirm()
         if known is not None:
             # Everybody is known, so no listing need wait for busy workers: the preflight itself

@@ -345,14 +345,14 @@ def _make_refusal(
     hint = "Lower `replicas` or the parallel sizes, add nodes, or free some."
     if ray.gpus and sum(node.gpus for node in nodes) < 1:
         hint = "Set `ray.gpus: 0` for engines on the CPU, or add nodes with GPUs."
-    return PlacementError(message, hint, tried=_list_tried(spec, nodes, replicas, capacities))
+    return PlacementError(message, hint, tried=_list_attempts(spec, nodes, replicas, capacities))
 
 
 def _describe_rank(ray: RaySpec) -> str:
     return f"{ray.gpus:g} GPU and {ray.cpus:g} CPU each"
 
 
-def _list_tried(
+def _list_attempts(
     spec: StackSpec,
     nodes: Sequence[NodeInfo],
     replicas: Sequence[_Replica],
