@@ -22,6 +22,7 @@ from rollway.roles import WorkerRole, find_role
 # The frontend gives a hung worker 5 s before it lists it with an error.
 LISTING_SECONDS = 15.0
 INSTANCES_SECONDS = 2.0
+PROBE_SECONDS = 2.0
 DEFAULT_SYSTEM_PORT = 9090
 NEEDED_ROUTES = frozenset({"pause_generation", "resume_generation"})
 
@@ -132,6 +133,21 @@ async def is_dead(worker: Worker, listed: Sequence[Worker] = ()) -> bool:
     except (OSError, TimeoutError):
         return False  # a network error or a full backlog: it may be alive
     writer.close()
+    return False
+
+
+async def lacks_routes(http: Http, worker: Worker) -> bool:
+    """Return whether the process at a worker's address lacks a route that the worker had: it is a
+    successor that is starting. It listens long before it is listed."""
+    route = next((path for path in worker.routes if path.endswith("liveness_probe")), None)
+    if route is None:
+        return False
+    try:
+        await http.get(f"{worker.admin_url}/engine/{route}", timeout=PROBE_SECONDS, retry=ONCE)
+    except RequestFailed as error:
+        return error.status == 404
+    except Unreachable:
+        pass
     return False
 
 

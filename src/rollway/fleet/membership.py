@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from rollway.errors import RollwayError
 from rollway.fleet.admin import no_workers_error, silent_workers_error
-from rollway.fleet.discovery import Source, Worker, discover, is_dead, list_instances
+from rollway.fleet.discovery import Source, Worker, discover, is_dead, lacks_routes, list_instances
 from rollway.http import Http
 from rollway.roles import WorkerRole
 
@@ -121,7 +121,7 @@ class Membership:
         and its successor may already listen at the same address."""
         for seconds in DYING_SECONDS:
             await asyncio.sleep(seconds)
-            if await is_dead(worker):
+            if await is_dead(worker) or await lacks_routes(self._http, worker):
                 return True
             listed = await self.workers(fresh=True)
             at_address = {w.instance_id for w in listed if w.admin_url == worker.admin_url}
