@@ -7,8 +7,11 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 STACK_FILE = Path(__file__).with_name("stack.yaml")
-WITH_LIGHT_WORKERS = (str(STACK_FILE), "--set", f"models.0.env.PYTHONPATH={ROOT}")
-"""Arguments of `rollway chaos`, from any directory."""
+_FROM_ANY_DIRECTORY = ("--set", f"models.0.env.PYTHONPATH={ROOT}")
+WITH_LIGHT_WORKERS = (str(STACK_FILE), *_FROM_ANY_DIRECTORY)
+"""Arguments of `rollway chaos`."""
+WITH_ROLES_APART = (str(STACK_FILE.with_name("apart.yaml")), *_FROM_ANY_DIRECTORY)
+"""The same, with two prefill and two decode workers."""
 
 
 def light(base_model: Path, name: str, replicas: int = 2, **env: str) -> dict[str, Any]:

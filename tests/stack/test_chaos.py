@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import Cli, Footprint
-from tests.light.spec import STACK_FILE, WITH_LIGHT_WORKERS
+from tests.light.spec import STACK_FILE, WITH_LIGHT_WORKERS, WITH_ROLES_APART
 
 BAD = ("stale_tokens", "wrong_logprobs", "lost_rollouts", "hangs", "orphans")
 
@@ -49,6 +49,31 @@ def test_the_death_of_a_supervisor_ends_only_its_stack(cli: Cli, footprint: Foot
 
 def test_without_protection_stale_tokens_are_found(cli: Cli) -> None:
     report = chaos(cli, *WITH_LIGHT_WORKERS, "--rounds", "3", "--unprotected")
+    assert report["stale_tokens"] > 0 and report["wrong_logprobs"] > 0
+
+
+@pytest.mark.parametrize("orders", ["0", "1"])
+@pytest.mark.parametrize(
+    ("rounds", "faults"),
+    [
+        (3, ("kill_worker", "connection_reset", "refit_cancelled")),
+        pytest.param(20, (), marks=pytest.mark.soak, id="20-all"),
+    ],
+)
+def test_light_prefill_and_decode_workers(
+    cli: Cli, footprint: Footprint, rounds: int, faults: tuple[str, ...], orders: str
+) -> None:
+    only = [word for fault in faults for word in ("--fault", fault)]
+    orders_set = ("--set", f"models.0.env.LIGHT_ORDERS={orders!r}")
+    arguments = ("--rounds", str(rounds), *only, *orders_set)
+    report = chaos(cli, *WITH_ROLES_APART, *arguments, timeout=900.0)
+    assert {name: report[name] for name in BAD} == dict.fromkeys(BAD, 0), report["examples"]
+    assert report["rounds"] == rounds and report["tokens_checked"] > 300 * rounds
+    assert footprint.settle() == {}
+
+
+def test_without_protection_kv_of_two_versions_is_mixed(cli: Cli) -> None:
+    report = chaos(cli, *WITH_ROLES_APART, "--rounds", "2", "--unprotected")
     assert report["stale_tokens"] > 0 and report["wrong_logprobs"] > 0
 
 

@@ -266,6 +266,10 @@ class Joiner:
         port = self._lease.reserve_port(0, LOOPBACK, "a joining worker's admin port")
         events = self._lease.reserve_port(0, "0.0.0.0", "a joining worker's KV-event port")
         env["DYN_SYSTEM_PORT"] = str(port)
+        if "VLLM_NIXL_SIDE_CHANNEL_PORT" in env:
+            host = env["VLLM_NIXL_SIDE_CHANNEL_HOST"]
+            kv = self._lease.reserve_port(0, host, "a joining worker's side channel for KV")
+            env["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(kv)
         argv = [re.sub(r"tcp://\*:\d+", f"tcp://*:{events}", argument) for argument in argv]
         with Path(worker.log).with_name("joined.log").open("ab") as log:
             child = subprocess.Popen(

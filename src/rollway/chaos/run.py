@@ -32,6 +32,8 @@ from rollway.fleet.discovery import Worker
 from rollway.fleet.dynamo_admin import DynamoAdmin
 from rollway.fleet.fleet import Fleet
 from rollway.fleet.report import RefitMode
+from rollway.rollout.client import Rollouts
+from rollway.rollout.completion import Completion
 from rollway.stack.state import StackDir
 from rollway.versions import FleetVersions, Ticket
 
@@ -183,8 +185,11 @@ class Chaos:
         self.joiner = Joiner(self.stack.name, http)
         self.injector = Injector(self.stack.name, http, self._join)
         self.fleet.observer = self.injector.on_step
-        rollouts = self.stack.rollouts(
-            timeout=self.options.hang_seconds - 10, patience=PATIENCE_SECONDS
+        is_apart = self.spec.models[0].serving == "disaggregated"
+        rollouts = self.stack.sender(
+            NaiveRollouts if self.options.unprotected and is_apart else Rollouts,
+            timeout=self.options.hang_seconds - 10,
+            patience=PATIENCE_SECONDS,
         )
         if hasattr(self, "traffic"):
             self.traffic.resume(rollouts)
@@ -249,7 +254,9 @@ class Chaos:
     async def _list_modes(self) -> Sequence[RefitMode]:
         """Return the modes that all workers can do, as far as their last refit has shown."""
         workers = await self.fleet.workers(fresh=False)
-        able = bool(workers) and all(map(self.fleet.admin.takes_refits, workers))
+        # With prefill and decode apart, `keep` is refused.
+        able = bool(workers) and not any(worker.role for worker in workers)
+        able = able and all(map(self.fleet.admin.takes_refits, workers))
         return (*MODES, "keep") if able else MODES
 
     async def _refit_with_fault(self, entry: Round, strike: Strike) -> None:
@@ -362,6 +369,15 @@ class NaiveBook(FleetVersions):
         return Ticket(self.current, None, None, self.epoch)
 
     def attributes_to(self, ticket: Ticket, worker: int | None) -> bool:
+        return True
+
+
+class NaiveRollouts(Rollouts):
+    """Accepts every answer. With prefill and decode apart, the mixed answers are those of requests
+    that a refit came between, which `Rollouts` drops; a stale prefix is not found there, because
+    prefill workers are idle often enough to clear their caches."""
+
+    async def _is_attributed(self, ticket: Ticket, answer: Completion | int | None) -> bool:
         return True
 
 
