@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import signal
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 import rollway
 from rollway.errors import UsageError
@@ -27,8 +29,9 @@ from rollway.rollout.wire import completion_request
 from rollway.stack.disaggregated import has_nixl
 from rollway.stack.state import secret_file
 from rollway.versions import taint_of
+from rollway.weights.transports.shm import ShmPublisher
 from tests.conftest import Cli
-from tests.stack.policies import Policy
+from tests.stack.policies import Policy, write_adapter
 from tests.stack.serving import TOLERANCE, fresh_prompt, read_state
 from tests.stack.stacks import VLLM_ARGS
 from tests.waiting import wait_until
@@ -40,12 +43,16 @@ pytestmark = [
 
 GREEDY = Sampling(max_tokens=16, temperature=0.0, ignore_eos=True)
 NAME = "apart"
+LEASE_SECONDS = 30.0
+"""For which vLLM's prefill workers hold blocks that nobody fetches."""
 
 
 @pytest.fixture(scope="module")
 def apart(session_home: Path, base_model: Path) -> Iterator[rollway.Stack]:
     """A stack with prefill and decode apart, shared by the tests of this file."""
-    model = {"path": str(base_model), "name": "tiny", "args": VLLM_ARGS}
+    adapters = {"enable-lora": True, "max-lora-rank": 8, "max-cpu-loras": 4}
+    model = {"path": str(base_model), "name": "tiny", "args": {**VLLM_ARGS, **adapters}}
+    model |= {"env": {"DYN_LORA_ENABLED": "true"}}
     model |= {"serving": "disaggregated", "prefill": {}, "decode": {"args": {"max-num-seqs": 32}}}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ROLLWAY_HOME", str(session_home))
@@ -142,6 +149,43 @@ def test_running_requests_cannot_be_kept(
 ) -> None:
     with pytest.raises(UsageError, match="prefill and decode apart"):
         apart.refit(next(numbers), policies[1].path, mode="keep")
+
+
+def test_a_teacher_scores_as_torch_does(
+    apart: rollway.Stack, policies: list[Policy], numbers: Iterator[int]
+) -> None:
+    """The decode worker computes these prompts itself; the prefill worker's blocks are freed."""
+    version = next(numbers)
+    apart.refit(version, policies[2].path)
+    sequences = [fresh_prompt(length) for length in (2, 33, 100)]
+    for scores, ids in zip(apart.teacher().score(sequences), sequences, strict=True):
+        logprobs = [logprob for logprob in scores.logprobs[1:] if logprob is not None]
+        assert scores.weight_version == version
+        assert policies[2].distance(ids[:1], ids[1:], logprobs) < TOLERANCE
+    began = time.monotonic()
+    apart.refit(next(numbers), policies[1].path)
+    assert time.monotonic() - began < LEASE_SECONDS / 2  # it waits for blocks that are held
+
+
+def test_an_adapter_is_on_both_workers(
+    apart: rollway.Stack, policies: list[Policy], numbers: Iterator[int], tmp_path: Path
+) -> None:
+    base, prompt = policies[0], fresh_prompt()
+    apart.refit(next(numbers), base.path)
+    adapted = write_adapter(tmp_path / "adapter", base, seed=1)
+    tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    with ShmPublisher() as publisher:
+        offer = publisher.publish(1, tensors.items())
+        assert apart.fleet.load_adapter("style", 1, offer, config) == "style@1"
+    for _ in range(2):  # the prompt of the first is cached for the second
+        (rollout,) = apart.rollouts(adapter="style").generate(prompt, GREEDY)
+        assert rollout.prefill_worker_id == find_worker(apart, "prefill").instance_id
+        assert adapted.distance(prompt, rollout.token_ids, rollout.logprobs or []) < TOLERANCE
+        assert base.distance(prompt, rollout.token_ids, rollout.logprobs or []) > 0.01
+    (rollout,) = apart.rollouts().generate(prompt, GREEDY)
+    assert base.distance(prompt, rollout.token_ids, rollout.logprobs or []) < TOLERANCE
+    apart.fleet.unload_adapter("style")
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

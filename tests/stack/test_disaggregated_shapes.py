@@ -15,24 +15,31 @@ from tests.conftest import Footprint
 pytestmark = pytest.mark.stack
 
 
-def test_two_prefill_and_two_decode_workers_answer(base_model: Path, footprint: Footprint) -> None:
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [
+        ({"replicas": 2, "tensor_parallel": 2}, {"replicas": 2}),
+        ({"replicas": 1}, {"replicas": 3, "tensor_parallel": 4}),
+    ],
+    ids=["2xTP2+2xTP1", "1xTP1+3xTP4"],
+)
+def test_all_workers_of_a_shape_answer(
+    base_model: Path, footprint: Footprint, prefill: dict[str, int], decode: dict[str, int]
+) -> None:
     model = {"path": str(base_model), "name": "tiny", "engine": "mocker", "args": {}}
-    model |= {
-        "serving": "disaggregated",
-        "prefill": {"replicas": 2, "tensor_parallel": 2},
-        "decode": {"replicas": 2},
-    }
+    model |= {"serving": "disaggregated", "prefill": prefill, "decode": decode}
     used: dict[str, set[int]] = {"prefill_worker_id": set(), "decode_worker_id": set()}
     with rollway.up({"name": "t", "models": [model], "router": {"mode": "round-robin"}}) as stack:
         state = StackDir("t").read()
         assert state is not None
         roles = [process.worker_role for process in state.processes if process.role == "worker"]
-        assert roles == ["prefill", "prefill", "decode", "decode"]
+        assert roles == ["prefill"] * prefill["replicas"] + ["decode"] * decode["replicas"]
         for number in range(12):
             for name, worker in _ask(stack.frontend_url, number).items():
                 if name in used:
                     used[name].add(worker)
-    assert {name: len(ids) for name, ids in used.items()} == dict.fromkeys(used, 2)
+    assert len(used["prefill_worker_id"]) == prefill["replicas"]
+    assert len(used["decode_worker_id"]) == decode["replicas"]
     assert not used["prefill_worker_id"] & used["decode_worker_id"]
     assert footprint.new() == {}
 

@@ -129,6 +129,19 @@ def test_with_gpus_and_rdma_nothing_is_forced_on_ucx(
     assert visible == ["0,1", "2"]
 
 
+def test_pools_of_unequal_tensor_parallel_size_share_the_gpus(
+    plan_for: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preset, "list_gpus", lambda: [str(gpu) for gpu in range(6)])
+    prefill, decode = {"replicas": 2, "tensor_parallel": 2}, {"replicas": 2}
+    workers = plan_for({"name": "m", **APART, "prefill": prefill, "decode": decode})
+    workers = workers.by_role("worker")
+    visible = [worker.env["CUDA_VISIBLE_DEVICES"] for worker in workers]
+    assert visible == ["0,1", "2,3", "4", "5"]
+    assert [option(w, "tensor-parallel-size") for w in workers] == ["2", "2", "1", "1"]
+    assert len({worker.ports["kv"] for worker in workers}) == 4
+
+
 def test_data_parallel_ranks_count_up_from_the_side_channels_port() -> None:
     class Ports:
         """A lease in which the port after the first free one is taken."""
