@@ -19,7 +19,7 @@ import pytest
 from safetensors.torch import load_file
 
 import rollway
-from rollway.errors import UsageError
+from rollway.errors import RolloutError, UsageError
 from rollway.fleet.discovery import Worker
 from rollway.fleet.dynamo_admin import DynamoAdmin
 from rollway.http import Http
@@ -50,9 +50,7 @@ LEASE_SECONDS = 30.0
 @pytest.fixture(scope="module")
 def apart(session_home: Path, base_model: Path) -> Iterator[rollway.Stack]:
     """A stack with prefill and decode apart, shared by the tests of this file."""
-    adapters = {"enable-lora": True, "max-lora-rank": 8, "max-cpu-loras": 4}
-    model = {"path": str(base_model), "name": "tiny", "args": {**VLLM_ARGS, **adapters}}
-    model |= {"env": {"DYN_LORA_ENABLED": "true"}}
+    model = {"path": str(base_model), "name": "tiny", "args": VLLM_ARGS}
     model |= {"serving": "disaggregated", "prefill": {}, "decode": {"args": {"max-num-seqs": 32}}}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ROLLWAY_HOME", str(session_home))
@@ -167,25 +165,34 @@ def test_a_teacher_scores_as_torch_does(
     assert time.monotonic() - began < LEASE_SECONDS / 2  # it waits for blocks that are held
 
 
+@pytest.mark.soak
 def test_an_adapter_is_on_both_workers(
-    apart: rollway.Stack, policies: list[Policy], numbers: Iterator[int], tmp_path: Path
+    base_model: Path, policies: list[Policy], tmp_path: Path
 ) -> None:
     base, prompt = policies[0], fresh_prompt()
-    apart.refit(next(numbers), base.path)
     adapted = write_adapter(tmp_path / "adapter", base, seed=1)
     tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    with ShmPublisher() as publisher:
-        offer = publisher.publish(1, tensors.items())
-        assert apart.fleet.load_adapter("style", 1, offer, config) == "style@1"
-    for _ in range(2):  # the prompt of the first is cached for the second
-        (rollout,) = apart.rollouts(adapter="style").generate(prompt, GREEDY)
-        assert rollout.prefill_worker_id == find_worker(apart, "prefill").instance_id
-        assert adapted.distance(prompt, rollout.token_ids, rollout.logprobs or []) < TOLERANCE
-        assert base.distance(prompt, rollout.token_ids, rollout.logprobs or []) > 0.01
-    (rollout,) = apart.rollouts().generate(prompt, GREEDY)
-    assert base.distance(prompt, rollout.token_ids, rollout.logprobs or []) < TOLERANCE
-    apart.fleet.unload_adapter("style")
+    args = {**VLLM_ARGS, "enable-lora": True, "max-lora-rank": 8, "max-cpu-loras": 4}
+    model = {"path": str(base_model), "name": "tiny", "args": args}
+    model |= {"env": {"DYN_LORA_ENABLED": "true"}}
+    model |= {"serving": "disaggregated", "prefill": {}, "decode": {}}
+    with rollway.up({"name": "adapted", "models": [model]}) as stack:
+        workers = {worker.instance_id for worker in stack.fleet.workers()}
+        with ShmPublisher() as publisher:
+            offer = publisher.publish(1, tensors.items())
+            assert stack.fleet.load_adapter("style", 1, offer, config) == "style@1"
+        for _ in range(2):  # the prompt of the first is cached for the second
+            (rollout,) = stack.rollouts(adapter="style").generate(prompt, GREEDY)
+            assert {rollout.worker_id, rollout.prefill_worker_id} == workers
+            assert adapted.distance(prompt, rollout.token_ids, rollout.logprobs or []) < TOLERANCE
+            assert base.distance(prompt, rollout.token_ids, rollout.logprobs or []) > 0.01
+        (rollout,) = stack.rollouts().generate(prompt, GREEDY)
+        assert base.distance(prompt, rollout.token_ids, rollout.logprobs or []) < TOLERANCE
+        with pytest.raises(RolloutError, match="prompt log-probs") as refusal:
+            stack.teacher().score([prompt])
+        assert "enable-lora" in refusal.value.hint
+        assert {worker.instance_id for worker in stack.fleet.workers()} == workers
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

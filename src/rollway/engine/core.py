@@ -69,7 +69,7 @@ def install() -> bool:
 
     def check_and_add(engine: Any, request: Any, request_wave: int = 0) -> None:
         transferred.watch(engine)
-        if is_admitted(engine, request):
+        if is_admitted(engine, request) and not is_fatal(engine, request):
             add_request(engine, request, request_wave)
         else:
             transferred.refuse(engine, request, add_request)
@@ -96,6 +96,16 @@ def install() -> bool:
     core.add_request, core.collective_rpc, core._rollway_hook = check_and_add, run, True
     core._rollway_refit = None
     return True
+
+
+def is_fatal(engine: Any, request: Any) -> bool:
+    """Return whether vLLM would die of a request. With adapters enabled, its CPU kernels expect one
+    row of logits for each request, and prompt log-probs are one for each token (0.31)."""
+    params: Any = getattr(request, "sampling_params", None)
+    config: Any = getattr(engine, "vllm_config", None)
+    if getattr(params, "prompt_logprobs", None) is None or config is None:
+        return False
+    return config.lora_config is not None and config.device_config.device_type == "cpu"
 
 
 def read_all_ranks(collective_rpc: Callable[..., list[Any]]) -> Callable[..., list[Any]]:

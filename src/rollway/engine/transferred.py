@@ -18,7 +18,9 @@ everything that it drops, and a prefill engine whose blocks nobody reads any mor
 
 from __future__ import annotations
 
+import importlib
 import logging
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -26,8 +28,39 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 EXPIRED = float("-inf")
+POLL_MICROSECONDS = 1000
+"""After this time NIXL's thread looks for work even without an event; it rounds up to 1 ms."""
 COMPUTED_AT = "rollway_computed_at"
 """The field of vLLM's `kv_transfer_params` with the time at which the blocks were computed."""
+
+
+def rest_between_polls() -> None:
+    """Have NIXL's thread of this process wait for events, on a machine without CUDA.
+
+    NIXL's Python API gives its progress thread no delay, so the thread takes a whole core, also
+    when nothing is transferred. A prefill and a decode worker then leave two cores nothing for the
+    model: transfers of 70 KB took 43 ms. With a delay the thread sleeps until UCX has an event."""
+    if "VLLM_NIXL_SIDE_CHANNEL_PORT" not in os.environ:
+        return
+    import torch
+
+    if torch.cuda.is_available():
+        return  # there are cores to spare, and microseconds count
+    try:
+        api: Any = importlib.import_module("nixl._api")
+    except ImportError:  # the connector is of another kind, or vLLM says what is missing
+        return
+    bindings = getattr(api, "nixlBind", None)
+    make_agent = getattr(bindings, "nixlAgent", None)
+    if bindings is None or make_agent is None or hasattr(make_agent, "rollway_delay"):
+        return
+
+    def make_resting_agent(name: str, config: Any) -> Any:
+        config.pthrDelay = config.pthrDelay or POLL_MICROSECONDS
+        return make_agent(name, config)
+
+    make_resting_agent.rollway_delay = POLL_MICROSECONDS  # type: ignore[attr-defined]
+    bindings.nixlAgent = make_resting_agent
 
 
 def watch(engine: Any) -> None:

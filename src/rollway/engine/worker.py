@@ -313,3 +313,4 @@ def _ranks() -> tuple[int, Callable[[torch.Tensor], torch.Tensor]]:
 if rpc.in_worker_process():
     rpc.guard_rpc(WorkerExtension)
     core.install()
+    transferred.rest_between_polls()

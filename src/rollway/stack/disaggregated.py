@@ -53,6 +53,9 @@ def make_role_env(host: str, port: int) -> dict[str, str]:
         # vLLM's own detection fails on machines with a loopback address only.
         "VLLM_NIXL_SIDE_CHANNEL_HOST": host,
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port),
+        # vLLM sets this itself (a leak in UCX), but not if NIXL was imported before, as Rollway's
+        # extension does.
+        "UCX_RCACHE_MAX_UNRELEASED": "1024",
     }
     if not has_rdma():
         # UCX otherwise tries transports that are not there, and its peers disagree.

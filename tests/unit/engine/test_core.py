@@ -133,6 +133,28 @@ def test_an_engine_refuses_requests_of_other_versions(engine: Any) -> None:
     assert engine.aborted == ["old", "new"]
 
 
+@pytest.mark.parametrize(
+    ("device", "adapters", "prompt_logprobs", "refused"),
+    [
+        ("cpu", "on", 0, True),
+        ("cuda", "on", 0, False),
+        ("cpu", None, 0, False),
+        ("cpu", "on", None, False),
+    ],
+)
+def test_a_request_of_which_vllm_would_die_is_refused(
+    engine: Any, device: str, adapters: str | None, prompt_logprobs: int | None, refused: bool
+) -> None:
+    engine.vllm_config = SimpleNamespace(
+        lora_config=adapters, device_config=SimpleNamespace(device_type=device)
+    )
+    request: Any = FakeRequest("scored", None)
+    request.sampling_params = SimpleNamespace(prompt_logprobs=prompt_logprobs)
+    engine.add_request(request, 0)
+    assert (engine.aborted == ["scored"]) is refused
+    assert ("scored" in engine.scheduler.requests) is not refused
+
+
 def test_an_engine_without_a_label_admits_all(engine: Any) -> None:
     label(engine, 3)
     label(engine, None)

@@ -3,9 +3,10 @@ scheduler-side connector logic where it matters, and on fakes of the engine arou
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -214,3 +215,39 @@ def test_vllm_tells_the_prefill_worker_of_a_request_that_never_began() -> None:
     held, _ = module.NixlPullConnectorScheduler.request_finished(scheduler, request, ((),))
     assert not held
     assert scheduler._reqs_need_recv == {"a": (request, [], (), False)}
+
+
+@pytest.mark.parametrize(
+    ("is_disaggregated", "has_cuda", "wanted", "delay"),
+    [
+        (True, False, 0, transferred.POLL_MICROSECONDS),
+        (True, False, 50, 50),
+        (True, True, 0, 0),
+        (False, False, 0, 0),
+    ],
+)
+def test_nixls_thread_takes_no_core_on_a_machine_without_cuda(
+    monkeypatch: pytest.MonkeyPatch,
+    is_disaggregated: bool,
+    has_cuda: bool,
+    wanted: int,
+    delay: int,
+) -> None:
+    api: Any = ModuleType("nixl._api")
+    api.nixlBind = SimpleNamespace(nixlAgent=lambda name, config: (name, config.pthrDelay))
+    monkeypatch.setitem(sys.modules, "nixl", ModuleType("nixl"))
+    monkeypatch.setitem(sys.modules, "nixl._api", api)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: has_cuda)
+    monkeypatch.delenv("VLLM_NIXL_SIDE_CHANNEL_PORT", raising=False)
+    if is_disaggregated:
+        monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", "1")
+    for _ in range(2):  # a second time changes nothing
+        transferred.rest_between_polls()
+    assert api.nixlBind.nixlAgent("a", SimpleNamespace(pthrDelay=wanted)) == ("a", delay)
+
+
+def test_nixl_has_the_delay_that_is_set() -> None:
+    """The names in NIXL that `rest_between_polls` relies on."""
+    api = pytest.importorskip("nixl._api")
+    assert callable(api.nixlBind.nixlAgent)
+    assert api.nixlBind.nixlAgentConfig().pthrDelay >= 0
