@@ -59,7 +59,7 @@ async def bench_disaggregated(
         serving = spec.models[0].serving
         say(f"{serving}: starting the stack")
         async with up(spec) as stack:
-            # Other prompts first: the first requests at once, and the first hand-overs, take longer.
+            # Other prompts first: the first requests and the first hand-overs take longer.
             await _measure(stack, serving, load, seed=1)
             arms.append(await _measure(stack, serving, load, seed=0))
         say(f"{serving}: first token after {arms[-1].first_token_ms:.1f} ms")
