@@ -11,12 +11,15 @@ dashboard, which may be off, is not asked.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import math
 import re
 import socket
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rollway.errors import StartError, UsageError
@@ -27,6 +30,7 @@ _HEAD_NAME = re.compile(r"rollway/([a-z0-9-]+)")
 _PART_NAME = re.compile(r"rollway/([0-9a-f]{16})/.+")
 _CONNECT_SECONDS = 5.0
 _ANSWER_SECONDS = 10.0
+_UNAVAILABLE_SECONDS = 0.5
 _lock = threading.Lock()
 _users = 0
 """How many objects of this process use the connection that Rollway opened."""
@@ -285,6 +289,24 @@ def is_alive(actor: Any) -> bool:
     except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
         return False
     return True
+
+
+async def outlast(call: Callable[[], Any], seconds: float = math.inf) -> Any:
+    """Await a call of an actor through interruptions of the network, for so many seconds at most;
+    raise when the actor is dead.
+
+    Ray answers `unavailable` as soon as a connection breaks, and learns some 20 s later whether the
+    actor, or its node, has died. The call may be repeated although it was received."""
+    import ray
+
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return await call()
+        except ray.exceptions.ActorUnavailableError:
+            if time.monotonic() > deadline:
+                raise
+        await asyncio.sleep(_UNAVAILABLE_SECONDS)
 
 
 def create_group(name: str, bundles: Sequence[tuple[str, Mapping[str, float]]]) -> Any:
