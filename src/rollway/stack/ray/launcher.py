@@ -310,7 +310,9 @@ def _stop(access: RayAccess, stop_seconds: float, progress: Progress | None) -> 
             if progress is not None:
                 progress(access.read_state())
     except (ray.exceptions.RayActorError, StackNotRunning):
-        return  # it has ended by itself, after it had cleared up
+        # It has ended by itself, after it had cleared up, or with its node and all Keepers.
+        cluster.clear_leftovers()
+        return
     # Its work is done; its name is to be free when this returns.
     _kill(head)
     deadline = time.monotonic() + _POLL_SECONDS * 30
