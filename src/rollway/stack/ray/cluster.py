@@ -94,6 +94,11 @@ def _open(ray: Any, address: str | None) -> None:
             logging_level="ERROR",
         )
     except ConnectionError:
+        if _is_host_and_port(address):  # something listens there
+            raise UsageError(
+                f"The Ray cluster at {address} does not accept this process.",
+                "If it uses tokens, set RAY_AUTH_MODE=token here, and give the cluster's token.",
+            ) from None
         where = f"at {address}" if address else "on this machine, and RAY_ADDRESS is not set"
         raise UsageError(
             f"There is no Ray cluster {where}.",
@@ -110,9 +115,9 @@ def _open(ray: Any, address: str | None) -> None:
 
 def _check_reachable(address: str | None) -> None:
     """Raise unless something listens at host:port; Ray itself would try for half a minute."""
-    host, _, port = (address or "").rpartition(":")
-    if "://" in host or not host or not port.isdecimal():
+    if not _is_host_and_port(address):
         return
+    host, _, port = (address or "").rpartition(":")
     try:
         socket.create_connection((host, int(port)), _CONNECT_SECONDS).close()
     except OSError as error:
@@ -120,6 +125,11 @@ def _check_reachable(address: str | None) -> None:
             f"There is no Ray cluster at {address}: {error.strerror or error}.",
             "Give the address that `ray start --head` printed.",
         ) from None
+
+
+def _is_host_and_port(address: str | None) -> bool:
+    host, _, port = (address or "").rpartition(":")
+    return "://" not in host and bool(host) and port.isdecimal()
 
 
 def _check_same_cluster(ray: Any, address: str) -> None:

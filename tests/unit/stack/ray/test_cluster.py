@@ -109,3 +109,20 @@ def test_the_file_of_a_killed_cluster_is_no_cluster(
         file.write_text(f"127.0.0.1:{server.getsockname()[1]}\n")
         assert launcher.is_likely()
     assert not launcher.is_likely()
+
+
+def test_a_cluster_that_refuses_this_process_is_not_called_absent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`ray start` asks for a token where the home has one; drivers do not send it by themselves."""
+    connection = Connection(monkeypatch, is_open=False)
+
+    def refuse(**_: Any) -> None:
+        raise ConnectionError("Failed to connect to Ray cluster")
+
+    monkeypatch.setattr(ray, "init", refuse)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(UsageError, match=r"does not accept this process.*RAY_AUTH_MODE=token"):
+            cluster.connect(address).__enter__()
+    assert not connection.is_open
