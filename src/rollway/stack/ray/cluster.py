@@ -196,7 +196,12 @@ def _run_on(ray: Any, node: str, function: Any) -> Any:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     return ray.remote(function).options(
-        num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, False)
+        num_cpus=0,
+        max_retries=0,
+        # That of the actors: Ray starts a process for each environment, a second or two each, and
+        # gives the one that ran this task to the actor that comes next.
+        runtime_env={"env_vars": ACTOR_ENV},
+        scheduling_strategy=NodeAffinitySchedulingStrategy(node, False),
     )
 
 
