@@ -85,6 +85,22 @@ def make_run_environment(run_id: str) -> dict[str, str]:
     return {MARK: run_id, "SPT_NOENV": "1"}
 
 
+def read_run_id(pid: int) -> str | None:
+    """Return the run that a process is marked as a member of; None without a mark."""
+    try:
+        entries = (_PROC / str(pid) / "environ").read_bytes().split(b"\0")
+    except OSError:
+        return None
+    prefix = f"{MARK}=".encode()
+    marks = [entry.removeprefix(prefix).decode() for entry in entries if entry.startswith(prefix)]
+    return marks[0] if marks else None
+
+
+def find_parent(pid: int) -> ProcessId | None:
+    entry = _read_entry(pid)
+    return ProcessId.of(entry.parent) if entry is not None else None
+
+
 def find_members(run_id: str) -> set[ProcessId]:
     """Find the living processes of this user that carry the run's mark."""
     mark = f"{MARK}={run_id}".encode()

@@ -18,7 +18,7 @@ from rollway.stack.ray import cluster as names
 from tests.light.spec import ROOT, light
 from tests.waiting import has_become
 
-GPUS = 2
+SIZES: dict[str, Any] = {"num_cpus": 16, "num_gpus": 2}
 """What each raylet counts; there are no such devices."""
 
 
@@ -27,10 +27,12 @@ def run_cluster(nodes: int, home: Path) -> Iterator[Cluster]:
     """Run raylets whose actors use this home; connect nobody."""
     patch = pytest.MonkeyPatch()
     patch.setenv("ROLLWAY_HOME", str(home))  # the raylets' processes inherit it
-    sizes: dict[str, Any] = {"num_cpus": 16, "num_gpus": GPUS}
-    head = Cluster(initialize_head=True, head_node_args={**sizes, "include_dashboard": False})
+    # A raylet that was killed is dead after 3 s instead of 15; a slow one has 10 s for an answer.
+    patch.setenv("RAY_health_check_period_ms", "1000")
+    patch.setenv("RAY_health_check_failure_threshold", "3")
+    head = Cluster(initialize_head=True, head_node_args={**SIZES, "include_dashboard": False})
     for _ in range(nodes - 1):
-        head.add_node(**sizes)
+        head.add_node(**SIZES)
     patch.undo()
     try:
         yield head

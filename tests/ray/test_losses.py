@@ -13,20 +13,34 @@ import rollway
 from rollway.errors import StackNotRunning
 from rollway.stack.ray import launcher
 from tests.conftest import Footprint
-from tests.ray.clusters import on_ray, run_cluster, settle
+from tests.ray.clusters import SIZES, on_ray, run_cluster, settle
 from tests.stack.policies import Policy
 from tests.stack.serving import SHORT, TOLERANCE, worst
 from tests.waiting import wait_until
 
-pytestmark = [pytest.mark.stack, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.stack, pytest.mark.timeout(300)]
 PROMPT = list(range(40, 100))
 
 
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    with run_cluster(2, tmp_path / "ray-home") as running:
+@pytest.fixture(scope="module")
+def head_node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    home = tmp_path_factory.mktemp("ray-home")
+    with run_cluster(1, home) as running:
+        patch = pytest.MonkeyPatch()
+        patch.setenv("ROLLWAY_HOME", str(home))  # nodes that are added inherit it
         ray.init(address=running.address, namespace="users-own", log_to_driver=False)
         yield running
+        patch.undo()
+
+
+@pytest.fixture
+def cluster(head_node: Cluster) -> Iterator[Cluster]:
+    """A cluster of two nodes, of which a test may kill the second."""
+    head_node.add_node(**SIZES)
+    yield head_node
+    for node in list(head_node.worker_nodes):
+        head_node.remove_node(node)
+    assert settle() == {}
 
 
 def kill_other_node(cluster: Cluster) -> None:
@@ -47,15 +61,15 @@ def test_replicas_of_a_lost_node_wait_for_room_and_start_there(
         found = launcher.find("waits")
         assert found is not None
         kill_other_node(cluster)
-        wait_until(lambda: found.access.read_state().waiting, 120, every=0.5)
+        wait_until(lambda: found.access.read_state().waiting, 60, every=0.2)
         assert len(found.access.read_state().waiting) == 2
         assert worst(policies[1], stack.rollouts().generate(PROMPT, SHORT, n=4)) < TOLERANCE
 
-        cluster.add_node(num_cpus=16, num_gpus=2)
-        wait_until(lambda: count_ready(found) == 4, 120, every=0.5)
-        assert found.access.read_state().waiting == []
+        cluster.add_node(**SIZES)
+        wait_until(lambda: count_ready(found) == 4, 60, every=0.2)
+        wait_until(lambda: found.access.read_state().waiting == [], 10)
         served = lambda: list(stack.fleet.read_versions().values()).count(1)  # noqa: E731
-        wait_until(lambda: served() == 4, 120, every=0.5)
+        wait_until(lambda: served() == 4, 60, every=0.2)
         events = [entry["event"] for entry in found.access.call("read_events")]
         assert [e for e in events if e in ("node lost", "waiting", "placed again")] == [
             "node lost", "waiting", "placed again",
@@ -68,11 +82,24 @@ def test_a_lost_node_ends_the_stack_if_it_is_to_fail(
     cluster: Cluster, base_model: Path, footprint: Footprint
 ) -> None:
     with rollway.up(on_ray(base_model, "fails", 4, on_node_lost="fail")) as stack:
+        rollouts = stack.rollouts()
         kill_other_node(cluster)
-        found = launcher.find("fails")
-        if found is not None:  # it may have ended already
-            wait_until(lambda: launcher.find("fails") is None, 120, every=0.5)
-        with pytest.raises(StackNotRunning, match="no longer runs on Ray"):
-            stack.rollouts().generate(PROMPT, SHORT)
+        wait_until(lambda: launcher.find("fails") is None, 60, every=0.2)
+        with pytest.raises(StackNotRunning, match="The actor that ran the engines of node"):
+            rollouts.generate(PROMPT, SHORT)
+    assert settle() == {}
+    assert footprint.settle(60) == {}
+
+
+def test_calls_name_the_loss_of_the_services_node(
+    cluster: Cluster, base_model: Path, footprint: Footprint
+) -> None:
+    """Nothing of the stack is on the head node, so that the cluster survives."""
+    with rollway.up(on_ray(base_model, "unserved", 2, head="avoid")) as stack:
+        rollouts = stack.rollouts()
+        kill_other_node(cluster)
+        wait_until(lambda: launcher.find("unserved") is None, 60, every=0.2)
+        with pytest.raises(StackNotRunning, match="the node of its frontend and services is lost"):
+            rollouts.generate(PROMPT, SHORT)
     assert settle() == {}
     assert footprint.settle(60) == {}

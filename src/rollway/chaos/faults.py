@@ -25,13 +25,13 @@ from urllib.parse import urlsplit
 import msgspec
 
 from rollway import processes
+from rollway.chaos.target import Target
 from rollway.errors import Unreachable
 from rollway.fleet.discovery import RlListing, Worker, discover
 from rollway.http import Http
 from rollway.processes import ProcessId, end
 from rollway.stack.locks import Lease
 from rollway.stack.plan import LOOPBACK
-from rollway.stack.state import StackDir
 from rollway.weights.checkpoint import STABLE
 
 STEPS = ("preflight", "pause", "update", "flush", "verify", "open", "resume")
@@ -97,7 +97,7 @@ class ResettingHttp(Http):
 class Injector:
     """Injects one fault at a time."""
 
-    stack: str
+    target: Target
     http: ResettingHttp
     join: Callable[[], Awaitable[None]]
     strike: Strike = Strike("none", BEFORE)
@@ -140,13 +140,14 @@ class Injector:
             assert self.refit is not None
             self.refit.cancel()
         elif fault == "frontend_stall":
-            for frontend in self._find_processes("frontend"):
+            for frontend in self.target.find("frontend"):
                 self._later.append(asyncio.create_task(self._stall(frontend.pid, 0.0)))
         elif fault == "frontend_restart":
-            for frontend in self._find_processes("frontend"):
+            for frontend in self.target.find("frontend"):
                 frontend.send(signal.SIGKILL)
         elif fault == "supervisor_crash":
-            self._kill_supervisor()
+            assert worker is not None
+            self.target.kill_supervisor(worker)
         elif worker is not None:
             self._strike_worker(fault, worker)
 
@@ -184,19 +185,7 @@ class Injector:
     def pid_of(self, worker: Worker) -> int | None:
         if worker.instance_id in self.joined:
             return self.joined[worker.instance_id]
-        state = StackDir(self.stack).read()
-        known = state.processes if state else []
-        return next((p.pid for p in known if p.instance == worker.instance_id), None)
-
-    def _find_processes(self, name: str) -> list[ProcessId]:
-        state = StackDir(self.stack).read()
-        known = state.processes if state else []
-        return [p.id for p in known if p.name == name and p.id is not None]
-
-    def _kill_supervisor(self) -> None:
-        state = StackDir(self.stack).read()
-        if state is not None:
-            state.supervisor.send(signal.SIGKILL)
+        return self.target.find_pid(worker)
 
     def _damage(self, fault: str) -> None:
         assert self.path is not None
@@ -246,8 +235,8 @@ class Joiner:
     """Starts workers that join the stack, copies of one of its workers on other ports; waits until
     they are listed, and stops them."""
 
-    def __init__(self, stack: str, http: Http) -> None:
-        self._stack = stack
+    def __init__(self, target: Target, http: Http) -> None:
+        self._target = target
         self._http = http
         self._lease = Lease()
         self._waiting: dict[int, subprocess.Popen[bytes]] = {}
@@ -255,7 +244,7 @@ class Joiner:
 
     def start(self) -> None:
         """Start a worker with the first worker's command line and environment."""
-        state = StackDir(self._stack).read()
+        state = self._target.read_state()
         worker = next((p for p in state.processes if p.role == "worker"), None) if state else None
         if worker is None or worker.pid is None:
             return
@@ -281,7 +270,7 @@ class Joiner:
 
     async def are_listed(self, injector: Injector) -> bool:
         """Return whether all started workers are listed, or have died."""
-        state = StackDir(self._stack).read()
+        state = self._target.read_state()
         listed = await discover(self._http, RlListing(state.rl)) if state else []
         for port, child in list(self._waiting.items()):
             if child.poll() is not None:

@@ -21,9 +21,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rollway import processes
 from rollway.aio import Stack, up
 from rollway.chaos.faults import WHERE, Injector, Joiner, ResettingHttp, Strike
+from rollway.chaos.target import Target
 from rollway.chaos.traffic import BUSY_SECONDS, CALM_SECONDS, Policies, Traffic
 from rollway.config import AdminTimeouts, StackSpec
 from rollway.errors import RefitError, RollwayError, UsageError
@@ -34,7 +34,6 @@ from rollway.fleet.fleet import Fleet
 from rollway.fleet.report import RefitMode
 from rollway.rollout.client import Rollouts
 from rollway.rollout.completion import Completion
-from rollway.stack.state import StackDir
 from rollway.versions import FleetVersions, Ticket
 
 MODES: tuple[RefitMode, ...] = ("pause-all", "in-flight", "rolling")
@@ -140,7 +139,7 @@ class Chaos:
         self.version = 0
         self.report = Report(seed=options.seed, unprotected=options.unprotected)
         self.exits = AsyncExitStack()
-        self.run_ids: list[str] = []
+        self.target = Target(spec)
         self.stack: Stack
         self.fleet: Fleet
         self.traffic: Traffic
@@ -179,11 +178,10 @@ class Chaos:
         if self.options.unprotected:
             self.fleet.versions = NaiveBook()
             self.fleet.versions.current = 0
-        state = StackDir(self.stack.name).read()
-        assert state is not None
-        self.run_ids.append(state.run_id)
-        self.joiner = Joiner(self.stack.name, http)
-        self.injector = Injector(self.stack.name, http, self._join)
+        await asyncio.to_thread(self.target.open)
+        self.exits.callback(self.target.close)
+        self.joiner = Joiner(self.target, http)
+        self.injector = Injector(self.target, http, self._join)
         self.fleet.observer = self.injector.on_step
         is_apart = self.spec.models[0].serving == "disaggregated"
         rollouts = self.stack.sender(
@@ -210,8 +208,7 @@ class Chaos:
         if hasattr(self, "joiner"):
             await self.joiner.end_all()
         await self.exits.aclose()
-        orphans = [p for run in self.run_ids for p in processes.find_members(run)]
-        self.report.orphans = len(orphans)
+        self.report.orphans = self.target.count_orphans()
 
     async def _join(self) -> None:
         """Start a worker that joins while weights change."""
@@ -294,7 +291,7 @@ class Chaos:
         """Wait until every worker serves one version; refit again, as a trainer would."""
         deadline = time.monotonic() + self.options.heal_seconds
         while time.monotonic() < deadline:
-            state = StackDir(self.stack.name).read()
+            state = self.target.read_state()
             if state is None or not state.is_supervised:
                 await self._reopen()
                 continue

@@ -182,12 +182,23 @@ def plan(options: argparse.Namespace) -> int:
 
 
 def ray(options: argparse.Namespace) -> int:
-    from rollway.bench.ray import PARTS, format_figures
+    from rollway.bench.ray import PARTS, bench_launching, bench_planning, format_figures
 
-    unknown = sorted(set(options.only) - PARTS.keys())
+    unknown = sorted(set(options.only) - set(PARTS))
     if unknown:
         raise UsageError(f"There is no part `{unknown[0]}`.", f"Parts: {', '.join(PARTS)}.")
-    figures = {name: PARTS[name]() for name in options.only or PARTS}
+    spec = _read_spec(options)
+    if spec is None and "launching" in options.only:
+        raise UsageError(
+            "No stack is named.", "Give a stack file: rollway bench ray FILE --only launching."
+        )
+    parts = options.only or (PARTS if spec is not None else ("planning",))
+    figures = {}
+    if "planning" in parts:
+        figures["planning"] = bench_planning()
+    if spec is not None and "launching" in parts:
+        run = bench_launching(spec, options.nodes, print_progress)
+        figures["launching"] = asyncio.run(run)
     _print_figures(options, figures, format_figures)
     return 0
 

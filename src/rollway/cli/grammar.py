@@ -261,6 +261,8 @@ def _add_bench_commands(add: Add) -> None:
     add("disaggregated", "bench:disaggregated", "prefill and decode apart, against both in one")
     add("plan", "bench:plan", "planning weight transfers of large models")
     parser = add("ray", "bench:ray", "stacks on a Ray cluster, against one machine")
+    _add_spec(parser, "a stack file, for the part launching")
+    parser.add_argument("--nodes", type=int, default=4, help="raylets that it starts (default 4)")
     parser.add_argument("--only", nargs="+", default=[], metavar="PART", help="only these parts")
     parser = add("gpu", "bench:gpu", "weights on a GPU, against a copy of its memory")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])

@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from rollway.stack.ready import is_at
 from rollway.stack.state import StackState
 
 _STATE_SECONDS = 1.0
+_UNAVAILABLE_SECONDS = 60.0
+"""How long a Head may be neither reachable nor dead."""
 
 
 class RayAccess:
@@ -55,16 +58,22 @@ class RayAccess:
         """Call the Head and wait; raise StackNotRunning if it has ended."""
         import ray
 
-        try:
-            return ray.get(getattr(self.head, method).remote(*arguments))
-        except ray.exceptions.RayActorError as error:
-            raise make_gone_error(self.name, error) from None
+        deadline = time.monotonic() + _UNAVAILABLE_SECONDS
+        while True:
+            try:
+                return ray.get(getattr(self.head, method).remote(*arguments))
+            except ray.exceptions.RayActorError as error:
+                is_dead = not isinstance(error, ray.exceptions.ActorUnavailableError)
+                if is_dead or time.monotonic() > deadline:
+                    raise make_gone_error(self.name, error) from None
+            time.sleep(0.5)  # Ray does not know yet whether it lives
 
     async def _call(self, method: str, *arguments: Any) -> Any:
         import ray
 
+        call = partial(getattr(self.head, method).remote, *arguments)
         try:
-            return await getattr(self.head, method).remote(*arguments)
+            return await cluster.outlast(call, _UNAVAILABLE_SECONDS)
         except ray.exceptions.RayActorError as error:
             raise make_gone_error(self.name, error) from None
 
@@ -160,15 +169,13 @@ def _get_job() -> str:
 def create_witness() -> Any:
     """Create the actor that dies with this process."""
     import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     from rollway.stack.ray.keeper import Witness
 
-    # On this node: the loss of another one must not look like the death of this process.
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
-    options = ray.remote(Witness).options(
-        num_cpus=0, max_concurrency=1000, scheduling_strategy=here
-    )
+    # On this node: the loss of another one must not look like the death of this process. A soft
+    # node affinity is not enough: a raylet that does not know this node yet runs the actor itself.
+    here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
+    options = ray.remote(Witness).options(num_cpus=0, max_concurrency=1000, label_selector=here)
     return options.remote()
 
 

@@ -11,12 +11,15 @@ dashboard, which may be off, is not asked.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import math
 import re
 import socket
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rollway.errors import StartError, UsageError
@@ -27,6 +30,7 @@ _HEAD_NAME = re.compile(r"rollway/([a-z0-9-]+)")
 _PART_NAME = re.compile(r"rollway/([0-9a-f]{16})/.+")
 _CONNECT_SECONDS = 5.0
 _ANSWER_SECONDS = 10.0
+_UNAVAILABLE_SECONDS = 0.5
 _lock = threading.Lock()
 _users = 0
 """How many objects of this process use the connection that Rollway opened."""
@@ -90,6 +94,11 @@ def _open(ray: Any, address: str | None) -> None:
             logging_level="ERROR",
         )
     except ConnectionError:
+        if _is_host_and_port(address):  # something listens there
+            raise UsageError(
+                f"The Ray cluster at {address} does not accept this process.",
+                "If it uses tokens, set RAY_AUTH_MODE=token here, and give the cluster's token.",
+            ) from None
         where = f"at {address}" if address else "on this machine, and RAY_ADDRESS is not set"
         raise UsageError(
             f"There is no Ray cluster {where}.",
@@ -106,9 +115,9 @@ def _open(ray: Any, address: str | None) -> None:
 
 def _check_reachable(address: str | None) -> None:
     """Raise unless something listens at host:port; Ray itself would try for half a minute."""
-    host, _, port = (address or "").rpartition(":")
-    if "://" in host or not host or not port.isdecimal():
+    if not _is_host_and_port(address):
         return
+    host, _, port = (address or "").rpartition(":")
     try:
         socket.create_connection((host, int(port)), _CONNECT_SECONDS).close()
     except OSError as error:
@@ -116,6 +125,11 @@ def _check_reachable(address: str | None) -> None:
             f"There is no Ray cluster at {address}: {error.strerror or error}.",
             "Give the address that `ray start --head` printed.",
         ) from None
+
+
+def _is_host_and_port(address: str | None) -> bool:
+    host, _, port = (address or "").rpartition(":")
+    return "://" not in host and bool(host) and port.isdecimal()
 
 
 def _check_same_cluster(ray: Any, address: str) -> None:
@@ -182,7 +196,12 @@ def _run_on(ray: Any, node: str, function: Any) -> Any:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     return ray.remote(function).options(
-        num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, False)
+        num_cpus=0,
+        max_retries=0,
+        # That of the actors: Ray starts a process for each environment, a second or two each, and
+        # gives the one that ran this task to the actor that comes next.
+        runtime_env={"env_vars": ACTOR_ENV},
+        scheduling_strategy=NodeAffinitySchedulingStrategy(node, False),
     )
 
 
@@ -285,6 +304,24 @@ def is_alive(actor: Any) -> bool:
     except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
         return False
     return True
+
+
+async def outlast(call: Callable[[], Any], seconds: float = math.inf) -> Any:
+    """Await a call of an actor through interruptions of the network, for so many seconds at most;
+    raise when the actor is dead.
+
+    Ray answers `unavailable` as soon as a connection breaks, and learns some 20 s later whether the
+    actor, or its node, has died. The call may be repeated although it was received."""
+    import ray
+
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return await call()
+        except ray.exceptions.ActorUnavailableError:
+            if time.monotonic() > deadline:
+                raise
+        await asyncio.sleep(_UNAVAILABLE_SECONDS)
 
 
 def create_group(name: str, bundles: Sequence[tuple[str, Mapping[str, float]]]) -> Any:

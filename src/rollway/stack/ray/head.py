@@ -123,7 +123,7 @@ class Head:
 
         witness = self._witness
         with contextlib.suppress(ray.exceptions.RayError):
-            await witness.wait.remote()
+            await cluster.outlast(witness.wait.remote)
         if self._witness is witness:
             self._events.note("owner gone")
             self._fail("The process that owns the stack has ended.")
@@ -141,7 +141,7 @@ class Head:
         await self._parts.wait_for_calls()
         record = self._parts.record
         keepers = list(record.keepers.values())
-        stops = [keeper.stop.remote() for keeper in keepers]
+        stops = [cluster.outlast(keeper.stop.remote) for keeper in keepers]
         # A Keeper that died has no answer; the lifeline has told its supervisor to stop.
         await asyncio.gather(*stops, return_exceptions=True)
         for keeper in keepers:

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -94,7 +95,7 @@ class Healing:
         where = part.describe(self.parts.addresses)
         keeper = self.parts.record.keepers[part.node]
         try:
-            error = await keeper.watch.remote(part.name)
+            error = await cluster.outlast(partial(keeper.watch.remote, part.name))
             cause = f"The supervisor of the engines of {where} ended. {error}".rstrip()
         except ray.exceptions.RayError as error:
             text = " ".join(str(error).split())[:300]

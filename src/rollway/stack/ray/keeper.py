@@ -68,7 +68,7 @@ class Keeper:
         import ray
 
         with contextlib.suppress(ray.exceptions.RayError):
-            await self._head.wait_until_over.remote()
+            await cluster.outlast(self._head.wait_until_over.remote)
         await self.stop()
         await asyncio.to_thread(self._remove_groups)
         ray.kill(self._me)

@@ -33,6 +33,7 @@ _NAME_SECONDS = 60.0
 _STOP_SECONDS = 90.0
 """What a stop may take beyond the stop time of the stack."""
 _CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
+_REACH_SECONDS = 2.0
 
 
 class RayStack:
@@ -216,8 +217,18 @@ def is_likely() -> bool:
     ray = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():
         return True
-    has_address = "RAY_ADDRESS" in os.environ or _CURRENT_CLUSTER.is_file()
+    has_address = "RAY_ADDRESS" in os.environ or _has_cluster()
     return has_address and importlib.util.find_spec("ray") is not None
+
+
+def _has_cluster() -> bool:
+    """Whether a cluster runs where Ray's file says so. One that was killed leaves the file."""
+    try:
+        host, _, port = _CURRENT_CLUSTER.read_text().strip().rpartition(":")
+        socket.create_connection((host, int(port)), _REACH_SECONDS).close()
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def resolve_name(name: str | None) -> str:
@@ -310,7 +321,9 @@ def _stop(access: RayAccess, stop_seconds: float, progress: Progress | None) -> 
             if progress is not None:
                 progress(access.read_state())
     except (ray.exceptions.RayActorError, StackNotRunning):
-        return  # it has ended by itself, after it had cleared up
+        # It has ended by itself, after it had cleared up, or with its node and all Keepers.
+        cluster.clear_leftovers()
+        return
     # Its work is done; its name is to be free when this returns.
     _kill(head)
     deadline = time.monotonic() + _POLL_SECONDS * 30

@@ -7,6 +7,8 @@ import contextlib
 from dataclasses import dataclass, field
 from typing import Any
 
+from rollway.stack.ray import cluster
+
 
 @dataclass(slots=True)
 class _Versions:
@@ -54,7 +56,7 @@ class Ledger:
 
     async def _watch(self, name: str, token: str, witness: Any) -> None:
         with contextlib.suppress(Exception):
-            await witness.wait.remote()
+            await cluster.outlast(witness.wait.remote)
         self.unlock(name, token)
 
     def unlock(self, name: str, token: str) -> None:

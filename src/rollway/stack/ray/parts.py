@@ -177,10 +177,16 @@ class Parts:
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
         )
         keeper = self.record.keepers[node] = options.remote(self.run_id, name, self._head)
-        for group, nodes in self.record.groups.items():
-            if node in nodes:  # it follows a Keeper that died
-                await keeper.add_group.remote(group, is_shared=len(nodes) > 1)
-        facts = await keeper.examine.remote()
+        try:
+            for group, nodes in self.record.groups.items():
+                if node in nodes:  # it follows a Keeper that died
+                    await keeper.add_group.remote(group, is_shared=len(nodes) > 1)
+            facts = await keeper.examine.remote()
+        except ray.exceptions.RayError:  # the node has gone, or is too new for Ray to use it
+            if self.record.keepers.get(node) is keeper:
+                del self.record.keepers[node]
+            ray.kill(keeper)
+            raise
         self._has_gpus[node] = bool(facts["gpus"])
 
     # --- groups ----------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import ray
-from ray.exceptions import ActorDiedError
+from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from rollway.config import load_spec
 from rollway.errors import StartError
@@ -71,6 +71,12 @@ class Actor:
         task.add_done_callback(lambda t: t.cancelled() or t.exception())
         return answer
 
+    def interrupt(self) -> None:
+        """Break all connections to the actor, which lives."""
+        for answer in self._calls:
+            if not answer.done():
+                answer.set_exception(ActorUnavailableError("connection reset", None))
+
     def die(self) -> None:
         self.is_dead = True
         for answer, task in self._calls.items():
@@ -90,6 +96,8 @@ class StandIn:
         self.running: dict[str, Actor] = {}
         self.steps: list[str] = []
         self.at_step: Callable[[str], None] = lambda _: None
+        self.unknown: set[str] = set()
+        """Nodes that are too new for Ray to start actors there."""
         self.current: Any = None
         monkeypatch.setattr(
             ray, "get_runtime_context", lambda: SimpleNamespace(current_actor=self.current)
@@ -101,6 +109,7 @@ class StandIn:
         monkeypatch.setattr(cluster, "read_nodes", self.read_nodes)
         monkeypatch.setattr(head, "_LAST_CALL_SECONDS", 0.0)
         monkeypatch.setattr(healing, "RETRY_SECONDS", 0.01)
+        monkeypatch.setattr(cluster, "_UNAVAILABLE_SECONDS", 0.0)
 
     def step(self, what: str) -> None:
         self.steps.append(what)
@@ -113,6 +122,8 @@ class StandIn:
             def create(*arguments: Any) -> Actor:
                 self.step(f"keeper on node {node[0]}")
                 actor = Actor(self, named["name"], FakeKeeper, self, node)
+                if node in self.unknown:
+                    actor.die()
                 self.actors.append(actor)
                 return actor
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import ray
 
 from rollway.errors import UsageError
-from rollway.stack.ray import cluster
+from rollway.stack.ray import cluster, launcher
 
 
 class Connection:
@@ -94,3 +95,34 @@ def test_only_groups_of_runs_without_any_actor_are_leftovers(
     removed.clear()
     monkeypatch.setattr(ray, "get", hang)
     assert cluster.clear_leftovers() == removed == []
+
+
+def test_the_file_of_a_killed_cluster_is_no_cluster(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Otherwise every command about stacks of this machine would wait for that cluster."""
+    file = tmp_path / "ray_current_cluster"
+    monkeypatch.setattr(launcher, "_CURRENT_CLUSTER", file)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert not launcher.is_likely()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        file.write_text(f"127.0.0.1:{server.getsockname()[1]}\n")
+        assert launcher.is_likely()
+    assert not launcher.is_likely()
+
+
+def test_a_cluster_that_refuses_this_process_is_not_called_absent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`ray start` asks for a token where the home has one; drivers do not send it by themselves."""
+    connection = Connection(monkeypatch, is_open=False)
+
+    def refuse(**_: Any) -> None:
+        raise ConnectionError("Failed to connect to Ray cluster")
+
+    monkeypatch.setattr(ray, "init", refuse)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(UsageError, match=r"does not accept this process.*RAY_AUTH_MODE=token"):
+            cluster.connect(address).__enter__()
+    assert not connection.is_open

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.stack.ray.stand_in import StandIn, node_id
-from tests.waiting import wait_until_async
+from tests.waiting import settle, wait_until_async
 
 STEPS = [
     *("keeper on node 0", "keeper on node 1"),
@@ -80,6 +80,41 @@ async def test_a_killed_keeper_is_followed_by_another_on_its_node(
     assert ray.steps[-2:] == ["keeper on node 1", "part 2 on node 1"]
     assert set(ray.groups) == groups  # its resources were held all the time
     assert ray.keeper(1).object.groups == {g for g in groups if g[-1] in "23"}
+    await run.head.stop.remote()
+    await run.wait_until_over()
+    assert ray.left() == {}
+
+
+async def test_an_interrupted_network_is_no_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the owner and of a Keeper: Ray says `unavailable` before it knows that an actor died."""
+    ray = StandIn(monkeypatch)
+    run = ray.start()
+    await run.head.wait_until_ready.remote()
+    over = run.head.wait_until_over.remote()
+    run.witness.interrupt()
+    ray.keeper(1).interrupt()
+    await settle()
+    assert ray.steps == STEPS and not over.done()
+    events = [entry["event"] for entry in await run.head.read_events.remote()]
+    assert events == ["ready"]
+    run.witness.die()
+    assert "process that owns the stack has ended" in (await over)["message"]
+    await run.wait_until_over()
+    assert ray.left() == {}
+
+
+async def test_a_node_that_is_too_new_for_an_actor_gets_one_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ray = StandIn(monkeypatch)
+    run = ray.start()
+    await run.head.wait_until_ready.remote()
+    ray.lose(1)
+    ray.unknown.add(node_id(2))
+    ray.nodes[node_id(2)] = "10.0.0.3"
+    await wait_until_async(lambda: ray.steps.count("keeper on node 2") >= 2)
+    ray.unknown.clear()
+    await wait_until_async(lambda: len(ray.running) == 2)
     await run.head.stop.remote()
     await run.wait_until_over()
     assert ray.left() == {}

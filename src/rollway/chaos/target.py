@@ -1,0 +1,89 @@
+"""The processes of the stack that chaos breaks, under this machine's supervisor or on Ray.
+
+Chaos sends signals, so all nodes of a Ray cluster have to be raylets of this machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+
+from rollway import processes
+from rollway.config import StackSpec
+from rollway.errors import RollwayError, StackNotRunning, UsageError
+from rollway.fleet.discovery import Worker
+from rollway.processes import ProcessId
+from rollway.stack.access import LocalAccess, StackAccess
+from rollway.stack.ray import launcher
+from rollway.stack.state import ProcessState, StackState
+
+
+class Target:
+    """A stack that runs; after its end, and a new start, `open` finds the next one."""
+
+    def __init__(self, spec: StackSpec) -> None:
+        self._spec = spec
+        self._access: StackAccess = LocalAccess(spec.name)
+        self._on_ray: launcher.RayStack | None = None
+        self._run_ids: set[str] = set()
+        """Of all supervisors, also of those that have ended."""
+
+    def open(self) -> None:
+        """Find the stack that was started."""
+        if self._spec.launcher == "ray":
+            self.close()
+            self._on_ray = launcher.find(f"{self._spec.ray.namespace}/{self._spec.name}")
+            if self._on_ray is None:
+                raise RollwayError(f"The stack `{self._spec.name}` has ended.")
+            self._access = self._on_ray.access
+        state = self.read_state()
+        nodes = {process.node for process in state.processes} if state else set()
+        if len(nodes) > 1:
+            raise UsageError(
+                f"The stack has processes on {', '.join(sorted(nodes))}.",
+                "Chaos kills processes by their ids: run it on raylets of one machine.",
+            )
+
+    def close(self) -> None:
+        if self._on_ray is not None:
+            self._on_ray.close()
+            self._on_ray = None
+
+    def read_state(self) -> StackState | None:
+        """Return the state of the stack; None after its end."""
+        with contextlib.suppress(StackNotRunning):
+            state = self._access.read_state()
+            self._note_runs(state)
+            return state
+        return None
+
+    def find_pid(self, worker: Worker) -> int | None:
+        known = self._list_processes()
+        return next((p.pid for p in known if p.instance == worker.instance_id), None)
+
+    def find(self, name: str) -> list[ProcessId]:
+        known = self._list_processes()
+        return [p.id for p in known if p.name == name and p.id is not None]
+
+    def kill_supervisor(self, worker: Worker) -> None:
+        """Kill the supervisor of this worker, or of any if chaos itself started the worker. (A
+        stack on Ray has a supervisor on every node.)"""
+        pids = [self.find_pid(worker), *(p.pid for p in self._list_processes())]
+        pid = next((pid for pid in pids if pid is not None), None)
+        supervisor = processes.find_parent(pid) if pid is not None else None
+        if supervisor is not None:
+            supervisor.send(signal.SIGKILL)
+
+    def count_orphans(self) -> int:
+        """Return how many processes live of all that were seen since the first start."""
+        return sum(len(processes.find_members(run)) for run in self._run_ids)
+
+    def _list_processes(self) -> list[ProcessState]:
+        state = self.read_state()
+        return state.processes if state else []
+
+    def _note_runs(self, state: StackState | None) -> None:
+        for process in state.processes if state else ():
+            # The mark of the process itself: on Ray, each node's supervisor has its own run id.
+            run = processes.read_run_id(process.pid) if process.pid is not None else None
+            self._run_ids |= {run} if run else set()
