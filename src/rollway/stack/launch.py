@@ -14,7 +14,7 @@ from typing import Any
 
 from rollway import private, processes
 from rollway.config import StackSpec
-from rollway.errors import RollwayError, SpecError, StartError
+from rollway.errors import PortInUse, RollwayError, SpecError, StartError
 from rollway.processes import ProcessId
 from rollway.stack.locks import NamedLock, describe
 from rollway.stack.state import StackDir, StackState
@@ -80,7 +80,8 @@ def _restore_error(error: dict[str, Any]) -> RollwayError:
     """Make the error that the supervisor wrote into its state."""
     if error["error"] == SpecError.__name__:
         return SpecError(error["message"], error["hint"])
-    return StartError(error["message"], error["hint"], error.get("log_tail", ""))
+    kind = PortInUse if error["error"] == PortInUse.__name__ else StartError
+    return kind(error["message"], error["hint"], error.get("log_tail", ""))
 
 
 def _make_stopped_error(directory: StackDir) -> StartError:

@@ -1,0 +1,202 @@
+"""The process that holds a stack for a driver of Curator's.
+
+    driver                               owner (a child in a session of its own)
+      spec ── stdin ────────────────────►  rollway.up(spec)
+      ◄───────────────── stdout ── ready: addresses, or the error
+      pipeline.run(): ray.init … ray.shutdown, as often as it likes
+      close stdin, or die ──────────────►  leaves the block: the stack stops; then it exits
+
+Curator's executors connect to Ray and disconnect again, and every disconnect ends what belongs to
+the driver's Ray job. The owner has a connection of its own, so the stack outlives them, and it ends
+with the driver all the same: however the driver dies, the pipe closes. The user's connection is
+never touched, because this side needs none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+from rollway import api, errors, private
+from rollway.config import StackSpec
+from rollway.errors import RollwayError, StartError
+from rollway.stack.state import StackDir
+
+STOP_SECONDS = 60.0
+"""What a stop may take beyond the stop time of the stack."""
+PARENT_SECONDS = 1.0
+"""How often the owner looks whether its parent is alive. A fork of the driver keeps the pipe open
+when the driver has died."""
+LOG_TAIL_LINES = 15
+
+
+class OwnedStack:
+    """A running stack that a child process holds."""
+
+    def __init__(self, spec: StackSpec, process: subprocess.Popen[str], log: Path) -> None:
+        self.spec = spec
+        self.frontend = ""
+        self.log_dir = ""
+        self.placements: list[dict[str, Any]] = []
+        self._process = process
+        self._log = log
+
+    def wait_until_ready(self) -> None:
+        """Wait for the owner's report; raise the error that it reports."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise StartError(
+                f"The owner of the stack `{self.spec.name}` ended before the stack was ready "
+                f"(status {self._process.wait()}).",
+                f"Its log is {self._log}.",
+                log_tail=_read_tail(self._log),
+            )
+        report = json.loads(line)
+        if "error" in report:
+            raise _restore_error(report)
+        self.frontend = report["frontend"]
+        self.log_dir = report["log_dir"]
+        self.placements = report["placements"]
+
+    def stop(self) -> None:
+        """Stop the stack and return when nothing of it is left."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(self.spec.stop_seconds + STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            # Without its owner, the launcher takes the stack down.
+            self._process.kill()
+            self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+
+def start_stack(spec: StackSpec, **order: Any) -> OwnedStack:
+    """Start a stack in an owner process and return when it is ready.
+
+    On failure, and on KeyboardInterrupt, everything that has started is stopped first."""
+    directory = StackDir(spec.name)
+    directory.create()
+    log = directory.path / "owner.log"
+    with os.fdopen(private.open_file(log, os.O_WRONLY | os.O_TRUNC), "wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-c", _make_program()],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=output,
+            text=True,
+            start_new_session=True,  # Ctrl-C is the driver's; the owner stops when the driver says
+        )
+    stack = OwnedStack(spec, process, log)
+    try:
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(json.dumps({"spec": spec.model_dump(mode="json"), **order}) + "\n")
+            process.stdin.flush()
+        stack.wait_until_ready()
+    except BaseException:
+        stack.stop()
+        raise
+    return stack
+
+
+def _make_program() -> str:
+    # As for a supervisor: the owner must import this very package, and no child may inherit a path.
+    source = str(Path(__file__).parents[3])
+    return (
+        f"import sys; sys.path.insert(0, {source!r}); "
+        "from rollway.integrations.curator.owner import main; sys.exit(main())"
+    )
+
+
+def _restore_error(report: dict[str, Any]) -> RollwayError:
+    kind = getattr(errors, report["error"], StartError)
+    if issubclass(kind, errors.SpecError):
+        return errors.SpecError(report["message"], report["hint"])
+    if not issubclass(kind, StartError):
+        kind = StartError
+    error: RollwayError = kind(report["message"], report["hint"], report.get("log_tail", ""))
+    return error
+
+
+def _read_tail(log: Path) -> str:
+    text = log.read_text(errors="replace") if log.is_file() else ""
+    return "\n".join(text.strip().splitlines()[-LOG_TAIL_LINES:])
+
+
+# --- in the owner --------------------------------------------------------------------------------
+
+
+def main() -> int:
+    """Run in the child: start the stack, report, hold it until the driver lets go."""
+    reports = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what Ray prints is for the log
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    order = json.loads(sys.stdin.readline())
+    lifeline = _Lifeline()
+    try:
+        with _open(order) as report:
+            lifeline.is_starting = False
+            _send(reports, report)
+            lifeline.wait()
+    except KeyboardInterrupt:
+        return 1
+    except RollwayError as error:
+        _send(reports, error.as_json())
+        return 1
+    return 0
+
+
+class _Lifeline:
+    """Notices that the driver has closed the pipe or died, also in the middle of a start."""
+
+    def __init__(self) -> None:
+        self.is_starting = True
+        self._closed = threading.Event()
+        self._parent = os.getppid()
+        threading.Thread(target=self._watch, name="lifeline", daemon=True).start()
+
+    def wait(self) -> None:
+        self._closed.wait()
+
+    def _watch(self) -> None:
+        while os.getppid() == self._parent:
+            readable, _, _ = select.select([0], [], [], PARENT_SECONDS)
+            if readable and not os.read(0, 1024):
+                break
+        self._closed.set()
+        if self.is_starting:
+            # A real signal: only that wakes the main thread while it waits for the start.
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+
+@contextlib.contextmanager
+def _open(order: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    spec = StackSpec.model_validate(order["spec"])
+    with api.up(spec) as stack:
+        state = StackDir(spec.name).read()
+        yield {
+            "frontend": stack.frontend_url,
+            "log_dir": "" if state is None else state.log_dir,
+            "placements": [],
+        }
+
+
+def _send(reports: TextIO, report: dict[str, Any]) -> None:
+    with contextlib.suppress(BrokenPipeError):  # the driver has died: the lifeline tells
+        reports.write(json.dumps(report) + "\n")
+        reports.flush()
+
