@@ -22,11 +22,19 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 from pydantic_core import PydanticSerializationError
 
 from rollway.errors import SpecError
-from rollway.plain import apply_override, check_plain, describe_error, read_yaml_file
+from rollway.plain import SpecPart, apply_override, check_plain, describe_error, read_yaml_file
+from rollway.ranks import (
+    PlacedWorker,
+    RaySpec,
+    RuntimeEnv,
+    merge_runtime_envs,
+    read_context_parallel,
+    take_parallel_sizes,
+)
 
 RawArgs: TypeAlias = dict[str, Any]
 """Options of another program under its own names, without the dashes.
@@ -65,13 +73,7 @@ AbsolutePath: TypeAlias = Annotated[Path, AfterValidator(_make_absolute)]
 Port: TypeAlias = Annotated[int, Field(ge=0, le=65535)]
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(
-        extra="forbid", validate_default=True, coerce_numbers_to_str=True, allow_inf_nan=False
-    )
-
-
-class ModelSpec(_Part):
+class ModelSpec(SpecPart):
     """One served model: its checkpoint, its engine and the number of its workers."""
 
     path: str
@@ -86,21 +88,45 @@ class ModelSpec(_Part):
     replicas: int = Field(default=1, ge=1, le=4096)
     """The number of workers."""
     tensor_parallel: int = Field(default=1, ge=1, le=1024)
-    """The number of GPUs per worker."""
+    """Ranks that share each layer; vLLM's tensor-parallel-size."""
+    pipeline_parallel: int = Field(default=1, ge=1, le=1024)
+    """Stages that share the layers; vLLM's pipeline-parallel-size."""
+    data_parallel: int = Field(default=1, ge=1, le=1024)
+    """Engines behind one endpoint; vLLM's data-parallel-size. A worker has
+    tensor_parallel x pipeline_parallel x data_parallel ranks, with a GPU each."""
     seed: int = Field(default=0, ge=0)
     """Replica i samples with seed + i: with equal seeds two workers would sample equal tokens."""
     args: RawArgs = Field(default_factory=dict)
     """Options of the engine."""
     env: Environment = Field(default_factory=dict)
     """Environment variables of the workers."""
+    runtime_env: RuntimeEnv = Field(default_factory=dict)
+    """Ray's runtime environment of the workers, merged over the stack's: `env_vars` are united,
+    packages are added, any other key replaces the stack's."""
 
     @model_validator(mode="after")
     def _check(self) -> ModelSpec:
         if not self.name:
             self.name = Path(self.path).name
+        if self.engine == "vllm":
+            self._take_sizes_from_args()
         if (self.engine == "custom") != bool(self.module):
             raise ValueError("`engine: custom` and `module` need each other")
         return self
+
+    def _take_sizes_from_args(self) -> None:
+        """Move parallel sizes from `args` to the fields, so that there is one place to read."""
+        given = {name: getattr(self, name) for name in self.model_fields_set}
+        sizes = take_parallel_sizes(self.args, given)
+        for name, size in sizes.items():
+            setattr(self, name, size)
+        read_context_parallel(self.args)  # refuses what is no size
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks of one worker."""
+        context = read_context_parallel(self.args) if self.engine == "vllm" else 1
+        return self.tensor_parallel * self.pipeline_parallel * self.data_parallel * context
 
     @property
     def can_refit(self) -> bool:
@@ -108,7 +134,7 @@ class ModelSpec(_Part):
         return self.engine != "mocker"
 
 
-class FrontendSpec(_Part):
+class FrontendSpec(SpecPart):
     """Dynamo's HTTP frontend."""
 
     host: str = "127.0.0.1"
@@ -123,7 +149,7 @@ class FrontendSpec(_Part):
     """Environment variables of the frontend."""
 
 
-class RouterSpec(_Part):
+class RouterSpec(SpecPart):
     """How the frontend picks a worker."""
 
     mode: Literal[
@@ -135,7 +161,7 @@ class RouterSpec(_Part):
     """Dynamo's `--router-*` options, under their whole names."""
 
 
-class RestartSpec(_Part):
+class RestartSpec(SpecPart):
     """What happens when a process of a ready stack dies."""
 
     enabled: bool = True
@@ -148,7 +174,7 @@ class RestartSpec(_Part):
     """Rollway gives up after this many deaths in a row without a stable minute in between."""
 
 
-class JoinSpec(_Part):
+class JoinSpec(SpecPart):
     """A running stack, on this machine or another, that the workers of this one join. The
     `join_spec` of that stack has all these fields."""
 
@@ -165,7 +191,7 @@ class JoinSpec(_Part):
     """The secret that signs its offers of weights. The default is $ROLLWAY_WEIGHTS_SECRET."""
 
 
-class AdminTimeouts(_Part):
+class AdminTimeouts(SpecPart):
     """Seconds that one attempt of a call to a worker may take."""
 
     probe: float = Field(default=10.0, gt=0)
@@ -176,7 +202,7 @@ class AdminTimeouts(_Part):
     """For loading weights."""
 
 
-class LogSpec(_Part):
+class LogSpec(SpecPart):
     """How much of a process's log stays on disk: `keep` + 1 files of about `max_mb` MB each."""
 
     max_mb: float = Field(default=16.0, ge=0.001, le=1e6)
@@ -185,7 +211,7 @@ class LogSpec(_Part):
     """The number of files with older lines; NAME.log.1 is the newest of them."""
 
 
-class StackSpec(_Part):
+class StackSpec(SpecPart):
     """A whole stack: models, frontend, router, planes, ports, logs.
 
     docs/stack.md explains the fields with examples.
@@ -224,6 +250,14 @@ class StackSpec(_Part):
     admin_orders: Literal["signed", "open"] = "signed"
     """`signed`: workers obey admin calls of this stack's own processes only. `open`: of anyone who
     reaches the port, for tools that call Dynamo's admin routes themselves."""
+    launcher: Literal["local", "ray"] = "local"
+    """`ray` runs the stack on a Ray cluster, one supervisor per node."""
+    ray: RaySpec = Field(default_factory=RaySpec)
+    """How `launcher: ray` uses the cluster."""
+    runtime_env: RuntimeEnv = Field(default_factory=dict)
+    """Ray's runtime environment of all workers."""
+    placed: list[PlacedWorker] | None = None
+    """The workers of this machine. A launcher fills it in; by default all workers run here."""
     join: JoinSpec | None = None
     """A stack to join. This one then has workers only, no frontend and no services."""
     python: str | None = None
@@ -269,6 +303,7 @@ class StackSpec(_Part):
             raise ValueError("`nats_server` is given but no plane is `nats`")
         if self.join is not None:
             _check_join(self, self.join)
+        _check_launcher(self)
         return self
 
     @property
@@ -280,6 +315,30 @@ class StackSpec(_Part):
     def needs_nats(self) -> bool:
         """Whether Rollway must start a NATS server."""
         return "nats" in (self.event_plane, self.request_plane) and self.nats_server is None
+
+
+def _check_launcher(spec: StackSpec) -> None:
+    for model in spec.models:
+        try:
+            merge_runtime_envs(spec.runtime_env, model.runtime_env)
+        except ValueError as error:
+            raise ValueError(
+                f"the runtime_env of `{model.name}` over the stack's: {error}"
+            ) from None
+    if spec.launcher == "ray" and (spec.join is not None or spec.placed is not None):
+        raise ValueError(
+            "`launcher: ray` fills in `join` and `placed` itself; remove them from the stack"
+        )
+    seen = set()
+    for worker in spec.placed or ():
+        if all(worker.model != model.name for model in spec.models):
+            raise ValueError(f"`placed` names the model `{worker.model}`, which is not served")
+        key = (worker.model, worker.role, worker.replica, worker.node_rank)
+        if key in seen:
+            raise ValueError(
+                f"`placed` has replica {worker.replica} of `{worker.model}` twice; keep one"
+            )
+        seen.add(key)
 
 
 def _check_join(spec: StackSpec, join: JoinSpec) -> None:
@@ -349,7 +408,7 @@ def load_spec(
 
 def parse_spec(data: Mapping[str, Any]) -> StackSpec:
     """Validate plain data; a SpecError names each wrong field by its path."""
-    check_plain(data, "The stack", free_text=("args", "env"))
+    check_plain(data, "The stack", free_text=("args", "env", "runtime_env"))
     models = data.get("models")
     if not isinstance(models, list) or not any(
         isinstance(model, dict) and model.get("path") for model in models

@@ -17,7 +17,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from rollway.errors import SpecError, UsageError
 
@@ -30,6 +30,14 @@ _KEY = 1000
 # Line ends, other control characters, and those that change the direction of text.
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 _NO_TEXT = re.compile("[\x00\ud800-\udfff]")
+
+
+class SpecPart(BaseModel):
+    """A part of a spec: unknown fields and numbers that are not finite are refused."""
+
+    model_config = ConfigDict(
+        extra="forbid", validate_default=True, coerce_numbers_to_str=True, allow_inf_nan=False
+    )
 
 
 def read_yaml(text: str, what: str) -> Any:

@@ -11,6 +11,7 @@ import rollway
 ORDER = [
     "errors",
     "private plain http orders versions",
+    "ranks",
     "config processes",
     "weights",
     "engine rollout",

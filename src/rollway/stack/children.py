@@ -75,11 +75,7 @@ class Children:
         logs.record_names(log_dir, self.plans)
         self.state.frontend, self.state.rl = plan.frontend_url, plan.rl_url
         self.state.join_spec = plan.join_spec
-        self.state.processes = [
-            ProcessState(p.name, p.role, str(p.log), model=p.model, admin_url=p.admin_url,
-                         ports=p.ports)
-            for p in plan.processes
-        ]  # fmt: skip
+        self.state.processes = [_make_state(process) for process in plan.processes]
         self.write_state()
         return plan
 
@@ -117,6 +113,9 @@ class Children:
     def respawn(self, process: ProcessPlan) -> None:
         """Restart a worker that runs but that never appeared in discovery."""
         child = self.running[process.name]
+        if process.shares_replica:  # its other ranks must go, too
+            child.kill()
+            return
         self.report(process, "lost", "it runs, but its registration was lost; starting it again")
         child.kill()
         child.wait()
@@ -215,6 +214,21 @@ class Children:
             child.poll()
         processes.reap({})
         return memory
+
+
+def _make_state(process: ProcessPlan) -> ProcessState:
+    state = ProcessState(
+        process.name,
+        process.role,
+        str(process.log),
+        model=process.model,
+        admin_url=process.admin_url,
+        ports=process.ports,
+    )
+    if process.placed is not None:
+        placed = process.placed
+        state.replica, state.node_rank, state.nodes = placed.replica, placed.node_rank, placed.nodes
+    return state
 
 
 def _get_session(pid: int) -> int | None:

@@ -324,3 +324,27 @@ async def replace_worker(name: str, worker: Worker) -> bool:
             process.id.send(signal.SIGKILL)
             return True
     return False
+
+
+# --- ranks of replicas over several machines -----------------------------------------------------
+
+
+def stop_rank(name: str, process_name: str) -> bool:
+    """Kill a rank whose replica has lost another one; return whether it ran.
+
+    Its supervisor clears up, and then reports that the rank waits for its replica."""
+    state = StackDir(name).read()
+    if state is None or not state.is_supervised:
+        return False
+    for process in state.processes:
+        if process.name == process_name and process.id is not None and process.id.alive:
+            # Recorded before the kill, so that the supervisor does not count it as a failure.
+            StackDir(name).record("replaced", process=process.name, pid=process.pid)
+            process.id.send(signal.SIGKILL)
+            return True
+    return False
+
+
+def release_rank(name: str, process_name: str) -> None:
+    """Let a rank that waits for its replica start again; call it when all ranks of it wait."""
+    os.close(private.open_file(StackDir(name).get_restart_request(process_name), os.O_WRONLY))

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from rollway.config import ModelSpec, RawArgs, StackSpec, is_loopback, slug
 from rollway.errors import SpecError, StartError
 from rollway.processes import make_run_environment
+from rollway.ranks import PlacedWorker, merge_runtime_envs, normalise_option
 from rollway.stack import preset
 from rollway.stack.locks import Lease
 from rollway.stack.preset import get_frontend_defaults, get_worker_defaults, merge_args
@@ -45,6 +46,19 @@ class ProcessPlan:
     model: str | None = None
     engine: str | None = None
     admin_url: str | None = None
+    """Where a worker serves its admin routes; a headless rank serves none."""
+    placed: PlacedWorker | None = None
+    """Which part of which replica a worker is."""
+
+    @property
+    def is_headless(self) -> bool:
+        """Whether this is a rank of a replica whose endpoint is on another machine."""
+        return self.placed is not None and self.placed.is_headless
+
+    @property
+    def shares_replica(self) -> bool:
+        """Whether other machines run ranks of the same replica, which live and die with this."""
+        return self.placed is not None and self.placed.nodes > 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,12 +149,9 @@ class _Planner:
         return plans
 
     def plan_workers(self) -> list[ProcessPlan]:
-        gpus = self._assign_gpus()
-        return [
-            self._plan_worker(model, replica, gpus.get((model.name, replica)))
-            for model in self.spec.models
-            for replica in range(model.replicas)
-        ]
+        models = {model.name: model for model in self.spec.models}
+        placed = self.spec.placed if self.spec.placed is not None else self._place_here()
+        return [self._plan_worker(models[worker.model], worker) for worker in placed]
 
     def plan_frontend(self) -> ProcessPlan:
         spec = self.spec.frontend
@@ -166,9 +177,8 @@ class _Planner:
         ports = {"http": http, "rl": rl}
         return self._plan_process("frontend", "frontend", argv, ports, env, spec.env)
 
-    def _plan_worker(self, model: ModelSpec, replica: int, gpus: str | None) -> ProcessPlan:
+    def _plan_worker(self, model: ModelSpec, placed: PlacedWorker) -> ProcessPlan:
         host = self.spec.admin_host
-        system = self.ports.reserve_port(0, host, "a worker's admin port")
         defaults = get_worker_defaults(self.spec, model)
         is_mocker = model.engine == "mocker"
         directory = Path(model.path).expanduser()
@@ -176,25 +186,32 @@ class _Planner:
             *(self.python, *self._choose_module(model)),
             "--model-path" if is_mocker else "--model",
             str(directory.resolve()) if directory.is_dir() else model.path,
-            *("--model-name" if is_mocker else "--served-model-name", model.name),
-            *("--endpoint", f"dyn://{self.namespace}.{slug(model.name)}.generate"),
-            *self._make_engine_flags(model, replica),
-            *make_flags(merge_args(defaults.args, model.args)),
         ]
-        env = {
-            **self._make_dynamo_env(host),
-            "DYN_SYSTEM_HOST": host,
-            "DYN_SYSTEM_PORT": str(system),
-            **defaults.env,
-        }
+        env = {**self._make_dynamo_env(host), **defaults.env}
+        ports: dict[str, int] = {}
+        if not placed.is_headless:
+            what = "a worker's admin port"
+            ports["system"] = self.ports.reserve_port(placed.admin_port, host, what)
+            argv += ["--model-name" if is_mocker else "--served-model-name", model.name]
+            argv += ["--endpoint", f"dyn://{self.namespace}.{slug(model.name)}.generate"]
+            env |= {"DYN_SYSTEM_HOST": host, "DYN_SYSTEM_PORT": str(ports["system"])}
+        if placed.nodes > 1 and (interface := preset.find_interface(get_dial_address(host))):
+            # Gloo uses the address that the machine's name resolves to, often loopback.
+            env["GLOO_SOCKET_IFNAME"] = interface
+        args = merge_args(defaults.args, model.args)
+        if placed.is_headless:
+            args = {n: v for n, v in args.items() if normalise_option(n) != "kv-events-config"}
+        argv += [*self._make_engine_flags(model, placed), *make_flags(args)]
+        runtime_env = merge_runtime_envs(self.spec.runtime_env, model.runtime_env)
         # The GPUs were assigned from a stack-wide CUDA_VISIBLE_DEVICES, which this overrides.
-        user_env = {**({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}), **model.env}
-        name = f"{slug(model.name)}-{replica}"
+        gpus = {"CUDA_VISIBLE_DEVICES": ",".join(placed.gpus)} if placed.gpus else {}
+        user_env = {**runtime_env.get("env_vars", {}), **gpus, **model.env}
         return dataclasses.replace(
-            self._plan_process(name, "worker", argv, {"system": system}, env, user_env),
+            self._plan_process(name_worker(placed), "worker", argv, ports, env, user_env),
             model=model.name,
             engine=model.engine,
-            admin_url=f"http://{get_dial_address(host)}:{system}",
+            admin_url=f"http://{get_dial_address(host)}:{ports['system']}" if ports else None,
+            placed=placed,
         )
 
     def _choose_module(self, model: ModelSpec) -> list[str]:
@@ -203,26 +220,35 @@ class _Planner:
         is_guarded = self.spec.admin_orders == "signed" and model.engine != "mocker"
         return [str(GUARD), module] if is_guarded else ["-m", module]
 
-    def _make_engine_flags(self, model: ModelSpec, replica: int) -> list[str]:
-        seed = ["--seed", str(model.seed + replica)] if "seed" not in model.args else []
-        if model.engine != "vllm":
-            return seed if model.engine == "custom" else []
-        flags = ["--enable-rl", "--tensor-parallel-size", str(model.tensor_parallel)]
-        if "kv-events-config" not in model.args:
-            # Without this option the router does not learn what workers have cached, and two
-            # workers of one machine compete for a default port.
-            number = self.spec.models.index(model)
-            events = {
-                "enable_kv_cache_events": True,
-                "publisher": "zmq",
-                "topic": "kv-events",
-                "endpoint": make_kv_events_endpoint(self.run_dir, number, replica),
-            }
-            flags += ["--kv-events-config", json.dumps(events)]
+    def _make_engine_flags(self, model: ModelSpec, placed: PlacedWorker) -> list[str]:
+        seed = ["--seed", str(model.seed + placed.replica)] if "seed" not in model.args else []
+        if model.engine == "mocker":
+            return []
+        flags = make_rank_flags(model, placed)
+        if model.engine == "custom":
+            return [*flags, *seed]
+        flags = ["--enable-rl", "--tensor-parallel-size", str(model.tensor_parallel), *flags]
+        if placed.is_headless or "kv-events-config" not in model.args:
+            flags += ["--kv-events-config", json.dumps(self._make_kv_events(model, placed))]
         # Another interpreter may lack Rollway. Refits then verify its workers by canaries.
         if self.spec.python is None and "worker-extension-cls" not in model.args:
             flags += ["--worker-extension-cls", WORKER_EXTENSION]
         return flags + seed
+
+    def _make_kv_events(self, model: ModelSpec, placed: PlacedWorker) -> dict[str, Any]:
+        """Return vLLM's settings for what a worker tells the router about its cache.
+
+        Without them the router does not learn what workers have cached, and two workers of one
+        machine compete for a default port."""
+        if placed.is_headless:  # rank 0 speaks for the replica
+            return {"enable_kv_cache_events": False}
+        number = self.spec.models.index(model)
+        return {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "topic": "kv-events",
+            "endpoint": make_kv_events_endpoint(self.run_dir, number, placed.replica),
+        }
 
     def _make_dynamo_env(self, host: str) -> dict[str, str]:
         spec = self.spec
@@ -282,32 +308,73 @@ class _Planner:
         }
         return ProcessPlan(name, role, argv, process_env, self.log_dir / f"{name}.log", ports)
 
-    def _assign_gpus(self) -> dict[tuple[str, int], str]:
-        """Assign consecutive GPUs to each worker; none on a machine without GPUs."""
+    def _place_here(self) -> list[PlacedWorker]:
+        """Place all workers on this machine, each with consecutive GPUs if there are any."""
         requested = self.spec.env.get("CUDA_VISIBLE_DEVICES")
         available = preset.list_gpus() if requested is None else preset.parse_gpus(requested)
-        if not available:
-            return {}
-        workers = [
-            (model, replica)
+        counts = {
+            model.name: count_local_ranks(model)
+            if available and model.engine == "vllm" and "CUDA_VISIBLE_DEVICES" not in model.env
+            else 0
             for model in self.spec.models
-            if model.engine == "vllm" and "CUDA_VISIBLE_DEVICES" not in model.env
-            for replica in range(model.replicas)
-        ]
-        needed = sum(model.tensor_parallel for model, _ in workers)
+        }
+        needed = sum(model.replicas * counts[model.name] for model in self.spec.models)
         leased = self.ports.reserve_gpus(available, needed)
         if len(leased) < needed:
             raise SpecError(
-                f"The workers need {needed} GPUs (replicas x tensor_parallel); {len(available)} "
-                f"are visible, {len(leased)} of them not taken by another stack.",
-                "Lower `replicas` or `tensor_parallel`, or place them yourself with "
+                f"The workers need {needed} GPUs (replicas x tensor_parallel x pipeline_parallel x "
+                f"data_parallel); {len(available)} are visible, {len(leased)} of them not taken by "
+                "another stack.",
+                "Lower `replicas` or the parallel sizes, or place them yourself with "
                 "`env: {CUDA_VISIBLE_DEVICES: …}` on the model.",
             )
         remaining = iter(leased)
-        return {
-            (model.name, replica): ",".join(next(remaining) for _ in range(model.tensor_parallel))
-            for model, replica in workers
-        }
+        return [
+            PlacedWorker(
+                model=model.name,
+                replica=replica,
+                gpus=[next(remaining) for _ in range(counts[model.name])],
+            )
+            for model in self.spec.models
+            for replica in range(model.replicas)
+        ]
+
+
+def name_worker(placed: PlacedWorker) -> str:
+    """Return the name of a worker's process, unique in the whole stack."""
+    parts = [slug(placed.model), placed.role, str(placed.replica)]
+    rank = f"rank{placed.node_rank}" if placed.is_headless else ""
+    return "-".join(part for part in (*parts, rank) if part)
+
+
+def make_rank_flags(model: ModelSpec, placed: PlacedWorker) -> list[str]:
+    """Return vLLM's options for the ranks of a replica and for the part that runs here."""
+    flags = []
+    for option, size in (
+        ("--pipeline-parallel-size", model.pipeline_parallel),
+        ("--data-parallel-size", model.data_parallel),
+    ):
+        if size > 1:
+            flags += [option, str(size)]
+    if placed.nodes > 1:
+        flags += ["--nnodes", str(placed.nodes), "--node-rank", str(placed.node_rank)]
+        flags += ["--master-addr", placed.master_host, "--master-port", placed.master_port]
+        if model.data_parallel > 1 and placed.rpc_port:
+            flags += ["--data-parallel-rpc-port", str(placed.rpc_port)]
+    if placed.is_headless:
+        flags.append("--headless")
+    return flags
+
+
+def count_local_ranks(model: ModelSpec) -> int:
+    """Return how many ranks of a worker run on this machine, if the user's own raw arguments
+    spread its data-parallel engines over several."""
+    args = {normalise_option(name): value for name, value in model.args.items()}
+    if any(name in args for name in ("data-parallel-rank", "dpn")):
+        local = 1
+    else:
+        local = int(args.get("data-parallel-size-local") or args.get("dpl") or model.data_parallel)
+    return model.ranks // model.data_parallel * local
 
 
 def make_flags(args: RawArgs) -> list[str]:

@@ -7,9 +7,12 @@ what the machine has: cores, memory, GPUs, programs.
 
 from __future__ import annotations
 
+import fcntl
 import importlib.metadata
 import os
 import shutil
+import socket
+import struct
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -17,7 +20,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rollway.config import ModelSpec, RawArgs, StackSpec
+from rollway.config import ModelSpec, RawArgs, StackSpec, is_loopback
+
+_SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
 # --- the machine ---------------------------------------------------------------------------------
 
@@ -69,6 +74,22 @@ def _count_gpus() -> int:
     except (OSError, subprocess.TimeoutExpired):
         return 0
     return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
+
+
+def find_interface(address: str) -> str | None:
+    """Return the network interface of this machine that has an IPv4 address; None if none has."""
+    if is_loopback(address):
+        return "lo"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                answer = fcntl.ioctl(query, _SIOCGIFADDR, request)
+            except OSError:  # an interface without an IPv4 address
+                continue
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return None
 
 
 def find_program(name: str, python: str = sys.executable) -> str | None:
@@ -176,7 +197,7 @@ def _add_cpu_profile(spec: StackSpec, model: ModelSpec, args: RawArgs, env: dict
             "kv-cache-memory-bytes": 512 * 2**20,  # vLLM would use gigabytes per worker
         }
     )
-    if model.tensor_parallel == 1 and not any("parallel" in name for name in model.args):
+    if model.ranks == 1 and not any("parallel" in name for name in model.args):
         # Run the model in the engine's process, as on a GPU. On CPU vLLM would start a third
         # process to bind its threads, which Rollway does not do: that costs 10 s of CPU time at
         # each start, and two processes that spin while they wait for each other. vLLM replaces the
@@ -186,17 +207,24 @@ def _add_cpu_profile(spec: StackSpec, model: ModelSpec, args: RawArgs, env: dict
         # `enforce-eager` does not cover one function of the sampler, which torch compiles at the
         # first request: 17 s the first time, 3 s from the cache.
         env["TORCH_COMPILE_DISABLE"] = "1"
-    workers = sum(m.replicas * m.tensor_parallel for m in spec.models if m.engine == "vllm")
     env.update(
         {
             # vLLM's default binding pins every worker to the same core.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": str(max(1, count_cores() // workers)),
+            "OMP_NUM_THREADS": str(max(1, count_cores() // max(1, _count_ranks_here(spec)))),
             # If the user turns `enforce-eager` off, the first start compiles; later ones use this
             # cache.
             "TORCHINDUCTOR_CACHE_DIR": str(cache_dir() / "torchinductor"),
         }
     )
+
+
+def _count_ranks_here(spec: StackSpec) -> int:
+    """Return how many ranks of vLLM workers share the cores of this machine."""
+    ranks = {model.name: model.ranks for model in spec.models if model.engine == "vllm"}
+    if spec.placed is None:
+        return sum(model.replicas * ranks.get(model.name, 0) for model in spec.models)
+    return sum(ranks.get(worker.model, 0) // worker.nodes for worker in spec.placed)
 
 
 def cache_dir() -> Path:

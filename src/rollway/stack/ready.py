@@ -96,11 +96,37 @@ class ServingCheck:
         """Return the instance id of each worker when all have registered and answered.
 
         `used_ids` are the ids of other workers and of dead ones, which stay listed for some time.
-        `on_lost` is called with a worker that serves its admin port but does not get listed."""
-        instances = await self._wait_for_registration(workers, used_ids, on_lost)
-        await self._wait_for_models({worker.model for worker in workers if worker.model})
-        await asyncio.gather(*(self._finish(worker, instances[worker.name]) for worker in workers))
+        `on_lost` is called with a worker that serves its admin port but does not get listed.
+        Headless ranks register nowhere: they are ready when their rank 0 is."""
+        headless = [worker for worker in workers if worker.is_headless]
+        workers = [worker for worker in workers if not worker.is_headless]
+        rank_zeros = asyncio.gather(*(self._wait_for_rank_zero(worker) for worker in headless))
+        try:
+            instances = await self._wait_for_registration(workers, used_ids, on_lost)
+            await self._wait_for_models({worker.model for worker in workers if worker.model})
+            await asyncio.gather(
+                *(self._finish(worker, instances[worker.name]) for worker in workers)
+            )
+            await rank_zeros
+        finally:
+            rank_zeros.cancel()
         return instances
+
+    async def _wait_for_rank_zero(self, rank: ProcessPlan) -> None:
+        """Return when rank 0 of this rank's replica has its label, which it gets last of all."""
+        placed = rank.placed
+        assert placed is not None
+        if placed.admin_port:
+            self._report(rank, "waiting for rank 0", f"of its replica, at {placed.master_host}")
+            url = f"http://{placed.master_host}:{placed.admin_port}/engine/get_weight_version"
+            version = None
+            while version is None:
+                try:
+                    answer = await self._http.post(url, {}, timeout=2.0, retry=ONCE)
+                    version = answer.get("version")
+                except (Unreachable, RequestFailed):
+                    await asyncio.sleep(_POLL_SECONDS)
+        self._report(rank, "ready", "")
 
     async def _finish(self, worker: ProcessPlan, instance: int) -> None:
         if self._warmup:

@@ -34,6 +34,9 @@ from rollway.stack.run_dir import RUN_ID, SECRET_NAME, validate_state
 DETACH = b"D"
 """What an owner writes to the lifeline when the stack is to outlive it."""
 
+WAITS_FOR_REPLICA = "waiting for its replica"
+"""The state of a dead rank whose replica runs on several machines: it restarts with the others."""
+
 LARGEST_STATE = 16 << 20  # bytes; the state of 4,096 workers has 3 MB
 _LARGEST_HISTORY = 4 << 20
 
@@ -59,6 +62,12 @@ class ProcessState:
     ready_seconds: float | None = None
     instance: int | None = None
     """Dynamo's id of the running worker, once it has registered."""
+    replica: int | None = None
+    """Which replica of its model a worker is, counted over the whole stack."""
+    node_rank: int = 0
+    """Its position among the machines of the replica."""
+    nodes: int = 1
+    """The number of machines of the replica."""
 
     @property
     def id(self) -> ProcessId | None:
@@ -191,6 +200,10 @@ class StackDir:
     def get_stop_request(self, starter: ProcessId) -> Path:
         """Return the file that asks a process which is starting this stack to stop it."""
         return self.path / f"stop-{starter.pid}-{starter.start}"
+
+    def get_restart_request(self, process: str) -> Path:
+        """Return the file that releases a rank which waits for its replica."""
+        return self.path / f"restart-{process}"
 
     def read_remains(self) -> tuple[ProcessId | None, str | None]:
         """Find the supervisor and the run id of the last run without trusting the state."""
