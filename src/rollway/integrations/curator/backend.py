@@ -10,6 +10,7 @@ import importlib.util
 import json
 import os
 import secrets
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -28,6 +29,7 @@ ENGINE_PYTHON = "ROLLWAY_ENGINE_PYTHON"
 """Names the interpreter whose environment has Dynamo and the engine, if it is not the driver's."""
 DEFAULT_HOST = "localhost"
 DEFAULT_PORT = 8000
+_TRUE = ("1", "true", "yes")
 _POLL_SECONDS = 0.2
 _REQUEST_SECONDS = 5.0
 
@@ -99,7 +101,7 @@ class RollwayBackend:
             start_seconds=server.health_check_timeout_s,
             python=find_engine_python(server.models),
         )
-        return parse_spec(fields)
+        return parse_spec({**fields, **make_launcher_fields()})
 
     def _make_given_spec(self, source: Any) -> StackSpec:
         """Return the spec of a `RollwayServerConfig`; the server's own port must agree with it."""
@@ -183,6 +185,22 @@ class RollwayBackend:
         }
         path = Path(self._stack.log_dir) / "manifest.json"
         private.replace_file(path, json.dumps(manifest, indent=2).encode())
+
+
+def make_launcher_fields() -> dict[str, Any]:
+    """Return what puts a stack on the cluster where this driver's pipelines run."""
+    head = os.environ.get("CURATOR_IGNORE_RAY_HEAD_NODE", "").strip().lower()
+    ray = {"address": find_ray_address(), "head": "avoid" if head in _TRUE else "use"}
+    return {"launcher": "ray", "ray": ray}
+
+
+def find_ray_address() -> str | None:
+    """Return the address of the cluster that this process is connected to, or would connect to."""
+    # A driver that has not imported Ray is not connected.
+    ray = sys.modules.get("ray")
+    if ray is not None and ray.is_initialized():
+        return str(ray.get_runtime_context().gcs_address)
+    return os.environ.get("RAY_ADDRESS") or None
 
 
 def _expected_models(server: Any) -> set[str]:

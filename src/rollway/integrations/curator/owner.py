@@ -1,10 +1,10 @@
 """The process that holds a stack for a driver of Curator's.
 
     driver                               owner (a child in a session of its own)
-      spec ── stdin ────────────────────►  rollway.up(spec)
+      spec ── stdin ────────────────────►  starts the stack
       ◄───────────────── stdout ── ready: addresses, or the error
       pipeline.run(): ray.init … ray.shutdown, as often as it likes
-      close stdin, or die ──────────────►  leaves the block: the stack stops; then it exits
+      close stdin, or die ──────────────►  stops the stack, and exits
 
 Curator's executors connect to Ray and disconnect again, and every disconnect ends what belongs to
 the driver's Ray job. The owner has a connection of its own, so the stack outlives them, and it ends
@@ -26,10 +26,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from rollway import api, errors, private
+from rollway import errors, private
 from rollway.config import StackSpec
 from rollway.errors import RollwayError, StartError
-from rollway.stack.state import StackDir
+from rollway.stack import local
+from rollway.stack.state import StackDir, StackState
 
 STOP_SECONDS = 60.0
 """What a stop may take beyond the stop time of the stack."""
@@ -83,7 +84,7 @@ class OwnedStack:
             self._process.stdout.close()
 
 
-def start_stack(spec: StackSpec, **order: Any) -> OwnedStack:
+def start_stack(spec: StackSpec) -> OwnedStack:
     """Start a stack in an owner process and return when it is ready.
 
     On failure, and on KeyboardInterrupt, everything that has started is stopped first."""
@@ -103,7 +104,7 @@ def start_stack(spec: StackSpec, **order: Any) -> OwnedStack:
     try:
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(json.dumps({"spec": spec.model_dump(mode="json"), **order}) + "\n")
+            process.stdin.write(spec.model_dump_json() + "\n")
             process.stdin.flush()
         stack.wait_until_ready()
     except BaseException:
@@ -145,10 +146,10 @@ def main() -> int:
     os.dup2(2, 1)  # what Ray prints is for the log
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    order = json.loads(sys.stdin.readline())
+    spec = StackSpec.model_validate_json(sys.stdin.readline())
     lifeline = _Lifeline()
     try:
-        with _open(order) as report:
+        with _open(spec) as report:
             lifeline.is_starting = False
             _send(reports, report)
             lifeline.wait()
@@ -184,15 +185,17 @@ class _Lifeline:
 
 
 @contextlib.contextmanager
-def _open(order: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    spec = StackSpec.model_validate(order["spec"])
-    with api.up(spec) as stack:
-        state = StackDir(spec.name).read()
-        yield {
-            "frontend": stack.frontend_url,
-            "log_dir": "" if state is None else state.log_dir,
-            "placements": [],
-        }
+def _open(spec: StackSpec) -> Iterator[dict[str, Any]]:
+    """Run the stack for the block; yield what the driver learns about it."""
+    running = local.start(spec)
+    try:
+        yield _describe(running.state)
+    finally:
+        running.stop()
+
+
+def _describe(state: StackState) -> dict[str, Any]:
+    return {"frontend": state.frontend, "log_dir": state.log_dir, "placements": []}
 
 
 def _send(reports: TextIO, report: dict[str, Any]) -> None:
