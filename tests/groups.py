@@ -12,7 +12,7 @@ from xdist.scheduler import LoadFileScheduling
 
 PROCESSES = {
     "bad_input", "bench_gpu_engine", "bench_router", "chaos", "chaos_gateway", "demo", "join",
-    "lifecycle", "light_stack",
+    "lifecycle", "light_stack", "ranks_over_machines",
 }  # fmt: skip
 """Of tests/stack: those that start and kill stacks of their own. The others use real engines."""
 ELSEWHERE = {

@@ -35,22 +35,18 @@ from rollway.ranks import (
     read_context_parallel,
     take_parallel_sizes,
 )
-
-RawArgs: TypeAlias = dict[str, Any]
-"""Options of another program under its own names, without the dashes.
-
-`true` becomes `--name`, `false` becomes `--no-name`, and `null` removes a value of the preset. A
-mapping is passed as JSON, a list as several values."""
+from rollway.roles import (
+    Environment,
+    RawArgs,
+    RoleSpec,
+    WorkerRole,
+    apply_role,
+    check_roles,
+    name_workers,
+)
 
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")
 LONGEST_STOP_SECONDS = 86400.0
-
-
-def _check_variables(value: dict[str, str]) -> dict[str, str]:
-    for name in value:
-        if not name or "=" in name:
-            raise ValueError(f"{name[:60]!r} cannot be the name of an environment variable")
-    return value
 
 
 def _make_absolute(path: Path) -> Path:
@@ -68,7 +64,6 @@ def check_stack_name(name: str) -> str:
     return name
 
 
-Environment: TypeAlias = Annotated[dict[str, str], AfterValidator(_check_variables)]
 AbsolutePath: TypeAlias = Annotated[Path, AfterValidator(_make_absolute)]
 Port: TypeAlias = Annotated[int, Field(ge=0, le=65535)]
 
@@ -103,6 +98,13 @@ class ModelSpec(SpecPart):
     runtime_env: RuntimeEnv = Field(default_factory=dict)
     """Ray's runtime environment of the workers, merged over the stack's: `env_vars` are united,
     packages are added, any other key replaces the stack's."""
+    serving: Literal["aggregated", "disaggregated"] = "aggregated"
+    """`disaggregated`: prefill workers compute the KV of prompts, decode workers fetch it and
+    generate."""
+    prefill: RoleSpec | None = None
+    """The prefill workers, with `serving: disaggregated`."""
+    decode: RoleSpec | None = None
+    """The decode workers, with `serving: disaggregated`."""
 
     @model_validator(mode="after")
     def _check(self) -> ModelSpec:
@@ -112,6 +114,7 @@ class ModelSpec(SpecPart):
             self._take_sizes_from_args()
         if (self.engine == "custom") != bool(self.module):
             raise ValueError("`engine: custom` and `module` need each other")
+        check_roles(self)
         return self
 
     def _take_sizes_from_args(self) -> None:
@@ -120,6 +123,8 @@ class ModelSpec(SpecPart):
         sizes = take_parallel_sizes(self.args, given)
         for name, size in sizes.items():
             setattr(self, name, size)
+        for role in filter(None, (self.prefill, self.decode)):
+            role.take_sizes_from_args()
         read_context_parallel(self.args)  # refuses what is no size
 
     @property
@@ -127,6 +132,16 @@ class ModelSpec(SpecPart):
         """The number of ranks of one worker."""
         context = read_context_parallel(self.args) if self.engine == "vllm" else 1
         return self.tensor_parallel * self.pipeline_parallel * self.data_parallel * context
+
+    @property
+    def roles(self) -> dict[WorkerRole, ModelSpec]:
+        """The model as the workers of each role run it: with the role's own settings."""
+        if self.prefill is None or self.decode is None:
+            return {"": self}
+        return {
+            "prefill": apply_role(self, self.prefill),
+            "decode": apply_role(self, self.decode),
+        }
 
     @property
     def can_refit(self) -> bool:
@@ -292,7 +307,8 @@ class StackSpec(SpecPart):
                 f"two models are served under one name ({', '.join(duplicates)}); "
                 "give each a `name`"
             )
-        if len({slug(name) for name in names}) < len(names):
+        prefixes = [name_workers(slug(m.name), role) for m in self.models for role in m.roles]
+        if len(set(prefixes)) < len(prefixes):
             raise ValueError(
                 "two model names differ only in signs that an endpoint name cannot hold; "
                 "choose names with different letters or digits"

@@ -7,6 +7,7 @@ wrong input, 1 for a failure at run time.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -46,6 +47,20 @@ class UsageError(RollwayError):
 
 class SpecError(UsageError):
     """The description of a stack is wrong; the message names the field by its path."""
+
+
+class PlacementError(SpecError):
+    """The replicas of a stack do not fit on a cluster; `tried` has one line per attempt."""
+
+    def __init__(self, message: str, hint: str = "", *, tried: Sequence[str] = ()) -> None:
+        super().__init__(message, hint)
+        self.tried = list(tried)
+
+    def __str__(self) -> str:
+        return "\n  ".join([super().__str__(), *self.tried])
+
+    def as_json(self) -> dict[str, Any]:
+        return {**super().as_json(), "tried": self.tried}
 
 
 class StartError(RollwayError):

@@ -9,7 +9,7 @@ gate is closed, and new requests wait instead of reaching a worker that is about
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from rollway.errors import RolloutError, UsageError
@@ -55,6 +55,8 @@ class FleetVersions:
         """The version that each worker was last resumed with by this process."""
         self._enforced: set[int] = set()
         """Workers that name the versions of their tokens."""
+        self._roles: dict[int, str] = {}
+        """With prefill and decode apart, the role of every worker that was ever listed."""
         self._gate = asyncio.Event()
         self._gate.set()
 
@@ -76,9 +78,7 @@ class FleetVersions:
     def claim(self, version: int, identity: str) -> None:
         """Bind a version to one set of weights. Raise `UsageError` if the version is older than
         what is served, or already names other weights."""
-        newest = max(
-            (v for v in (self.current, *self.by_worker.values()) if v is not None), default=None
-        )
+        newest = self.newest
         if version < 0 or (newest is not None and version < newest):
             raise UsageError(
                 f"Version {version} is older than {newest}, which the fleet serves.",
@@ -108,6 +108,29 @@ class FleetVersions:
         """Return the ids of the workers that are known to serve a version."""
         return [worker for worker, served in self.by_worker.items() if served == version]
 
+    def note_roles(self, roles: Mapping[int, str]) -> None:
+        """Note which workers do only the prefill or only the decoding."""
+        self._roles |= {worker: role for worker, role in roles.items() if role}
+
+    @property
+    def needed_roles(self) -> frozenset[str]:
+        """The roles of which a version needs a worker each; none if every worker does all."""
+        return frozenset({"prefill", "decode"}) if self._roles else frozenset()
+
+    def is_served(self, version: int, without: Collection[int] = ()) -> bool:
+        """Return whether workers are known to serve a version, with prefill and decode apart at
+        least one of each; `without` are workers that do not count."""
+        serving = [worker for worker in self.list_serving(version) if worker not in without]
+        roles = {self._roles.get(worker, "") for worker in serving}
+        return bool(roles) and roles >= self.needed_roles
+
+    @property
+    def newest(self) -> int | None:
+        """The newest version that any worker serves, to which the others have to move. It is not
+        current before it is served."""
+        known = (self.current, *self.by_worker.values())
+        return max((version for version in known if version is not None), default=None)
+
     def mark_issued(self, worker: int) -> None:
         """Note that an update is about to be sent: what the worker serves is unknown from now on,
         until `mark_serving`."""
@@ -124,6 +147,10 @@ class FleetVersions:
         can name the versions of the tokens in its answers."""
         self._enforced.add(worker)
 
+    def is_enforced(self, worker: int) -> bool:
+        """Return whether the worker's engine is known to refuse requests of other versions."""
+        return worker in self._enforced
+
     def mark_serving(self, worker: int, version: int) -> None:
         self.by_worker[worker] = version
 
@@ -135,7 +162,7 @@ class FleetVersions:
         refit by another process) becomes the current one; an older one (all workers restarted)
         does not."""
         self.by_worker = dict(declared)
-        newest = max(declared.values(), default=None)
+        newest = max(filter(self.is_served, declared.values()), default=None)
         if newest is not None and (self.current is None or newest > self.current):
             self.current = newest
 
@@ -144,7 +171,7 @@ class FleetVersions:
         wanted = self.current if version is None else version
         if wanted is None:
             return Ticket(None, None, None, self.epoch)
-        if not self.list_serving(wanted):
+        if not self.is_served(wanted):
             raise RolloutError(
                 f"No worker is known to serve weight version {wanted}.",
                 "The last refit failed or was interrupted, or all workers restarted: refit.",

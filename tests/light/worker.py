@@ -3,7 +3,9 @@
     python -m tests.light.worker --model PATH --served-model-name NAME \\
         --endpoint dyn://NAMESPACE.COMPONENT.generate [--count K] [--seed N] [--max-model-len N]
 
-Other flags are accepted and ignored, so that the command line of a real worker will do. Planes and
+Other flags are accepted and ignored, so that the command line of a real worker will do. With
+--nnodes, rank 0 serves once all ranks have come to its master port, and a rank with --headless only
+holds that connection; neither notices when another one dies, as an idle engine may not. Planes and
 ports come from the environment, as everywhere in Dynamo. With --count, K workers live in this one
 process, each with a runtime, a system port, routes and weights of its own.
 
@@ -151,6 +153,11 @@ async def run(args: argparse.Namespace) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
+    if args.nnodes > 1:
+        await meet_ranks(args)
+    if args.headless:
+        await stopping.wait()
+        return
     os.environ.setdefault("DYN_SYSTEM_PORT", "0")  # Dynamo's default is to have no such server
     workers: list[Worker] = []
     serving: list[asyncio.Future[None]] = []
@@ -174,14 +181,40 @@ async def run(args: argparse.Namespace) -> None:
         await asyncio.wait(serving, timeout=_EXIT_SECONDS)
 
 
+async def meet_ranks(args: argparse.Namespace) -> None:
+    """Return when all ranks of this replica are connected to its rank 0."""
+    if args.headless:
+        while True:
+            try:
+                _, writer = await asyncio.open_connection(args.master_addr, args.master_port)
+            except OSError:
+                await asyncio.sleep(0.05)  # rank 0 does not listen yet
+                continue
+            log.info("rank %d is connected", args.node_rank)
+            args.connection = writer  # kept open
+            return
+    ranks: asyncio.Queue[object] = asyncio.Queue()
+
+    async def accept(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await ranks.put(writer)
+
+    args.server = await asyncio.start_server(accept, args.master_addr, args.master_port)
+    args.connections = [await ranks.get() for _ in range(args.nnodes - 1)]
+
+
 def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--model", required=True)
-    parser.add_argument("--served-model-name", required=True)
-    parser.add_argument("--endpoint", required=True)
+    parser.add_argument("--served-model-name")
+    parser.add_argument("--endpoint")
     parser.add_argument("--count", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-model-len", type=int)
+    parser.add_argument("--nnodes", type=int, default=1)
+    parser.add_argument("--node-rank", type=int, default=0)
+    parser.add_argument("--master-addr", default="127.0.0.1")
+    parser.add_argument("--master-port", type=int, default=29501)
+    parser.add_argument("--headless", action="store_true")
     return parser.parse_known_args(argv)[0]
 
 

@@ -11,7 +11,7 @@ import rollway
 ORDER = [
     "errors",
     "private plain http orders versions",
-    "ranks",
+    "ranks", "roles",
     "config processes",
     "weights",
     "engine rollout",

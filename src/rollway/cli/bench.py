@@ -158,6 +158,17 @@ def plan(options: argparse.Namespace) -> int:
     return 0
 
 
+def ray(options: argparse.Namespace) -> int:
+    from rollway.bench.ray import PARTS, format_figures
+
+    unknown = sorted(set(options.only) - PARTS.keys())
+    if unknown:
+        raise UsageError(f"There is no part `{unknown[0]}`.", f"Parts: {', '.join(PARTS)}.")
+    figures = {name: PARTS[name]() for name in options.only or PARTS}
+    _print_figures(options, figures, format_figures)
+    return 0
+
+
 def gpu(options: argparse.Namespace) -> int:
     require("torch")
     from rollway.bench.gpu import run_command

@@ -29,9 +29,9 @@ def ls(options: argparse.Namespace) -> int:
 
 def _print_workers(listing: dict[str, Any]) -> None:
     print_table(
-        ("worker", "model", "version", "admin address", "trouble"),
+        ("worker", "model", "role", "version", "admin address", "trouble"),
         (
-            (row["instance_id"], row["model"], _describe_version(row["version"]),
+            (row["instance_id"], row["model"], row["role"], _describe_version(row["version"]),
              row["admin_url"], row["error"] or "")
             for row in listing["workers"]
         ),
@@ -134,6 +134,7 @@ def _as_json(worker: Worker, version: int | None) -> dict[str, Any]:
     return {
         "instance_id": str(worker.instance_id),  # 64 bits: more than a double can hold
         "model": worker.model,
+        "role": worker.role,
         "version": version,
         "admin_url": worker.admin_url,
         "routes": sorted(worker.routes),

@@ -243,6 +243,8 @@ def _add_bench_commands(add: Add) -> None:
     parser.add_argument("--requests", type=int, default=100_000, help="how many (default 100000)")
     parser.add_argument("--agents", type=int, default=64, help="how many at once (default 64)")
     add("plan", "bench:plan", "planning weight transfers of large models")
+    parser = add("ray", "bench:ray", "stacks on a Ray cluster, against one machine")
+    parser.add_argument("--only", nargs="+", default=[], metavar="PART", help="only these parts")
     parser = add("gpu", "bench:gpu", "weights on a GPU, against a copy of its memory")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--megabytes", type=int, default=4096, help="size of each model")

@@ -29,6 +29,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from rollway.engine import transferred
+
 REFIT, CANCEL, LABEL = "rollway_refit", "rollway_cancel", "rollway_label"
 """What `collective_rpc` runs here, instead of in the worker."""
 _ENGINE = "vllm.v1.engine.core"
@@ -57,8 +59,7 @@ def install() -> bool:
         if is_admitted(engine, request):
             add_request(engine, request, request_wave)
         else:
-            # As vLLM does with requests that arrive while it shuts down.
-            engine._send_abort_outputs_to_client([request.request_id], request.client_index)
+            transferred.refuse(engine, request, add_request)
 
     def run(
         engine: Any,
@@ -102,12 +103,14 @@ class Refit:
         mode: str,
         version: int,
         leaving: int,
+        release: bool = False,
     ) -> None:
-        """`version` is the label at the end, `leaving` the label until then."""
+        """`version` is the label at the end, `leaving` the label until then. `release`: nobody
+        reads the KV that this engine holds for decode workers."""
         self._engine = engine
         self._collective_rpc = collective_rpc
         self._identity, self._mode = identity, mode
-        self._version, self._leaving = version, leaving
+        self._version, self._leaving, self._release = version, leaving, release
         self._before = getattr(engine, _LABEL_FIELD, None)
         self._began = time.monotonic()
         self._result: Future[list[Any]] = Future()
@@ -121,6 +124,10 @@ class Refit:
             return self._refuse(reason)
         setattr(self._engine, _LABEL_FIELD, self._leaving)
         try:
+            if self._mode == "wait":
+                transferred.drop_waiting(self._engine)
+            if self._release:
+                transferred.release_held(self._engine, self._collective_rpc)
             # `keep` freezes the requests. With the cache they lose their blocks, and compute them
             # again under the new weights.
             paused = self._engine.pause_scheduler(mode=self._mode, clear_cache=True)

@@ -157,6 +157,7 @@ class EngineOrders:
             await self._route_to([])
             clock.lap("leave")
             arguments = {name: body[name] for name in ("identity", "mode", "version", "leaving")}
+            arguments["release"] = bool(body.get("release"))
             try:
                 report = await self._call_engine("rollway_refit", arguments)
             except Exception as error:  # noqa: BLE001 (the caller decides)

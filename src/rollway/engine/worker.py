@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from rollway.engine import core, rpc
+from rollway.engine import core, rpc, transferred
 from rollway.engine.adapters import adapters_of
 from rollway.engine.drafts import Draft, split_draft
 from rollway.engine.fingerprint import Proof
@@ -132,6 +132,10 @@ class WorkerExtension:
         report = _find_staged(self, identity).swap()
         self._rollway_staging = None
         return report
+
+    def rollway_release_kv(self) -> int:
+        """Free the blocks that are held for decode workers; only when none reads them."""
+        return transferred.release_in_worker()
 
     def rollway_unstage(self, identity: str = "") -> None:
         """Discard staged weights that will not be served; with an identity, only those."""

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 from rollway.errors import RequestFailed, Unreachable
 from rollway.http import IDEMPOTENT, Http, Retry
+from rollway.roles import WorkerRole, find_role
 
 # The frontend gives a hung worker 5 s before it lists it with an error.
 LISTING_SECONDS = 15.0
@@ -37,6 +38,8 @@ class Worker:
     """Empty if the source lists no routes."""
     world_size: int = 1
     error: str | None = None
+    role: WorkerRole = ""
+    """With prefill and decode apart, which of them it does."""
 
     def __str__(self) -> str:
         return f"worker {self.instance_id} ({self.admin_url or 'no admin address'})"
@@ -81,7 +84,17 @@ async def discover(http: Http, source: Source, *, retry: Retry = IDEMPOTENT) -> 
         urls = dict.fromkeys(url.rstrip("/") for url in source.urls)
         workers = [Worker(_make_stand_in_id(url), source.model, url) for url in urls]
         workers = await asyncio.gather(*(_probe(http, worker) for worker in workers))
-    return sorted(workers, key=lambda worker: worker.instance_id)
+    return sorted(_name_decoders(workers), key=lambda worker: worker.instance_id)
+
+
+def _name_decoders(workers: Sequence[Worker]) -> list[Worker]:
+    """Return the workers, with the role of those that decode what prefill workers computed. Dynamo
+    itself names only the component of prefill workers after their role."""
+    models = {worker.model for worker in workers if worker.role == "prefill"}
+    return [
+        replace(worker, role="decode") if not worker.role and worker.model in models else worker
+        for worker in workers
+    ]
 
 
 async def is_dead(worker: Worker, listed: Sequence[Worker] = ()) -> bool:
@@ -130,6 +143,7 @@ def _parse_entry(entry: Any) -> Worker:
         routes=frozenset(entry.get("routes") or ()),
         world_size=entry.get("world_size") or 1,
         error=str(error) if error else None,
+        role=find_role(str(entry.get("component") or "")),
     )
     if worker.error is not None:
         return worker
@@ -158,7 +172,8 @@ async def _read_health_listing(http: Http, source: HealthListing, retry: Retry) 
         host = _get_transport_host(entry.get("transport"))
         admin = f"http://{host}:{source.system_port}" if host else ""
         error = None if host else "its transport names no address"
-        workers[instance] = Worker(instance, "", admin, error=error)
+        role = find_role(str(entry.get("component") or ""))
+        workers[instance] = Worker(instance, "", admin, error=error, role=role)
     return list(await asyncio.gather(*(_probe(http, worker) for worker in workers.values())))
 
 

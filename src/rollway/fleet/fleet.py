@@ -33,6 +33,7 @@ from rollway.fleet.dynamo_admin import DynamoAdmin
 from rollway.fleet.membership import POLL_SECONDS, Membership
 from rollway.fleet.refit import Refit, Supervised
 from rollway.fleet.report import RefitMode, RefitReport, WorkerReport
+from rollway.fleet.stages import split_in_stages
 from rollway.fleet.updates import FromDisk, Offered, Update, Weights
 from rollway.fleet.worker_refit import (
     ROUTING_SECONDS,
@@ -103,7 +104,10 @@ class Fleet:
         self._secret = read_stack_secret() if secret is None else secret
         self.admin: AdminAPI = admin or DynamoAdmin(http, timeouts, self._secret)
         self.membership = Membership(
-            http, RlListing(source) if isinstance(source, str) else source, model
+            http,
+            RlListing(source) if isinstance(source, str) else source,
+            model,
+            note_roles=self.versions.note_roles,
         )
         self.membership.on_leave(self._forget)
         self.observer: Observer | None = None
@@ -174,7 +178,8 @@ class Fleet:
 
             self.versions.close()
             try:
-                await self._call_all(workers, pause)
+                for stage in split_in_stages(workers, mode, lambda worker: worker.role):
+                    await self._call_all(stage, pause)
             except BaseException:
                 await run_to_the_end(undo())
                 raise
@@ -341,7 +346,7 @@ class Fleet:
             try:
                 return await refit.run()
             finally:
-                if refit.is_claimed and self.versions.current == version:
+                if refit.is_claimed and self.versions.newest == version:
                     self._recipe = (version, chosen)
                     if self._record is not None and isinstance(chosen, FromDisk):
                         self._record.put(version, chosen.path)
@@ -403,7 +408,7 @@ class Fleet:
             if recipe is None or not recipe[1].repeatable:
                 return None
             version, update = recipe
-            if self.versions.current != version or all(
+            if self.versions.newest != version or all(
                 self.versions.by_worker.get(w.instance_id) == version for w in listed if not w.error
             ):
                 return None
@@ -436,12 +441,12 @@ class Fleet:
         listed = await self.workers(fresh=False)
         if self.adapters.missing(listed):
             async with self._lock, self._guard():
-                current, served = self.versions.current, self.versions.by_worker
+                current, served = self.versions.newest, self.versions.by_worker
                 ready = [w for w in listed if served.get(w.instance_id) == current]
                 await self.adapters.catch_up(ready)
 
     async def _is_any_behind(self) -> bool:
-        served, current = self.versions.by_worker, self.versions.current
+        served, current = self.versions.by_worker, self.versions.newest
         return any(
             worker.error is None and (current is None or served.get(worker.instance_id) != current)
             for worker in await self.workers(fresh=False)
@@ -492,8 +497,8 @@ class Fleet:
             self.versions.learn_claims(self._record.claims())
 
     def _find_recipe(self) -> tuple[int, Update] | None:
-        """Return the current version and its update, from this process or from the record."""
-        current = self.versions.current
+        """Return the newest version and its update, from this process or from the record."""
+        current = self.versions.newest
         if self._recipe is not None and self._recipe[0] == current:
             return self._recipe
         recorded = self._record.get() if self._record is not None else None

@@ -10,11 +10,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 
 from rollway.errors import RollwayError
 from rollway.fleet.discovery import Source, Worker, discover, is_dead
 from rollway.http import Http
+from rollway.roles import WorkerRole
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +38,7 @@ class Membership:
         model: str | None = None,
         *,
         keep_seconds: float = KEEP_SECONDS,
+        note_roles: Callable[[Mapping[int, WorkerRole]], None] = lambda _: None,
     ) -> None:
         self.source = source
         self._http = http
@@ -43,6 +46,8 @@ class Membership:
         self._keep_seconds = keep_seconds
         self._known: list[Worker] = []
         self._models: dict[int, str] = {}
+        self._roles: dict[int, WorkerRole] = {}
+        self._note_roles = note_roles
         self._listed_at = float("-inf")
         self._listing: asyncio.Task[list[Worker]] | None = None
         self._join_listeners: list[Listener] = []
@@ -108,10 +113,14 @@ class Membership:
         self._models = {
             w.instance_id: w.model or self._models.get(w.instance_id, "") for w in listed
         }
+        # A decode worker is known as such by the prefill workers beside it, which may die.
+        self._roles = {w.instance_id: w.role or self._roles.get(w.instance_id, "") for w in listed}
+        listed = [replace(w, role=self._roles[w.instance_id]) for w in listed]
         # A worker whose model was never listed may be ours, so keep it.
         models = (self._model, "") if self._model is not None else self._models.values()
         self._known = [w for w in listed if self._models[w.instance_id] in models]
         self._listed_at = time.monotonic()
+        self._note_roles({worker.instance_id: worker.role for worker in self._known})
         return self._known
 
 

@@ -2,7 +2,8 @@
 
     check the weights ─► every worker checks, stages ─► claim the version    refused: discard, raise
                                                              │
-    for one group of workers at a time:                      ▼
+    for one group of workers at a time, and in it one role after the other (`stages`):
+                                                             ▼
       workers that take orders: one order each, at the same time (`worker_order`); the others:
       all leave the routing and pause ─────────────────► a pause failed: restore all, raise
                              │
@@ -41,6 +42,7 @@ from rollway.fleet.admin import PauseMode, call_all, no_workers_error, silent_wo
 from rollway.fleet.discovery import Worker, is_dead
 from rollway.fleet.membership import Membership
 from rollway.fleet.report import RefitMode, RefitReport, WorkerReport, refit_error
+from rollway.fleet.stages import split_in_shares, split_in_stages
 from rollway.fleet.worker_order import WorkerOrder
 from rollway.fleet.worker_refit import RefitPlan, WorkerRefit, run_to_the_end
 
@@ -182,6 +184,12 @@ class Refit:
 
     def _check_mode(self, workers: Sequence[WorkerRefit]) -> None:
         """Raise if a worker cannot keep requests and name the versions of their tokens."""
+        if self.mode == "keep" and self.plan.versions.needed_roles:
+            raise UsageError(
+                "Running requests cannot be kept with prefill and decode apart: their KV is of two "
+                "workers.",
+                "Refit with mode in-flight.",
+            )
         unable = [w.worker for w in workers if self.mode == "keep" and not w.takes_order]
         if unable:
             raise UsageError(
@@ -253,28 +261,46 @@ class Refit:
     def _split_in_groups(self, workers: Sequence[WorkerRefit]) -> list[list[WorkerRefit]]:
         if self.mode != "rolling":
             return [list(workers)]
-        size = max(1, min(len(workers) - 1, round(len(workers) * self.share)))
-        return [list(workers[start : start + size]) for start in range(0, len(workers), size)]
+        return split_in_shares(workers, self.share, _get_role)
 
     async def _move(self, group: Sequence[WorkerRefit], *, is_first_pass: bool) -> None:
         """Move a group of workers to the version."""
         versions = self.plan.versions
         current = versions.current
-        serving = set() if current is None else set(versions.list_serving(current))
-        nobody_left = serving <= {worker.instance_id for worker in group}
+        ids = {worker.instance_id for worker in group}
+        nobody_left = current is None or not versions.is_served(current, without=ids)
         if (self.mode != "rolling" and is_first_pass) or nobody_left:
             versions.close()
-        by_order = [worker for worker in group if worker.takes_order]
-        others = [worker for worker in group if worker not in by_order]
         modes: dict[str, PauseMode] = {"in-flight": "abort", "keep": "keep"}
         mode = modes.get(self.mode, "wait")
         try:
-            work = [WorkerOrder(worker).run(mode) for worker in by_order]
-            if others:
-                work.append(self._move_by_calls(others, mode))
-            await _run_all(work)
+            stages = split_in_stages(group, mode, _get_role)
+            for stage in stages:
+                await self._move_stage(stage, mode)
+                if len(stages) > 1 and all(w.report.state != "serving" for w in stage):
+                    # The other pool had better serve the old version.
+                    role = stage[0].worker.role
+                    raise AdminError(f"None of the {role} workers loaded the new weights.")
         finally:
             versions.open()
+
+    async def _move_stage(self, stage: Sequence[WorkerRefit], mode: PauseMode) -> None:
+        """Move workers of one role, all at the same time."""
+        by_order = [worker for worker in stage if worker.takes_order]
+        others = [worker for worker in stage if worker not in by_order]
+        for worker in stage:
+            worker.releases_kv = mode == "abort" and self._can_release(worker)
+        work = [WorkerOrder(worker).run(mode) for worker in by_order]
+        if others:
+            work.append(self._move_by_calls(others, mode))
+        await _run_all(work)
+
+    def _can_release(self, worker: WorkerRefit) -> bool:
+        """Return whether no decode worker reads the KV of this prefill worker any more: each has
+        the new version, or is gone. One in doubt may still read."""
+        left = ("serving", "gone", "replaced", "joining")
+        decoding = [w for w in self.workers.values() if w.worker.role == "decode"]
+        return worker.worker.role == "prefill" and all(w.report.state in left for w in decoding)
 
     async def _move_by_calls(self, group: Sequence[WorkerRefit], mode: PauseMode) -> None:
         """Pause the group as a whole, then install the update in each worker."""
@@ -328,7 +354,9 @@ class Refit:
 
     async def _list_behind(self, skip: Iterable[int] = ()) -> list[WorkerRefit]:
         """Return ready workers that are not on the version and that this refit has not touched."""
-        excluded = {*self.plan.versions.list_serving(self.plan.version), *skip}
+        # Versions only go up: a worker on a newer one is not behind.
+        served, version = self.plan.versions.by_worker, self.plan.version
+        excluded = {*(worker for worker, has in served.items() if has >= version), *skip}
         for instance, worker in self.workers.items():
             if worker.report.state not in ("untouched", "joining"):
                 excluded.add(instance)
@@ -355,7 +383,10 @@ class Refit:
     def _check_outcome(self, report: RefitReport) -> None:
         """Raise unless every live worker is on the version."""
         good = ("serving", "gone", "replaced", "joining")
-        is_served = report.serving or self.plan.versions.list_serving(self.plan.version)
+        versions = self.plan.versions
+        is_served = versions.is_served(self.plan.version) or (
+            report.serving and not versions.needed_roles
+        )
         if not is_served or any(worker.state not in good for worker in report.workers):
             raise refit_error(report)
 
@@ -383,6 +414,10 @@ class Refit:
         """Make one call on every worker, and return those that failed with their errors."""
         results = zip(workers, await call_all(workers, call), strict=True)
         return [(worker, error) for worker, error in results if error is not None]
+
+
+def _get_role(worker: WorkerRefit) -> str:
+    return worker.worker.role
 
 
 async def _run_all(work: Iterable[Coroutine[Any, Any, None]]) -> None:

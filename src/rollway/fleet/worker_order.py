@@ -76,6 +76,7 @@ class WorkerOrder:
             "version": plan.version,
             "taints": [taint_of(plan.version)],
             "taints_before": [] if label is None else [taint_of(label)],
+            "release": self._refit.releases_kv,
         }
         running = asyncio.create_task(plan.admin.refit(self._refit.worker, order))
         try:

@@ -85,6 +85,8 @@ class WorkerRefit:
     """Whether the worker compares its parameters with the update."""
     may_hold_update: bool = False
     """Whether the update may be staged in the worker, as a second model."""
+    releases_kv: bool = False
+    """Whether blocks that the worker holds for decode workers may be released: none reads them."""
     _label_before: int | None = None
     _connection: AdminAPI | None = None
     _untainted_at: float = 0.0
@@ -109,7 +111,7 @@ class WorkerRefit:
             plan.versions.forget(self.instance_id)
         # A worker in doubt is paused, so it could not answer a canary.
         generates = self.label is None or self.label >= 0
-        if plan.canaries is not None and generates and not self.verifies_itself:
+        if self._needs_canary and generates and plan.canaries is not None:
             await plan.canaries.record_before(self.worker)
         self.report.preflight_seconds = self.lap()
 
@@ -157,6 +159,8 @@ class WorkerRefit:
         versions.tainted = plan.admin.taints
         versions.mark_entered(self.instance_id, plan.version)
         versions.mark_serving(self.instance_id, plan.version)
+        if not versions.is_served(plan.version):
+            return  # prefill and decode apart: the other pool has no worker on the version yet
         if versions.current is None or versions.current < plan.version:
             versions.current = plan.version
         versions.open()
@@ -174,7 +178,13 @@ class WorkerRefit:
 
     async def pause(self, mode: PauseMode) -> None:
         began = time.monotonic()
-        await self._pinned.pause(self.worker, mode)
+        if mode == "wait" and self.worker.role:
+            # vLLM cannot clear the cache while a request waits for KV of another worker. Such
+            # requests have not begun: abort them once those that run have ended.
+            await self._pinned.pause(self.worker, "wait", clear_cache=False)
+            await self._pinned.pause(self.worker, "abort")
+        else:
+            await self._pinned.pause(self.worker, mode)
         if mode == "wait":
             self.report.waited_seconds = time.monotonic() - began
         self.report.state = "paused"
@@ -235,12 +245,19 @@ class WorkerRefit:
             )
         if self.verifies_itself:
             self.report.proof = "parameters"  # compared while it loaded them
-        elif self.plan.canaries is None or self.instance_id < 0:
-            self.report.proof = "declared"  # requests cannot be pinned to a negative id
+        elif self.plan.canaries is None or not self._needs_canary:
+            self.report.proof = "declared"
         else:
             await self._verify_by_canary(self.plan.canaries)
             self.report.proof = "canary"
         self.report.update_seconds = self.lap()
+
+    @property
+    def _needs_canary(self) -> bool:
+        """Whether the worker can show its weights only by an answer. Requests cannot be pinned to a
+        negative id, and a worker of one role does not answer alone."""
+        is_alone = self.instance_id >= 0 and not self.worker.role
+        return is_alone and not self.verifies_itself
 
     async def _verify_by_canary(self, canaries: CanaryCheck) -> None:
         # The worker must generate to answer. It is outside the routing, but a stalled router may

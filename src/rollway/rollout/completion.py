@@ -40,12 +40,15 @@ class Completion:
     finish_reason: FinishReason
     worker_id: int | None
     """None if the wire does not name the worker, and for an answer that migrated between workers:
-    Dynamo then names the worker that died."""
+    Dynamo then names the worker that died. With prefill and decode apart, the decode worker."""
     cached_tokens: int
     routed_experts: Any = None
     """As the engine sent them; see `rollway.rollout.experts`."""
     versions: list[tuple[int, int]] | None = None
     """From which token on which version sampled, as the worker itself says; None if it does not."""
+    prefill_worker_id: int | None = None
+    """With prefill and decode apart, the worker that computed the prompt. `cached_tokens` are its
+    prefix hits."""
 
     @property
     def is_mixed(self) -> bool:
@@ -64,6 +67,7 @@ class Assembly:
     _logprobs: list[float | None] = field(default_factory=list)
     _finish: str | None = None
     _worker_id: int | None = None
+    _prefill_worker_id: int | None = None
     _prompt_tokens: int | None = None
     _completion_tokens: int | None = None
     _cached: int = 0
@@ -94,6 +98,7 @@ class Assembly:
             routed_experts=self._experts,
             # A worker knows only its own part of an answer that migrated.
             versions=None if self._has_migrated else self._versions,
+            prefill_worker_id=None if self._has_migrated else self._prefill_worker_id,
         )
 
     def _add_ids(self, token_ids: list[int] | None) -> list[int]:
@@ -108,6 +113,7 @@ class Assembly:
         # The detailed reason wins: the plain one says "stop" for cancelled requests too.
         self._finish = nvext.detailed_finish_reason or self._finish
         self._worker_id = self._worker_id if nvext.worker is None else nvext.worker
+        self._prefill_worker_id = nvext.prefill_worker or self._prefill_worker_id
         self._experts = nvext.routed_experts or self._experts
         if nvext.engine_data is not None and nvext.engine_data.rollway_versions:
             self._versions = nvext.engine_data.rollway_versions
@@ -187,6 +193,7 @@ class Usage(msgspec.Struct):
 
 class WorkerIds(msgspec.Struct):
     decode_worker_id: int | None = None
+    prefill_worker_id: int | None = None
 
 
 class EngineData(msgspec.Struct):
@@ -206,6 +213,12 @@ class Nvext(msgspec.Struct):
     @property
     def worker(self) -> int | None:
         return None if self.worker_id is None else self.worker_id.decode_worker_id
+
+    @property
+    def prefill_worker(self) -> int | None:
+        """The worker that computed the prompt, if it is another than the one that decodes."""
+        prefill = None if self.worker_id is None else self.worker_id.prefill_worker_id
+        return None if prefill == self.worker else prefill
 
 
 def parse(raw: Any, shape: type[S]) -> S:

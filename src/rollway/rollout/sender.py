@@ -141,12 +141,18 @@ class Sender:
         worker."""
         if ticket.version is None:
             return True
-        if isinstance(answer, Completion):
-            if answer.versions is not None:
-                return True
-            worker = answer.worker_id
-        else:
-            worker = answer
+        if not isinstance(answer, Completion):
+            return await self._has_version(ticket, answer)
+        # What a prefill worker computed is of the version, too: its engine refuses other requests,
+        # or it is asked like the worker that decodes.
+        prefill = answer.prefill_worker_id
+        is_unknown = prefill is not None and not self._versions.is_enforced(prefill)
+        if is_unknown and not await self._has_version(ticket, prefill):
+            return False
+        return answer.versions is not None or await self._has_version(ticket, answer.worker_id)
+
+    async def _has_version(self, ticket: Ticket, worker: int | None) -> bool:
+        """Return whether this worker has had the ticket's version for the whole request."""
         if worker is None and ticket.taint is None and self.wire.routed:
             return False  # it migrated, and without a taint possibly to a worker of another version
         if not self._versions.attributes_to(ticket, worker):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from rollway.errors import RolloutError
@@ -160,12 +160,16 @@ def _experts_from_json(raw: Any) -> RoutedExperts | None:
 
 def _span_as_json(span: Span) -> dict[str, Any]:
     worker = None if span.worker_id is None else str(span.worker_id)
-    return {"start": span.start, "end": span.end, "version": span.version, "worker_id": worker}
+    fields = {"start": span.start, "end": span.end, "version": span.version, "worker_id": worker}
+    if span.prefill_worker_id is not None:
+        fields["prefill_worker_id"] = str(span.prefill_worker_id)
+    return fields
 
 
 def _span_from_json(raw: Mapping[str, Any]) -> Span:
-    worker = raw["worker_id"]
-    return Span(raw["start"], raw["end"], raw["version"], None if worker is None else int(worker))
+    workers = (raw["worker_id"], raw.get("prefill_worker_id"))
+    ids = (None if worker is None else int(worker) for worker in workers)
+    return Span(raw["start"], raw["end"], raw["version"], *ids)
 
 
 @dataclass(slots=True)
@@ -198,7 +202,7 @@ class SequenceBuilder:
             done = self._experts[-1].end if self._experts else 0
             self._experts.append(rollout.routed_experts.since(done))
         self._spans += [
-            Span(start + span.start, start + span.end, span.version, span.worker_id)
+            replace(span, start=start + span.start, end=start + span.end)
             for span in rollout.spans
             if span.start < span.end
         ]

@@ -30,6 +30,8 @@ class Span:
     end: int
     version: int | None
     worker_id: int | None
+    prefill_worker_id: int | None = None
+    """With prefill and decode apart, the worker that computed the prompt of these tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,8 @@ class Rollout:
     spans: tuple[Span, ...]
     """Which tokens came from which version. There is one span unless a refit cut the rollout."""
     cached_tokens: int
-    """How many prompt tokens came from the worker's prefix cache."""
+    """How many prompt tokens came from the worker's prefix cache; with prefill and decode apart,
+    the prefill worker's."""
     routed_experts: RoutedExperts | None = None
     """Experts of prompt and completion, if requested; the last token has none."""
     adapter: str | None = None
@@ -68,6 +71,11 @@ class Rollout:
         """The worker of the last tokens, as Dynamo names it. If a worker died, Dynamo still names
         it, although another worker of the same version continued."""
         return self.spans[-1].worker_id if self.spans else None
+
+    @property
+    def prefill_worker_id(self) -> int | None:
+        """With prefill and decode apart, the worker that computed the prompt of the last tokens."""
+        return self.spans[-1].prefill_worker_id if self.spans else None
 
 
 @dataclass(slots=True)
@@ -112,7 +120,8 @@ class Trajectory:
             # A request may have been frozen before its first token, or after its last one.
             begin, end = start + first, min(end, len(self.token_ids))
             if begin < end:
-                self.spans.append(Span(begin, end, sampled_by, completion.worker_id))
+                workers = completion.worker_id, completion.prefill_worker_id
+                self.spans.append(Span(begin, end, sampled_by, *workers))
 
     def _add_experts(self, raw: Any) -> None:
         """Append the experts of a leg. Each leg reports its whole prompt, so rows of earlier legs

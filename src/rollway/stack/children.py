@@ -222,6 +222,7 @@ def _make_state(process: ProcessPlan) -> ProcessState:
         process.role,
         str(process.log),
         model=process.model,
+        worker_role=process.worker_role,
         admin_url=process.admin_url,
         ports=process.ports,
     )

@@ -23,6 +23,7 @@ from typing import Any, Literal, NamedTuple
 from rollway import processes
 from rollway.processes import ProcessId
 from rollway.stack import preset
+from rollway.stack.disaggregated import NIXL_ADVICE, has_nixl
 from rollway.stack.locks import FIRST, LAST, Lease
 from rollway.stack.plan import SERVICE_PACKAGES
 from rollway.stack.preset import cache_dir, find_installed_version
@@ -90,6 +91,10 @@ def _check_packages() -> Iterator[Finding]:
             advice = f"Rollway is tested with {tested}: pip install {package}=={tested}"
             yield _judge(package, version.split("+")[0] == tested, version, advice)
     yield from _check_torchvision()
+    if find_installed_version(vllm) is not None:
+        text = "found" if has_nixl() else "not found"
+        advice = f"Only for `serving: disaggregated`. {NIXL_ADVICE}"
+        yield _judge("nixl", has_nixl(), text, advice, "note")
 
 
 def _check_torchvision() -> Iterator[Finding]:
@@ -192,6 +197,7 @@ _PURPOSES = {
     "rl": "the list of RL workers",
     "system": "a worker's admin routes and metrics",
     "client": "this service's clients: discovery or events of this stack",
+    "kv": "where decode workers learn how to fetch KV from this worker",
 }
 _FIREWALL = "Close it with a firewall, or run the stack in a separate network namespace."
 _CLOSE = {
@@ -199,6 +205,7 @@ _CLOSE = {
     "rl": "Set `frontend.host` to 127.0.0.1.",
     "system": "Set `admin_host` to 127.0.0.1.",
     "client": "Set `admin_host` to 127.0.0.1.",
+    "kv": "Set `admin_host` to 127.0.0.1.",
     "event plane": "`event_plane: nats` opens no such port (its NATS listens on `admin_host`); or "
     "close it with a firewall.",
 }

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +18,8 @@ from rollway.config import ModelSpec, RawArgs, StackSpec, is_loopback, slug
 from rollway.errors import SpecError, StartError
 from rollway.processes import make_run_environment
 from rollway.ranks import PlacedWorker, merge_runtime_envs, normalise_option
-from rollway.stack import preset
+from rollway.roles import WorkerRole, name_component, name_workers
+from rollway.stack import disaggregated, preset
 from rollway.stack.locks import Lease
 from rollway.stack.preset import get_frontend_defaults, get_worker_defaults, merge_args
 
@@ -49,6 +50,10 @@ class ProcessPlan:
     """Where a worker serves its admin routes; a headless rank serves none."""
     placed: PlacedWorker | None = None
     """Which part of which replica a worker is."""
+
+    @property
+    def worker_role(self) -> WorkerRole:
+        return "" if self.placed is None else self.placed.role
 
     @property
     def is_headless(self) -> bool:
@@ -86,10 +91,20 @@ class StackPlan:
 
 
 def plan_stack(
-    spec: StackSpec, *, run_id: str, run_dir: Path, log_dir: Path, ports: Lease
+    spec: StackSpec,
+    *,
+    run_id: str,
+    run_dir: Path,
+    log_dir: Path,
+    ports: Lease,
+    find_program: Callable[[str, str], str] | None = None,
 ) -> StackPlan:
-    """Plan all processes of a stack; raise SpecError or StartError if the plan cannot work."""
+    """Plan all processes of a stack; raise SpecError or StartError if the plan cannot work.
+
+    `find_program` finds etcd and NATS, given an interpreter that they may be installed with; by
+    default on this machine."""
     planner = _Planner(spec, run_id, run_dir, log_dir, ports)
+    planner.find_program = find_program or find_required_program
     processes = [*planner.plan_services(), *planner.plan_workers()]
     if spec.join is not None:
         frontend_url, rl_url = spec.join.frontend, spec.join.rl
@@ -121,6 +136,7 @@ class _Planner:
         self.python = spec.python or sys.executable
         self.etcd = spec.etcd_endpoints
         self.nats = spec.nats_server
+        self.find_program: Callable[[str, str], str] = find_required_program
 
     def plan_services(self) -> list[ProcessPlan]:
         plans = []
@@ -132,7 +148,7 @@ class _Planner:
             self.etcd = f"http://{host}:{client}"
             peer_url = f"http://{LOOPBACK}:{peer}"
             argv = [
-                find_required_program("etcd", self.python),
+                self.find_program("etcd", self.python),
                 *("--data-dir", str(self.run_dir / "etcd")),
                 *("--listen-client-urls", self.etcd, "--advertise-client-urls", self.etcd),
                 *("--listen-peer-urls", peer_url, "--initial-advertise-peer-urls", peer_url),
@@ -142,7 +158,7 @@ class _Planner:
         if self.spec.needs_nats:
             port = self.ports.reserve_port(0, host, "NATS' port")
             self.nats = f"nats://{host}:{port}"
-            program = find_required_program("nats-server", self.python)
+            program = self.find_program("nats-server", self.python)
             argv = [program, "--addr", host, "--port", str(port)]
             argv += ["--jetstream", "--store_dir", str(self.run_dir / "nats")]
             plans.append(self._plan_process("nats-server", "service", argv, {"client": port}))
@@ -151,7 +167,9 @@ class _Planner:
     def plan_workers(self) -> list[ProcessPlan]:
         models = {model.name: model for model in self.spec.models}
         placed = self.spec.placed if self.spec.placed is not None else self._place_here()
-        return [self._plan_worker(models[worker.model], worker) for worker in placed]
+        for name in {worker.model for worker in placed}:
+            disaggregated.check_nixl(models[name], self.python)
+        return [self._plan_worker(models[w.model].roles[w.role], w) for w in placed]
 
     def plan_frontend(self) -> ProcessPlan:
         spec = self.spec.frontend
@@ -193,12 +211,18 @@ class _Planner:
             what = "a worker's admin port"
             ports["system"] = self.ports.reserve_port(placed.admin_port, host, what)
             argv += ["--model-name" if is_mocker else "--served-model-name", model.name]
-            argv += ["--endpoint", f"dyn://{self.namespace}.{slug(model.name)}.generate"]
+            component = name_component(slug(model.name), placed.role)
+            argv += ["--endpoint", f"dyn://{self.namespace}.{component}.generate"]
             env |= {"DYN_SYSTEM_HOST": host, "DYN_SYSTEM_PORT": str(ports["system"])}
         if placed.nodes > 1 and (interface := preset.find_interface(get_dial_address(host))):
             # Gloo uses the address that the machine's name resolves to, often loopback.
             env["GLOO_SOCKET_IFNAME"] = interface
-        args = merge_args(defaults.args, model.args)
+        if placed.role and model.engine == "vllm":
+            side_host = get_dial_address(host)
+            ports["kv"] = disaggregated.reserve_side_channel(self.ports, side_host, model)
+            env |= disaggregated.make_role_env(side_host, ports["kv"])
+        role_args = disaggregated.make_role_args(model, placed.role)
+        args = merge_args({**defaults.args, **role_args}, model.args)
         if placed.is_headless:
             args = {n: v for n, v in args.items() if normalise_option(n) != "kv-events-config"}
         argv += [*self._make_engine_flags(model, placed), *make_flags(args)]
@@ -210,7 +234,9 @@ class _Planner:
             self._plan_process(name_worker(placed), "worker", argv, ports, env, user_env),
             model=model.name,
             engine=model.engine,
-            admin_url=f"http://{get_dial_address(host)}:{ports['system']}" if ports else None,
+            admin_url=None
+            if placed.is_headless
+            else f"http://{get_dial_address(host)}:{ports['system']}",
             placed=placed,
         )
 
@@ -228,7 +254,8 @@ class _Planner:
         if model.engine == "custom":
             return [*flags, *seed]
         flags = ["--enable-rl", "--tensor-parallel-size", str(model.tensor_parallel), *flags]
-        if placed.is_headless or "kv-events-config" not in model.args:
+        own_args = {normalise_option(name) for name in model.args}
+        if placed.is_headless or "kv-events-config" not in own_args:
             flags += ["--kv-events-config", json.dumps(self._make_kv_events(model, placed))]
         # Another interpreter may lack Rollway. Refits then verify its workers by canaries.
         if self.spec.python is None and "worker-extension-cls" not in model.args:
@@ -240,9 +267,10 @@ class _Planner:
 
         Without them the router does not learn what workers have cached, and two workers of one
         machine compete for a default port."""
-        if placed.is_headless:  # rank 0 speaks for the replica
+        if placed.is_headless or placed.role == "decode":
+            # Rank 0 speaks for the replica, and the router looks for prefixes at prefill workers.
             return {"enable_kv_cache_events": False}
-        number = self.spec.models.index(model)
+        number = [known.name for known in self.spec.models].index(model.name)
         return {
             "enable_kv_cache_events": True,
             "publisher": "zmq",
@@ -312,13 +340,19 @@ class _Planner:
         """Place all workers on this machine, each with consecutive GPUs if there are any."""
         requested = self.spec.env.get("CUDA_VISIBLE_DEVICES")
         available = preset.list_gpus() if requested is None else preset.parse_gpus(requested)
-        counts = {
-            model.name: count_local_ranks(model)
+        workers = [
+            (settings, role, replica)
+            for model in self.spec.models
+            for role, settings in model.roles.items()
+            for replica in range(settings.replicas)
+        ]
+        counts = [
+            count_local_ranks(model)
             if available and model.engine == "vllm" and "CUDA_VISIBLE_DEVICES" not in model.env
             else 0
-            for model in self.spec.models
-        }
-        needed = sum(model.replicas * counts[model.name] for model in self.spec.models)
+            for model, _, _ in workers
+        ]
+        needed = sum(counts)
         leased = self.ports.reserve_gpus(available, needed)
         if len(leased) < needed:
             raise SpecError(
@@ -332,17 +366,17 @@ class _Planner:
         return [
             PlacedWorker(
                 model=model.name,
+                role=role,
                 replica=replica,
-                gpus=[next(remaining) for _ in range(counts[model.name])],
+                gpus=[next(remaining) for _ in range(count)],
             )
-            for model in self.spec.models
-            for replica in range(model.replicas)
+            for (model, role, replica), count in zip(workers, counts, strict=True)
         ]
 
 
 def name_worker(placed: PlacedWorker) -> str:
     """Return the name of a worker's process, unique in the whole stack."""
-    parts = [slug(placed.model), placed.role, str(placed.replica)]
+    parts = [name_workers(slug(placed.model), placed.role), str(placed.replica)]
     rank = f"rank{placed.node_rank}" if placed.is_headless else ""
     return "-".join(part for part in (*parts, rank) if part)
 

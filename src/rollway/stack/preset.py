@@ -221,10 +221,16 @@ def _add_cpu_profile(spec: StackSpec, model: ModelSpec, args: RawArgs, env: dict
 
 def _count_ranks_here(spec: StackSpec) -> int:
     """Return how many ranks of vLLM workers share the cores of this machine."""
-    ranks = {model.name: model.ranks for model in spec.models if model.engine == "vllm"}
+    roles = {
+        (model.name, role): settings
+        for model in spec.models
+        if model.engine == "vllm"
+        for role, settings in model.roles.items()
+    }
     if spec.placed is None:
-        return sum(model.replicas * ranks.get(model.name, 0) for model in spec.models)
-    return sum(ranks.get(worker.model, 0) // worker.nodes for worker in spec.placed)
+        return sum(settings.replicas * settings.ranks for settings in roles.values())
+    here = [w for w in spec.placed if (w.model, w.role) in roles]
+    return sum(roles[worker.model, worker.role].ranks // worker.nodes for worker in here)
 
 
 def cache_dir() -> Path:

@@ -67,13 +67,22 @@ def make_process_table(state: StackState) -> Table:
         box=None,
         pad_edge=False,
     )
-    for column in ("process", "state", "pid", "restarts", "detail"):
+    has_roles = any(process.worker_role for process in state.processes)
+    for column in (
+        "process",
+        *(["role"] if has_roles else []),
+        "state",
+        "pid",
+        "restarts",
+        "detail",
+    ):
         table.add_column(column)
     for process in state.processes:
         style = _STYLES.get(process.state, "cyan")
         # Escaped: text of a state file must not act as markup.
         table.add_row(
             escape(process.name),
+            *([escape(process.worker_role)] if has_roles else []),
             f"[{style}]{escape(process.state)}[/{style}]",
             str(process.pid or ""),
             str(process.restarts or ""),

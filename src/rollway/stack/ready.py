@@ -8,6 +8,7 @@ worker before the first user does, by pinning the request to the worker.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -119,13 +120,12 @@ class ServingCheck:
         if placed.admin_port:
             self._report(rank, "waiting for rank 0", f"of its replica, at {placed.master_host}")
             url = f"http://{placed.master_host}:{placed.admin_port}/engine/get_weight_version"
-            version = None
-            while version is None:
-                try:
-                    answer = await self._http.post(url, {}, timeout=2.0, retry=ONCE)
-                    version = answer.get("version")
-                except (Unreachable, RequestFailed):
-                    await asyncio.sleep(_POLL_SECONDS)
+            while True:
+                with contextlib.suppress(Unreachable, RequestFailed):
+                    answer = await self._http.post(url, {}, timeout=2.0)
+                    if answer["version"] is not None:
+                        break
+                await asyncio.sleep(_POLL_SECONDS)
         self._report(rank, "ready", "")
 
     async def _finish(self, worker: ProcessPlan, instance: int) -> None:
@@ -260,6 +260,10 @@ class ServingCheck:
 
     async def _request(self, worker: ProcessPlan, instance: int, sampling: Sampling) -> None:
         body = completion_request(worker.model or "", _PROMPT, sampling, pin=instance)
+        if worker.worker_role:
+            # A worker of one role answers together with one of the other, which the router picks.
+            del body["nvext"]["backend_instance_id"]
+            body["nvext"][f"{worker.worker_role}_worker_id"] = instance
         if worker.engine == "mocker":
             body.pop("logprobs")
         url = f"{self._plan.frontend_url}/v1/completions"

@@ -57,6 +57,8 @@ class ProcessState:
     failures: int = 0
     detail: str = ""
     model: str | None = None
+    worker_role: str = ""
+    """`prefill` or `decode`, for a model with `serving: disaggregated`."""
     admin_url: str | None = None
     ports: dict[str, int] = field(default_factory=dict)
     ready_seconds: float | None = None

@@ -31,6 +31,9 @@ class FakeRequest:
 class FakeScheduler:
     requests: dict[str, FakeRequest] = field(default_factory=dict)
 
+    def get_kv_connector(self) -> None:
+        return None
+
     def finish_requests(self, ids: list[str] | None, _: object) -> list[FakeRequest]:
         names = list(self.requests) if ids is None else ids
         return [self.requests.pop(name) for name in names]

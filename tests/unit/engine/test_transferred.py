@@ -1,0 +1,158 @@
+"""KV of other workers when an engine refuses a request or changes weights, on vLLM's real
+scheduler-side connector logic where it matters, and on fakes of the engine around it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rollway.engine import transferred
+
+
+class Status(Enum):
+    WAITING = auto()
+    WAITING_FOR_REMOTE_KVS = auto()
+    RUNNING = auto()
+    FINISHED_LENGTH_CAPPED = auto()
+    FINISHED_ABORTED = auto()
+
+
+@dataclass
+class Request:
+    request_id: str
+    status: Status = Status.WAITING
+    kv_transfer_params: dict[str, Any] | None = None
+    client_index: int = 0
+    abort_immediately: bool = False
+
+    def is_finished(self) -> bool:
+        return self.status.name.startswith("FINISHED")
+
+
+@dataclass
+class Engine:
+    """An engine whose connector is `connector`, and what it did."""
+
+    connector: Any
+    requests: dict[str, Request] = field(default_factory=dict)
+    sent: list[str] = field(default_factory=list)
+    added: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.scheduler = SimpleNamespace(
+            requests=self.requests,
+            get_kv_connector=lambda: self.connector,
+            finish_requests=self._finish,
+        )
+
+    def _finish(self, ids: list[str], status: Status) -> list[Request]:
+        ended = [self.requests[name] for name in ids]
+        for request in ended:
+            request.status = status
+        return ended
+
+    def _send_abort_outputs(self, requests: list[Request]) -> None:
+        self.sent += [request.request_id for request in requests]
+
+    def _send_abort_outputs_to_client(self, ids: list[str], client_index: int) -> None:
+        self.sent += ids
+
+    def add(self, request: Request, _: int) -> None:
+        self.added.append(request.request_id)
+
+
+@pytest.fixture
+def statuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(
+        __import__("sys").modules, "vllm.v1.request", SimpleNamespace(RequestStatus=Status)
+    )
+
+
+def refuse(engine: Engine, request: Request) -> None:
+    transferred.refuse(engine, request, lambda e, r, wave: e.add(r, wave))
+
+
+def test_a_refused_decode_request_frees_the_blocks_of_its_prefill_worker() -> None:
+    engine, request = Engine(connector=object()), Request("a")
+    request.kv_transfer_params = {"do_remote_prefill": True}
+    refuse(engine, request)
+    # The connector hears of it as of a request that ends before it begins.
+    assert request.abort_immediately and engine.added == ["a"]
+    assert engine.sent == ["a"]
+
+
+@pytest.mark.parametrize("params", [None, {"do_remote_decode": True, "do_remote_prefill": False}])
+def test_other_refused_requests_never_reach_the_scheduler(params: dict[str, Any] | None) -> None:
+    engine = Engine(connector=object())
+    refuse(engine, Request("a", kv_transfer_params=params))
+    assert (engine.added, engine.sent) == ([], ["a"])
+
+
+@pytest.mark.usefixtures("statuses")
+def test_a_pause_that_waits_drops_what_waits_for_kv_and_keeps_what_runs() -> None:
+    engine = Engine(connector=object())
+    for status in Status:
+        engine.requests[status.name] = Request(status.name, status)
+    transferred.drop_waiting(engine)
+    assert engine.sent == ["WAITING", "WAITING_FOR_REMOTE_KVS"]
+    assert engine.requests["RUNNING"].status is Status.RUNNING
+
+
+@pytest.mark.usefixtures("statuses")
+def test_an_engine_that_shares_no_kv_keeps_its_queue() -> None:
+    engine = Engine(connector=None)
+    engine.requests["a"] = Request("a")
+    transferred.drop_waiting(engine)
+    assert engine.sent == []
+
+
+def test_held_blocks_expire_in_the_scheduler_and_in_every_worker() -> None:
+    scheduler = SimpleNamespace(_reqs_need_send={"a": 30.0})
+    engine = Engine(connector=SimpleNamespace(connector_scheduler=scheduler))
+    calls: list[str] = []
+    transferred.release_held(engine, lambda _, method, *__: calls.append(method) or [])
+    assert scheduler._reqs_need_send == {"a": transferred.EXPIRED}
+    assert calls == ["rollway_release_kv"]
+
+
+def test_a_connector_without_leases_is_left_alone() -> None:
+    engine = Engine(connector=SimpleNamespace())
+    transferred.release_held(engine, lambda *_: [])
+    assert transferred.expire(None) == 0
+
+
+def test_vllm_frees_blocks_whose_lease_was_ended() -> None:
+    """What `release_in_worker` relies on: vLLM reaps leases that are over at its next step."""
+    worker_class = pytest.importorskip(
+        "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker"
+    ).NixlBaseConnectorWorker
+    leases = {"a": 1e18, "b": 1e18}
+    transferred.expire(leases)
+    worker = SimpleNamespace(
+        _reqs_to_send=leases,
+        _reqs_to_process={"a", "b"},
+        consumer_notification_counts_by_req={},
+        expected_consumer_notifications_by_req={},
+        xfer_stats=SimpleNamespace(record_kv_expired_req=lambda: None),
+    )
+    done: set[str] = set()
+    worker_class._reap_expired_send_leases(worker, done)
+    assert done == {"a", "b"} and leases == {}
+
+
+def test_vllm_tells_the_prefill_worker_of_a_request_that_never_began() -> None:
+    """What `refuse` relies on: the connector asks for an empty transfer, which frees the blocks."""
+    module = pytest.importorskip(
+        "vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler"
+    )
+    scheduler = SimpleNamespace(
+        _stop_heartbeat=lambda _: None, _reqs_need_recv={}, is_bidirectional_kv_xfer_enabled=False
+    )
+    request = Request("a", Status.FINISHED_ABORTED, {"do_remote_prefill": True})
+    held, _ = module.NixlPullConnectorScheduler.request_finished(scheduler, request, ((),))
+    assert not held
+    assert scheduler._reqs_need_recv == {"a": (request, [], (), False)}

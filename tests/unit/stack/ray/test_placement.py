@@ -1,0 +1,316 @@
+"""The planner of the Ray launcher: splits, labels, the head, lost nodes; against brute force."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollway.config import StackSpec, load_spec
+from rollway.errors import SpecError
+from rollway.stack.ray import placement
+from rollway.stack.ray.packing import Shape, list_splits, pack
+from rollway.stack.ray.placement import (
+    NodeInfo,
+    Placement,
+    Pool,
+    ReplicaPlace,
+    has_labels,
+    place_again,
+    plan_placement,
+)
+
+
+def make_spec(*models: dict[str, Any], **ray: Any) -> StackSpec:
+    entries = [{"path": f"org/m{i}", **model} for i, model in enumerate(models)]
+    return load_spec({"launcher": "ray", "ray": ray, "models": entries})
+
+
+def make_nodes(*gpus: float, cpus: float = 64, head: int | None = 0) -> list[NodeInfo]:
+    return [
+        NodeInfo(f"n{i}", f"10.0.0.{i}", i == head, cpus, count, {"zone": "ab"[i % 2]})
+        for i, count in enumerate(gpus)
+    ]
+
+
+def show(replica: ReplicaPlace) -> str:
+    return " ".join(f"{rank.node}:{rank.gpus:g}" for rank in replica.ranks)
+
+
+def place(spec: StackSpec, nodes: Sequence[NodeInfo]) -> list[str]:
+    return [show(replica) for replica in plan_placement(spec, nodes).replicas]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "gpus", "expected"),
+    [
+        (4, (8, 8), "n0:4"),
+        (8, (4, 4), "n0:4 n1:4"),
+        (8, (4, 4, 4, 4), "n0:4 n1:4"),
+        (6, (4, 4, 4), "n0:3 n1:3"),
+        (12, (4, 4, 4), "n0:4 n1:4 n2:4"),
+        (8, (2, 2, 2, 2), "n0:2 n1:2 n2:2 n3:2"),
+        (8, (6, 4, 3, 4), "n1:4 n3:4"),
+        (4, (8, 4), "n1:4"),
+        (3, (2, 2, 1), "n0:1 n1:1 n2:1"),
+    ],
+)
+def test_a_replica_is_whole_or_spread_evenly_over_the_fewest_nodes(
+    ranks: int, gpus: tuple[int, ...], expected: str
+) -> None:
+    assert place(make_spec({"tensor_parallel": ranks}), make_nodes(*gpus)) == [expected]
+
+
+def test_ranks_count_from_fields_and_raw_arguments() -> None:
+    spec = make_spec({"args": {"tp": 2, "pipeline-parallel-size": 2}, "data_parallel": 2})
+    assert place(spec, make_nodes(8)) == ["n0:8"]
+    assert place(spec, make_nodes(4, 4)) == ["n0:4 n1:4"]
+
+
+def test_a_node_has_whole_data_parallel_engines_or_a_part_of_one() -> None:
+    assert list_splits(6, engine_ranks=2) == ((1, 6), (3, 2), (6, 1))  # not 2 nodes x 3
+    assert list_splits(8, engine_ranks=4) == ((1, 8), (2, 4), (4, 2), (8, 1))
+
+
+def test_small_replicas_fill_nodes_before_they_open_new_ones() -> None:
+    spec = make_spec({"replicas": 2}, {"tensor_parallel": 4})
+    assert place(spec, make_nodes(8, 4)) == ["n0:1", "n0:1", "n1:4"]
+
+
+def test_no_replica_is_split_if_all_fit_whole_in_another_arrangement() -> None:
+    # Best fit puts 4 on the node of 6, and splits a replica of 3 over the rest.
+    spec = make_spec({"tensor_parallel": 4}, {"tensor_parallel": 3, "replicas": 3})
+    assert place(spec, make_nodes(7, 6, 1)) == ["n0:4", "n0:3", "n1:3", "n1:3"]
+
+
+def test_fractions_share_a_gpu_but_never_parts_of_two() -> None:
+    spec = make_spec({"replicas": 4}, gpus=0.4)
+    assert place(spec, make_nodes(2)) == ["n0:0.4"] * 4
+    with pytest.raises(SpecError, match="room for 4"):
+        plan_placement(make_spec({"replicas": 5}, gpus=0.4), make_nodes(2))
+    assert place(make_spec({"replicas": 2}, gpus=0.5), make_nodes(0.5, 0.5)) == ["n0:0.5", "n1:0.5"]
+
+
+def test_a_stack_without_gpus_is_placed_by_its_cpus() -> None:
+    spec = make_spec({"replicas": 3}, gpus=0, cpus=2)
+    nodes = make_nodes(0, 0, cpus=4)
+    plan = plan_placement(spec, nodes)
+    assert plan.services == "n0", "the head, if it may be used"
+    assert [replica.ranks[0].node for replica in plan.replicas] == ["n0", "n1", "n1"]
+    assert {replica.ranks[0].cpus for replica in plan.replicas} == {2}
+    assert place(make_spec({"replicas": 9}, gpus=0, cpus=0), make_nodes(0, cpus=0)) == ["n0:0"] * 9
+
+
+def test_the_head_is_used_or_avoided() -> None:
+    nodes = make_nodes(8, 8)
+    assert plan_placement(make_spec({}), nodes).services == "n0"
+    avoided = plan_placement(make_spec({}, head="avoid"), nodes)
+    assert (avoided.services, show(avoided.replicas[0])) == ("n1", "n1:1")
+
+
+def test_services_go_where_they_take_no_room_from_a_rank() -> None:
+    nodes = [
+        NodeInfo("full", "10.0.0.1", True, 8, 8, {}),
+        NodeInfo("spare", "10.0.0.2", False, 9, 8, {}),
+    ]
+    plan = plan_placement(make_spec({"tensor_parallel": 8, "replicas": 2}), nodes)
+    assert plan.services == "spare"
+
+
+@pytest.mark.parametrize(
+    ("condition", "matches"),
+    [("a", True), ("b", False), ("!a", False), ("!b", True), ("in(a, c)", True),
+     ("in(b,c)", False), ("!in(b,c)", True), ("!in(a)", False)],
+)  # fmt: skip
+def test_labels_select_nodes_as_ray_does(condition: str, matches: bool) -> None:
+    node = NodeInfo("n", "10.0.0.1", True, 1, 1, {"zone": "a"})
+    assert has_labels(node, {"zone": condition}) is matches
+    assert not has_labels(node, {"rack": "a"}) and has_labels(node, {"rack": "!a"})
+
+
+def test_a_stack_keeps_to_nodes_with_its_labels() -> None:
+    plan = plan_placement(make_spec({"replicas": 2}, labels={"zone": "b"}), make_nodes(8, 1, 8, 1))
+    assert (plan.services, [show(r) for r in plan.replicas]) == ("n1", ["n1:1", "n3:1"])
+
+
+# --- brute force ---------------------------------------------------------------------------------
+
+
+def list_ways(capacities: list[int], shapes: Sequence[Shape]) -> Iterator[list[int]]:
+    """Yield the numbers of nodes of each replica, in every packing."""
+    if not shapes:
+        yield []
+        return
+    for nodes, here in shapes[0].splits:
+        fitting = [i for i, room in enumerate(capacities) if room >= here]
+        for chosen in itertools.combinations(fitting, nodes):
+            left = [room - here if i in chosen else room for i, room in enumerate(capacities)]
+            for rest in list_ways(left, shapes[1:]):
+                yield [nodes, *rest]
+
+
+sizes = st.integers(1, 8).flatmap(
+    lambda ranks: st.sampled_from([n for n in range(1, ranks + 1) if ranks % n == 0]).map(
+        lambda engine: Shape(ranks, list_splits(ranks, engine))
+    )
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.lists(st.integers(0, 8), min_size=1, max_size=4), st.lists(sizes, max_size=4))
+def test_packing_agrees_with_brute_force(capacities: list[int], shapes: list[Shape]) -> None:
+    places = pack(capacities, shapes)
+    assert (places is None) == (next(list_ways(capacities, shapes), None) is None)
+    if places is not None:
+        check_packing(capacities, shapes, places)
+    narrow = pack(capacities, shapes, is_narrow=True)
+    least = [
+        next((n for n, here in s.splits if sum(c >= here for c in capacities) >= n), 0)
+        for s in shapes
+    ]
+    assert (narrow is None) == all(way != least for way in list_ways(capacities, shapes))
+    if narrow is not None:
+        check_packing(capacities, shapes, narrow)
+        assert [len(nodes) for nodes in narrow] == least
+
+
+def check_packing(
+    capacities: Sequence[int], shapes: Sequence[Shape], places: Sequence[Sequence[int]]
+) -> None:
+    left = list(capacities)
+    for shape, nodes in zip(shapes, places, strict=True):
+        assert len(set(nodes)) == len(nodes) and len(nodes) in dict(shape.splits)
+        for node in nodes:
+            left[node] -= shape.ranks // len(nodes)
+    assert min(left, default=0) >= 0
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 6), st.integers(0, 7)), min_size=1, max_size=3),
+    st.lists(st.tuples(st.integers(1, 6), st.integers(1, 2)), min_size=1, max_size=2),
+)
+def test_a_stack_is_refused_only_if_no_node_for_the_services_leaves_room(
+    free: list[tuple[int, int]], models: list[tuple[int, int]]
+) -> None:
+    nodes = [NodeInfo(f"n{i}", f"10.0.0.{i}", i == 0, c, g, {}) for i, (g, c) in enumerate(free)]
+    spec = make_spec(*({"tensor_parallel": size, "replicas": count} for size, count in models))
+    shapes = [Shape(s, list_splits(s, s)) for s, count in models for _ in range(count)]
+    fits = any(
+        cpus >= 1
+        and any(
+            True
+            for _ in list_ways([min(g, c - (i == at)) for i, (g, c) in enumerate(free)], shapes)
+        )
+        for at, (_, cpus) in enumerate(free)
+    )
+    try:
+        plan = plan_placement(spec, nodes)
+    except SpecError:
+        assert not fits
+    else:
+        assert fits
+        check_reserved(plan, nodes)
+
+
+def check_reserved(plan: Placement, nodes: Sequence[NodeInfo], services_cpus: float = 1.0) -> None:
+    """Assert that no node has to give more than it has."""
+    free = {node.id: [node.gpus, node.cpus] for node in nodes}
+    free[plan.services][1] -= services_cpus
+    for rank in (rank for replica in plan.replicas for rank in replica.ranks):
+        free[rank.node][0] -= rank.gpus
+        free[rank.node][1] -= rank.cpus
+    assert all(min(left) > -1e-6 for left in free.values())
+
+
+@given(st.permutations(range(6)))
+def test_the_order_in_which_ray_lists_nodes_does_not_matter(order: list[int]) -> None:
+    nodes = make_nodes(8, 4, 4, 2, 2, 1)
+    spec = make_spec({"tensor_parallel": 8}, {"tensor_parallel": 2, "replicas": 3})
+    assert plan_placement(spec, [nodes[i] for i in order]) == plan_placement(spec, nodes)
+
+
+# --- lost nodes ----------------------------------------------------------------------------------
+
+
+def test_replicas_of_a_lost_node_are_placed_again_or_wait() -> None:
+    spec = make_spec({"tensor_parallel": 4, "replicas": 2}, {"replicas": 2})
+    plan = plan_placement(spec, make_nodes(4, 4, 2))
+    assert [show(r) for r in plan.replicas] == ["n0:4", "n1:4", "n2:1", "n2:1"]
+    placed, waiting = place_again(spec, plan, make_nodes(0, 0, 0, 5), {"n1", "n2"})
+    assert [(r.model, r.replica, show(r)) for r in placed] == [
+        ("m0", 1, "n3:4"),
+        ("m1", 0, "n3:1"),
+    ]
+    assert [str(w.place) for w in waiting] == ["m1 replica 1"]
+    assert waiting[0].reason == (
+        "it needs room for 1 ranks of 1 GPU and 1 CPU each (nodes x ranks: 1 x 1); free: none"
+    )
+    # Later, when there is room, the same call places what waited.
+    again, still = place_again(spec, plan, make_nodes(0, 0, 0, 5), {"n2"})
+    assert len(again) == 2 and not still
+
+
+def test_a_replica_over_nodes_moves_as_a_whole_and_never_to_a_lost_node() -> None:
+    spec = make_spec({"tensor_parallel": 4})
+    plan = plan_placement(spec, make_nodes(2, 2))
+    placed, waiting = place_again(spec, plan, make_nodes(2, 2, 2), {"n1"})
+    assert [show(r) for r in placed] == ["n0:2 n2:2"] and not waiting
+    placed, waiting = place_again(spec, plan, make_nodes(2, 2), {"n1"})
+    assert not placed and "free: 2 on 10.0.0.0" in waiting[0].reason
+    placed, waiting = place_again(spec, plan, [], {"n1"})
+    assert not placed and len(waiting) == 1
+
+
+# --- bad input -----------------------------------------------------------------------------------
+
+
+def test_pools_of_one_model_are_placed_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    pools = (Pool("prefill", 2, 1, 1), Pool("decode", 1, 4, 4))
+    monkeypatch.setattr(placement, "list_pools", lambda model: pools)
+    plan = plan_placement(make_spec({}), make_nodes(4, 2))
+    assert [(str(r), show(r)) for r in plan.replicas] == [
+        ("m0 prefill replica 0", "n1:1"),
+        ("m0 prefill replica 1", "n1:1"),
+        ("m0 decode replica 0", "n0:4"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("model", "ray", "gpus", "phrases"),
+    [
+        ({}, {}, (), ["The cluster has no nodes.", "ray start"]),
+        ({}, {"head": "avoid"}, (8,), ["has only its head node", "`ray.head: use`"]),
+        ({}, {"labels": {"zone": "x"}}, (8,), ["has the labels", "(zone=x)", "--labels"]),
+        ({"tensor_parallel": 2}, {"gpus": 0.5}, (8,), ["`ray.gpus` is 0.5", "whole GPUs"]),
+        ({"replicas": 9}, {}, (8,), ["needs 9 ranks of 1 GPU", "room for 8", "Lower `replicas`"]),
+        ({}, {}, (0, 0), ["room for 0", "`ray.gpus: 0` for engines on the CPU"]),
+        ({}, {"cpus": 99}, (8,), ["No node has 99 CPUs (`ray.cpus`) free for the frontend"]),
+        (
+            {"tensor_parallel": 8},
+            {},
+            (6, 3, 3),
+            [
+                "have room for 12 ranks",
+                "no even split",
+                "m0: 1 replicas of 8 ranks; tried nodes x ranks: 1 x 8 (0 nodes have 8), "
+                "2 x 4 (1 nodes have 4), 4 x 2 (3 nodes have 2)",
+                "10.0.0.0 (head): 6 GPUs and 64 CPUs free, room for 6 ranks",
+            ],
+        ),
+        ({"args": {"nnodes": 2}}, {}, (8,), ["`args.nnodes` of `m0`", "Remove it"]),
+        ({"args": {"data_parallel_rank": 0}}, {}, (8,), ["which the Ray launcher decides"]),
+    ],
+)
+def test_what_cannot_be_placed_is_refused_with_cause_and_fix(
+    model: dict[str, Any], ray: dict[str, Any], gpus: tuple[int, ...], phrases: list[str]
+) -> None:
+    with pytest.raises(SpecError) as failure:
+        plan_placement(make_spec(model, **ray), make_nodes(*gpus))
+    for phrase in phrases:
+        assert phrase in str(failure.value)
+    assert failure.value.hint and failure.value.exit_code == 2
