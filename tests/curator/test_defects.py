@@ -26,6 +26,7 @@ from nemo_curator.core.serve import (
 from rollway.config import StackSpec, parse_spec
 from rollway.errors import SpecError, StartError
 from rollway.integrations.curator.translate import make_fields, make_stack_name
+from rollway.stack import disaggregated
 from rollway.stack import plan as planning
 from rollway.stack.locks import Lease
 from rollway.stack.plan import StackPlan, plan_stack
@@ -118,9 +119,10 @@ def test_M_replicas_over_two_nodes_have_a_master_port_each(plan: Plan) -> None:
     assert {get_option(w.argv, "master-addr") for w in workers} == {"10.0.0.1"}
 
 
-def test_N_disaggregated_workers_never_share_a_port(plan: Plan) -> None:
-    if "serving" not in type(translate().models[0]).model_fields:
-        pytest.skip("this branch has no disaggregated serving")
+def test_N_disaggregated_workers_never_share_a_port(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disaggregated, "has_nixl", lambda _: True)  # only ports are the point
     roles = {"prefill": DynamoRoleConfig(20), "decode": DynamoRoleConfig(20)}
     spec = translate(DynamoVLLMModelConfig("org/m", mode="disagg", **roles))
     workers = plan(spec).by_role("worker")

@@ -43,7 +43,7 @@ def model_of(**config: Any) -> dict[str, Any]:
     [
         ({"tensor_parallel_size": 4}, {"tensor_parallel": 4}, {}),
         ({"tensor-parallel-size": 4}, {"tensor_parallel": 4}, {}),
-        ({"tensor_parallel_size": 1}, {}, {}),
+        ({"tensor_parallel_size": 1}, {"tensor_parallel": 1}, {}),
         ({"pipeline_parallel_size": 2}, {"pipeline_parallel": 2}, {}),
         ({"data_parallel_size": 8}, {"data_parallel": 8}, {}),
         ({"max_model_len": 2048}, {}, {"max-model-len": 2048}),
@@ -178,12 +178,17 @@ def test_disaggregated_roles() -> None:
     fields = fields_of(model)
     (entry,) = fields["models"]
     assert entry["serving"] == "disaggregated" and "replicas" not in entry
+    assert entry["tensor_parallel"] == 1
     assert entry["prefill"] == {"replicas": 2, "tensor_parallel": 2, "args": {}}
     assert entry["decode"] == {"replicas": 1, "args": {"max-num-seqs": 8}}
     # Events are the plan's: on for prefill, off for decode.
     assert entry["args"] == {"max-model-len": 2048, "dtype": "float32"}
     assert fields["router"]["mode"] == "kv"
     assert fields["frontend"]["args"]["router-kv-events"] is True
+    prefill, decode = parse_spec({**fields, "models": [{**entry, "path": "org/m"}]}).models[
+        0
+    ].roles.values()
+    assert (prefill.replicas, prefill.ranks, decode.replicas, decode.ranks) == (2, 2, 1, 1)
 
 
 def test_an_unknown_mode_is_served_whole_as_in_curator() -> None:

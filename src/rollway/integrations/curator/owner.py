@@ -30,7 +30,7 @@ from rollway import errors, private
 from rollway.config import StackSpec
 from rollway.errors import RollwayError, StartError
 from rollway.stack import local
-from rollway.stack.state import StackDir, StackState
+from rollway.stack.state import ProcessState, StackDir, StackState
 
 STOP_SECONDS = 60.0
 """What a stop may take beyond the stop time of the stack."""
@@ -187,15 +187,57 @@ class _Lifeline:
 @contextlib.contextmanager
 def _open(spec: StackSpec) -> Iterator[dict[str, Any]]:
     """Run the stack for the block; yield what the driver learns about it."""
-    running = local.start(spec)
-    try:
-        yield _describe(running.state)
-    finally:
-        running.stop()
+    with contextlib.ExitStack() as cleanup:
+        if spec.launcher == "ray":
+            from rollway.stack.ray import cluster, launcher
+
+            cleanup.enter_context(cluster.connect(spec.ray.address))
+            running: Any = launcher.start(_add_log_dir(spec))
+        else:
+            running = local.start(spec)
+        try:
+            yield _describe(spec, running.state)
+        finally:
+            running.stop()
 
 
-def _describe(state: StackState) -> dict[str, Any]:
-    return {"frontend": state.frontend, "log_dir": state.log_dir, "placements": []}
+def _add_log_dir(spec: StackSpec) -> StackSpec:
+    """Put the logs where Curator's are: in the directory of Ray's session, which tools collect."""
+    if spec.log_dir is not None:
+        return spec
+    import ray
+
+    context = ray.get_runtime_context()
+    session = Path(context.get_temp_dir()) / context.get_session_name()
+    run = spec.name.rpartition("-")[2]
+    return spec.model_copy(update={"log_dir": session / f"nemo_curator_dynamo_{run}"})
+
+
+def _describe(spec: StackSpec, state: StackState) -> dict[str, Any]:
+    """Return what the driver learns, with the placements in the words of Curator's manifest."""
+    placements = [
+        _describe_replica(spec, process)
+        for process in state.processes
+        if process.role == "worker" and process.node_rank == 0
+    ]
+    return {"frontend": state.frontend, "log_dir": state.log_dir, "placements": placements}
+
+
+def _describe_replica(spec: StackSpec, process: ProcessState) -> dict[str, Any]:
+    model = next(model for model in spec.models if model.name == process.model)
+    role: Any = process.worker_role
+    node = getattr(process, "node", "")
+    return {
+        "model": process.model,
+        **({"mode": "disagg", "role": role} if role else {}),
+        "replica": process.replica or 0,
+        "process": process.name,
+        "nnodes": process.nodes,
+        "gpus_per_node": model.roles[role].ranks // process.nodes,
+        "multi_node": process.nodes > 1,
+        "master_addr": node if process.nodes > 1 else None,
+        "node": node,
+    }
 
 
 def _send(reports: TextIO, report: dict[str, Any]) -> None:

@@ -222,10 +222,7 @@ def _make_role(model: Any, role: str) -> dict[str, Any]:
     # The role's options override the model's; `dynamo_kwargs` come last on the command line.
     managed = _name_args(model.dynamo_kwargs)
     args = {k: v for k, v in _name_args(config.engine_kwargs).items() if k not in managed}
-    # A role has a field for tensor parallelism only; the launcher counts the others in its args.
-    size = args.pop("tensor-parallel-size", None)
-    sizes = {} if size is None else {"tensor_parallel": size}
-    return {"replicas": config.num_replicas, **sizes, "args": args}
+    return {"replicas": config.num_replicas, **_pop_parallel_sizes(args), "args": args}
 
 
 def _make_args(model: Any, engine_kwargs: Mapping[str, Any]) -> RawArgs:
@@ -247,7 +244,7 @@ def _name_args(kwargs: Mapping[str, Any]) -> RawArgs:
 
 def _pop_parallel_sizes(args: RawArgs) -> dict[str, Any]:
     sizes = {field: args.pop(option, None) for option, field in PARALLEL_SIZES.items()}
-    return {field: size for field, size in sizes.items() if size not in (None, 1)}
+    return {field: size for field, size in sizes.items() if size is not None}
 
 
 def _add_kv_events(model: Any, args: RawArgs, has_events: bool) -> None:

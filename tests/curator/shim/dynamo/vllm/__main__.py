@@ -2,19 +2,25 @@
 
 `dynamo` is a namespace package, so a directory on PYTHONPATH that has `dynamo/vllm` comes before
 the installed one. It takes the same options and runs a light worker (tests/light) instead, which
-starts in a second. Its command line and environment are written to $SHIM_RECORD, if that is set.
+starts in a second.
+
+SHIM_FAIL makes it fail. SHIM_GATE makes every replica but the first wait for that file.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
+import time
 from pathlib import Path
 
-if record := os.environ.get("SHIM_RECORD"):
-    with Path(record).open("a") as file:
-        file.write(json.dumps({"argv": sys.argv[1:], "env": dict(os.environ)}) + "\n")
+if os.environ.get("SHIM_FAIL"):
+    sys.exit("this engine cannot start")
+gate = os.environ.get("SHIM_GATE")
+if gate and "--seed" in sys.argv and sys.argv[sys.argv.index("--seed") + 1] != "0":
+    Path(f"{gate}.waiting").touch()
+    while not Path(gate).exists():
+        time.sleep(0.1)
 
 from tests.light import worker
 
