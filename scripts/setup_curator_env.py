@@ -1,4 +1,4 @@
-"""Create or reuse the pipelines' environment for NeMo Curator: `python3 scripts/setup_curator_env.py`.
+"""Create or reuse the environment of NeMo Curator: `python3 scripts/setup_curator_env.py`.
 
 Curator and Dynamo ask for different versions of vLLM and of much below it, so pipelines have an
 environment of their own, without any engine; `.venv` stays the engine's (docs/curator.md). CPU

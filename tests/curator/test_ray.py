@@ -35,7 +35,7 @@ MakeServer = Callable[..., Any]
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[str]:
-    """The address of a cluster of one node. It has no dashboard, which Curator's sweep needs (F)."""
+    """The address of a cluster of one node. It has no dashboard, which Curator's own needs (F)."""
     head = {"num_cpus": 12, "num_gpus": GPUS, "include_dashboard": False}
     with pytest.MonkeyPatch.context() as patch:
         # Two cores: Ray's own timeouts fire before its processes have started.
@@ -257,9 +257,9 @@ def test_R_a_worker_that_dies_is_replaced(session: None, make_server: MakeServer
 def find_worker() -> psutil.Process | None:
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
-        if "dynamo.vllm" in words and any("rollway-" in word for word in words):
-            if str(ROOT) in " ".join(words):
-                return process
+        is_engine = "dynamo.vllm" in words and any("rollway-curator" in word for word in words)
+        if is_engine and str(ROOT) in " ".join(words):
+            return process
     return None
 
 

@@ -198,9 +198,7 @@ def test_an_address_where_nothing_answers() -> None:
 def test_a_stack_and_keywords_that_contradict(base_model: Path) -> None:
     stack = {**light(base_model, "own"), "frontend": {"port": 8123}}
     with pytest.raises(ValueError, match=r"frontend.port 8123, and the server port 9000"):
-        InferenceServer(
-            models=[], backend=RollwayServerConfig(stack=stack), port=9000
-        ).start()
+        InferenceServer(models=[], backend=RollwayServerConfig(stack=stack), port=9000).start()
     with pytest.raises(TypeError, match="RollwayServerConfig accepts <none>"):
         InferenceServer(
             models=[DynamoVLLMModelConfig("m")], backend=RollwayServerConfig(stack=stack)

@@ -185,9 +185,9 @@ def test_disaggregated_roles() -> None:
     assert entry["args"] == {"max-model-len": 2048, "dtype": "float32"}
     assert fields["router"]["mode"] == "kv"
     assert fields["frontend"]["args"]["router-kv-events"] is True
-    prefill, decode = parse_spec({**fields, "models": [{**entry, "path": "org/m"}]}).models[
-        0
-    ].roles.values()
+    prefill, decode = (
+        parse_spec({**fields, "models": [{**entry, "path": "org/m"}]}).models[0].roles.values()
+    )
     assert (prefill.replicas, prefill.ranks, decode.replicas, decode.ranks) == (2, 2, 1, 1)
 
 
@@ -273,6 +273,6 @@ def test_events_with_options_of_their_own_are_refused() -> None:
 
 
 def test_an_explicit_hybrid_cache_manager_does_not_hinder_events() -> None:
-    """vLLM 0.22 refused the two together, and Curator with it; the vLLM of Dynamo 1.6.1 does not."""
+    """vLLM 0.22 refused the two together, and so does Curator; that of Dynamo 1.6.1 does not."""
     model = DynamoVLLMModelConfig("m", engine_kwargs={"disable_hybrid_kv_cache_manager": False})
     assert choose_router([model], DynamoRouterConfig(mode="kv", kv_events=True)) == ("kv", True)

@@ -35,7 +35,7 @@ _CURATORS = (
 )
 """Curator's own names, so that a user changes the module of one import and nothing else."""
 
-__all__ = [*_OURS, *_CURATORS]  # noqa: PLE0604
+__all__ = [*_OURS, *_CURATORS]
 
 
 def __getattr__(name: str) -> Any:

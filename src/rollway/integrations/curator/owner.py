@@ -244,4 +244,3 @@ def _send(reports: TextIO, report: dict[str, Any]) -> None:
     with contextlib.suppress(BrokenPipeError):  # the driver has died: the lifeline tells
         reports.write(json.dumps(report) + "\n")
         reports.flush()
-

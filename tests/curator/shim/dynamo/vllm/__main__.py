@@ -11,17 +11,15 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from pathlib import Path
+
+from tests.light import worker
+from tests.waiting import wait_until
 
 if os.environ.get("SHIM_FAIL"):
     sys.exit("this engine cannot start")
 gate = os.environ.get("SHIM_GATE")
 if gate and "--seed" in sys.argv and sys.argv[sys.argv.index("--seed") + 1] != "0":
     Path(f"{gate}.waiting").touch()
-    while not Path(gate).exists():
-        time.sleep(0.1)
-
-from tests.light import worker
-
+    wait_until(Path(gate).exists, 600)
 worker.main()
