@@ -29,6 +29,8 @@ from rollway.errors import RequestFailed, RollwayError, StartError, Unreachable,
 from rollway.http import ONCE, Http
 from rollway.stack import local
 from rollway.stack.local import Progress, RunningStack
+from rollway.stack.ray import launcher
+from rollway.stack.ray.launcher import RayStack
 from rollway.stack.state import StackDir, StackState, list_stacks
 from rollway.weights.adapter import is_adapter
 
@@ -78,6 +80,7 @@ def up(
     *,
     model: str | Path | None = None,
     workers: int | None = None,
+    on: str | None = None,
     overrides: Sequence[str] = (),
     progress: Progress | None = None,
     **fields: Any,
@@ -88,6 +91,7 @@ def up(
         spec: a YAML file, a mapping, or a `StackSpec`.
         model: the path of a checkpoint, instead of a spec.
         workers: how many workers serve the first model.
+        on: "local", or "ray" for a Ray cluster; "ray=HOST:PORT" for the one at an address.
         overrides: changes of single fields, for example "router.mode=kv".
         progress: called with the state of the stack while it starts and stops.
         **fields: fields of the spec, for example `name="trainer"`.
@@ -103,7 +107,7 @@ def up(
         with rollway.up(model="/models/policy", workers=2) as stack:
             group = stack.rollouts().generate(prompt_ids, n=8)
     """
-    full = make_spec(spec, model=model, workers=workers, overrides=overrides, **fields)
+    full = make_spec(spec, model=model, workers=workers, on=on, overrides=overrides, **fields)
     return Opening(partial(_start, full, progress))
 
 
@@ -117,8 +121,9 @@ def attach(
     """Use a running stack; leaving the block does not stop it.
 
     Args:
-        target: the name of a stack of this machine, or the address of any Dynamo frontend. A plain
-            vLLM server works as well (for refits with VLLM_SERVER_DEV_MODE=1).
+        target: the name of a stack of this machine or of the Ray cluster that this process reaches,
+            or the address of any Dynamo frontend. A plain vLLM server works as well (for refits
+            with VLLM_SERVER_DEV_MODE=1).
         rl_url: the address of the RL worker listing, if it is not the frontend's host, port 8001.
         watch: notice workers that join meanwhile, and bring them up to date.
         timeouts: limits of calls to the workers; by default those of the stack's spec.
@@ -135,6 +140,8 @@ def attach(
         with rollway.attach("http://10.0.0.5:8000") as stack:
             stack.refit(3, "/checkpoints/step-3")
     """
+    if "://" not in target and (stack := _find_on_ray(target)) is not None:
+        return Opening(partial(_attach_on_ray, stack, watch, timeouts))
     addresses = _find_addresses(target, rl_url)
     return Opening(partial(_attach, *addresses, watch, timeouts))
 
@@ -144,6 +151,7 @@ def make_spec(
     *,
     model: str | Path | None = None,
     workers: int | None = None,
+    on: str | None = None,
     overrides: Sequence[str] = (),
     **fields: Any,
 ) -> StackSpec:
@@ -157,7 +165,21 @@ def make_spec(
         fields["models"] = [{"path": str(model)}]
     if workers is not None:
         overrides = [*overrides, f"models.0.replicas={workers}"]
+    if on is not None:
+        launcher, address = parse_launcher(on)
+        overrides = [*overrides, f"launcher={launcher}"]
+        overrides += [f"ray.address={address}"] if address else []
     return load_spec(spec, overrides, **fields)
+
+
+def parse_launcher(on: str) -> tuple[str, str | None]:
+    """Return the launcher and the address of `local`, `ray` or `ray=ADDRESS`."""
+    launcher, has_address, address = on.partition("=")
+    if launcher not in ("local", "ray") or (has_address and (launcher == "local" or not address)):
+        raise UsageError(
+            f"`{on}` is nothing that a stack can run on.", "Use local, ray, or ray=HOST:PORT."
+        )
+    return launcher, address or None
 
 
 # --- up ------------------------------------------------------------------------------------
@@ -165,8 +187,18 @@ def make_spec(
 
 async def _start(spec: StackSpec, progress: Progress | None, cleanup: AsyncExitStack) -> Stack:
     http = await cleanup.enter_async_context(Http())
-    state = (await _start_processes(spec, progress, cleanup)).state
-    stack = Stack(http, state.frontend, state.rl, state.models, state.name, Path(state.run_dir))
+    running = await _start_processes(spec, progress, cleanup)
+    state = running.state
+    stack = Stack(
+        http,
+        state.frontend,
+        state.rl,
+        state.models,
+        state.name,
+        # The run directory of a stack on Ray is on the node of its services.
+        Path(state.run_dir) if isinstance(running, RunningStack) else None,
+        access=None if isinstance(running, RunningStack) else running.access,
+    )
     cleanup.push_async_callback(stack.unwatch)
     # The process that started the frontend brings joining workers up to date.
     await stack.learn(watch=spec.join is None)
@@ -175,7 +207,7 @@ async def _start(spec: StackSpec, progress: Progress | None, cleanup: AsyncExitS
 
 async def _start_processes(
     spec: StackSpec, progress: Progress | None, cleanup: AsyncExitStack
-) -> RunningStack:
+) -> RunningStack | RayStack:
     """Start in a thread. Cancelling this coroutine ends the start and waits for its end."""
     cancelled = threading.Event()
 
@@ -186,10 +218,12 @@ async def _start_processes(
         if progress is not None:
             progress(state)
 
-    async def stop(running: RunningStack) -> None:
+    async def stop(running: RunningStack | RayStack) -> None:
         await asyncio.shield(asyncio.to_thread(running.stop, progress))
 
-    start = asyncio.ensure_future(asyncio.to_thread(local.start, spec, report))
+    launch: Callable[[StackSpec, Progress], RunningStack | RayStack]
+    launch = launcher.start if spec.launcher == "ray" else local.start
+    start = asyncio.ensure_future(asyncio.to_thread(launch, spec, report))
     try:
         running = await asyncio.shield(start)
     except asyncio.CancelledError:
@@ -203,6 +237,29 @@ async def _start_processes(
 
 
 # --- attach --------------------------------------------------------------------------------
+
+
+def _find_on_ray(name: str) -> RayStack | None:
+    """Return the stack of the Ray cluster with this name, unless one of this machine has it."""
+    if "/" not in name:
+        state = StackDir(name).read()
+        if (state is not None and state.is_supervised) or not launcher.is_likely():
+            return None
+    return launcher.find(name)
+
+
+async def _attach_on_ray(
+    found: RayStack, watch: bool, timeouts: AdminTimeouts | None, cleanup: AsyncExitStack
+) -> Stack:
+    cleanup.callback(found.close)
+    http = await cleanup.enter_async_context(Http())
+    state = found.state
+    addresses = state.frontend, state.rl
+    stack = Stack(http, *addresses, state.models, state.name, timeouts=timeouts,
+                  access=found.access)  # fmt: skip
+    cleanup.push_async_callback(stack.unwatch)
+    await stack.learn(watch=watch)
+    return stack
 
 
 async def _attach(

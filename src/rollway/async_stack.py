@@ -25,9 +25,8 @@ from rollway.rollout.client import Rollouts
 from rollway.rollout.sender import Sender
 from rollway.rollout.teacher import Teacher
 from rollway.rollout.wire import Wire, get_wire
-from rollway.stack import local
-from rollway.stack.locks import hold_machine_lock
-from rollway.stack.state import StackDir, StackState, WeightsFile, read_secret
+from rollway.stack.access import LocalAccess, StackAccess
+from rollway.stack.state import StackState
 from rollway.weights.offer import Offer
 from rollway.weights.transports.base import Publisher
 
@@ -63,8 +62,10 @@ class Stack:
         run_dir: Path | None = None,
         timeouts: AdminTimeouts | None = None,
         plain_vllm: bool = False,
+        access: StackAccess | None = None,
     ) -> None:
         self.name = name
+        self._access = access or (LocalAccess(name) if name else None)
         self.run_dir = run_dir
         self.frontend_url = frontend_url
         self.rl_url = rl_url
@@ -77,7 +78,7 @@ class Stack:
         self._publishers: WeakKeyDictionary[Publisher, str] = WeakKeyDictionary()
 
     def _make_fleet(self, model: str) -> Fleet:
-        """Make the fleet of a model; a stack of this machine adds its lock, spec and supervisor."""
+        """Make the fleet of a model; a stack of Rollway adds its lock, spec and supervisors."""
         if self._plain_vllm:
             return Fleet(
                 self._http,
@@ -86,8 +87,8 @@ class Stack:
                 admin=VllmAdmin(self._http, self._timeouts),
             )
         canary = make_canary(self._http, self.frontend_url, model)
-        state = self._read_state()
-        if state is None:
+        access, state = self._access, self._read_state()
+        if access is None or state is None:
             return Fleet(
                 self._http, self.rl_url, model=model, canary=canary, timeouts=self._timeouts
             )
@@ -99,23 +100,24 @@ class Stack:
             roots=[Path(root) for root in state.checkpoint_roots],
             reference=Path(state.model_paths.get(model, "")),
             canary=canary,
-            replace=partial(local.replace_worker, self.name),
-            guard=partial(hold_machine_lock, f"refit/{state.run_id}/{model}"),
-            supervised=partial(local.is_supervised, self.name),
-            record=WeightsFile(self.name, state.run_id, model),
-            secret=read_secret(state),
+            replace=access.replace_worker,
+            guard=partial(access.hold_refit_lock, model),
+            supervised=access.is_supervised,
+            record=access.open_record(model),
+            secret=access.read_secret(),
         )
         fleet.versions.tainted = True  # the launcher gave every worker the taint of its version
         return fleet
 
     def _read_state(self) -> StackState | None:
-        return StackDir(self.name).read() if self.name else None
+        return None if self._access is None else self._access.read_state()
 
     @property
     def weights_secret(self) -> str:
         """The secret that offers of weights are signed with."""
-        state = self._read_state()
-        return read_stack_secret() if state is None else read_secret(state)
+        if self._access is None or self._read_state() is None:
+            return read_stack_secret()
+        return self._access.read_secret()
 
     @property
     def join_spec(self) -> dict[str, Any]:
@@ -123,10 +125,10 @@ class Stack:
         state = self._read_state()
         if state is None:
             raise UsageError(
-                "Only a stack of this machine can say how to join it.",
+                "Only a stack of this machine or of this Ray cluster can say how to join it.",
                 "Run `rollway status NAME --json` on the machine where it was started.",
             )
-        join = {**state.join_spec["join"], "secret": read_secret(state)}
+        join = {**state.join_spec["join"], "secret": self.weights_secret}
         return {**state.join_spec, "join": join}
 
     @property

@@ -71,6 +71,13 @@ def _add_name(parser: argparse.ArgumentParser, text: str = _NAME) -> None:
     parser.add_argument("name", nargs="?", metavar="NAME", help=text)
 
 
+_ON = "where to look: local, ray, or ray=HOST:PORT (default: here, then the cluster of this node)"
+
+
+def _add_on(parser: argparse.ArgumentParser, text: str = _ON) -> None:
+    parser.add_argument("--on", metavar="WHERE", help=text)
+
+
 def _add_quiet(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quiet", action="store_true", help="show no progress")
 
@@ -84,11 +91,13 @@ def _add_stack_commands(add: Add) -> None:
     parser.add_argument("--model", help="serve this checkpoint, without a stack file")
     parser.add_argument("--workers", type=int, help="replicas of the first model")
     parser.add_argument("--name", help="name of the stack (default: default)")
+    _add_on(parser, "where to run it: local (default), ray, or ray=HOST:PORT")
     parser.add_argument("--foreground", action="store_true", help="stay, and stop it on Ctrl-C")
     parser.add_argument("--dry-run", action="store_true", help="print the commands, start nothing")
     _add_quiet(parser)
     parser = add("status", "stack:status", "show running stacks, processes and weight versions")
     _add_name(parser, "one stack, or the address of any frontend; all stacks without it")
+    _add_on(parser)
     parser = add("logs", "stack:show_logs", "show the log of a process")
     parser.usage = "rollway logs [-h] [-f] [-n LINES] [--json] [NAME] [PROCESS]"
     parser.add_argument(
@@ -97,11 +106,13 @@ def _add_stack_commands(add: Add) -> None:
         metavar="[NAME] [PROCESS]",
         help="a stack (optional when there is one) and a process (the list of logs without it)",
     )
+    _add_on(parser)
     parser.add_argument("-f", "--follow", action="store_true", help="wait for new lines")
     parser.add_argument("-n", "--lines", type=int, default=50, help="how many (default 50)")
     parser.add_argument("--name", help=argparse.SUPPRESS)  # from before NAME was positional
     parser = add("down", "stack:down", "stop a stack, and clear what killed stacks left")
     _add_name(parser, "a stack; optional when there is one")
+    _add_on(parser)
     parser.add_argument("--all", action="store_true", help="every stack of this user")
     _add_quiet(parser)
     parser = add("doctor", "stack:doctor", "check this machine: versions, ports, memory, GPUs")

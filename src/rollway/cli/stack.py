@@ -15,6 +15,7 @@ from rich.text import Text
 
 import rollway
 from rollway.api import make_spec
+from rollway.cli import on_ray
 from rollway.cli.output import get_spec_file, print_json, print_result, print_rich, print_table
 from rollway.config import StackSpec
 from rollway.errors import NoWorkers, RollwayError, Unreachable, UsageError
@@ -27,9 +28,11 @@ from rollway.stack.local import RunningStack
 from rollway.stack.locks import Lease
 from rollway.stack.plan import plan_stack
 from rollway.stack.progress import StackProgress, make_process_table
+from rollway.stack.ray import launcher
 from rollway.stack.state import (
     StackDir,
     StackState,
+    is_ray_part,
     list_stack_names,
     list_stacks,
     list_unreadable_stacks,
@@ -41,17 +44,20 @@ def up(options: argparse.Namespace) -> int:
         get_spec_file(options),
         model=options.model,
         workers=options.workers,
+        on=options.on,
         overrides=options.set,
         **({"name": options.name} if options.name else {}),
     )
     if options.dry_run:
-        return _dry_run(spec, options)
+        return on_ray.dry_run(spec, options) if spec.launcher == "ray" else _dry_run(spec, options)
     with StackProgress(quiet=options.quiet) as progress:
+        if spec.launcher == "ray":
+            return on_ray.up(spec, options, progress)
         stack = local.start(spec, progress)
     if options.foreground:
         return _stay_in_foreground(stack, options)
     stack.detach()
-    _print_ready(stack.state, options)
+    print_ready(stack.state, options)
     return 0
 
 
@@ -96,7 +102,7 @@ def _dry_run_on_ray(spec: StackSpec, options: argparse.Namespace) -> int:
 
 
 def _stay_in_foreground(stack: RunningStack, options: argparse.Namespace) -> int:
-    _print_ready(stack.state, options)
+    print_ready(stack.state, options)
     interrupted = False
     try:
         for _ in local.watch_state(stack.directory):
@@ -109,9 +115,9 @@ def _stay_in_foreground(stack: RunningStack, options: argparse.Namespace) -> int
     return 0 if interrupted else 1  # without Ctrl-C, the stack ended unexpectedly
 
 
-def _print_ready(state: StackState, options: argparse.Namespace) -> None:
+def print_ready(state: StackState, options: argparse.Namespace) -> None:
     if options.json:
-        print_json(_describe(state))
+        print_json(describe(state))
         return
     print(f"{state.name} is ready: {state.frontend}/v1 serves {', '.join(state.models)}")
     print(f"  Python:  rollway.attach({state.name!r})")
@@ -119,6 +125,8 @@ def _print_ready(state: StackState, options: argparse.Namespace) -> None:
 
 
 def down(options: argparse.Namespace) -> int:
+    if on_ray.is_meant(options):
+        return on_ray.down(options)
     names = local.list_names() if options.all else [local.resolve_name(options.name, dead_too=True)]
     began = time.monotonic()
     with StackProgress(quiet=options.quiet) as progress:
@@ -133,12 +141,15 @@ def status(options: argparse.Namespace) -> int:
     if options.name is not None and "://" in options.name:
         return _show_remote_status(options)
     states, unreadable = list_stacks(), list_unreadable_stacks()
+    if on_ray.may_be_meant(options):
+        states = [state for state in states if not is_ray_part(state.name)]
+        states += launcher.list_stacks(on_ray.get_address(options))
     if options.name is not None:
         states = [state for state in states if state.name == options.name]
         unreadable = {name: why for name, why in unreadable.items() if name == options.name}
         if not states and not unreadable:
             raise local.make_not_running_error(options.name)
-    reports = [_describe(state) for state in states]
+    reports = [describe(state) for state in states]
     if options.json:
         damaged = [
             {"name": name, "phase": "unreadable", "error": f"state unreadable: {why}"}
@@ -155,7 +166,7 @@ def status(options: argparse.Namespace) -> int:
     return 0
 
 
-def _describe(state: StackState) -> dict[str, Any]:
+def describe(state: StackState) -> dict[str, Any]:
     """Return a stack as JSON; for a ready stack, ask its workers for their versions."""
     report: dict[str, Any] = {
         "name": state.name,
@@ -216,6 +227,8 @@ def _print_status(state: StackState, report: dict[str, Any]) -> None:
         print(f"{state.name}: its supervisor is gone; `rollway down {state.name}` clears it")
         return
     print_rich(make_process_table(state))
+    for reason in state.waiting:
+        print(f"waiting for room: {reason}")
     print(f"frontend {state.frontend}/v1, RL listing {state.rl}, logs {state.log_dir}")
     for instance, version in report["weight_versions"].items():
         print(f"worker {instance}: weight version {version}")
@@ -225,6 +238,8 @@ def _print_status(state: StackState, report: dict[str, Any]) -> None:
 
 
 def show_logs(options: argparse.Namespace) -> int:
+    if on_ray.is_meant(options, (options.name or (options.names or [None])[0])):
+        return on_ray.show_logs(options)
     name, process = _read_log_names(options)
     directory = _find_log_directory(name)
     path = directory / f"{process}.log" if is_plain_name(process or "") else None

@@ -30,6 +30,7 @@ from rollway.stack.state import (
     StackDir,
     StackState,
     get_stop_seconds,
+    is_ray_part,
     list_stack_names,
     list_stacks,
     list_unreadable_stacks,
@@ -265,9 +266,8 @@ def resolve_name(name: str | None, *, dead_too: bool = False) -> str:
     """Return the name, or that of the only stack there is; raise if there are several."""
     if name is not None:
         return name
-    names = (
-        list_names() if dead_too else [state.name for state in list_stacks() if state.is_supervised]
-    )
+    running = [s.name for s in list_stacks() if s.is_supervised and not is_ray_part(s.name)]
+    names = list_names() if dead_too else running
     if len(names) == 1:
         return names[0]
     if names:
@@ -282,7 +282,10 @@ def list_names() -> list[str]:
         for name in list_stack_names()
         if NamedLock(StackDir(name).start_lock_name).find_holder() is not None
     }
-    return sorted({*(state.name for state in list_stacks()), *list_unreadable_stacks(), *starting})
+    # A part of a stack on Ray is stopped with the whole; only what a dead one left is cleared here.
+    stacks = [s.name for s in list_stacks() if not (is_ray_part(s.name) and s.is_supervised)]
+    starting = {name for name in starting if not is_ray_part(name)}
+    return sorted({*stacks, *list_unreadable_stacks(), *starting})
 
 
 def make_not_running_error(name: str | None) -> StackNotRunning:

@@ -88,28 +88,52 @@ def follow(
     path: Path, *, lines: int = 20, poll_seconds: float = 0.2, ended: Callable[[], bool]
 ) -> Iterator[str]:
     """Yield the last lines, then new ones as they come, until `ended()` is true and all is read."""
-    reader = _Reader(path)
+    follower = Follower(path, lines)
+    has_ended = False
     try:
-        reader.skip_whole_lines()
-        yield from tail(path, lines, before=reader.position)
-        pending, has_ended = b"", False
         while True:
-            block = reader.read()
-            if block:
-                pending += block
-                # A carriage return at the very end may be half of a line end.
-                cut = 1 + max(pending.rfind(b"\n"), pending.rfind(b"\r", 0, -1))
-                complete, pending = pending[:cut], pending[cut:]
-                yield from _split(complete)
-            elif has_ended:
-                yield from _split(pending)
+            new = follower.read()
+            yield from new
+            if new:
+                continue
+            if has_ended:
+                yield from follower.read_rest()
                 return
-            elif ended():
+            if ended():
                 has_ended = True  # read once more: lines may have come since the last read
             else:
                 time.sleep(poll_seconds)
     finally:
-        reader.close()
+        follower.close()
+
+
+class Follower:
+    """Reads a log line by line as it grows: its last lines first, then new ones."""
+
+    def __init__(self, path: Path, lines: int) -> None:
+        self._reader = _Reader(path)
+        self._reader.skip_whole_lines()
+        self._first = tail(path, lines, before=self._reader.position)
+        self._pending = b""
+
+    def read(self) -> list[str]:
+        """Return the whole lines since the last call; empty if there is none at the moment."""
+        first, self._first = self._first, []
+        if first:
+            return first
+        self._pending += self._reader.read()
+        # A carriage return at the very end may be half of a line end.
+        cut = 1 + max(self._pending.rfind(b"\n"), self._pending.rfind(b"\r", 0, -1))
+        complete, self._pending = self._pending[:cut], self._pending[cut:]
+        return _split(complete)
+
+    def read_rest(self) -> list[str]:
+        """Return a last line without an end."""
+        rest, self._pending = self._pending, b""
+        return _split(rest)
+
+    def close(self) -> None:
+        self._reader.close()
 
 
 class _Reader:
@@ -216,7 +240,7 @@ _NAMES = ".processes"
 _EARLIER = "earlier"
 _PLAIN_NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,200}")
 _RUN_TIME = re.compile(r"\d{8}-\d{6}(\.\d+)?")
-_ONE_RUN_NAME = re.compile(r"(?=.{1,40}$)(verl-[a-z0-9-]+)-[0-9a-f]{8}(-[0-9]+)?")
+_ONE_RUN_NAME = re.compile(r"(?=.{1,40}$)((?:verl|ray)-[a-z0-9-]+)-[0-9a-f]{8}(-[0-9]+)?")
 """Names that Rollway itself makes for one run. (A user's name may end in a date.)"""
 _SETTLING_SECONDS = 60.0
 

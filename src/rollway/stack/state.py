@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -64,6 +65,8 @@ class ProcessState:
     ready_seconds: float | None = None
     instance: int | None = None
     """Dynamo's id of the running worker, once it has registered."""
+    node: str = ""
+    """The address of its node, for a stack on Ray."""
     replica: int | None = None
     """Which replica of its model a worker is, counted over the whole stack."""
     node_rank: int = 0
@@ -105,6 +108,10 @@ class StackState(msgspec.Struct):
     join_spec: dict[str, Any] = msgspec.field(default_factory=dict, name="invitation")
     """Fields for the spec of a stack that joins this one, without the secret."""
     error: dict[str, Any] | None = None
+    ray_namespace: str = ""
+    """The Ray namespace of a stack on Ray. Its Head sent this state, so it is alive."""
+    waiting: list[str] = []
+    """Replicas of a stack on Ray that have no room at the moment."""
 
     @property
     def supervisor(self) -> ProcessId:
@@ -112,7 +119,9 @@ class StackState(msgspec.Struct):
 
     @property
     def is_supervised(self) -> bool:
-        """Whether the supervisor is alive."""
+        """Whether the supervisor is alive; for a stack on Ray, its Head."""
+        if self.ray_namespace:
+            return True
         # Start times count from boot, so after a reboot they could match another process.
         return self.boot == boot_id() and self.supervisor.alive
 
@@ -235,6 +244,17 @@ class StackDir:
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink(missing_ok=True)
+
+
+def make_ray_part_name(stack: str, run_id: str, number: int) -> str:
+    """Return the name of one node's part of a stack on Ray. Nodes may share a home directory, so
+    it has the run id and a number."""
+    return f"ray-{stack[:17].rstrip('-')}-{run_id[:8]}-{number}"
+
+
+def is_ray_part(name: str) -> bool:
+    """Whether a stack of this machine is one node's part of a stack on Ray."""
+    return re.fullmatch(r"ray-[a-z0-9-]+-[0-9a-f]{8}-\d+", name) is not None
 
 
 def secret_file(state: StackState) -> Path:

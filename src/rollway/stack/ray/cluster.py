@@ -189,6 +189,7 @@ def _make_examination() -> Any:
         import os
         import subprocess
         import sys
+        from pathlib import Path
 
         try:
             from rollway.stack.preset import find_program
@@ -214,7 +215,7 @@ def _make_examination() -> Any:
                 "Install it there with `pip install 'rollway[gpu]'`, or set `python`.",
             )
         for path in models:
-            if os.path.isabs(path) and not os.path.isdir(path):
+            if Path(path).is_absolute() and not Path(path).is_dir():
                 return (
                     f"there is no model directory {path}.",
                     "Copy it there, or use a path of a file system that all nodes share.",

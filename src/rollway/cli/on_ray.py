@@ -1,0 +1,149 @@
+"""`rollway up`, `down` and `logs` for stacks on a Ray cluster; `stack.py` decides when."""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+from rollway.api import parse_launcher
+from rollway.cli import stack
+from rollway.cli.output import print_json, print_result, print_table
+from rollway.config import StackSpec
+from rollway.errors import StackNotRunning, UsageError
+from rollway.stack import local
+from rollway.stack.progress import StackProgress
+from rollway.stack.ray import launcher
+from rollway.stack.state import StackDir
+
+
+def get_address(options: argparse.Namespace) -> str | None:
+    """Return the address of `--on ray=ADDRESS`."""
+    return parse_launcher(options.on)[1] if options.on else None
+
+
+def may_be_meant(options: argparse.Namespace) -> bool:
+    """Whether stacks of a Ray cluster are to be looked for."""
+    if options.on is not None:
+        return parse_launcher(options.on)[0] == "ray"
+    return launcher.is_likely()
+
+
+def is_meant(options: argparse.Namespace, name: str | None = None) -> bool:
+    """Whether a command is about a stack on Ray and not about one of this machine."""
+    name = name or options.name
+    if options.on is not None or (name is not None and "/" in name):
+        return (name is not None and "/" in name) or may_be_meant(options)
+    if getattr(options, "all", False) or not launcher.is_likely():
+        return False
+    if name is None:
+        return not local.list_names()
+    return StackDir(name).read() is None
+
+
+def up(spec: StackSpec, options: argparse.Namespace, progress: StackProgress) -> int:
+    running = launcher.start(spec, progress)
+    if options.foreground:
+        stack.print_ready(running.state, options)
+        try:
+            cause = running.access.wait_until_over()
+        except KeyboardInterrupt:
+            running.stop(progress)
+            return 0
+        raise StackNotRunning(cause)
+    running.detach()
+    stack.print_ready(running.state, options)
+    return 0
+
+
+def dry_run(spec: StackSpec, options: argparse.Namespace) -> int:
+    """Print where each rank would run, and start nothing."""
+    placement, nodes = launcher.plan(spec)
+    addresses = {node.id: node.address for node in nodes}
+    rows = [
+        {
+            "replica": str(place),
+            "rank": rank.node_rank,
+            "node": rank.node,
+            "address": addresses[rank.node],
+            "gpus": rank.gpus,
+            "cpus": rank.cpus,
+        }
+        for place in placement.replicas
+        for rank in place.ranks
+    ]
+    result = {"services": placement.services, "ranks": rows}
+
+    def show(_: object) -> None:
+        services = f"{addresses[placement.services]} ({placement.services[:8]})"
+        print(f"services and frontend: node {services}")
+        print_table(
+            ("replica", "rank", "node", "GPUs", "CPUs"),
+            (
+                (str(row["replica"]), str(row["rank"]),
+                 f"{row['address']} ({str(row['node'])[:8]})",
+                 f"{row['gpus']:g}", f"{row['cpus']:g}")
+                for row in rows
+            ),
+        )  # fmt: skip
+
+    print_result(options, result, show)
+    return 0
+
+
+def down(options: argparse.Namespace) -> int:
+    address, began = get_address(options), time.monotonic()
+    if options.all:
+        names = [f"{s.ray_namespace}/{s.name}" for s in launcher.list_stacks(address)]
+    else:
+        names = [_resolve(options.name, address)]
+    with StackProgress(quiet=options.quiet) as progress:
+        for name in names:
+            found = launcher.find(name, address)
+            if found is not None:
+                found.stop(progress)
+            elif not options.all:
+                launcher.clear_leftovers(address)
+                raise local.make_not_running_error(name)
+    launcher.clear_leftovers(address)
+    result = {"stopped": names, "seconds": round(time.monotonic() - began, 3)}
+    text = "\n".join(f"stopped {name}" for name in names) or "no stack is running"
+    print_result(options, result, lambda _: print(text))
+    return 0
+
+
+def _resolve(name: str | None, address: str | None) -> str:
+    if name is not None:
+        return name
+    names = [f"{state.ray_namespace}/{state.name}" for state in launcher.list_stacks(address)]
+    if len(names) == 1:
+        return names[0]
+    if names:
+        raise UsageError(f"There are several stacks: {', '.join(names)}.", "Name the one you mean.")
+    launcher.clear_leftovers(address)
+    raise local.make_not_running_error(None)
+
+
+def show_logs(options: argparse.Namespace) -> int:
+    names = [*([options.name] if options.name else []), *options.names]
+    address = get_address(options)
+    found = launcher.find(_resolve(names[0] if names else None, address), address)
+    if found is None:
+        raise local.make_not_running_error(names[0])
+    known = [process.name for process in found.state.processes]
+    if len(names) < 2:
+        print_result(options, {"logs": known}, lambda _: print("\n".join(known)))
+        return 0
+    if names[1] not in known:
+        raise UsageError(
+            f"There is no log of `{names[1]}` in the stack.", f"There are: {', '.join(known)}."
+        )
+    if options.follow and not options.json:
+        for line in launcher.follow_log(found, names[1], options.lines):
+            print(line, flush=True)
+        return 0
+    lines = found.access.call("read_log", names[1], options.lines) or []
+    if options.json:
+        print_json({"lines": lines})
+    else:
+        print("\n".join(lines))
+    return 0

@@ -1,0 +1,238 @@
+"""The actor that runs a node's part of a stack, and the one that stands for a process.
+
+    Head ── start, stop, read ──► Keeper ── spawns ──► supervisor ── runs ──► engines of this node
+      ▲                             │
+      └────── waits for its end ────┘     the Head died: stop the processes, then free the groups
+
+A Keeper holds the lifelines of its supervisors. If it is killed, they stop their stacks themselves
+(`rollway.stack.supervisor`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rollway.config import StackSpec
+from rollway.errors import RollwayError, StartError
+from rollway.fleet.discovery import Worker
+from rollway.private import is_plain_name
+from rollway.stack import local, logs, preset
+from rollway.stack.locks import Lease
+from rollway.stack.ray import cluster
+from rollway.stack.state import StackDir, StackState, is_ray_part, list_stacks, read_secret
+
+POLL_SECONDS = 0.1
+_END_SECONDS = 60.0
+_MAX_FOLLOWERS = 64
+
+
+class Witness:
+    """Lives as long as the process that created it; others wait for its end."""
+
+    async def wait(self) -> None:
+        await asyncio.Event().wait()
+
+
+class Keeper:
+    """Runs the stacks of one run on one node."""
+
+    def __init__(self, run_id: str, name: str, head: Any) -> None:
+        import ray
+
+        self._run_id = run_id
+        self._name = name
+        self._head = head
+        self._names: set[str] = set()
+        """The stacks that were started here, also those that still start."""
+        self._starts: set[asyncio.Task[local.RunningStack]] = set()
+        self._running: dict[str, local.RunningStack] = {}
+        self._groups: dict[str, bool] = {}
+        """Groups with a bundle on this node; whether other nodes have bundles of it, too."""
+        self._ports = Lease()
+        self._followers: dict[tuple[str, str], logs.Follower] = {}
+        self._stopping = threading.Event()
+        self._stop_lock = asyncio.Lock()
+        self._me = ray.get_runtime_context().current_actor
+        self._me.run.remote()  # before any call: the Head may die at once
+
+    async def run(self) -> None:
+        """Wait for the end of the Head; then leave nothing behind."""
+        import ray
+
+        with contextlib.suppress(ray.exceptions.RayError):
+            await self._head.wait_until_over.remote()
+        await self.stop()
+        await asyncio.to_thread(self._remove_groups)
+        ray.kill(self._me)
+
+    async def examine(self) -> dict[str, Any]:
+        """Return what only this node knows: its GPUs; and clear what dead runs left here."""
+        await asyncio.to_thread(_clear_dead_parts)
+        return {"gpus": preset.list_gpus()}
+
+    async def add_group(self, name: str, *, is_shared: bool) -> None:
+        """Note a group with a bundle on this node. Called before the group is created."""
+        self._groups[name] = is_shared
+
+    async def lease_ports(self, host: str) -> tuple[int, int, int]:
+        """Choose the ports of rank 0 of a replica over several nodes: where the ranks meet, a
+        second one for data-parallel engines, and the admin port, which its supervisor reserves."""
+        what, admin = "a port of a replica over several nodes", Lease()
+        first, second = (self._ports.reserve_port(0, host, what) for _ in range(2))
+        try:
+            return first, second, admin.reserve_port(0, host, what)
+        finally:
+            admin.release()
+
+    async def start(self, fields: dict[str, Any], after: list[str]) -> dict[str, Any]:
+        """Start a stack; return its state when it is ready, or the error.
+
+        `after` are stacks of a Keeper that died here: their GPUs must be free first."""
+        spec = StackSpec.model_validate(fields)
+        self._names.add(spec.name)
+        task = asyncio.ensure_future(asyncio.to_thread(self._start, spec, after))
+        self._starts.add(task)
+        try:
+            running = await task
+        except RollwayError as error:
+            return {"error": error.as_json()}
+        finally:
+            self._starts.discard(task)
+        return {"state": msgspec.json.encode(running.state)}
+
+    def _start(self, spec: StackSpec, after: list[str]) -> local.RunningStack:
+        was_cancelled = False
+
+        def check(_: StackState) -> None:
+            nonlocal was_cancelled
+            if self._stopping.is_set() and not was_cancelled:
+                was_cancelled = True  # raise once: the stop that follows reports here, too
+                raise StartError("The start was cancelled.")
+
+        _wait_until_gone(after)
+        running = self._running[spec.name] = local.start(spec, check)
+        return running
+
+    async def wait_until_joinable(self, name: str) -> dict[str, Any]:
+        """Return how to join a stack of this node, as soon as its frontend answers."""
+        while True:
+            state = await asyncio.to_thread(StackDir(name).read)
+            if state is not None and any(
+                process.role == "frontend" and process.state == "ready"
+                for process in state.processes
+            ):
+                join = {**state.join_spec["join"], "secret": read_secret(state)}
+                return {**state.join_spec, "join": join}
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def watch(self, name: str) -> str:
+        """Return when the supervisor of a stack has ended, with the error it wrote."""
+        # The supervisor's state is in a file, which has to be polled.
+        while True:
+            state = await asyncio.to_thread(StackDir(name).read)
+            if state is None or not state.is_supervised:
+                error = state.error if state is not None else None
+                return str(error["message"]) if error else ""
+            await asyncio.sleep(1.0)
+
+    async def read_states(self) -> list[bytes]:
+        """Return the states of this run's stacks on this node."""
+        return [msgspec.json.encode(state) for state in await asyncio.to_thread(self._read)]
+
+    def _read(self) -> list[StackState]:
+        states = (StackDir(name).read() for name in sorted(self._names))
+        return [state for state in states if state is not None]
+
+    async def replace(self, worker: Worker) -> bool:
+        """Kill a worker that does not answer, if it is on this node, so that it restarts."""
+        return any([await local.replace_worker(name, worker) for name in list(self._running)])
+
+    async def stop_rank(self, name: str, process: str) -> bool:
+        return await asyncio.to_thread(local.stop_rank, name, process)
+
+    async def release_rank(self, name: str, process: str) -> None:
+        await asyncio.to_thread(local.release_rank, name, process)
+
+    async def read_log(self, process: str, lines: int) -> list[str] | None:
+        """Return the last lines of a log; None if this node does not have it."""
+        path = await asyncio.to_thread(self._find_log, process)
+        return None if path is None else await asyncio.to_thread(logs.tail, path, lines)
+
+    async def follow_log(self, process: str, lines: int, reader: str) -> list[str] | None:
+        """Return the last lines at the first call of a reader, and what is new at the next ones."""
+        key = process, reader
+        if key not in self._followers:
+            path = await asyncio.to_thread(self._find_log, process)
+            if path is None:
+                return None
+            self._followers[key] = logs.Follower(path, lines)
+            while len(self._followers) > _MAX_FOLLOWERS:  # readers that were killed
+                self._followers.pop(next(iter(self._followers))).close()
+        return await asyncio.to_thread(self._followers[key].read)
+
+    def _find_log(self, process: str) -> Path | None:
+        for state in self._read() if is_plain_name(process) else ():
+            path = Path(state.log_dir) / f"{process}.log"
+            if path.is_file():
+                return path
+        return None
+
+    async def stop_part(self, name: str) -> None:
+        """Stop one stack of this node."""
+        running = self._running.pop(name, None)
+        if running is not None:
+            await asyncio.to_thread(running.stop)
+
+    async def stop(self) -> None:
+        """Stop all stacks of this node; return when their processes are gone."""
+        self._stopping.set()
+        async with self._stop_lock:
+            await asyncio.gather(*self._starts, return_exceptions=True)
+            running = [self._running.pop(name) for name in list(self._running)]
+            stops = (asyncio.to_thread(stack.stop) for stack in running)
+            await asyncio.gather(*stops, return_exceptions=True)
+            self._ports.release()
+
+    def _remove_groups(self) -> None:
+        """Free the groups of this node; a group of several nodes after all of them have stopped."""
+        import ray
+
+        cluster.remove_groups([name for name, is_shared in self._groups.items() if not is_shared])
+        shared = [name for name, is_shared in self._groups.items() if is_shared]
+        deadline = time.monotonic() + _END_SECONDS
+        while shared and time.monotonic() < deadline:
+            names = [entry["name"] for entry in ray.util.list_named_actors(all_namespaces=True)]
+            keepers = sorted(n for n in names if n.startswith(f"rollway/{self._run_id}/node-"))
+            if keepers[:1] != [self._name]:
+                return  # the first of those that live waits for the others
+            if len(keepers) == 1:
+                break
+            time.sleep(POLL_SECONDS)
+        cluster.remove_groups(shared)
+
+
+def _wait_until_gone(names: list[str]) -> None:
+    """Wait until the supervisors of a dead Keeper's stacks have ended; clear what they left."""
+    for name in names:
+        deadline = time.monotonic() + _END_SECONDS
+        while (state := StackDir(name).read()) is not None and state.is_supervised:
+            if time.monotonic() > deadline:
+                raise StartError(
+                    f"The stack `{name}` of this node does not end.", f"Try `rollway down {name}`."
+                )
+            time.sleep(POLL_SECONDS)
+        local.clear_leftovers(StackDir(name))
+
+
+def _clear_dead_parts() -> None:
+    """Clear what killed supervisors of earlier runs left on this machine."""
+    for state in list_stacks():
+        if is_ray_part(state.name) and not state.is_supervised:
+            local.clear_leftovers(StackDir(state.name))

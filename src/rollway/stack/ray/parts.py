@@ -1,0 +1,361 @@
+"""The parts of a run: one supervisor's stack each, with the groups that hold their resources.
+
+A node has one part for its whole replicas. A replica over several nodes has a part of its own on
+each of them, so that its ranks can be stopped, and placed again, without touching others. Part 0
+has the services and the frontend.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollway.config import StackSpec, slug
+from rollway.errors import RollwayError, SpecError, StartError
+from rollway.ranks import PlacedWorker, merge_runtime_envs
+from rollway.stack.plan import WILDCARDS
+from rollway.stack.ray import cluster
+from rollway.stack.ray.keeper import Keeper
+from rollway.stack.ray.placement import Placement, RankPlace, ReplicaPlace
+from rollway.stack.state import make_ray_part_name
+
+GROUP_SECONDS = 60.0
+SERVICES = 0
+
+
+@dataclass(slots=True)
+class Part:
+    """One stack of one node."""
+
+    number: int
+    name: str
+    node: str
+    workers: list[tuple[ReplicaPlace, RankPlace]] = field(default_factory=list)
+
+    @property
+    def shares_replica(self) -> bool:
+        return any(len(place.ranks) > 1 for place, _ in self.workers)
+
+    def describe(self, addresses: Mapping[str, str]) -> str:
+        return f"node {addresses.get(self.node, '?')} ({self.node[:8]})"
+
+
+@dataclass(slots=True)
+class Record:
+    """What a run has created, or is about to create: an entry is written before its object."""
+
+    groups: dict[str, set[str]] = field(default_factory=dict)
+    """The nodes of each group's bundles."""
+    keepers: dict[str, Any] = field(default_factory=dict)
+    """The Keeper of each node."""
+
+
+class Parts:
+    """Creates groups, keepers and parts; remembers all of them."""
+
+    def __init__(
+        self,
+        spec: StackSpec,
+        run_id: str,
+        head: Any,
+        given_gpus: Mapping[str, Sequence[str]] | None,
+    ) -> None:
+        self.spec = spec
+        self.run_id = run_id
+        self.record = Record()
+        self.parts: dict[int, Part] = {}
+        self.addresses: dict[str, str] = {}
+        self._head = head
+        self._given_gpus = given_gpus
+        """GPUs by replica and rank ("0/0"), if the caller holds them already: no groups then."""
+        self._gpus: dict[tuple[str, int], list[str]] = {}
+        self._has_gpus: dict[str, bool] = {}
+        self._join: dict[str, Any] = {}
+        self._next_part = 0
+        self._next_keeper = 0
+        self._meetings: dict[ReplicaPlace, asyncio.Future[tuple[int, int, int]]] = {}
+        self._is_spread = False
+
+    # --- start -----------------------------------------------------------------------------------
+
+    async def start(self, placement: Placement) -> None:
+        """Create everything; return when all workers are ready."""
+        self.read_addresses()
+        nodes = {placement.services, *(r.node for p in placement.replicas for r in p.ranks)}
+        self._is_spread = len(self.addresses) > 1
+        await asyncio.gather(*(self.create_keeper(node) for node in sorted(nodes)))
+        await self.reserve(placement.replicas, services=placement.services)
+        parts = self._divide(placement.replicas, services=placement.services)
+        is_on_one_node = len(nodes) == 1
+        first = asyncio.ensure_future(
+            self._start_part(parts[0], {} if is_on_one_node else {"discovery": "etcd"})
+        )
+        rest: list[Any] = []
+        try:
+            if len(parts) > 1:
+                await self._learn_join(parts[0], first)
+                rest = [asyncio.ensure_future(self._start_part(p, self._join)) for p in parts[1:]]
+            await asyncio.gather(first, *rest)
+        finally:
+            for task in (first, *rest):
+                task.cancel()
+
+    async def add(self, replicas: Sequence[ReplicaPlace]) -> list[Part]:
+        """Start parts for replicas that were placed again; return them, or leave nothing."""
+        self.read_addresses()
+        nodes = {rank.node for place in replicas for rank in place.ranks}
+        missing = sorted(nodes - self.record.keepers.keys())
+        await asyncio.gather(*(self.create_keeper(node) for node in missing))
+        parts: list[Part] = []
+        try:
+            await self.reserve(replicas)
+            parts = self._divide(replicas)
+            # All starts must have ended before any is stopped.
+            starts = (self.launch(part) for part in parts)
+            for result in await asyncio.gather(*starts, return_exceptions=True):
+                if isinstance(result, BaseException):
+                    raise result
+        except BaseException:
+            await self.remove(parts, replicas)
+            raise
+        return parts
+
+    async def remove(self, parts: Sequence[Part], replicas: Sequence[ReplicaPlace]) -> None:
+        """Stop parts, then free the groups of these replicas."""
+        for part in parts:
+            self.parts.pop(part.number, None)
+            keeper = self.record.keepers.get(part.node)
+            if keeper is not None:
+                calls = [keeper.stop_part.remote(part.name)]
+                await asyncio.gather(*calls, return_exceptions=True)  # the node may be lost
+        names = [self.name_group(place) for place in replicas]
+        await asyncio.to_thread(cluster.remove_groups, names)
+        for name in names:
+            self.record.groups.pop(name, None)
+
+    def renew(self, part: Part) -> Part:
+        """Return a new part with the same workers on the same node, in place of a dead one."""
+        del self.parts[part.number]
+        return self._make_part(part.node, list(part.workers))
+
+    async def launch(self, part: Part, after: Sequence[str] = ()) -> None:
+        """Start a part that joins the first, once the stacks `after` are gone from its node."""
+        await self._start_part(part, self._join, after)
+
+    async def _learn_join(self, first: Part, start: asyncio.Future[None]) -> None:
+        """Wait until the other parts can join; raise the error of the first part's start."""
+        keeper = self.record.keepers[first.node]
+        join = asyncio.ensure_future(_await(keeper.wait_until_joinable.remote(first.name)))
+        await asyncio.wait({join, start}, return_when=asyncio.FIRST_COMPLETED)
+        if not join.done():
+            await start
+        self._join = await join
+
+    def read_addresses(self) -> None:
+        self.addresses = {node.id: node.address for node in cluster.read_nodes()}
+
+    # --- keepers ---------------------------------------------------------------------------------
+
+    async def create_keeper(self, node: str) -> None:
+        """Create the Keeper of a node, and learn what it finds there."""
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        name = cluster.get_part_name(self.run_id, f"node-{self._next_keeper}")
+        self._next_keeper += 1
+        options = ray.remote(Keeper).options(
+            name=name,
+            namespace=self.spec.ray.namespace,
+            lifetime="detached",
+            num_cpus=0,
+            max_concurrency=1000,
+            runtime_env={"env_vars": cluster.ACTOR_ENV},
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+        )
+        keeper = self.record.keepers[node] = options.remote(self.run_id, name, self._head)
+        for group, nodes in self.record.groups.items():
+            if node in nodes:  # it follows a Keeper that died
+                await keeper.add_group.remote(group, is_shared=len(nodes) > 1)
+        facts = await keeper.examine.remote()
+        self._has_gpus[node] = bool(facts["gpus"])
+
+    # --- groups ----------------------------------------------------------------------------------
+
+    async def reserve(self, replicas: Sequence[ReplicaPlace], services: str | None = None) -> None:
+        """Have Ray hold the resources of these replicas, and read which GPUs it chose."""
+        if self._given_gpus is not None:
+            for place in replicas:
+                name = self.name_group(place)
+                self._gpus |= {(name, r.node_rank): [] for r in place.ranks}
+                self._gpus[name, 0] = list(
+                    self._given_gpus.get(f"{place.model}/{place.replica}", [])
+                )
+            return
+        wanted: dict[str, list[tuple[str, dict[str, float]]]] = {}
+        if services is not None:
+            wanted[cluster.get_part_name(self.run_id, "services")] = [
+                (services, {"CPU": self.spec.ray.cpus})
+            ]
+        for place in replicas:
+            wanted[self.name_group(place)] = [
+                (rank.node, {"CPU": rank.cpus, "GPU": rank.gpus}) for rank in place.ranks
+            ]
+        groups: dict[str, Any] = {}
+        for name, bundles in wanted.items():
+            held = [(node, {k: v for k, v in r.items() if v}) for node, r in bundles]
+            if not all(resources for _, resources in held):
+                continue  # the spec reserves nothing
+            nodes = self.record.groups[name] = {node for node, _ in held}
+            for node in nodes:
+                await self.record.keepers[node].add_group.remote(name, is_shared=len(nodes) > 1)
+            groups[name] = await asyncio.to_thread(cluster.create_group, name, held)
+        await asyncio.gather(*(self._wait_for_group(n, g) for n, g in groups.items()))
+        await asyncio.gather(
+            *(self._read_gpus(place, groups[self.name_group(place)]) for place in replicas
+              if self.name_group(place) in groups)
+        )  # fmt: skip
+
+    def name_group(self, place: ReplicaPlace) -> str:
+        parts = (slug(place.model), place.role, str(place.replica))
+        return cluster.get_part_name(self.run_id, "-".join(part for part in parts if part))
+
+    async def _wait_for_group(self, name: str, group: Any) -> None:
+        if not await asyncio.to_thread(group.wait, GROUP_SECONDS):
+            raise StartError(
+                f"Ray has not reserved the resources of {name.rpartition('/')[2]} after "
+                f"{GROUP_SECONDS:g} s; others may have taken them meanwhile.",
+                "See `ray status`, then start the stack again.",
+            )
+
+    async def _read_gpus(self, place: ReplicaPlace, group: Any) -> None:
+        """Read which GPUs Ray assigned to each bundle; none on nodes where Ray only counts them."""
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        for index, rank in enumerate(place.ranks):
+            key = self.name_group(place), rank.node_rank
+            self._gpus[key] = []
+            if rank.gpus and self._has_gpus.get(rank.node):
+                task = ray.remote(_get_gpus).options(
+                    num_cpus=0,
+                    num_gpus=rank.gpus,
+                    scheduling_strategy=PlacementGroupSchedulingStrategy(group, index),
+                )
+                self._gpus[key] = await task.remote()
+
+    # --- parts -----------------------------------------------------------------------------------
+
+    def _divide(self, replicas: Sequence[ReplicaPlace], services: str | None = None) -> list[Part]:
+        """Make the parts of these replicas; that of the services is the first."""
+        whole: dict[str, list[tuple[ReplicaPlace, RankPlace]]] = {}
+        if services is not None:
+            whole[services] = []
+        for place in replicas:
+            if len(place.ranks) == 1:
+                whole.setdefault(place.ranks[0].node, []).append((place, place.ranks[0]))
+        parts = [self._make_part(node, workers) for node, workers in whole.items()]
+        for place in replicas:
+            if len(place.ranks) > 1:
+                parts += [self._make_part(rank.node, [(place, rank)]) for rank in place.ranks]
+        return parts
+
+    def _make_part(self, node: str, workers: list[tuple[ReplicaPlace, RankPlace]]) -> Part:
+        number = self._next_part
+        self._next_part += 1
+        name = make_ray_part_name(self.spec.name, self.run_id, number)
+        part = self.parts[number] = Part(number, name, node, workers)
+        return part
+
+    async def _start_part(
+        self, part: Part, fields: Mapping[str, Any], after: Sequence[str] = ()
+    ) -> None:
+        keeper = self.record.keepers[part.node]
+        spec = self._make_spec(part, fields, await self._place(part))
+        answer = await keeper.start.remote(spec, list(after))
+        if "error" in answer:
+            raise _locate_error(answer["error"], part.describe(self.addresses))
+
+    async def _place(self, part: Part) -> list[dict[str, Any]]:
+        """Return the workers of a part as the spec's `placed` has them."""
+        placed = []
+        for place, rank in part.workers:
+            group = self.name_group(place)
+            worker = PlacedWorker(
+                model=place.model,
+                replica=place.replica,
+                role=place.role,
+                gpus=self._gpus.get((group, rank.node_rank), []),
+                node_rank=rank.node_rank,
+                nodes=len(place.ranks),
+                **await self._choose_meeting(place),
+            )
+            placed.append(worker.model_dump(mode="json"))
+        return placed
+
+    async def _choose_meeting(self, place: ReplicaPlace) -> dict[str, Any]:
+        """Return where the ranks of a replica meet; the same for all of them."""
+        if len(place.ranks) == 1:
+            return {}
+        if place not in self._meetings:
+            node = place.ranks[0].node
+            self._meetings[place] = asyncio.ensure_future(
+                _await(self.record.keepers[node].lease_ports.remote(self.addresses[node]))
+            )
+        master, rpc, admin = await self._meetings[place]
+        host = self.addresses[place.ranks[0].node]
+        return {"master": f"{host}:{master}", "rpc_port": rpc, "admin_port": admin}
+
+    def _make_spec(
+        self, part: Part, fields: Mapping[str, Any], placed: list[dict[str, Any]]
+    ) -> dict[str, Any]:
+        own = self.spec.model_dump(mode="json", exclude={"launcher", "ray", "placed", "join"})
+        own |= {**fields, "name": part.name, "placed": placed, "python": get_python(self.spec)}
+        if self._is_spread:
+            address = self.addresses[part.node]
+            own["admin_host"] = _choose_host(self.spec.admin_host, address)
+            own["frontend"] = {
+                **own["frontend"], "host": _choose_host(self.spec.frontend.host, address)
+            }  # fmt: skip
+        if self.spec.log_dir is not None and part.number != SERVICES:
+            own["log_dir"] = str(self.spec.log_dir / f"node-{part.number}")
+        return own
+
+
+def get_python(spec: StackSpec) -> str | None:
+    """Return the interpreter of the engines: `python`, or the runtime_env's `py_executable`."""
+    named = {
+        merge_runtime_envs(spec.runtime_env, model.runtime_env).get("py_executable")
+        for model in spec.models
+    } - {None}
+    if len(named | ({spec.python} - {None})) > 1:
+        raise SpecError(
+            f"The stack names several interpreters: {', '.join(sorted(map(str, named)))}"
+            f"{f', {spec.python}' if spec.python else ''}.",
+            "All processes of a stack run in one; keep one of `python` and `py_executable`.",
+        )
+    return spec.python or next(iter(named), None)
+
+
+def _choose_host(requested: str, address: str) -> str:
+    """Return where to listen: other nodes do not reach loopback, nor dial all addresses."""
+    return address if requested in ("127.0.0.1", "localhost", *WILDCARDS) else requested
+
+
+def _locate_error(error: Mapping[str, Any], where: str) -> RollwayError:
+    """Restore the error of a part's start, with its node."""
+    message = f"On {where}: {error['message']}"
+    if error["error"] == SpecError.__name__:
+        return SpecError(message, error["hint"])
+    return StartError(message, error["hint"], error.get("log_tail", ""))
+
+
+def _get_gpus() -> list[str]:
+    import ray
+
+    return [str(gpu) for gpu in ray.get_runtime_context().get_accelerator_ids().get("GPU", [])]
+
+
+async def _await(ref: Any) -> Any:
+    return await ref
