@@ -1,8 +1,9 @@
 """Curator's own tests of serving that are about behaviour, with the server replaced by ours.
 
 Neither the wheel nor the sdist has them: $CURATOR_SOURCE names a checkout of Curator 1.4.0. Left
-out are tests of Curator's private parts: its backend's methods, its placement and subprocess modules,
-and mocks of those (test_backend, test_vllm, test_placement, test_subprocess_mgr, test_integration).
+out are tests of Curator's private parts: its backend's methods, its placement and subprocess
+modules, and mocks of those (test_backend, test_vllm, test_placement, test_subprocess_mgr,
+test_integration).
 """
 
 from __future__ import annotations

@@ -20,7 +20,6 @@ from nemo_curator.core.serve import DynamoServerConfig, DynamoVLLMModelConfig, R
 from nemo_curator.core.serve.dynamo.backend import DynamoBackend
 from nemo_curator.core.serve.server import _active_servers
 
-import rollway
 from rollway.errors import UsageError
 from rollway.integrations.curator import (
     InferenceServer,
@@ -101,8 +100,7 @@ def test_manifest_and_logs(make_server: MakeServer) -> None:
 def test_a_failed_start_leaves_nothing_and_can_be_repeated(
     make_server: MakeServer, footprint: Footprint
 ) -> None:
-    server = make_server(env={"PYTHONPATH": "/nowhere"}, health_check_timeout_s=60)
-    server.models[0].engine_kwargs["no_such_option"] = 1
+    server = make_server(env={"SHIM_FAIL": "1"}, health_check_timeout_s=60)
     with pytest.raises(ServerError) as caught:
         server.start()
     assert caught.value.debug_context["models_expected"] == ["tiny"]
@@ -207,7 +205,7 @@ def test_a_stack_and_keywords_that_contradict(base_model: Path) -> None:
         RollwayServerConfig()
     with pytest.raises(ValueError, match="not an address that Curator's server can name"):
         InferenceServer(models=[], backend=RollwayServerConfig(stack="https://host:1")).start()
-    with pytest.raises(rollway.SpecError):
+    with pytest.raises(UsageError, match=r"no file no-such\.yaml"):
         InferenceServer(models=[], backend=RollwayServerConfig(stack="no-such.yaml")).start()
 
 

@@ -52,7 +52,8 @@ class CuratorReport:
     rounds: list[Round]
 
     def median(self, backend: str, figure: str) -> float:
-        return statistics.median(getattr(r, figure) for r in self.rounds if r.backend == backend)
+        values = [float(getattr(r, figure)) for r in self.rounds if r.backend == backend]
+        return statistics.median(values)
 
     def compare(self, figure: str) -> float:
         return self.median("rollway", figure) / self.median("curator", figure)

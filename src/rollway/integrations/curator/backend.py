@@ -159,12 +159,12 @@ class RollwayBackend:
                 last_error = str(error)
             if time.monotonic() > deadline:
                 seconds = self._server.health_check_timeout_s
-                error = StartError(
+                timeout = StartError(
                     f"Models {expected} did not all appear at {url} within {seconds}s (listed: "
                     f"{listed or 'none'}{'; ' if last_error else ''}{last_error}).",
                     "Is the address a Dynamo frontend's, and are its workers running?",
                 )
-                raise ServerError(error, expected)
+                raise ServerError(timeout, expected)
             time.sleep(_POLL_SECONDS)
 
     def _write_manifest(self, spec: StackSpec) -> None:

@@ -26,9 +26,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from rollway import errors, private
+from rollway import private
 from rollway.config import StackSpec
-from rollway.errors import RollwayError, StartError
+from rollway.errors import RollwayError, SpecError, StartError, UsageError, restore_error
 from rollway.stack import local
 from rollway.stack.state import ProcessState, StackDir, StackState
 
@@ -64,7 +64,7 @@ class OwnedStack:
             )
         report = json.loads(line)
         if "error" in report:
-            raise _restore_error(report)
+            raise restore_error(report)
         self.frontend = report["frontend"]
         self.log_dir = report["log_dir"]
         self.placements = report["placements"]
@@ -122,16 +122,6 @@ def _make_program() -> str:
     )
 
 
-def _restore_error(report: dict[str, Any]) -> RollwayError:
-    kind = getattr(errors, report["error"], StartError)
-    if issubclass(kind, errors.SpecError):
-        return errors.SpecError(report["message"], report["hint"])
-    if not issubclass(kind, StartError):
-        kind = StartError
-    error: RollwayError = kind(report["message"], report["hint"], report.get("log_tail", ""))
-    return error
-
-
 def _read_tail(log: Path) -> str:
     text = log.read_text(errors="replace") if log.is_file() else ""
     return "\n".join(text.strip().splitlines()[-LOG_TAIL_LINES:])
@@ -156,7 +146,8 @@ def main() -> int:
     except KeyboardInterrupt:
         return 1
     except RollwayError as error:
-        _send(reports, error.as_json())
+        kind = {"error": SpecError.__name__} if isinstance(error, UsageError) else {}
+        _send(reports, {**error.as_json(), **kind})
         return 1
     return 0
 

@@ -17,8 +17,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollway.config import RawArgs, slug
+from rollway.config import slug
 from rollway.errors import SpecError
+from rollway.roles import RawArgs
 
 NAME_LENGTH = 40
 MIGRATIONS = 3
@@ -183,7 +184,7 @@ def choose_python(models: Sequence[Any], default: str | None) -> str | None:
             f"runtime_env['py_executable'] is a command with arguments: {distinct[0]!r}.",
             "Give the path of an interpreter whose environment has Dynamo and the engine.",
         )
-    return shutil.which(distinct[0]) or distinct[0]
+    return shutil.which(distinct[0]) or str(distinct[0])
 
 
 # --- models --------------------------------------------------------------------------------------

@@ -23,7 +23,13 @@ from typing import Any
 import msgspec
 
 from rollway.config import StackSpec
-from rollway.errors import RollwayError, SpecError, StackNotRunning, StartError
+from rollway.errors import (
+    RollwayError,
+    SpecError,
+    StackNotRunning,
+    StartError,
+    restore_error,
+)
 from rollway.fleet.discovery import Worker
 from rollway.stack.ray import cluster
 from rollway.stack.ray.placement import NodeInfo, Placement, plan_placement
@@ -302,18 +308,12 @@ def _wait_until_ready(access: RayAccess, progress: Progress | None) -> StackStat
             except ray.exceptions.RayActorError as gone:
                 raise make_gone_error(access.name, gone) from None
             if error is not None:
-                raise _restore_error(error)
+                raise restore_error(error)
         state = access.read_state()
         if progress is not None:
             progress(state)
         if done:
             return state
-
-
-def _restore_error(error: Mapping[str, Any]) -> RollwayError:
-    if error["error"] == SpecError.__name__:
-        return SpecError(error["message"], error["hint"])
-    return StartError(error["message"], error["hint"], error.get("log_tail", ""))
 
 
 # --- find and stop -------------------------------------------------------------------------------
