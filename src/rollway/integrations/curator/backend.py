@@ -6,6 +6,7 @@ Curator's own backends do. The server's class creates a new one for every start.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -58,7 +59,6 @@ class RollwayBackend:
     def __init__(self, server: Any) -> None:
         self._server = server
         self._stack: OwnedStack | None = None
-        self._manifest = Path()
 
     def start(self) -> None:
         """Start the stack and return when every replica of every model is ready."""
@@ -183,8 +183,12 @@ class RollwayBackend:
             "ready": True,
             "timestamp": time.time(),
         }
-        path = Path(self._stack.log_dir) / "manifest.json"
-        private.replace_file(path, json.dumps(manifest, indent=2).encode())
+        directory = Path(self._stack.log_dir)
+        # The server runs without its manifest, too. The logs may be on another node than the driver.
+        with contextlib.suppress(OSError):
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            text = json.dumps(manifest, indent=2)
+            private.replace_file(directory / "manifest.json", text.encode())
 
 
 def make_launcher_fields() -> dict[str, Any]:

@@ -82,6 +82,11 @@ class OwnedStack:
             self._process.wait()
         if self._process.stdout is not None:
             self._process.stdout.close()
+        if self._process.returncode == 0:
+            # Every start has a name of its own: without this, directories would pile up.
+            self._log.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                self._log.parent.rmdir()
 
 
 def start_stack(spec: StackSpec) -> OwnedStack:
