@@ -34,7 +34,7 @@ MakeServer = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[str]:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a cluster of one node. It has no dashboard, which Curator's own needs (F)."""
     head = {"num_cpus": 12, "num_gpus": GPUS, "include_dashboard": False}
     with pytest.MonkeyPatch.context() as patch:
@@ -43,6 +43,8 @@ def cluster() -> Iterator[str]:
         patch.setenv("RAY_agent_register_timeout_ms", "400000")
         patch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
         patch.setenv("ROLLWAY_ENGINE_PYTHON", str(ENGINE_PYTHON))
+        # Of the actors on the node, which do not see the driver's.
+        patch.setenv("ROLLWAY_HOME", str(tmp_path_factory.mktemp("cluster-home")))
         nodes = Cluster(initialize_head=True, head_node_args=head)
         patch.setenv("RAY_ADDRESS", nodes.address)
         yield nodes.address

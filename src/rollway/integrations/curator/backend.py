@@ -184,7 +184,7 @@ class RollwayBackend:
             "timestamp": time.time(),
         }
         directory = Path(self._stack.log_dir)
-        # The server runs without its manifest, too. The logs may be on another node than the driver.
+        # The server runs without its manifest, too. The logs may be on a node that is not ours.
         with contextlib.suppress(OSError):
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             text = json.dumps(manifest, indent=2)
