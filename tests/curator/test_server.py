@@ -185,6 +185,15 @@ def test_a_stack_of_your_own(base_model: Path, tmp_path: Path) -> None:
         _active_servers.add(server.name)
 
 
+def test_a_port_that_the_stack_names_is_no_preference(base_model: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        stack = {**light(base_model, "own", replicas=1), "frontend": {"port": port}}
+        stack["python"] = os.environ["ROLLWAY_ENGINE_PYTHON"]
+        with pytest.raises(ServerError, match=str(port)):
+            InferenceServer(models=[], backend=RollwayServerConfig(stack=stack)).start()
+
+
 def test_an_address_where_nothing_answers() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]

@@ -59,6 +59,7 @@ class RollwayBackend:
     def __init__(self, server: Any) -> None:
         self._server = server
         self._stack: OwnedStack | None = None
+        self._is_port_written = False
 
     def start(self) -> None:
         """Start the stack and return when every replica of every model is ready."""
@@ -112,6 +113,7 @@ class RollwayBackend:
                 f"The stack has frontend.port {written}, and the server port {asked}.",
                 "Give the port in one of the two places.",
             )
+        self._is_port_written = bool(written)
         if not written:
             frontend = spec.frontend.model_copy(update={"port": asked})
             spec = spec.model_copy(update={"frontend": frontend})
@@ -123,9 +125,9 @@ class RollwayBackend:
             try:
                 return start_stack(spec)
             except PortInUse:
-                if getattr(self._server.backend, "stack", None) is not None:
+                if self._is_port_written:
                     raise
-                # Curator's port is a preference: the next free one is as good.
+                # Curator's port is a preference: any free one is as good.
                 frontend = spec.frontend.model_copy(update={"port": 0})
                 return start_stack(spec.model_copy(update={"frontend": frontend}))
         except UsageError as error:
