@@ -5,7 +5,7 @@ BIN := .venv/bin
 # says which. `make test ARGS="-n 0"` runs them one after the other.
 PARALLEL := -n 2 --dist loadfile --durations 15
 
-.PHONY: help setup setup-curator setup-verl demo docs test test-all test-curator test-fast test-verl lint format clean
+.PHONY: help setup setup-curator setup-verl demo docs test test-all test-curator test-fast test-ray test-verl lint format clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -26,13 +26,16 @@ docs: setup  ## write docs/api.md from the docstrings
 	@$(BIN)/python scripts/api_page.py
 
 test: setup  ## all tests but the soaks, against real Dynamo and vLLM on CPU
-	@$(BIN)/python -m pytest --ignore tests/verl --ignore tests/curator $(PARALLEL) $(ARGS)
+	@$(BIN)/python -m pytest --ignore tests/verl --ignore tests/ray --ignore tests/curator $(PARALLEL) $(ARGS)
 
 test-all: setup  ## all tests, with the soaks and every example of the fuzzers
-	@ROLLWAY_TEST_SOAK=1 $(BIN)/python -m pytest --ignore tests/verl --ignore tests/curator $(PARALLEL) $(ARGS)
+	@ROLLWAY_TEST_SOAK=1 $(BIN)/python -m pytest --ignore tests/verl --ignore tests/ray --ignore tests/curator $(PARALLEL) $(ARGS)
 
 test-fast: setup  ## unit and property tests only
 	@$(BIN)/python -m pytest -m "not stack" $(ARGS)
+
+test-ray: setup  ## stacks on Ray clusters of several raylets of this machine
+	@$(BIN)/python -m pytest tests/ray -n 0 $(ARGS)
 
 test-verl: setup-verl  ## verl's own trainer on a real stack, in all of its modes
 	@$(BIN)/python -m pytest tests/verl $(ARGS)

@@ -30,6 +30,7 @@ from rollway.http import ONCE, Http
 from rollway.stack import local
 from rollway.stack.local import Progress, RunningStack
 from rollway.stack.ray import launcher
+from rollway.stack.ray.access import WatchedHttp
 from rollway.stack.ray.launcher import RayStack
 from rollway.stack.state import StackDir, StackState, list_stacks
 from rollway.weights.adapter import is_adapter
@@ -186,23 +187,30 @@ def parse_launcher(on: str) -> tuple[str, str | None]:
 
 
 async def _start(spec: StackSpec, progress: Progress | None, cleanup: AsyncExitStack) -> Stack:
-    http = await cleanup.enter_async_context(Http())
+    http = await cleanup.enter_async_context(WatchedHttp())
     running = await _start_processes(spec, progress, cleanup)
-    state = running.state
-    stack = Stack(
-        http,
-        state.frontend,
-        state.rl,
-        state.models,
-        state.name,
-        # The run directory of a stack on Ray is on the node of its services.
-        Path(state.run_dir) if isinstance(running, RunningStack) else None,
-        access=None if isinstance(running, RunningStack) else running.access,
-    )
+    if isinstance(running, RayStack):
+        stack = _open_on_ray(http, running, None, cleanup)
+    else:
+        state = running.state
+        stack = Stack(http, state.frontend, state.rl, state.models, state.name, Path(state.run_dir))
     cleanup.push_async_callback(stack.unwatch)
     # The process that started the frontend brings joining workers up to date.
     await stack.learn(watch=spec.join is None)
     return stack
+
+
+def _open_on_ray(
+    http: WatchedHttp, running: RayStack, timeouts: AdminTimeouts | None, cleanup: AsyncExitStack
+) -> Stack:
+    watch = asyncio.create_task(http.watch(running.access))
+    cleanup.callback(watch.cancel)
+    state = running.state
+    addresses = state.frontend, state.rl
+    # Without its run directory, which is on the node of the services.
+    return Stack(
+        http, *addresses, state.models, state.name, timeouts=timeouts, access=running.access
+    )
 
 
 async def _start_processes(
@@ -219,11 +227,17 @@ async def _start_processes(
             progress(state)
 
     async def stop(running: RunningStack | RayStack) -> None:
+        if isinstance(running, RayStack) and spec.ray.lifetime == "detached":
+            running.close()  # `rollway down` ends it
+            return
         await asyncio.shield(asyncio.to_thread(running.stop, progress))
 
-    launch: Callable[[StackSpec, Progress], RunningStack | RayStack]
-    launch = launcher.start if spec.launcher == "ray" else local.start
-    start = asyncio.ensure_future(asyncio.to_thread(launch, spec, report))
+    def launch() -> RunningStack | RayStack:
+        if spec.launcher == "ray":
+            return launcher.start(spec, report)
+        return local.start(spec, report)
+
+    start = asyncio.ensure_future(asyncio.to_thread(launch))
     try:
         running = await asyncio.shield(start)
     except asyncio.CancelledError:
@@ -252,11 +266,8 @@ async def _attach_on_ray(
     found: RayStack, watch: bool, timeouts: AdminTimeouts | None, cleanup: AsyncExitStack
 ) -> Stack:
     cleanup.callback(found.close)
-    http = await cleanup.enter_async_context(Http())
-    state = found.state
-    addresses = state.frontend, state.rl
-    stack = Stack(http, *addresses, state.models, state.name, timeouts=timeouts,
-                  access=found.access)  # fmt: skip
+    http = await cleanup.enter_async_context(WatchedHttp())
+    stack = _open_on_ray(http, found, timeouts, cleanup)
     cleanup.push_async_callback(stack.unwatch)
     await stack.learn(watch=watch)
     return stack

@@ -25,13 +25,13 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 from pydantic_core import PydanticSerializationError
 
+from rollway.contradictions import check_launcher, check_router
 from rollway.errors import SpecError
 from rollway.plain import SpecPart, apply_override, check_plain, describe_error, read_yaml_file
 from rollway.ranks import (
     PlacedWorker,
     RaySpec,
     RuntimeEnv,
-    merge_runtime_envs,
     read_context_parallel,
     take_parallel_sizes,
 )
@@ -319,7 +319,8 @@ class StackSpec(SpecPart):
             raise ValueError("`nats_server` is given but no plane is `nats`")
         if self.join is not None:
             _check_join(self, self.join)
-        _check_launcher(self)
+        check_launcher(self)
+        check_router(self)
         return self
 
     @property
@@ -331,30 +332,6 @@ class StackSpec(SpecPart):
     def needs_nats(self) -> bool:
         """Whether Rollway must start a NATS server."""
         return "nats" in (self.event_plane, self.request_plane) and self.nats_server is None
-
-
-def _check_launcher(spec: StackSpec) -> None:
-    for model in spec.models:
-        try:
-            merge_runtime_envs(spec.runtime_env, model.runtime_env)
-        except ValueError as error:
-            raise ValueError(
-                f"the runtime_env of `{model.name}` over the stack's: {error}"
-            ) from None
-    if spec.launcher == "ray" and (spec.join is not None or spec.placed is not None):
-        raise ValueError(
-            "`launcher: ray` fills in `join` and `placed` itself; remove them from the stack"
-        )
-    seen = set()
-    for worker in spec.placed or ():
-        if all(worker.model != model.name for model in spec.models):
-            raise ValueError(f"`placed` names the model `{worker.model}`, which is not served")
-        key = (worker.model, worker.role, worker.replica, worker.node_rank)
-        if key in seen:
-            raise ValueError(
-                f"`placed` has replica {worker.replica} of `{worker.model}` twice; keep one"
-            )
-        seen.add(key)
 
 
 def _check_join(spec: StackSpec, join: JoinSpec) -> None:
@@ -444,6 +421,8 @@ def parse_spec(data: Mapping[str, Any]) -> StackSpec:
             "Use text, numbers, true, false, null, lists and mappings.",
         ) from error
     for index, model in enumerate(spec.models):
+        if spec.launcher == "ray" and Path(model.path).is_absolute():
+            continue  # a directory of the nodes, where the launcher looks for it
         _check_model_path(model.path, f"models.{index}.path")
     return spec
 

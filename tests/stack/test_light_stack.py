@@ -13,13 +13,13 @@ from urllib.parse import urlsplit
 import pytest
 
 import rollway
-from rollway.errors import RefitError, UsageError
+from rollway.errors import RefitError, StartError, UsageError
 from rollway.fleet.discovery import HealthListing, RlListing, StaticList, discover
 from rollway.fleet.fleet import Fleet
 from rollway.fleet.updates import FromDisk
 from rollway.http import Http
 from rollway.weights.checkpoint import read_headers
-from tests.conftest import Cli
+from tests.conftest import Cli, Footprint
 from tests.light.spec import light
 from tests.stack.policies import Policy
 from tests.stack.serving import SHORT, TOLERANCE, worst
@@ -208,3 +208,14 @@ def test_the_bench_of_a_fleet(base_model: Path, tmp_path: Path, cli: Cli) -> Non
     figures = json.loads(report.stdout)
     assert report.returncode == 0 and figures["workers"] == 2, report
     assert figures["refit_seconds"] > 0 and "order_seconds" in figures
+
+
+def test_a_model_that_does_not_start_is_named_and_ends_the_stack(
+    base_model: Path, footprint: Footprint
+) -> None:
+    spec = light(base_model, "pair", replicas=1)
+    broken = {**spec["models"][0], "name": "org/Broken.One", "module": "tests.light.missing"}
+    with pytest.raises(StartError) as failure:
+        rollway.up({**spec, "models": [spec["models"][0], broken]}).__enter__()
+    assert "broken-one-0, a worker of the model `org/Broken.One`," in str(failure.value)
+    assert footprint.settle() == {}

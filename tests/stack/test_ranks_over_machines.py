@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+import rollway
+from rollway.errors import NoWorkers
 from rollway.rollout.sampling import Sampling
 from rollway.stack.state import WAITS_FOR_REPLICA
 from rollway.weights.transports.files import FilesPublisher
@@ -35,26 +37,34 @@ def test_a_real_replica_of_two_ranks(
     model = {"path": str(base_model), "name": "tiny", "tensor_parallel": 2, "args": VLLM_ARGS}
     publisher = FilesPublisher(tmp_path / "versions", policies[0].path, keep_recent=2)
     with two_machines({"models": [model], "start_seconds": 300}) as stack:
-        (rollout,) = stack.rollouts().generate(PROMPT, GREEDY, n=1)
-        assert rollout.token_ids == policies[0].greedy(PROMPT, 16), "the same tokens as TP 1"
-        assert policies[0].distance(PROMPT, rollout.token_ids, rollout.logprobs or []) < 1e-5
+        assert_answers(stack, policies[0])
 
         report = stack.refit(1, publisher.publish(1, tensors(policies[1]).items()))
         assert [worker.proof for worker in report.workers] == ["parameters"]
-        (rollout,) = stack.rollouts().generate(PROMPT, GREEDY, n=1)
         # Half of every layer is on the headless rank: with its old half nothing would be right.
-        assert rollout.token_ids == policies[1].greedy(PROMPT, 16)
-        assert policies[1].distance(PROMPT, rollout.token_ids, rollout.logprobs or []) < 1e-5
+        assert_answers(stack, policies[1])
 
         pids = {name: read_rank(name).pid for name in RANKS}
         kill_rank("second")
         restart_replica("second")
-        wait_until(lambda: list(stack.fleet.read_versions().values()) == [1], seconds=300)
+        wait_until(lambda: read_versions(stack) == [1], seconds=300)
         assert all(read_rank(name).pid != pid for name, pid in pids.items())
-        (rollout,) = stack.rollouts().generate(fresh_prompt(), SHORT, n=1)
-        assert rollout.weight_version == 1
-        assert worst(policies[1], [rollout]) < TOLERANCE
+        assert_answers(stack, policies[1])
     assert footprint.settle() == {}
+
+
+def assert_answers(stack: rollway.Stack, policy: Policy) -> None:
+    """Tokens are those of one torch model, and so of TP 1; log-probs differ by rounding only."""
+    (greedy,) = stack.rollouts().generate(PROMPT, GREEDY, n=1)
+    assert greedy.token_ids == policy.greedy(PROMPT, 16)
+    assert worst(policy, stack.rollouts().generate(fresh_prompt(70), SHORT, n=4)) < 1e-5
+
+
+def read_versions(stack: rollway.Stack) -> list[int | None]:
+    try:
+        return list(stack.fleet.read_versions().values())
+    except NoWorkers:  # the dead worker is no longer listed, the new one not yet
+        return []
 
 
 def test_ranks_live_and_die_together(
@@ -73,7 +83,7 @@ def test_ranks_live_and_die_together(
         assert read_rank("first").state == "ready"
 
         restart_replica("second")
-        wait_until(lambda: list(stack.fleet.read_versions().values()) == [1])
+        wait_until(lambda: read_versions(stack) == [1])
         wait_until(lambda: {read_rank(name).state for name in RANKS} == {"ready"})
         assert all(read_rank(name).pid != pid for name, pid in pids.items())
         assert read_rank("first").failures == 0, "a rank that was stopped has not failed"

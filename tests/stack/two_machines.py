@@ -7,7 +7,7 @@ import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import rollway
@@ -31,16 +31,17 @@ def two_machines(spec: dict[str, Any]) -> Iterator[rollway.Stack]:
          "master": f"127.0.0.1:{master}"}
         for rank in range(2)
     ]  # fmt: skip
-    with ThreadPoolExecutor() as threads:
+    with ExitStack() as cleanup, ThreadPoolExecutor() as threads:
         # In a thread: neither stack is ready before the other one runs.
-        opening = threads.submit(rollway.up, {**spec, "name": "first", "placed": ranks[:1]})
-        wait_until(lambda: has_plan("first") or opening.done())
+        first = rollway.up({**spec, "name": "first", "placed": ranks[:1]})
+        start = threads.submit(cleanup.enter_context, first)
+        wait_until(lambda: has_plan("first") or start.done())
         state = StackDir("first").read()
-        assert state is not None, opening.exception()
+        assert state is not None, start.exception()
         join = {**state.join_spec["join"], "secret": read_secret(state)}
         guest = {**spec, **state.join_spec, "name": "second", "placed": ranks[1:], "join": join}
-        with rollway.up(guest), opening.result() as stack:
-            yield stack
+        with rollway.up(guest):
+            yield start.result()
 
 
 def has_plan(name: str) -> bool:

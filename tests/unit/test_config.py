@@ -45,7 +45,10 @@ def test_overrides_change_what_the_yaml_file_says(model: str, tmp_path: Path) ->
         ({"replica": 2}, ["models.0.replica", "Did you mean `replicas`"]),
         ({"replicas": 0}, ["models.0.replicas", "greater than or equal to 1", "got 0"]),
         ({"engine": "trt"}, ["models.0.engine", "'vllm', 'mocker' or 'custom'"]),
-        ({"name": "x", "zzzz": 1}, ["models.0.zzzz", "Known here: args, data_parallel, decode, engine"]),
+        (
+            {"name": "x", "zzzz": 1},
+            ["models.0.zzzz", "Known here: args, data_parallel, decode, engine"],
+        ),
     ],
 )
 def test_a_wrong_model_field_is_named(

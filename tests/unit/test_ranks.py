@@ -73,12 +73,53 @@ def test_raw_arguments_of_other_engines_are_their_own() -> None:
         ({"placed": [{"model": "m", "replica": 0}] * 2}, "replica 0 of `m` twice"),
         ({"placed": [{"model": "m", "replica": 0, "node_rank": 1}]}, "`nodes` is 1"),
         ({"placed": [{"model": "m", "replica": 0, "nodes": 2}]}, "needs `master`"),
+        (
+            {"placed": [{"model": "m", "replica": 0, "role": "decode"}]},
+            "a worker of `m` in the role `decode`; the roles of this model are not apart",
+        ),
     ],
 )
 def test_a_contradiction_is_refused(fields: dict[str, Any], phrase: str) -> None:
     with pytest.raises(SpecError) as failure:
         load_spec({"models": [{"path": "org/m"}], **fields})
     assert phrase in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("args", "router", "phrases"),
+    [
+        (
+            {"enable-prefix-caching": False},
+            {"args": {"router-kv-events": True}},
+            ["`router.args.router-kv-events` is true", "workers of `m` give no KV events",
+             "`args.enable-prefix-caching` is false"],
+        ),
+        (
+            {"kv_events_config": '{"enable_kv_cache_events": false}'},
+            {"args": {"router-kv-events": True}},
+            ["workers of `m`", "does not set `enable_kv_cache_events`"],
+        ),
+        (
+            {},
+            {"mode": "random", "args": {"router-kv-events": True}},
+            ["`router.mode` is `random`, which uses no events"],
+        ),
+        ({"enable-prefix-caching": False}, {"args": {"router-kv-events": False}}, []),
+        ({"enable-prefix-caching": False}, {}, []),
+        ({}, {"args": {"router-kv-events": True}}, []),
+    ],
+)  # fmt: skip
+def test_a_router_that_wants_events_and_a_model_that_gives_none_are_refused(
+    args: dict[str, Any], router: dict[str, Any], phrases: list[str]
+) -> None:
+    data = {"models": [{"path": "org/ok"}, {"path": "org/m", "args": args}], "router": router}
+    if not phrases:
+        load_spec(data)
+        return
+    with pytest.raises(SpecError) as failure:
+        load_spec(data)
+    for phrase in phrases:
+        assert phrase in str(failure.value)
 
 
 def test_a_model_runtime_env_is_merged_over_the_stacks() -> None:

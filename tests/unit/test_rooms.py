@@ -11,7 +11,8 @@ import rollway
 ORDER = [
     "errors",
     "private plain http orders versions",
-    "ranks", "roles",
+    "ranks",
+    "roles contradictions",
     "config processes",
     "weights",
     "engine rollout",

@@ -2,7 +2,7 @@
 
 `planning` places 1,000 replicas on 1,000 nodes. The cluster is mixed (nodes of 8, 6, 4 and 1 GPUs,
 some in use, a fifth without the stack's label), and so is the stack: replicas of 1 to 16 ranks,
-with tensor, pipeline and data parallelism.
+with tensor, pipeline and data parallelism, and two models with prefill and decode apart.
 """
 
 from __future__ import annotations
@@ -35,21 +35,25 @@ def bench_planning(replicas: int = 1000, nodes: int = 1000) -> dict[str, Any]:
 
 
 def make_stack(replicas: int) -> StackSpec:
-    """Return a stack of six models with so many replicas in all."""
-    sizes: tuple[dict[str, Any], ...] = (
-        {"tensor_parallel": 1},
-        {"tensor_parallel": 2},
-        {"tensor_parallel": 4},
-        {"tensor_parallel": 8},
-        {"tensor_parallel": 8, "pipeline_parallel": 2},
-        {"args": {"tp": 2}, "data_parallel": 3},
-    )
-    shares = (0.4, 0.2, 0.2, 0.1, 0.05, 0.05)
+    """Return a stack of seven models with so many replicas in all."""
+
+    def share(part: float, **fields: Any) -> dict[str, Any]:
+        return {"replicas": round(replicas * part), **fields}
+
+    def divide(prefill: dict[str, Any], decode: dict[str, Any]) -> dict[str, Any]:
+        return {"serving": "disaggregated", "prefill": prefill, "decode": decode}
+
     models = [
-        {"path": f"org/m{i}", "replicas": round(replicas * share), **size}
-        for i, (size, share) in enumerate(zip(sizes, shares, strict=True))
+        share(0.3),
+        share(0.2, tensor_parallel=2),
+        share(0.1, tensor_parallel=8),
+        share(0.05, tensor_parallel=8, pipeline_parallel=2),
+        share(0.05, args={"tp": 2}, data_parallel=3),
+        divide(share(0.05, tensor_parallel=4), share(0.15, args={"tp": 4})),
+        divide(share(0.02, tensor_parallel=2), share(0.08)),
     ]
-    return load_spec({"launcher": "ray", "ray": {"labels": {"use": "!other"}}, "models": models})
+    named = [{"path": f"org/m{number}", **model} for number, model in enumerate(models)]
+    return load_spec({"launcher": "ray", "ray": {"labels": {"use": "!other"}}, "models": named})
 
 
 def make_cluster(nodes: int, seed: int = 0) -> list[NodeInfo]:

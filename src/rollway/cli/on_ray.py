@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import time
 
 from rollway.api import parse_launcher
 from rollway.cli import stack
 from rollway.cli.output import print_json, print_result, print_table
 from rollway.config import StackSpec
-from rollway.errors import StackNotRunning, UsageError
+from rollway.errors import UsageError
 from rollway.stack import local
 from rollway.stack.progress import StackProgress
 from rollway.stack.ray import launcher
+from rollway.stack.ray.dry_run import COLUMNS
 from rollway.stack.state import StackDir
 
 
@@ -45,48 +47,20 @@ def up(spec: StackSpec, options: argparse.Namespace, progress: StackProgress) ->
     if options.foreground:
         stack.print_ready(running.state, options)
         try:
-            cause = running.access.wait_until_over()
+            raise asyncio.run(running.access.wait_until_over())
         except KeyboardInterrupt:
             running.stop(progress)
             return 0
-        raise StackNotRunning(cause)
     running.detach()
     stack.print_ready(running.state, options)
     return 0
 
 
 def dry_run(spec: StackSpec, options: argparse.Namespace) -> int:
-    """Print where each rank would run, and start nothing."""
-    placement, nodes = launcher.plan(spec)
-    addresses = {node.id: node.address for node in nodes}
-    rows = [
-        {
-            "replica": str(place),
-            "rank": rank.node_rank,
-            "node": rank.node,
-            "address": addresses[rank.node],
-            "gpus": rank.gpus,
-            "cpus": rank.cpus,
-        }
-        for place in placement.replicas
-        for rank in place.ranks
-    ]
-    result = {"services": placement.services, "ranks": rows}
-
-    def show(_: object) -> None:
-        services = f"{addresses[placement.services]} ({placement.services[:8]})"
-        print(f"services and frontend: node {services}")
-        print_table(
-            ("replica", "rank", "node", "GPUs", "CPUs"),
-            (
-                (str(row["replica"]), str(row["rank"]),
-                 f"{row['address']} ({str(row['node'])[:8]})",
-                 f"{row['gpus']:g}", f"{row['cpus']:g}")
-                for row in rows
-            ),
-        )  # fmt: skip
-
-    print_result(options, result, show)
+    """Print where each process would run, and start nothing."""
+    rows = launcher.plan(spec)
+    result = {"processes": [row.as_json() for row in rows]}
+    print_result(options, result, lambda _: print_table(COLUMNS, (row.as_row() for row in rows)))
     return 0
 
 

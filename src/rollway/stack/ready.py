@@ -99,18 +99,24 @@ class ServingCheck:
         `used_ids` are the ids of other workers and of dead ones, which stay listed for some time.
         `on_lost` is called with a worker that serves its admin port but does not get listed.
         Headless ranks register nowhere: they are ready when their rank 0 is."""
-        headless = [worker for worker in workers if worker.is_headless]
-        workers = [worker for worker in workers if not worker.is_headless]
-        rank_zeros = asyncio.gather(*(self._wait_for_rank_zero(worker) for worker in headless))
-        try:
-            instances = await self._wait_for_registration(workers, used_ids, on_lost)
-            await self._wait_for_models({worker.model for worker in workers if worker.model})
-            await asyncio.gather(
-                *(self._finish(worker, instances[worker.name]) for worker in workers)
-            )
-            await rank_zeros
-        finally:
-            rank_zeros.cancel()
+        serving = [worker for worker in workers if not worker.is_headless]
+        instances, *_ = await asyncio.gather(
+            self._wait_until_serving(serving, used_ids, on_lost),
+            *(self._wait_for_rank_zero(worker) for worker in workers if worker.is_headless),
+        )
+        return instances
+
+    async def _wait_until_serving(
+        self,
+        workers: Sequence[ProcessPlan],
+        used_ids: Set[int],
+        on_lost: Callable[[ProcessPlan], None],
+    ) -> dict[str, int]:
+        if not workers:
+            return {}
+        instances = await self._wait_for_registration(workers, used_ids, on_lost)
+        await self._wait_for_models({worker.model for worker in workers if worker.model})
+        await asyncio.gather(*(self._finish(worker, instances[worker.name]) for worker in workers))
         return instances
 
     async def _wait_for_rank_zero(self, rank: ProcessPlan) -> None:

@@ -138,8 +138,9 @@ class Supervisor:
 
     def _make_death_error(self, process: ProcessPlan, status: int) -> StartError:
         self._children.report(process, "failed", describe_exit(status))
+        whose = f", a worker of the model `{process.model}`," if process.model else ""
         return StartError(
-            f"{process.name} {describe_exit(status)} while the stack was starting.",
+            f"{process.name}{whose} {describe_exit(status)} while the stack was starting.",
             logs.find_hint(process.log),
             log_tail="\n".join(logs.read_error_tail(process.log)),
         )

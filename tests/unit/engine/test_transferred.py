@@ -146,9 +146,7 @@ def test_vllm_frees_blocks_whose_lease_was_ended() -> None:
 
 def test_vllm_tells_the_prefill_worker_of_a_request_that_never_began() -> None:
     """What `refuse` relies on: the connector asks for an empty transfer, which frees the blocks."""
-    module = pytest.importorskip(
-        "vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler"
-    )
+    module = pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler")
     scheduler = SimpleNamespace(
         _stop_heartbeat=lambda _: None, _reqs_need_recv={}, is_bidirectional_kv_xfer_enabled=False
     )

@@ -194,3 +194,79 @@ def test_a_server_on_all_interfaces_is_dialled_on_loopback() -> None:
     assert plan.get_dial_address("0.0.0.0") == "127.0.0.1"
     assert plan.get_dial_address("10.0.0.7") == "10.0.0.7"
     assert plan.get_dial_address("::1") == "[::1]"
+
+
+# --- placed workers ------------------------------------------------------------------------------
+
+
+def test_exactly_the_placed_workers_are_planned(plan_for: Any) -> None:
+    placed = [{"model": "model", "replica": 5, "gpus": ["3", "GPU-7"]}]
+    (worker,) = plan_for(model={"seed": 10, "tensor_parallel": 2}, placed=placed).by_role("worker")
+    assert (worker.name, option(worker.argv, "seed")) == ("model-5", "15")
+    assert worker.env["CUDA_VISIBLE_DEVICES"] == "3,GPU-7"
+    assert (
+        "CUDA_VISIBLE_DEVICES"
+        not in plan_for(placed=[{"model": "model", "replica": 0}]).by_role("worker")[0].env
+    )
+
+
+def test_a_node_of_services_alone_has_no_workers(plan_for: Any) -> None:
+    assert [process.role for process in plan_for(placed=[]).processes] == ["frontend"]
+
+
+def test_a_headless_rank_has_no_endpoint_and_no_port(plan_for: Any) -> None:
+    meeting = {"nodes": 2, "master": "127.0.0.1:20500", "admin_port": 20501}
+    rank = {"model": "model", "replica": 1, "node_rank": 1, **meeting}
+    (worker,) = plan_for(model={"tensor_parallel": 2}, placed=[rank]).by_role("worker")
+    assert worker.is_headless and worker.shares_replica
+    assert (worker.name, worker.ports, worker.admin_url) == ("model-1-rank1", {}, None)
+    assert not {"--endpoint", "--served-model-name"} & set(worker.argv)
+    assert not {"DYN_SYSTEM_PORT", "DYN_SYSTEM_HOST"} & worker.env.keys()
+    assert worker.env["GLOO_SOCKET_IFNAME"] == "lo"
+    assert "UniProcExecutor" not in " ".join(worker.argv), "the ranks are processes"
+
+
+def test_rank_zero_serves_its_admin_routes_where_the_others_look(plan_for: Any) -> None:
+    lease = Lease()
+    port = lease.reserve_port(0, "127.0.0.1", "a test")
+    lease.release()
+    rank = {"model": "model", "replica": 0, "nodes": 2, "master": "127.0.0.1:1", "admin_port": port}
+    (worker,) = plan_for(placed=[rank]).by_role("worker")
+    assert worker.admin_url == f"http://127.0.0.1:{port}" and not worker.is_headless
+
+
+def test_the_ranks_of_this_machine_share_its_cores(
+    plan_for: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preset, "count_cores", lambda: 16)
+    rank = {"model": "model", "replica": 0, "nodes": 2, "master": "127.0.0.1:1"}
+    model = {"tensor_parallel": 4, "replicas": 8}
+    (worker,) = plan_for(model=model, placed=[rank]).by_role("worker")
+    assert worker.env["OMP_NUM_THREADS"] == "8"
+
+
+def test_gpus_count_for_every_kind_of_parallelism(
+    plan_for: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus = [f"test-ranks-{number}" for number in range(9)]  # names that no other test leases
+    monkeypatch.setattr(preset, "list_gpus", lambda: gpus)
+    model = {"pipeline_parallel": 2, "args": {"dp": 2}, "replicas": 2}
+    workers = plan_for(model=model).by_role("worker")
+    assert [w.env["CUDA_VISIBLE_DEVICES"] for w in workers] == [
+        ",".join(gpus[:4]),
+        ",".join(gpus[4:8]),
+    ]
+    assert option(workers[0].argv, "pipeline-parallel-size") == "2"
+    assert option(workers[0].argv, "data-parallel-size") == "2"
+    # An engine of a data-parallel group that the user has spread over machines.
+    args = {"data-parallel-size": 4, "data-parallel-size-local": 1}
+    workers = plan_for(model={"args": args, "replicas": 1}).by_role("worker")
+    assert workers[0].env["CUDA_VISIBLE_DEVICES"] == gpus[8]
+
+
+def test_a_runtime_env_gives_variables_below_those_of_the_model(plan_for: Any) -> None:
+    model = {"env": {"A": "env"}, "runtime_env": {"env_vars": {"A": "model", "B": "model"}}}
+    worker = plan_for(model=model, runtime_env={"env_vars": {"B": "s", "C": "s"}}).by_role(
+        "worker"
+    )[0]
+    assert [worker.env[name] for name in "ABC"] == ["env", "model", "s"]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from rollway.errors import RolloutError
+from rollway.errors import RolloutError, Unreachable
+from rollway.ranks import PlacedWorker
 from rollway.stack import ready
+from rollway.stack.plan import ProcessPlan, StackPlan
 
 
 class Frontend:
@@ -61,3 +64,47 @@ async def test_a_worker_whose_answers_stay_wrong_does_not_become_ready(
 ) -> None:
     with pytest.raises(RolloutError, match="log-prob"):
         await warm_up(Frontend(wrong=100), monkeypatch)
+
+
+class RankZero:
+    """A stand-in for rank 0 of a replica, whose label is set after some calls."""
+
+    def __init__(self, versions: list[int | None]) -> None:
+        self.versions = versions
+        self.urls: list[str] = []
+
+    async def post(self, url: str, body: Any, **_: Any) -> dict[str, Any]:
+        self.urls.append(url)
+        if not self.versions:
+            raise Unreachable("it has died")
+        return {"status": "ok", "version": self.versions.pop(0)}
+
+
+async def wait_for_headless(rank_zero: RankZero, admin_port: int) -> list[str]:
+    placed = PlacedWorker(
+        model="m", replica=0, nodes=2, node_rank=1, master="10.0.0.1:2", admin_port=admin_port
+    )
+    worker = ProcessPlan("m-0-rank1", "worker", [], {}, Path("log"), model="m", placed=placed)
+    states: list[str] = []
+    check = ready.ServingCheck(
+        rank_zero,  # type: ignore[arg-type]
+        StackPlan("http://127.0.0.1:1", "http://127.0.0.1:1", [worker], {}),
+        lambda _, state, __: states.append(state),
+        warm_up=True,
+    )
+    assert await check.wait([worker], set(), on_lost=lambda _: None) == {}
+    return states
+
+
+async def test_a_headless_rank_is_ready_when_its_rank_zero_has_a_label(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ready, "_POLL_SECONDS", 0.0)
+    rank_zero = RankZero([None, None, 0])
+    assert await wait_for_headless(rank_zero, 20500) == ["waiting for rank 0", "ready"]
+    assert set(rank_zero.urls) == {"http://10.0.0.1:20500/engine/get_weight_version"}
+    assert not rank_zero.versions
+
+
+async def test_a_headless_rank_that_knows_no_rank_zero_is_ready_at_once() -> None:
+    assert await wait_for_headless(RankZero([]), 0) == ["ready"]

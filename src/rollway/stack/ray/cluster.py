@@ -269,6 +269,17 @@ def find_head(stack: str, namespace: str | None = None) -> Any:
         return None
 
 
+def is_alive(actor: Any) -> bool:
+    """Whether an actor runs, for all that this process knows."""
+    import ray
+
+    try:
+        ray.get(actor.identify.remote(), timeout=_ANSWER_SECONDS)
+    except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+        return False
+    return True
+
+
 def create_group(name: str, bundles: Sequence[tuple[str, Mapping[str, float]]]) -> Any:
     """Ask Ray for a detached placement group whose bundles are on the nodes given."""
     from ray.util.placement_group import placement_group

@@ -143,7 +143,7 @@ def _place_workers(
             worker = PlacedWorker(
                 model=place.model,
                 replica=place.replica,
-                role=place.role,  # type: ignore[arg-type]
+                role=place.role,
                 node_rank=rank.node_rank,
                 nodes=len(place.ranks),
                 **meeting,

@@ -9,11 +9,7 @@
 
 Whatever the Head creates is in its record before it exists, so that a failure, a dead owner or
 Ctrl-C at any point takes down exactly what there is. If the Head itself dies, its Keepers do that.
-
-    a part's Keeper or supervisor dies, its node lives     the part starts again there
-    a node is lost                                         `replace`: its replicas are placed again,
-                                                           or wait for room; `fail`: the run ends
-    part 0 is lost                                         the run ends with that cause
+`healing.py` says what happens to lost parts and nodes.
 """
 
 from __future__ import annotations
@@ -29,15 +25,12 @@ from rollway.config import StackSpec
 from rollway.errors import RollwayError, StartError
 from rollway.fleet.discovery import Worker
 from rollway.stack.ray import cluster
+from rollway.stack.ray.healing import Events, Healing
 from rollway.stack.ray.ledger import Ledger
-from rollway.stack.ray.parts import SERVICES, Part, Parts
-from rollway.stack.ray.placement import Placement, ReplicaPlace, place_again
-from rollway.stack.state import WAITS_FOR_REPLICA, StackState
+from rollway.stack.ray.parts import SERVICES, Parts
+from rollway.stack.ray.placement import Placement
+from rollway.stack.state import StackState
 
-RETRY_SECONDS = 5.0
-NODE_SECONDS = 60.0
-"""How long a node may neither run a new Keeper nor be dead."""
-_RANK_SECONDS = 1.0
 _LAST_CALL_SECONDS = 3.0
 
 
@@ -65,14 +58,12 @@ class Head:
         self._phase = "starting"
         self._error: dict[str, Any] | None = None
         self._secret = ""
-        self._displaced: list[ReplicaPlace] = []
-        """Replicas of lost nodes that have no new place yet."""
-        self._waiting: list[str] = []
-        self._lost: set[str] = set()
-        self._events: list[dict[str, Any]] = []
-        self._healing = asyncio.Lock()
-        self._watches: set[asyncio.Task[None]] = set()
         self._stopping, self._over, self._ready = (asyncio.Event() for _ in range(3))
+        self._events = Events()
+        self._healing = Healing(
+            self._spec, self._parts, placement.services, self._events, self._fail,
+            self._stopping.is_set,
+        )  # fmt: skip
         self._me.run.remote()  # before any call of the driver, which may die at once
 
     # --- the life of the run ---------------------------------------------------------------------
@@ -89,11 +80,12 @@ class Head:
                 await self._stopping.wait()
         except RollwayError as error:
             self._error = error.as_json()
-        except ray.exceptions.RayError as error:  # a node was lost during the start, for example
-            cause = " ".join(str(error).split())[:600]
+        except Exception as error:  # noqa: BLE001  (whatever it is, the run must be taken down)
+            cause = " ".join(str(error).split())[:600] or type(error).__name__
             self._error = StartError(f"The stack could not start on Ray: {cause}").as_json()
         owner.cancel()
         self._phase = "stopping"
+        self._stopping.set()
         self._ready.set()
         await self._take_down()
         self._phase = "stopped"
@@ -116,16 +108,13 @@ class Head:
         await task
 
     async def _become_ready(self) -> None:
-        for part in self._parts.parts.values():
-            self._watch(part)
-        if any(part.shares_replica for part in self._parts.parts.values()):
-            self._add_watch(self._watch_ranks())
+        self._healing.start()
         keeper = self._parts.record.keepers[self._parts.parts[SERVICES].node]
         self._secret = (await keeper.wait_until_joinable.remote(self._parts.parts[SERVICES].name))[
             "join"
         ]["secret"]
         self._phase = "ready"
-        self._note("ready", seconds=round(time.time() - self._identity["since"], 3))
+        self._events.note("ready", seconds=round(time.time() - self._identity["since"], 3))
         self._ready.set()
 
     async def _watch_owner(self) -> None:
@@ -136,7 +125,7 @@ class Head:
         with contextlib.suppress(ray.exceptions.RayError):
             await witness.wait.remote()
         if self._witness is witness:
-            self._note("owner gone")
+            self._events.note("owner gone")
             self._fail("The process that owns the stack has ended.")
 
     def _fail(self, cause: str) -> None:
@@ -148,8 +137,8 @@ class Head:
         """Stop all processes, then the keepers, then free the groups."""
         import ray
 
-        for task in self._watches:
-            task.cancel()
+        self._healing.cancel()
+        await self._parts.wait_for_calls()
         record = self._parts.record
         keepers = list(record.keepers.values())
         stops = [keeper.stop.remote() for keeper in keepers]
@@ -158,162 +147,6 @@ class Head:
         for keeper in keepers:
             ray.kill(keeper)
         await asyncio.to_thread(cluster.remove_groups, list(record.groups))
-
-    def _note(self, event: str, **details: Any) -> None:
-        self._events.append({"time": time.time(), "event": event, **details})
-        del self._events[:-1000]
-
-    # --- lost parts ------------------------------------------------------------------------------
-
-    def _watch(self, part: Part) -> None:
-        self._add_watch(self._watch_part(part))
-
-    def _add_watch(self, work: Any) -> None:
-        task = asyncio.create_task(work)
-        self._watches.add(task)
-        task.add_done_callback(self._watches.discard)
-
-    async def _watch_part(self, part: Part) -> None:
-        """Wait for the end of a part, which nobody has asked for; then heal the stack."""
-        import ray
-
-        where = part.describe(self._parts.addresses)
-        keeper = self._parts.record.keepers[part.node]
-        try:
-            error = await keeper.watch.remote(part.name)
-            cause = f"The supervisor of the engines of {where} ended. {error}".rstrip()
-        except ray.exceptions.RayError as error:
-            text = " ".join(str(error).split())[:300]
-            cause = f"The actor that ran the engines of {where} died: {text}"
-        if self._stopping.is_set():
-            return
-        self._note("part lost", part=part.name, node=part.node, cause=cause)
-        if part.number == SERVICES or self._spec.ray.on_node_lost == "fail":
-            self._fail(cause)
-            return
-        async with self._healing:
-            if part.number in self._parts.parts:
-                await self._heal(part, cause)
-
-    async def _heal(self, part: Part, cause: str) -> None:
-        if await self._revive_keeper(part.node):
-            await self._restart_part(part, cause)
-            return
-        self._parts.record.keepers.pop(part.node, None)
-        self._lost.add(part.node)
-        lost = [p for p in self._parts.parts.values() if p.node == part.node]
-        replicas = list(dict.fromkeys(place for p in lost for place, _ in p.workers))
-        self._note("node lost", node=part.node, replicas=[str(place) for place in replicas])
-        # The ranks of these replicas on other nodes are worth nothing without the lost ones.
-        others = [
-            p
-            for p in self._parts.parts.values()
-            if p.shares_replica and any(place in replicas for place, _ in p.workers)
-        ]
-        gone = {p.number: p for p in (*lost, *others)}.values()
-        await self._parts.remove(list(gone), replicas)
-        self._displaced += replicas
-        if len(self._displaced) == len(replicas):  # otherwise a task does this already
-            self._add_watch(self._place_again())
-
-    async def _revive_keeper(self, node: str) -> bool:
-        """Return whether the node lives and has a Keeper, a new one if it must be."""
-        deadline = time.monotonic() + NODE_SECONDS
-        attempt: asyncio.Task[None] | None = None
-        keeper = self._parts.record.keepers.get(node)
-        if keeper is not None:
-            with contextlib.suppress(Exception):
-                await asyncio.wait_for(_await(keeper.examine.remote()), 10.0)
-                return True
-        try:
-            attempt = asyncio.create_task(self._parts.create_keeper(node))
-            while time.monotonic() < deadline:
-                await asyncio.wait({attempt}, timeout=0.5)
-                if attempt.done():
-                    return attempt.exception() is None
-                nodes = await asyncio.to_thread(cluster.read_nodes)
-                if node not in {entry.id for entry in nodes}:
-                    return False
-            return False
-        finally:
-            if attempt is not None:
-                attempt.cancel()
-
-    async def _restart_part(self, part: Part, cause: str) -> None:
-        """Start a part again on its node until it runs."""
-        import ray
-
-        while True:
-            again = self._parts.renew(part)
-            try:
-                await self._parts.launch(again, after=[part.name])
-            except (RollwayError, ray.exceptions.RayError) as error:
-                self._note("restart failed", part=again.name, error=str(error)[:600])
-                if part.node not in {n.id for n in await asyncio.to_thread(cluster.read_nodes)}:
-                    self._watch(again)  # finds out that the node is lost
-                    return
-                part = again
-                await asyncio.sleep(RETRY_SECONDS)
-                continue
-            self._note("part restarted", part=again.name, cause=cause)
-            self._watch(again)
-            return
-
-    async def _place_again(self) -> None:
-        """Start lost replicas where there is room, and wait for room for the others."""
-        import ray
-
-        while self._displaced:
-            nodes = await asyncio.to_thread(cluster.read_nodes)
-            old = Placement(self._placement.services, tuple(self._displaced))
-            again, waiting = place_again(self._spec, old, nodes, self._lost)
-            reasons = [f"{entry.place}: {entry.reason}" for entry in waiting]
-            if reasons != self._waiting:
-                self._waiting = reasons
-                self._note("waiting", replicas=reasons)
-            if again:
-                try:
-                    parts = await self._parts.add(again)
-                except (RollwayError, ray.exceptions.RayError) as error:
-                    self._note("placing again failed", error=str(error)[:600])
-                else:
-                    placed = {(p.model, p.role, p.replica) for p in again}
-                    self._displaced = [
-                        p for p in self._displaced if (p.model, p.role, p.replica) not in placed
-                    ]
-                    self._note("placed again", replicas=[str(place) for place in again])
-                    for part in parts:
-                        self._watch(part)
-            if self._displaced:
-                await asyncio.sleep(RETRY_SECONDS)
-        self._waiting = []
-
-    async def _watch_ranks(self) -> None:
-        """Restart the ranks of a replica over several nodes together.
-
-        A rank that has died waits for its replica. The others are stopped; when all of them wait,
-        all start again."""
-        while True:
-            await asyncio.sleep(_RANK_SECONDS)
-            ranks: dict[tuple[str, int | None], list[tuple[Part, Any]]] = {}
-            for part, state in await self._read_parts():
-                for process in state.processes:
-                    if process.nodes > 1:
-                        key = process.model or "", process.replica
-                        ranks.setdefault(key, []).append((part, process))
-            for members in ranks.values():
-                waiting = [process.state == WAITS_FOR_REPLICA for _, process in members]
-                if not any(waiting) or len(members) < members[0][1].nodes:
-                    continue
-                method = "release_rank" if all(waiting) else "stop_rank"
-                calls = [
-                    getattr(self._parts.record.keepers[part.node], method).remote(
-                        part.name, process.name
-                    )
-                    for (part, process), waits in zip(members, waiting, strict=True)
-                    if all(waiting) or not waits
-                ]
-                await asyncio.gather(*calls, return_exceptions=True)
 
     # --- what drivers ask ------------------------------------------------------------------------
 
@@ -340,13 +173,13 @@ class Head:
 
     async def stop(self) -> None:
         """Take the run down; return when nothing is left of it."""
-        self._note("stop")
+        self._events.note("stop")
         self._stopping.set()
         await self._over.wait()
 
     async def read_state(self) -> bytes:
         """Return the state of the whole stack."""
-        states = await self._read_parts()
+        states = await self._healing.read_states()
         merged = self._make_state()
         for part, state in states:
             if part.number == SERVICES:
@@ -376,28 +209,12 @@ class Head:
             restarts=spec.restart.enabled,
             stop_seconds=spec.stop_seconds,
             ray_namespace=spec.ray.namespace,
-            waiting=self._waiting,
+            waiting=self._healing.waiting,
         )
-
-    async def _read_parts(self) -> list[tuple[Part, StackState]]:
-        keepers = dict(self._parts.record.keepers)
-        answers = await asyncio.gather(
-            *(_await(keeper.read_states.remote()) for keeper in keepers.values()),
-            return_exceptions=True,
-        )
-        by_name = {part.name: part for part in self._parts.parts.values()}
-        states = [
-            msgspec.json.decode(state, type=StackState)
-            for answer in answers
-            if not isinstance(answer, BaseException)
-            for state in answer
-        ]
-        pairs = [(by_name[state.name], state) for state in states if state.name in by_name]
-        return sorted(pairs, key=lambda pair: pair[0].number)
 
     async def read_events(self) -> list[dict[str, Any]]:
         """Return the history of the run: starts, losses, replacements."""
-        return list(self._events)
+        return list(self._events.entries)
 
     async def read_secret(self) -> str:
         """Return the secret that signs orders and offers. Who may call this may run code on the

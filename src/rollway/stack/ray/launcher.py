@@ -6,7 +6,6 @@ which does the rest. All functions work in any process that reaches the cluster.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import getpass
 import importlib.util
@@ -15,25 +14,17 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import ExitStack, asynccontextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from rollway.config import StackSpec
-from rollway.errors import (
-    RollwayError,
-    SpecError,
-    StackNotRunning,
-    StartError,
-    restore_error,
-)
-from rollway.fleet.discovery import Worker
+from rollway.errors import SpecError, StackNotRunning, StartError, restore_error
 from rollway.stack.ray import cluster
+from rollway.stack.ray.access import RayAccess, create_witness, make_gone_error
+from rollway.stack.ray.dry_run import PlannedProcess, plan_processes
 from rollway.stack.ray.placement import NodeInfo, Placement, plan_placement
-from rollway.stack.ready import is_at
 from rollway.stack.state import StackState
 
 Progress = Callable[[StackState], None]
@@ -41,104 +32,7 @@ _POLL_SECONDS = 0.3
 _NAME_SECONDS = 60.0
 _STOP_SECONDS = 90.0
 """What a stop may take beyond the stop time of the stack."""
-_STATE_SECONDS = 1.0
 _CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
-
-
-class RayAccess:
-    """A stack on Ray, by its Head."""
-
-    def __init__(self, head: Any, name: str, witness: Any = None) -> None:
-        self.head = head
-        self.name = name
-        self._witness = witness
-        self._state: tuple[float, StackState] | None = None
-
-    def read_state(self) -> StackState:
-        state: StackState = msgspec.json.decode(self.call("read_state"), type=StackState)
-        self._state = time.monotonic(), state
-        return state
-
-    def read_secret(self) -> str:
-        return str(self.call("read_secret"))
-
-    def call(self, method: str, *arguments: Any) -> Any:
-        """Call the Head and wait; raise StackNotRunning if it has ended."""
-        import ray
-
-        try:
-            return ray.get(getattr(self.head, method).remote(*arguments))
-        except ray.exceptions.RayActorError as error:
-            raise make_gone_error(self.name, error) from None
-
-    async def _call(self, method: str, *arguments: Any) -> Any:
-        import ray
-
-        try:
-            return await getattr(self.head, method).remote(*arguments)
-        except ray.exceptions.RayActorError as error:
-            raise make_gone_error(self.name, error) from None
-
-    async def replace_worker(self, worker: Worker) -> bool:
-        return bool(await self._call("replace_worker", worker))
-
-    def is_supervised(self, worker: Worker) -> bool:
-        if self._state is None or time.monotonic() - self._state[0] > _STATE_SECONDS:
-            self.read_state()
-        assert self._state is not None
-        processes = self._state[1].processes
-        return any(p.role == "worker" and is_at(worker.admin_url, p) for p in processes)
-
-    @asynccontextmanager
-    async def hold_refit_lock(self, model: str) -> AsyncIterator[None]:
-        if self._witness is None:
-            self._witness = await asyncio.to_thread(_create_witness)
-        lock, token = f"refit/{model}", secrets.token_hex(8)
-        try:
-            if not await self._call("lock", lock, token, self._witness):
-                raise RollwayError(f"The lock of `{model}` was given up.", "Try again.")
-            yield
-        finally:
-            # Also when the wait was cancelled: then this gives the place in the queue up.
-            self.head.unlock.remote(lock, token)
-
-    def open_record(self, model: str) -> _Record:
-        return _Record(self, model)
-
-    def wait_until_over(self) -> str:
-        """Return the cause when the stack has ended without this process."""
-        try:
-            error = self.call("wait_until_over")
-        except StackNotRunning as gone:
-            return gone.message
-        return f"The stack `{self.name}` was stopped." if error is None else str(error["message"])
-
-
-class _Record:
-    """The versions of a model, kept by the Head. One call takes about a millisecond."""
-
-    def __init__(self, access: RayAccess, model: str) -> None:
-        self._access, self._model = access, model
-
-    def put(self, version: int, path: Path) -> None:
-        self._call("put", version, str(path))
-
-    def get(self) -> tuple[int, Path] | None:
-        current = self._call("get")
-        return None if current is None else (current[0], Path(current[1]))
-
-    def claim(self, version: int, identity: str) -> None:
-        self._call("claim", version, identity)
-
-    def claims(self) -> dict[int, str]:
-        return dict(self._call("claims"))
-
-    def newest(self) -> int | None:
-        newest: int | None = self._call("newest")
-        return newest
-
-    def _call(self, method: str, *arguments: Any) -> Any:
-        return self._access.call("call_ledger", method, self._model, *arguments)
 
 
 class RayStack:
@@ -186,23 +80,25 @@ def start(
         nodes = cluster.read_nodes()
         placement = placement or plan_placement(spec, nodes)
         _check_placement(spec, placement, nodes)
-        witness = _create_witness()
-        head = _create_head(spec, placement, given_gpus, witness)
-        access = RayAccess(head, spec.name, witness)
+        witness, access = create_witness(), None
         try:
+            head = _create_head(spec, placement, given_gpus, witness)
+            access = RayAccess(head, spec.name, witness)
             state = _wait_until_ready(access, progress)
         except BaseException:
-            with contextlib.suppress(StackNotRunning):
+            _kill(witness)  # whatever has come into being, its owner is gone
+            if access is not None:
                 _stop(access, spec.stop_seconds, progress)
             raise
+        if spec.ray.lifetime == "detached":
+            access.call("detach")
         return RayStack(access, state, connection.pop_all())
 
 
-def plan(spec: StackSpec) -> tuple[Placement, list[NodeInfo]]:
-    """Return where the stack would run now."""
+def plan(spec: StackSpec) -> list[PlannedProcess]:
+    """Return which process would run where now."""
     with cluster.connect(spec.ray.address):
-        nodes = cluster.read_nodes()
-        return plan_placement(spec, nodes), nodes
+        return plan_processes(spec, cluster.read_nodes())
 
 
 def _check_placement(spec: StackSpec, placement: Placement, nodes: list[NodeInfo]) -> None:
@@ -226,21 +122,6 @@ def _check_placement(spec: StackSpec, placement: Placement, nodes: list[NodeInfo
                          if is_needed},
         },
     )  # fmt: skip
-
-
-def _create_witness() -> Any:
-    """Create the actor that dies with this process."""
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    from rollway.stack.ray.keeper import Witness
-
-    # On this node: the loss of another one must not look like the death of this process.
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
-    options = ray.remote(Witness).options(
-        num_cpus=0, max_concurrency=1000, scheduling_strategy=here
-    )
-    return options.remote()
 
 
 def _create_head(
@@ -391,16 +272,14 @@ def _stop(access: RayAccess, stop_seconds: float, progress: Progress | None) -> 
                 progress(access.read_state())
     except (ray.exceptions.RayActorError, StackNotRunning):
         return  # it has ended by itself, after it had cleared up
-    # Its work is done, and its name is free at once.
-    ray.kill(head)
+    # Its work is done; its name is to be free when this returns.
+    _kill(head)
+    deadline = time.monotonic() + _POLL_SECONDS * 30
+    while cluster.is_alive(head) and time.monotonic() < deadline:
+        time.sleep(0.02)
 
 
-def make_gone_error(name: str, error: Exception) -> StackNotRunning:
-    """Make the error of a call to a Head that has ended."""
-    text = " ".join(str(error).split())
-    is_lost = "node" in text and ("died" in text or "dead" in text)
-    cause = "the node of its frontend and services is lost" if is_lost else "its Head has ended"
-    return StackNotRunning(
-        f"The stack `{name}` no longer runs on Ray: {cause}.",
-        "See `ray status`, and start it again with `rollway up --on ray`.",
-    )
+def _kill(actor: Any) -> None:
+    import ray
+
+    ray.kill(actor)

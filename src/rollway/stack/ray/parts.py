@@ -8,7 +8,7 @@ has the services and the frontend.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,6 +73,7 @@ class Parts:
         self._gpus: dict[tuple[str, int], list[str]] = {}
         self._has_gpus: dict[str, bool] = {}
         self._join: dict[str, Any] = {}
+        self._calls: set[asyncio.Future[Any]] = set()
         self._next_part = 0
         self._next_keeper = 0
         self._meetings: dict[ReplicaPlace, asyncio.Future[tuple[int, int, int]]] = {}
@@ -210,7 +211,7 @@ class Parts:
             nodes = self.record.groups[name] = {node for node, _ in held}
             for node in nodes:
                 await self.record.keepers[node].add_group.remote(name, is_shared=len(nodes) > 1)
-            groups[name] = await asyncio.to_thread(cluster.create_group, name, held)
+            groups[name] = await self._call(cluster.create_group, name, held)
         await asyncio.gather(*(self._wait_for_group(n, g) for n, g in groups.items()))
         await asyncio.gather(
             *(self._read_gpus(place, groups[self.name_group(place)]) for place in replicas
@@ -244,6 +245,17 @@ class Parts:
                     scheduling_strategy=PlacementGroupSchedulingStrategy(group, index),
                 )
                 self._gpus[key] = await task.remote()
+
+    async def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Create something of Ray in a thread, which goes on if this run is cancelled."""
+        task = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
+        return await asyncio.shield(task)
+
+    async def wait_for_calls(self) -> None:
+        """Wait until nothing is being created; then what the record has can be removed."""
+        await asyncio.gather(*self._calls, return_exceptions=True)
 
     # --- parts -----------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -92,7 +93,10 @@ class Pool:
 
 def list_pools(model: ModelSpec) -> tuple[Pool, ...]:
     """List the pools of a model: one, unless prefill and decode are apart."""
-    return (Pool("", model.replicas, model.ranks, model.ranks // model.data_parallel),)
+    return tuple(
+        Pool(role, part.replicas, part.ranks, part.ranks // part.data_parallel)
+        for role, part in model.roles.items()
+    )
 
 
 def plan_placement(spec: StackSpec, nodes: Sequence[NodeInfo]) -> Placement:
@@ -132,22 +136,36 @@ def place_again(
     affected = [
         place for place in placement.replicas if any(rank.node in lost for rank in place.ranks)
     ]
-    replicas = [(place, pools[place.model, place.role], place.replica) for place in affected]
-    total = sum(pool.ranks for _, pool, _ in replicas)
-    room = [_count_room(spec.ray, node, total) for node in usable]
+    affected.sort(key=lambda place: -pools[place.model, place.role].ranks)
+    sizes = [pools[place.model, place.role] for place in affected]
+    shapes = [Shape(pool.ranks, list_splits(pool.ranks, pool.engine_ranks)) for pool in sizes]
+    room = [_count_room(spec.ray, node, sum(pool.ranks for pool in sizes)) for node in usable]
     placed: list[ReplicaPlace] = []
     waiting: list[WaitingReplica] = []
-    for place, pool, _ in sorted(replicas, key=lambda entry: -entry[1].ranks):
-        # One by one, the largest first: those that do not fit must not keep others from starting.
-        chosen = pack(room, [Shape(pool.ranks, list_splits(pool.ranks, pool.engine_ranks))])
+    for place, pool, chosen in zip(affected, sizes, _pack_what_fits(room, shapes), strict=True):
         if chosen is None:
             waiting.append(WaitingReplica(place, _explain_wait(spec.ray, pool, usable, room)))
-            continue
-        for node in chosen[0]:
-            room[node] -= pool.ranks // len(chosen[0])
-        ranks = _make_ranks(spec.ray, usable, pool, chosen[0])
-        placed.append(ReplicaPlace(place.model, place.replica, place.role, ranks))
+        else:
+            ranks = _make_ranks(spec.ray, usable, pool, chosen)
+            placed.append(ReplicaPlace(place.model, place.replica, place.role, ranks))
     return tuple(placed), tuple(waiting)
+
+
+def _pack_what_fits(room: list[int], shapes: Sequence[Shape]) -> list[list[int] | None]:
+    """Return the nodes of each replica, None for those that must wait; reduce `room` by the rest.
+
+    If not all fit, the largest come first, one by one: those that do not fit must not keep others
+    from starting."""
+    together = None
+    with contextlib.suppress(SearchLimit):
+        together = pack(room, shapes, is_narrow=True) or pack(room, shapes)
+    places: list[list[int] | None] = []
+    for number, shape in enumerate(shapes):
+        chosen = together[number] if together is not None else (pack(room, [shape]) or [None])[0]
+        for node in chosen or ():
+            room[node] -= shape.ranks // len(chosen or ())
+        places.append(chosen)
+    return places
 
 
 def check_ranks(spec: StackSpec) -> None:
@@ -155,13 +173,13 @@ def check_ranks(spec: StackSpec) -> None:
     for model in spec.models:
         if 0 < spec.ray.gpus < 1 and any(pool.ranks > 1 for pool in list_pools(model)):
             raise SpecError(
-                f"`ray.gpus` is {spec.ray.gpus:g}, but `{model.name}` has {model.ranks} ranks, "
-                "which cannot share GPUs with others.",
+                f"`ray.gpus` is {spec.ray.gpus:g}, but replicas of `{model.name}` have several "
+                "ranks, which cannot share GPUs with others.",
                 "Use whole GPUs (`ray.gpus: 1`), or one rank per replica.",
             )
         if model.engine != "vllm":
             continue
-        for name in model.args:
+        for name in (name for part in model.roles.values() for name in part.args):
             if normalise_option(name) in LAUNCH_ARGS:
                 raise SpecError(
                     f"`args.{name}` of `{model.name}` says which part of a replica a process is, "

@@ -12,12 +12,10 @@ from hypothesis import strategies as st
 
 from rollway.config import StackSpec, load_spec
 from rollway.errors import SpecError
-from rollway.stack.ray import placement
 from rollway.stack.ray.packing import Shape, list_splits, pack
 from rollway.stack.ray.placement import (
     NodeInfo,
     Placement,
-    Pool,
     ReplicaPlace,
     has_labels,
     place_again,
@@ -266,51 +264,18 @@ def test_a_replica_over_nodes_moves_as_a_whole_and_never_to_a_lost_node() -> Non
     assert not placed and len(waiting) == 1
 
 
-# --- bad input -----------------------------------------------------------------------------------
+# --- pools ---------------------------------------------------------------------------------------
 
 
-def test_pools_of_one_model_are_placed_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    pools = (Pool("prefill", 2, 1, 1), Pool("decode", 1, 4, 4))
-    monkeypatch.setattr(placement, "list_pools", lambda model: pools)
-    plan = plan_placement(make_spec({}), make_nodes(4, 2))
+def test_pools_of_one_model_are_placed_apart() -> None:
+    model = {
+        "serving": "disaggregated",
+        "prefill": {"replicas": 2},
+        "decode": {"args": {"tp": 4}},
+    }
+    plan = plan_placement(make_spec(model), make_nodes(4, 2))
     assert [(str(r), show(r)) for r in plan.replicas] == [
         ("m0 prefill replica 0", "n1:1"),
         ("m0 prefill replica 1", "n1:1"),
         ("m0 decode replica 0", "n0:4"),
     ]
-
-
-@pytest.mark.parametrize(
-    ("model", "ray", "gpus", "phrases"),
-    [
-        ({}, {}, (), ["The cluster has no nodes.", "ray start"]),
-        ({}, {"head": "avoid"}, (8,), ["has only its head node", "`ray.head: use`"]),
-        ({}, {"labels": {"zone": "x"}}, (8,), ["has the labels", "(zone=x)", "--labels"]),
-        ({"tensor_parallel": 2}, {"gpus": 0.5}, (8,), ["`ray.gpus` is 0.5", "whole GPUs"]),
-        ({"replicas": 9}, {}, (8,), ["needs 9 ranks of 1 GPU", "room for 8", "Lower `replicas`"]),
-        ({}, {}, (0, 0), ["room for 0", "`ray.gpus: 0` for engines on the CPU"]),
-        ({}, {"cpus": 99}, (8,), ["No node has 99 CPUs (`ray.cpus`) free for the frontend"]),
-        (
-            {"tensor_parallel": 8},
-            {},
-            (6, 3, 3),
-            [
-                "have room for 12 ranks",
-                "no even split",
-                "m0: 1 replicas of 8 ranks; tried nodes x ranks: 1 x 8 (0 nodes have 8), "
-                "2 x 4 (1 nodes have 4), 4 x 2 (3 nodes have 2)",
-                "10.0.0.0 (head): 6 GPUs and 64 CPUs free, room for 6 ranks",
-            ],
-        ),
-        ({"args": {"nnodes": 2}}, {}, (8,), ["`args.nnodes` of `m0`", "Remove it"]),
-        ({"args": {"data_parallel_rank": 0}}, {}, (8,), ["which the Ray launcher decides"]),
-    ],
-)
-def test_what_cannot_be_placed_is_refused_with_cause_and_fix(
-    model: dict[str, Any], ray: dict[str, Any], gpus: tuple[int, ...], phrases: list[str]
-) -> None:
-    with pytest.raises(SpecError) as failure:
-        plan_placement(make_spec(model, **ray), make_nodes(*gpus))
-    for phrase in phrases:
-        assert phrase in str(failure.value)
-    assert failure.value.hint and failure.value.exit_code == 2

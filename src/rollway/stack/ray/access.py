@@ -1,0 +1,163 @@
+"""A running stack on Ray as other processes use it: a `StackAccess` that asks the Head."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rollway.errors import RollwayError, StackNotRunning
+from rollway.fleet.discovery import Worker
+from rollway.http import Http
+from rollway.stack.ready import is_at
+from rollway.stack.state import StackState
+
+_STATE_SECONDS = 1.0
+
+
+class RayAccess:
+    """A stack on Ray, by its Head."""
+
+    def __init__(self, head: Any, name: str, witness: Any = None) -> None:
+        self.head = head
+        self.name = name
+        self._witness = witness
+        self._state: tuple[float, StackState] | None = None
+
+    def read_state(self) -> StackState:
+        state: StackState = msgspec.json.decode(self.call("read_state"), type=StackState)
+        self._state = time.monotonic(), state
+        return state
+
+    def read_secret(self) -> str:
+        return str(self.call("read_secret"))
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Call the Head and wait; raise StackNotRunning if it has ended."""
+        import ray
+
+        try:
+            return ray.get(getattr(self.head, method).remote(*arguments))
+        except ray.exceptions.RayActorError as error:
+            raise make_gone_error(self.name, error) from None
+
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        import ray
+
+        try:
+            return await getattr(self.head, method).remote(*arguments)
+        except ray.exceptions.RayActorError as error:
+            raise make_gone_error(self.name, error) from None
+
+    async def replace_worker(self, worker: Worker) -> bool:
+        return bool(await self._call("replace_worker", worker))
+
+    def is_supervised(self, worker: Worker) -> bool:
+        if self._state is None or time.monotonic() - self._state[0] > _STATE_SECONDS:
+            self.read_state()
+        assert self._state is not None
+        processes = self._state[1].processes
+        return any(p.role == "worker" and is_at(worker.admin_url, p) for p in processes)
+
+    @asynccontextmanager
+    async def hold_refit_lock(self, model: str) -> AsyncIterator[None]:
+        if self._witness is None:
+            self._witness = await asyncio.to_thread(create_witness)
+        lock, token = f"refit/{model}", secrets.token_hex(8)
+        try:
+            if not await self._call("lock", lock, token, self._witness):
+                raise RollwayError(f"The lock of `{model}` was given up.", "Try again.")
+            yield
+        finally:
+            # Also when the wait was cancelled: then this gives the place in the queue up.
+            self.head.unlock.remote(lock, token)
+
+    def open_record(self, model: str) -> _Record:
+        return _Record(self, model)
+
+    async def wait_until_over(self) -> StackNotRunning:
+        """Return the cause, as an error, when the stack has ended."""
+        try:
+            error = await self._call("wait_until_over")
+        except StackNotRunning as gone:
+            return gone
+        cause = "it was stopped" if error is None else str(error["message"])
+        return StackNotRunning(
+            f"The stack `{self.name}` no longer runs on Ray: {cause}",
+            "Start it again with `rollway up --on ray`.",
+        )
+
+
+class WatchedHttp(Http):
+    """A client whose calls fail at once with the cause after the stack has ended; otherwise they
+    would be retried for a minute, and fail without it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._end: StackNotRunning | None = None
+
+    async def watch(self, access: RayAccess) -> None:
+        self._end = await access.wait_until_over()
+
+    async def before_request(self, method: str, url: str, body: Any) -> None:
+        if self._end is not None:
+            raise self._end
+
+
+class _Record:
+    """The versions of a model, kept by the Head. One call takes about a millisecond."""
+
+    def __init__(self, access: RayAccess, model: str) -> None:
+        self._access, self._model = access, model
+
+    def put(self, version: int, path: Path) -> None:
+        self._call("put", version, str(path))
+
+    def get(self) -> tuple[int, Path] | None:
+        current = self._call("get")
+        return None if current is None else (current[0], Path(current[1]))
+
+    def claim(self, version: int, identity: str) -> None:
+        self._call("claim", version, identity)
+
+    def claims(self) -> dict[int, str]:
+        return dict(self._call("claims"))
+
+    def newest(self) -> int | None:
+        newest: int | None = self._call("newest")
+        return newest
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        return self._access.call("call_ledger", method, self._model, *arguments)
+
+
+def create_witness() -> Any:
+    """Create the actor that dies with this process."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    from rollway.stack.ray.keeper import Witness
+
+    # On this node: the loss of another one must not look like the death of this process.
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    options = ray.remote(Witness).options(
+        num_cpus=0, max_concurrency=1000, scheduling_strategy=here
+    )
+    return options.remote()
+
+
+def make_gone_error(name: str, error: Exception) -> StackNotRunning:
+    """Make the error of a call to a Head that has ended."""
+    text = " ".join(str(error).split())
+    is_lost = "node" in text and ("died" in text or "dead" in text)
+    cause = "the node of its frontend and services is lost" if is_lost else "its Head has ended"
+    return StackNotRunning(
+        f"The stack `{name}` no longer runs on Ray: {cause}.",
+        "See `ray status`, and start it again with `rollway up --on ray`.",
+    )

@@ -1,0 +1,96 @@
+"""The connection rules, and which groups are leftovers. Ray is a stand-in that only remembers."""
+
+from __future__ import annotations
+
+import socket
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+
+from rollway.errors import UsageError
+from rollway.stack.ray import cluster
+
+
+class Connection:
+    """Stands for Ray's connection of this process."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, is_open: bool) -> None:
+        self.is_open = is_open
+        self.opened: list[str] = []
+        self.closed = 0
+        monkeypatch.setattr(ray, "is_initialized", lambda: self.is_open)
+        monkeypatch.setattr(ray, "init", self.open)
+        monkeypatch.setattr(ray, "shutdown", self.close)
+        context = SimpleNamespace(gcs_address="10.0.0.1:6379")
+        monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+
+    def open(self, address: str, **_: Any) -> None:
+        self.opened.append(address)
+        self.is_open = True
+
+    def close(self) -> None:
+        self.closed += 1
+        self.is_open = False
+
+
+def test_a_users_connection_is_used_and_never_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    connection = Connection(monkeypatch, is_open=True)
+    with cluster.connect(), cluster.connect("10.0.0.1:6379"):
+        pass
+    assert (connection.opened, connection.closed) == ([], 0)
+    with pytest.raises(UsageError, match="connected to the Ray cluster at"):
+        cluster.connect("10.0.0.2:6379").__enter__()
+
+
+def test_an_own_connection_is_closed_by_its_last_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    connection = Connection(monkeypatch, is_open=False)
+    first, second = cluster.connect(), cluster.connect()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert (connection.opened, connection.closed) == (["auto"], 0)
+    second.__exit__(None, None, None)
+    assert connection.closed == 1
+
+
+def test_an_address_where_nothing_listens_is_refused_at_once() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+    with pytest.raises(UsageError, match=f"no Ray cluster at {address}"):
+        cluster.connect(address).__enter__()
+
+
+LIVING, DEAD, KEPT = "a" * 16, "b" * 16, "c" * 16
+
+
+def test_only_groups_of_runs_without_any_actor_are_leftovers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    groups = {
+        f"rollway/{LIVING}/services": LIVING,
+        f"rollway/{DEAD}/m-0": DEAD,
+        f"rollway/{KEPT}/m-0": KEPT,
+    }
+    actors = [
+        {"name": "rollway/a", "namespace": "rollway"},
+        {"name": f"rollway/{KEPT}/node-0", "namespace": "rollway"},
+        {"name": f"rollway/{DEAD}x/node-0", "namespace": "users"},  # a prefix is no name
+    ]
+    removed: list[str] = []
+    head = SimpleNamespace(identify=SimpleNamespace(remote=lambda: {"run_id": LIVING}))
+    monkeypatch.setattr(cluster, "list_groups", lambda: groups)
+    monkeypatch.setattr(cluster, "remove_groups", removed.extend)
+    monkeypatch.setattr(ray.util, "list_named_actors", lambda all_namespaces: actors)
+    monkeypatch.setattr(ray, "get_actor", lambda name, namespace: head)
+    monkeypatch.setattr(ray, "get", lambda ref, timeout: ref)
+    assert cluster.clear_leftovers() == removed == [f"rollway/{DEAD}/m-0"]
+
+    def hang(*_: Any, **__: Any) -> None:
+        raise ray.exceptions.GetTimeoutError
+
+    removed.clear()
+    monkeypatch.setattr(ray, "get", hang)
+    assert cluster.clear_leftovers() == removed == []

@@ -1,0 +1,117 @@
+"""The life of a run on Ray: whatever dies, and whenever, nothing is left of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.stack.ray.stand_in import StandIn, node_id
+from tests.waiting import wait_until_async
+
+STEPS = [
+    *("keeper on node 0", "keeper on node 1"),
+    *("group services", "group m-0", "group m-1", "group m-2", "group m-3"),
+    *("part 0 on node 0", "part 1 on node 1"),
+]
+
+
+async def test_a_run_starts_in_order_and_stops_without_a_trace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ray = StandIn(monkeypatch)
+    run = ray.start()
+    assert await run.head.wait_until_ready.remote() is None
+    assert ray.steps == STEPS
+    assert len(ray.groups) == 5 and len(ray.running) == 2
+    await run.head.stop.remote()
+    await run.wait_until_over()
+    assert ray.left() == {}
+
+
+@pytest.mark.parametrize("step", range(len(STEPS)))
+async def test_an_owner_that_dies_at_any_step_of_the_start_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    ray = StandIn(monkeypatch)
+    run = ray.start()
+    ray.at_step = lambda what: run.witness.die() if what == STEPS[step] else None
+    await run.wait_until_over()
+    assert ray.steps[step] == STEPS[step]
+    assert ray.left() == {}
+
+
+async def test_a_detached_run_outlives_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = StandIn(monkeypatch)
+    run = ray.start()
+    await run.head.wait_until_ready.remote()
+    await run.head.detach.remote()
+    run.witness.die()
+    assert (await run.head.identify.remote())["phase"] == "ready"
+    await run.head.stop.remote()
+    await run.wait_until_over()
+    assert ray.left() == {}
+
+
+async def test_a_part_that_does_not_start_takes_all_down_and_names_its_node(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ray = StandIn(monkeypatch)
+    run = ray.start()
+
+    def fail(what: str) -> None:
+        if what == "group m-3":
+            ray.keeper(1).object.failure = "the engine exited"
+
+    ray.at_step = fail
+    error = await run.head.wait_until_ready.remote()
+    assert error["message"] == "On node 10.0.0.2 (11111111): the engine exited"
+    await run.wait_until_over()
+    assert ray.left() == {}
+
+
+async def test_a_killed_keeper_is_followed_by_another_on_its_node(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ray = StandIn(monkeypatch)
+    run = ray.start()
+    await run.head.wait_until_ready.remote()
+    groups = set(ray.groups)
+    ray.kill(ray.keeper(1))
+    await wait_until_async(lambda: len(ray.running) == 2)
+    assert ray.steps[-2:] == ["keeper on node 1", "part 2 on node 1"]
+    assert set(ray.groups) == groups  # its resources were held all the time
+    assert ray.keeper(1).object.groups == {g for g in groups if g[-1] in "23"}
+    await run.head.stop.remote()
+    await run.wait_until_over()
+    assert ray.left() == {}
+
+
+async def test_replicas_of_a_lost_node_wait_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = StandIn(monkeypatch)
+    run = ray.start()
+    await run.head.wait_until_ready.remote()
+    ray.lose(1)
+    await wait_until_async(lambda: bool(run.head.object._healing.waiting))
+    assert len(run.head.object._healing.waiting) == 2
+    assert len(ray.running) == 1  # the rest goes on
+    ray.nodes[node_id(2)] = "10.0.0.3"
+    await wait_until_async(lambda: len(ray.running) == 2)
+    await wait_until_async(lambda: run.head.object._healing.waiting == [])
+    assert ray.keeper(2)
+    await run.head.stop.remote()
+    await run.wait_until_over()
+    assert ray.left() == {}
+
+
+@pytest.mark.parametrize("policy", ["fail", "replace"])
+async def test_a_loss_ends_the_run_with_its_cause(
+    monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    """Any node with `fail`; the node of the services with either."""
+    ray = StandIn(monkeypatch)
+    run = ray.start(on_node_lost=policy)
+    await run.head.wait_until_ready.remote()
+    over = run.head.wait_until_over.remote()
+    ray.kill(ray.keeper(1 if policy == "fail" else 0))
+    assert "The actor that ran the engines of node 10.0.0." in (await over)["message"]
+    await run.wait_until_over()
+    assert ray.left() == {}
