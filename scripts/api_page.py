@@ -23,7 +23,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "api.md"
 SECTIONS = ("Args", "Attributes", "Returns", "Raises", "Example")
 GROUPS = {
     "Start or attach": ("up", "attach", "make_spec", "load_spec", "StackSpec"),
-    "A running stack": ("Stack", "Fleet", "RefitReport"),
+    "A running stack": ("Stack", "Fleet", "RefitReport", "SleepReport"),
     "Sample and score": ("Rollouts", "Sampling", "Rollout", "Teacher", "Scores"),
     "Conversations": ("Conversation", "TokenSequence"),
     "Publish weights": ("Publisher", "Offer", "from_module", "from_megatron", "join_offers"),

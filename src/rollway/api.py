@@ -263,11 +263,11 @@ def _find_on_ray(name: str) -> RayStack | None:
 
 
 async def _attach_on_ray(
-    found: RayStack, watch: bool, timeouts: AdminTimeouts | None, cleanup: AsyncExitStack
+    running: RayStack, watch: bool, timeouts: AdminTimeouts | None, cleanup: AsyncExitStack
 ) -> Stack:
-    cleanup.callback(found.close)
+    cleanup.callback(running.close)
     http = await cleanup.enter_async_context(WatchedHttp())
-    stack = _open_on_ray(http, found, timeouts, cleanup)
+    stack = _open_on_ray(http, running, timeouts, cleanup)
     cleanup.push_async_callback(stack.unwatch)
     await stack.learn(watch=watch)
     return stack

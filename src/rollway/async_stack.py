@@ -7,40 +7,30 @@ import contextlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar, Unpack
+from typing import Any, Literal, TypeVar, Unpack
 from weakref import WeakKeyDictionary
 
 from rollway.config import AdminTimeouts
 from rollway.errors import NoWorkers, RequestFailed, Unreachable, UsageError
 from rollway.fleet.canary import Answer, make_canary
-from rollway.fleet.discovery import StaticList, Worker
+from rollway.fleet.discovery import RlListing, StaticList, Worker
 from rollway.fleet.fleet import Fleet
-from rollway.fleet.report import RefitMode, RefitReport
+from rollway.fleet.report import RefitMode, RefitReport, SleepReport
 from rollway.fleet.updates import Weights
 from rollway.fleet.vllm_admin import VllmAdmin
 from rollway.http import Http
 from rollway.orders import read_stack_secret
 from rollway.publishing import AsyncPublisher, PublisherOptions, Transport, open_for_stack
 from rollway.rollout.client import Rollouts
-from rollway.rollout.sender import Sender
+from rollway.rollout.sender import ClientOptions, Sender
 from rollway.rollout.teacher import Teacher
-from rollway.rollout.wire import Wire, get_wire
+from rollway.rollout.wire import get_wire
 from rollway.stack.access import LocalAccess, StackAccess
 from rollway.stack.state import StackState
 from rollway.weights.offer import Offer
 from rollway.weights.transports.base import Publisher
 
 S = TypeVar("S", bound=Sender)
-
-
-class ClientOptions(TypedDict, total=False):
-    """Options of `Stack.rollouts` and `Stack.teacher`, which describe them."""
-
-    concurrency: int
-    timeout: float
-    patience: float
-    wire: str | Wire
-    adapter: str | None
 
 
 class Stack:
@@ -87,14 +77,13 @@ class Stack:
                 admin=VllmAdmin(self._http, self._timeouts),
             )
         canary = make_canary(self._http, self.frontend_url, model)
+        source = RlListing(self.rl_url, self.frontend_url)
         access, state = self._access, self._read_state()
         if access is None or state is None:
-            return Fleet(
-                self._http, self.rl_url, model=model, canary=canary, timeouts=self._timeouts
-            )
+            return Fleet(self._http, source, model=model, canary=canary, timeouts=self._timeouts)
         fleet = Fleet(
             self._http,
-            self.rl_url,
+            source,
             model=model,
             timeouts=self._timeouts or AdminTimeouts(**state.timeouts),
             roots=[Path(root) for root in state.checkpoint_roots],
@@ -316,6 +305,52 @@ class Stack:
         if sending is not None:
             await asyncio.to_thread(sending.wait, version)
         return report
+
+    async def sleep(
+        self, level: int = 1, mode: Literal["wait", "abort"] = "wait", *, model: str | None = None
+    ) -> SleepReport:
+        """Let every worker release its memory, for a trainer on the same devices.
+
+        Sleeping workers get no requests: rollouts wait for as long as their `patience`, then fail.
+        The workers need `enable-sleep-mode: true` in the model's args.
+
+        Args:
+            level: 1 keeps the weights in the host's memory, for `wake`; 2 forgets them, and only a
+                refit brings the workers back. Both drop the KV cache.
+            mode: "wait" lets running requests finish, "abort" ends them; their rollouts continue
+                after the wake.
+            model: the name of a served model; None for the only one.
+
+        Returns:
+            The memory of every worker before and asleep, and the seconds of each step.
+
+        Raises:
+            UsageError: an engine without sleep mode; nothing was changed.
+            AdminError: a worker refused, or does not answer; the others were woken.
+
+        Example:
+            stack.sleep(level=2)
+            train_one_step(model)
+            stack.refit(step, weights.publish(step, model.named_parameters()))
+        """
+        return await self.fleet_of(model).sleep(level, mode)
+
+    async def wake(self, *, model: str | None = None) -> SleepReport:
+        """Return workers that sleep at level 1 to service, with the version that they had.
+
+        A refit wakes workers too, at both levels: before a refit this call is not needed.
+
+        Args:
+            model: the name of a served model; None for the only one.
+
+        Returns:
+            The memory of every worker before the sleep, asleep and now, and the seconds.
+
+        Raises:
+            AdminError: a worker could not take its memory back; it stays asleep, and may be woken
+                again.
+        """
+        return await self.fleet_of(model).wake()
 
     def _find_sending_publisher(self, update: Weights, model: str) -> Publisher | None:
         """Return the publisher of an offer, if this stack opened it and it is still sending.

@@ -27,23 +27,10 @@ from pydantic_core import PydanticSerializationError
 
 from rollway.contradictions import check_launcher, check_router
 from rollway.errors import SpecError
+from rollway.model_spec import ModelSpec, check_model_path, slug
 from rollway.plain import SpecPart, apply_override, check_plain, describe_error, read_yaml_file
-from rollway.ranks import (
-    PlacedWorker,
-    RaySpec,
-    RuntimeEnv,
-    read_context_parallel,
-    take_parallel_sizes,
-)
-from rollway.roles import (
-    Environment,
-    RawArgs,
-    RoleSpec,
-    WorkerRole,
-    apply_role,
-    check_roles,
-    name_workers,
-)
+from rollway.ranks import PlacedWorker, RaySpec, RuntimeEnv
+from rollway.roles import Environment, RawArgs, name_workers
 
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")
 LONGEST_STOP_SECONDS = 86400.0
@@ -66,87 +53,6 @@ def check_stack_name(name: str) -> str:
 
 AbsolutePath: TypeAlias = Annotated[Path, AfterValidator(_make_absolute)]
 Port: TypeAlias = Annotated[int, Field(ge=0, le=65535)]
-
-
-class ModelSpec(SpecPart):
-    """One served model: its checkpoint, its engine and the number of its workers."""
-
-    path: str
-    """A local checkpoint directory, or a Hugging Face id."""
-    name: str = ""
-    """The served name. The default is the last part of `path`."""
-    engine: Literal["vllm", "mocker", "custom"] = "vllm"
-    """`mocker` is Dynamo's simulated engine; `custom` runs `module`."""
-    module: str = ""
-    """The worker of `engine: custom`, run as `python -m MODULE --model … --endpoint …`. It must
-    accept the options of dynamo.vllm that say what to serve and where."""
-    replicas: int = Field(default=1, ge=1, le=4096)
-    """The number of workers."""
-    tensor_parallel: int = Field(default=1, ge=1, le=1024)
-    """Ranks that share each layer; vLLM's tensor-parallel-size."""
-    pipeline_parallel: int = Field(default=1, ge=1, le=1024)
-    """Stages that share the layers; vLLM's pipeline-parallel-size."""
-    data_parallel: int = Field(default=1, ge=1, le=1024)
-    """Engines behind one endpoint; vLLM's data-parallel-size. A worker has
-    tensor_parallel x pipeline_parallel x data_parallel ranks, with a GPU each."""
-    seed: int = Field(default=0, ge=0)
-    """Replica i samples with seed + i: with equal seeds two workers would sample equal tokens."""
-    args: RawArgs = Field(default_factory=dict)
-    """Options of the engine."""
-    env: Environment = Field(default_factory=dict)
-    """Environment variables of the workers."""
-    runtime_env: RuntimeEnv = Field(default_factory=dict)
-    """Ray's runtime environment of the workers, merged over the stack's: `env_vars` are united,
-    packages are added, any other key replaces the stack's."""
-    serving: Literal["aggregated", "disaggregated"] = "aggregated"
-    """`disaggregated`: prefill workers compute the KV of prompts, decode workers fetch it and
-    generate."""
-    prefill: RoleSpec | None = None
-    """The prefill workers, with `serving: disaggregated`."""
-    decode: RoleSpec | None = None
-    """The decode workers, with `serving: disaggregated`."""
-
-    @model_validator(mode="after")
-    def _check(self) -> ModelSpec:
-        if not self.name:
-            self.name = Path(self.path).name
-        if self.engine == "vllm":
-            self._take_sizes_from_args()
-        if (self.engine == "custom") != bool(self.module):
-            raise ValueError("`engine: custom` and `module` need each other")
-        check_roles(self)
-        return self
-
-    def _take_sizes_from_args(self) -> None:
-        """Move parallel sizes from `args` to the fields, so that there is one place to read."""
-        given = {name: getattr(self, name) for name in self.model_fields_set}
-        sizes = take_parallel_sizes(self.args, given)
-        for name, size in sizes.items():
-            setattr(self, name, size)
-        for role in filter(None, (self.prefill, self.decode)):
-            role.take_sizes_from_args()
-        read_context_parallel(self.args)  # refuses what is no size
-
-    @property
-    def ranks(self) -> int:
-        """The number of ranks of one worker."""
-        context = read_context_parallel(self.args) if self.engine == "vllm" else 1
-        return self.tensor_parallel * self.pipeline_parallel * self.data_parallel * context
-
-    @property
-    def roles(self) -> dict[WorkerRole, ModelSpec]:
-        """The model as the workers of each role run it: with the role's own settings."""
-        if self.prefill is None or self.decode is None:
-            return {"": self}
-        return {
-            "prefill": apply_role(self, self.prefill),
-            "decode": apply_role(self, self.decode),
-        }
-
-    @property
-    def can_refit(self) -> bool:
-        """Whether the workers have admin routes and weights that can change."""
-        return self.engine != "mocker"
 
 
 class FrontendSpec(SpecPart):
@@ -360,11 +266,6 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def slug(name: str) -> str:
-    """Turn a model name into a Dynamo component name."""
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "model"
-
-
 def load_spec(
     source: StackSpec | Mapping[str, Any] | str | Path | None = None,
     overrides: Sequence[str] = (),
@@ -423,28 +324,5 @@ def parse_spec(data: Mapping[str, Any]) -> StackSpec:
     for index, model in enumerate(spec.models):
         if spec.launcher == "ray" and Path(model.path).is_absolute():
             continue  # a directory of the nodes, where the launcher looks for it
-        _check_model_path(model.path, f"models.{index}.path")
+        check_model_path(model.path, f"models.{index}.path")
     return spec
-
-
-def _check_model_path(path: str, field: str) -> None:
-    try:
-        directory = Path(path).expanduser()
-        is_directory = directory.is_dir()
-    except (OSError, RuntimeError) as error:  # too long, or `~nobody-of-this-name`
-        reason = getattr(error, "strerror", None) or str(error)
-        raise SpecError(
-            f"`{field}`: {path[:100]} cannot be looked up: {reason}.",
-            "Give an existing checkpoint directory.",
-        ) from error
-    if is_directory and not (directory / "config.json").is_file():
-        raise SpecError(
-            f"`{field}`: {path} has no config.json, so it is not a checkpoint.",
-            "Point it at a directory in Hugging Face format.",
-        )
-    is_hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not path.startswith(".")
-    if not is_directory and not is_hub_id:
-        raise SpecError(
-            f"`{field}`: there is no directory {path}.",
-            "Give an existing checkpoint directory, or a Hugging Face id like Qwen/Qwen3-0.6B.",
-        )

@@ -33,6 +33,7 @@ class PublisherOptions(TypedDict, total=False):
     directory: str | Path
     checkpoint: str | Path
     bucket_bytes: int
+    in_place: bool
     keep: int
     keep_recent: int
     max_off_policy_steps: int

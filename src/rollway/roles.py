@@ -17,7 +17,7 @@ from rollway.plain import SpecPart
 from rollway.ranks import normalise_option, take_parallel_sizes
 
 if TYPE_CHECKING:
-    from rollway.config import ModelSpec
+    from rollway.model_spec import ModelSpec
 
 RawArgs: TypeAlias = dict[str, Any]
 """Options of another program under its own names, without the dashes.

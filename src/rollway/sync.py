@@ -168,6 +168,8 @@ class Fleet(Blocking[AsyncFleet]):
     workers = blocking(AsyncFleet.workers)
     pause = blocking(AsyncFleet.pause)
     resume = blocking(AsyncFleet.resume)
+    sleep = blocking(AsyncFleet.sleep)
+    wake = blocking(AsyncFleet.wake)
     flush_cache = blocking(AsyncFleet.flush_cache)
     read_versions = blocking(AsyncFleet.read_versions)
     refit = blocking(AsyncFleet.refit)
@@ -207,6 +209,8 @@ class Stack(Blocking[AsyncStack]):
     rollouts = wrapping(AsyncStack.rollouts, Rollouts)
     teacher = wrapping(AsyncStack.teacher, Teacher)
     refit = blocking(AsyncStack.refit)
+    sleep = blocking(AsyncStack.sleep)
+    wake = blocking(AsyncStack.wake)
     context_length = blocking(AsyncStack.context_length)
 
     @property
@@ -233,6 +237,8 @@ class Stack(Blocking[AsyncStack]):
             checkpoint: files: the directory of the trained model, for a stack that was not started
                 on this machine.
             bucket_bytes: cuda_ipc, files, collective: limit of the memory for tensors on their way.
+            in_place: cuda_ipc: publish the trainer's own memory instead of a copy; the trainer
+                must not change its weights until `refit` has returned.
             keep: shm, cuda_ipc, nixl: how many versions stay available.
             keep_recent: files, delta: how many versions stay available.
             max_off_policy_steps: files, delta: how many versions a worker may be behind.

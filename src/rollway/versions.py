@@ -9,8 +9,10 @@ gate is closed, and new requests wait instead of reaching a worker that is about
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
 
 from rollway.errors import RolloutError, UsageError
 
@@ -36,6 +38,24 @@ class Ticket:
     """Whether the worker is asked to name the versions of the tokens in its answer."""
 
 
+class VersionRecord(Protocol):
+    """A record, shared with other processes, of the versions and of how to load the current one."""
+
+    def put(self, version: int, path: Path) -> None: ...
+
+    def get(self) -> tuple[int, Path] | None: ...
+
+    def claim(self, version: int, identity: str) -> None:
+        """Record which weights a version names."""
+        ...
+
+    def claims(self) -> dict[int, str]: ...
+
+    def newest(self) -> int | None:
+        """Return the newest claimed version; cheap, because it is called for every answer."""
+        ...
+
+
 class FleetVersions:
     """The weight version of the fleet and of each worker."""
 
@@ -55,6 +75,7 @@ class FleetVersions:
         """The version that each worker was last resumed with by this process."""
         self._enforced: set[int] = set()
         """Workers that name the versions of their tokens."""
+        self._asleep: set[int] = set()
         self._roles: dict[int, str] = {}
         """With prefill and decode apart, the role of every worker that was ever listed."""
         self._gate = asyncio.Event()
@@ -153,24 +174,41 @@ class FleetVersions:
 
     def mark_serving(self, worker: int, version: int) -> None:
         self.by_worker[worker] = version
+        self._asleep.discard(worker)
+
+    def mark_asleep(self, worker: int) -> None:
+        """Note that a worker sleeps: it serves no version until it is woken or refitted."""
+        self.by_worker.pop(worker, None)
+        self._asleep.add(worker)
 
     def forget(self, worker: int) -> None:
         self.by_worker.pop(worker, None)
+        self._asleep.discard(worker)
 
-    def learn(self, declared: Mapping[int, int]) -> None:
+    def learn(self, declared: Mapping[int, int], asleep: Iterable[int] = ()) -> None:
         """Replace the versions by worker with what the workers declare. A newer version (from a
         refit by another process) becomes the current one; an older one (all workers restarted)
         does not."""
-        self.by_worker = dict(declared)
+        self.by_worker, self._asleep = dict(declared), set(asleep)
         newest = max(filter(self.is_served, declared.values()), default=None)
-        if newest is not None and (self.current is None or newest > self.current):
-            self.current = newest
+        if newest is not None:
+            self.note_served(newest)
+
+    def note_served(self, version: int) -> None:
+        """Note that workers serve or have served a version; new requests are for the newest."""
+        if self.current is None or version > self.current:
+            self.current = version
 
     def ticket(self, version: int | None = None) -> Ticket:
         """Return a ticket for `version`, or for the current one; raise if no worker serves it."""
         wanted = self.current if version is None else version
         if wanted is None:
             return Ticket(None, None, None, self.epoch)
+        if not self.is_served(wanted) and self._asleep:
+            raise RolloutError(
+                f"{len(self._asleep)} workers sleep, and no other serves version {wanted}.",
+                "Wake them with `Stack.wake` or `rollway fleet wake`; after level 2, refit them.",
+            )
         if not self.is_served(wanted):
             raise RolloutError(
                 f"No worker is known to serve weight version {wanted}.",

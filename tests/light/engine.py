@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from enum import Enum
 from typing import Any, Literal
 
 import numpy as np
 from dynamo.llm.exceptions import EngineShutdown
 
+from rollway.engine.core import version_in
 from tests.light.cache import PrefixCache
 from tests.light.checkpoint import Array
 from tests.light.model import Decoding, log_softmax
@@ -100,15 +102,25 @@ class Request:
 
 class Engine:
     def __init__(
-        self, worker: LightWorker, *, seed: int = 0, max_length: int | None = None
+        self,
+        worker: LightWorker,
+        *,
+        seed: int = 0,
+        max_length: int | None = None,
+        mode: str = "agg",
     ) -> None:
+        """`mode` is Dynamo's --disaggregation-mode. The KV of a prompt travels in the hand-over
+        itself, where vLLM's says from where to fetch it."""
         config = worker.model.config
+        self.mode = mode
         self.worker = worker
         self.cache = PrefixCache()
         self.closing = False
         self.max_length = min(max_length or config.max_positions, config.max_positions)
         self._seed = seed
         self._served = 0
+        self.label: int | None = None
+        """The version whose requests are admitted; None admits all."""
         self.pause_state = Pause.NONE
         self.requests: dict[str, Request] = {}
         self._ended = asyncio.Event()
@@ -119,14 +131,30 @@ class Engine:
     async def generate(self, request: dict[str, Any], context: Any) -> AsyncIterator[Chunk]:
         """Dynamo's handler: it finds the second parameter by this name."""
         params = Params.read(request, self.worker.model.config.vocab, self.max_length)
+        if self.mode == "prefill":
+            params = replace(params, max_tokens=1, min_tokens=1)
         self._served += 1
         # A request's own seed gives the same tokens on every worker.
         seed: Seed = (self._seed, self._served) if params.seed is None else params.seed
         decoding = Decoding(self.worker.model, self.cache, params.prompt, params.salt)
+        prefill = request.get("prefill_result") or {}
+        hand_over = (prefill.get("disaggregated_params") or {}).get("kv_transfer_params")
+        if self.mode == "decode" and hand_over:
+            decoding.import_kv(hand_over)
         entry = Request(context.id(), params, decoding, seed)
+        version = version_in(params.salt)
+        if self.label is not None and version not in (None, self.label):
+            yield entry.chunk("cancelled")
+            return
         self.requests[entry.key] = entry
         try:
             async for chunk in self._run(entry, context):
+                if self.mode == "prefill" and chunk.get("finish_reason") in ("length", "stop"):
+                    sent = decoding.export_kv(params.prompt_length)
+                    chunk["disaggregated_params"] = {"kv_transfer_params": sent}
+                if prefill and "completion_usage" in chunk:
+                    details = prefill.get("prompt_tokens_details")
+                    chunk["completion_usage"]["prompt_tokens_details"] = details
                 yield chunk
         finally:
             self._finish(entry)

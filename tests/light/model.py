@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -191,6 +194,22 @@ class Decoding:
     def uncached_tokens(self) -> int:
         """How many tokens the first step would compute now."""
         return len(self.tokens) - BLOCK * len(self._cache.find(self._usable_chain()))
+
+    def export_kv(self, count: int) -> dict[str, Any]:
+        """The keys and values of the first tokens, for another worker."""
+        assert self._kv is not None
+        kv = np.ascontiguousarray(self._kv[:, :, :count])
+        packed = base64.b64encode(zlib.compress(kv.tobytes(), 1)).decode()
+        return {"shape": list(kv.shape), "kv": packed}
+
+    def import_kv(self, sent: Mapping[str, Any]) -> None:
+        """Decode on what another worker has computed, whichever weights it had."""
+        raw = zlib.decompress(base64.b64decode(sent["kv"]))
+        received = np.frombuffer(raw, np.float32).reshape(sent["shape"])
+        # The last token of the prompt is computed here: its logits are sampled from.
+        self._computed = min(received.shape[2], len(self.tokens) - 1)
+        kv = self._room_for(len(self.tokens))
+        kv[:, :, : self._computed] = received[:, :, : self._computed]
 
     def drop_kv(self) -> None:
         """Give the KV up; the next step computes it again, under the weights of then."""

@@ -12,13 +12,16 @@ import os
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
+from rollway.orders import MEMORY, SLEEP, WAKE
 from tests.light.engine import Engine
+from tests.light.orders import EngineClient
 
 Body = dict[str, Any]
 Route = Callable[[Body], Awaitable[Body]]
 R = TypeVar("R", bound="AdminRoutes")
 
 _UNDECLARED = object()
+_TAGS = ("weights", "kv_cache")
 _NOT_KWARGS = {"allow_unpaused", "engine_rpc", "reset_prefix_cache", "weight_version"}
 _MUST_BE_PAUSED = (
     "Worker must be paused via pause_generation() before updating weights. Call "
@@ -46,9 +49,13 @@ def _route(
 class AdminRoutes:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._lock = asyncio.Lock()
+        if os.environ.get("LIGHT_ORDERS") == "1":
+            self.engine_client = EngineClient(engine)  # by which Rollway's guard knows it
+        self._pause_lock = asyncio.Lock()
         self._paused = False
-        self._version: Any = _UNDECLARED
+        self._weight_version: Any = _UNDECLARED
+        self._sleep_level = 0
+        self._sleeping: set[str] = set()
         self._load_seconds = float(os.environ.get("LIGHT_LOAD_SECONDS", "0"))
 
     def table(self) -> dict[str, Route]:
@@ -65,6 +72,9 @@ class AdminRoutes:
             "destroy_weights_update_group",
             "get_weight_version",
             "set_weight_version",
+            SLEEP,
+            WAKE,
+            MEMORY,
         ]
         return {name: getattr(self, name) for name in names}
 
@@ -77,7 +87,7 @@ class AdminRoutes:
         mode, clear_cache = body.get("mode", "keep"), bool(body.get("clear_cache", False))
         if mode not in ("keep", "wait", "abort"):
             return _error(f"Invalid mode '{mode}'; expected keep|wait|abort")
-        async with self._lock:
+        async with self._pause_lock:
             await self._engine.pause(mode, clear_cache)
             self._paused = True
         return {
@@ -89,14 +99,16 @@ class AdminRoutes:
 
     @_route
     async def resume_generation(self, body: Body) -> Body:
-        async with self._lock:
+        async with self._pause_lock:
+            if self._sleeping:
+                return _error("it sleeps: wake it")
             self._engine.resume()
             self._paused = False
         return {"status": "ok", "message": "Engine resumed"}
 
     @_route
     async def flush_cache(self, body: Body) -> Body:
-        async with self._lock:
+        async with self._pause_lock:
             self._engine.reset_prefix_cache()
         return {"status": "ok", "message": "Cache flushed"}  # also when it was refused
 
@@ -110,20 +122,21 @@ class AdminRoutes:
 
     @_route
     async def get_weight_version(self, body: Body) -> Body:
-        declared = self._version is not _UNDECLARED
-        version = self._version if declared else None
-        return {"status": "ok", "version": version, "version_declared": declared}
+        declared = self._weight_version is not _UNDECLARED
+        version = self._weight_version if declared else None
+        facts = {"version_declared": declared, "asleep": self._sleep_level}
+        return {"status": "ok", "version": version, **facts}
 
     @_route
     async def set_weight_version(self, body: Body) -> Body:
         if "weight_version" not in body:
             return _error("Missing 'weight_version' in body")
-        self._version = body["weight_version"]
-        return {"status": "ok", "version": self._version}
+        self._weight_version = body["weight_version"]
+        return {"status": "ok", "version": self._weight_version}
 
     @_route
     async def update_weights_from_disk(self, body: Body) -> Body:
-        async with self._lock:
+        async with self._pause_lock:
             if not self._paused:
                 return _error(_MUST_BE_PAUSED)
             path = body.get("model_path")
@@ -145,12 +158,54 @@ class AdminRoutes:
                 "Unpaused weight updates cannot reset the prefix cache. "
                 "Set 'reset_prefix_cache' to false or pause generation first."
             )
-        async with self._lock:
+        async with self._pause_lock:
             if not self._paused and not unpaused:
                 return _error(_MUST_BE_PAUSED)
             rpc = body.get("engine_rpc", "update_weights_from_path")
             kwargs = {name: value for name, value in body.items() if name not in _NOT_KWARGS}
             return await self._update(rpc, kwargs, body, reset=reset)
+
+    # These are Rollway's own orders, as engine/sleep_orders.py answers them.
+
+    @_route
+    async def rollway_sleep(self, body: Body) -> Body:
+        async with self._pause_lock:
+            if "label" in body and body["label"] != self._weight_version:
+                return _error(f"its label is {self._weight_version}, and not {body['label']}")
+            before, level = self._read_memory(), int(body["level"])
+            if os.environ.get("LIGHT_NO_SLEEP_MODE") == "1" or self._sleep_level not in (0, level):
+                return _error("it may not sleep")
+            if self._sleeping != {"weights", "kv_cache"}:
+                await self._engine.pause(body["mode"], True)
+                self._paused, self._sleep_level = True, level
+                self._sleeping = {"weights", "kv_cache"}
+                if level == 2:
+                    self._engine.worker.forget()
+        return {"status": "ok", "seconds": 0.0, "before": before, "ranks": self._read_memory()}
+
+    @_route
+    async def rollway_wake(self, body: Body) -> Body:
+        async with self._pause_lock:
+            before, wanted = self._read_memory(), self._sleeping & {*body.get("tags", _TAGS)}
+            if not self._engine.worker.usable and wanted - {"weights"}:
+                return _error("its weights are gone: refit it")
+            self._sleeping -= wanted
+            if not self._sleeping:
+                self._sleep_level, self._paused = 0, False
+                self._engine.resume()
+        return {"status": "ok", "seconds": 0.0, "before": before, "ranks": self._read_memory()}
+
+    @_route
+    async def rollway_memory(self, body: Body) -> Body:
+        return {"status": "ok", "ranks": self._read_memory(), "asleep": self._sleep_level}
+
+    def _read_memory(self) -> list[Body]:
+        refused = os.environ.get("LIGHT_NO_SLEEP_MODE") == "1"
+        refusal = "set `enable-sleep-mode: true`" if refused else ""
+        free = 10**9 * (1 + len(self._sleeping))
+        facts = {"device": "light", "free": free, "total": 4 * 10**9, "resident": 0}
+        asleep = dict.fromkeys(self._sleeping, 10**9)
+        return [{**facts, "asleep_bytes": asleep, "releases": True, "refusal": refusal}]
 
     @_route
     async def update_weights_from_tensor(self, body: Body) -> Body:
@@ -166,6 +221,8 @@ class AdminRoutes:
 
     async def _update(self, rpc: str, kwargs: Body, body: Body, *, reset: bool) -> Body:
         if rpc not in ("rollway_check", "rollway_stage"):  # which load nothing
+            if "weights" in self._sleeping:
+                return _error("its weights sleep: wake them before they are updated")
             await asyncio.sleep(self._load_seconds)  # the time to load a real model
         self._engine.worker.call(rpc, kwargs)
         if reset:
@@ -173,12 +230,12 @@ class AdminRoutes:
         declared = "weight_version" in body
         version = body.get("weight_version", "unknown")
         if declared:
-            self._version = version
+            self._weight_version = version
         return {"status": "ok", "version": version, "version_declared": declared}
 
     async def _group(self, body: Body, default: str, done: str) -> Body:
         kwargs = {name: value for name, value in body.items() if name != "engine_rpc"}
-        async with self._lock:
+        async with self._pause_lock:
             self._engine.worker.call(body.get("engine_rpc", default), kwargs)
         return {"status": "ok", "message": f"Weight update group {done}"}
 

@@ -29,7 +29,9 @@ class LightWorker:
         self._served: dict[str, TensorHeader] | None = None
         self._destroyed = False
         self._poison: str | None = None
-        self.verifier = Verifier(read_stack_secret())
+        self.secret = read_stack_secret()
+        self.verifier = Verifier(self.secret)
+        self._staged: tuple[str, Path, Tensors] | None = None
 
     @property
     def usable(self) -> bool:
@@ -59,12 +61,33 @@ class LightWorker:
         self._use(fresh)
         self._destroyed = was_destroyed and fresh.keys() != self._shapes.keys()
 
+    def forget(self) -> None:
+        """Lose the weights, as in a sleep at level 2: an engine that computes now dies."""
+        self._destroyed = True
+
     def rollway_check(self, order: dict[str, Any]) -> None:
         arguments = self.verifier.open("rollway_check", order)
         self._check(arguments["path"], arguments["allow_cast"])
 
     def rollway_load(self, order: dict[str, Any]) -> None:
         self._load(self.verifier.open("rollway_load", order)["path"])
+
+    def stage(self, identity: str, path: Path, allow_cast: bool) -> None:
+        """Load a checkpoint beside the one that serves."""
+        self._check(str(path), allow_cast)
+        self._staged = identity, path, share_tensors(path)
+
+    def has_staged(self, identity: str) -> bool:
+        return self._staged is not None and self._staged[0] == identity
+
+    def swap(self, identity: str) -> None:
+        assert self._staged is not None and self._staged[0] == identity
+        self._use(self._staged[2])
+        self._staged = None
+
+    def rollway_unstage(self, identity: str) -> None:
+        if self.has_staged(identity):
+            self._staged = None
 
     def _check(self, path: str, allow_cast: bool = False) -> None:
         """Refuse a checkpoint that this worker could not serve. Changes nothing."""

@@ -13,7 +13,10 @@ Test hooks, from the environment: LIGHT_STEP_SECONDS (each token takes this long
 LIGHT_PREFILL_SECONDS_PER_TOKEN (so does each token of a prompt that is not cached, one prompt
 after the other; 0), LIGHT_LOAD_SECONDS (an update takes this much longer; 0), LIGHT_ROUTE_SECONDS
 (so does every admin route; 0), LIGHT_PROBE_SECONDS (and every probe of a listing, and the version;
-0), LIGHT_NO_ENGINE_METHODS=1 (the `rollway_*` engine methods are unknown), and
+0), LIGHT_BUSY_SECONDS (each turn of the event loop takes this much longer, as with hundreds
+of streams; 0), LIGHT_ORDERS=1 (one order stages weights and one refits, as in real workers),
+LIGHT_NO_ENGINE_METHODS=1 (the `rollway_*` engine methods are unknown), LIGHT_NO_SLEEP_MODE=1 (the
+engine may not sleep), and
 LIGHT_LOSE_REGISTRATION=FILE (the worker that can create FILE serves its system port only, like
 one whose registration got lost).
 """
@@ -26,6 +29,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -76,13 +80,23 @@ class SlowRoutes:
         self._runtime.register_engine_route(name, delayed if seconds else handler)
 
 
+async def keep_busy(seconds: float) -> None:
+    """Block every turn of the event loop."""
+    while True:
+        time.sleep(seconds)  # noqa: ASYNC251 (that is the point)
+        await asyncio.sleep(0)  # one turn of the loop
+
+
 class Worker:
     """One engine on one runtime."""
 
     def __init__(self, args: argparse.Namespace, index: int) -> None:
         self._args = args
         self.engine = Engine(
-            LightWorker(Path(args.model)), seed=args.seed + index, max_length=args.max_model_len
+            LightWorker(Path(args.model)),
+            seed=args.seed + index,
+            max_length=args.max_model_len,
+            mode=args.disaggregation_mode,
         )
         self.runtime, _ = create_runtime(
             os.environ.get("DYN_DISCOVERY_BACKEND", "etcd"),
@@ -136,13 +150,19 @@ class Worker:
         config.context_length = self.engine.max_length
         config.enable_local_indexer = True
         config.kv_event_publishing_enabled = True
+        mode = self._args.disaggregation_mode
+        types = {"prefill": (WorkerType.Prefill, [WorkerType.Decode])}
+        types["decode"] = (WorkerType.Decode, [WorkerType.Prefill])
+        worker_type, needs = types.get(mode, (WorkerType.Aggregated, []))
+        answers = ModelType.Prefill if mode == "prefill" else ModelType.Chat | ModelType.Completions
         await register_model(
             ModelInput.Tokens,
-            ModelType.Chat | ModelType.Completions,
+            answers,
             endpoint,
             self._args.model,
             self._args.served_model_name,
-            worker_type=WorkerType.Aggregated,
+            worker_type=worker_type,
+            needs=[needs] if needs else None,
             kv_cache_block_size=BLOCK,
             runtime_config=config,
         )
@@ -170,8 +190,12 @@ async def run(args: argparse.Namespace) -> None:
             break
     for future in serving:
         future.add_done_callback(_report_end)
+    busy_seconds = float(os.environ.get("LIGHT_BUSY_SECONDS", "0"))
+    busy = asyncio.create_task(keep_busy(busy_seconds)) if busy_seconds else None
     log.info("%d light workers serve %s", len(workers), args.served_model_name)
     await stopping.wait()
+    if busy is not None:
+        busy.cancel()
     for worker in workers:
         worker.engine.close()
     await asyncio.sleep(_FLUSH_SECONDS)
@@ -210,6 +234,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--count", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-model-len", type=int)
+    modes = ("agg", "prefill", "decode")
+    parser.add_argument("--disaggregation-mode", choices=modes, default="agg")
     parser.add_argument("--nnodes", type=int, default=1)
     parser.add_argument("--node-rank", type=int, default=0)
     parser.add_argument("--master-addr", default="127.0.0.1")

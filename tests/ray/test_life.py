@@ -114,7 +114,9 @@ def test_the_command_line_reaches_a_stack_from_any_driver(
     file = tmp_path / "stack.yaml"
     file.write_text(json.dumps({**on_ray(base_model, "cli", 2), "launcher": "local"}))
     plan = json.loads(cli("up", str(file), "--on", "ray", "--dry-run", "--json").stdout)
-    assert [row["process"] for row in plan["processes"]] == ["tiny-0", "tiny-1", "frontend"]
+    workers = [row for row in plan["processes"] if row["model"]]
+    assert [row["process"] for row in workers] == ["tiny-0", "tiny-1"]
+    assert all(row["argv"] and row["address"] for row in workers)
     assert list_left() == {}
 
     up = cli("up", str(file), "--on", f"ray={two_nodes.address}", "--json", "--quiet")
@@ -199,7 +201,7 @@ def _kill_keeper(part: str, running: launcher.RayStack) -> None:
     run_id = running.state.run_id
     name = names.get_part_name(run_id, part)
     keeper = ray.get_actor(name, namespace=running.state.ray_namespace)
-    pid = ray.get(keeper.__ray_call__.remote(lambda _: os.getpid()))
+    pid = ray.get(keeper.examine.remote())["pid"]
     os.kill(pid, signal.SIGKILL)
 
     def has_gone() -> bool:

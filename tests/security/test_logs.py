@@ -22,6 +22,7 @@ from rollway.config import load_spec
 from rollway.errors import SpecError
 from rollway.processes import ProcessId
 from rollway.stack import logs
+from rollway.stack.children import find_hint
 from rollway.stack.locks import NamedLock
 from rollway.stack.run_dir import choose_run_dir
 from rollway.stack.state import StackDir, StackState
@@ -84,7 +85,7 @@ def test_the_end_of_a_log_includes_rotated_lines(tmp_path: Path) -> None:
     assert logs.rotate(log, 1, 3)
     assert log.read_text() == ""
     assert logs.tail(log) == ["begin", "RuntimeError: out of memory"]
-    assert "Not enough memory" in logs.find_hint(log)
+    assert "Not enough memory" in find_hint(log)
     log.write_text("ended\n")
     assert logs.tail(log, 2) == ["RuntimeError: out of memory", "ended"]
     assert logs.read_error_tail(log)[1] == "RuntimeError: out of memory"

@@ -21,9 +21,10 @@ from rollway.processes import ProcessId
 from rollway.stack import preset
 from rollway.stack.doctor import Listener, list_listeners
 from rollway.stack.locks import Lease
-from rollway.stack.plan import make_kv_events_endpoint, plan_stack
+from rollway.stack.plan import plan_stack
 from rollway.stack.run_dir import choose_run_dir
 from rollway.stack.state import ProcessState, StackDir, StackState
+from rollway.stack.workers import make_kv_events_endpoint
 from tests.conftest import Cli
 from tests.stack.mocker import mocker_spec
 

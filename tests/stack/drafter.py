@@ -45,8 +45,8 @@ def learnt_draft(policy: Policy, prompt: list[int], count: int) -> Tensors:
         tensors[f"layers.0.{name}.weight"] = torch.zeros_like(tensors[f"layers.0.{name}.weight"])
     ids = [prompt[-1], *policy.greedy(prompt, count)]
     follows = dict(itertools.pairwise(ids))
-    embeddings = policy.model.model.embed_tokens.weight.detach()[list(follows)]
-    rows = policy.model.lm_head.weight.detach()[list(follows.values())]
+    embeddings = policy.model.model.embed_tokens.weight.detach().cpu()[list(follows)]
+    rows = policy.model.lm_head.weight.detach().cpu()[list(follows.values())]
     learnt = torch.linalg.lstsq(embeddings, rows).solution.T
     tensors["fc.weight"] = torch.cat([learnt, torch.zeros_like(learnt)], dim=1).contiguous()
     return tensors

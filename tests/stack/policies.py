@@ -15,11 +15,13 @@ from rollway.demo.grpo import token_logprobs
 
 
 class Policy:
-    """A checkpoint and what it should answer, by a plain float32 forward in torch."""
+    """A checkpoint and what it should answer, by a plain forward in torch, in float32 on the CPU
+    unless something else is asked for."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
         self.path = path
-        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+        self.model = model.to(device)
 
     def logprobs(self, prompt: list[int], completion: list[int]) -> list[float]:
         with torch.no_grad():
@@ -29,7 +31,8 @@ class Policy:
         ids = list(prompt)
         with torch.no_grad():
             for _ in range(count):
-                logits = self.model(torch.tensor([ids])).logits[0, -1]
+                inputs = torch.tensor([ids], device=self.model.device)
+                logits = self.model(inputs).logits[0, -1]
                 ids.append(int(logits.argmax()))
         return ids[len(prompt) :]
 
@@ -59,7 +62,7 @@ def write_adapter(directory: Path, policy: Policy, seed: int) -> Policy:
             weight = layer.self_attn.q_proj.weight
             down = torch.randn(RANK, weight.shape[1], generator=generator) * 0.3
             up = torch.randn(weight.shape[0], RANK, generator=generator) * 0.3
-            weight += up @ down * (ALPHA / RANK)
+            weight += (up @ down * (ALPHA / RANK)).to(weight)
             name = f"base_model.model.model.layers.{index}.self_attn.q_proj"
             tensors |= {f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up}
     directory.mkdir(exist_ok=True)

@@ -122,10 +122,12 @@ async def test_adapters_and_sleep_through_the_admin(
         with pytest.raises(AdminError, match="refused `unload_lora`"):
             await admin.unload_lora(worker, "style")
 
-        await admin.sleep(worker)
-        with pytest.raises(RolloutError):
+        with pytest.raises(UsageError, match="adapters are enabled"):
+            stack.sleep(level=2)
+        assert stack.sleep().asleep == 1
+        with pytest.raises(RolloutError, match="1 workers sleep"):
             await client.rollouts(patience=1.0).generate(PROMPT, SAMPLING)
-        await admin.wake(worker)
+        assert [w.state for w in stack.wake().workers] == ["serving"]
         (rollout,) = await client.rollouts(patience=30.0).generate(PROMPT, SAMPLING)
         distance = policies[0].distance(PROMPT, rollout.token_ids, rollout.logprobs or [])
         assert rollout.weight_version == 0 and distance < TOLERANCE

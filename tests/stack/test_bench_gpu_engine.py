@@ -39,3 +39,22 @@ def test_every_part_runs_or_says_why_not(cli: Cli, footprint: Footprint) -> None
     # Each refit was printed when it ended: an interrupted run loses nothing.
     assert "shm: {" in done.stderr and "in-flight: {" in done.stderr
     assert footprint.settle() == {}
+
+
+def test_a_trainer_and_an_engine_take_turns(cli: Cli, footprint: Footprint) -> None:
+    done = cli(
+        "bench", "gpu-engine", "--model", "tiny", "--rollouts", "2", "--tokens", "16",
+        "--only", "colocated", "--steps", "3", "--filler-gib", "1", "--json", timeout=300.0,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    figures = json.loads(done.stdout)
+    assert figures["failed"] == {}
+    part = figures["colocated"]
+    assert "keeps its memory" in part["notes"][0] and part["filler_gib"] == 0
+    for level in ("level_1", "level_2"):
+        assert part[level]["is_of_version"] and part[level]["proofs"] == ["parameters"]
+        assert [len(part[level]["steps"]), part[level]["mib_per_step"].keys()] == [
+            3, {"before", "asleep", "after"},
+        ]  # fmt: skip
+    assert part["level_2"]["steps"][-1]["version"] == 6
+    assert footprint.settle() == {}

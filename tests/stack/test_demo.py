@@ -28,8 +28,19 @@ def run_demo(cli: Cli, *arguments: str) -> dict[str, Any]:
     return report
 
 
-def test_the_demo_learns(cli: Cli, tmp_path: Path, footprint: Footprint) -> None:
-    report = run_demo(cli, "--out", "run")
+@pytest.mark.parametrize(
+    ("transport", "weights_by"),
+    [
+        ("checkpoint", "checkpoint"),
+        # On a GPU this is the default; on a CPU parameters move to shared memory instead.
+        pytest.param("cuda_ipc", "cuda_ipc, in place", marks=pytest.mark.soak),
+    ],
+)
+def test_the_demo_learns(
+    cli: Cli, tmp_path: Path, footprint: Footprint, transport: str, weights_by: str
+) -> None:
+    report = run_demo(cli, "--transport", transport, "--out", "run")
+    assert {step["weights_by"] for step in report["steps"]} == {weights_by}
     assert report["reward_last"] >= 0.8
     assert report["reward_last"] >= 3 * report["reward_first"]
     assert report["mismatch_kl_max"] < 1e-3

@@ -260,7 +260,8 @@ def test_a_failed_start_shows_the_log_and_stops_what_had_started(
         {"path": str(base_model), "engine": "mocker", "name": "tiny"},
         {"path": str(base_model), "engine": "mocker", "name": "bad", "args": {"no-such-flag": 1}},
     ])  # fmt: skip
-    with pytest.raises(StartError, match="bad-0 exited with status 2") as failure:
+    message = "bad-0, a worker of the model `bad`, exited with status 2"
+    with pytest.raises(StartError, match=message) as failure:
         rollway.up(spec).__enter__()
     assert "no-such-flag" in failure.value.log_tail
     assert "engine does not know this option" in failure.value.hint

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,16 +16,18 @@ from urllib.parse import urlsplit
 import pytest
 
 import rollway
-from rollway.errors import RefitError, StartError, UsageError
+from rollway.errors import RefitError, RolloutError, StartError, UsageError
 from rollway.fleet.discovery import HealthListing, RlListing, StaticList, discover
 from rollway.fleet.fleet import Fleet
+from rollway.fleet.report import RefitMode
 from rollway.fleet.updates import FromDisk
 from rollway.http import Http
+from rollway.orders import REFIT, STAGE
 from rollway.weights.checkpoint import read_headers
 from tests.conftest import Cli, Footprint
 from tests.light.spec import light
 from tests.stack.policies import Policy
-from tests.stack.serving import SHORT, TOLERANCE, worst
+from tests.stack.serving import LONG, SHORT, TOLERANCE, first_tokens, read_state, worst
 from tests.waiting import wait_until, wait_until_async
 
 PROMPT = list(range(40, 100))
@@ -46,6 +51,60 @@ def test_every_mode_refits_every_worker(
     assert {rollout.weight_version for rollout in group} == {1}
     assert worst(policies[1], group) < TOLERANCE
     assert any(rollout.cached_tokens == 0 for rollout in group)  # one was the first
+
+
+@pytest.mark.parametrize("mode", ["pause-all", "in-flight"])
+async def test_a_later_refit_sends_two_requests_to_each_worker(
+    base_model: Path, policies: list[Policy], mode: RefitMode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them waits for a worker's event loop, also while it carries hundreds of streams."""
+    urls: list[str] = []
+
+    async def note(_: Http, method: str, url: str, body: object) -> None:
+        urls.append(url)
+
+    spec = light(base_model, "calls", LIGHT_ORDERS="1", LIGHT_STEP_SECONDS="0.01")
+    async with rollway.aio.up(spec) as stack:
+        await stack.refit(1, policies[1].path)
+        await stack.unwatch()  # the watcher lists now and then
+        rollouts = stack.rollouts()
+        sampling = [asyncio.create_task(rollouts.generate(PROMPT, LONG, n=4)) for _ in range(4)]
+        workers = await stack.fleet.workers()
+        await first_tokens(stack.frontend_url, workers)
+        monkeypatch.setattr(Http, "before_request", note)
+        report = await stack.refit(2, policies[2].path, mode=mode)
+        groups = await asyncio.gather(*sampling)
+    for worker in workers:
+        asked = [url for url in urls if url.startswith(worker.admin_url)]
+        assert [url.rpartition("/")[2] for url in asked] == [STAGE, REFIT]
+    assert [worker.calls for worker in report.workers] == [2, 2]
+    assert urls.count(f"{stack.frontend_url}/health") == 2
+    assert not any(url.startswith(stack.rl_url) for url in urls)
+    spans = [[span.version for span in rollout.spans] for group in groups for rollout in group]
+    assert all(versions in ([1], [2], [1, 2]) for versions in spans)
+    # An in-flight refit of these light workers sometimes leaves no token of the old version.
+    assert mode == "in-flight" or [1, 2] not in spans
+
+
+async def test_a_worker_that_joins_between_refits_is_listed_and_moved(
+    base_model: Path, policies: list[Policy]
+) -> None:
+    async with rollway.aio.up(light(base_model, "joined", LIGHT_ORDERS="1")) as stack:
+        await stack.unwatch()
+        await stack.refit(1, policies[1].path)
+        state = read_state("joined")
+        os.kill(next(p.pid for p in state.processes if p.instance) or 0, signal.SIGKILL)
+        before = {worker.instance_id for worker in await stack.fleet.workers(fresh=False)}
+
+        async def is_replaced() -> bool:
+            listed = await stack.fleet.workers()
+            labels = await stack.fleet.read_versions()
+            new = {w.instance_id for w in listed if w.error is None} - before
+            return any(labels[instance] == 0 for instance in new)
+
+        await wait_until_async(is_replaced, 60)
+        report = await stack.refit(2, policies[2].path)
+        assert report.serving == 2
 
 
 def test_a_canary_verifies_workers_without_our_engine_methods(
@@ -208,6 +267,57 @@ def test_the_bench_of_a_fleet(base_model: Path, tmp_path: Path, cli: Cli) -> Non
     figures = json.loads(report.stdout)
     assert report.returncode == 0 and figures["workers"] == 2, report
     assert figures["refit_seconds"] > 0 and "order_seconds" in figures
+
+
+def test_workers_sleep_and_come_back_with_what_they_had_or_were_given(
+    stack: rollway.Stack, policies: list[Policy]
+) -> None:
+    """A light worker without weights, or without memory, dies if it computes."""
+    workers = {worker.instance_id for worker in stack.fleet.workers()}
+    report = stack.sleep()
+    assert report.asleep == 2 and report.released_bytes == 4 * 10**9
+    with pytest.raises(RolloutError, match="2 workers sleep"):
+        stack.rollouts(patience=1.0).generate(PROMPT, SHORT)
+    with rollway.attach(stack.name) as other, pytest.raises(RolloutError, match="2 workers sleep"):
+        other.rollouts(patience=1.0).generate(PROMPT, SHORT)
+    report = stack.wake()
+    assert [(w.state, w.version) for w in report.workers] == [("serving", 0)] * 2
+    group = stack.rollouts().generate(PROMPT, SHORT, n=4)
+    assert worst(policies[0], group) < TOLERANCE
+    assert any(rollout.cached_tokens == 0 for rollout in group)  # the cache was dropped
+    for version, level in enumerate((1, 2), 1):
+        stack.sleep(level=level)
+        if level == 2:
+            assert [w.version for w in stack.wake().workers] == [None, None]
+        refit = stack.refit(version, policies[version].path)
+        assert all({"asleep", "after"} == w.memory.keys() for w in refit.workers)
+        group = stack.rollouts().generate(PROMPT, SHORT, n=4)
+        assert {rollout.weight_version for rollout in group} == {version}
+        assert worst(policies[version], group) < TOLERANCE
+    assert {worker.instance_id for worker in stack.fleet.workers()} == workers
+
+
+def test_workers_sleep_by_command(stack: rollway.Stack, cli: Cli) -> None:
+    def run(*arguments: str) -> tuple[int, Any]:
+        done = cli("fleet", *arguments, stack.name, "--json")
+        return done.returncode, json.loads(done.stdout)
+
+    code, report = run("sleep", "--level", "1")
+    assert code == 0 and report["asleep"] == 2 and report["level"] == 1
+    assert [set(w["memory"]) for w in report["workers"]] == [{"before", "asleep"}] * 2
+    code, refusal = run("sleep", "--level", "2")
+    assert code == 2 and "sleeps at level 1 already" in refusal["message"]
+    done = cli("fleet", "wake", stack.name)
+    assert done.returncode == 0 and "serving" in done.stdout, done.stdout
+    code, report = run("wake")
+    assert [w["state"] for w in report["workers"]] == ["awake", "awake"]
+
+
+def test_engines_without_sleep_mode_are_refused_with_the_fix(base_model: Path) -> None:
+    with rollway.up(light(base_model, "sleepless", 1, LIGHT_NO_SLEEP_MODE="1")) as stack:
+        with pytest.raises(UsageError, match="set `enable-sleep-mode: true`"):
+            stack.sleep()
+        assert stack.rollouts().generate(PROMPT, SHORT)[0].weight_version == 0
 
 
 def test_a_model_that_does_not_start_is_named_and_ends_the_stack(

@@ -14,15 +14,21 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+import torch
 
 import rollway
+from rollway.fleet.fleet import Fleet
+from rollway.fleet.report import RefitMode
 from rollway.stack.state import StackDir
+from rollway.weights.offer import Offer
 from rollway.weights.transports.files import FilesPublisher
 from rollway.weights.transports.nixl import NixlPublisher
 from rollway.weights.transports.shm import ShmPublisher
+from tests.stack import brake, failing_rank
+from tests.stack.faults import assert_exact
 from tests.stack.moe import build_moe
 from tests.stack.policies import Policy, perturbed
-from tests.stack.serving import assert_serves, tensors
+from tests.stack.serving import LongRollouts, assert_serves, tensors
 from tests.stack.stacks import VLLM_ARGS
 
 pytestmark = [
@@ -43,7 +49,10 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def stack(home: Path, base_model: Path) -> Iterator[rollway.Stack]:
-    model = {"path": str(base_model), "name": "tiny", "tensor_parallel": 2, "args": VLLM_ARGS}
+    env = {**brake.environment(home / "brake"), failing_rank.VARIABLE: str(home / "failing")}
+    args = {**VLLM_ARGS, **brake.ARGS, **failing_rank.ARGS}
+    model = {"path": str(base_model), "name": "tiny", "tensor_parallel": 2, "args": args}
+    model["env"] = env
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ROLLWAY_HOME", str(home))
         opening = rollway.up({"name": "ranks", "models": [model]})
@@ -74,6 +83,72 @@ def test_shared_memory(stack: rollway.Stack, policies: list[Policy]) -> None:
             report = stack.refit(version, publisher.publish(version, tensors(policy).items()))
             assert {worker.proof for worker in report.workers} == {"parameters"}
             assert_serves(stack, policy, version)
+
+
+def publish(publisher: ShmPublisher, policies: list[Policy]) -> tuple[int, Offer]:
+    """Publish the next version; its number tells which policy it is."""
+    version = next(_versions)
+    policy = policies[version % len(policies)]
+    return version, publisher.publish(version, tensors(policy).items())
+
+
+@pytest.mark.parametrize("mode", ["pause-all", "in-flight", "keep"])
+def test_one_order_moves_all_ranks(
+    stack: rollway.Stack, home: Path, policies: list[Policy], mode: RefitMode
+) -> None:
+    with ShmPublisher() as publisher, brake.slowed(home / "brake"):
+        version, offer = publish(publisher, policies)
+        stack.refit(version, offer)
+        with LongRollouts(stack) as rollouts:
+            version, offer = publish(publisher, policies)
+            (worker,) = stack.refit(version, offer, mode=mode).workers
+    assert (worker.state, worker.proof, worker.calls) == ("serving", "parameters", 2)
+    assert "order.engine.swap" in worker.steps
+    assert rollouts.failures() == []
+    for rollout in rollouts.finished():
+        assert_exact(policies, rollout)
+    if mode != "pause-all":
+        spans = [[span.version for span in r.spans] for r in rollouts.finished()]
+        assert [version - 1, version] in spans
+    assert_serves(stack, policies[version % len(policies)], version)
+
+
+def test_a_refused_offer_leaves_no_answer_of_a_rank_behind(
+    stack: rollway.Stack, policies: list[Policy]
+) -> None:
+    """vLLM reads one rank's error and leaves the others' in their queues, for the next call."""
+    with ShmPublisher() as publisher:
+        wrong = {name: torch.zeros(3) for name in tensors(policies[0])}
+        for _ in range(2):
+            with pytest.raises(rollway.UsageError, match="does not fit the model"):
+                stack.refit(next(_versions), publisher.publish(next(_versions), wrong.items()))
+        version, offer = publish(publisher, policies)
+        stack.refit(version, offer)
+        assert_serves(stack, policies[version % len(policies)], version)
+
+
+async def test_a_rank_that_fails_in_the_swap_keeps_the_worker_out(
+    stack: rollway.Stack, home: Path, policies: list[Policy]
+) -> None:
+    async with rollway.aio.attach("ranks") as client:
+        fleet = Fleet(
+            client._http, client.fleet.membership.source, secret=client.weights_secret
+        )  # without a supervisor, which would replace the worker
+        fleet.versions.tainted = True
+        await client.unwatch()
+        with ShmPublisher() as publisher:
+            version, offer = publish(publisher, policies)
+            (home / "failing").touch()
+            with pytest.raises(rollway.RefitError, match="the second rank fails"):
+                await fleet.refit(version, offer)
+            (home / "failing").unlink()
+            (label,) = (await fleet.read_versions()).values()
+            assert label is not None and label < 0
+            version, offer = publish(publisher, policies)
+            (worker,) = (await fleet.refit(version, offer)).workers
+            assert worker.state == "serving"
+        await client.fleet.read_versions()
+    assert_serves(stack, policies[version % len(policies)], version)
 
 
 def test_nixl(stack: rollway.Stack, policies: list[Policy]) -> None:

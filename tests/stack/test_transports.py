@@ -197,7 +197,7 @@ async def test_staging_does_not_change_the_serving_weights(
             await stack.refit(version, offer)
             coming = shm.publish(next_version, tensors(policies[staged]).items())
             for worker in await stack.fleet.workers():
-                await stage(stack.fleet.admin, worker, coming, stack.weights_secret)
+                await stage(stack.fleet.admin, worker, coming.sign(stack.weights_secret))
             await asyncio.to_thread(assert_serves, vllm_stack, policies[served], version)
 
 

@@ -355,3 +355,32 @@ def test_vllm_over_real_etcd_and_nats(
         group = stack.rollouts().generate(fresh_prompt(), sampling, n=2)
         assert worst(policies[1], group) < TOLERANCE
     assert footprint.new() == {}
+
+
+def test_real_workers_sleep_and_come_back_without_a_stale_token(
+    vllm_stack: rollway.Stack, served: tuple[int, Policy], policies: list[Policy],
+    versions: Iterator[int],
+) -> None:  # fmt: skip
+    """vLLM's engine on CPU stops and drops its cache, but keeps its memory; the report says so."""
+    version, policy = served
+    prompt, rollouts = fresh_prompt(), vllm_stack.rollouts()
+    rollouts.generate(prompt, Sampling(max_tokens=8))
+    report = vllm_stack.sleep(level=1)
+    assert report.asleep == 2
+    ranks = [rank for worker in report.workers for rank in worker.memory["asleep"]]
+    assert all(not rank["releases"] and 0 < rank["resident"] < rank["total"] for rank in ranks)
+    with pytest.raises(RolloutError, match="2 workers sleep"):
+        vllm_stack.rollouts(patience=1.0).generate(prompt, Sampling(max_tokens=8))
+    vllm_stack.wake()
+    (rollout,) = rollouts.generate(prompt, Sampling(max_tokens=8))
+    assert (rollout.weight_version, rollout.cached_tokens) == (version, 0)
+    assert worst(policy, [rollout]) < TOLERANCE
+    for level in (2, 1):
+        vllm_stack.sleep(level=level, mode="abort")
+        version = next(versions)
+        policy = policies[version % len(policies)]
+        refit = vllm_stack.refit(version, policy.path)
+        assert [(w.state, w.proof) for w in refit.workers] == [("serving", "parameters")] * 2
+        (rollout,) = rollouts.generate(prompt, Sampling(max_tokens=8))
+        assert (rollout.weight_version, rollout.cached_tokens) == (version, 0)
+        assert worst(policy, [rollout]) < TOLERANCE

@@ -341,3 +341,16 @@ async def test_a_cancelled_start_leaves_nothing(
     with pytest.raises(asyncio.CancelledError):
         await entering
     assert launcher.stopped == finishes
+
+
+def test_a_stack_runs_where_it_is_told_to() -> None:
+    def launch(on: str | None) -> tuple[str, str | None]:
+        spec = rollway.make_spec(model="org/m", on=on)
+        return spec.launcher, spec.ray.address
+
+    assert launch(None) == ("local", None)
+    assert launch("ray") == ("ray", None)
+    assert launch("ray=10.0.0.1:6379") == ("ray", "10.0.0.1:6379")
+    for wrong in ("slurm", "ray=", "local=x"):
+        with pytest.raises(UsageError, match="nothing that a stack can run on"):
+            launch(wrong)

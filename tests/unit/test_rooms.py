@@ -13,6 +13,7 @@ ORDER = [
     "private plain http orders versions",
     "ranks",
     "roles contradictions",
+    "model_spec",
     "config processes",
     "weights",
     "engine rollout",

@@ -1,7 +1,8 @@
 """`rollway bench fleet`: the cost of listing and refitting many workers, compared with one worker.
 
-Both ratios are computed within one run: the listing against one probe, the refit of all workers
-against the refit of one.
+All ratios are computed within one run: the listing against one probe, the refit of all workers
+against the refit of one, and a later refit without its pause against one probe. The last one shows
+how many times a refit waits for workers that answer late.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from rollway.api import up
 from rollway.bench import round_floats
 from rollway.config import StackSpec
 from rollway.errors import NoWorkers
-from rollway.fleet.discovery import Source, Worker
+from rollway.fleet.discovery import RlListing, Source, Worker
 from rollway.fleet.fleet import Fleet
 from rollway.fleet.membership import Membership
 from rollway.http import Http
@@ -29,7 +30,7 @@ _ORDERS = 400
 
 @dataclass(slots=True)
 class FleetFigures:
-    """Seconds, and the two ratios."""
+    """Seconds, and the ratios."""
 
     workers: int
     probe_seconds: float
@@ -43,6 +44,11 @@ class FleetFigures:
     refit_seconds: float
     refit_ratio: float
     paused_seconds: float
+    calls: int
+    """The most admin calls that a later refit made to one worker."""
+    outside_seconds: float
+    """The median of later refits without their pause."""
+    outside_ratio: float
 
     def as_json(self) -> dict[str, Any]:
         return round_floats(asdict(self), ".6f")
@@ -55,7 +61,7 @@ async def bench_fleet(spec: StackSpec) -> FleetFigures:
         # The stack's own fleet may know too few workers: of a process that holds many, its
         # supervisor knows one.
         secret = stack.weights_secret
-        fleet = Fleet(http, stack.rl_url, secret=secret)
+        fleet = Fleet(http, RlListing(stack.rl_url, stack.frontend_url), secret=secret)
         workers = await fleet.workers()
         if not workers:
             raise NoWorkers("No RL worker is listed.", "The engine must have admin routes.")
@@ -68,6 +74,8 @@ async def bench_fleet(spec: StackSpec) -> FleetFigures:
         began = time.monotonic()
         report = await fleet.refit(2, path)
         seconds = time.monotonic() - began
+        later = [await fleet.refit(3 + turn, path) for turn in range(_REPEATS)]
+    outside = statistics.median([refit.seconds - refit.paused_seconds for refit in later])
     return FleetFigures(
         workers=len(workers),
         probe_seconds=probe,
@@ -78,6 +86,9 @@ async def bench_fleet(spec: StackSpec) -> FleetFigures:
         refit_seconds=seconds,
         refit_ratio=seconds / alone,
         paused_seconds=report.paused_seconds,
+        calls=max(worker.calls for refit in later for worker in refit.workers),
+        outside_seconds=outside,
+        outside_ratio=outside / probe,
     )
 
 

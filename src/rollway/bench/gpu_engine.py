@@ -4,6 +4,7 @@
     throughput        rollouts through `Rollouts`, no refit
     cuda_ipc … delta  refits of an idle engine; the very first one of the process apart
     in-flight …       refits while rollouts run
+    colocated         only if it is named: sleep, train, wake, refit, generate, step after step
     stock             Dynamo's pause, update_weights_from_disk, resume
     offline           the same prompts through vLLM's `LLM.generate`, after the stack has stopped
     lost              tokens that refits cost per hour
@@ -34,6 +35,7 @@ import torch
 
 from rollway.aio import Stack, up
 from rollway.bench import Say, round_floats
+from rollway.bench.gpu_colocated import measure_colocated
 from rollway.bench.gpu_limits import MemoryWatch, measure_limits, synchronize
 from rollway.bench.gpu_load import Load, make_prompts
 from rollway.bench.gpu_options import PARTS, UNDER_LOAD, Options, describe_stack
@@ -61,6 +63,7 @@ _CHECKED = 8
 """How many rollouts are compared with the trainer's forward pass after a refit."""
 _PART_SECONDS = 240.0
 """The longest time of one part: a part that hangs must leave time for the others."""
+_COLOCATED_SECONDS = 900.0
 
 
 class Skip(Exception):
@@ -143,14 +146,21 @@ class GpuEngineBench:
             await self._measure("delta", self._measure_delta)
             for mode in UNDER_LOAD:
                 await self._measure(mode, partial(self._measure_under_load, mode))
+            if "colocated" in wanted:
+                work = partial(measure_colocated, self)
+                await self._measure("colocated", work, _COLOCATED_SECONDS)
             await self._measure("stock", self._measure_stock)
             self.say("stopping the stack")
 
-    async def _measure(self, name: str, work: Callable[[], Awaitable[dict[str, Any]]]) -> None:
+    async def _measure(
+        self,
+        name: str,
+        work: Callable[[], Awaitable[dict[str, Any]]],
+        left: float = _PART_SECONDS,
+    ) -> None:
         """Measure a part; if it fails, the others are still measured."""
         if self.options.only and name not in self.options.only:
             return
-        left = _PART_SECONDS
         if self.options.seconds is not None:
             left = min(left, self.options.seconds - (time.perf_counter() - self.began))
         self.say(f"{name} …")
@@ -207,15 +217,15 @@ class GpuEngineBench:
         rows = []
         async with self.stack.publisher(transport, **options) as publisher:
             for _ in range(self.options.repeat + 1):
-                row = await self._refit(publisher, "pause-all", change)
+                row = await self.refit(publisher, "pause-all", change)
                 rows.append(row)
                 self.say(f"{transport}: {json.dumps(round_floats(row, '.4g'))}")
         names = ("publish_seconds", "refit_seconds", "seconds", "paused_seconds")
         later = {name: median(row[name] for row in rows[1:]) for name in names}
-        check = await self._check_fresh(transport)
+        check = await self.check_fresh(transport)
         return {"later": later, "check": check, "first": rows[0], "refits": rows[1:]}
 
-    async def _refit(self, publisher: Any, mode: RefitMode, change: Change) -> dict[str, Any]:
+    async def refit(self, publisher: Any, mode: RefitMode, change: Change) -> dict[str, Any]:
         """Change the weights, publish and refit, and return the seconds and the memory."""
         self.version += 1
         change(self.weights, self.version)
@@ -247,23 +257,23 @@ class GpuEngineBench:
         transport: Transport = "cuda_ipc" if self.device.type == "cuda" else "shm"
         choice: dict[str, Any] = {"in_place": True} if options.in_place else {}
         async with self.stack.publisher(transport, **choice) as publisher:
-            await self._refit(publisher, "pause-all", change_all)  # opens and maps memory
+            await self.refit(publisher, "pause-all", change_all)  # opens and maps memory
             # A pause-all refit waits until the longest rollout has ended: once is enough.
             for _ in range(1 if mode == "pause-all" else options.repeat):
                 self.turn += 1
                 load = Load(self.stack, options.rollouts, 2 * options.tokens, self.turn)
                 async with load.run():
-                    row = await self._refit(publisher, mode, change_all)
+                    row = await self.refit(publisher, mode, change_all)
                 row["load"] = load.get_figures(
                     self.version, self.refit_began, row["paused_seconds"], self._get_rate()
                 )
                 row["check"] = self._check(mode, load.results[:_CHECKED])
-                row["check_of_new_rollouts"] = await self._check_fresh(mode)
+                row["check_of_new_rollouts"] = await self.check_fresh(mode)
                 rows.append(row)
                 self.say(f"{mode}: {json.dumps(round_floats(row, '.4g'))}")
         return {"refits": rows}
 
-    async def _check_fresh(self, part: str) -> dict[str, Any]:
+    async def check_fresh(self, part: str) -> dict[str, Any]:
         """Sample some new rollouts, and compare their log-probs with the trainer's."""
         self.turn += 1
         sampling = Sampling(max_tokens=min(32, self.options.tokens), ignore_eos=True)
@@ -273,16 +283,20 @@ class GpuEngineBench:
 
     def _check(self, part: str, rollouts: list[Rollout]) -> dict[str, Any]:
         """Compare the tokens of the newest version with a forward pass of the trainer."""
+        figures = self.get_reference().compare(rollouts, self.version)
+        if figures["is_of_version"] is False:
+            kl = figures["mismatch_kl"]
+            self.failed[f"{part} check"] = f"tokens are not of version {self.version}: KL {kl:.3g}"
+        return figures
+
+    def get_reference(self) -> Reference:
+        """Return the trainer's model, which uses the memory of its weights."""
         if self.reference is None:
             from rollway.bench.gpu_reference import Reference
 
             path = Path(self.spec.models[0].path)
             self.reference = Reference(path, self.weights, self.device)
-        figures = self.reference.compare(rollouts, self.version)
-        if figures["is_of_version"] is False:
-            kl = figures["mismatch_kl"]
-            self.failed[f"{part} check"] = f"tokens are not of version {self.version}: KL {kl:.3g}"
-        return figures
+        return self.reference
 
     async def _measure_stock(self) -> dict[str, Any]:
         """Update the worker as Dynamo's guide describes."""
@@ -305,7 +319,7 @@ class GpuEngineBench:
             await admin.set_taints(worker, [taint_of(self.version)])
             await self.stack.fleet.read_versions()
             row: dict[str, Any] = {"save_seconds": saved - began, "paused_seconds": ended - saved}
-            row |= {"memory": memory.figures, "check": await self._check_fresh("stock")}
+            row |= {"memory": memory.figures, "check": await self.check_fresh("stock")}
             rows.append(row)
             self.say(f"stock: {json.dumps(round_floats(row, '.4g'))}")
         return {"paused_seconds": median(row["paused_seconds"] for row in rows), "updates": rows}

@@ -14,6 +14,8 @@ PARTS = (
     "limits", "throughput", "cuda_ipc", "cuda_ipc_in_place", "shm", "files", "delta", "in-flight",
     "keep", "pause-all", "stock", "offline", "lost",
 )  # fmt: skip
+ON_REQUEST = ("colocated",)
+"""Parts that run only if they are named: they need another engine."""
 UNDER_LOAD = ("in-flight", "keep", "pause-all")
 
 
@@ -26,6 +28,10 @@ class Options:
     rollouts: int = 256
     tokens: int = 512
     repeat: int = 2
+    steps: int = 20
+    """Of the part `colocated`, at each level."""
+    filler_gib: float = 0.0
+    """Memory of the device that `colocated` fills, so that it is nearly full."""
     eager: bool = False
     in_place: bool = False
     """Whether cuda_ipc publishes the trainer's own memory in the parts under load."""
@@ -48,6 +54,8 @@ def describe_stack(options: Options, path: Path, *, on_gpu: bool) -> StackSpec:
     if on_gpu:
         args["gpu-memory-utilization"] = options.gpu_memory_utilization
         args["enforce-eager"] = options.eager
+        if "colocated" in options.only:
+            args["enable-sleep-mode"] = True
     model = {"path": str(path), "name": "policy", "args": args}
     fields = {"name": "bench-gpu", "models": [model]}
     return make_spec(fields, overrides=list(options.overrides))

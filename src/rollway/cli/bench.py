@@ -86,6 +86,30 @@ def _describe_refits(figures: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def disaggregated(options: argparse.Namespace) -> int:
+    require("torch", "transformers")
+    from rollway.bench.disaggregated import bench_disaggregated
+
+    args = {"dtype": "float32", "max-model-len": 2048, "stream-interval": 1}
+    model = {"path": str(_build_demo_model()), "name": "tiny", "args": args}
+    apart = {**model, "serving": "disaggregated", "prefill": {}, "decode": {}}
+    split = make_spec({"name": "bench-apart", "models": [apart]})
+    whole = make_spec({"name": "bench-whole", "models": [{**model, "replicas": 2}]})
+
+    def to_text(figures: dict[str, Any]) -> str:
+        arms = "\n".join(
+            f"{arm['serving']}: first token {arm['first_token_ms']} ms, "
+            f"{arm['requests_per_second']} requests/s, {arm['tokens_per_second']} tokens/s"
+            for arm in figures["arms"]
+        )
+        difference = figures["largest_logprob_difference"]
+        return f"{arms}\nsame tokens; largest difference of a log-prob {difference}"
+
+    figures = asyncio.run(bench_disaggregated(split, whole, print_progress))
+    _print_figures(options, figures, to_text)
+    return 0
+
+
 def rollout(options: argparse.Namespace) -> int:
     require("torch", "transformers", "openai")
     from rollway.bench.rollout import RolloutFigures, bench_gateway, bench_rollout
@@ -182,6 +206,26 @@ def gpu_engine(options: argparse.Namespace) -> int:
 
     code, figures = run_command(options, print_progress)
     _print_figures(options, figures, format_figures)
+    return code
+
+
+def exactness(options: argparse.Namespace) -> int:
+    require("torch", "transformers", "vllm", "dynamo")
+    from rollway.bench.exactness import COLUMNS, ExactnessOptions, format_rows, run_command
+
+    names = ("model", "dtype", "head", "rollouts", "tokens", "batch_invariant", "eager")
+    values = {name: getattr(options, name) for name in names}
+    code, figures = run_command(
+        ExactnessOptions(**values, overrides=tuple(options.set)), print_progress
+    )
+
+    def print_rows(figures: dict[str, Any]) -> None:
+        print_table(COLUMNS, format_rows(figures))
+        names = ("device", "model", "dtype", "head", "cause", "is_bit_equal", "greedy")
+        for name in (*names, "told_apart_by_engine", "told_apart_by_trainer"):
+            print(f"{name.replace('_', ' ')}: {figures[name]}")
+
+    print_result(options, figures, print_rows)
     return code
 
 

@@ -12,9 +12,10 @@ import rollway
 from rollway.cli.output import print_json, print_progress, print_result, print_table
 from rollway.config import AdminTimeouts
 from rollway.errors import RefitError, RollwayError, UsageError
+from rollway.fleet.admin import version_left
 from rollway.fleet.discovery import Worker
-from rollway.fleet.report import RefitReport
-from rollway.stack import local
+from rollway.fleet.report import RefitReport, SleepReport, WorkerSleep
+from rollway.stack.ray import launcher
 from rollway.sync import Fleet
 
 
@@ -48,6 +49,20 @@ def resume(options: argparse.Namespace) -> int:
     with _attach(options) as fleet:
         fleet.resume()
         return _print_count(options, "resumed", fleet)
+
+
+def sleep(options: argparse.Namespace) -> int:
+    with _attach(options) as fleet:
+        report = fleet.sleep(options.level, options.mode)
+    print_result(options, report.as_json(), lambda _: _print_sleep(report))
+    return 0
+
+
+def wake(options: argparse.Namespace) -> int:
+    with _attach(options) as fleet:
+        report = fleet.wake()
+    print_result(options, report.as_json(), lambda _: _print_sleep(report))
+    return 0
 
 
 def refit(options: argparse.Namespace) -> int:
@@ -104,7 +119,7 @@ def watch(options: argparse.Namespace) -> int:
 
 @contextmanager
 def _attach(options: argparse.Namespace) -> Iterator[Fleet]:
-    target = options.name or options.stack or local.resolve_name(None)
+    target = launcher.resolve_name(options.name or options.stack)
     # The other commands end at once: they must not begin a refit of a worker that joins.
     opening = rollway.attach(
         target,
@@ -143,6 +158,9 @@ def _as_json(worker: Worker, version: int | None) -> dict[str, Any]:
 
 
 def _describe_version(version: int | None) -> str:
+    kept = version_left(version)
+    if kept is not None:
+        return f"left version {kept}: it sleeps, or is refitted"
     if version is not None and version < 0:
         return "between two versions"
     return "none declared" if version is None else f"version {version}"
@@ -169,6 +187,29 @@ def _print_report(report: RefitReport) -> None:
         f"version {report.version}: {report.serving} of {len(report.workers)} workers, "
         f"{report.seconds:.3f} s, paused for {report.paused_seconds:.3f} s"
     )
+
+
+def _print_sleep(report: SleepReport) -> None:
+    moments = ("before", "asleep", "after")
+
+    def describe(worker: WorkerSleep, moment: str) -> str:
+        return ", ".join(f"{rank['free'] / 1e9:.2f}" for rank in worker.memory.get(moment, []))
+
+    rows = (
+        (
+            *(str(worker.instance_id), worker.state, str(worker.level or "")),
+            "" if worker.version is None else str(worker.version),
+            *(describe(worker, moment) for moment in moments),
+            f"{sum(worker.seconds.values()):.3f}",
+        )
+        for worker in report.workers
+    )
+    free = (f"free {moment} GB" for moment in moments)
+    print_table(("worker", "state", "level", "version", *free, "s"), rows)
+    if not all(rank["releases"] for w in report.workers for r in w.memory.values() for rank in r):
+        print("engines on CPU keep their memory while they sleep")
+    if any(w.state == "asleep" and w.version is None for w in report.workers):
+        print("workers without a version need a refit, which wakes them")
 
 
 def _print_change(

@@ -27,7 +27,7 @@ def make_parser() -> argparse.ArgumentParser:
     add = _make_add(commands)
     _add_stack_commands(add)
     for name, text, add_commands in (
-        ("fleet", "list, pause, refit, watch the workers of a stack", _add_fleet_commands),
+        ("fleet", "list, pause, refit, sleep, watch the workers of a stack", _add_fleet_commands),
         ("weights", "inspect weights, compare them, plan their transfer", _add_weights_commands),
         ("bench", "measure, as ratios within one run", _add_bench_commands),
     ):
@@ -160,6 +160,10 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--engine", choices=["vllm", "mocker"], default="vllm")
+    text = "of trainer and workers (default auto: a GPU if vLLM has one)"
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help=text)
+    text = "of new weights (default: cuda_ipc, in place, on a GPU; else checkpoint)"
+    parser.add_argument("--transport", choices=["checkpoint", "cuda_ipc"], help=text)
     text = "the control: train, but never update the workers"
     parser.add_argument("--no-refit", action="store_true", help=text)
     parser.add_argument("--name", default="demo", help="name of its stack, to run several at once")
@@ -186,6 +190,11 @@ def _add_fleet_commands(add_command: Add) -> None:
     parser = add("pause", "stop generation and remove the workers from routing")
     parser.add_argument("--mode", choices=["wait", "keep", "abort"], default="wait")
     add("resume", "resume generation")
+    parser = add("sleep", "release the workers' memory until a wake or a refit")
+    text = "1 keeps the weights in the host's memory (default), 2 forgets them"
+    parser.add_argument("--level", type=int, choices=[1, 2], default=1, help=text)
+    parser.add_argument("--mode", choices=["wait", "abort"], default="wait")
+    add("wake", "return workers that sleep at level 1 to service")
     parser = add("refit", "load a checkpoint into every worker")
     parser.add_argument("path", type=Path, metavar="PATH", help="a checkpoint directory")
     parser.add_argument("--version", type=int, required=True, help="higher than all before")
@@ -253,13 +262,30 @@ def _add_bench_commands(add: Add) -> None:
     _add_spec(parser, "a stack file; a stand-in without it")
     parser.add_argument("--requests", type=int, default=100_000, help="how many (default 100000)")
     parser.add_argument("--agents", type=int, default=64, help="how many at once (default 64)")
+    add("disaggregated", "bench:disaggregated", "prefill and decode apart, against both in one")
     add("plan", "bench:plan", "planning weight transfers of large models")
     parser = add("ray", "bench:ray", "stacks on a Ray cluster, against one machine")
     parser.add_argument("--only", nargs="+", default=[], metavar="PART", help="only these parts")
     parser = add("gpu", "bench:gpu", "weights on a GPU, against a copy of its memory")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--megabytes", type=int, default=4096, help="size of each model")
+    _add_exactness(add("exactness", "bench:exactness", "trainer against engine, split by cause"))
     _add_gpu_engine(add("gpu-engine", "bench:gpu_engine", "refits of a model of real size"))
+
+
+def _add_exactness(parser: argparse.ArgumentParser) -> None:
+    sizes, text = ["tiny", "2b", "8b"], "size of the model (default tiny)"
+    parser.add_argument("--model", choices=sizes, default="tiny", help=text)
+    dtypes, text = ["bfloat16", "float32"], "of trainer and engine (default bfloat16)"
+    parser.add_argument("--dtype", choices=dtypes, default="bfloat16", help=text)
+    text = "the engine's projection to the vocabulary: in the model's dtype, or float32"
+    parser.add_argument("--head", choices=["model", "float32"], default="model", help=text)
+    parser.add_argument("--rollouts", type=int, default=32, help="at once (default 32)")
+    parser.add_argument("--tokens", type=int, default=64, help="of each rollout (default 64)")
+    text = "vLLM's batch-invariant mode (needs a GPU): re-scoring must be bit-equal"
+    parser.add_argument("--batch-invariant", action="store_true", help=text)
+    parser.add_argument("--eager", action="store_true", help="no compilation, no CUDA graphs")
+    parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help=_SET)
 
 
 def _add_gpu_engine(parser: argparse.ArgumentParser) -> None:
@@ -270,6 +296,10 @@ def _add_gpu_engine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rollouts", type=int, default=256, help=text)
     parser.add_argument("--tokens", type=int, default=512, help="of each rollout (default 512)")
     parser.add_argument("--repeat", type=int, default=2, help="how often (default 2)")
+    text = "of the part colocated, at each level (default 20)"
+    parser.add_argument("--steps", type=int, default=20, help=text)
+    text = "of the GPU's memory that colocated fills (default 0)"
+    parser.add_argument("--filler-gib", type=float, default=0.0, metavar="GIB", help=text)
     parser.add_argument("--eager", action="store_true", help="no compilation, no CUDA graphs")
     text = "under load, publish from the trainer's own memory (cuda_ipc)"
     parser.add_argument("--in-place", action="store_true", help=text)

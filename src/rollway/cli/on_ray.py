@@ -14,8 +14,7 @@ from rollway.errors import UsageError
 from rollway.stack import local
 from rollway.stack.progress import StackProgress
 from rollway.stack.ray import launcher
-from rollway.stack.ray.dry_run import COLUMNS
-from rollway.stack.state import StackDir
+from rollway.stack.ray.dry_run import COLUMNS, plan_processes
 
 
 def get_address(options: argparse.Namespace) -> str | None:
@@ -37,9 +36,8 @@ def is_meant(options: argparse.Namespace, name: str | None = None) -> bool:
         return (name is not None and "/" in name) or may_be_meant(options)
     if getattr(options, "all", False) or not launcher.is_likely():
         return False
-    if name is None:
-        return not local.list_names()
-    return StackDir(name).read() is None
+    names = local.list_names()  # also one that is still starting
+    return name not in names if name else not names
 
 
 def up(spec: StackSpec, options: argparse.Namespace, progress: StackProgress) -> int:
@@ -57,8 +55,8 @@ def up(spec: StackSpec, options: argparse.Namespace, progress: StackProgress) ->
 
 
 def dry_run(spec: StackSpec, options: argparse.Namespace) -> int:
-    """Print where each process would run, and start nothing."""
-    rows = launcher.plan(spec)
+    """Print where each process would run, and with which command; start nothing."""
+    rows = plan_processes(spec, *launcher.plan(spec))
     result = {"processes": [row.as_json() for row in rows]}
     print_result(options, result, lambda _: print_table(COLUMNS, (row.as_row() for row in rows)))
     return 0
@@ -69,12 +67,12 @@ def down(options: argparse.Namespace) -> int:
     if options.all:
         names = [f"{s.ray_namespace}/{s.name}" for s in launcher.list_stacks(address)]
     else:
-        names = [_resolve(options.name, address)]
+        names = [options.name or launcher.resolve_on_cluster(address)]
     with StackProgress(quiet=options.quiet) as progress:
         for name in names:
-            found = launcher.find(name, address)
-            if found is not None:
-                found.stop(progress)
+            running = launcher.find(name, address)
+            if running is not None:
+                running.stop(progress)
             elif not options.all:
                 launcher.clear_leftovers(address)
                 raise local.make_not_running_error(name)
@@ -85,25 +83,13 @@ def down(options: argparse.Namespace) -> int:
     return 0
 
 
-def _resolve(name: str | None, address: str | None) -> str:
-    if name is not None:
-        return name
-    names = [f"{state.ray_namespace}/{state.name}" for state in launcher.list_stacks(address)]
-    if len(names) == 1:
-        return names[0]
-    if names:
-        raise UsageError(f"There are several stacks: {', '.join(names)}.", "Name the one you mean.")
-    launcher.clear_leftovers(address)
-    raise local.make_not_running_error(None)
-
-
 def show_logs(options: argparse.Namespace) -> int:
     names = [*([options.name] if options.name else []), *options.names]
     address = get_address(options)
-    found = launcher.find(_resolve(names[0] if names else None, address), address)
-    if found is None:
+    running = launcher.find(names[0] if names else launcher.resolve_on_cluster(address), address)
+    if running is None:
         raise local.make_not_running_error(names[0])
-    known = [process.name for process in found.state.processes]
+    known = [process.name for process in running.state.processes]
     if len(names) < 2:
         print_result(options, {"logs": known}, lambda _: print("\n".join(known)))
         return 0
@@ -112,10 +98,10 @@ def show_logs(options: argparse.Namespace) -> int:
             f"There is no log of `{names[1]}` in the stack.", f"There are: {', '.join(known)}."
         )
     if options.follow and not options.json:
-        for line in launcher.follow_log(found, names[1], options.lines):
+        for line in launcher.follow_log(running, names[1], options.lines):
             print(line, flush=True)
         return 0
-    lines = found.access.call("read_log", names[1], options.lines) or []
+    lines = running.access.call("read_log", names[1], options.lines) or []
     if options.json:
         print_json({"lines": lines})
     else:

@@ -63,6 +63,8 @@ def demo(options: argparse.Namespace) -> int:
             seed=options.seed,
             workers=options.workers,
             engine=options.engine,
+            device=options.device,
+            transport=options.transport,
             refit=not options.no_refit,
             name=options.name,
             directory=options.out,

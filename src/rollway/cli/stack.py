@@ -62,8 +62,6 @@ def up(options: argparse.Namespace) -> int:
 
 
 def _dry_run(spec: StackSpec, options: argparse.Namespace) -> int:
-    if spec.launcher == "ray":
-        return _dry_run_on_ray(spec, options)
     ports = Lease()
     try:
         plan = plan_stack(
@@ -84,20 +82,6 @@ def _dry_run(spec: StackSpec, options: argparse.Namespace) -> int:
         for name, value in sorted(process.env.items()):
             print(f"{name}={value} \\")
         print(f"  {shlex.join(process.argv)}\n")
-    return 0
-
-
-def _dry_run_on_ray(spec: StackSpec, options: argparse.Namespace) -> int:
-    """Print which process would run on which node of the cluster."""
-    from rollway.stack.ray import cluster, dry_run
-
-    with cluster.connect(spec.ray.address):
-        nodes = cluster.read_nodes()
-    rows = dry_run.plan_processes(spec, nodes)
-    if options.json:
-        print_json({"processes": [row.as_json() for row in rows]})
-    else:
-        print_table(dry_run.COLUMNS, (row.as_row() for row in rows))
     return 0
 
 

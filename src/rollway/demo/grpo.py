@@ -98,16 +98,19 @@ def group_advantages(rewards: Tensor, eps: float = 1e-4) -> Tensor:
     return torch.where(constant, torch.zeros_like(rewards), centred / (deviation + eps))
 
 
-def completion_mask(completion_ids: TokenIds) -> Tensor:
+def completion_mask(completion_ids: TokenIds, device: torch.device | str = "cpu") -> Tensor:
     """Return ``[completions, longest]``: 1.0 for sampled tokens, 0.0 for padding."""
-    return pad_rows([[1.0] * len(ids) for ids in completion_ids])
+    return pad_rows([[1.0] * len(ids) for ids in completion_ids], device)
 
 
-def pad_rows(rows: Sequence[Sequence[float]]) -> Tensor:
-    """Stack rows of unequal length into one float tensor, with zeros on the right."""
-    return torch.nn.utils.rnn.pad_sequence(
+def pad_rows(rows: Sequence[Sequence[float]], device: torch.device | str = "cpu") -> Tensor:
+    """Stack rows of unequal length into one float tensor, with zeros on the right.
+
+    It is built on the CPU and moved whole: rows that move one by one wait for the device each."""
+    stacked = torch.nn.utils.rnn.pad_sequence(
         [torch.tensor(row, dtype=torch.float32) for row in rows], batch_first=True
     )
+    return stacked.to(device)
 
 
 def token_logprobs(
@@ -117,16 +120,18 @@ def token_logprobs(
 
     They are computed with the unmodified policy: temperature 1, the whole vocabulary, float32.
     """
-    completions = pad_rows(completion_ids).long()
-    mask = completion_mask(completion_ids)
+    device = model.device
+    completions = pad_rows(completion_ids, device).long()
+    mask = completion_mask(completion_ids, device)
     rows = [[*prompt, *ids] for prompt, ids in zip(prompt_ids, completion_ids, strict=True)]
     # Padding is on the right and attention is causal, so that no real token sees a padded one
     # and an attention mask would change nothing but the speed.
-    hidden = model.base_model(input_ids=pad_rows(rows).long(), use_cache=False).last_hidden_state
+    inputs = pad_rows(rows, device).long()
+    hidden = model.base_model(input_ids=inputs, use_cache=False).last_hidden_state
     # The token at place t is predicted by the state before it. Picking these states first
     # spares the vocabulary projection of the prompt, the larger part of the row.
-    first = torch.tensor([len(prompt) - 1 for prompt in prompt_ids])
-    places = first[:, None] + torch.arange(completions.shape[1])
+    first = torch.tensor([len(prompt) - 1 for prompt in prompt_ids], device=device)
+    places = first[:, None] + torch.arange(completions.shape[1], device=device)
     places = places.clamp(max=hidden.shape[1] - 1)
     states = hidden.gather(1, places[:, :, None].expand(-1, -1, hidden.shape[2]))
     logits = model.get_output_embeddings()(states).float()
@@ -180,10 +185,12 @@ class GrpoTrainer:
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._lr_factor)
 
     @classmethod
-    def from_checkpoint(cls, directory: Path, config: GrpoConfig | None = None) -> GrpoTrainer:
-        """Return a trainer for the policy in ``directory``, in float32."""
+    def from_checkpoint(
+        cls, directory: Path, config: GrpoConfig | None = None, device: str = "cpu"
+    ) -> GrpoTrainer:
+        """Return a trainer for the policy in ``directory``, in float32, on a device."""
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-        return cls(model, config)
+        return cls(model.to(device), config)
 
     def train_step(self, batch: RolloutBatch) -> StepStats:
         """Update the policy on one batch.
@@ -193,12 +200,13 @@ class GrpoTrainer:
         engine was behind the trainer, the mismatch shows that lag as well, as it should.)
         """
         started = time.perf_counter()
-        mask = completion_mask(batch.completion_ids)
-        advantages = torch.tensor(batch.advantages, dtype=torch.float32)
+        device = self.model.device
+        mask = completion_mask(batch.completion_ids, device)
+        advantages = torch.tensor(batch.advantages, dtype=torch.float32, device=device)
         new_lp = token_logprobs(self.model, batch.prompt_ids, batch.completion_ids)
         old_lp, mismatch = new_lp.detach(), None
         if batch.engine_logprobs is not None:
-            old_lp = pad_rows(batch.engine_logprobs)
+            old_lp = pad_rows(batch.engine_logprobs, device)
             mismatch = mismatch_kl(new_lp.detach(), old_lp, mask).item()
         loss = compute_clipped_loss(new_lp, old_lp, advantages, mask, self.config.clip)
         self.optimizer.zero_grad()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _COLUMNS = (
     "step", "reward", "tokens/s", "train s", "refit s", "pause s", "prefix hits", "mismatch KL",
-    "version",
+    "version", "weights by",
 )  # fmt: skip
 _VISIBLE_ROWS = 15
 
@@ -96,6 +96,7 @@ def _cells(step: DemoStep) -> tuple[str, ...]:
         f"{step.prefix_hit_rate:.2f}",
         _optional(step.mismatch_kl, ".1e"),
         _optional(step.weight_version, "d"),
+        step.weights_by or "-",
     )
 
 

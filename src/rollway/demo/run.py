@@ -6,6 +6,9 @@
       ▲                                        ▲                                 │
       └──────── next step ◄──── resume ◄── load, flush, verify ◄── pause ◄── save v(n+1)
 
+On a GPU, the trainer and the workers share its memory: nothing is saved, workers read the trainer's
+own parameters (`cuda_ipc`, in place).
+
 The control (`--no-refit`) runs the same loop without the lower half: the trainer learns, the
 workers do not, and the reward of what they sample stays where it was.
 """
@@ -19,7 +22,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import AutoTokenizer
@@ -29,10 +32,18 @@ import rollway
 from rollway.api import up
 from rollway.demo.grpo import GrpoConfig, GrpoTrainer, RolloutBatch, StepStats, group_advantages
 from rollway.demo.model import build_base
+from rollway.demo.placement import (
+    Device,
+    DeviceChoice,
+    choose_device,
+    place_beside_trainer,
+    read_gpu_memory,
+)
 from rollway.demo.report import DemoDisplay, save_plot, write_json
 from rollway.demo.task import CountingTask
 from rollway.errors import RolloutError, UsageError
-from rollway.fleet.fleet import RefitReport
+from rollway.fleet.report import RefitReport
+from rollway.fleet.updates import Weights
 from rollway.rollout.client import Rollout
 from rollway.rollout.sampling import Sampling
 from rollway.stack import preset
@@ -40,8 +51,11 @@ from rollway.stack.doctor import list_installed_versions
 from rollway.stack.preset import cache_dir
 from rollway.versions import BASE_VERSION
 from rollway.weights.checkpoint import publish_checkpoint
+from rollway.weights.offer import Offer
+from rollway.weights.transports.base import Publisher
 
 KEEP_CHECKPOINTS = 2
+DemoTransport = Literal["checkpoint", "cuda_ipc"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +66,9 @@ class DemoOptions:
     seed: int = 0
     workers: int = 2
     engine: str = "vllm"
+    device: DeviceChoice = "auto"
+    transport: DemoTransport | None = None
+    """How weights reach the workers; None: in place by cuda_ipc on a GPU, else as checkpoints."""
     refit: bool = True
     name: str = "demo"
     directory: Path | None = None
@@ -72,6 +89,8 @@ class DemoStep:
     """The time of the refit, including saving the checkpoint."""
     pause_seconds: float | None
     """How long generation paused."""
+    weights_by: str | None
+    """How the weights reached the workers, as the publisher reports it."""
     prefix_hit_rate: float
     mismatch_kl: float | None
     weight_version: int | None
@@ -89,7 +108,12 @@ class _Run:
     base: Path
     task: CountingTask
     trainer: GrpoTrainer
+    device: Device
+    model: dict[str, Any]
+    """The model's part of the stack's spec."""
     rng: random.Random
+    publisher: Publisher | None = None
+    """Publishes the trainer's own memory; None: versions are saved as checkpoints."""
     steps: list[DemoStep] = field(default_factory=list)
 
 
@@ -98,12 +122,14 @@ def run_demo(options: DemoOptions) -> dict[str, Any]:
     started = time.monotonic()
     run = _prepare(options)
     display = DemoDisplay(quiet=options.quiet)
-    display.note(f"base checkpoint {run.base}")
+    display.note(f"base checkpoint {run.base}; trainer and workers on {_name_device(run.device)}")
     with ExitStack() as cleanup:
         began = time.monotonic()
         with display.show_start() as progress:
             stack = cleanup.enter_context(up(_stack_fields(run), progress=progress))
         stack_seconds = time.monotonic() - began
+        if _choose_transport(options, run.device) == "cuda_ipc":
+            run.publisher = cleanup.enter_context(stack.publisher("cuda_ipc", in_place=True))
         with display.table():
             for number in range(run.config.steps):
                 step = _step(run, stack, stack.rollouts(), number)
@@ -122,6 +148,7 @@ def _prepare(options: DemoOptions) -> _Run:
     config = GrpoConfig() if options.steps is None else GrpoConfig(steps=options.steps)
     if config.steps < 1 or options.workers < 1:
         raise UsageError("The demo needs at least one step and one worker.")
+    device, model = place_model(options, config)  # refused before anything is created
     directory = options.directory or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -141,28 +168,57 @@ def _prepare(options: DemoOptions) -> _Run:
         directory=directory.resolve(),
         base=base,
         task=CountingTask(AutoTokenizer.from_pretrained(base)),
-        trainer=GrpoTrainer.from_checkpoint(base, config),
+        trainer=GrpoTrainer.from_checkpoint(base, config, device),
+        device=device,
+        model={"path": str(base), **model},
         rng=random.Random(options.seed),
     )
 
 
-def _stack_fields(run: _Run) -> dict[str, Any]:
+def place_model(options: DemoOptions, config: GrpoConfig) -> tuple[Device, dict[str, Any]]:
+    """Return the device of the trainer and the workers, and the model's part of the stack's spec.
+
+    Raise UsageError if the machine lacks the device, or if its memory is not sufficient."""
     model: dict[str, Any] = {
-        "path": str(run.base),
         "name": "policy",
-        "engine": run.options.engine,
-        "replicas": run.options.workers,
-        "seed": run.options.seed,
+        "engine": options.engine,
+        "replicas": options.workers,
+        "seed": options.seed,
     }
-    if run.options.engine == "vllm":
-        # Use float32 on both sides, so that the mismatch shows bugs and not rounding.
-        model["args"] = {
-            "dtype": "float32",
-            "max-model-len": 512,
-            "max-num-seqs": run.config.groups_per_step * run.config.group_size,
-            "kv-cache-memory-bytes": 128 * 2**20,
-        }
-    return {"name": run.options.name, "log_dir": str(run.directory / "logs"), "models": [model]}
+    if options.engine != "vllm":
+        if options.device == "cuda":
+            raise UsageError(
+                f"The engine `{options.engine}` uses no GPU.", "Leave --device, or --engine."
+            )
+        return "cpu", model
+    # Use float32 on both sides, so that the mismatch shows bugs and not rounding.
+    model["args"] = {
+        "dtype": "float32",
+        "max-model-len": 512,
+        "max-num-seqs": config.groups_per_step * config.group_size,
+        "kv-cache-memory-bytes": 128 * 2**20,
+    }
+    gpus = preset.list_gpus()
+    device = choose_device(options.device, gpus)
+    if device == "cuda":
+        model = place_beside_trainer(model, gpus, read_gpu_memory())
+    return device, model
+
+
+def _choose_transport(options: DemoOptions, device: Device) -> DemoTransport | None:
+    """Return how weights reach the workers; None if they never do."""
+    if not options.refit or options.engine == "mocker":
+        return None
+    return options.transport or ("cuda_ipc" if device == "cuda" else "checkpoint")
+
+
+def _name_device(device: Device) -> str:
+    return torch.cuda.get_device_name(0) if device == "cuda" else "the CPU"
+
+
+def _stack_fields(run: _Run) -> dict[str, Any]:
+    log_dir = str(run.directory / "logs")
+    return {"name": run.options.name, "log_dir": log_dir, "models": [run.model]}
 
 
 def _step(run: _Run, stack: rollway.Stack, rollouts: rollway.Rollouts, number: int) -> DemoStep:
@@ -178,7 +234,7 @@ def _step(run: _Run, stack: rollway.Stack, rollouts: rollway.Rollouts, number: i
         for prompt, group in zip(prompts, groups, strict=True)
     ]
     stats = _train(run, groups, rewards)
-    refit_seconds, refit = _refit(run, stack, number)
+    refit_seconds, refit, weights_by = _refit(run, stack, number)
     flat = [rollout for group in groups for rollout in group]
     tokens = sum(len(rollout.token_ids) for rollout in flat)
     return DemoStep(
@@ -190,6 +246,7 @@ def _step(run: _Run, stack: rollway.Stack, rollouts: rollway.Rollouts, number: i
         train_seconds=stats.seconds if stats else 0.0,
         refit_seconds=refit_seconds,
         pause_seconds=refit.paused_seconds if refit else None,
+        weights_by=weights_by,
         prefix_hit_rate=sum(r.cached_tokens for r in flat) / sum(len(r.prompt_ids) for r in flat),
         mismatch_kl=stats.mismatch_kl if stats else None,
         weight_version=version,
@@ -229,19 +286,40 @@ def _train(run: _Run, groups: list[list[Rollout]], rewards: list[list[float]]) -
     return run.trainer.train_step(batch)
 
 
-def _refit(run: _Run, stack: rollway.Stack, number: int) -> tuple[float | None, RefitReport | None]:
-    """Refit all workers to the trainer's new weights."""
-    if not run.options.refit or run.options.engine == "mocker":
-        return None, None
+def _refit(
+    run: _Run, stack: rollway.Stack, number: int
+) -> tuple[float | None, RefitReport | None, str | None]:
+    """Refit all workers to the trainer's new weights; return the seconds, the report, and how."""
+    if _choose_transport(run.options, run.device) is None:
+        return None, None, None
     began = time.monotonic()
     version = BASE_VERSION + number + 1
-    assert stack.run_dir is not None
-    weights = stack.run_dir / "weights"  # removed with the stack, also if the demo is killed
-    path = publish_checkpoint(weights / f"v{version}", run.trainer.model.save_pretrained)
-    report = stack.refit(version, path)
+    weights = _publish(run, stack, version)
+    report = stack.refit(version, weights)
     seconds = time.monotonic() - began
-    shutil.rmtree(weights / f"v{version - KEEP_CHECKPOINTS}", ignore_errors=True)
-    return seconds, report
+    if isinstance(weights, Path):
+        old = weights.with_name(f"v{version - KEEP_CHECKPOINTS}")
+        shutil.rmtree(old, ignore_errors=True)
+    return seconds, report, describe_weights(weights)
+
+
+def _publish(run: _Run, stack: rollway.Stack, version: int) -> Weights:
+    """Publish the trainer's weights; in place, they must not change until the refit has ended."""
+    model = run.trainer.model
+    if run.publisher is not None:
+        return run.publisher.publish(version, list(model.named_parameters()))
+    assert stack.run_dir is not None
+    directory = stack.run_dir / "weights"  # removed with the stack, also if the demo is killed
+    return publish_checkpoint(directory / f"v{version}", model.save_pretrained)
+
+
+def describe_weights(weights: Weights) -> str:
+    """Return how a version is read: `checkpoint`, or the transport and how much was copied."""
+    if not isinstance(weights, Offer):
+        return "checkpoint"
+    copied = weights.where.get("copied_bytes", weights.nbytes)
+    how = f"{copied} bytes copied" if copied else "in place"
+    return f"{weights.transport}, {how}"
 
 
 def _report(
@@ -256,6 +334,7 @@ def _report(
         "refit_seconds_median": _summarise(statistics.median, [s.refit_seconds for s in steps]),
         "pause_seconds_median": _summarise(statistics.median, [s.pause_seconds for s in steps]),
         "tokens_per_second_median": statistics.median(s.tokens_per_second for s in steps),
+        "device": run.device,
         "workers": run.options.workers,
         "weight_versions": weight_versions,
         "versions": list_installed_versions(),

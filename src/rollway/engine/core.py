@@ -1,6 +1,6 @@
 """Refit in the engine's own loop, and refuse requests of other versions there.
 
-    worker's process (`engine/guard.py`)          engine's process (vLLM's EngineCore)
+    worker's process (`engine/refit_orders.py`)   engine's process (vLLM's EngineCore)
       │ collective_rpc("rollway_refit") ────────────► the staged weights are ready?   no: refused
       │                                               stop: abort, drain or freeze the requests
       │   its event loop may be busy with             reset the KV cache
@@ -16,12 +16,15 @@ A request names its version in its cache salt. The engine knows its own version,
 of another version out at once, without a token. Only the engine can do that exactly: a request may
 wait anywhere in front of it while the weights change.
 
-vLLM imports this module with the worker's extension. That is the engine's process only if the model
-runs there (one rank); several ranks have processes of their own, and are refitted by single calls.
+There are two ways into the engine's process. With one rank the model runs there, and vLLM imports
+this module with the worker's extension. Several ranks have processes of their own; then vLLM loads
+it as a plugin (`vllm.general_plugins`, which an installed Rollway declares). Where neither happens,
+for example because `VLLM_PLUGINS` leaves it out, workers are refitted by single calls.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import time
@@ -37,12 +40,21 @@ _ENGINE = "vllm.v1.engine.core"
 # Dynamo puts a prefix in front of a salt. Rollway's salt is `v3`, or begins with `v3:`.
 _SALT = re.compile(r"(?:dynamo-cache-salt:)?v(\d+)(?::|$)")
 _LABEL_FIELD = "_rollway_label"
+_OF_A_STACK = ("ROLLWAY_SECRET_FILE", "ROLLWAY_WEIGHTS_SECRET")
+"""The variables of `rollway/orders.py`; a process without both is none of a stack."""
 
 
 def version_in(salt: str | None) -> int | None:
     """Return the version that a cache salt names; None if it names none."""
     match = _SALT.match(salt or "")
     return int(match[1]) if match else None
+
+
+def load_as_plugin() -> None:
+    """Add both to the engine, if this is a process of a stack. vLLM calls this in all its processes
+    and may do so twice; a process that it forks has what its parent has."""
+    if any(name in os.environ for name in _OF_A_STACK):
+        install()
 
 
 def install() -> bool:
@@ -53,9 +65,10 @@ def install() -> bool:
         return False
     if getattr(core, "_rollway_hook", False):
         return True
-    add_request, collective_rpc = core.add_request, core.collective_rpc
+    add_request, collective_rpc = core.add_request, read_all_ranks(core.collective_rpc)
 
     def check_and_add(engine: Any, request: Any, request_wave: int = 0) -> None:
+        transferred.watch(engine)
         if is_admitted(engine, request):
             add_request(engine, request, request_wave)
         else:
@@ -83,6 +96,33 @@ def install() -> bool:
     core.add_request, core.collective_rpc, core._rollway_hook = check_and_add, run, True
     core._rollway_refit = None
     return True
+
+
+def read_all_ranks(collective_rpc: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """Return vLLM's `collective_rpc`, changed so that it reads the answers of all ranks.
+
+    vLLM 0.31 raises at the first rank that failed, and leaves the answers of the ranks after it in
+    their queues: the next call takes them for its own, and misses a rank whose swap failed."""
+
+    def call(engine: Any, method: Any, timeout: Any, args: Any, kwargs: Any) -> list[Any]:
+        executor: Any = getattr(engine, "model_executor", None)
+        queues = getattr(executor, "response_mqs", None)
+        if timeout is not None or not queues or not hasattr(executor, "futures_queue"):
+            return collective_rpc(engine, method, timeout, args, kwargs)
+
+        def read_all() -> list[Any]:
+            answers = [queue.dequeue(timeout=None) for queue in queues]
+            for status, answer in answers:
+                if status.name != "SUCCESS":
+                    raise RuntimeError(f"Worker failed with error '{answer}', please check its log")
+            return [answer for _, answer in answers]
+
+        future: Any = executor.collective_rpc(method, None, args, kwargs, non_block=True)
+        future.get_response = read_all  # runs when the calls before this one are answered
+        results: list[Any] = future.result()
+        return results
+
+    return call
 
 
 def is_admitted(engine: Any, request: Any) -> bool:
@@ -118,10 +158,12 @@ class Refit:
     def start(self) -> Future[list[Any]]:
         """Stop the engine and swap as soon as it is idle. The result says `refused` if nothing was
         changed and the engine serves as before; an error means that its weights are unknown."""
-        (staging,) = self._call("rollway_staging")
-        if staging["state"] != "ready":
-            reason = staging.get("error") or f"the weights are {staging['state']}"
-            return self._refuse(reason)
+        if self._engine.model_executor.is_sleeping:
+            return self._refuse("the engine sleeps")
+        for staging in self._call("rollway_staging"):
+            if staging["state"] != "ready":
+                reason = staging.get("error") or f"the weights are {staging['state']}"
+                return self._refuse(reason)
         setattr(self._engine, _LABEL_FIELD, self._leaving)
         try:
             if self._mode == "wait":
@@ -154,11 +196,13 @@ class Refit:
             self._restore(error)
 
     def _finish(self) -> None:
-        """Swap and resume. After a failed swap the engine stays paused: no sample is better than a
-        wrong one."""
+        """Swap in every rank, and resume. If one rank fails, the engine stays paused: no sample is
+        better than a wrong one."""
         stopped = time.monotonic()
         try:
-            (swap,) = self._call("rollway_swap")
+            swaps = self._call("rollway_swap")
+            # The ranks do the same; the slowest decides how long it takes.
+            swap = max(swaps, key=lambda rank: sum(rank.get("seconds", {}).values()))
             frozen = self._count_tokens() if self._mode == "keep" else {}
             setattr(self._engine, _LABEL_FIELD, self._version)
             if self._mode != "keep":

@@ -155,6 +155,14 @@ class Proof:
             or self._count_copies(name) is None
         ]
 
+    def list_missing(self, names: Iterable[str]) -> list[str]:
+        """Return the parameters for which none of these tensors is."""
+        return self._list_others({self._target(name) for name in names})
+
+    def _list_others(self, filled: Container[str | None]) -> list[str]:
+        names = self._parameters
+        return sorted(n for n in names if n not in filled and not n.endswith(_COMPUTED))
+
     @property
     def packed(self) -> bool:
         """Whether some layers keep their weights only in a packed form."""
@@ -191,11 +199,7 @@ class Proof:
 
     def refuse_missing(self) -> None:
         """Raise if nothing was collected for some parameters."""
-        missing = sorted(
-            name
-            for name in self._parameters.keys() - self._groups.keys()
-            if not name.endswith(_COMPUTED)
-        )
+        missing = self._list_others(self._groups)
         if missing:
             raise RuntimeError(
                 f"the checkpoint has nothing for {len(missing)} parameters, for example "
@@ -234,16 +238,11 @@ class Proof:
         if self._is_complete:
             return
         values = finish_fingerprints(list(self._started.values()))
-        self._started = dict(zip(self._started, values, strict=True))
+        finished = dict(zip(self._started, values, strict=True))
         for group in self._groups.values():
-            group.fingerprint = sum(value * times for value, times in self._parts(group))
+            group.fingerprint = sum(finished[name] * times for name, times in group.parts)
+        self._started.update(finished)
         self._is_complete = True
-
-    def _parts(self, group: _Group) -> Iterator[tuple[int, int]]:
-        for name, times in group.parts:
-            value = self._started[name]
-            assert isinstance(value, int)
-            yield value, times
 
     def compare(self, reduced: Reduce = torch.clone) -> None:
         """Compare the fingerprints; all ranks must call this at the same time."""

@@ -28,8 +28,9 @@ from rollway.engine.fingerprint import Proof
 from rollway.engine.incoming import Incoming, Stopwatch
 from rollway.engine.layers import PACKED, explain_no_plan, list_changed_layers
 from rollway.engine.loading import LoadPlan, Region, record_plan
-from rollway.engine.memory import HostBuffers, StagedTensors, StagingRefused
+from rollway.engine.memory import HostBuffers, StagedTensors
 from rollway.engine.patching import NoPatch, Patch, Served, prepare_patch, set_served
+from rollway.engine.sleep_mode import refuse_pooled
 from rollway.engine.slices import zero_padded
 from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.layout import Slices
@@ -52,6 +53,8 @@ class InPlace:
         """What was received: views of staged memory, or of the publisher's."""
         self._proof: Proof | None = None
         self._copies: BatchedCopy | Patch | None = None
+        self._addresses = list_addresses(incoming.model)
+        """Where the copies go. The addresses stay also if the engine sleeps in between."""
 
     @property
     def strategy(self) -> str:
@@ -75,6 +78,17 @@ class InPlace:
 
     def receive(self) -> None:
         """Stage and verify the weights; runs in the background."""
+        needed = self._incoming.offer.nbytes
+
+        def read_memory() -> memory.FreeMemory:
+            if self._placement == "host":
+                return memory.read_host_memory(needed)
+            return memory.read_device_memory(self._device, needed)
+
+        with memory.explain_exhaustion(self._incoming.offer.version, needed, read_memory):
+            self._receive()
+
+    def _receive(self) -> None:
         incoming, model = self._incoming, self._incoming.model
         incoming.restrict(model)
         with incoming.measure("plan"):
@@ -82,32 +96,17 @@ class InPlace:
         if self._receive_patch():
             return
         shapes = memory.received_shapes(incoming.headers, incoming.slices)
-        needed = memory.count_bytes(shapes)
-        try:
-            self._choose(needed)
-            if self._placement == "none":
-                return
-            with incoming.measure("load"):
-                self._stage(model, shapes)
-            with incoming.measure("prove"):
-                self._verify_staged()
-            if not self._plan.refusal:
-                with incoming.measure("prepare"):
-                    self._copies = BatchedCopy(self._plan, model, self._tensors, incoming.slices)
-                    self._copies.warm_up()
-        except Exception as error:
-            if not memory.is_out_of_memory(error):
-                raise
-            # Read before anything is released: this is what was free when it failed.
-            figures = (
-                memory.read_host_memory(needed)
-                if self._placement == "host"
-                else memory.read_device_memory(self._device, needed)
-            )
-            raise StagingRefused(
-                f"memory does not hold version {incoming.offer.version}: {needed / 1e9:.2f} GB are "
-                f"needed, {figures} ({str(error)[:200]})"
-            ) from None
+        self._choose(memory.count_bytes(shapes))
+        if self._placement == "none":
+            return
+        with incoming.measure("load"):
+            self._stage(model, shapes)
+        with incoming.measure("prove"):
+            self._verify_staged()
+        if not self._plan.refusal:
+            with incoming.measure("prepare"):
+                self._copies = BatchedCopy(self._plan, model, self._tensors, incoming.slices)
+                self._copies.warm_up()
 
     def _receive_patch(self) -> bool:
         """Stage only what changed, if the transport knows that; otherwise note why not."""
@@ -136,6 +135,8 @@ class InPlace:
         set_served(incoming.worker, None)  # in doubt until everything is verified
         with torch.inference_mode():
             if self._copies is not None:
+                if list_addresses(model) != self._addresses:
+                    raise RuntimeError("parameters have moved since the weights were staged")
                 with Stopwatch(seconds, "copy"):
                     _synchronize(self._device)  # nothing may still read the old weights
                     self._copies.run()
@@ -196,6 +197,7 @@ class InPlace:
                 host=self._host if on_host else None,
             )
             staged.allocate(shapes)
+            refuse_pooled(staged.views.values())
             self._tensors = staged.views
             for name, tensor in received:
                 staged.put(name, tensor)
@@ -234,6 +236,10 @@ class InPlace:
         layers = self._plan.reloaded
         chosen = ((n, t) for n, t in tensors if (target_of(n) or "").rpartition(".")[0] in layers)
         reload_layers(incoming.worker, layers, chosen)
+
+
+def list_addresses(model: torch.nn.Module) -> list[int]:
+    return [parameter.data_ptr() for parameter in model.parameters()]
 
 
 class BatchedCopy:

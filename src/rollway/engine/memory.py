@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -112,10 +113,29 @@ def _read_reserve(total: int) -> int:
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error says that memory was not sufficient. torch has several forms of it:
     on a device, for pinned memory, and for plain memory."""
+    if isinstance(error, StagingRefused):
+        return False  # it has its figures
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     text = str(error).lower()
     return isinstance(error, RuntimeError) and ("out of memory" in text or "can't allocate" in text)
+
+
+@contextmanager
+def explain_exhaustion(
+    version: int, needed: int, read_memory: Callable[[], FreeMemory]
+) -> Iterator[None]:
+    """Raise a refusal with figures where memory was not sufficient for a version."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        # Read before anything is released: this is what was free when it failed.
+        raise StagingRefused(
+            f"memory does not hold version {version}: {needed / 1e9:.2f} GB are needed, "
+            f"{read_memory()} ({str(error)[:200]})"
+        ) from None
 
 
 class HostBuffers:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -23,9 +24,10 @@ from rollway.engine.background import BackgroundTask, release_frames
 from rollway.engine.fingerprint import Proof
 from rollway.engine.in_place import InPlace
 from rollway.engine.incoming import Incoming
-from rollway.engine.memory import HostBuffers, read_host_memory
+from rollway.engine.memory import HostBuffers, explain_exhaustion, read_host_memory
 from rollway.engine.patching import set_served
 from rollway.engine.shadow import ParameterArena, Shadow, explain_no_swap
+from rollway.engine.sleep_mode import refuse_sleeping
 from rollway.engine.slices import zero_padded
 from rollway.weights.checkpoint import TensorHeader, differences, refuse_differences
 from rollway.weights.offer import Offer
@@ -98,12 +100,18 @@ class Staging:
         can_exchange = not why_not and host.holds(offer.nbytes)
         if incoming.draft is not None:
             incoming.draft.start(in_place=not can_exchange)
-        self._method = (
-            Exchange(incoming, self.arena) if can_exchange else InPlace(incoming, self.host)
-        )
+        if can_exchange:
+            with self._explain_exhaustion():
+                self._method = Exchange(incoming, self.arena)
+        else:
+            self._method = InPlace(incoming, self.host)
         log.info("staging version %d (%s)", offer.version, why_not or "swap")
         device = next(incoming.model.parameters()).device
         self._task = BackgroundTask(f"version {offer.version}", self._run, device)
+
+    def _explain_exhaustion(self) -> AbstractContextManager[None]:
+        nbytes = self.offer.nbytes
+        return explain_exhaustion(self.offer.version, nbytes, lambda: read_host_memory(nbytes))
 
     def notify_when_done(self, name: str) -> None:
         """Notify a socket of this machine at the end."""
@@ -143,6 +151,7 @@ class Staging:
     def swap(self) -> dict[str, Any]:
         """Serve the staged weights; the worker must be paused. Return what was done."""
         self.check()
+        refuse_sleeping(self.incoming.model)
         method = self._running_method()
         began = time.perf_counter()
         steps = method.swap()
@@ -174,6 +183,11 @@ class Staging:
         if has_ended:
             self._release()
 
+    def stop(self, seconds: float) -> bool:
+        """Discard the weights, and wait for the background task; return whether it has ended."""
+        self.discard()
+        return self._running_task().wait(seconds)
+
     def _release(self) -> None:
         self._running_method().release()
         if self.incoming.draft is not None:
@@ -182,7 +196,8 @@ class Staging:
     def _run(self) -> None:
         failed = True
         try:
-            self._running_method().receive()
+            with self._explain_exhaustion():
+                self._running_method().receive()
             failed = False
         except BaseException as error:
             release_frames(error)  # their variables hold staged tensors
@@ -240,7 +255,7 @@ class Exchange:
         return {"verify": verified - began, "exchange": time.perf_counter() - verified}
 
     def release(self, *, wait: bool = True) -> None:
-        self._shadow, self._proof = None, None
+        self._shadow, self._proof, self.nbytes = None, None, 0
 
     def _verify(self, proof: Proof, model: torch.nn.Module) -> None:
         try:

@@ -6,6 +6,11 @@ weights.
       frees them after "done", or when their        a request that it drops without a word leaves
       lease of 30 s is over                         the blocks where they are
 
+A decode engine that stands still for longer than the lease (a stopped process, a router that
+stalls, seconds in UCX on a starved machine) would read blocks that hold other KV by then, and vLLM
+does not notice. So the prefill engine adds to the hand-over when it computed the blocks, and a
+decode engine uses only what it has read before the lease was over.
+
 A pause of the prefill engine ends only when it holds no blocks. So a decode engine says "done" for
 everything that it drops, and a prefill engine whose blocks nobody reads any more frees them itself.
 `rollway/fleet/stages.py` has the whole protocol. All of this runs in the engine's own thread.
@@ -13,10 +18,68 @@ everything that it drops, and a prefill engine whose blocks nobody reads any mor
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable
 from typing import Any
 
+log = logging.getLogger(__name__)
+
 EXPIRED = float("-inf")
+COMPUTED_AT = "rollway_computed_at"
+"""The field of vLLM's `kv_transfer_params` with the time at which the blocks were computed."""
+
+
+def watch(engine: Any) -> None:
+    """Have this engine use no KV of another worker that may have been freed before it was read."""
+    scheduler: Any = getattr(_get_connector(engine), "connector_scheduler", None)
+    lease = getattr(scheduler, "_kv_lease_duration", None)
+    if lease is None or hasattr(scheduler, "_rollway_lease"):
+        return
+    scheduler._rollway_lease = lease
+    finish, match = scheduler.request_finished, scheduler.get_num_new_matched_tokens
+    update = scheduler.update_connector_output
+
+    def request_finished(request: Any, blocks: Any) -> Any:
+        held, params = finish(request, blocks)
+        if params:
+            params[COMPUTED_AT] = time.time()
+        return held, params
+
+    def get_num_new_matched_tokens(request: Any, computed: int) -> Any:
+        # Without KV from elsewhere this engine computes the prompt itself, and vLLM tells the
+        # prefill worker that the blocks are not needed.
+        return (0, False) if get_age(request) > lease / 2 else match(request, computed)
+
+    def update_connector_output(output: Any) -> None:
+        late = [name for name in output.finished_recving or () if _is_late(engine, name, lease)]
+        if late:
+            log.warning("dropped KV of %d requests that may have been freed before", len(late))
+            _abort(engine, late)
+        update(output)
+
+    scheduler.request_finished = request_finished
+    scheduler.get_num_new_matched_tokens = get_num_new_matched_tokens
+    scheduler.update_connector_output = update_connector_output
+
+
+def get_age(request: Any) -> float:
+    """Return how many seconds ago the KV of a request was computed by another worker; 0 if none
+    was."""
+    computed_at = (request.kv_transfer_params or {}).get(COMPUTED_AT)
+    return 0.0 if computed_at is None else time.time() - computed_at
+
+
+def _is_late(engine: Any, name: str, lease: float) -> bool:
+    request = engine.scheduler.requests.get(name)
+    return request is not None and not request.is_finished() and get_age(request) > lease
+
+
+def _abort(engine: Any, requests: list[str]) -> None:
+    from vllm.v1.request import RequestStatus
+
+    aborted = engine.scheduler.finish_requests(requests, RequestStatus.FINISHED_ABORTED)
+    engine._send_abort_outputs(aborted)
 
 
 def refuse(engine: Any, request: Any, add_request: Callable[[Any, Any, int], None]) -> None:
@@ -43,15 +106,14 @@ def drop_waiting(engine: Any) -> None:
         for request in scheduler.requests.values()
         if request.status != RequestStatus.RUNNING and not request.is_finished()
     ]
-    aborted = scheduler.finish_requests(waiting, RequestStatus.FINISHED_ABORTED)
-    engine._send_abort_outputs(aborted)
+    _abort(engine, waiting)
 
 
 def release_held(engine: Any, collective_rpc: Callable[..., list[Any]]) -> None:
     """Free all blocks that are held for decode workers, of which none reads them any more."""
     if not _has_connector(engine):
         return
-    scheduler = getattr(engine.scheduler.get_kv_connector(), "connector_scheduler", None)
+    scheduler = getattr(_get_connector(engine), "connector_scheduler", None)
     # Requests that ended in the last step: the workers hear of them at the next one.
     expire(getattr(scheduler, "_reqs_need_send", None))
     collective_rpc(engine, "rollway_release_kv", None, (), {})
@@ -70,10 +132,16 @@ def release_in_worker() -> int:
 def expire(leases: dict[str, float] | None) -> int:
     """Let leases end at the next step; return their number. Without any, as with a connector of
     another kind, they end when their time is over."""
-    for request in leases or ():
+    leases = {} if leases is None else leases
+    for request in leases:
         leases[request] = EXPIRED
-    return len(leases or ())
+    return len(leases)
 
 
 def _has_connector(engine: Any) -> bool:
-    return engine.scheduler.get_kv_connector() is not None
+    return _get_connector(engine) is not None
+
+
+def _get_connector(engine: Any) -> Any:
+    """Return vLLM's KV connector; None if the engine, or this vLLM's scheduler, has none."""
+    return getattr(engine.scheduler, "get_kv_connector", lambda: None)()

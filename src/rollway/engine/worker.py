@@ -32,6 +32,7 @@ from rollway.engine.memory import HostBuffers
 from rollway.engine.patching import set_served
 from rollway.engine.receivers import reader_for
 from rollway.engine.shadow import ParameterArena, explain_no_swap
+from rollway.engine.sleep_mode import describe_memory, prepare_sleep, refuse_sleeping
 from rollway.engine.staging import Staging
 from rollway.orders import OrderRefused, Verifier, keep_secret, read_stack_secret
 from rollway.weights.checkpoint import (
@@ -78,6 +79,7 @@ class WorkerExtension:
         Discards what was staged before. `tell` names a socket of this machine to notify at the
         end."""
         weights = read_offer(offer)
+        refuse_sleeping(_model(self))
         if explain_no_swap(self):
             _refuse_corruption_by_vllm(_model(self))
         earlier = _staging(self)
@@ -144,6 +146,15 @@ class WorkerExtension:
             staging.discard()
             self._rollway_staging = None
 
+    def rollway_memory(self, level: int = 0) -> dict[str, Any]:
+        """Return the memory of this rank; with a level, also why it may not sleep at it."""
+        memory: dict[str, Any] = describe_memory(self, _served_headers(self), level)
+        return memory
+
+    def rollway_before_sleep(self, level: int) -> None:
+        """Discard staged weights and what will not be true after the sleep."""
+        prepare_sleep(self, level)
+
     def rollway_adapter(self, offer: dict[str, Any], tell: str = "") -> None:
         """Start receiving an adapter; `rollway_adapter_ready` returns the outcome."""
         adapters_of(self, _served_headers(self)).receive(read_offer(offer), tell)
@@ -179,6 +190,7 @@ def load_checkpoint(worker: Any, path: str, *, identity: str = "") -> None:
     """Load a checkpoint into the serving model and verify it; the worker must be paused. Raise if
     the files no longer have the given `identity`."""
     check_servable(worker, path, allow_cast=True)  # the files may have changed since
+    refuse_sleeping(_model(worker))
     if identity and check_checkpoint(Path(path), whole=False).identity != identity:
         raise RuntimeError(f"{path} has other weights than the order names")
     proof = Proof(_model(worker))

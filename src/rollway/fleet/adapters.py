@@ -22,9 +22,9 @@ from functools import partial
 from typing import Any
 
 from rollway.errors import AdminError, UsageError
-from rollway.fleet.admin import AdminAPI, NoSuchMethod, call_all
+from rollway.fleet.admin import AdminAPI, NoSuchMethod, call_all, start_and_wait
 from rollway.fleet.discovery import Worker, is_dead
-from rollway.fleet.updates import start_and_wait
+from rollway.fleet.updates import STAGE_SECONDS
 from rollway.weights.adapter import Adapter, attach_adapter, check_config, directory_of, served_name
 from rollway.weights.offer import Offer
 
@@ -147,11 +147,12 @@ class Adapters:
         """Have a worker receive and verify the adapter's files."""
         offer = attach_adapter(version.offer, version.on(worker)).sign(self._secret)
         start = RECEIVE_METHOD, {"offer": offer.as_json()}
+
+        async def check() -> None:
+            await self._admin.call(worker, READY_METHOD, {"served": version.served})
+
         try:
-            ready = {"served": version.served}
-            await start_and_wait(
-                self._admin, worker, start, lambda: self._admin.call(worker, READY_METHOD, ready)
-            )
+            await start_and_wait(self._admin, worker, start, check, STAGE_SECONDS)
         except NoSuchMethod as error:
             raise UsageError(
                 f"{worker} cannot receive adapters: {error.message}",

@@ -1,4 +1,4 @@
-"""The admin calls of one worker: the `AdminAPI` protocol, its labels and errors.
+"""The admin calls of a worker: the `AdminAPI` protocol, labels, errors, and calls on many workers.
 
 `dynamo_admin` implements it for Dynamo's workers, `vllm_admin` for plain vLLM servers.
 """
@@ -6,15 +6,28 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+import secrets
+import time
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Mapping,
+    Sequence,
+)
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar, cast
 
-from rollway.errors import AdminError, NoWorkers, RequestFailed
+from rollway.errors import AdminError, NoWorkers, RequestFailed, RollwayError, UsageError
 from rollway.fleet.discovery import Worker
 from rollway.http import Http
+from rollway.weights.offer import STILL
 
 T = TypeVar("T")
 W = TypeVar("W")
@@ -27,6 +40,8 @@ served; see `unverified_label` and `leaving_label`."""
 # A worker that waits longer than this for the other side of a weight group exits
 # (DYN_RL_INIT_WEIGHTS_TIMEOUT_S).
 RENDEZVOUS_SECONDS = 30.0
+ASK_SECONDS = 0.5
+"""The first wait before a worker that sent no notification is asked; later waits are longer."""
 
 _FAILED_CALL = re.compile(r"^Call to \w+ method failed: ")
 # The end is missing where a long message was cut.
@@ -38,8 +53,30 @@ class NoSuchMethod(AdminError):
     """The worker lacks the route, or its engine lacks the method (no worker extension)."""
 
 
+class NoSuchOrder(NoSuchMethod):
+    """The worker takes no orders of this kind: it is moved by single calls."""
+
+
+class Asleep(AdminError):
+    """The worker sleeps, and its weights with it."""
+
+
 class RefitRefused(AdminError):
     """The worker did not begin a refit: it serves what it served before."""
+
+
+class AnotherProcess(AdminError):
+    """Another process answers at a worker's address."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageReply:
+    """What a worker answers to the order to stage weights."""
+
+    label: int | None
+    ranks: Sequence[Mapping[str, Any]]
+    """The state of the weights in every rank; empty if the worker is still starting and has staged
+    nothing."""
 
 
 class AdminAPI(Protocol):
@@ -114,21 +151,21 @@ class AdminAPI(Protocol):
 
     def enforces_versions(self, worker: Worker) -> bool:
         """Return whether the worker's engine refuses requests of other versions than its own, as
-        its last answer to `weight_version` or `staging` says."""
+        its last answer to `weight_version` or `stage` says."""
         ...
 
     def takes_refits(self, worker: Worker) -> bool:
-        """Return whether the worker runs a whole `refit`, as its last answer to `staging` says."""
+        """Return whether the worker runs a whole `refit`, as its last answer to `stage` says."""
         ...
 
-    async def staging(self, worker: Worker, identity: str) -> list[dict[str, Any]]:
-        """Return the state of staged weights in every rank; raise `NoSuchMethod` where a worker
-        cannot report it."""
+    async def stage(self, worker: Worker, order: Mapping[str, Any]) -> StageReply:
+        """Have a worker stage weights, and return its answer when that has ended, or after the
+        order's `seconds`. May be repeated. Raise `NoSuchOrder` if it takes no such order."""
         ...
 
     async def refit(self, worker: Worker, order: Mapping[str, Any]) -> dict[str, Any]:
         """Have a worker move to its staged weights, and return its report. Raise `RefitRefused` if
-        it has not begun."""
+        it has not begun, and `AnotherProcess` if it is gone."""
         ...
 
     async def cancel_refit(self, worker: Worker) -> None:
@@ -145,9 +182,56 @@ class AdminAPI(Protocol):
 
     async def abort(self, worker: Worker, request_id: str) -> None: ...
 
-    async def sleep(self, worker: Worker, level: int = 1) -> None: ...
+    async def memory(self, worker: Worker, level: int = 0) -> list[dict[str, Any]]:
+        """Return the memory of every rank; with a level, also why it may not sleep at it. Raise
+        `NoSuchMethod` where a worker cannot report it."""
+        ...
 
-    async def wake(self, worker: Worker, tags: Sequence[str] | None = None) -> None: ...
+    async def sleep(
+        self, worker: Worker, level: int = 1, mode: PauseMode = "wait", label: int | None = None
+    ) -> dict[str, Any]:
+        """Stop generating, drop the KV cache and release memory. Level 1 keeps the weights in the
+        host's memory, level 2 forgets them. A worker with another label than `label` refuses: an
+        order that arrives late must not stop a worker that serves. Return seconds, and the memory
+        before and after."""
+        ...
+
+    async def wake(self, worker: Worker, tags: Sequence[str] | None = None) -> dict[str, Any]:
+        """Take memory back: `weights`, `kv_cache`, or all. With all of it the worker generates.
+        Return the same as `sleep`."""
+        ...
+
+    def sleep_level(self, worker: Worker) -> int:
+        """Return the level at which a worker sleeps, as its last answer to `weight_version` says;
+        0 if it is awake."""
+        ...
+
+
+class CountedCalls:
+    """An `AdminAPI` that adds its calls and their seconds to a report."""
+
+    def __init__(self, admin: AdminAPI, note: Callable[[str, float], None]) -> None:
+        self._admin = admin
+        self._note = note
+
+    @asynccontextmanager
+    async def pinned(self) -> AsyncIterator[AdminAPI]:
+        async with self._admin.pinned() as connection:
+            yield cast(AdminAPI, CountedCalls(connection, self._note))
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._admin, name)
+        if not asyncio.iscoroutinefunction(call):
+            return call
+
+        async def run(*args: Any, **kwargs: Any) -> Any:
+            began = time.monotonic()
+            try:
+                return await call(*args, **kwargs)
+            finally:
+                self._note(name, time.monotonic() - began)
+
+        return run
 
 
 async def list_models(http: Http, openai_url: str, timeout: float) -> list[str]:
@@ -174,6 +258,96 @@ async def call_all(
     return await asyncio.gather(*map(call_one, workers), return_exceptions=True)
 
 
+async def collect_failures(
+    workers: Sequence[W], call: Callable[[W], Awaitable[object]]
+) -> list[tuple[W, BaseException]]:
+    """Make one call on every worker, and return those that failed with their errors."""
+    results = zip(workers, await call_all(workers, call), strict=True)
+    return [(worker, error) for worker, error in results if isinstance(error, BaseException)]
+
+
+async def call_all_or_raise(workers: Sequence[W], call: Callable[[W], Awaitable[object]]) -> None:
+    """Make one call on every worker, and raise the first failure when all have ended."""
+    for _, error in await collect_failures(workers, call):
+        raise error
+
+
+async def run_to_the_end(work: Coroutine[Any, Any, None]) -> None:
+    """Run to the end even if cancelled, and raise the cancellation afterwards: until the work is
+    done, the caller's lock must not be released."""
+    task = asyncio.create_task(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+    task.result()
+
+
+Call = tuple[str, Mapping[str, Any]]
+"""An engine method and its arguments."""
+
+
+async def start_and_wait(
+    admin: AdminAPI,
+    worker: Worker,
+    start: Call,
+    check: Callable[[], Awaitable[None]],
+    seconds: float,
+) -> None:
+    """Start a background task in a worker and wait until `check` does not raise any more."""
+    method, arguments = start
+    deadline, wait = time.monotonic() + seconds, ASK_SECONDS
+    try:
+        async with _notifications(worker.world_size) as (socket_name, notified):
+            await admin.call(worker, method, {**arguments, "tell": socket_name})
+            while True:
+                # A worker on another machine cannot reach the socket, so it is asked repeatedly.
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(notified.wait(), wait)
+                try:
+                    return await check()
+                except AdminError as error:
+                    if STILL not in error.message:
+                        raise
+                if time.monotonic() > deadline:
+                    raise AdminError(f"{worker} has not got the weights within {seconds:g} s.")
+                notified.clear()
+                wait = min(2.0, 2 * wait)
+    except NoSuchMethod:
+        raise
+    except AdminError as error:
+        raise as_usage_error(error) from error
+
+
+@asynccontextmanager
+async def _notifications(expected: int) -> AsyncIterator[tuple[str, asyncio.Event]]:
+    """Yield the name of a unix socket, and an event that is set after `expected` connections."""
+    name, notified, count = f"rollway/staged/{secrets.token_hex(8)}", asyncio.Event(), 0
+
+    async def accept(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal count
+        count += 1
+        if count >= expected:
+            notified.set()
+        writer.close()
+
+    server = await asyncio.start_unix_server(accept, f"\0{name}")
+    try:
+        yield name, notified
+    finally:
+        server.close()
+
+
+def as_usage_error(error: AdminError) -> RollwayError:
+    """Return a worker's refusal as a mistake of the caller."""
+    # An error with a cause is no refusal: the call or its answer was lost.
+    return error if error.__cause__ is not None else UsageError(error.message, error.hint)
+
+
 def silent_workers_error(silent: Sequence[Worker], listed: int) -> AdminError:
     reasons = "; ".join(f"{worker}: {worker.error}" for worker in silent)
     return AdminError(
@@ -197,6 +371,12 @@ def unverified_label(version: int) -> int:
 def leaving_label(version: int) -> int:
     """Return the label of a worker that left service and has generated nothing since `version`."""
     return IN_DOUBT - 2 - 2 * version
+
+
+def version_left(label: int | None) -> int | None:
+    """Return the version of a `leaving_label`; None for any other label."""
+    is_leaving = label is not None and label <= leaving_label(0) and label % 2 == 1
+    return (leaving_label(0) - label) // 2 if is_leaving and label is not None else None
 
 
 def parse_label(label: Any) -> int | None:

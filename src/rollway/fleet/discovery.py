@@ -16,11 +16,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rollway.errors import RequestFailed, Unreachable
-from rollway.http import IDEMPOTENT, Http, Retry
+from rollway.http import IDEMPOTENT, ONCE, Http, Retry
 from rollway.roles import WorkerRole, find_role
 
 # The frontend gives a hung worker 5 s before it lists it with an error.
 LISTING_SECONDS = 15.0
+INSTANCES_SECONDS = 2.0
+PROBE_SECONDS = 2.0
 DEFAULT_SYSTEM_PORT = 9090
 NEEDED_ROUTES = frozenset({"pause_generation", "resume_generation"})
 
@@ -50,6 +52,8 @@ class RlListing:
     """`GET /v1/rl/workers`, which the frontend serves on a separate port."""
 
     url: str
+    frontend_url: str = ""
+    """The frontend's own address. Its `/health` names the instances without asking them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +101,20 @@ def _name_decoders(workers: Sequence[Worker]) -> list[Worker]:
     ]
 
 
+async def list_instances(http: Http, source: Source) -> frozenset[int] | None:
+    """Return the ids of the workers that have joined; None if the source cannot tell. Unlike
+    `discover` this asks no worker, so it takes a millisecond also if the workers are busy."""
+    if not isinstance(source, RlListing) or not source.frontend_url:
+        return None
+    url = f"{source.frontend_url.rstrip('/')}/health"
+    try:
+        answer = await http.get(url, timeout=INSTANCES_SECONDS, retry=ONCE)
+        entries = answer["instances"]
+        return frozenset(_get_instance_id(e) for e in entries if e.get("endpoint") == "rl")
+    except (RequestFailed, Unreachable, LookupError, TypeError, AttributeError):
+        return None
+
+
 async def is_dead(worker: Worker, listed: Sequence[Worker] = ()) -> bool:
     """Return whether a silent worker is dead and not just slow.
 
@@ -115,6 +133,21 @@ async def is_dead(worker: Worker, listed: Sequence[Worker] = ()) -> bool:
     except (OSError, TimeoutError):
         return False  # a network error or a full backlog: it may be alive
     writer.close()
+    return False
+
+
+async def lacks_routes(http: Http, worker: Worker) -> bool:
+    """Return whether the process at a worker's address lacks a route that the worker had: it is a
+    successor that is starting. It listens long before it is listed."""
+    route = next((path for path in worker.routes if path.endswith("liveness_probe")), None)
+    if route is None:
+        return False
+    try:
+        await http.get(f"{worker.admin_url}/engine/{route}", timeout=PROBE_SECONDS, retry=ONCE)
+    except RequestFailed as error:
+        return error.status == 404
+    except Unreachable:
+        pass
     return False
 
 

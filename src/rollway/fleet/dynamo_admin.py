@@ -18,9 +18,13 @@ from rollway.errors import AdminError, RequestFailed, RollwayError, Unreachable
 from rollway.fleet.admin import (
     RENDEZVOUS_SECONDS,
     AdminAPI,
+    AnotherProcess,
+    Asleep,
     NoSuchMethod,
+    NoSuchOrder,
     PauseMode,
     RefitRefused,
+    StageReply,
     is_missing_method,
     list_models,
     parse_label,
@@ -31,24 +35,23 @@ from rollway.http import IDEMPOTENT, ONCE, Http, Retry
 from rollway.orders import (
     CANCEL,
     DOOR,
+    MEMORY,
     ORDER,
     OTHER_PROCESS,
     READ_ONLY,
     REFIT,
     SECRET,
-    STAGING,
+    SLEEP,
+    STAGE,
     UNSIGNED,
+    WAKE,
     sign,
 )
 
 # Dynamo serves these routes, but does not list them.
 _UNADVERTISED = {
-    "sleep": "control/sleep",
-    "wake_up": "control/wake_up",
     "model_taints": "update/model_taints",
-    REFIT: REFIT,
-    STAGING: STAGING,
-    CANCEL: CANCEL,
+    **{route: route for route in (REFIT, STAGE, CANCEL, SLEEP, WAKE, MEMORY)},
 }
 
 
@@ -60,6 +63,10 @@ class _Known:
     """The name of the process at each admin address; empty for a process without a guard."""
     enforcing: set[int] = field(default_factory=set)
     refitting: set[int] = field(default_factory=set)
+    without_orders: set[int] = field(default_factory=set)
+    """Workers that lack the routes of `rollway/engine/guard.py`."""
+    asleep: dict[int, int] = field(default_factory=dict)
+    """The level at which a worker sleeps."""
 
     def note(self, workers: set[int], worker: Worker, is_so: object) -> None:
         (workers.add if is_so is True else workers.discard)(worker.instance_id)
@@ -173,6 +180,7 @@ class DynamoAdmin:
     async def weight_version(self, worker: Worker) -> int | None:
         reply = await self._post(worker, "get_weight_version", {})
         self._known.note(self._known.enforcing, worker, reply.get("enforced"))
+        self._known.asleep[worker.instance_id] = int(reply.get("asleep") or 0)
         return parse_label(reply.get("version"))
 
     def enforces_versions(self, worker: Worker) -> bool:
@@ -181,17 +189,24 @@ class DynamoAdmin:
     def takes_refits(self, worker: Worker) -> bool:
         return worker.instance_id in self._known.refitting
 
-    async def staging(self, worker: Worker, identity: str) -> list[dict[str, Any]]:
+    async def stage(self, worker: Worker, order: Mapping[str, Any]) -> StageReply:
+        if worker.instance_id in self._known.without_orders:
+            raise NoSuchOrder(f"{worker} has no route `{STAGE}`.")
+        limit = self._timeouts.probe + order["seconds"]
         try:
-            reply = await self._post(worker, STAGING, {"identity": identity})
+            reply = await self._post(worker, STAGE, order, limit, retry=ONCE)
         except AdminError as error:
             cause = error.__cause__
             if isinstance(cause, RequestFailed) and cause.status == 404:
-                raise NoSuchMethod(f"{worker} has no route `{STAGING}`.") from error
+                self._known.without_orders.add(worker.instance_id)
+                raise NoSuchOrder(f"{worker} has no route `{STAGE}`.") from error
             raise
         self._known.note(self._known.refitting, worker, reply.get("refits"))
         self._known.note(self._known.enforcing, worker, reply.get("refits"))
-        return list(reply["ranks"])
+        self._known.asleep[worker.instance_id] = int(reply.get("asleep") or 0)
+        if reply.get("are_weights_asleep"):
+            raise Asleep(f"{worker} sleeps.")
+        return StageReply(parse_label(reply.get("label")), list(reply["ranks"]))
 
     async def refit(self, worker: Worker, order: Mapping[str, Any]) -> dict[str, Any]:
         limit = self._timeouts.update + self._timeouts.pause
@@ -209,12 +224,37 @@ class DynamoAdmin:
     async def abort(self, worker: Worker, request_id: str) -> None:
         await self._post(worker, "abort_request", {"request_id": request_id})
 
-    async def sleep(self, worker: Worker, level: int = 1) -> None:
-        await self._post(worker, "sleep", {"level": level}, self._timeouts.pause)
+    async def memory(self, worker: Worker, level: int = 0) -> list[dict[str, Any]]:
+        reply = await self._post_own(worker, MEMORY, {"level": level})
+        return list(reply["ranks"])
 
-    async def wake(self, worker: Worker, tags: Sequence[str] | None = None) -> None:
+    async def sleep(
+        self, worker: Worker, level: int = 1, mode: PauseMode = "wait", label: int | None = None
+    ) -> dict[str, Any]:
+        body = {"level": level, "mode": mode} | ({} if label is None else {"label": label})
+        return await self._post_own(worker, SLEEP, body, self._timeouts.pause)
+
+    async def wake(self, worker: Worker, tags: Sequence[str] | None = None) -> dict[str, Any]:
         body = {} if tags is None else {"tags": list(tags)}
-        await self._post(worker, "wake_up", body, self._timeouts.pause)
+        return await self._post_own(worker, WAKE, body, self._timeouts.pause)
+
+    def sleep_level(self, worker: Worker) -> int:
+        return self._known.asleep.get(worker.instance_id, 0)
+
+    async def _post_own(
+        self, worker: Worker, name: str, body: Mapping[str, Any], timeout: float | None = None
+    ) -> dict[str, Any]:
+        """Call a route that Rollway's guard adds to a worker; raise `NoSuchMethod` without it."""
+        try:
+            return await self._post(worker, name, body, timeout)
+        except AdminError as error:
+            cause = error.__cause__
+            if isinstance(cause, RequestFailed) and cause.status == 404:
+                raise NoSuchMethod(
+                    f"{worker} has no route `{name}`.",
+                    "Start the worker by Rollway, which adds the route.",
+                ) from error
+            raise
 
     async def _post(
         self,
@@ -250,9 +290,12 @@ class DynamoAdmin:
         """Call a route and return the worker's answer, errors included."""
         reply = await self._send_order(worker, route, body, timeout, retry)
         if self._secret and _is_for_another_process(reply):
-            # The worker refused before it did anything, so even an update may be sent again:
-            # another process, with or without a guard, has the worker's address now.
+            # Another process, with or without a guard, has the worker's address now.
             self._known.processes.pop(worker.admin_url, None)
+            if route == REFIT:
+                # This order is for the process that has staged the weights, and for no other.
+                raise AnotherProcess(f"{worker} is gone: another process has its address.")
+            # The worker refused before it did anything, so even an update may be sent again.
             reply = await self._send_order(worker, route, body, timeout, retry)
         return reply
 
@@ -316,7 +359,7 @@ def _make_refusal(worker: Worker, name: str, method: str, reply: Any) -> AdminEr
     reason = unwrap_engine_error(message).rstrip(".")
     if isinstance(reply, dict) and reply.get("state") == "refused":
         return RefitRefused(f"{worker} refused `{name}`: {reason}.")
-    if method and is_missing_method(method, reason):
+    if is_missing_method(method or name, reason):
         return NoSuchMethod(f"{worker} has no such engine method: {reason}.")
     hint = ""
     if reason.startswith(UNSIGNED):

@@ -1,8 +1,9 @@
 """The workers of a fleet, remembered between listings.
 
-Every listing makes the frontend probe all workers, and a hung worker delays it by 5 s. So a listing
-is reused for a moment, and callers at the same time share one. `poll` lists again and notifies
-listeners of joins and leaves. A listing that failed changes nothing.
+Every listing makes the frontend probe all workers: a hung worker delays it by 5 s, and one with
+many streams by up to a second. So a listing is reused for a moment, and callers at the same time
+share one. `confirm` asks only whether somebody joined or left since. `poll` lists again and
+notifies listeners of joins and leaves. A listing that failed changes nothing.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 
 from rollway.errors import RollwayError
-from rollway.fleet.discovery import Source, Worker, discover, is_dead
+from rollway.fleet.admin import no_workers_error, silent_workers_error
+from rollway.fleet.discovery import Source, Worker, discover, is_dead, lacks_routes, list_instances
 from rollway.http import Http
 from rollway.roles import WorkerRole
 
@@ -45,6 +47,8 @@ class Membership:
         self._model = model
         self._keep_seconds = keep_seconds
         self._known: list[Worker] = []
+        self._instances: frozenset[int] = frozenset()
+        """The ids of all workers in the last listing, of other models too."""
         self._models: dict[int, str] = {}
         self._roles: dict[int, WorkerRole] = {}
         self._note_roles = note_roles
@@ -71,6 +75,24 @@ class Membership:
             # If every caller was cancelled, nobody reads the exception.
             self._listing.add_done_callback(lambda task: task.cancelled() or task.exception())
         return list(await asyncio.shield(self._listing))
+
+    async def list_answering(self) -> list[Worker]:
+        """List the workers now; raise if there is none, or one that does not answer."""
+        listed = await self.workers(fresh=True)
+        silent = [worker for worker in listed if worker.error is not None]
+        if silent:
+            raise silent_workers_error(silent, len(listed))
+        if not listed:
+            raise no_workers_error(self.source)
+        return listed
+
+    async def confirm(self) -> list[Worker] | None:
+        """Return the workers of the last listing, if all of them answered it and nobody has joined
+        or left since; else None. This asks no worker: whether they still answer is unknown."""
+        listed, instances = list(self._known), self._instances
+        if not listed or any(worker.error is not None for worker in listed):
+            return None
+        return listed if await list_instances(self._http, self.source) == instances else None
 
     async def poll(self) -> bool:
         """List the workers and notify listeners of joins (all workers at the first poll) and
@@ -99,7 +121,7 @@ class Membership:
         and its successor may already listen at the same address."""
         for seconds in DYING_SECONDS:
             await asyncio.sleep(seconds)
-            if await is_dead(worker):
+            if await is_dead(worker) or await lacks_routes(self._http, worker):
                 return True
             listed = await self.workers(fresh=True)
             at_address = {w.instance_id for w in listed if w.admin_url == worker.admin_url}
@@ -109,6 +131,7 @@ class Membership:
 
     async def _list(self) -> list[Worker]:
         listed = await discover(self._http, self.source)
+        self._instances = frozenset(worker.instance_id for worker in listed)
         # Remember models: a worker in error may be listed without its model.
         self._models = {
             w.instance_id: w.model or self._models.get(w.instance_id, "") for w in listed
@@ -130,3 +153,10 @@ async def _notify(listeners: list[Listener], worker: Worker) -> None:
             await listener(worker)
         except RollwayError as error:
             log.warning("%s: %s", worker, error)
+
+
+async def refuse_silent(listed: Sequence[Worker]) -> None:
+    """Raise if a worker does not answer, unless it is known to be dead."""
+    silent = [w for w in listed if w.error is not None and not await is_dead(w, listed)]
+    if silent:
+        raise silent_workers_error(silent, len(listed))

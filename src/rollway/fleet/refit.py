@@ -11,7 +11,7 @@
       update ─► flush KV ─► verify ─► abort late requests ─► enter the routing ─► resume ─► label
               └─ any failure: it stays paused, outside the routing, in doubt; replaced if supervised
                              │
-    list again: move workers that joined meanwhile, in a bounded number of passes
+    somebody joined meanwhile: list again, move them, in a bounded number of passes
                              │
     at the end, however it ended: discard updates that are staged and were not applied
 
@@ -24,27 +24,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import (
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Coroutine,
-    Iterable,
-    Iterator,
-    Sequence,
-)
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 from rollway.errors import AdminError, RollwayError, UsageError
-from rollway.fleet.admin import PauseMode, call_all, no_workers_error, silent_workers_error
+from rollway.fleet.admin import (
+    PauseMode,
+    collect_failures,
+    no_workers_error,
+    run_to_the_end,
+    silent_workers_error,
+)
 from rollway.fleet.discovery import Worker, is_dead
 from rollway.fleet.membership import Membership
 from rollway.fleet.report import RefitMode, RefitReport, WorkerReport, refit_error
-from rollway.fleet.stages import split_in_shares, split_in_stages
-from rollway.fleet.worker_order import WorkerOrder
-from rollway.fleet.worker_refit import RefitPlan, WorkerRefit, run_to_the_end
+from rollway.fleet.stages import Stage, split_in_shares, split_in_stages
+from rollway.fleet.worker_refit import RefitPlan, WorkerRefit
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +48,8 @@ Supervised = Callable[[Worker], bool]
 MAX_PASSES = 3
 ANSWER_SECONDS = 15.0
 """How long a listed worker may fail to answer; a dead worker is listed for about 10 s."""
+PENDING = ("untouched", "joining")
+"""States of workers that this refit has not moved and may still move."""
 DISCARD_SECONDS = 10.0
 """The longest time that discarding staged updates may add to a refit."""
 
@@ -85,7 +83,7 @@ class Refit:
                 "Refit with mode pause-all or in-flight.",
             )
         async with self._discard_afterwards():
-            workers = await self._preflight(await self._list_answering())
+            workers = await self._list_and_preflight()
             self._check_mode(workers)
             self._claim()
             workers = await self._keep_current(workers)
@@ -117,13 +115,44 @@ class Refit:
                 await self._ask_for_reference(behind)
                 if behind:
                     await self._move(behind, is_first_pass=False)
-            self._check_outcome(report)
+            if behind:  # otherwise they are still starting, or gone
+                self._check_outcome(report)
         return report
 
     # --- before any worker is touched --------------------------------------------------------
 
+    async def _list_and_preflight(self) -> list[WorkerRefit]:
+        """Have all workers check and stage the update; return those that can be moved. If all of
+        them are still starting, wait for one: supervisors label workers that are ready."""
+        deadline = time.monotonic() + ANSWER_SECONDS
+        while True:
+            workers = await self._try_preflight()
+            is_starting = any(w.report.state == "joining" for w in self.workers.values())
+            if workers or not is_starting or time.monotonic() > deadline:
+                return workers
+            await asyncio.sleep(0.5)
+
+    async def _try_preflight(self) -> list[WorkerRefit]:
+        known = await self.membership.confirm()
+        if known is not None:
+            # Everybody is known, so no listing need wait for busy workers: the preflight itself
+            # shows who answers.
+            workers = [self._track(worker) for worker in known]
+            failures = await collect_failures(workers, WorkerRefit.preflight)
+            for _, error in failures:
+                if not isinstance(error, AdminError):
+                    raise error
+            if not failures:
+                return _list_ready(workers)
+        workers = await self._list_answering()
+        for worker in self.workers.values():
+            is_listed = worker in workers or worker.report.state != "untouched"
+            if not is_listed and await self.membership.has_died(worker.worker):
+                worker.report.state = "gone"  # since the beginning, and discovery knows it already
+        return await self._preflight(workers)
+
     async def _list_answering(self) -> list[WorkerRefit]:
-        """Return the workers once all of them answer, without those that are not ready yet.
+        """Return the workers once all of them answer.
 
         A silent worker cannot be left out: it may be hung, still hold the old version and answer
         requests later. So it must answer, be dead, or be replaced."""
@@ -136,14 +165,14 @@ class Refit:
             if not listed and not self.plan.versions.by_worker:
                 break
             if listed and not silent:
-                return await self._track_ready(listed)
+                return [self._track(worker) for worker in listed]
             # The frontend lists a dead worker for about 10 s. There is no need to wait for that,
             # but somebody must be left, and every silent worker must be known to be dead.
             dead = [worker for worker in silent if await is_dead(worker, listed)]
             if len(dead) == len(silent) < len(listed):
                 for worker in dead:
                     self._track(worker).report.state = "gone"
-                return await self._track_ready([w for w in listed if w.error is None])
+                return [self._track(worker) for worker in listed if worker.error is None]
             if time.monotonic() > deadline:
                 break
             await asyncio.sleep(0.5)
@@ -153,34 +182,26 @@ class Refit:
         for worker in silent:
             if not await self._track(worker).replace():
                 raise silent_workers_error(silent, len(listed))
-        return await self._track_ready([worker for worker in listed if worker.error is None])
-
-    async def _track_ready(self, listed: Sequence[Worker]) -> list[WorkerRefit]:
-        """Track these workers, and return those that are ready. A supervised worker without a
-        label is still starting: it gets no requests, and joins later."""
-        supervised = [worker for worker in listed if self.supervised(worker)]
-        labels = await call_all(supervised, self.plan.admin.weight_version)
-        starting = [w for w, label in zip(supervised, labels, strict=True) if label is None]
-        for worker in starting:
-            self._track(worker).report.state = "joining"
-        return [self._track(worker) for worker in listed if worker not in starting]
+        return [self._track(worker) for worker in listed if worker.error is None]
 
     def _track(self, worker: Worker) -> WorkerRefit:
         tracked = self.workers.get(worker.instance_id)
         if tracked is None:
-            tracked = WorkerRefit(self.plan, worker, WorkerReport(worker.instance_id))
+            report, is_supervised = WorkerReport(worker.instance_id), self.supervised(worker)
+            tracked = WorkerRefit(self.plan, worker, report, is_supervised=is_supervised)
             self.workers[worker.instance_id] = tracked
-        tracked.worker = worker  # as it was last listed
+        tracked.service.worker = worker  # as it was last listed
         return tracked
 
     async def _preflight(self, workers: Sequence[WorkerRefit]) -> list[WorkerRefit]:
-        """Have every worker check and stage the update; raise if one refuses. Return live ones."""
-        for worker, error in await self._call_all(workers, WorkerRefit.preflight):
+        """Have every worker check and stage the update; raise if one refuses. Return those that
+        are alive and ready."""
+        for worker, error in await collect_failures(workers, WorkerRefit.preflight):
             is_silent = isinstance(error, AdminError)
             if not (is_silent and await self.membership.has_died(worker.worker)):
                 raise error
             worker.report.state = "gone"
-        return [worker for worker in workers if worker.report.state != "gone"]
+        return _list_ready(workers)
 
     def _check_mode(self, workers: Sequence[WorkerRefit]) -> None:
         """Raise if a worker cannot keep requests and name the versions of their tokens."""
@@ -190,7 +211,9 @@ class Refit:
                 "workers.",
                 "Refit with mode in-flight.",
             )
-        unable = [w.worker for w in workers if self.mode == "keep" and not w.takes_order]
+        # A worker that sleeps has nothing to keep.
+        awake = [w for w in workers if not w.sleep_level]
+        unable = [w.worker for w in awake if self.mode == "keep" and not w.takes_order]
         if unable:
             raise UsageError(
                 f"{len(unable)} of {len(workers)} workers cannot keep running requests, for "
@@ -209,7 +232,7 @@ class Refit:
     async def _keep_current(self, workers: Sequence[WorkerRefit]) -> list[WorkerRefit]:
         """Put workers that have the version into service, and return the others."""
         current = [worker for worker in workers if worker.note_if_current()]
-        for worker, error in await self._call_all(current, WorkerRefit.ensure_service):
+        for worker, error in await collect_failures(current, WorkerRefit.ensure_service):
             worker.mark_in_doubt(error)
         return [worker for worker in workers if worker not in current]
 
@@ -276,24 +299,15 @@ class Refit:
         try:
             stages = split_in_stages(group, mode, _get_role)
             for stage in stages:
-                await self._move_stage(stage, mode)
+                for worker in stage:
+                    worker.releases_kv = mode == "abort" and self._can_release(worker)
+                await Stage(stage, mode).move()
                 if len(stages) > 1 and all(w.report.state != "serving" for w in stage):
                     # The other pool had better serve the old version.
                     role = stage[0].worker.role
                     raise AdminError(f"None of the {role} workers loaded the new weights.")
         finally:
             versions.open()
-
-    async def _move_stage(self, stage: Sequence[WorkerRefit], mode: PauseMode) -> None:
-        """Move workers of one role, all at the same time."""
-        by_order = [worker for worker in stage if worker.takes_order]
-        others = [worker for worker in stage if worker not in by_order]
-        for worker in stage:
-            worker.releases_kv = mode == "abort" and self._can_release(worker)
-        work = [WorkerOrder(worker).run(mode) for worker in by_order]
-        if others:
-            work.append(self._move_by_calls(others, mode))
-        await _run_all(work)
 
     def _can_release(self, worker: WorkerRefit) -> bool:
         """Return whether no decode worker reads the KV of this prefill worker any more: each has
@@ -302,72 +316,27 @@ class Refit:
         decoding = [w for w in self.workers.values() if w.worker.role == "decode"]
         return worker.worker.role == "prefill" and all(w.report.state in left for w in decoding)
 
-    async def _move_by_calls(self, group: Sequence[WorkerRefit], mode: PauseMode) -> None:
-        """Pause the group as a whole, then install the update in each worker."""
-        began = time.monotonic()
-        async with AsyncExitStack() as connections:
-            paused = await self._pause(group, mode, connections)
-            # The connections close here: not before every worker is in service or out.
-            await _run_all([worker.install() for worker in paused])
-        waited = max((worker.report.waited_seconds for worker in paused), default=0.0)
-        for worker in paused:
-            worker.report.paused_seconds = time.monotonic() - began - waited
-
-    async def _pause(
-        self, group: Sequence[WorkerRefit], mode: PauseMode, connections: AsyncExitStack
-    ) -> list[WorkerRefit]:
-        """Take workers out of service, and return those that are there. A worker that has died
-        needs no pause. If any other cannot be paused, restore the whole group and raise."""
-
-        async def pause(worker: WorkerRefit) -> None:
-            await worker.leave_service(connections)
-            await worker.pause(mode)
-
-        failures: list[tuple[WorkerRefit, BaseException]] = []
-        is_complete = False
-        try:
-            for worker, error in await self._call_all(group, pause):
-                if not await worker.note_if_lost():
-                    failures.append((worker, error))
-            is_complete = not failures
-        finally:
-            if not is_complete:
-                # A pause that timed out or was cancelled here may still take effect in the worker,
-                # so all are resumed; that does no harm to a worker that was not paused.
-                await run_to_the_end(self._restore(group))
-        for worker, error in failures:
-            worker.report.error = str(error)
-        if failures:
-            raise AdminError(
-                f"Not every worker could be paused: {failures[0][1]}",
-                "The others were put back into service.",
-            )
-        return [worker for worker in group if worker.report.state == "paused"]
-
-    async def _restore(self, group: Sequence[WorkerRefit]) -> None:
-        for worker, error in await self._call_all(group, WorkerRefit.restore):
-            if not await worker.note_if_lost():
-                worker.mark_in_doubt(error)
-                self.plan.versions.forget(worker.instance_id)
-
     # --- afterwards ----------------------------------------------------------------------------
 
     async def _list_behind(self, skip: Iterable[int] = ()) -> list[WorkerRefit]:
-        """Return ready workers that are not on the version and that this refit has not touched."""
+        """Return workers that are not on the version and that this refit has not touched."""
         # Versions only go up: a worker on a newer one is not behind.
         served, version = self.plan.versions.by_worker, self.plan.version
         excluded = {*(worker for worker, has in served.items() if has >= version), *skip}
         for instance, worker in self.workers.items():
-            if worker.report.state not in ("untouched", "joining"):
+            if worker.report.state not in PENDING:
                 excluded.add(instance)
         listed = await self.membership.workers(fresh=True)
-        return await self._track_ready(
-            [w for w in listed if w.error is None and w.instance_id not in excluded]
-        )
+        behind = [w for w in listed if w.error is None and w.instance_id not in excluded]
+        return [self._track(worker) for worker in behind]
 
     async def _list_joined(self) -> list[WorkerRefit]:
         """Return workers that joined during this refit and must be moved. A new worker that does
         not answer makes the refit fail, since nobody knows what it serves."""
+        touched = {i for i, w in self.workers.items() if w.report.state not in PENDING}
+        known = await self.membership.confirm()
+        if known is not None and touched.issuperset(worker.instance_id for worker in known):
+            return []  # a listing would wait for workers that are busy again
         behind = await self._list_behind()
         listed = await self.membership.workers()
         for worker in listed:
@@ -403,28 +372,16 @@ class Refit:
         holding = [worker for worker in self.workers.values() if worker.may_hold_update]
         try:
             async with asyncio.timeout(DISCARD_SECONDS):
-                for worker, error in await self._call_all(holding, WorkerRefit.discard):
+                for worker, error in await collect_failures(holding, WorkerRefit.discard):
                     log.warning("%s may keep staged weights: %s", worker.worker, error)
         except TimeoutError:
             log.warning("staged weights could not be discarded within %g s", DISCARD_SECONDS)
 
-    async def _call_all(
-        self, workers: Sequence[WorkerRefit], call: Callable[[WorkerRefit], Awaitable[None]]
-    ) -> list[tuple[WorkerRefit, BaseException]]:
-        """Make one call on every worker, and return those that failed with their errors."""
-        results = zip(workers, await call_all(workers, call), strict=True)
-        return [(worker, error) for worker, error in results if error is not None]
+
+def _list_ready(workers: Sequence[WorkerRefit]) -> list[WorkerRefit]:
+    """Return the workers that are alive and, where a supervisor labels them, labelled."""
+    return [worker for worker in workers if worker.report.state not in ("gone", "joining")]
 
 
 def _get_role(worker: WorkerRefit) -> str:
     return worker.worker.role
-
-
-async def _run_all(work: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Run all at once to the end, also those beside one that fails; raise its error then."""
-    tasks = [asyncio.create_task(coroutine) for coroutine in work]
-    try:
-        await asyncio.gather(*tasks)
-    except BaseException:
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise

@@ -16,7 +16,7 @@ versions of their tokens."""
 
 State = Literal[
     "untouched", "paused", "updating", "in doubt", "serving", "restored", "gone", "replaced",
-    "joining",
+    "joining", "asleep",
 ]  # fmt: skip
 """See the drawing in rollway.fleet.worker_refit."""
 
@@ -46,9 +46,14 @@ class WorkerReport:
     """How long running requests took to end before the pause (pause-all and rolling)."""
     paused_seconds: float = 0.0
     """How long the engine generated nothing because of the refit."""
+    calls: int = 0
+    """Admin calls to the worker, each of which waits for its event loop. A worker that takes orders
+    needs two: to stage the weights, and to refit."""
     steps: dict[str, float] = field(default_factory=dict)
     """Seconds of every step and admin call, in the order in which they ended. Steps inside an order
     have a dot: `order.engine.swap` is part of `order.engine`."""
+    memory: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    """Of a worker that slept: the memory of every rank `asleep` and `after` the refit woke it."""
     error: str | None = None
 
 
@@ -78,15 +83,75 @@ class RefitReport:
     def as_json(self) -> dict[str, Any]:
         """Return the report as JSON types, with instance ids as text: readers that store numbers
         as doubles would round them."""
-        fields = asdict(self)
-        for worker in fields["workers"]:
-            worker["instance_id"] = str(worker["instance_id"])
-        return fields
+        return _as_json(self)
 
     @property
     def serving(self) -> int:
         """How many workers serve the version."""
         return sum(worker.state == "serving" for worker in self.workers)
+
+
+SleepState = Literal["asleep", "awake", "serving", "joining"]
+
+
+@dataclass(slots=True)
+class WorkerSleep:
+    """What a sleep or a wake did to one worker."""
+
+    instance_id: int
+    state: SleepState = "awake"
+    """`serving`: it was woken. `awake`: nothing was to do. `asleep`: also after a wake, if the
+    worker needs a refit first. `joining`: it was still starting, and is left alone."""
+    level: int = 0
+    """The level at which it sleeps, or slept."""
+    version: int | None = None
+    """The version that it serves, or will serve after a wake; None if it needs a refit."""
+    memory: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    """Of each rank `before` the sleep, `asleep`, and `after` the wake: the device, its `free` and
+    `total` bytes for all processes, the `asleep_bytes` of each pool of this rank, and the
+    `resident` bytes of its process in the host's memory. `releases` is False for an engine that
+    keeps its memory (on CPU)."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """`leave`: out of the routing. `sleep`: until running requests have ended and memory is
+    released. `wake`: until memory is back. `enter`: into the routing."""
+
+
+@dataclass(slots=True)
+class SleepReport:
+    """The outcome of a sleep or a wake.
+
+    Example:
+        report = stack.sleep(level=2)
+        print(report.seconds, report.asleep, report.released_bytes)
+    """
+
+    level: int = 0
+    """The level of the sleep; 0 for a wake."""
+    seconds: float = 0.0
+    workers: list[WorkerSleep] = field(default_factory=list)
+
+    @property
+    def asleep(self) -> int:
+        """How many workers sleep now."""
+        return sum(worker.state == "asleep" for worker in self.workers)
+
+    @property
+    def released_bytes(self) -> int:
+        """How much memory of devices the sleeping workers have released. Unlike the free memory,
+        it does not count twice where workers share a device."""
+        ranks = [rank for worker in self.workers for rank in worker.memory.get("asleep", [])]
+        return sum(sum(rank["asleep_bytes"].values()) for rank in ranks)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the report as JSON types, with instance ids as text."""
+        return _as_json(self) | {"asleep": self.asleep, "released_bytes": self.released_bytes}
+
+
+def _as_json(report: RefitReport | SleepReport) -> dict[str, Any]:
+    fields = asdict(report)
+    for worker in fields["workers"]:
+        worker["instance_id"] = str(worker["instance_id"])
+    return fields
 
 
 def refit_error(report: RefitReport, cause: RollwayError | None = None) -> RefitError:

@@ -11,37 +11,59 @@ worker's memory.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from rollway.errors import AdminError, RollwayError, UsageError
-from rollway.fleet.admin import AdminAPI, NoSuchMethod
+from rollway.errors import AdminError, UsageError
+from rollway.fleet.admin import (
+    AdminAPI,
+    Asleep,
+    NoSuchMethod,
+    NoSuchOrder,
+    StageReply,
+    as_usage_error,
+    start_and_wait,
+)
 from rollway.fleet.discovery import Worker
 from rollway.orders import sign
+from rollway.versions import VersionRecord
 from rollway.weights.checkpoint import (
     Checkpoint,
     TensorHeader,
     check_checkpoint,
     differences,
+    read_headers,
     refuse_differences,
     stamps,
 )
-from rollway.weights.offer import STILL, Offer
+from rollway.weights.offer import Offer
 
 # Methods of `rollway.engine.worker.WorkerExtension`.
 CHECK_METHOD, LOAD_METHOD = "rollway_check", "rollway_load"
 STAGE_METHOD, STAGED_METHOD = "rollway_stage", "rollway_staged"
 SWAP_METHOD, UNSTAGE_METHOD = "rollway_swap", "rollway_unstage"
 STAGE_SECONDS = 720.0
-ASK_SECONDS = 0.5
-"""The first wait before a worker that sent no notification is asked; later waits are longer."""
+STAGE_CALL_SECONDS = 5.0
+"""How long one order to stage may wait for its end. A worker that hangs is noticed after this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Preflight:
+    """What is known of a worker after the preflight of an update."""
+
+    verifies_itself: bool
+    """Whether the worker compares what it loads with the update."""
+    reply: StageReply | None = None
+    """The worker's answer to the order to stage it; None if it was checked by single calls."""
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether the worker has no label yet, and was left alone."""
+        return self.reply is not None and not self.reply.ranks
 
 
 class Update(Protocol):
@@ -59,9 +81,11 @@ class Update(Protocol):
         """Check the weights; raise `UsageError` before any worker is involved."""
         ...
 
-    async def preflight(self, admin: AdminAPI, worker: Worker) -> bool:
-        """Raise if a worker cannot serve these weights, which it may stage. Return whether the
-        worker itself verifies what it loads."""
+    async def preflight(
+        self, admin: AdminAPI, worker: Worker, *, needs_label: bool = False
+    ) -> Preflight:
+        """Raise if a worker cannot serve these weights, which it may stage. With `needs_label`, a
+        worker that takes orders and has no label yet is left alone."""
         ...
 
     def is_staged_in(self, worker: Worker) -> bool:
@@ -121,17 +145,18 @@ class FromDisk:
         self.checkpoint = await asyncio.to_thread(check)
         self.path = self.checkpoint.path
 
-    async def preflight(self, admin: AdminAPI, worker: Worker) -> bool:
+    async def preflight(
+        self, admin: AdminAPI, worker: Worker, *, needs_label: bool = False
+    ) -> Preflight:
         """Stage the checkpoint; ask a worker that cannot stage whether it could load it."""
         if self.staged:
             self._staging.add(worker.instance_id)  # first: the call may be cancelled
+            offer = self._offer().sign(self.secret)
             try:
-                await stage(admin, worker, self._offer(), self.secret, self.allow_cast)
+                return await stage(admin, worker, offer, self.allow_cast, needs_label=needs_label)
             except NoSuchMethod:
                 self._staging.discard(worker.instance_id)
-            else:
-                return True
-        return await self._check_in(admin, worker)
+        return Preflight(await self._check_in(admin, worker))
 
     async def _check_in(self, admin: AdminAPI, worker: Worker) -> bool:
         assert self.checkpoint is not None
@@ -146,7 +171,7 @@ class FromDisk:
                 refuse_differences(mismatches, self.path)
             return False
         except AdminError as error:
-            raise _as_usage_error(error) from error
+            raise as_usage_error(error) from error
         self._verifying.add(worker.instance_id)
         return True
 
@@ -207,16 +232,23 @@ class Offered:
     async def prepare(self) -> None:
         """Do nothing: the publisher has checked the weights."""
 
-    async def preflight(self, admin: AdminAPI, worker: Worker) -> bool:
+    async def preflight(
+        self, admin: AdminAPI, worker: Worker, *, needs_label: bool = False
+    ) -> Preflight:
+        offer = self.offer_to(worker).sign(self.secret)
+        seconds, cast = self.stage_seconds, self.allow_cast
         try:
-            await stage(admin, worker, self.offer, self.secret, self.allow_cast, self.stage_seconds)
+            return await stage(admin, worker, offer, cast, seconds, needs_label=needs_label)
         except NoSuchMethod as error:
             raise UsageError(
                 f"{worker} cannot stage weights: {error.message}",
                 "Start it with --worker-extension-cls rollway.engine.worker.WorkerExtension, or "
                 "refit from a checkpoint directory.",
             ) from error
-        return True
+
+    def offer_to(self, worker: Worker) -> Offer:
+        """Return what one worker is offered."""
+        return self.offer
 
     def is_staged_in(self, worker: Worker) -> bool:
         return True  # otherwise the preflight raises
@@ -235,27 +267,46 @@ async def stage(
     admin: AdminAPI,
     worker: Worker,
     offer: Offer,
-    secret: str,
     allow_cast: bool = False,
     seconds: float = STAGE_SECONDS,
-) -> None:
-    """Have a worker receive and verify weights while it generates, if it has the methods."""
-    start = {"offer": offer.sign(secret).as_json(), "allow_cast": allow_cast}
+    *,
+    needs_label: bool = False,
+) -> Preflight:
+    """Have a worker receive and verify signed weights while it generates, if it has the methods."""
+    arguments = {"offer": offer.as_json(), "allow_cast": allow_cast}
+    order = {**arguments, "identity": offer.identity, "needs_label": needs_label}
 
     async def check() -> None:
+        await admin.call(worker, STAGED_METHOD, {"identity": offer.identity})
+
+    try:
+        return Preflight(True, await _stage_by_order(admin, worker, order, seconds))
+    except NoSuchOrder:  # a worker without a guard of this version
+        await start_and_wait(admin, worker, (STAGE_METHOD, arguments), check, seconds)
+        return Preflight(True)
+
+
+async def _stage_by_order(
+    admin: AdminAPI, worker: Worker, order: Mapping[str, Any], seconds: float
+) -> StageReply:
+    """Order a worker to stage weights, and repeat the order until it has."""
+    deadline = time.monotonic() + seconds
+    order = {**order, "seconds": min(seconds, STAGE_CALL_SECONDS)}
+    while True:
         try:
-            states = await admin.staging(worker, offer.identity)
-        except NoSuchMethod:  # a worker without a guard of this version
-            await admin.call(worker, STAGED_METHOD, {"identity": offer.identity})
-            return
-        for state in states:
+            reply = await admin.stage(worker, order)
+        except (NoSuchMethod, Asleep):
+            raise
+        except AdminError as error:
+            raise as_usage_error(error) from error
+        for state in reply.ranks:
             if state["state"] == "failed":
                 reason = str(state["error"]).rstrip(".")
-                raise AdminError(f"{worker} refused `{STAGE_METHOD}`: {reason}.")
-        if any(state["state"] != "ready" for state in states):
-            raise AdminError(STILL)
-
-    await start_and_wait(admin, worker, (STAGE_METHOD, start), check, seconds)
+                raise UsageError(f"{worker} refused `{STAGE_METHOD}`: {reason}.")
+        if all(state["state"] == "ready" for state in reply.ranks):
+            return reply
+        if time.monotonic() > deadline:
+            raise UsageError(f"{worker} has not got the weights within {seconds:g} s.")
 
 
 async def swap(admin: AdminAPI, worker: Worker, offer: Offer, version: int) -> None:
@@ -266,67 +317,6 @@ async def swap(admin: AdminAPI, worker: Worker, offer: Offer, version: int) -> N
 async def unstage(admin: AdminAPI, worker: Worker, offer: Offer) -> None:
     """Have a worker free these staged weights; weights of another offer stay."""
     await admin.call(worker, UNSTAGE_METHOD, {"identity": offer.identity})
-
-
-Call = tuple[str, Mapping[str, Any]]
-"""An engine method and its arguments."""
-
-
-async def start_and_wait(
-    admin: AdminAPI,
-    worker: Worker,
-    start: Call,
-    check: Callable[[], Awaitable[None]],
-    seconds: float = STAGE_SECONDS,
-) -> None:
-    """Start a background task in a worker and wait until `check` does not raise any more."""
-    method, arguments = start
-    deadline, wait = time.monotonic() + seconds, ASK_SECONDS
-    try:
-        async with _notifications(worker.world_size) as (socket_name, notified):
-            await admin.call(worker, method, {**arguments, "tell": socket_name})
-            while True:
-                # A worker on another machine cannot reach the socket, so it is asked repeatedly.
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(notified.wait(), wait)
-                try:
-                    return await check()
-                except AdminError as error:
-                    if STILL not in error.message:
-                        raise
-                if time.monotonic() > deadline:
-                    raise AdminError(f"{worker} has not got the weights within {seconds:g} s.")
-                notified.clear()
-                wait = min(2.0, 2 * wait)
-    except NoSuchMethod:
-        raise
-    except AdminError as error:
-        raise _as_usage_error(error) from error
-
-
-@asynccontextmanager
-async def _notifications(expected: int) -> AsyncIterator[tuple[str, asyncio.Event]]:
-    """Yield the name of a unix socket, and an event that is set after `expected` connections."""
-    name, notified, count = f"rollway/staged/{secrets.token_hex(8)}", asyncio.Event(), 0
-
-    async def accept(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal count
-        count += 1
-        if count >= expected:
-            notified.set()
-        writer.close()
-
-    server = await asyncio.start_unix_server(accept, f"\0{name}")
-    try:
-        yield name, notified
-    finally:
-        server.close()
-
-
-def _as_usage_error(error: AdminError) -> RollwayError:
-    """Return a worker's refusal as a mistake of the caller."""
-    # An error with a cause is no refusal: the call or its answer was lost.
-    return error if error.__cause__ is not None else UsageError(error.message, error.hint)
 
 
 @dataclass(slots=True)
@@ -347,8 +337,10 @@ class FromEngineMethod:
         if not self.method.isidentifier():
             raise UsageError(f"`{self.method}` cannot be the name of an engine method.")
 
-    async def preflight(self, admin: AdminAPI, worker: Worker) -> bool:
-        return False
+    async def preflight(
+        self, admin: AdminAPI, worker: Worker, *, needs_label: bool = False
+    ) -> Preflight:
+        return Preflight(verifies_itself=False)
 
     def is_staged_in(self, worker: Worker) -> bool:
         return False
@@ -361,3 +353,52 @@ class FromEngineMethod:
 
     async def discard(self, admin: AdminAPI, worker: Worker) -> None:
         """Do nothing: the engine fetches the weights only in `apply`."""
+
+
+@dataclass(slots=True)
+class Recipes:
+    """Makes the updates of one fleet, and keeps that of the current version for joiners."""
+
+    roots: Sequence[Path]
+    reference: Path | None
+    """A checkpoint directory of the served model."""
+    secret: str
+    record: VersionRecord | None
+    _last: tuple[int, Update] | None = None
+    """The last version that this process refitted to, and its update."""
+
+    async def make_update(self, weights: Weights, allow_cast: bool) -> Update:
+        if isinstance(weights, Offer) and weights.transport == "files":
+            weights = Path(weights.where["path"])  # workers without the extension can load it too
+        if isinstance(weights, Offer):
+            return Offered(weights, self.secret, allow_cast)
+        if isinstance(weights, str | Path):
+            served = await self._read_served_headers()
+            return FromDisk(Path(weights), self.roots, served, allow_cast, secret=self.secret)
+        if isinstance(weights, FromDisk) and not weights.secret:
+            weights.secret = self.secret
+        return weights
+
+    def put(self, version: int, update: Update) -> None:
+        """Keep the update of a new version, and record a checkpoint for other processes."""
+        self._last = version, update
+        if self.record is not None and isinstance(update, FromDisk):
+            self.record.put(version, update.path)
+
+    def find(self, version: int) -> Update | None:
+        """Return the update of a version, from this process or from the record."""
+        if self._last is not None and self._last[0] == version:
+            return self._last[1]
+        recorded = self.record.get() if self.record is not None else None
+        if recorded is None or recorded[0] != version:
+            return None
+        return FromDisk(recorded[1], self.roots, secret=self.secret)
+
+    async def _read_served_headers(self) -> dict[str, TensorHeader] | None:
+        """Return the tensor headers of the served model; None if this process cannot know them."""
+        if self.reference is not None and self.reference.is_dir():
+            return await asyncio.to_thread(read_headers, self.reference)
+        if self._last is not None and isinstance(self._last[1], FromDisk):
+            checkpoint = self._last[1].checkpoint
+            return None if checkpoint is None else checkpoint.tensors
+        return None

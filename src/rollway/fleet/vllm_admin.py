@@ -20,7 +20,9 @@ from rollway.fleet.admin import (
     RENDEZVOUS_SECONDS,
     AdminAPI,
     NoSuchMethod,
+    NoSuchOrder,
     PauseMode,
+    StageReply,
     is_missing_method,
     list_models,
     parse_label,
@@ -147,11 +149,11 @@ class VllmAdmin:
     def takes_refits(self, worker: Worker) -> bool:
         return False
 
-    async def staging(self, worker: Worker, identity: str) -> list[dict[str, Any]]:
-        raise NoSuchMethod(f"{worker} is a plain vLLM server, which returns no values.")
+    async def stage(self, worker: Worker, order: Mapping[str, Any]) -> StageReply:
+        raise NoSuchOrder(f"{worker} is a plain vLLM server, which takes single calls only.")
 
     async def refit(self, worker: Worker, order: Mapping[str, Any]) -> dict[str, Any]:
-        raise NoSuchMethod(f"{worker} is a plain vLLM server, which takes single calls only.")
+        raise NoSuchOrder(f"{worker} is a plain vLLM server, which takes single calls only.")
 
     async def cancel_refit(self, worker: Worker) -> None:
         """Do nothing: no refit is running by one order."""
@@ -174,15 +176,27 @@ class VllmAdmin:
         ids += [f"chatcmpl-{request_id}", f"generate-tokens-{request_id}"]
         await self._post(worker, "abort_requests", {"request_ids": ids})
 
-    async def sleep(self, worker: Worker, level: int = 1) -> None:
-        """Free memory, which needs --enable-sleep-mode. Running requests end."""
-        query = {"level": str(level)}
-        await self._post(worker, "sleep", query=query, timeout=self._timeouts.pause, plain=True)
+    async def memory(self, worker: Worker, level: int = 0) -> list[dict[str, Any]]:
+        raise NoSuchMethod(
+            f"{worker} is a plain vLLM server, which does not report its memory.",
+            "Start the workers by Rollway.",
+        )
 
-    async def wake(self, worker: Worker, tags: Sequence[str] | None = None) -> None:
+    async def sleep(
+        self, worker: Worker, level: int = 1, mode: PauseMode = "wait", label: int | None = None
+    ) -> dict[str, Any]:
+        """Free memory, which needs --enable-sleep-mode."""
+        query = {"level": str(level), "mode": mode}
+        limit = self._timeouts.pause
+        return await self._post(worker, "sleep", query=query, timeout=limit, plain=True)
+
+    async def wake(self, worker: Worker, tags: Sequence[str] | None = None) -> dict[str, Any]:
         """Restore memory. This also resumes a paused worker once all of its memory is back."""
-        query = {"tags": list(tags or ())}
-        await self._post(worker, "wake_up", query=query, timeout=self._timeouts.pause, plain=True)
+        query, limit = {"tags": list(tags or ())}, self._timeouts.pause
+        return await self._post(worker, "wake_up", query=query, timeout=limit, plain=True)
+
+    def sleep_level(self, worker: Worker) -> int:
+        return 0  # the fleet puts no plain server to sleep, because `memory` is refused
 
     async def _check_ready(self, worker: Worker) -> None:
         """Raise unless the worker is paused and its cache is empty, before any weight changes."""

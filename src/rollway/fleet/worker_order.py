@@ -5,6 +5,7 @@
         ▼
      updating ── served ───────► serving
         │     ── refused ──────► restored     (nothing was changed)
+        │     ── other process ► gone         (the order names the process that staged)
         │ no answer: the worker's label tells which of them; otherwise
         ▼
      in doubt ── replace ──────► replaced     (if it has a supervisor)
@@ -22,13 +23,23 @@ from collections.abc import Mapping
 from typing import Any
 
 from rollway.errors import AdminError, RollwayError
-from rollway.fleet.admin import IN_DOUBT, PauseMode, RefitRefused, leaving_label
+from rollway.fleet.admin import (
+    IN_DOUBT,
+    AnotherProcess,
+    PauseMode,
+    RefitRefused,
+    leaving_label,
+    run_to_the_end,
+)
 from rollway.fleet.discovery import is_dead
-from rollway.fleet.worker_refit import WorkerRefit, run_to_the_end
+from rollway.fleet.worker_refit import WorkerRefit
 from rollway.versions import taint_of
 
 SETTLE_SECONDS = 10.0
 """How long a worker whose answer to an order was lost may take to show its new label."""
+WATCH_SECONDS = 10.0
+"""How often a worker is asked for a sign of life while its order runs. An order may take many
+minutes, as long as running requests take; a worker that hangs is noticed sooner."""
 
 
 class WorkerOrder:
@@ -41,6 +52,8 @@ class WorkerOrder:
         """Have the worker do everything by itself. Raise nothing but a cancellation."""
         try:
             reply = await self._send(mode)
+        except AnotherProcess:
+            self._refit.mark_gone()
         except RefitRefused as error:
             if not await self._refit.note_if_lost():
                 self._refit.note_refusal(error)
@@ -57,7 +70,6 @@ class WorkerOrder:
         plan, versions = self._refit.plan, self._refit.plan.versions
         self._refit.lap()
         await self._refit.step("pause")
-        await self._refit.check_process(plan.admin)  # a worker that hangs is noticed soon
         await plan.update.check_unchanged()
         self._refit.report.state = "updating"
         # The answers that arrive while the order runs, and after it, name their versions.
@@ -67,7 +79,7 @@ class WorkerOrder:
             # The engine resumes by itself. An answer without stamps may be of both versions then.
             versions.mark_entered(self._refit.instance_id, plan.version)
         await self._refit.step("update")
-        label = self._refit.label
+        label = self._refit.service.label
         order = {
             "identity": plan.update.identity,
             "mode": mode,
@@ -78,12 +90,12 @@ class WorkerOrder:
             "taints_before": [] if label is None else [taint_of(label)],
             "release": self._refit.releases_kv,
         }
-        running = asyncio.create_task(plan.admin.refit(self._refit.worker, order))
+        running = asyncio.create_task(self._refit.admin.refit(self._refit.worker, order))
         try:
             # The worker takes these steps by itself; observers hear of them while it does.
             for step in ("flush", "verify", "open", "resume"):
                 await self._refit.step(step)
-            reply = await asyncio.shield(running)
+            reply = await self._wait_for(running)
         except asyncio.CancelledError:
             await run_to_the_end(self._cancel(running))
             raise
@@ -95,10 +107,22 @@ class WorkerOrder:
             raise _WrongWeights(error.message) from None
         return reply
 
+    async def _wait_for(self, running: asyncio.Task[dict[str, Any]]) -> dict[str, Any]:
+        """Wait for the answer to the order; raise if the worker shows no sign of life."""
+        while not (await asyncio.wait({running}, timeout=WATCH_SECONDS))[0]:
+            try:
+                await self._refit.admin.weight_version(self._refit.worker)
+            except AdminError as error:
+                is_silent = error.__cause__ is not None
+                if is_silent and not running.done():
+                    running.cancel()  # the order itself goes on, if the worker ever has it
+                    raise
+        return running.result()
+
     async def _cancel(self, running: asyncio.Task[dict[str, Any]]) -> None:
         """Stop an order that waits for running requests, and wait until it has ended."""
         with contextlib.suppress(RollwayError):
-            await self._refit.plan.admin.cancel_refit(self._refit.worker)
+            await self._refit.admin.cancel_refit(self._refit.worker)
         with contextlib.suppress(RollwayError, TimeoutError):
             await asyncio.wait_for(running, SETTLE_SECONDS)
 
@@ -111,12 +135,12 @@ class WorkerOrder:
         while is_lost and time.monotonic() < deadline and not await is_dead(self._refit.worker):
             label: int | None = IN_DOUBT
             with contextlib.suppress(RollwayError):
-                label = await self._refit.plan.admin.weight_version(self._refit.worker)
+                label = await self._refit.admin.weight_version(self._refit.worker)
             if label == self._refit.plan.version:
                 self._refit.may_hold_update, self._refit.report.error = False, None
                 self._refit.note_service("parameters")
                 return
-            if label == self._refit.label:
+            if label == self._refit.service.label:
                 self._refit.note_refusal(error)
                 return
             await asyncio.sleep(0.1)

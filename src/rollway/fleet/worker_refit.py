@@ -16,35 +16,40 @@
 
     from any state ──► gone: the worker died, or another process has its address
     joining: its supervisor has not labelled it yet, so it serves nothing and waits
+    asleep: it slept before (`sleep`) and sleeps again, because no update was issued
 
-This is the refit by single calls; `worker_order` has the refit by one order. All calls between the
-pause and the resume go over one pinned connection: they reach one process, never its successor at
-the same address. Other processes read its state from its label: a worker is labelled with a version
-only while it serves that version.
+A worker that sleeps gets the memory of its weights back before it stages the update, and that of
+its KV cache after the update: until then the memory may hold the staged weights.
+
+This is the refit by single calls; `worker_order` has the refit by one order. `service` has the
+worker's label and taints, by which other processes know its state.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import InitVar, dataclass, field
+from typing import cast
 
-from rollway.errors import AdminError, RequestFailed, RollwayError
+from rollway.errors import AdminError, RollwayError
 from rollway.fleet.admin import (
     IN_DOUBT,
     AdminAPI,
+    Asleep,
+    CountedCalls,
     PauseMode,
-    leaving_label,
+    run_to_the_end,
     unverified_label,
+    version_left,
 )
 from rollway.fleet.canary import CanaryCheck
 from rollway.fleet.discovery import Worker, is_dead
 from rollway.fleet.report import WorkerReport
-from rollway.fleet.updates import Update
+from rollway.fleet.service import Service
+from rollway.fleet.updates import Preflight, Update
 from rollway.versions import FleetVersions, taint_of
 
 Observer = Callable[[str, Worker], Awaitable[None]]
@@ -52,10 +57,6 @@ Observer = Callable[[str, Worker], Awaitable[None]]
 preflight, pause, update, flush, verify, open, resume."""
 Replace = Callable[[Worker], Awaitable[bool]]
 """Stops a worker so that its supervisor restarts it; False if it has no supervisor."""
-
-ROUTING_SECONDS = 0.05
-"""A router may still send requests that it placed before it received new taints (10 to 30 ms
-measured). `FleetVersions.attributes_to` rejects the answers to requests that arrive even later."""
 
 
 @dataclass(slots=True)
@@ -73,57 +74,118 @@ class RefitPlan:
 
 @dataclass(slots=True, eq=False)
 class WorkerRefit:
-    """The refit of one worker: its connection, its label, its state and its times."""
+    """The refit of one worker: its service, its state and its times."""
 
     plan: RefitPlan
-    worker: Worker
+    listed: InitVar[Worker]
     report: WorkerReport
-    label: int | None = None
-    """The label that this process last read or set. If the worker shows a different one, another
-    process has its address."""
+    service: Service = field(init=False)
     verifies_itself: bool = False
     """Whether the worker compares its parameters with the update."""
+    is_supervised: bool = False
+    """Whether a supervisor labels the worker once it is ready."""
     may_hold_update: bool = False
     """Whether the update may be staged in the worker, as a second model."""
+    sleep_level: int = 0
+    """The level at which the worker slept when the refit began; 0 if it was awake."""
     releases_kv: bool = False
     """Whether blocks that the worker holds for decode workers may be released: none reads them."""
-    _label_before: int | None = None
-    _connection: AdminAPI | None = None
-    _untainted_at: float = 0.0
     _lap_began: float = 0.0
     _current_step: str = ""
+
+    def __post_init__(self, listed: Worker) -> None:
+        admin = cast(AdminAPI, CountedCalls(self.plan.admin, self._note_call))
+        self.service = Service(admin, self.plan.versions, listed)
+
+    @property
+    def worker(self) -> Worker:
+        return self.service.worker
 
     @property
     def instance_id(self) -> int:
         return self.worker.instance_id
 
+    @property
+    def admin(self) -> AdminAPI:
+        """The admin calls, which the report counts."""
+        return self.service.admin
+
     async def preflight(self) -> None:
-        """Have the worker check and stage the update, and read its label. It stays in service."""
-        plan = self.plan
+        """Have the worker check and stage the update, and read its label. It stays in service. A
+        supervised worker without a label is still starting: it gets no requests, and joins later.
+        """
+        plan, admin = self.plan, self.admin
         self.lap()
         await self.step("preflight")
+        # A worker that takes orders looks at its label itself, and says so if it sleeps.
+        if not admin.takes_refits(self.worker):
+            label = await admin.weight_version(self.worker)
+            if label is None and self.is_supervised:
+                self.report.state = "joining"
+                return
         self.may_hold_update = True  # before the call, which may take effect even if cancelled
-        self.verifies_itself = await plan.update.preflight(plan.admin, self.worker)
-        self.label = await plan.admin.weight_version(self.worker)
-        if self.label is not None and self.label >= 0:
-            plan.versions.mark_serving(self.instance_id, self.label)
+        await self._wake_weights()
+        try:
+            checked = await self._check_update()
+        except Asleep:  # another process has put it to sleep
+            await self._wake_weights()
+            checked = await self._check_update()
+        if checked.is_starting:
+            self.may_hold_update, self.report.state = False, "joining"
+            return
+        self.verifies_itself, self.report.state = checked.verifies_itself, "untouched"
+        if checked.reply is not None:
+            self.service.label = checked.reply.label
+        else:
+            self.service.label = await admin.weight_version(self.worker)
+        if self.service.label is not None and self.service.label >= 0:
+            plan.versions.mark_serving(self.instance_id, self.service.label)
         else:
             plan.versions.forget(self.instance_id)
+            if (left := version_left(self.service.label)) is not None:
+                plan.versions.note_served(left)  # its refit must not bring an older one
         # A worker in doubt is paused, so it could not answer a canary.
-        generates = self.label is None or self.label >= 0
+        generates = self.service.label is None or self.service.label >= 0
         if self._needs_canary and generates and plan.canaries is not None:
             await plan.canaries.record_before(self.worker)
         self.report.preflight_seconds = self.lap()
 
+    async def _wake_weights(self) -> None:
+        """Give a worker that sleeps the memory of its weights back; the rest of it sleeps on."""
+        if self.admin.sleep_level(self.worker):
+            await self.admin.weight_version(self.worker)  # another process may have woken it
+        self.sleep_level = self.admin.sleep_level(self.worker)
+        if self.sleep_level:
+            reply = await self.admin.wake(self.worker, ["weights"])
+            self.report.memory["asleep"] = reply["before"]
+            self.report.steps["wake.weights"] = reply["seconds"]
+
+    async def _check_update(self) -> Preflight:
+        update = self.plan.update
+        return await update.preflight(self.admin, self.worker, needs_label=self.is_supervised)
+
     async def discard(self) -> None:
-        """Free the staged update, if it was not applied."""
+        """Free the staged update, if it was not applied; a worker that slept sleeps again."""
         if self.may_hold_update and self.report.state not in ("gone", "replaced"):
-            await self.plan.update.discard(self.plan.admin, self.worker)
-            self.may_hold_update = False
+            try:
+                await self.plan.update.discard(self.admin, self.worker)
+                self.may_hold_update = False
+            finally:
+                if self.sleep_level:
+                    await self._sleep_again()
+
+    async def _sleep_again(self) -> None:
+        """Give the memory of the weights back to whom the worker left it."""
+        label = await self.admin.weight_version(self.worker)
+        if label is not None and label < 0:
+            await self.admin.sleep(self.worker, self.sleep_level, "abort", label)
+            self.plan.versions.mark_asleep(self.instance_id)
+            if self.report.state in ("untouched", "paused", "restored"):
+                self.report.state = "asleep"
 
     def note_if_current(self) -> bool:
         """Return whether the worker already serves the version; if so, record that."""
-        is_current = self.label == self.plan.version  # a version names one set of weights
+        is_current = self.service.label == self.plan.version  # a version names one set of weights
         if is_current:
             self.report.state, self.report.version = "serving", self.plan.version
             self.report.proof = "earlier refit"
@@ -132,29 +194,27 @@ class WorkerRefit:
     async def ensure_service(self) -> None:
         """Route to a worker that has the weights, and resume it. An interrupted refit may not have
         done so."""
-        async with self.plan.admin.pinned() as connection:
-            await self.check_process(connection)
-            await self._set_taints(connection, [taint_of(self.plan.version)])
-            await connection.resume(self.worker)
+        await self.service.ensure(self.plan.version)
 
     @property
     def takes_order(self) -> bool:
         """Whether one order moves this worker. A worker in doubt is paused and stays so if the
         refit fails, which an order would not know."""
-        is_known = self.label is None or self.label >= 0
+        is_known = self.service.label is None or self.service.label >= 0
         is_staged = self.verifies_itself and self.plan.update.is_staged_in(self.worker)
-        return is_known and is_staged and self.plan.admin.takes_refits(self.worker)
+        is_awake = not self.sleep_level
+        return is_awake and is_known and is_staged and self.plan.admin.takes_refits(self.worker)
 
     def note_refusal(self, error: BaseException) -> None:
         """Record that the worker serves what it served before."""
         self.report.state, self.report.error = "restored", str(error)
-        if self.label is not None:
-            self.plan.versions.mark_serving(self.instance_id, self.label)
+        if self.service.label is not None:
+            self.plan.versions.mark_serving(self.instance_id, self.service.label)
 
     def note_service(self, proof: str) -> None:
         """Record that the worker serves the version."""
         plan, versions = self.plan, self.plan.versions
-        self.label, self.report.proof = plan.version, proof
+        self.service.label, self.report.proof = plan.version, proof
         self.report.state, self.report.version = "serving", plan.version
         versions.tainted = plan.admin.taints
         versions.mark_entered(self.instance_id, plan.version)
@@ -166,25 +226,21 @@ class WorkerRefit:
         versions.open()
 
     async def leave_service(self, connections: AsyncExitStack) -> None:
-        """Connect to the worker, label it as leaving and take it out of the routing."""
         self.lap()
         await self.step("pause")
-        connection = await connections.enter_async_context(self.plan.admin.pinned())
-        await self.check_process(connection)
-        self._connection = cast(AdminAPI, _TimedCalls(connection, self._note_call))
-        if self.label is not None and self.label >= 0:
-            await self._mark_leaving()
-        await self._set_taints(connection, [])
+        await self.service.leave(connections)
 
     async def pause(self, mode: PauseMode) -> None:
         began = time.monotonic()
+        if self.sleep_level:
+            mode = "abort"  # nothing runs in it, and requests that wait there would never end
         if mode == "wait" and self.worker.role:
             # vLLM cannot clear the cache while a request waits for KV of another worker. Such
             # requests have not begun: abort them once those that run have ended.
-            await self._pinned.pause(self.worker, "wait", clear_cache=False)
-            await self._pinned.pause(self.worker, "abort")
+            await self.service.pinned.pause(self.worker, "wait", clear_cache=False)
+            await self.service.pinned.pause(self.worker, "abort")
         else:
-            await self._pinned.pause(self.worker, mode)
+            await self.service.pinned.pause(self.worker, mode)
         if mode == "wait":
             self.report.waited_seconds = time.monotonic() - began
         self.report.state = "paused"
@@ -192,17 +248,7 @@ class WorkerRefit:
 
     async def restore(self) -> None:
         """Put the worker back into service as it was. No update was issued to it."""
-        # A new connection: the failure may have broken the pinned one.
-        async with self.plan.admin.pinned() as connection:
-            await self.check_process(connection)
-            version = self.label if self._label_before is None else self._label_before
-            # A worker in doubt since an earlier refit is never resumed.
-            if version is None or version >= 0:
-                await connection.resume(self.worker)
-                taints = [] if version is None else [taint_of(version)]
-                await self._set_taints(connection, taints)
-                if version is not None:
-                    await self._declare(connection, version)
+        await self.service.restore()
         self.report.state = "restored"
 
     async def install(self) -> None:
@@ -217,7 +263,8 @@ class WorkerRefit:
             await run_to_the_end(self.keep_out())
             if not isinstance(error, RollwayError):
                 raise
-            if self.report.state == "in doubt":
+            # A worker whose cache does not fit beside the trainer would not fit after a restart.
+            if self.report.state == "in doubt" and not isinstance(error, _StillAsleep):
                 await self.replace()
 
     async def apply(self) -> None:
@@ -226,18 +273,33 @@ class WorkerRefit:
         self.report.state = "updating"
         await self.step("update")
         self.plan.versions.mark_issued(self.instance_id)
-        if self.label is None:
-            await self._mark_leaving()
+        if self.service.label is None:
+            await self.service.mark_leaving()
+        if self.sleep_level:
+            # From here on a wake must not restore the version that it slept with.
+            await self.service.declare(self.service.pinned, IN_DOUBT)
         label = unverified_label(self.plan.version)
-        await self.plan.update.apply(self._pinned, self.worker, label)
-        self.label, self.may_hold_update = label, False
+        await self.plan.update.apply(self.service.pinned, self.worker, label)
+        self.service.label, self.may_hold_update = label, False
         await self.step("flush")
-        await self._pinned.flush_cache(self.worker)
+        await self.service.pinned.flush_cache(self.worker)
+        if self.sleep_level:
+            await self._wake_cache()
+
+    async def _wake_cache(self) -> None:
+        """Take back the rest of the memory. The engine then generates, with the new weights."""
+        self.plan.versions.mark_entered(self.instance_id, self.plan.version)
+        try:
+            reply = await self.service.pinned.wake(self.worker)
+        except AdminError as error:
+            raise _StillAsleep(error.message, error.hint) from error
+        self.report.memory["after"] = reply["ranks"]
+        self.report.steps["wake.kv_cache"] = reply["seconds"]
 
     async def verify(self) -> None:
         """Raise unless the worker holds the new weights, as far as that can be checked."""
         await self.step("verify")
-        label = await self._pinned.weight_version(self.worker)
+        label = await self.service.pinned.weight_version(self.worker)
         if label != unverified_label(self.plan.version):
             raise AdminError(
                 f"{self.worker} reported success and has not applied the update (its label is "
@@ -262,26 +324,26 @@ class WorkerRefit:
     async def _verify_by_canary(self, canaries: CanaryCheck) -> None:
         # The worker must generate to answer. It is outside the routing, but a stalled router may
         # still deliver a request: the answer to it must not count for the old version.
-        await self._abort_late_requests()
+        await self.service.abort_late_requests()
         self.plan.versions.mark_entered(self.instance_id, self.plan.version)
-        await self._pinned.resume(self.worker)
+        await self.service.pinned.resume(self.worker)
         try:
             await canaries.verify(self.worker)
         finally:
-            await self._pinned.pause(self.worker, "abort")
+            await self.service.pinned.pause(self.worker, "abort")
 
     async def enter_service(self) -> None:
         """Accept requests for the new version and generate."""
         plan, versions = self.plan, self.plan.versions
         await self.step("open")
         # Before the new taint: afterwards the queue holds requests for the new version too.
-        await self._abort_late_requests()
-        await self._set_taints(self._pinned, [taint_of(plan.version)])
+        await self.service.abort_late_requests()
+        await self.service.set_taints(self.service.pinned, [taint_of(plan.version)])
         await self.step("resume")
         versions.mark_entered(self.instance_id, plan.version)
-        await self._pinned.resume(self.worker)
+        await self.service.pinned.resume(self.worker)
         # Last: a worker that is labelled with its version is in service.
-        await self._declare(self._pinned, plan.version)
+        await self.service.declare(self.service.pinned, plan.version)
         self.report.resume_seconds = self.lap()
         self.note_service(self.report.proof)
 
@@ -292,18 +354,8 @@ class WorkerRefit:
             return
         # This may fail without harm: the worker left the routing before the update.
         with contextlib.suppress(RollwayError):
-            async with self.plan.admin.pinned() as connection:
-                label = await connection.weight_version(self.worker)
-                has_version = label is None or label >= 0
-                if has_version and label not in (self.plan.version, self.label):
-                    self.report.state = "gone"  # another process has its address
-                    return
-                await self._set_taints(connection, [])
-                if has_version:
-                    # Not `leaving_label`, which promises that nothing was generated since.
-                    doubt = IN_DOUBT if label is None else unverified_label(self.plan.version)
-                    await connection.declare_version(self.worker, doubt)
-                await connection.pause(self.worker, "abort")
+            if not await self.service.deny(self.plan.version):
+                self.report.state = "gone"
 
     async def replace(self) -> bool:
         """Stop the worker so that its supervisor restarts it; return False if it has none."""
@@ -315,60 +367,20 @@ class WorkerRefit:
 
     async def note_if_lost(self) -> bool:
         """Return whether the worker died or another process has its address; if so, record that."""
-        is_lost = await is_dead(self.worker)
-        if not is_lost:
-            try:
-                async with self.plan.admin.pinned() as connection:
-                    await self.check_process(connection)
-            except _AnotherProcess:
-                is_lost = True
-            except AdminError:
-                pass  # something listens there but did not answer: it is not lost
+        is_lost = await self.service.is_lost()
         if is_lost:
-            self.report.state = "gone"
-            self.plan.versions.forget(self.instance_id)
+            self.mark_gone()
         return is_lost
+
+    def mark_gone(self) -> None:
+        self.report.state = "gone"
+        self.plan.versions.forget(self.instance_id)
 
     def mark_in_doubt(self, error: BaseException) -> None:
         self.report.state, self.report.error = "in doubt", str(error) or type(error).__name__
 
-    @property
-    def _pinned(self) -> AdminAPI:
-        assert self._connection is not None
-        return self._connection
-
-    async def _mark_leaving(self) -> None:
-        """Set a negative label: if this process dies now, others see that no version is served."""
-        self._label_before = self.label
-        label = IN_DOUBT if self.label is None else leaving_label(self.label)
-        await self._declare(self._pinned, label)
-
-    async def _declare(self, connection: AdminAPI, label: int) -> None:
-        await connection.declare_version(self.worker, label)
-        self.label = label
-
-    async def check_process(self, connection: AdminAPI) -> None:
-        """Raise unless the connection reaches the process that was asked before."""
-        label = await connection.weight_version(self.worker)
-        before = self._label_before
-        # The call that set the label may have worked although its answer was lost.
-        is_leaving = before is not None and label == leaving_label(before)
-        if label != self.label and not is_leaving:
-            raise _AnotherProcess(f"{self.worker} is gone: another process has its address.")
-
-    async def _abort_late_requests(self) -> None:
-        """Abort requests that a router sent before it knew that the worker left."""
-        since = time.monotonic() - self._untainted_at
-        if since < ROUTING_SECONDS:
-            await asyncio.sleep(ROUTING_SECONDS - since)
-        await self._pinned.pause(self.worker, "abort")
-
-    async def _set_taints(self, connection: AdminAPI, taints: Sequence[str]) -> None:
-        await set_taints(connection, self.plan.versions, self.worker, taints)
-        if not taints:
-            self._untainted_at = time.monotonic()
-
     def _note_call(self, name: str, seconds: float) -> None:
+        self.report.calls += 1
         steps, name = self.report.steps, f"{self._current_step}.{name}"
         steps[name] = steps.get(name, 0.0) + seconds
 
@@ -385,58 +397,5 @@ class WorkerRefit:
         return seconds
 
 
-class _AnotherProcess(AdminError):
-    """Another process answers at a worker's address."""
-
-
-class _TimedCalls:
-    """An `AdminAPI` that adds the seconds of its calls to a report."""
-
-    def __init__(self, admin: AdminAPI, note: Callable[[str, float], None]) -> None:
-        self._admin = admin
-        self._note = note
-
-    def __getattr__(self, name: str) -> Any:
-        call = getattr(self._admin, name)
-        if not asyncio.iscoroutinefunction(call):
-            return call
-
-        async def run(*args: Any, **kwargs: Any) -> Any:
-            began = time.monotonic()
-            try:
-                return await call(*args, **kwargs)
-            finally:
-                self._note(name, time.monotonic() - began)
-
-        return run
-
-
-async def set_taints(
-    admin: AdminAPI, versions: FleetVersions, worker: Worker, taints: Sequence[str]
-) -> None:
-    """Set a worker's taints, and record whether a router respects them."""
-    is_respected = admin.taints
-    if is_respected:
-        try:
-            await admin.set_taints(worker, taints)
-        except AdminError as error:
-            cause = error.__cause__
-            if not (isinstance(cause, RequestFailed) and cause.status == 404):
-                raise
-            is_respected = False  # an older Dynamo: only this process's own record counts
-    versions.tainted = is_respected
-
-
-async def run_to_the_end(work: Coroutine[Any, Any, None]) -> None:
-    """Run to the end even if cancelled, and raise the cancellation afterwards: until the work is
-    done, the caller's lock must not be released."""
-    task = asyncio.create_task(work)
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.shield(task)
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        raise cancelled
-    task.result()
+class _StillAsleep(AdminError):
+    """A worker has new weights, but not the memory of its KV cache."""

@@ -22,7 +22,7 @@ from rollway.gateway.connections import raise_file_limit
 from rollway.gateway.recorder import Recorder
 from rollway.gateway.server import Gateway, create_gateway
 from rollway.gateway.template import Template
-from rollway.stack import local
+from rollway.stack.ray import launcher
 from rollway.stack.state import StackDir, make_home
 
 _BACKLOG = 4096
@@ -59,7 +59,7 @@ async def serve(
     """Serve until a signal arrives."""
     if warning := raise_file_limit():
         print(warning, file=sys.stderr)
-    target = options.stack or local.resolve_name(None)
+    target = launcher.resolve_name(options.stack)
     async with rollway.attach(target, rl_url=options.rl_url) as stack:
         model = options.model or (stack.models[0] if len(stack.models) == 1 else None)
         tokenizer = options.tokenizer or _model_path(stack.name, model)

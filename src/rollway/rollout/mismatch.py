@@ -2,12 +2,17 @@
 
 With equal weights on both sides the figures show rounding errors and bugs. If the engine serves
 older weights they also show the lag. `d = trainer - engine` for each token, in float64 throughout.
+
+`split_mismatch` tells the causes apart by a second scoring of the same tokens (`Teacher.score`):
+
+    trainer - sampled  =  (trainer - re-scored)   +   (re-scored - sampled)
+    total                 two implementations         the engine against itself
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +41,8 @@ class Mismatch:
     k3_max: float
     max_abs: float
     """Largest |d|."""
+    equal: float
+    """Share of the tokens whose log-probs have equal bits in float32, the precision of engines."""
     p50: float
     """Percentiles of |d|."""
     p90: float
@@ -109,6 +116,55 @@ def mismatch(
     return _figures(trainer, engine, parts)
 
 
+Cause = Literal["rounding", "stale tokens", "another policy"]
+"""Why trainer and engine disagree. Stale tokens: the engine does not give its own tokens the
+log-probs they came with, so that they are of other weights than it serves now. Another policy: the
+engine agrees with itself and not with the trainer, which has other weights or another forward."""
+
+
+@dataclass(frozen=True, slots=True)
+class MismatchSplit:
+    """A mismatch, split by a second scoring of the engine."""
+
+    total: Mismatch
+    """The trainer against the log-probs that came with the tokens."""
+    engine: Mismatch
+    """The engine's second scoring against its first: batching and kernels, or other weights."""
+    trainer: Mismatch
+    """The trainer against the engine's second scoring."""
+    cause: Cause
+
+    def as_json(self) -> dict[str, Any]:
+        parts = {"total": self.total, "engine": self.engine, "trainer": self.trainer}
+        return {"cause": self.cause, **{name: part.as_json() for name, part in parts.items()}}
+
+
+def split_mismatch(
+    trainer_logprobs: Values,
+    sampled_logprobs: Values,
+    rescored_logprobs: Values,
+    mask: Values | None = None,
+    *,
+    largest_rounding: float = 0.05,
+    largest_noise: float | None = None,
+) -> MismatchSplit:
+    """Split a mismatch into the engine's difference from itself and the trainer's from the engine.
+
+    `rescored_logprobs` are the engine's own, of the same tokens, at the version that the trainer
+    has. A part whose k3 is above `largest_rounding` is no rounding. The default suits bfloat16 with
+    any weights; for float32 use 1e-6. `largest_noise` is the limit of the engine's part alone, far
+    lower where an engine scores in equal bits (batch-invariant, or on a CPU): then even a small
+    step shows that rounding would hide. `rollway bench exactness` measures what is usual."""
+    engine = mismatch(rescored_logprobs, sampled_logprobs, mask)
+    trainer = mismatch(trainer_logprobs, rescored_logprobs, mask)
+    cause: Cause = "rounding"
+    if engine.k3 > (largest_rounding if largest_noise is None else largest_noise):
+        cause = "stale tokens"
+    elif trainer.k3 > largest_rounding:
+        cause = "another policy"
+    return MismatchSplit(mismatch(trainer_logprobs, sampled_logprobs, mask), engine, trainer, cause)
+
+
 def _by_version(
     trainer: _Floats, engine: _Floats, versions: Values, selected: npt.NDArray[np.bool_]
 ) -> dict[int, Mismatch]:
@@ -138,6 +194,7 @@ def _figures(trainer: _Floats, engine: _Floats, parts: dict[int, Mismatch]) -> M
         k3_std=float(np.std(k3)),
         k3_max=float(np.max(k3)),
         max_abs=float(np.max(np.abs(d))),
+        equal=float(np.mean(trainer.astype(np.float32) == engine.astype(np.float32))),
         p50=float(p50),
         p90=float(p90),
         p99=float(p99),

@@ -23,7 +23,7 @@ from collections.abc import (
 )
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 from rollway.errors import RequestFailed, RolloutError, Unreachable, UsageError
 from rollway.http import Http, Retry
@@ -40,6 +40,16 @@ listed for 10 s, and another process may be refitting."""
 # Sampling again is always safe: Rollway uses nothing of a failed attempt.
 _TEMPORARY = (404, 429, 499, 500, 502, 503, 504, 529)
 _RETRY = Retry(wait_seconds=0.2, max_wait_seconds=3.0)
+
+
+class ClientOptions(TypedDict, total=False):
+    """Options of `Stack.rollouts` and `Stack.teacher`, which describe them."""
+
+    concurrency: int
+    timeout: float
+    patience: float
+    wire: str | Wire
+    adapter: str | None
 
 
 class Sender:
@@ -226,7 +236,10 @@ class Pins:
     def next(self, ticket: Ticket) -> None:
         """Pin a worker that serves the ticket's version, if there is one."""
         self.now = None
-        if self.able and ticket.version is not None and ticket.taint is None:
+        is_free = ticket.version is not None and ticket.taint is None
+        # Dynamo refuses a pin to a worker that only prefills or only decodes.
+        if self.able and is_free and not self.versions.needed_roles:
+            assert ticket.version is not None
             good = [i for i in self.versions.list_serving(ticket.version) if i not in self._dead]
             self.now = random.choice(good) if good else None
 

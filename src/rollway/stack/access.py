@@ -6,10 +6,10 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
 from rollway.fleet.discovery import Worker
-from rollway.fleet.fleet import VersionRecord
 from rollway.stack import local
 from rollway.stack.locks import hold_machine_lock
 from rollway.stack.state import StackDir, StackState, WeightsFile, read_secret
+from rollway.versions import VersionRecord
 
 
 class StackAccess(Protocol):

@@ -1,10 +1,12 @@
-"""The processes of one stack as children of its supervisor: start, report, stop, clean up."""
+"""The processes of one stack as children of its supervisor: start, report, stop, clean up; and why
+one has ended."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import os
+import re
 import secrets
 import signal
 import subprocess
@@ -239,7 +241,47 @@ def _get_session(pid: int) -> int | None:
         return None
 
 
+# --- why a child ended ---------------------------------------------------------------------------
+
+
+# Patterns in the log of a worker or frontend, and advice for the user. The first match wins.
+_HINTS: list[tuple[str, str]] = [
+    (r"ModuleNotFoundError: No module named '?dynamo", "Dynamo is not installed in the Python "
+     "that runs the workers: `pip install 'rollway[cpu]'` or `[vllm]`, see docs/install.md."),
+    (r"ModuleNotFoundError: No module named '?vllm", "vLLM is not installed in the Python that "
+     "runs the workers: `pip install 'rollway[cpu]'` or `[vllm]`, see docs/install.md."),
+    (r"get_engine_zmq_addresses", "This vLLM does not work with this Dynamo: `rollway doctor` "
+     "names the versions that do."),
+    (r"torchvision::nms", "torchvision was built for CUDA and torch for CPU: docs/install.md "
+     "shows how to keep it out."),
+    (r"unrecognized arguments?: (.*)", "The engine does not know this option; options under "
+     "`args` are passed on under the engine's own names."),
+    (r"(?i)out of memory|Cannot allocate memory|OutOfMemoryError", "Not enough memory: fewer "
+     "replicas, a smaller `max-model-len`, or less KV cache (`kv-cache-memory-bytes`)."),
+    (r"No space left on device.*shm|/dev/shm", "Shared memory is full: `df -h /dev/shm`; in a "
+     "container raise --shm-size."),
+    (r"No common block size", "This engine cannot use that `block-size`; leave it out or use a "
+     "multiple of 32 on CPU."),
+    (r"(?i)LocalEntryNotFoundError|offline mode|couldn't connect to '?https://huggingface|"
+     r"is not a local folder", "The model is neither a local directory nor in the local cache: "
+     "give a checkpoint directory as `path`."),
+    (r"(?i)address already in use", "Another program bound a port while the stack started; "
+     "run it again."),
+    (r"(?i)max_model_len.*greater|larger than the maximum number of tokens",
+     "Set a smaller `max-model-len` or a larger `kv-cache-memory-bytes`."),
+]  # fmt: skip
+
+
 def describe_exit(status: int) -> str:
     if status < 0:
         return f"was ended by {signal.Signals(-status).name}"
     return f"exited with status {status}"
+
+
+def find_hint(path: Path) -> str:
+    """Return advice about the failure at the end of this log."""
+    text = "\n".join(logs.tail(path, 400))
+    for pattern, advice in _HINTS:
+        if re.search(pattern, text):
+            return advice
+    return f"The whole log is {path}."

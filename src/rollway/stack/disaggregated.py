@@ -17,8 +17,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rollway.config import ModelSpec, is_loopback
+from rollway.config import is_loopback
 from rollway.errors import PortInUse, StartError
+from rollway.model_spec import ModelSpec
 from rollway.roles import RawArgs, WorkerRole
 from rollway.stack import preset
 from rollway.stack.locks import Lease

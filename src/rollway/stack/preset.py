@@ -20,7 +20,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rollway.config import ModelSpec, RawArgs, StackSpec, is_loopback
+from rollway.config import StackSpec, is_loopback
+from rollway.model_spec import ModelSpec
+from rollway.roles import RawArgs
 
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 

@@ -100,9 +100,10 @@ class ServingCheck:
         `on_lost` is called with a worker that serves its admin port but does not get listed.
         Headless ranks register nowhere: they are ready when their rank 0 is."""
         serving = [worker for worker in workers if not worker.is_headless]
-        instances, *_ = await asyncio.gather(
+        headless = [worker for worker in workers if worker.is_headless]
+        instances, _ = await asyncio.gather(
             self._wait_until_serving(serving, used_ids, on_lost),
-            *(self._wait_for_rank_zero(worker) for worker in workers if worker.is_headless),
+            asyncio.gather(*(self._wait_for_rank_zero(rank) for rank in headless)),
         )
         return instances
 

@@ -27,8 +27,9 @@ from typing import Any, Literal
 import msgspec
 
 from rollway import private
-from rollway.config import check_stack_name, slug
+from rollway.config import check_stack_name
 from rollway.errors import RollwayError, StateUnreadable, UsageError
+from rollway.model_spec import slug
 from rollway.processes import ProcessId, boot_id
 from rollway.stack.run_dir import RUN_ID, SECRET_NAME, validate_state
 

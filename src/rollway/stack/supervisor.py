@@ -36,7 +36,7 @@ from rollway.config import StackSpec
 from rollway.errors import RollwayError, StartError
 from rollway.http import Http
 from rollway.stack import logs
-from rollway.stack.children import Children, describe_exit
+from rollway.stack.children import Children, describe_exit, find_hint
 from rollway.stack.healer import WATCH_SECONDS, Healer
 from rollway.stack.launch import NAME_IN_USE
 from rollway.stack.locks import Lease, NamedLock
@@ -141,7 +141,7 @@ class Supervisor:
         whose = f", a worker of the model `{process.model}`," if process.model else ""
         return StartError(
             f"{process.name}{whose} {describe_exit(status)} while the stack was starting.",
-            logs.find_hint(process.log),
+            find_hint(process.log),
             log_tail="\n".join(logs.read_error_tail(process.log)),
         )
 

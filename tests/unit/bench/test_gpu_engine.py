@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rollway.bench import gpu_engine_command, round_floats
+from rollway.bench.gpu_colocated import fit_slope
 from rollway.bench.gpu_engine import GpuEngineBench, Skip
 from rollway.bench.gpu_limits import MemoryWatch, measure_limits
 from rollway.bench.gpu_load import make_prompts
@@ -181,7 +182,8 @@ def test_the_engine_gets_its_arguments_under_vllms_own_names(tmp_path: Path) -> 
 def make_arguments(**values: Any) -> argparse.Namespace:
     defaults = {
         "model": "tiny", "only": [], "rollouts": 1, "tokens": 1, "repeat": 1, "eager": True,
-        "set": [], "seconds": None, "gpu_memory_utilization": 0.4, "refits_per_hour": 60.0,
+        "set": [], "seconds": None, "steps": 1, "filler_gib": 0.0, "gpu_memory_utilization": 0.4,
+        "refits_per_hour": 60.0,
     }  # fmt: skip
     return argparse.Namespace(**{**defaults, **values})
 
@@ -196,7 +198,10 @@ def test_an_interrupt_keeps_what_was_measured(monkeypatch: pytest.MonkeyPatch) -
     assert code == 130 and figures["is_interrupted"] and figures["limits"] == {"gigabytes": 1.0}
 
 
-@pytest.mark.parametrize("wrong", [{"only": ["warp"]}, {"rollouts": 0}, {"repeat": 0}])
+@pytest.mark.parametrize(
+    "wrong",
+    [{"only": ["warp"]}, {"rollouts": 0}, {"repeat": 0}, {"steps": 0}, {"filler_gib": -1.0}],
+)
 def test_wrong_options_are_refused_before_anything_starts(wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         gpu_engine_command.run_command(make_arguments(**wrong), lambda _: None)
@@ -215,3 +220,31 @@ def test_lost_tokens_follow_from_pauses_and_the_rate() -> None:
 
 def test_floats_in_lists_are_rounded() -> None:
     assert round_floats({"a": [{"b": 0.123456}, 0.98765]}, ".2g") == {"a": [{"b": 0.12}, 0.99]}
+
+
+def test_only_the_colocated_part_needs_an_engine_that_sleeps(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    for only, sleeps in ((("shm",), None), (("colocated",), True)):
+        args = describe_stack(Options(only=only), tmp_path, on_gpu=True).models[0].args
+        assert args.get("enable-sleep-mode") is sleeps
+        on_cpu = describe_stack(Options(only=only), tmp_path, on_gpu=False).models[0].args
+        assert "enable-sleep-mode" not in on_cpu  # vLLM refuses it there
+
+
+def test_a_training_step_changes_the_weights_that_are_published(
+    weights: Weights, tmp_path: Path
+) -> None:
+    path = cache_model(tmp_path / "model", "tiny", weights)
+    before = {name: tensor.clone() for name, tensor in weights.items()}
+    reference = Reference(path, weights, CPU)
+    assert reference.train(1) > 0
+    reference.drop_training_state()
+    assert sum(not torch.equal(before[name], weights[name]) for name in weights) > len(weights) / 2
+    assert all(parameter.grad is None for parameter in reference._model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("values", "slope"), [([], 0.0), ([5.0], 0.0), ([1.0, 3.0, 5.0], 2.0), ([4.0, 4.0, 4.0], 0.0)]
+)
+def test_the_slope_of_memory(values: list[float], slope: float) -> None:
+    assert fit_slope(values) == pytest.approx(slope)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rollway.cli import main
+from rollway.cli import main, on_ray
 from rollway.cli.grammar import make_parser
 from rollway.cli.output import format_size, get_spec_file
 from rollway.errors import UsageError
@@ -35,7 +35,7 @@ def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
 
 LEAVES = [
     *(["up"], ["status"], ["logs"], ["down"], ["doctor"], ["chaos"], ["demo"], ["gateway"]),
-    *(["fleet", name] for name in ("ls", "pause", "resume", "versions", "watch")),
+    *(["fleet", name] for name in ("ls", "pause", "resume", "sleep", "versions", "wake", "watch")),
     ["fleet", "refit", "/path", "--version", "1"],
     ["weights", "inspect", "/path"],
     ["weights", "diff", "/a", "/b"],
@@ -44,7 +44,7 @@ LEAVES = [
         ["bench", name]
         for name in ("fleet", "refit", "rollout", "gateway", "plan", "gpu", "gpu-engine")
     ),
-    ["bench", "router"],
+    *(["bench", name] for name in ("disaggregated", "exactness", "ray", "router")),
     ["bench", "verl"],
 ]
 
@@ -199,3 +199,22 @@ def test_a_dry_run_prints_commands(tmp_path: Path, capsys: pytest.CaptureFixture
 )
 def test_sizes_are_readable(count: int, text: str) -> None:
     assert format_size(count) == text
+
+
+@pytest.mark.parametrize(
+    ("names", "name", "is_on_ray"),
+    [
+        (["here"], "here", False),
+        (["here"], "there", True),
+        (["here"], None, False),
+        ([], None, True),
+    ],
+)
+def test_a_stack_of_this_machine_comes_before_one_on_ray(
+    monkeypatch: pytest.MonkeyPatch, names: list[str], name: str | None, is_on_ray: bool
+) -> None:
+    """Also while it is starting and has no state yet."""
+    monkeypatch.setattr(on_ray.launcher, "is_likely", lambda: True)
+    monkeypatch.setattr(on_ray.local, "list_names", lambda: names)
+    arguments = ["down", *([name] if name else [])]
+    assert on_ray.is_meant(parse(*arguments)) == is_on_ray

@@ -23,6 +23,7 @@ from rollway.demo.grpo import (  # noqa: E402
     compute_clipped_loss,
     group_advantages,
     mismatch_kl,
+    pad_rows,
     token_logprobs,
 )
 from rollway.demo.task import CountingTask  # noqa: E402
@@ -315,3 +316,23 @@ class TestBuilder:
         state = torch.random.get_rng_state()
         builder.build_base(tmp_path / "base")
         assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_a_step_computes_where_the_model_is(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On torch's stand-in for a device: it has no values, and checks where operands are."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    config = AutoModelForCausalLM.from_pretrained(base).config
+    prompts, completions = TestTokenLogprobs.PROMPTS, TestTokenLogprobs.COMPLETIONS
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config).eval()
+        logprobs = token_logprobs(model, prompts, completions)
+        mask = completion_mask(completions, model.device)
+        old = pad_rows([[-1.0] * len(ids) for ids in completions], model.device)
+        advantages = torch.ones(len(prompts), device=model.device)
+        assert mismatch_kl(logprobs.detach(), old, mask).device.type == "meta"
+        compute_clipped_loss(logprobs, old, advantages, mask).backward()
+        monkeypatch.setattr("rollway.demo.grpo.pad_rows", lambda rows, _: pad_rows(rows))
+        with pytest.raises(RuntimeError, match="two devices"):  # the control
+            token_logprobs(model, prompts, completions)

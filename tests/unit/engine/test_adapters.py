@@ -318,7 +318,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         return False
 
     monkeypatch.setattr(fleet_adapters, "is_dead", alive)
-    monkeypatch.setattr("rollway.fleet.updates.ASK_SECONDS", 0.0)
+    monkeypatch.setattr("rollway.fleet.admin.ASK_SECONDS", 0.0)
 
 
 async def load(adapters: Adapters, version: int, keep: int = 2, **fields: Any) -> str:

@@ -5,11 +5,14 @@ tests/stack has the same on real engines. Here the engine fails where a real one
 
 from __future__ import annotations
 
+import importlib
 import sys
+import tomllib
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
-from types import ModuleType
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,6 +47,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.scheduler = FakeScheduler()
+        self.model_executor = SimpleNamespace(is_sleeping=False)
         self.calls: list[str] = []
         self.aborted: list[str] = []
         self.paused: Future[None] | None = None
@@ -236,3 +240,111 @@ def test_frozen_requests_continue_and_are_counted(engine: Any) -> None:
 def test_a_process_without_an_engine_has_no_hook(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "vllm.v1.engine.core", raising=False)
     assert not core.install()
+
+
+class Ranks:
+    """The queues of vLLM's MultiprocExecutor: every rank answers, and its answer stays there until
+    somebody reads it."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+        self.is_sleeping = False
+        self.response_mqs = [Answers() for _ in names]
+        self.futures_queue: list[Any] = []
+        self.failing: dict[str, str] = {}
+        self.states = dict.fromkeys(names, "ready")
+
+    def collective_rpc(
+        self, method: str, timeout: Any, args: Any, kwargs: Any, non_block: bool = False
+    ) -> Any:
+        for name, answers in zip(self.names, self.response_mqs, strict=True):
+            if self.failing.get(method) == name:
+                answers.append((Status.FAILURE, f"{name} fails"))
+            elif method == "rollway_staging":
+                answers.append((Status.SUCCESS, {"state": self.states[name], "error": ""}))
+            else:
+                answers.append((Status.SUCCESS, {"strategy": method, "seconds": {name: 1.0}}))
+        assert non_block
+        return LaterAnswers()
+
+
+Status = Enum("Status", ["SUCCESS", "FAILURE"])
+
+
+class Answers(list[Any]):
+    def dequeue(self, timeout: float | None = None) -> Any:
+        return self.pop(0)
+
+
+class LaterAnswers:
+    get_response: Any = None
+
+    def result(self) -> Any:
+        return self.get_response()
+
+
+@pytest.fixture
+def two_ranks(engine: Any) -> Any:
+    engine.model_executor = Ranks("first", "second")
+    label(engine, 4)
+    return engine
+
+
+def test_a_refit_swaps_in_every_rank(two_ranks: Any) -> None:
+    (report,) = refit(two_ranks).result()
+    assert report["state"] == "served" and report["swap"]["strategy"] == "rollway_swap"
+    assert two_ranks.calls == ["pause abort", "resume"]
+
+
+def test_a_rank_that_has_not_staged_leaves_the_engine_alone(two_ranks: Any) -> None:
+    two_ranks.model_executor.states["second"] = "running"
+    assert refit(two_ranks).result()[0]["state"] == "refused"
+    assert two_ranks.calls == []
+
+
+@pytest.mark.parametrize("rank", ["first", "second"])
+def test_one_rank_that_fails_in_the_swap_keeps_the_engine_paused(two_ranks: Any, rank: str) -> None:
+    two_ranks.model_executor.failing["rollway_swap"] = rank
+    with pytest.raises(RuntimeError, match=f"{rank} fails"):
+        refit(two_ranks).result()
+    assert "resume" not in two_ranks.calls
+    assert not core.is_admitted(two_ranks, FakeRequest("any", "v5"))
+
+
+def test_the_answers_of_all_ranks_are_read_also_if_one_failed(two_ranks: Any) -> None:
+    """vLLM would leave the second rank's answer for the next call."""
+    two_ranks.model_executor.failing["rollway_stage"] = "first"
+    with pytest.raises(RuntimeError, match="first fails"):
+        two_ranks.collective_rpc("rollway_stage")
+    assert two_ranks.model_executor.response_mqs == [[], []]
+    states = two_ranks.collective_rpc("rollway_staging")
+    assert [state["state"] for state in states] == ["ready", "ready"]
+
+
+@pytest.mark.parametrize("name", ["", "ROLLWAY_SECRET_FILE", "ROLLWAY_WEIGHTS_SECRET"])
+def test_the_plugin_does_nothing_outside_a_stack(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    calls = []
+    for variable in ("ROLLWAY_SECRET_FILE", "ROLLWAY_WEIGHTS_SECRET"):
+        monkeypatch.delenv(variable, raising=False)
+    if name:
+        monkeypatch.setenv(name, "x")
+    monkeypatch.setattr(core, "install", lambda: calls.append(1))
+    core.load_as_plugin()
+    assert bool(calls) == bool(name)
+
+
+def test_the_package_declares_the_plugin() -> None:
+    path = Path(__file__).parents[3] / "pyproject.toml"
+    points = tomllib.loads(path.read_text())["project"]["entry-points"]["vllm.general_plugins"]
+    module, _, function = points["rollway"].partition(":")
+    assert getattr(importlib.import_module(module), function) is core.load_as_plugin
+
+
+def test_a_sleeping_engine_refuses_a_refit(engine: Any) -> None:
+    label(engine, 4)
+    engine.model_executor.is_sleeping = True
+    (report,) = refit(engine).result(0)
+    assert report == {"state": "refused", "error": "the engine sleeps"}
+    assert engine.calls == [] and engine._rollway_label == 4

@@ -6,14 +6,16 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import socket
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from rollway.engine.guard import STAMPS, EngineOrders, Guard, install
-from rollway.orders import CANCEL, DOOR, REFIT, STAGING, sign
+from rollway.engine.guard import STOP_SECONDS, EngineOrders, Guard, install
+from rollway.engine.refit_orders import STAMPS
+from rollway.orders import CANCEL, DOOR, MEMORY, REFIT, SLEEP, STAGE, WAKE, sign
 from tests.waiting import stays_async, wait_until_async
 
 ORDER = {
@@ -34,6 +36,10 @@ class Handler:
         self.report: dict[str, Any] | Exception = {"state": "served", "frozen": {}}
         self.labels: list[int | None] = []
         self.hold: asyncio.Event | None = None
+        self.staged: dict[str, Any] = {}
+        self.notifications = 2
+        self.states: list[list[str]] = []
+        """What its two ranks report, call after call; ready in the end."""
 
     async def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> list[Any]:
         self.calls.append(method)
@@ -47,7 +53,17 @@ class Handler:
             if isinstance(self.report, Exception):
                 raise self.report
             return [dict(self.report)]
-        return [{"state": "ready", "error": ""}]
+        if method == "rollway_stage":
+            self.staged = kwargs
+            for _ in range(self.notifications):
+                with socket.socket(socket.AF_UNIX) as client:
+                    client.setblocking(False)
+                    await asyncio.get_running_loop().sock_connect(client, f"\0{kwargs['tell']}")
+            if isinstance(self.report, Exception):
+                raise self.report
+            return [None, None]
+        states = self.states.pop(0) if self.states else ["ready", "ready"]
+        return [{"state": state, "error": ""} for state in states]
 
     async def set_weight_version(self, body: dict[str, Any]) -> dict[str, Any]:
         self._weight_version = body["weight_version"]
@@ -84,7 +100,7 @@ def make_orders(handler: Handler) -> tuple[EngineOrders, Any, Any]:
 async def test_an_order_leaves_the_routing_refits_and_returns() -> None:
     handler = Handler()
     orders, *_ = make_orders(handler)
-    reply = await orders.run_refit(ORDER)
+    reply = await orders.refit.run(ORDER)
     assert reply["status"] == "ok" and reply["report"]["state"] == "served"
     assert set(reply["seconds"]) == {"leave", "engine", "enter"}
     during = ("label during the refit", -10)
@@ -95,7 +111,7 @@ async def test_an_order_leaves_the_routing_refits_and_returns() -> None:
 async def test_an_order_for_another_label_is_refused() -> None:
     handler = Handler()
     orders, *_ = make_orders(handler)
-    reply = await orders.run_refit({**ORDER, "label": 3})
+    reply = await orders.refit.run({**ORDER, "label": 3})
     assert (reply["status"], reply["state"]) == ("error", "refused")
     assert handler.calls == [] and handler._weight_version == 4
 
@@ -104,7 +120,7 @@ async def test_a_refusal_of_the_engine_restores_label_and_routing() -> None:
     handler = Handler()
     handler.report = {"state": "refused", "error": "not staged"}
     orders, *_ = make_orders(handler)
-    reply = await orders.run_refit(ORDER)
+    reply = await orders.refit.run(ORDER)
     assert (reply["state"], reply["message"]) == ("refused", "not staged")
     assert handler.calls[-1] == ("rollway-v4",) and handler._weight_version == 4
 
@@ -113,7 +129,7 @@ async def test_a_failed_swap_leaves_the_worker_out_of_service() -> None:
     handler = Handler()
     handler.report = RuntimeError("2 parameters differ")
     orders, *_ = make_orders(handler)
-    reply = await orders.run_refit(ORDER)
+    reply = await orders.refit.run(ORDER)
     assert (reply["state"], reply["message"]) == ("in doubt", "2 parameters differ")
     assert handler._weight_version == -10 and handler._paused
     assert ("rollway-v5",) not in handler.calls
@@ -123,7 +139,7 @@ async def test_an_order_ends_although_its_caller_is_gone() -> None:
     handler = Handler()
     handler.hold = asyncio.Event()
     orders, *_ = make_orders(handler)
-    call = asyncio.create_task(orders.run_refit(ORDER))
+    call = asyncio.create_task(orders.refit.run(ORDER))
     await wait_until_async(lambda: "rollway_refit" in handler.calls)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -133,6 +149,69 @@ async def test_an_order_ends_although_its_caller_is_gone() -> None:
         assert handler._weight_version == 5
 
 
+STAGING = {
+    "identity": "w5", "offer": {"identity": "w5"}, "allow_cast": False, "needs_label": True,
+    "seconds": 3600.0,
+}  # fmt: skip
+
+
+async def test_one_order_stages_and_answers_with_all_that_a_refit_needs() -> None:
+    handler = Handler()
+    orders, *_ = make_orders(handler)
+    reply = await asyncio.wait_for(orders.refit.stage(STAGING), 30)
+    ready = {"state": "ready", "error": ""}
+    facts = {"label": 4, "refits": True, "asleep": 0}
+    assert reply == {"status": "ok", "ranks": [ready, ready], **facts}
+    assert handler.calls == ["rollway_stage", "rollway_staging", "rollway_label"]
+    assert handler.staged["offer"] == {"identity": "w5"}
+
+
+async def test_nothing_is_staged_while_the_weights_sleep() -> None:
+    handler = Handler()
+    orders, *_ = make_orders(handler)
+    orders._sleep.level, orders._sleep._sleeping = 2, {"weights", "kv_cache"}
+    reply = await orders.refit.stage(STAGING)
+    assert reply == {"status": "ok", "are_weights_asleep": True, "asleep": 2}
+    assert handler.calls == []
+
+
+@pytest.mark.parametrize("notifications", [0, 1])
+async def test_ranks_that_cannot_notify_are_asked_again(notifications: int) -> None:
+    handler = Handler()
+    handler.notifications, handler.states = notifications, [["running", "ready"]]
+    orders, *_ = make_orders(handler)
+    reply = await asyncio.wait_for(orders.refit.stage(STAGING), 30)
+    assert [rank["state"] for rank in reply["ranks"]] == ["ready", "ready"]
+    assert handler.calls.count("rollway_staging") == 2
+
+
+async def test_an_order_to_stage_answers_in_time_also_if_the_ranks_are_not_done() -> None:
+    """The caller then repeats it."""
+    handler = Handler()
+    orders, *_ = make_orders(handler)
+    reply = await orders.refit.stage({**STAGING, "seconds": 0.0})
+    assert [rank["state"] for rank in reply["ranks"]] == ["running"]
+    reply = await asyncio.wait_for(orders.refit.stage(STAGING), 30)
+    assert [rank["state"] for rank in reply["ranks"]] == ["ready", "ready"]
+
+
+async def test_a_worker_without_a_label_stages_nothing_if_it_needs_one() -> None:
+    handler = Handler()
+    handler._weight_version = None
+    orders, *_ = make_orders(handler)
+    reply = await orders.refit.stage(STAGING)
+    assert (reply["label"], reply["ranks"], handler.calls) == (None, [], [])
+    assert (await orders.refit.stage({**STAGING, "needs_label": False}))["ranks"]
+
+
+async def test_an_engine_that_cannot_stage_says_why() -> None:
+    handler = Handler()
+    handler.report = AttributeError("'Worker' object has no attribute 'rollway_stage'")
+    orders, *_ = make_orders(handler)
+    reply = await orders.refit.stage(STAGING)
+    assert reply["status"] == "error" and "no attribute 'rollway_stage'" in reply["message"]
+
+
 async def test_the_engine_gets_every_label_of_the_worker() -> None:
     handler = Handler()
     _, write, read = make_orders(handler)
@@ -140,7 +219,18 @@ async def test_the_engine_gets_every_label_of_the_worker() -> None:
     for label in (7, -3, "8", "by another tool"):
         await write({"weight_version": label})
     assert handler.labels == [7, -3, 8, None]
-    assert await read({}) == {"status": "ok", "version": "by another tool", "enforced": True}
+    reply = {"status": "ok", "version": "by another tool", "enforced": True, "asleep": 0}
+    assert await read({}) == reply
+
+
+@pytest.mark.parametrize(("given", "used"), [(0, STOP_SECONDS), (None, None), (7, 7)])
+async def test_the_engine_has_time_to_exit(given: float | None, used: float | None) -> None:
+    """Dynamo gives it none: it passes the time for draining requests."""
+    handler, timeouts = Handler(), []
+    handler.shutdown = lambda timeout=None: timeouts.append(timeout)  # type: ignore[attr-defined]
+    make_orders(handler)
+    handler.engine_client.shutdown(timeout=given)  # type: ignore[attr-defined]
+    assert timeouts == [used]
 
 
 def request(*fields: str, salt: str = "v4") -> dict[str, Any]:
@@ -148,7 +238,7 @@ def request(*fields: str, salt: str = "v4") -> dict[str, Any]:
 
 
 async def sample(handler: Handler, orders: EngineOrders, asked: dict[str, Any]) -> list[Any]:
-    return [chunk async for chunk in orders.stamp(handler.generate)(asked, Context())]
+    return [chunk async for chunk in orders.refit.stamp(handler.generate)(asked, Context())]
 
 
 async def test_the_last_chunk_names_the_versions() -> None:
@@ -179,9 +269,9 @@ async def test_a_request_that_a_refit_froze_has_both_versions() -> None:
     await write({"weight_version": 4})
     handler.report = {"state": "served", "frozen": {"request-1-ab12cd34": 2, "other-99": 7}}
     handler.hold = asyncio.Event()
-    stream = orders.stamp(handler.generate)(request("engine_data", STAMPS), Context())
+    stream = orders.refit.stamp(handler.generate)(request("engine_data", STAMPS), Context())
     await anext(stream)
-    refit = asyncio.create_task(orders.run_refit({**ORDER, "mode": "keep"}))
+    refit = asyncio.create_task(orders.refit.run({**ORDER, "mode": "keep"}))
     last = asyncio.create_task(anext(stream))
     await wait_until_async(lambda: "rollway_refit" in handler.calls)
     # The refit that is running may have frozen this request.
@@ -201,8 +291,9 @@ async def test_orders_of_a_worker_need_a_signature(monkeypatch: pytest.MonkeyPat
     guard, handler = Guard("a secret"), Handler()
     install(guard)
     runtime().register_engine_route("set_weight_version", handler.set_weight_version)
-    assert routes.keys() == {DOOR, "set_weight_version", REFIT, CANCEL, STAGING}
-    for name in (REFIT, CANCEL, STAGING):
+    own = {REFIT, CANCEL, STAGE, SLEEP, WAKE, MEMORY}
+    assert routes.keys() == {DOOR, "set_weight_version", *own}
+    for name in (REFIT, CANCEL, STAGE):
         for order in ({}, {"rollway_order": sign("another", name, guard.verifier.process, ORDER)}):
             assert (await routes[name](order))["status"] == "error"
     assert handler.calls == [] and handler._weight_version == 4

@@ -6,6 +6,7 @@ matters."""
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import threading
 import weakref
@@ -413,3 +414,53 @@ def test_experts_are_copied_where_the_backend_uses_them_as_loaded(tmp_path: Path
     assert (report["state"], report["strategy"]) == ("ready", "device"), report["error"]
     assert staging.swap()["reloaded"] == []
     assert is_serving(worker, parameters_of(loaded))
+
+
+class FailingAllocations:
+    """Lets the n-th allocation of a staging fail. Only those that take memory count."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, failing: int) -> None:
+        self._real, self._failing, self.count = torch.empty, failing, 0
+        patch.setattr(torch, "empty", self._allocate)
+
+    def _allocate(self, *args: Any, **options: Any) -> torch.Tensor:
+        device = torch.get_default_device() if options.get("device") is None else options["device"]
+        if torch.device(device).type != "meta":
+            self.count += 1
+            if self.count == self._failing:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 14.00 GiB.")
+        return self._real(*args, **options)
+
+
+@pytest.mark.parametrize("way", ["device", "host", "exchange"])
+def test_the_old_version_serves_whichever_allocation_fails(
+    way: str, worker: Any, tensors: Tensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Buffers on the device, pinned buffers, scratch of the copies, and the second model."""
+    if way == "exchange":
+        worker.model_config.enforce_eager = True
+    limit_memory(monkeypatch, NOTHING if way == "host" else PLENTY, PLENTY)
+    monkeypatch.setattr("rollway.engine.staging.read_host_memory", lambda *_: PLENTY)
+    model = worker.model_runner.get_model()
+    before, host, refusals = parameters_of(model), HostBuffers(), 0
+    in_place.plan_for(worker, headers_of(tensors))  # it is recorded once, on `meta`
+    for failing in itertools.count(1):
+        staging = make_staging(worker, FakeReader(tensors), host)
+        with monkeypatch.context() as patch, use_ranks():
+            allocations = FailingAllocations(patch, failing)
+            try:
+                report = stage(staging)
+            except RuntimeError as error:  # the second model is created on the serving thread
+                report = {"state": "failed", "error": str(error), "bytes": 0}
+        if report["state"] == "ready":  # nothing failed, or vLLM itself could do without
+            staging.discard()
+            report = staging.report() | {"error": ""}
+        else:
+            refusals += 1
+            for words in ("memory does not hold version 3", "GB are needed", "GB free"):
+                assert words in report["error"], (failing, report["error"])
+        assert report["bytes"] == 0 and is_serving(worker, before)
+        if allocations.count < failing:
+            break
+        host.take([0])  # the next one begins without kept buffers
+    assert refusals >= (2 if way == "exchange" else failing - 1) >= 2

@@ -314,3 +314,24 @@ async def test_updates_fail_as_vllm_does(policies: list[Policy], tmp_path: Path)
     assert not rig.engine.worker.usable
     unknown = await load(new.path, engine_rpc="nothing")
     assert unknown["message"] == "'LightWorker' object has no attribute 'nothing'"
+
+
+@pytest.mark.parametrize("length", [1, BLOCK, 3 * BLOCK + 5])
+def test_a_decode_worker_continues_on_the_kv_of_a_prefill_worker(
+    policies: list[Policy], length: int
+) -> None:
+    prompt, completion = make_tokens(length), make_tokens(20, seed=1)
+    models = [Qwen3.load(policy.path) for policy in policies]
+
+    def decode(prefill: Qwen3) -> list[float]:
+        """Decode with the first model what `prefill` has computed."""
+        first = Decoding(prefill, PrefixCache(), prompt)
+        first.next_logits()
+        second = Decoding(models[0], PrefixCache(), prompt)
+        second.import_kv(json.loads(json.dumps(first.export_kv(length))))
+        return score(second, completion)
+
+    expected = policies[0].logprobs(prompt, completion)
+    assert_close(decode(models[0]), expected)
+    if length > 1:  # KV of other weights shows: this is what chaos looks for
+        assert max(abs(a - b) for a, b in zip(decode(models[1]), expected, strict=True)) > 0.01

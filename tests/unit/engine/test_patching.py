@@ -343,3 +343,31 @@ def test_a_damaged_delta_is_not_patched(fleet: Fleet) -> None:
             staging.swap()
     else:
         assert report["state"] == "failed" and report["error"]
+
+
+@pytest.mark.parametrize("call", [1, 2])
+def test_memory_that_ends_in_a_patch_loads_whole_tensors_or_refuses_with_figures(
+    call: int, fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet.refit(fleet.publish())
+    before = state_of(fleet.worker.model_runner.get_model())
+    offer = fleet.publish()
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(patching.Patch, "add", fail)
+        if call == 2:
+            patch.setattr(memory, "allocate", fail)
+        staging, report = fleet.stage(offer)
+    assert_same(state_of(fleet.worker.model_runner.get_model()), before)
+    if call == 1:
+        assert report["state"] == "ready" and report["strategy"] == "device"
+        assert "no patch, because the device's memory does not hold it" in report["reason"]
+    else:
+        assert report["state"] == "failed" and report["bytes"] == 0
+        assert "memory does not hold version 2" in report["error"] and "free" in report["error"]
+    staging.discard()
+    assert fleet.refit(offer)["strategy"] == "patch"  # nothing was changed, so it still fits
+    fleet.assert_serving()

@@ -110,6 +110,66 @@ def test_an_engine_that_shares_no_kv_keeps_its_queue() -> None:
     assert engine.sent == []
 
 
+@dataclass
+class Connector:
+    """What vLLM's connector does in the scheduler, as far as `watch` changes it."""
+
+    _kv_lease_duration: int = 30
+    updated: list[Any] = field(default_factory=list)
+
+    def request_finished(self, request: Request, blocks: Any) -> tuple[bool, dict[str, Any] | None]:
+        return True, {"do_remote_prefill": True}
+
+    def get_num_new_matched_tokens(self, request: Request, computed: int) -> tuple[int, bool]:
+        return 64, True
+
+    def update_connector_output(self, output: Any) -> None:
+        self.updated.append(output)
+
+
+@pytest.fixture
+def watched(statuses: None) -> tuple[Engine, Connector]:
+    connector = Connector()
+    engine = Engine(connector=SimpleNamespace(connector_scheduler=connector))
+    transferred.watch(engine)
+    transferred.watch(engine)  # again, as with every request
+    return engine, connector
+
+
+def hand_over(connector: Connector, age: float, monkeypatch: pytest.MonkeyPatch) -> Request:
+    """Return a request whose KV was computed `age` seconds ago."""
+    _, params = connector.request_finished(Request("p"), ())
+    computed_at = params[transferred.COMPUTED_AT] if params else 0.0
+    monkeypatch.setattr(transferred.time, "time", lambda: computed_at + age)
+    return Request("a", Status.WAITING_FOR_REMOTE_KVS, params)
+
+
+@pytest.mark.parametrize(("age", "answer"), [(1.0, (64, True)), (16.0, (0, False))])
+def test_a_decode_engine_computes_the_prompt_if_the_hand_over_is_old(
+    watched: tuple[Engine, Connector],
+    age: float,
+    answer: tuple[int, bool],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, connector = watched
+    request = hand_over(connector, age, monkeypatch)
+    assert connector.get_num_new_matched_tokens(request, 0) == answer
+
+
+@pytest.mark.parametrize(("age", "aborted"), [(29.0, []), (31.0, ["a"])])
+def test_kv_that_was_read_after_its_lease_is_not_used(
+    watched: tuple[Engine, Connector],
+    age: float,
+    aborted: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, connector = watched
+    engine.requests["a"] = hand_over(connector, age, monkeypatch)
+    connector.update_connector_output(SimpleNamespace(finished_recving={"a"}))
+    assert engine.sent == aborted
+    assert len(connector.updated) == 1  # the blocks are freed in any case
+
+
 def test_held_blocks_expire_in_the_scheduler_and_in_every_worker() -> None:
     scheduler = SimpleNamespace(_reqs_need_send={"a": 30.0})
     engine = Engine(connector=SimpleNamespace(connector_scheduler=scheduler))

@@ -25,8 +25,25 @@ import pytest
 
 from rollway.engine.core import version_in
 from rollway.errors import AdminError, RequestFailed, Unreachable, UsageError
-from rollway.fleet import fleet, membership, refit, updates, worker_order, worker_refit
-from rollway.fleet.admin import NoSuchMethod, RefitRefused
+from rollway.fleet import (
+    labels,
+    membership,
+    refit,
+    service,
+    sleep,
+    stages,
+    updates,
+    worker_order,
+    worker_refit,
+)
+from rollway.fleet.admin import (
+    AnotherProcess,
+    Asleep,
+    NoSuchMethod,
+    NoSuchOrder,
+    RefitRefused,
+    StageReply,
+)
 from rollway.fleet.discovery import Worker
 from rollway.fleet.updates import FromDisk
 from rollway.rollout import sender
@@ -37,6 +54,11 @@ OP: ContextVar[int] = ContextVar("OP", default=0)
 """Which operation (a refit, an admit, a user's pause) a call belongs to."""
 TOKEN_SECONDS = 0.02
 LISTED_DEAD_SECONDS = 10.0
+LEASE_SECONDS = 30.0
+"""How long a prefill worker holds blocks that nobody fetches."""
+STALE_SECONDS = 20.0
+"""A decode worker does not fetch blocks that were computed longer ago than this."""
+FREED = "blocks that were freed"
 
 
 def weights_of(version: int | None) -> str:
@@ -89,6 +111,10 @@ class SimRequest:
     switches: list[tuple[int, int]] = field(default_factory=list)
     """From which token on which version, after refits that kept it."""
     done: asyncio.Future[str] = field(default_factory=lambda: asyncio.Future())
+    source: SimWorker | None = None
+    """The prefill worker that holds its blocks."""
+    computed_at: float = 0.0
+    prefilled_by: int | None = None
 
 
 @dataclass(eq=False)
@@ -103,8 +129,11 @@ class Call:
 class SimWorker:
     """The engine of a worker and its admin routes; `fault` names what goes wrong in a call."""
 
-    def __init__(self, world: World, instance_id: int, port: int) -> None:
+    def __init__(self, world: World, instance_id: int, port: int, role: str = "") -> None:
         rng = world.rng
+        self.role = role
+        self.held: dict[SimRequest, set[str]] = {}
+        """Requests whose blocks decode workers may fetch, with the weights that computed them."""
         self.world, self.instance_id, self.port = world, instance_id, port
         self.weights, self.label = "base", None
         self.staged: str | None = None
@@ -131,6 +160,9 @@ class SimWorker:
         self.paused_by, self.served, self.known = 0, 0, True
         self.engine_label: int | None = None
         """The version whose requests the engine admits; None admits all."""
+        self.sleep_level = 0
+        self.sleeping: set[str] = set()
+        """Which memory is gone: of the weights, of the KV cache."""
         self._is_cancelled = asyncio.Event()
         self._routes = asyncio.Lock()
         """Held by a pause, a resume and an order, as Dynamo does."""
@@ -142,7 +174,7 @@ class SimWorker:
     def poke(self) -> None:
         runnable = (self.running and not self.frozen) or (self.queued and not self.paused)
         (self._work.set if runnable and self.awake.is_set() else self._work.clear)()
-        (self._drained.clear if self.running else self._drained.set)()
+        (self._drained.clear if self.running or self.held else self._drained.set)()
 
     async def _run(self) -> None:
         while self.alive:
@@ -153,9 +185,14 @@ class SimWorker:
             self.poke()
 
     def _step(self) -> None:
+        if self.sleeping and (self.running or (self.queued and not self.paused)):
+            self.world.broken(f"worker {self.instance_id} samples while it sleeps")
         if not self.paused:
-            for request in self.queued:
-                request.kv = {self.cache.setdefault(request.salt, self.weights)}
+            for request in list(self.queued):
+                if request.source is not None and self._is_stale(request):
+                    self.end(request, "aborted")
+                    continue
+                request.kv = self._fetch(request)
             self.running, self.queued = self.running + self.queued, []
         for request in [] if self.frozen else list(self.running):
             request.kv.add(self.weights)
@@ -163,11 +200,39 @@ class SimWorker:
             if len(request.tokens) >= request.max_tokens:
                 self.end(request, "length")
 
+    def _is_stale(self, request: SimRequest) -> bool:
+        return self.world.now - request.computed_at > STALE_SECONDS
+
+    def _fetch(self, request: SimRequest) -> set[str]:
+        """Return the weights that computed the KV of the prompt."""
+        if request.source is None:
+            return {self.cache.setdefault(request.salt, self.weights)}
+        kv, request.source = request.source.release(request) or {FREED}, None
+        return kv
+
+    async def prefill(self, request: SimRequest) -> str:
+        """Compute the prompt of a request, and hold its blocks until they are fetched."""
+        part = SimRequest(request.prompt, 1, True, request.salt)
+        reason = await self.serve(part)
+        if reason == "length":
+            request.source, request.computed_at = self, self.world.now
+            self.held[request] = part.kv
+            self.poke()
+            self.world.loop.call_later(LEASE_SECONDS, self.release, request)
+        return reason
+
+    def release(self, request: SimRequest) -> set[str]:
+        kv = self.held.pop(request, set())
+        self.poke()
+        return kv
+
     async def serve(self, request: SimRequest) -> str:
         if not self.alive:
             return "died"
         request.done = asyncio.Future()
         if not self.admits(request):
+            if request.source is not None:
+                self._fetch(request)  # its blocks are freed
             return "aborted"
         self.queued.append(request)
         self.late += self.paused
@@ -180,6 +245,8 @@ class SimWorker:
         return self.engine_label is None or version in (None, self.engine_label)
 
     def end(self, request: SimRequest, reason: str) -> None:
+        if request in self.queued and request.source is not None and self.alive:
+            self._fetch(request)  # the prefill worker hears of it, and frees the blocks
         for requests in (self.queued, self.running):
             if request in requests:
                 requests.remove(request)
@@ -208,6 +275,8 @@ class SimWorker:
 
     async def pause(self, mode: str, clear_cache: bool) -> None:
         self.paused, self.paused_by = True, OP.get()
+        if self.role and mode == "wait" and clear_cache and any(r.source for r in self.queued):
+            self.world.broken("vLLM cannot clear the cache: transfers are under way")
         self.frozen = self.frozen or mode == "keep"
         if mode == "abort":
             self.end_all("aborted")
@@ -219,6 +288,8 @@ class SimWorker:
 
     def resume(self) -> None:
         op = OP.get()
+        if self.sleeping:
+            raise AdminError("It sleeps.")
         if self.entering == op == self.issued_by:
             self.issued_by = None
         # A worker whose load is being verified by a canary may generate.
@@ -226,6 +297,42 @@ class SimWorker:
             self.world.broken(f"worker {self.instance_id} is resumed, its weights are unknown")
         self.paused = self.frozen = False
         self.poke()
+
+    async def sleep(self, level: int, mode: str, label: int | None) -> dict[str, Any]:
+        """Do what `engine/sleep_orders.py` does."""
+        async with self._routes:
+            if label is not None and label != self.label:
+                raise RefitRefused("It has another label.")
+            if self.sleep_level not in (0, level):
+                raise AdminError("It sleeps at another level.")
+            before = self.memory()
+            if self.sleeping != {"weights", "kv_cache"}:
+                self.staged = None
+                await self.pause(mode, True)
+                self.sleep_level, self.sleeping = level, {"weights", "kv_cache"}
+                self.cache = {}
+                if level == 2:
+                    self.weights = "forgotten"
+                await asyncio.sleep(self.load_seconds)
+            return {"seconds": self.load_seconds, "before": before, "ranks": self.memory()}
+
+    async def wake(self, tags: Sequence[str] | None) -> dict[str, Any]:
+        async with self._routes:
+            before, wanted = self.memory(), self.sleeping & {*(tags or self.sleeping)}
+            if self.weights == "forgotten" and wanted - {"weights"}:
+                raise AdminError("Its weights are gone.")
+            await asyncio.sleep(self.load_seconds if wanted else 0.0)
+            self.sleeping -= wanted
+            if wanted and not self.sleeping:
+                self.sleep_level, self.paused, self.frozen = 0, False, False
+                self.poke()
+            return {"seconds": 0.0, "before": before, "ranks": self.memory()}
+
+    def memory(self) -> list[dict[str, Any]]:
+        asleep = dict.fromkeys(self.sleeping, 45)
+        facts = {"device": "sim", "free": 10 + sum(asleep.values()), "asleep_bytes": asleep}
+        refusal = "" if self.world.sleep_mode else "no sleep mode"
+        return [{**facts, "releases": True, "refusal": refusal}]
 
     def clear(self, fault: str | None) -> None:
         held = {request.salt for request in self.running}
@@ -245,6 +352,8 @@ class SimWorker:
             self.issued_by = None  # the caller has verified it
 
     def set_taints(self, taints: Sequence[str]) -> None:
+        if not self.world.tainting:
+            return  # an order also works where no router knows taints
         self.taints = tuple(taints)
         self.world.loop.call_later(self.lag, setattr, self, "routed", tuple(taints))
 
@@ -252,6 +361,9 @@ class SimWorker:
         async with self._engine:
             if not self.paused:
                 raise AdminError("It must be paused.")
+            if "weights" in self.sleeping:
+                self.world.broken(f"worker {self.instance_id} loads into memory that is gone")
+                raise AdminError("Its weights sleep.")
             if not new.startswith("w") or int(new[1:]) < self.served:
                 self.world.broken(f"worker {self.instance_id} goes from {self.served} to {new}")
             old, self.weights = self.weights, f"{self.weights}|{new}"
@@ -266,11 +378,13 @@ class SimWorker:
             self.set_label(label)
 
     async def refit(self, order: Mapping[str, Any], fault: str | None) -> dict[str, Any]:
-        """Do what `engine/guard.py` and `engine/core.py` do."""
+        """Do what `engine/refit_orders.py` and `engine/core.py` do."""
         async with self._routes:
             label, seconds = self.label, {"leave": 0.0, "engine": 0.0, "enter": 0.0}
             if label != order["label"]:
                 raise RefitRefused("It has another label.")
+            if self.sleep_level:
+                raise RefitRefused("It sleeps.")
             self.label = order["leaving"]
             self.set_taints([])
             await asyncio.sleep(self.world.rng.uniform(0.0, 0.3))  # its event loop is busy
@@ -303,6 +417,12 @@ class SimWorker:
         self._is_cancelled.clear()
         if order["mode"] == "abort":
             self.end_all("aborted")
+        elif self.role:
+            for request in list(self.queued):
+                self.end(request, "aborted")
+        if order["release"]:
+            for request in list(self.held):
+                self.release(request)
         self.frozen = order["mode"] == "keep"
         self.poke()
         if self.frozen and self.sticky:  # blocks of the old version must not be read
@@ -331,16 +451,26 @@ class SimWorker:
             if inspect.isawaitable(answer):
                 await answer
 
-    def read_staging(self, identity: str) -> dict[str, str]:
+    async def stage_by_order(self, order: Mapping[str, Any]) -> StageReply:
+        """Do what the order `rollway_stage` of `engine/refit_orders.py` does."""
+        if "weights" in self.sleeping:
+            raise Asleep("It sleeps.")
+        if order["needs_label"] and self.label is None:
+            return StageReply(None, [])
+        if self.staged != order["identity"]:
+            self.stage(Path(order["offer"]["where"]["path"]))
+        await asyncio.sleep(min(order["seconds"], max(0.0, self._staged_at - self.world.now)))
+        state, error = "ready", ""
         try:
-            self.check_staged(identity)
-        except AdminError as error:
-            state = "running" if "still" in error.message else "failed"
-            return {"state": state, "error": error.message}
-        return {"state": "ready", "error": ""}
+            self.check_staged(order["identity"])
+        except AdminError as refusal:
+            state, error = "running" if "still" in refusal.message else "failed", refusal.message
+        return StageReply(self.label, [{"state": state, "error": error}])
 
     def stage(self, path: Path) -> None:
         self.check(path.name)
+        if "weights" in self.sleeping:
+            self.world.broken(f"worker {self.instance_id} stages while its weights sleep")
         self.staged, self.staged_by = path.name, OP.get()
         self._staged_at = self.world.now + self.load_seconds
 
@@ -383,7 +513,10 @@ class World:
         """Whether the workers load an update beside the served model."""
         self.orders = self.staging and orders
         """Whether one order moves a worker, and its engine refuses requests of other versions."""
-        self.supervised, self.tainting = shape == "stack", shape != "untainted"
+        self.supervised = shape in ("stack", "pools")
+        self.tainting = shape != "untainted"
+        self.pools = shape == "pools"
+        """Whether prefill and decode are apart."""
         self.workers: dict[int, SimWorker] = {}
         self.samples: dict[int, tuple[str, frozenset[str]]] = {}
         self.log: list[Call] = []
@@ -394,7 +527,11 @@ class World:
         self.lock = asyncio.Lock()
         self.recipe: tuple[int, Path] | None = None
         self.claimed: dict[int, str] = {}
-        self.listed_at, self.listing_fails = 0.0, 0
+        self.listed_at, self.listing_fails, self.listings = 0.0, 0, 0
+        self.sleep_mode = True
+        """Whether the engines were started with sleep mode."""
+        self.stalling = {"prefill": 0.05, "decode": 0.05}
+        """Which part of the requests a router delivers late, with prefill and decode apart."""
 
     @property
     def now(self) -> float:
@@ -410,16 +547,23 @@ class World:
         """Start a worker on base weights; its launcher taints it and then labels it."""
         number = len(self.workers) + 1
         # A supervisor starts it with the ports of a worker that died.
-        free = {w.port for w in self.workers.values() if self.at(w.port) is None}
-        worker = SimWorker(self, number, min(free, default=20_000 + number))
+        role = self._choose_role()
+        ports = {w.port for w in self.workers.values() if w.role == role}
+        free = {port for port in ports if self.at(port) is None}
+        worker = SimWorker(self, number, min(free, default=20_000 + number), role)
         self.workers[number] = worker
         if self.supervised:
             self.loop.call_later(ready_after, worker.set_taints, [taint_of(0)])
             self.loop.call_later(ready_after + 0.005, worker.set_label, 0)
         return worker
 
+    def _choose_role(self) -> str:
+        """Return the role of the pool with fewer workers."""
+        alive = [w.role for w in self.workers.values() if w.alive]
+        return min(("prefill", "decode"), key=alive.count) if self.pools else ""
+
     async def listing(self, *_: Any, **__: Any) -> list[Worker]:
-        self.listed_at = self.now
+        self.listed_at, self.listings = self.now, self.listings + 1
         hung = any(w.alive and not w.awake.is_set() for w in self.workers.values())
         await asyncio.sleep(5.0 if hung else 0.002)  # the frontend probes them all
         if self.listing_fails:
@@ -429,8 +573,20 @@ class World:
         for w in self.workers.values():
             if w.alive or self.now - w.died_at < LISTED_DEAD_SECONDS:
                 error = None if w.alive and w.awake.is_set() else "DeadlineExceeded"
-                listed.append(Worker(w.instance_id, "m", f"http://sim:{w.port}", error=error))
+                role: Any = w.role
+                listed.append(
+                    Worker(w.instance_id, "m", f"http://sim:{w.port}", error=error, role=role)
+                )
         return listed
+
+    async def instances(self, *_: Any, **__: Any) -> frozenset[int] | None:
+        """Answer without asking the workers, as the frontend's /health does."""
+        self.listed_at = self.now
+        await asyncio.sleep(0.001)  # the way to the frontend
+        if self.listing_fails:
+            return None
+        since = self.now - LISTED_DEAD_SECONDS
+        return frozenset(i for i, w in self.workers.items() if w.alive or w.died_at > since)
 
     def sampled(self, weights: str, request: SimRequest) -> int:
         if request.greedy:
@@ -444,9 +600,10 @@ class World:
         length, salt = len(ext["token_data"]), ext.get("cache_salt")
         request = SimRequest(length, body["max_tokens"], greedy, salt)
         taints = ext.get("routing_constraints", {}).get("required_taints", [])
+        route = self._route_apart if self.pools else self._route
         try:
             async with asyncio.timeout(timeout):
-                worker, reason = await self._route(request, taints, ext.get("backend_instance_id"))
+                worker, reason = await route(request, taints, ext.get("backend_instance_id"))
         except TimeoutError:
             raise Unreachable("no answer") from None
         finally:
@@ -457,7 +614,10 @@ class World:
             "choices": [{"logprobs": {"token_logprobs": [-1.0 / (1 + t) for t in ids]}}],
             "nvext": {
                 "completion_token_ids": ids,
-                "worker_id": {"decode_worker_id": worker.instance_id},
+                "worker_id": {
+                    "decode_worker_id": worker.instance_id,
+                    "prefill_worker_id": request.prefilled_by,
+                },
                 "detailed_finish_reason": reason,
                 **self._stamps(request, ext["extra_fields"]),
             },
@@ -489,6 +649,33 @@ class World:
                 return worker, reason
             request.moved = len(request.tokens)  # the router continues it elsewhere
 
+    async def _route_apart(
+        self, request: SimRequest, taints: list[str], _: int | None
+    ) -> tuple[SimWorker, str]:
+        """Route a request to a prefill and then to a decode worker."""
+        while True:
+            worker = await self._choose("prefill", taints)
+            request.prefilled_by = worker.instance_id
+            reason = await worker.prefill(request)
+            if reason != "length":
+                raise RequestFailed(f"the prefill {reason}", status=500)
+            worker = await self._choose("decode", taints)
+            reason = await worker.serve(request)
+            if reason != "died":
+                return worker, reason
+            request.moved = len(request.tokens)
+
+    async def _choose(self, role: str, taints: list[str]) -> SimWorker:
+        """Choose a worker; a router that stalls delivers to it later."""
+        workers = [w for w in self.workers.values() if w.alive and w.role == role]
+        candidates = [w for w in workers if {*taints} <= {*w.routed}]
+        if not candidates:
+            raise RequestFailed(f"no {role} worker", status=500)
+        worker = self.rng.choice(candidates)
+        stalls = self.rng.random() < self.stalling[role]
+        await asyncio.sleep(self.rng.uniform(0, 1.0 if stalls else 0.03))
+        return worker
+
     async def observe(self, step: str, worker: Worker) -> None:
         await asyncio.sleep(0.001)  # an observer that takes its time
         if step == "resume":
@@ -496,10 +683,12 @@ class World:
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
         """Run the real protocol on simulated time, listings and checkpoints."""
-        for module in (refit, worker_order, worker_refit, updates, fleet, membership, sender):
+        protocol = (refit, stages, worker_order, worker_refit, service, updates, sleep)
+        for module in (*protocol, labels, membership, sender):
             patch.setattr(module, "time", SimpleNamespace(monotonic=self.loop.time))
         patch.setattr(membership, "discover", self.listing)
-        patch.setattr(fleet, "FromDisk", SimUpdate)
+        patch.setattr(membership, "list_instances", self.instances)
+        patch.setattr(updates, "FromDisk", SimUpdate)
         patch.setattr(sender, "random", self.rng)
 
     def put(self, version: int, path: Path) -> None:
@@ -539,6 +728,7 @@ class SimAdmin:
         self._owner = owner or self
         self._peer: SimWorker | None = None
         self._is_broken = self.crashed = False
+        self.levels: dict[int, int] = {}
         self.calls_left, self.then = 0, lambda: None
         """`then` is called at the last of this number of calls."""
 
@@ -583,8 +773,8 @@ class SimAdmin:
         try:
             async with asyncio.timeout(limit):
                 answer = await asyncio.shield(task)
-        except TimeoutError:
-            raise _lost(worker) from None
+        except TimeoutError as error:
+            raise _lost(worker) from error
         except AdminError:
             self._is_broken = False
             raise
@@ -611,14 +801,23 @@ class SimAdmin:
     def takes_refits(self, worker: Worker) -> bool:
         return self.world.orders
 
-    async def staging(self, worker: Worker, identity: str) -> list[dict[str, str]]:
+    async def stage(self, worker: Worker, order: Mapping[str, Any]) -> StageReply:
         if not self.world.orders:
-            raise NoSuchMethod("It has no such route.")
-        state = await self._call(worker, "staged", lambda w, _: w.read_staging(identity), None)
-        return [state]
+            raise NoSuchOrder("It has no such route.")
+        limit = 10.0 + order["seconds"]
+        act = lambda w, _: w.stage_by_order(order)  # noqa: E731
+        try:
+            reply: StageReply = await self._call(worker, "check", act, None, limit)
+        finally:
+            sim = self.world.at(int(worker.admin_url[-5:]))
+            self._owner.levels[worker.instance_id] = 0 if sim is None else sim.sleep_level
+        return reply
 
     async def refit(self, worker: Worker, order: Mapping[str, Any]) -> Any:
-        return await self._call(worker, "refit", lambda w, f: w.refit(order, f), None, 720.0)
+        sim = self.world.at(int(worker.admin_url[-5:]))
+        if sim is not None and sim.instance_id != worker.instance_id:
+            raise AnotherProcess("The order is for another process.")  # it is signed for one
+        return await self._call(worker, "refit", lambda w, f: w.refit(order, f), None, 1020.0)
 
     async def cancel_refit(self, worker: Worker) -> None:
         await self._call(worker, "cancel", lambda w, _: w.cancel_refit(), None)
@@ -664,8 +863,29 @@ class SimAdmin:
             await self._call(worker, "check", lambda w, _: w.check(name), method, 300.0)
 
     async def weight_version(self, worker: Worker) -> int | None:
-        label: int | None = await self._call(worker, "version", lambda w, _: w.label, None)
+        def read(sim: SimWorker, _: str | None) -> tuple[int | None, int]:
+            return sim.label, sim.sleep_level
+
+        label, level = await self._call(worker, "version", read, None)
+        self._owner.levels[worker.instance_id] = level
         return label
+
+    def sleep_level(self, worker: Worker) -> int:
+        return self._owner.levels.get(worker.instance_id, 0)
+
+    async def memory(self, worker: Worker, level: int = 0) -> Any:
+        return await self._call(worker, "memory", lambda w, _: w.memory(), level)
+
+    async def sleep(
+        self, worker: Worker, level: int = 1, mode: str = "wait", label: int | None = None
+    ) -> Any:
+        def act(sim: SimWorker, _: str | None) -> Any:
+            return sim.sleep(level, mode, label)
+
+        return await self._call(worker, "sleep", act, level, 300.0)
+
+    async def wake(self, worker: Worker, tags: Sequence[str] | None = None) -> Any:
+        return await self._call(worker, "wake", lambda w, _: w.wake(tags), tags, 300.0)
 
     async def declare_version(self, worker: Worker, version: int) -> None:
         await self._call(worker, "declare", lambda w, _: w.declare(version), version)

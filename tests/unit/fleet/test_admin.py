@@ -12,10 +12,19 @@ import pytest
 from aiohttp import web
 
 from rollway.errors import AdminError, Unreachable
-from rollway.fleet.admin import IN_DOUBT, NoSuchMethod, parse_label, unverified_label
+from rollway.fleet.admin import (
+    IN_DOUBT,
+    AnotherProcess,
+    NoSuchMethod,
+    NoSuchOrder,
+    RefitRefused,
+    parse_label,
+    unverified_label,
+)
 from rollway.fleet.discovery import Worker
 from rollway.fleet.dynamo_admin import DynamoAdmin
 from rollway.http import Http
+from rollway.orders import DOOR, OTHER_PROCESS, REFIT, STAGE
 
 Calls = list[tuple[str, dict[str, Any]]]
 Script = Callable[[str, dict[str, Any]], Any]
@@ -27,13 +36,16 @@ def fine(route: str, body: dict[str, Any]) -> Any:
 
 @asynccontextmanager
 async def worker(script: Script = fine, **fields: Any) -> AsyncIterator[tuple[Worker, Calls]]:
-    """Serve a worker that answers by a script; the answer None drops the connection."""
+    """Serve a worker that answers by a script; the answer None drops the connection, a number is
+    an HTTP status."""
     calls: Calls = []
 
     async def handle(request: web.Request) -> web.Response:
         body = await request.json()
         calls.append((request.match_info["route"], body))
         answer = script(request.match_info["route"], body)
+        if isinstance(answer, int):
+            return web.Response(status=answer)
         if answer is None:
             assert request.transport is not None
             request.transport.abort()
@@ -57,16 +69,16 @@ async def test_routes_are_called_in_the_style_the_worker_advertises() -> None:
         async with worker(routes=frozenset({"control/pause_generation"})) as (nested, calls):
             await admin.pause(nested)
             await admin.set_taints(nested, ["a"])
-            await admin.sleep(nested)
+            await admin.sleep(nested, 2, "abort")
             with pytest.raises(NoSuchMethod, match="does not offer `flush_cache`"):
                 await admin.flush_cache(nested)
         assert [route for route, _ in calls] == [
-            "control/pause_generation", "update/model_taints", "control/sleep",
+            "control/pause_generation", "update/model_taints", "rollway_sleep",
         ]  # fmt: skip
         async with worker() as (unknown, calls):  # found by /health or in a static list: no routes
             await admin.pause(unknown)
             await admin.wake(unknown, ["weights"])
-        assert [route for route, _ in calls] == ["pause_generation", "control/wake_up"]
+        assert [route for route, _ in calls] == ["pause_generation", "rollway_wake"]
         assert calls[1][1] == {"tags": ["weights"]}
 
 
@@ -174,6 +186,61 @@ async def test_a_pinned_connection_never_reaches_a_second_process() -> None:
                 await connection.set_taints(target, ["rollway-v3"])
             assert len(calls) == before
         assert await DynamoAdmin(http).weight_version(target) == 3
+
+
+async def test_a_worker_without_orders_is_asked_once() -> None:
+    async with worker(lambda *_: 404) as (target, calls), Http() as http:
+        admin = DynamoAdmin(http)
+        for _ in range(2):
+            with pytest.raises(NoSuchOrder):
+                await admin.stage(target, {"seconds": 1.0})
+        assert [route for route, _ in calls] == [STAGE]
+
+
+async def test_an_order_to_stage_answers_with_the_label() -> None:
+    reply = {"status": "ok", "ranks": [{"state": "ready"}], "label": "7", "refits": True}
+    async with worker(lambda *_: reply) as (target, _), Http() as http:
+        admin = DynamoAdmin(http)
+        assert (await admin.stage(target, {"seconds": 1.0})).label == 7
+        assert admin.takes_refits(target) and admin.enforces_versions(target)
+
+
+async def test_an_engine_that_cannot_stage_has_no_such_method() -> None:
+    message = "Call to collective_rpc method failed: 'W' object has no attribute 'rollway_stage'"
+    reply = {"status": "error", "message": message}
+    async with worker(lambda *_: reply) as (target, _), Http() as http:
+        with pytest.raises(NoSuchMethod) as failure:
+            await DynamoAdmin(http).stage(target, {"seconds": 1.0})
+        assert not isinstance(failure.value, NoSuchOrder)
+
+
+async def test_a_refit_is_never_sent_to_a_successor() -> None:
+    """Other orders may be, because a worker refuses them before it does anything."""
+    names = ["first", "second"]
+
+    def script(route: str, body: dict[str, Any]) -> Any:
+        if route == DOOR:
+            return {"status": "ok", "process": names.pop(0)}
+        if body["rollway_order"]["process"] == "first":
+            return {"status": "error", "message": OTHER_PROCESS}
+        return {"status": "ok"}
+
+    async with worker(script) as (target, calls), Http() as http:
+        admin = DynamoAdmin(http, secret="s")
+        with pytest.raises(AnotherProcess):
+            await admin.refit(target, {})
+        assert [route for route, _ in calls] == [DOOR, REFIT]
+        names.insert(0, "first")
+        admin = DynamoAdmin(http, secret="s")
+        await admin.resume(target)
+        assert [route for route, _ in calls][2:].count("resume_generation") == 2
+
+
+async def test_a_refused_refit_changed_nothing() -> None:
+    reply = {"status": "error", "state": "refused", "message": "not staged"}
+    async with worker(lambda *_: reply) as (target, _), Http() as http:
+        with pytest.raises(RefitRefused, match="not staged"):
+            await DynamoAdmin(http).refit(target, {})
 
 
 async def test_a_closed_client_raises() -> None:

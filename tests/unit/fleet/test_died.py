@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from rollway.fleet import membership
 from rollway.fleet.discovery import StaticList, Worker
 from rollway.fleet.membership import Membership
+from rollway.http import Http
 
 
 def worker(instance: int, url: str = "http://127.0.0.1:9") -> Worker:
@@ -48,3 +51,26 @@ async def test_a_worker_whose_successor_listens_is_dead(monkeypatch: pytest.Monk
 async def test_a_worker_that_is_listed_and_listens_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not await died(monkeypatch, [False], [worker(1), worker(2, "http://127.0.0.1:10")])
     assert not await died(monkeypatch, [False], [worker(2, "http://127.0.0.1:10")])
+
+
+@pytest.mark.parametrize("is_starting", [True, False])
+async def test_a_worker_whose_successor_is_not_listed_yet_is_dead(
+    monkeypatch: pytest.MonkeyPatch, is_starting: bool
+) -> None:
+    """A successor listens while it loads its model, and has no routes before it is ready."""
+
+    async def answer(_: web.Request) -> web.Response:
+        return web.json_response({"status": "ok"})
+
+    async def discover(*_: Any) -> list[Worker]:
+        return []
+
+    monkeypatch.setattr(membership, "discover", discover)
+    monkeypatch.setattr(membership, "DYING_SECONDS", (0.0, 0.0))
+    app = web.Application()
+    if not is_starting:
+        app.router.add_get("/engine/liveness_probe", answer)
+    async with TestServer(app) as server, Http() as http:
+        url = str(server.make_url("/")).rstrip("/")
+        lost = Worker(1, "tiny", url, frozenset({"liveness_probe"}))
+        assert await Membership(http, StaticList(())).has_died(lost) is is_starting

@@ -11,7 +11,14 @@ import pytest
 from aiohttp import web
 
 from rollway.errors import RequestFailed, Unreachable
-from rollway.fleet.discovery import HealthListing, RlListing, StaticList, Worker, discover
+from rollway.fleet.discovery import (
+    HealthListing,
+    RlListing,
+    StaticList,
+    Worker,
+    discover,
+    list_instances,
+)
 from rollway.fleet.membership import Membership
 from rollway.http import Http
 from tests.unit.fleet.fake_fleet import FakeWorker, fake_fleet
@@ -165,3 +172,58 @@ async def test_an_unreachable_listing_raises() -> None:
     async with Http() as http:
         with pytest.raises(Unreachable):
             await Membership(http, RlListing("http://127.0.0.1:9")).workers()
+
+
+async def test_the_health_page_names_the_workers_without_asking_them() -> None:
+    entries = [instance(BIG), instance(BIG, "rl"), instance(7, "rl"), instance(9)]
+    async with serving("/health", {"instances": entries}) as url, Http() as http:
+        assert await list_instances(http, RlListing("http://127.0.0.1:9", url)) == {BIG, 7}
+
+
+@pytest.mark.parametrize("answer", [{}, [], {"instances": [{"endpoint": "rl"}]}, {"instances": 7}])
+async def test_a_health_page_that_cannot_be_read_says_nothing(answer: Any) -> None:
+    async with serving("/health", answer) as url, Http() as http:
+        assert await list_instances(http, RlListing(url, url)) is None
+        assert await list_instances(http, RlListing(url)) is None
+        assert await list_instances(http, StaticList((url,))) is None
+
+
+async def test_a_listing_is_confirmed_only_if_nobody_joined_or_left() -> None:
+    workers, entries = [FakeWorker(1), FakeWorker(2)], [instance(1, "rl"), instance(2, "rl")]
+    async with (
+        fake_fleet(*workers) as rl_url,
+        serving("/health", lambda: {"instances": entries}) as frontend_url,
+        Http() as http,
+    ):
+        membership = Membership(http, RlListing(rl_url, frontend_url))
+        assert await membership.confirm() is None  # never listed
+        listed = await membership.workers()
+        assert await membership.confirm() == listed
+        entries.append(instance(3, "rl"))
+        assert await membership.confirm() is None
+        del entries[1:]
+        assert await membership.confirm() is None
+        entries.append(instance(2, "rl"))
+        workers[0].error = "DeadlineExceeded"
+        await membership.workers(fresh=True)
+        assert await membership.confirm() is None  # somebody did not answer
+
+
+async def test_roles_are_told_by_components_and_remembered() -> None:
+    """Dynamo's own decode workers are known by the prefill workers beside them, which may die."""
+
+    def entry(number: int, component: str) -> dict[str, Any]:
+        routes = ["pause_generation", "resume_generation"]
+        fields = {"instance_id": number, "component": component, "model": "m", "routes": routes}
+        return {**fields, "system_url": f"http://127.0.0.1:{number}"}
+
+    workers = [entry(1, "prefill"), entry(2, "backend")]
+    noted: list[Any] = []
+    async with serving("/v1/rl/workers", lambda: {"workers": workers}) as url, Http() as http:
+        membership = Membership(http, RlListing(url), "m", note_roles=noted.append)
+        listed = await membership.workers(fresh=True)
+        assert [worker.role for worker in listed] == ["prefill", "decode"]
+        del workers[0]
+        (left,) = await membership.workers(fresh=True)
+        assert left.role == "decode"
+    assert noted == [{1: "prefill", 2: "decode"}, {2: "decode"}]

@@ -66,7 +66,7 @@ async def test_a_refit_moves_every_worker(checkpoint: Path) -> None:
     assert [worker.state for worker in report.workers] == ["serving", "serving"]
     for worker in workers:
         assert worker.calls == [
-            "get_weight_version",
+            "get_weight_version", "get_weight_version",
             "get_weight_version", "set_weight_version", "update/model_taints", "pause_generation",
             "update_weights_from_disk", "flush_cache", "get_weight_version",
             "pause_generation", "update/model_taints", "resume_generation", "set_weight_version",

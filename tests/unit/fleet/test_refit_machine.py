@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from rollway.errors import RollwayError, UsageError
+from rollway.fleet import refit, stages
 from rollway.fleet.canary import make_canary
 from rollway.fleet.fleet import Fleet
-from rollway.fleet.report import RefitMode
+from rollway.fleet.report import RefitMode, SleepReport
 from rollway.fleet.worker_refit import WorkerRefit
 from rollway.rollout.client import Rollout, Rollouts
 from rollway.rollout.sampling import Sampling
@@ -30,7 +31,7 @@ from tests.unit.fleet import sim_fleet
 from tests.unit.fleet.sim_fleet import OP, Call, SimAdmin, SimLoop, SimUpdate, SimWorker, World
 
 MODES: list[RefitMode] = ["pause-all", "rolling", "in-flight"]
-TOUCHING = ("pause", "resume", "flush", "update", "declare", "taint", "refit")
+TOUCHING = ("pause", "resume", "flush", "update", "declare", "taint", "refit", "sleep", "wake")
 UPDATES = ("update", "refit")
 FAULTS = ("before", "lost", "refuse", "hang", "die", "lie")
 """Nothing done, done but the answer lost, refused, hung, dead, and success without an effect."""
@@ -109,6 +110,15 @@ class Coordinator:
         self.user_paused = self.user_paused and outcome != "done"
         return outcome
 
+    async def sleep(self, level: int = 1, mode: Any = "wait") -> str:
+        async def work() -> None:
+            self._check_asleep(await self.fleet.sleep(level, mode))
+
+        return await self._operation(work, None)
+
+    async def wake(self) -> str:
+        return await self._operation(self.fleet.wake, None)
+
     async def traffic(self, times: int, length: int = 8) -> None:
         """Send requests so often that some are always under way when weights change."""
         for _ in range(times):
@@ -128,7 +138,7 @@ class Coordinator:
         reached = None
         try:
             report = await work()
-            outcome, reached = "done", report and report.version
+            outcome, reached = "done", getattr(report, "version", None)
         except UsageError as error:
             outcome, self.trouble = "refused", str(error)
         except RollwayError as error:
@@ -147,7 +157,10 @@ class Coordinator:
             calls = [call for call in touching if call.worker == worker.instance_id]
             if any(call.op != op for call in calls):
                 continue  # another process has begun since
-            if reached is not None:
+            if outcome == "refused" and calls and all(call.ok for call in calls):
+                if worker.sleeping != {"weights", "kv_cache"}:
+                    world.broken(f"worker {worker.instance_id} does not sleep as before")
+            elif reached is not None:
                 if calls or version is not None:
                     self._check_serving(worker, reached)
             elif worker.issued_by == op and not worker.paused:
@@ -159,7 +172,7 @@ class Coordinator:
     # --- promises ----------------------------------------------------------------------------
 
     def _check_calls(self, calls: list[Call], outcome: str) -> None:
-        if outcome == "refused" and calls:
+        if outcome == "refused" and any(call.route not in ("sleep", "wake") for call in calls):
             self.world.broken("a refused refit has touched a worker")
         for worker in {call.worker for call in calls}:
             mine = [c for c in calls if c.worker == worker]
@@ -190,8 +203,20 @@ class Coordinator:
         marked = any(call.route == "declare" for call in mine)  # its version was known
         known = (marked or (worker.label or 0) >= 0) and not self._paused_by_user(worker)
         updated = any(route in UPDATES for route in routes)
+        known = known and not worker.sleep_level
         if worker.paused and known and not lost and "pause" in routes and not updated:
             self.world.broken(f"worker {worker.instance_id} was left paused")
+
+    def _check_asleep(self, report: SleepReport) -> None:
+        """Check the workers after a sleep that returned; one that was starting is left alone."""
+        names = {w.instance_id: w.state for w in report.workers}
+        for worker in [w for w in self.world.workers.values() if w.alive and w.awake.is_set()]:
+            state = worker.sleep_level, worker.taints, worker.running, (worker.label or 0) < 0
+            is_asleep = state == (report.level, (), [], True)
+            if names.get(worker.instance_id) == "asleep" and not is_asleep:
+                self.world.broken(f"worker {worker.instance_id} should sleep, it is {state}")
+        if not set(names.values()) <= {"asleep", "joining"}:
+            self.world.broken(f"a sleep returned with {names}")
 
     def _paused_by_user(self, worker: SimWorker) -> bool:
         return worker.paused and worker.paused_by in self.world.users_pauses
@@ -224,7 +249,7 @@ class RefitMachine(RuleBasedStateMachine):
         verifying=st.booleans(),
         staging=st.booleans(),
         orders=st.booleans(),
-        shape=st.sampled_from(["stack", "stack", "attached", "untainted"]),
+        shape=st.sampled_from(["stack", "stack", "attached", "untainted", "pools"]),
         count=st.integers(1, 3),
         replacing=st.booleans(),
     )
@@ -239,17 +264,19 @@ class RefitMachine(RuleBasedStateMachine):
         replacing: bool = False,
     ) -> None:
         self.loop, self.patch = SimLoop(), pytest.MonkeyPatch()
+        # A worker of one role does not answer canaries, so it must compare its parameters.
+        verifying = verifying or shape == "pools"
         self.world = World(
             self.loop, seed, verifying=verifying, staging=staging, orders=orders, shape=shape
         )
         self.world.install(self.patch)
-        self.replacing = replacing and shape == "stack"
+        self.replacing = replacing and self.world.supervised
         self.tried = 0
-        for _ in range(count):
+        for _ in range(count + self.world.pools):
             self.world.join()
         self.advance(0.1)
         # Without the launcher's taints, versions rest on what one process knows: only one refits.
-        self.processes = [self._coordinator() for _ in range(2 if shape == "stack" else 1)]
+        self.processes = [self._coordinator() for _ in range(2 if self.world.supervised else 1)]
         self.advance(0.1)
 
     def _coordinator(self) -> Coordinator:
@@ -377,6 +404,75 @@ class RefitMachine(RuleBasedStateMachine):
     def user_resumes(self, i: int) -> None:
         self._process(i).start(self._process(i).resume(), self._process(i).under_way)
 
+    @rule(
+        i=st.integers(0, 1),
+        level=st.sampled_from([1, 2]),
+        mode=st.sampled_from(["wait", "abort"]),
+        faults=st.lists(
+            st.tuples(
+                st.sampled_from(["sleep", "declare", "taint", "memory", "version"]),
+                st.integers(0, 3),
+                st.sampled_from(["before", "lost", "refuse", "hang", "die"]),
+            ),
+            max_size=1,
+        ),
+        fuse=st.none() | st.tuples(st.integers(1, 12), st.sampled_from(["cancel", "crash"])),
+        seconds=st.sampled_from([0.0, 0.1, 5.0]),
+    )
+    def sleeps(
+        self,
+        i: int,
+        level: int = 1,
+        mode: str = "wait",
+        faults: Sequence[tuple[str, int, str]] = (),
+        fuse: tuple[int, str] | None = None,
+        seconds: float = 5.0,
+    ) -> None:
+        if not self.world.supervised:
+            return  # workers without a version are refused
+        self._start(i, lambda process: process.sleep(level, mode), faults, fuse)
+        self.advance(seconds)
+
+    @rule(
+        i=st.integers(0, 1),
+        faults=st.lists(
+            st.tuples(
+                st.sampled_from(["wake", "resume", "declare", "taint"]),
+                st.integers(0, 3),
+                st.sampled_from(["before", "lost", "refuse", "hang", "die"]),
+            ),
+            max_size=1,
+        ),
+        fuse=st.none() | st.tuples(st.integers(1, 12), st.sampled_from(["cancel", "crash"])),
+        seconds=st.sampled_from([0.0, 0.1, 5.0]),
+    )
+    def wakes(
+        self,
+        i: int,
+        faults: Sequence[tuple[str, int, str]] = (),
+        fuse: tuple[int, str] | None = None,
+        seconds: float = 5.0,
+    ) -> None:
+        self._start(i, Coordinator.wake, faults, fuse)
+        self.advance(seconds)
+
+    def _start(
+        self,
+        i: int,
+        operation: Callable[[Coordinator], Coroutine[Any, Any, str]],
+        faults: Sequence[tuple[str, int, str]],
+        fuse: tuple[int, str] | None,
+    ) -> None:
+        process = self._process(i)
+        for route, index, kind in faults:
+            if (worker := self._worker(index)) is not None:
+                self.world.faults[route, worker.instance_id] = kind
+        task = process.start(operation(process), process.under_way)
+        if fuse is not None:
+            crash = fuse[1] == "crash"
+            process.admin.calls_left = fuse[0]
+            process.admin.then = lambda: self._crash(process) if crash else task.cancel()
+
     # --- promises ----------------------------------------------------------------------------
 
     @invariant()
@@ -394,7 +490,8 @@ class RefitMachine(RuleBasedStateMachine):
         self.holds()
         self.world.faults.clear()
         self.world.listing_fails = 0
-        self.world.join()
+        for _ in range(2 if self.world.pools else 1):  # one of each role, if all are dead
+            self.world.join()
         self.advance(DRAIN_SECONDS)
         run = self.loop.run_until_complete
         for process in self.processes:
@@ -551,7 +648,7 @@ def swaps_half_of_the_weights(m: RefitMachine) -> None:
 
 
 def runs_an_order_while_the_refit_is_cancelled(m: RefitMachine) -> None:
-    for call in range(8, 24):
+    for call in range(1, 17):
         m.refits(0, "pause-all", fuse=(call, "cancel"), busy=True, seconds=0.5)
 
 
@@ -570,7 +667,7 @@ def dies_while_it_keeps_its_requests(m: RefitMachine) -> None:
 
 
 def runs_an_order_while_the_client_crashes(m: RefitMachine) -> None:
-    for call in range(8, 24):
+    for call in range(1, 17):
         m.refits(0, "rolling", fuse=(call, "crash"), busy=True, seconds=0.5)
 
 
@@ -637,11 +734,11 @@ def test_rollouts_that_an_order_cuts_keep_their_tokens_and_ask_nothing() -> None
         work = process.rollouts.generate([1, 2], Sampling(max_tokens=100), n=32)
         sampling = m.loop.create_task(work)
         m.time_passes(1.0)
-        asked = sum(call.route == "version" for call in m.world.log)
+        before = len(m.world.log)
         assert m.loop.run_until_complete(process.refit(2, "", "in-flight")) == "done"
         rollouts = m.loop.run_until_complete(sampling)
         assert all([span.version for span in r.spans] == [1, 2] for r in rollouts)
-        assert sum(call.route == "version" for call in m.world.log) - asked < 8
+        assert [call.route for call in m.world.log[before:]] == ["check", "refit"]
         m.tried = 2
         m.settles()
 
@@ -785,7 +882,8 @@ def run_story(
         then(process.refit(6, "other"), "refused")
         world.faults["refit" if orders else "pause", 1] = "refuse"
         then(process.refit(7), "failed")
-        world.faults["refit" if orders else "update", 1] = "half" if verifying else "refuse"
+        # By calls also with orders: the worker is in doubt by now.
+        world.faults["update", 1] = "half" if verifying else "refuse"
         then(process.refit(8, "", "rolling"), "failed")
         process.start(process.traffic(20), process.sampling)
         then(process.resume(), "failed")
@@ -870,6 +968,78 @@ def the_engine_admits_every_request(patch: pytest.MonkeyPatch) -> None:
 def test_an_engine_that_admits_other_versions_is_noticed() -> None:
     with pytest.raises(AssertionError, match="stamped"):
         run_story(the_engine_admits_every_request, "stack", True, staging=True, orders=True)
+
+
+def blocks_are_freed_while_others_fetch_them(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(stages, "_DROPPING", ("", "prefill", "decode"))
+    patch.setattr(refit.Refit, "_can_release", lambda *_: True)
+
+
+def one_pool_is_enough(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(FleetVersions, "needed_roles", frozenset())
+
+
+def old_blocks_are_fetched(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(sim_fleet, "STALE_SECONDS", float("inf"))
+
+
+def both_engines_admit_every_request(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SimWorker, "admits", lambda *_: True)
+
+
+def run_pools(sabotage: Sabotage, *, orders: bool = True) -> None:
+    """Run traffic through every mode with prefill and decode apart, and stop a decode worker for
+    longer than blocks are held."""
+    with machine(shape="pools", verifying=True, staging=True, orders=orders, count=3) as m:
+        sabotage(m.patch)
+        process, world = m.processes[0], m.world
+        # What waits on the way to a decode worker keeps its prefill worker from changing weights.
+        world.stalling = {"prefill": 0.3, "decode": 0.3 if orders else 0.0}
+        decoding = next(worker for worker in world.workers.values() if worker.role == "decode")
+        for worker in world.workers.values():
+            worker.lag, worker.load_seconds, worker.sticky = 0.05, 0.01, orders
+
+        async def observe(step: str, worker: Any) -> None:
+            current = process.versions.current or 0
+            if {w.role for w in world.workers.values() if w.served >= current} == {"prefill"}:
+                world.broken(f"version {current} is current with prefill workers only")
+            await world.observe(step, worker)
+
+        process.fleet.observer = observe
+        for version, mode in enumerate(MODES * 4, 1):
+            for sampler in m.processes:
+                sampler.start(sampler.traffic(120, 4), sampler.sampling)
+            m.advance(0.2)
+            outcome = m.loop.run_until_complete(process.refit(version, "", mode))
+            m.holds()
+            assert outcome == "done", process.trouble
+            served = process.versions.current
+            assert served == version, f"{served} is current after a refit to {version}"
+            m.advance(2.0)
+        process.start(process.traffic(20), process.sampling)
+        m.advance(0.05)
+        decoding.hang(sim_fleet.LEASE_SECONDS + 10.0)
+        m.tried = 12
+        m.settles()
+
+
+@pytest.mark.parametrize("orders", [True, False], ids=["orders", "calls"])
+def test_prefill_and_decode_never_mix_versions(orders: bool) -> None:
+    run_pools(nothing, orders=orders)
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "notices"),
+    [
+        (both_engines_admit_every_request, "stamped"),
+        (one_pool_is_enough, "is current with prefill workers only"),
+        (blocks_are_freed_while_others_fetch_them, "blocks that were freed"),
+        (old_blocks_are_fetched, "blocks that were freed"),
+    ],
+)
+def test_a_missing_protection_of_two_pools_is_noticed(sabotage: Sabotage, notices: str) -> None:
+    with pytest.raises(AssertionError, match=notices):
+        run_pools(sabotage)
 
 
 @pytest.mark.parametrize("verifying", [True, False], ids=["parameters", "canary"])

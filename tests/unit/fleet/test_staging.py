@@ -10,19 +10,20 @@ from typing import Any
 import pytest
 
 from rollway.errors import AdminError, UsageError
-from rollway.fleet import updates
-from rollway.fleet.admin import NoSuchMethod
+from rollway.fleet import admin as admin_module
+from rollway.fleet.admin import NoSuchMethod, NoSuchOrder, StageReply
 from rollway.fleet.discovery import Worker
 from rollway.fleet.updates import Offered, stage
 from rollway.weights.offer import Offer, read_offer
 
 OFFER = Offer("shm", 3, "a" * 32, 10, {"slot": "x"})
+SIGNED = OFFER.sign("secret")
 WORKER = Worker(7, "m", "http://w", world_size=2)
 
 
 class Admin:
     """The staging methods of a worker with two ranks. `answers` are those of `rollway_staged`, and
-    `states` those of a worker that reports the state of its ranks."""
+    `states` those of a worker that takes the order to stage."""
 
     def __init__(
         self, *answers: str | None, notifications: int = 2, states: Sequence[Sequence[str]] = ()
@@ -46,40 +47,55 @@ class Admin:
         if answer is not None:
             raise AdminError(answer)
 
-    async def staging(self, worker: Worker, identity: str) -> list[dict[str, str]]:
+    async def stage(self, worker: Worker, order: Mapping[str, Any]) -> StageReply:
         if not self.states:
-            raise NoSuchMethod("an older worker")
-        self.calls.append("staging")
-        return [{"state": state, "error": "no room"} for state in self.states.pop(0)]
+            raise NoSuchOrder("an older worker")
+        self.calls.append("stage")
+        assert read_offer(order["offer"], "secret").identity == order["identity"]
+        ranks = [{"state": state, "error": "no room"} for state in self.states.pop(0)]
+        return StageReply(4, ranks)
 
 
 async def test_a_worker_that_notifies_is_polled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     # Only a notification ends the wait before an hour.
-    monkeypatch.setattr(updates, "ASK_SECONDS", 3600.0)
+    monkeypatch.setattr(admin_module, "ASK_SECONDS", 3600.0)
     admin = Admin(None)
-    await asyncio.wait_for(stage(admin, WORKER, OFFER, "secret"), 30)  # type: ignore[arg-type]
+    await asyncio.wait_for(stage(admin, WORKER, SIGNED), 30)  # type: ignore[arg-type]
     assert admin.calls == ["rollway_stage", "rollway_staged"]
     assert admin.offer is not None and admin.offer.identity == OFFER.identity
 
 
-async def test_a_worker_that_reports_its_state_raises_nothing_while_it_stages() -> None:
-    """Every exception in an engine method is an error with a stack trace in the engine's log."""
-    states = [["running", "ready"], ["ready", "ready"]]
-    admin = Admin(notifications=0, states=states)
-    await stage(admin, WORKER, OFFER, "secret")  # type: ignore[arg-type]
-    assert admin.calls == ["rollway_stage", "staging", "staging"]
+async def test_a_worker_that_takes_orders_needs_one_call_with_its_label() -> None:
+    admin = Admin(states=[["ready", "ready"]])
+    preflight = await stage(admin, WORKER, SIGNED)  # type: ignore[arg-type]
+    assert preflight.verifies_itself and not preflight.is_starting
+    assert preflight.reply is not None and preflight.reply.label == 4
+    assert admin.calls == ["stage"]
+
+
+async def test_an_order_whose_ranks_are_not_done_is_repeated() -> None:
+    """Nothing is raised in the engine meanwhile: every exception in an engine method is an error
+    with a stack trace in its log."""
+    admin = Admin(states=[["running", "ready"], ["ready", "ready"]])
+    await stage(admin, WORKER, SIGNED)  # type: ignore[arg-type]
+    assert admin.calls == ["stage", "stage"]
+
+
+async def test_a_worker_that_is_still_starting_is_left_alone() -> None:
+    preflight = await stage(Admin(states=[[]]), WORKER, SIGNED, needs_label=True)  # type: ignore[arg-type]
+    assert preflight.is_starting
 
 
 async def test_a_rank_that_failed_to_stage_is_a_usage_error() -> None:
     admin = Admin(states=[["ready", "failed"]])
     with pytest.raises(UsageError, match="no room"):
-        await stage(admin, WORKER, OFFER, "secret")  # type: ignore[arg-type]
+        await stage(admin, WORKER, SIGNED)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("notifications", [0, 1])
 async def test_a_worker_that_cannot_notify_is_polled_repeatedly(notifications: int) -> None:
     admin = Admin("refused: still staging version 3.", None, notifications=notifications)
-    await stage(admin, WORKER, OFFER, "secret")  # type: ignore[arg-type]
+    await stage(admin, WORKER, SIGNED)  # type: ignore[arg-type]
     assert admin.calls == ["rollway_stage", "rollway_staged", "rollway_staged"]
 
 
@@ -89,10 +105,12 @@ async def test_a_refusal_is_a_usage_error() -> None:
         await Offered(OFFER, "secret").preflight(admin, WORKER)  # type: ignore[arg-type]
 
 
-async def test_staging_has_a_time_limit() -> None:
-    admin = Admin(*["still staging"] * 9)
+@pytest.mark.parametrize("by_order", [True, False])
+async def test_staging_has_a_time_limit(by_order: bool) -> None:
+    states = [["running", "running"]] * 9 if by_order else []
+    admin = Admin(*["still staging"] * 9, states=states)
     with pytest.raises(UsageError, match="has not got the weights within 0 s"):
-        await stage(admin, WORKER, OFFER, "secret", seconds=0.0)  # type: ignore[arg-type]
+        await stage(admin, WORKER, SIGNED, seconds=0.0)  # type: ignore[arg-type]
 
 
 async def test_the_error_names_a_worker_that_cannot_stage() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 np = pytest.importorskip("numpy")
 
 from rollway.errors import RolloutError, UsageError  # noqa: E402
-from rollway.rollout.mismatch import Mismatch, mismatch  # noqa: E402
+from rollway.rollout.mismatch import Mismatch, mismatch, split_mismatch  # noqa: E402
 
 LOGPROB = st.floats(-20.0, 0.0)
 PAIRS = st.lists(st.tuples(LOGPROB, LOGPROB), min_size=1, max_size=40)
@@ -165,3 +165,64 @@ def test_logprobs_that_are_not_finite_are_refused(bad: float) -> None:
         mismatch([-1.0, 0.0, bad], [-1.0, 0.0, -1.0], [1, 0, 1])
     with pytest.raises(RolloutError, match="engine"):
         mismatch([-1.0], [bad])
+
+
+@given(PAIRS)
+def test_equal_bits_are_counted_in_float32(pairs: list[tuple[float, float]]) -> None:
+    result = compute_figures(pairs)
+    same = [np.float32(trainer) == np.float32(engine) for trainer, engine in pairs]
+    assert result.equal == pytest.approx(sum(same) / len(pairs))
+    # Wires print a float32 with as many digits as identify it, or with those of a float64.
+    assert mismatch([-0.1], [float(np.float32(-0.1))]).equal == 1
+    assert mismatch([-0.1], [float(np.nextafter(np.float32(-0.1), np.float32(0)))]).equal == 0
+
+
+@given(st.lists(st.tuples(LOGPROB, LOGPROB, LOGPROB), min_size=1, max_size=40))
+def test_the_parts_of_a_mismatch_add_up(triples: list[tuple[float, float, float]]) -> None:
+    trainer, sampled, rescored = zip(*triples, strict=True)
+    split = split_mismatch(list(trainer), list(sampled), list(rescored))
+    assert split.total == mismatch(list(trainer), list(sampled))
+    assert split.total.k1 == pytest.approx(split.engine.k1 + split.trainer.k1, abs=1e-9)
+    assert split.total.max_abs <= (split.engine.max_abs + split.trainer.max_abs) * (1 + 1e-9)
+    # A cause other than rounding is a part above the limit, the engine's first.
+    limits = {"stale tokens": split.engine.k3, "another policy": split.trainer.k3}
+    if split.cause == "rounding":
+        assert max(limits.values()) <= 0.05
+    else:
+        assert limits[split.cause] > 0.05
+    assert json.loads(json.dumps(split.as_json()))["cause"] == split.cause
+
+
+def test_causes_are_told_apart_by_the_second_scoring() -> None:
+    generator = np.random.default_rng(0)
+    policy = -generator.exponential(2.0, 500)
+    other = policy + generator.normal(0, 1.0, 500)
+
+    def round_off(values: Any) -> Any:
+        return values + generator.normal(0, 0.02, 500)
+
+    def tell(trainer: Any, sampled: Any, rescored: Any) -> str:
+        return split_mismatch(round_off(trainer), sampled, round_off(rescored)).cause
+
+    assert tell(policy, policy, policy) == "rounding"
+    assert tell(policy, other, policy) == "stale tokens"
+    assert tell(other, policy, policy) == "another policy"
+    # Rounding of bfloat16 would be a bug in float32.
+    split = split_mismatch(round_off(policy), policy, policy, largest_rounding=1e-6)
+    assert split.cause == "another policy"
+
+
+def test_an_engine_of_equal_bits_shows_a_step_that_rounding_hides() -> None:
+    generator = np.random.default_rng(0)
+    policy = -generator.exponential(2.0, 500)
+    trainer = policy + generator.normal(0, 0.02, 500)  # rounding of bfloat16
+    stepped = policy + generator.normal(0, 0.02, 500)  # weights of one small step later
+    assert split_mismatch(trainer, policy, stepped).cause == "rounding"
+    assert split_mismatch(trainer, policy, stepped, largest_noise=1e-9).cause == "stale tokens"
+    assert split_mismatch(trainer, policy, policy, largest_noise=1e-9).cause == "rounding"
+
+
+def test_masked_tokens_are_in_no_part() -> None:
+    split = split_mismatch([-1.0, math.nan], [-1.0, 5.0], [-1.0, 7.0], [1, 0])
+    assert split.total.tokens == split.engine.tokens == split.trainer.tokens == 1
+    assert split.cause == "rounding" and split.total.equal == 1

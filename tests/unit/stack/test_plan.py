@@ -196,6 +196,22 @@ def test_a_server_on_all_interfaces_is_dialled_on_loopback() -> None:
     assert plan.get_dial_address("::1") == "[::1]"
 
 
+def test_ranks_cannot_share_a_gpu(plan_for: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preset, "list_gpus", lambda: ["0", "1"])
+    model = {"replicas": 1, "tensor_parallel": 2, "env": {"CUDA_VISIBLE_DEVICES": "0,0"}}
+    with pytest.raises(SpecError, match=r"a worker has 2 ranks, .* names 1 GPU"):
+        plan_for(model=model)
+    with pytest.raises(SpecError, match=r"a worker has 2 ranks, .* names 1 GPU"):
+        plan_for(model={**model, "tensor_parallel": 1, "pipeline_parallel": 2})
+    plan_for(model={**model, "env": {"CUDA_VISIBLE_DEVICES": "0,1"}})
+
+
+def test_options_of_the_user_count_however_they_are_written(plan_for: Any) -> None:
+    args = {"worker_extension_cls": "own.Extension"}
+    (worker,) = plan_for(model={"replicas": 1, "args": args}).by_role("worker")
+    assert "--worker-extension-cls" not in worker.argv and "--worker_extension_cls" in worker.argv
+
+
 # --- placed workers ------------------------------------------------------------------------------
 
 

@@ -11,24 +11,22 @@ import torch
 from safetensors.torch import save_file
 
 from rollway.errors import UsageError, WeightsError
+from rollway.fleet.admin import StageReply
 from rollway.fleet.discovery import Worker
 from rollway.integrations.verl.verl_buckets import BucketSender, BucketUpdate, make_bucket_update
 from rollway.weights.offer import read_offer
 
 
 class Admin:
-    """Records the sockets that each worker is given."""
+    """Notes which sockets each worker is offered."""
 
     def __init__(self) -> None:
         self.offers: dict[int, list[str]] = {}
 
-    async def call(self, worker: Worker, method: str, arguments: dict[str, Any]) -> None:
-        if method == "rollway_stage":
-            offer = read_offer(arguments["offer"], "secret")
-            self.offers[worker.instance_id] = offer.where["sockets"]
-
-    async def staging(self, worker: Worker, identity: str) -> list[dict[str, str]]:
-        return [{"state": "ready", "error": ""}]
+    async def stage(self, worker: Worker, order: dict[str, Any]) -> StageReply:
+        offer = read_offer(order["offer"], "secret")
+        self.offers[worker.instance_id] = offer.where["sockets"]
+        return StageReply(0, [{"state": "ready"}] * worker.world_size)
 
 
 def make_update(tmp_path: Path, sockets: list[str]) -> BucketUpdate:
@@ -40,7 +38,7 @@ async def test_every_rank_of_every_engine_has_a_sender(tmp_path: Path) -> None:
     update, admin = make_update(tmp_path, ["s0", "s1", "s2", "s3"]), Admin()
     workers = [Worker(number, "m", "http://x", world_size=2) for number in (9, 4)]
     for worker in (*workers, workers[0]):
-        assert await update.preflight(admin, worker)  # type: ignore[arg-type]
+        assert (await update.preflight(admin, worker)).verifies_itself  # type: ignore[arg-type]
     assert admin.offers == {9: ["s0", "s1"], 4: ["s2", "s3"]}
     assert (update.offer.nbytes, update.repeatable) == (20, False)
     with pytest.raises(UsageError, match="4 ranks of the trainer send weights"):

@@ -67,11 +67,11 @@ class Engines:
     async def workers(self) -> list[SimpleNamespace]:
         return [SimpleNamespace(name=name, error="") for name in self.names]
 
-    async def sleep(self, worker: SimpleNamespace) -> None:
-        self.calls.append(f"sleep {worker.name}")
+    async def sleep(self, level: int) -> None:
+        self.calls.append(f"sleep {level}")
 
-    async def wake(self, worker: SimpleNamespace) -> None:
-        self.calls.append(f"wake {worker.name}")
+    async def wake(self) -> None:
+        self.calls.append("wake")
 
     async def refit(self, version: int, offer: Offer, *, allow_cast: bool) -> Any:
         await asyncio.sleep(self.control_seconds)
@@ -141,12 +141,13 @@ def make_pool(engines: Engines, *, frees_memory: bool = False, **options: Any) -
         resume=engines.resume,
         workers=engines.workers,
         flush_cache=engines.flush_cache,
-        admin=engines,
         load_adapter=engines.load_adapter,
     )
     stack = SimpleNamespace(
         fleet=fleet,
         refit=engines.refit,
+        sleep=engines.sleep,
+        wake=engines.wake,
         rollouts=engines.rollouts,
         teacher=engines.teacher,
         name="s",
@@ -331,19 +332,19 @@ async def test_engines_sleep_after_the_last_answer_and_serve_when_their_cache_is
     await settle()
     sleeping = [asyncio.ensure_future(pool.sleep()) for _ in range(2)]
     await settle()
-    assert "sleep a" not in engines.calls
+    assert "sleep 1" not in engines.calls
     engines.finish.set()
     await asyncio.gather(*sleeping)
     assert (await running).stop_reason == "completed"
-    assert sorted(c for c in engines.calls if c.startswith("sleep")) == ["sleep a", "sleep b"]
+    assert engines.calls.count("sleep 1") == 1  # one fleet, whichever replica verl called
 
     waiting = request(pool)
     await pool.wake_up(tags=["weights"])
     await settle()
-    assert not waiting.done() and "wake a" in engines.calls
+    assert not waiting.done() and "wake" not in engines.calls
     await pool.wake_up(tags=["kv_cache"])
     assert (await waiting).stop_reason == "completed"
-    assert engines.calls.count("wake a") == 1
+    assert engines.calls.count("wake") == 1
 
 
 async def test_engines_beside_the_trainer_are_updated_in_verls_order(
@@ -361,8 +362,19 @@ async def test_engines_beside_the_trainer_are_updated_in_verls_order(
     assert not waiting.done()
     await pool.wake_up(tags=["kv_cache"])
     assert (await waiting).extra_fields["global_steps"] == 7
-    expected = ["sleep", "sleep", "wake", "wake", "refit", "flush", "generate"]
+    expected = ["sleep", "refit", "wake", "generate"]  # the refit takes the memory back
     assert [call.split()[0] for call in engines.calls] == expected
+
+
+async def test_engines_forget_their_weights_where_every_update_brings_them(
+    engines: Engines, pool: Pool
+) -> None:
+    pool = make_pool(engines, frees_memory=True, sleep_level=2)
+    await pool.sleep()
+    await pool.wake_up(tags=["weights"])
+    await pool.refit(make_offer(1), 7)
+    await pool.wake_up(tags=["kv_cache"])
+    assert engines.calls == ["sleep 2", "refit 1", "wake"]
 
 
 async def test_separate_engines_are_updated_in_verls_order(pool: Pool, engines: Engines) -> None:
@@ -575,7 +587,9 @@ async def test_tokens_carry_the_step_of_the_adapter_they_were_sampled_with(
     assert reply.info.next_version == 4
     assert engines.calls == [
         "refit 1",
+        "wake",  # an adapter needs an engine that is awake
         "load policy@2 of rank 8, keep 2",
+        "wake",
         "load policy@3 of rank 8, keep 2",
     ]
     assert (await request(pool)).extra_fields["global_steps"] == 1

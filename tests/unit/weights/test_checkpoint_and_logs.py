@@ -11,6 +11,7 @@ from safetensors.numpy import save_file
 
 from rollway.errors import UsageError
 from rollway.stack import logs
+from rollway.stack.children import find_hint
 from rollway.weights.checkpoint import (
     STABLE,
     check_checkpoint,
@@ -120,13 +121,13 @@ def test_the_tail_ends_with_the_error_that_matters(tmp_path: Path) -> None:
     log.write_text("\n".join(lines))
     shown = logs.read_error_tail(log, 5)
     assert any("ValueError" in line for line in shown)
-    assert "multiple of 32" in logs.find_hint(log)
+    assert "multiple of 32" in find_hint(log)
 
 
 def test_an_unknown_failure_points_to_the_log(tmp_path: Path) -> None:
     log = tmp_path / "w.log"
     log.write_text("all is well\n")
-    assert str(log) in logs.find_hint(log)
+    assert str(log) in find_hint(log)
     assert logs.tail(tmp_path / "none.log") == []
 
 

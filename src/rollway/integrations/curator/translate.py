@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollway.config import slug
 from rollway.errors import SpecError
+from rollway.model_spec import slug
 from rollway.roles import RawArgs
 
 NAME_LENGTH = 40

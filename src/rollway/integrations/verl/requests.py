@@ -5,7 +5,8 @@
     abort    shut the gate; engines return the tokens so far; cancel requests that no engine has
     resume   open it
     sleep    shut it; wait for the requests in flight; engines release their memory
-    wake     engines take their memory back; with the cache back, open the gate
+    wake     "weights": nothing, because the refit that follows takes the memory back by itself;
+             "kv_cache": wake engines that were not refitted, and open the gate
 
 verl calls these for every replica of a pool at once; the second call finds the work done.
 
@@ -27,7 +28,6 @@ from typing import Any
 
 from rollway.aio import Stack
 from rollway.errors import RolloutError, RollwayError
-from rollway.fleet.admin import call_all
 from rollway.integrations.verl.generation import (
     make_empty_output,
     make_output,
@@ -302,24 +302,19 @@ class Requests:
             self._gate.shut()  # a resume that held `control` may have opened it
             if self._tasks:
                 await asyncio.wait(self._tasks.values())
-            await self._call_workers("sleep")
+            await self._stack.sleep(self._options.sleep_level)
             self._asleep = True
 
     async def wake_up(self, tags: Sequence[str] | None) -> None:
-        """Wake the engines, and resume once verl wants the cache back. Dynamo wakes weights and
-        cache together."""
+        """Wake the engines and resume, once verl wants the cache back. Until then the memory of the
+        cache is free for the new weights."""
+        if tags is not None and "kv_cache" not in tags:
+            return
         async with self._control:
             if self._asleep:
-                await self._call_workers("wake")
+                await self._stack.wake()
                 self._asleep = False
-        if tags is None or "kv_cache" in tags:
-            await self.resume()
-
-    async def _call_workers(self, method: str) -> None:
-        fleet = self._stack.fleet
-        for result in await call_all(await fleet.workers(), getattr(fleet.admin, method)):
-            if isinstance(result, BaseException):
-                raise result
+        await self.resume()
 
     async def clear_cache(self) -> None:
         if not self._asleep:

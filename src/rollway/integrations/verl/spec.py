@@ -13,9 +13,11 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from rollway.config import RawArgs, StackSpec, slug
+from rollway.config import StackSpec
 from rollway.errors import UsageError
-from rollway.stack.plan import WORKER_EXTENSION
+from rollway.model_spec import slug
+from rollway.roles import RawArgs
+from rollway.stack.workers import WORKER_EXTENSION
 from rollway.weights.checkpoint import read_headers
 
 WHERE = "actor_rollout_ref.rollout.engine_kwargs.dynamo"
@@ -65,6 +67,9 @@ class Options(WeightOptions):
     free_engine: bool | None = None
     """Whether engines release their memory while the trainer trains; None:
     `rollout.free_cache_engine` decides."""
+    sleep_level: Literal[1, 2] = 1
+    """1: engines keep the weights in the host's memory while the trainer trains. 2: they forget
+    them, and every update brings them back; not with adapters."""
     etcd_endpoints: str | None = None
     """A running etcd for a pool on several nodes; without it Rollway starts one."""
     log_dir: Path | None = None

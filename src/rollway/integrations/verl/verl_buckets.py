@@ -32,9 +32,8 @@ from typing import Any, Self, TypeVar
 import msgspec
 
 from rollway.errors import UsageError, WeightsError
-from rollway.fleet.admin import AdminAPI
 from rollway.fleet.discovery import Worker
-from rollway.fleet.updates import Offered, stage
+from rollway.fleet.updates import Offered
 from rollway.weights.checkpoint import read_headers
 from rollway.weights.layout import ELEMENT_BYTES
 from rollway.weights.offer import Offer
@@ -174,11 +173,9 @@ class BucketUpdate(Offered):
     sockets: Sequence[str] = ()
     _assigned: dict[int, list[str]] = field(default_factory=dict)
 
-    async def preflight(self, admin: AdminAPI, worker: Worker) -> bool:
+    def offer_to(self, worker: Worker) -> Offer:
         where = {**self.offer.where, "sockets": self._assign_sockets(worker)}
-        offer = msgspec.structs.replace(self.offer, where=where)
-        await stage(admin, worker, offer, self.secret, self.allow_cast, self.stage_seconds)
-        return True
+        return msgspec.structs.replace(self.offer, where=where)
 
     def _assign_sockets(self, worker: Worker) -> list[str]:
         size = worker.world_size

@@ -127,6 +127,7 @@ class PoolWeights:
             if not await self._is_current(offer):
                 return UpdateReply(self._info(), accepted=False)
             version = self.versions.add(step)
+            await self.stack.wake()  # unlike a refit, an adapter needs an engine that is awake
             name = await self.stack.fleet.load_adapter(
                 ADAPTER, version, offer, config, keep=ADAPTERS_KEPT
             )

@@ -15,6 +15,7 @@ import msgspec
 from rollway.errors import RollwayError, StackNotRunning
 from rollway.fleet.discovery import Worker
 from rollway.http import Http
+from rollway.stack.ray import cluster
 from rollway.stack.ready import is_at
 from rollway.stack.state import StackState
 
@@ -24,11 +25,23 @@ _STATE_SECONDS = 1.0
 class RayAccess:
     """A stack on Ray, by its Head."""
 
-    def __init__(self, head: Any, name: str, witness: Any = None) -> None:
-        self.head = head
+    def __init__(self, head: Any, name: str, namespace: str, witness: Any = None) -> None:
         self.name = name
+        self.namespace = namespace
+        self._head, self._job = head, _get_job()
         self._witness = witness
         self._state: tuple[float, StackState] | None = None
+
+    @property
+    def head(self) -> Any:
+        """The Head. A handle dies with its connection, so it is looked up again after another
+        `ray.init` of the user."""
+        job = _get_job()
+        if job != self._job:
+            self._head, self._job = cluster.find_head(self.name, self.namespace), job
+        if self._head is None:
+            raise StackNotRunning(f"The stack `{self.name}` no longer runs on Ray.")
+        return self._head
 
     def read_state(self) -> StackState:
         state: StackState = msgspec.json.decode(self.call("read_state"), type=StackState)
@@ -108,6 +121,7 @@ class WatchedHttp(Http):
     async def before_request(self, method: str, url: str, body: Any) -> None:
         if self._end is not None:
             raise self._end
+        await super().before_request(method, url, body)
 
 
 class _Record:
@@ -135,6 +149,12 @@ class _Record:
 
     def _call(self, method: str, *arguments: Any) -> Any:
         return self._access.call("call_ledger", method, self._model, *arguments)
+
+
+def _get_job() -> str:
+    import ray
+
+    return str(ray.get_runtime_context().get_job_id()) if ray.is_initialized() else ""
 
 
 def create_witness() -> Any:

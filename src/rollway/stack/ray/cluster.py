@@ -127,6 +127,13 @@ def _check_same_cluster(ray: Any, address: str) -> None:
         )
 
 
+def get_address() -> str:
+    """Return the address of the cluster that this process is connected to."""
+    import ray
+
+    return str(ray.get_runtime_context().gcs_address)
+
+
 # --- nodes ---------------------------------------------------------------------------------------
 
 
@@ -212,7 +219,7 @@ def _make_examination() -> Any:
         if subprocess.run([engine, "-c", code], check=False).returncode:
             return (
                 f"{engine} has no package `dynamo`.",
-                "Install it there with `pip install 'rollway[gpu]'`, or set `python`.",
+                "Install it there with `pip install 'rollway[vllm]'`, or set `python`.",
             )
         for path in models:
             if Path(path).is_absolute() and not Path(path).is_dir():

@@ -17,7 +17,7 @@ from rollway.config import StackSpec
 from rollway.ranks import PlacedWorker
 from rollway.stack.locks import FIRST, Lease
 from rollway.stack.plan import ProcessPlan, StackPlan, plan_stack
-from rollway.stack.ray.placement import NodeInfo, Placement, plan_placement
+from rollway.stack.ray.placement import NodeInfo, Placement
 
 COLUMNS = ("process", "replica", "rank", "node", "GPUs", "command")
 _RUN_DIR = Path("/tmp/rollway-dry-run")
@@ -57,10 +57,10 @@ class _ExamplePorts(Lease):
         return wanted or next(self._next)
 
 
-def plan_processes(spec: StackSpec, nodes: Sequence[NodeInfo]) -> list[PlannedProcess]:
-    """Return all processes that a stack would have on these nodes; raise SpecError if it cannot be
-    placed."""
-    placement = plan_placement(spec, nodes)
+def plan_processes(
+    spec: StackSpec, placement: Placement, nodes: Sequence[NodeInfo]
+) -> list[PlannedProcess]:
+    """Return all processes of a stack that is placed on these nodes."""
     addresses = {node.id: node.address for node in nodes}
     gpus = {
         (place.model, place.role, place.replica, rank.node_rank): rank.gpus

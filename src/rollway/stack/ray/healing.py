@@ -188,7 +188,8 @@ class Healing:
             reasons = [f"{entry.place}: {entry.reason}" for entry in waiting]
             if reasons != self.waiting:
                 self.waiting = reasons
-                self._events.note("waiting", replicas=reasons)
+                if reasons:
+                    self._events.note("waiting", replicas=reasons)
             if again:
                 try:
                     parts = await self.parts.add(again)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
 import time
 from pathlib import Path
@@ -73,9 +74,9 @@ class Keeper:
         ray.kill(self._me)
 
     async def examine(self) -> dict[str, Any]:
-        """Return what only this node knows: its GPUs; and clear what dead runs left here."""
+        """Clear what dead runs left on this node; return its GPUs and the pid of this actor."""
         await asyncio.to_thread(_clear_dead_parts)
-        return {"gpus": preset.list_gpus()}
+        return {"gpus": preset.list_gpus(), "pid": os.getpid()}
 
     async def add_group(self, name: str, *, is_shared: bool) -> None:
         """Note a group with a bundle on this node. Called before the group is created."""

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from rollway.config import StackSpec
-from rollway.errors import SpecError, StackNotRunning, StartError, restore_error
+from rollway.errors import RollwayError, SpecError, StackNotRunning, StartError, UsageError
+from rollway.stack import local
 from rollway.stack.ray import cluster
 from rollway.stack.ray.access import RayAccess, create_witness, make_gone_error
-from rollway.stack.ray.dry_run import PlannedProcess, plan_processes
 from rollway.stack.ray.placement import NodeInfo, Placement, plan_placement
 from rollway.stack.state import StackState
 
@@ -42,6 +42,7 @@ class RayStack:
         self.access = access
         self.state = state
         self._connection = connection
+        self._address = cluster.get_address()
 
     def detach(self) -> None:
         """Leave the stack running when this process ends."""
@@ -51,7 +52,9 @@ class RayStack:
     def stop(self, progress: Progress | None = None) -> None:
         """Stop the stack; return when nothing of it is left."""
         try:
-            _stop(self.access, self.state.stop_seconds, progress)
+            # The user may have closed the connection since, or opened another.
+            with cluster.connect(self._address):
+                _stop(self.access, self.state.stop_seconds, progress)
         finally:
             self.close()
 
@@ -83,7 +86,7 @@ def start(
         witness, access = create_witness(), None
         try:
             head = _create_head(spec, placement, given_gpus, witness)
-            access = RayAccess(head, spec.name, witness)
+            access = RayAccess(head, spec.name, spec.ray.namespace, witness)
             state = _wait_until_ready(access, progress)
         except BaseException:
             _kill(witness)  # whatever has come into being, its owner is gone
@@ -95,16 +98,18 @@ def start(
         return RayStack(access, state, connection.pop_all())
 
 
-def plan(spec: StackSpec) -> list[PlannedProcess]:
-    """Return which process would run where now."""
+def plan(spec: StackSpec) -> tuple[Placement, list[NodeInfo]]:
+    """Return where the stack would run now."""
     with cluster.connect(spec.ray.address):
-        return plan_processes(spec, cluster.read_nodes())
+        nodes = cluster.read_nodes()
+        return plan_placement(spec, nodes), nodes
 
 
 def _check_placement(spec: StackSpec, placement: Placement, nodes: list[NodeInfo]) -> None:
     """Refuse what cannot work on the nodes of the plan, before anything is started there."""
-    from rollway.stack.ray.parts import get_python
+    from rollway.stack.ray.parts import check_runtime_envs, get_python
 
+    check_runtime_envs(spec)
     used = {placement.services, *(r.node for p in placement.replicas for r in p.ranks)}
     if len(used) > 1 and any(model.engine == "mocker" for model in spec.models):
         raise SpecError(
@@ -189,12 +194,18 @@ def _wait_until_ready(access: RayAccess, progress: Progress | None) -> StackStat
             except ray.exceptions.RayActorError as gone:
                 raise make_gone_error(access.name, gone) from None
             if error is not None:
-                raise restore_error(error)
+                raise _restore_error(error)
         state = access.read_state()
         if progress is not None:
             progress(state)
         if done:
             return state
+
+
+def _restore_error(error: Mapping[str, Any]) -> RollwayError:
+    if error["error"] == SpecError.__name__:
+        return SpecError(error["message"], error["hint"])
+    return StartError(error["message"], error["hint"], error.get("log_tail", ""))
 
 
 # --- find and stop -------------------------------------------------------------------------------
@@ -209,6 +220,28 @@ def is_likely() -> bool:
     return has_address and importlib.util.find_spec("ray") is not None
 
 
+def resolve_name(name: str | None) -> str:
+    """Return the name, or that of the only stack of this machine, or of the cluster it is in."""
+    if name is not None:
+        return name
+    try:
+        return local.resolve_name(None)
+    except StackNotRunning:
+        if not is_likely():
+            raise
+    return resolve_on_cluster()
+
+
+def resolve_on_cluster(address: str | None = None) -> str:
+    """Return the name of the only stack of a cluster, as NAMESPACE/NAME."""
+    names = [f"{state.ray_namespace}/{state.name}" for state in list_stacks(address)]
+    if len(names) == 1:
+        return names[0]
+    if names:
+        raise UsageError(f"There are several stacks: {', '.join(names)}.", "Name the one you mean.")
+    raise local.make_not_running_error(None)
+
+
 def find(target: str, address: str | None = None) -> RayStack | None:
     """Return a running stack by NAME or NAMESPACE/NAME; None if there is none."""
     namespace, _, name = target.rpartition("/")
@@ -217,12 +250,18 @@ def find(target: str, address: str | None = None) -> RayStack | None:
         head = cluster.find_head(name, namespace or None)
         if head is None:
             return None
-        access = RayAccess(head, name)
+        # The namespace of the one that was found; None would match others later.
+        access = RayAccess(head, name, _find_namespace(name, namespace))
         try:
             state = access.read_state()
         except StackNotRunning:
             return None
         return RayStack(access, state, connection.pop_all())
+
+
+def _find_namespace(name: str, namespace: str) -> str:
+    spaces = [space for space, stack in cluster.list_heads() if stack == name]
+    return namespace or next(iter(spaces), "")
 
 
 def list_stacks(address: str | None = None) -> list[StackState]:
@@ -233,7 +272,7 @@ def list_stacks(address: str | None = None) -> list[StackState]:
             head = cluster.find_head(name, namespace)
             with contextlib.suppress(StackNotRunning):
                 if head is not None:
-                    states.append(RayAccess(head, name).read_state())
+                    states.append(RayAccess(head, name, namespace).read_state())
     return states
 
 
@@ -259,8 +298,8 @@ def follow_log(stack: RayStack, process: str, lines: int) -> Iterator[str]:
 def _stop(access: RayAccess, stop_seconds: float, progress: Progress | None) -> None:
     import ray
 
-    head = access.head
     try:
+        head = access.head
         stopped = head.stop.remote()
         deadline = time.monotonic() + stop_seconds + _STOP_SECONDS
         while time.monotonic() < deadline:

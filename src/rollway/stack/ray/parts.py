@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollway.config import StackSpec, slug
-from rollway.errors import RollwayError, SpecError, StartError, restore_error
+from rollway.config import StackSpec
+from rollway.errors import RollwayError, SpecError, StartError
+from rollway.model_spec import slug
 from rollway.ranks import PlacedWorker, merge_runtime_envs
 from rollway.stack.plan import WILDCARDS
 from rollway.stack.ray import cluster
@@ -335,6 +336,20 @@ class Parts:
         return own
 
 
+def check_runtime_envs(spec: StackSpec) -> None:
+    """Refuse what Rollway would not carry out: engines are processes of supervisors, not Ray's."""
+    for model in spec.models:
+        merged = merge_runtime_envs(spec.runtime_env, model.runtime_env)
+        unused = sorted(merged.keys() - {"env_vars", "py_executable", "config"})
+        if unused:
+            raise SpecError(
+                f"The runtime_env of `{model.name}` has `{unused[0]}`, which Rollway does not "
+                "install.",
+                "Install it on the nodes, and name that interpreter with `py_executable` or "
+                "`python`.",
+            )
+
+
 def get_python(spec: StackSpec) -> str | None:
     """Return the interpreter of the engines: `python`, or the runtime_env's `py_executable`."""
     named = {
@@ -357,7 +372,10 @@ def _choose_host(requested: str, address: str) -> str:
 
 def _locate_error(error: Mapping[str, Any], where: str) -> RollwayError:
     """Restore the error of a part's start, with its node."""
-    return restore_error({**error, "message": f"On {where}: {error['message']}"})
+    message = f"On {where}: {error['message']}"
+    if error["error"] == SpecError.__name__:
+        return SpecError(message, error["hint"])
+    return StartError(message, error["hint"], error.get("log_tail", ""))
 
 
 def _get_gpus() -> list[str]:

@@ -19,8 +19,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from rollway.config import ModelSpec, StackSpec
+from rollway.config import StackSpec
 from rollway.errors import PlacementError, SpecError
+from rollway.model_spec import ModelSpec
 from rollway.ranks import LAUNCH_ARGS, RaySpec, normalise_option
 from rollway.stack.ray.packing import SearchLimit, Shape, list_splits, pack
 
@@ -161,10 +162,11 @@ def _pack_what_fits(room: list[int], shapes: Sequence[Shape]) -> list[list[int] 
         together = pack(room, shapes, is_narrow=True) or pack(room, shapes)
     places: list[list[int] | None] = []
     for number, shape in enumerate(shapes):
-        chosen = together[number] if together is not None else (pack(room, [shape]) or [None])[0]
-        for node in chosen or ():
-            room[node] -= shape.ranks // len(chosen or ())
-        places.append(chosen)
+        alone = [together[number]] if together is not None else pack(room, [shape])
+        places.append(alone[0] if alone else None)
+        for nodes in alone or ():
+            for node in nodes:
+                room[node] -= shape.ranks // len(nodes)
     return places
 
 
@@ -343,14 +345,14 @@ def _make_refusal(
     hint = "Lower `replicas` or the parallel sizes, add nodes, or free some."
     if ray.gpus and sum(node.gpus for node in nodes) < 1:
         hint = "Set `ray.gpus: 0` for engines on the CPU, or add nodes with GPUs."
-    return PlacementError(message, hint, tried=_list_tried(spec, nodes, replicas, capacities))
+    return PlacementError(message, hint, tried=_list_attempts(spec, nodes, replicas, capacities))
 
 
 def _describe_rank(ray: RaySpec) -> str:
     return f"{ray.gpus:g} GPU and {ray.cpus:g} CPU each"
 
 
-def _list_tried(
+def _list_attempts(
     spec: StackSpec,
     nodes: Sequence[NodeInfo],
     replicas: Sequence[_Replica],

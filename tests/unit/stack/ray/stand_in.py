@@ -210,7 +210,7 @@ class FakeKeeper:
         self._ray.running[fields["name"]] = self._handle
         self._stacks[fields["name"]] = asyncio.Event()
         self._ray.step(f"part {fields['name'].rpartition('-')[2]} on node {self.node[0]}")
-        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # a start takes time, in which others act
         if self.failure:
             await self.stop_part(fields["name"])
             return {"error": StartError(self.failure).as_json()}

@@ -15,6 +15,7 @@ from rollway.config import load_spec
 from rollway.stack import preset
 from rollway.stack.ray import cluster
 from rollway.stack.ray.dry_run import PlannedProcess, plan_processes
+from rollway.stack.ray.placement import plan_placement
 from tests.unit.stack.ray.test_placement import make_nodes
 
 
@@ -25,7 +26,9 @@ def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def plan(model: dict[str, Any], *gpus: float, **fields: Any) -> dict[str, PlannedProcess]:
     spec = load_spec({"models": [{"path": "org/m", **model}], "launcher": "ray", **fields})
-    return {row.process: row for row in plan_processes(spec, make_nodes(*gpus))}
+    nodes = make_nodes(*gpus)
+    rows = plan_processes(spec, plan_placement(spec, nodes), nodes)
+    return {row.process: row for row in rows}
 
 
 def option(row: PlannedProcess, name: str) -> str:
@@ -80,8 +83,8 @@ def test_the_command_prints_the_table_or_json(
     # No cluster here: tests/ray reads the nodes of a real one.
     monkeypatch.setattr(cluster, "connect", connect)
     monkeypatch.setattr(cluster, "read_nodes", lambda: make_nodes(1, 1))
-    command = ["up", "--model", "org/m", "--set", "launcher=ray", "--dry-run",
-               "--set", "ray.address=10.0.0.0:6379", "--set", "models.0.replicas=2"]  # fmt: skip
+    command = ["up", "--model", "org/m", "--on", "ray=10.0.0.0:6379", "--dry-run",
+               "--set", "models.0.replicas=2"]  # fmt: skip
     assert main(command) == 0
     table = capsys.readouterr().out
     assert "10.0.0.1" in table and "--served-model-name" in table

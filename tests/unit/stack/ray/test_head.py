@@ -97,6 +97,8 @@ async def test_replicas_of_a_lost_node_wait_for_room(monkeypatch: pytest.MonkeyP
     await wait_until_async(lambda: len(ray.running) == 2)
     await wait_until_async(lambda: run.head.object._healing.waiting == [])
     assert ray.keeper(2)
+    events = [entry["event"] for entry in await run.head.read_events.remote()]
+    assert events[-4:] == ["part lost", "node lost", "waiting", "placed again"]
     await run.head.stop.remote()
     await run.wait_until_over()
     assert ray.left() == {}

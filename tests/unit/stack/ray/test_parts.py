@@ -10,7 +10,7 @@ import pytest
 
 from rollway.config import StackSpec, load_spec
 from rollway.errors import SpecError
-from rollway.stack.ray.parts import Parts, get_python
+from rollway.stack.ray.parts import Parts, check_runtime_envs, get_python
 from rollway.stack.ray.placement import RankPlace, ReplicaPlace
 from rollway.stack.state import is_ray_part
 
@@ -97,3 +97,9 @@ def test_py_executable_is_the_interpreter_of_the_engines() -> None:
     assert python(python="/e/python", runtime_env={"py_executable": "/e/python"}) == "/e/python"
     with pytest.raises(SpecError, match="several interpreters"):
         python(python="/f/python", runtime_env={"py_executable": "/e/python"})
+
+
+def test_packages_that_nobody_would_install_are_refused() -> None:
+    spec = load_spec({"models": [{"path": "org/m", "runtime_env": {"pip": ["x"]}}]})
+    with pytest.raises(SpecError, match="has `pip`, which Rollway does not install"):
+        check_runtime_envs(spec)

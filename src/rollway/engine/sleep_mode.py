@@ -1,0 +1,165 @@
+"""What vLLM's sleep mode holds in this process, and what must not be touched while it sleeps.
+
+vLLM allocates inside a pool of its own allocator (`CuMemAllocator`) in two places:
+
+| tag | holds | level 1 | level 2 |
+|---|---|---|---|
+| `weights` | parameters, buffers, LoRA slots, the draft model | moved to the host | forgotten |
+| `kv_cache` | the KV cache | forgotten | forgotten |
+
+(Buffers are saved by vLLM itself at level 2.) Everything else is outside: captured graphs and their
+scratch, Triton's, NCCL's, what Rollway stages, and pinned host buffers. A sleeping allocation keeps
+its address and loses the memory behind it: a `LoadPlan` and captured graphs stay valid, but a copy
+to such an address ends the process. So every swap asks here first. Without the allocator (CPU, or
+an engine without sleep mode) nothing ever sleeps.
+"""
+
+from __future__ import annotations
+
+import sys
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rollway.engine.fingerprint import Proof
+from rollway.engine.memory import free_bytes
+from rollway.engine.patching import set_served
+from rollway.weights.checkpoint import TensorHeader
+
+_STOP_SECONDS = 60.0
+_ALLOCATOR = "vllm.device_allocator.cumem"
+
+
+class AsleepError(RuntimeError):
+    """Something would have used memory that sleeps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """A range of addresses in one of the pools."""
+
+    address: int
+    nbytes: int
+    tag: str
+    is_asleep: bool
+
+
+def list_allocations() -> list[Allocation]:
+    """Return what the pools of this process hold, by address."""
+    # By name, because importing it would load CUDA's library.
+    allocator = getattr(sys.modules.get(_ALLOCATOR), "CuMemAllocator", None)
+    instance = getattr(allocator, "instance", None)
+    if instance is None:
+        return []
+    return sorted(
+        (
+            Allocation(address, int(data.handle[1]), str(data.tag), bool(data.is_asleep))
+            for address, data in instance.pointer_to_data.items()
+        ),
+        key=lambda allocation: allocation.address,
+    )
+
+
+def find_allocation(tensor: torch.Tensor, allocations: list[Allocation]) -> Allocation | None:
+    """Return the allocation that a tensor is in; None if it is in no pool."""
+    address = tensor.data_ptr()
+    index = bisect_right([allocation.address for allocation in allocations], address) - 1
+    if index < 0 or address >= allocations[index].address + allocations[index].nbytes:
+        return None
+    return allocations[index]
+
+
+def refuse_sleeping(model: torch.nn.Module) -> None:
+    """Raise if memory of a parameter or buffer is gone."""
+    allocations = list_allocations()
+    if not any(allocation.is_asleep for allocation in allocations):
+        return
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        allocation = find_allocation(tensor, allocations)
+        if allocation is not None and allocation.is_asleep:
+            raise AsleepError(f"{name} sleeps: nothing may be copied into it before it is woken")
+
+
+def refuse_pooled(buffers: Iterable[torch.Tensor]) -> None:
+    """Raise if staged memory was allocated in a pool: the next sleep would take it away."""
+    allocations = list_allocations()
+    for buffer in buffers if allocations else ():
+        allocation = find_allocation(buffer, allocations)
+        if allocation is not None:
+            raise AsleepError(f"a staged buffer is in vLLM's pool for {allocation.tag}")
+
+
+def describe_memory(worker: Any, served: Mapping[str, TensorHeader] | None, level: int) -> Any:
+    """Return the memory of this rank as JSON types, and why it may not sleep at the level."""
+    device = next(worker.model_runner.get_model().parameters()).device
+    sleeping: dict[str, int] = {}
+    for allocation in list_allocations():
+        if allocation.is_asleep:
+            sleeping[allocation.tag] = sleeping.get(allocation.tag, 0) + allocation.nbytes
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        device = torch.device("cuda", device.index or 0)
+    else:
+        free, total = free_bytes(), _read_status("/proc/meminfo", "MemTotal")
+    return {
+        "device": str(device),
+        "free": int(free),
+        "total": int(total),
+        "resident": _read_status("/proc/self/status", "VmRSS"),
+        "asleep_bytes": sleeping,
+        "releases": bool(worker.model_config.enable_sleep_mode),
+        "refusal": explain_no_sleep(worker, served, level) if level else "",
+    }
+
+
+def explain_no_sleep(worker: Any, served: Mapping[str, TensorHeader] | None, level: int) -> str:
+    """Return why this rank may not sleep at a level; "" if it may."""
+    model = worker.model_runner.get_model()
+    on_cpu = next(model.parameters()).device.type == "cpu"
+    if not worker.model_config.enable_sleep_mode and not on_cpu:
+        return (
+            "the engine was started without sleep mode: set `enable-sleep-mode: true` in the "
+            "model's args, and start it again"
+        )
+    if level != 2:
+        return ""
+    reasons = {
+        "adapters are enabled": worker.vllm_config.lora_config is not None,
+        "a draft model is served": getattr(worker, "get_draft_model", lambda: None)() is not None,
+        f"the model is quantised ({worker.model_config.quantization})": (
+            worker.model_config.quantization is not None
+        ),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            return (
+                f"{reason}, and a refit would not bring back all that level 2 forgets: use level 1"
+            )
+    missing = Proof(model).list_missing(served) if served is not None else []
+    if missing:
+        return f"the checkpoint lacks {missing[0]}, so no refit would bring it back: use level 1"
+    return ""
+
+
+def prepare_sleep(worker: Any, level: int) -> None:
+    """Discard staged weights, and forget what will not be true after the sleep."""
+    staging = getattr(worker, "_rollway_staging", None)
+    if staging is not None:
+        # Of a refit whose process was killed. Its background task may read parameters: they must
+        # not vanish meanwhile.
+        if not staging.stop(_STOP_SECONDS):
+            raise AsleepError("weights are still being staged")
+        worker._rollway_staging = None
+    if level == 2:
+        set_served(worker, None)  # a patch needs the old weights
+
+
+def _read_status(path: str, field: str) -> int:
+    """Return a field of a file of /proc in bytes."""
+    lines = Path(path).read_text().splitlines()
+    values = (line.split()[1] for line in lines if line.startswith(f"{field}:"))
+    return int(next(values, "0")) * 1024

@@ -1,0 +1,199 @@
+"""One prefill and one decode vLLM worker on CPU, with NIXL between them, behind a real frontend."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import signal
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rollway
+from rollway.errors import UsageError
+from rollway.fleet.discovery import Worker
+from rollway.fleet.dynamo_admin import DynamoAdmin
+from rollway.http import Http
+from rollway.rollout.client import Rollout
+from rollway.rollout.sampling import Sampling
+from rollway.rollout.wire import completion_request
+from rollway.stack.disaggregated import has_nixl
+from rollway.stack.state import secret_file
+from rollway.versions import taint_of
+from tests.conftest import Cli
+from tests.stack.policies import Policy
+from tests.stack.serving import TOLERANCE, fresh_prompt, read_state
+from tests.stack.stacks import VLLM_ARGS
+from tests.waiting import wait_until
+
+pytestmark = [
+    pytest.mark.stack,
+    pytest.mark.skipif(not has_nixl(), reason="needs the module nixl: make setup"),
+]
+
+GREEDY = Sampling(max_tokens=16, temperature=0.0, ignore_eos=True)
+NAME = "apart"
+
+
+@pytest.fixture(scope="module")
+def apart(session_home: Path, base_model: Path) -> Iterator[rollway.Stack]:
+    """A stack with prefill and decode apart, shared by the tests of this file."""
+    model = {"path": str(base_model), "name": "tiny", "args": VLLM_ARGS}
+    model |= {"serving": "disaggregated", "prefill": {}, "decode": {"args": {"max-num-seqs": 32}}}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ROLLWAY_HOME", str(session_home))
+        opening = rollway.up({"name": NAME, "models": [model]})
+        stack = opening.__enter__()
+    yield stack
+    opening.__exit__(None, None, None)
+
+
+@pytest.fixture(autouse=True)
+def shared_home(monkeypatch: pytest.MonkeyPatch, own_home: Path, session_home: Path) -> None:
+    monkeypatch.setenv("ROLLWAY_HOME", str(session_home))
+
+
+@pytest.fixture(scope="module")
+def numbers() -> Iterator[int]:
+    """Versions of this stack, each used once."""
+    return itertools.count(1)
+
+
+def find_worker(stack: rollway.Stack, role: str) -> Worker:
+    return next(worker for worker in stack.fleet.workers() if worker.role == role)
+
+
+def check_versions(rollouts: list[Rollout], policies: dict[int, Policy]) -> float:
+    """Return the largest distance of a log-prob from torch's, each by the version of its token."""
+    distances = [0.0]
+    for rollout in rollouts:
+        for span in rollout.spans:
+            assert span.version is not None and rollout.logprobs is not None
+            before = rollout.prompt_ids + rollout.token_ids[: span.start]
+            tokens = rollout.token_ids[span.start : span.end]
+            logprobs = rollout.logprobs[span.start : span.end]
+            distances.append(policies[span.version].distance(before, tokens, logprobs))
+    return max(distances)
+
+
+def test_both_roles_are_listed_and_shown(apart: rollway.Stack, cli: Cli) -> None:
+    assert sorted(worker.role for worker in apart.fleet.workers()) == ["decode", "prefill"]
+    listing = json.loads(cli("fleet", "ls", NAME, "--json").stdout)
+    assert {row["role"] for row in listing["workers"]} == {"prefill", "decode"}
+    assert "tiny-prefill-0  prefill  ready" in cli("status", NAME).stdout
+
+
+def test_tokens_and_logprobs_equal_the_aggregated_stack(
+    apart: rollway.Stack,
+    vllm_stack: rollway.Stack,
+    policies: list[Policy],
+    versions: Iterator[int],
+    numbers: Iterator[int],
+) -> None:
+    policy = policies[1]
+    apart.refit(next(numbers), policy.path)
+    vllm_stack.refit(next(versions), policy.path)
+    prompts = [fresh_prompt(length) for length in (3, 31, 32, 33, 100, 257)]
+    split = [group[0] for group in apart.rollouts().generate_batch(prompts, GREEDY)]
+    whole = [group[0] for group in vllm_stack.rollouts().generate_batch(prompts, GREEDY)]
+    for mine, theirs in zip(split, whole, strict=True):
+        assert mine.token_ids == theirs.token_ids
+        assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
+        assert theirs.prefill_worker_id is None
+
+
+def test_a_rollout_names_both_workers_and_the_prefill_workers_prefix_hits(
+    apart: rollway.Stack,
+) -> None:
+    prompt, rollouts = fresh_prompt(), apart.rollouts()
+    (first,), (again,) = rollouts.generate(prompt, GREEDY), rollouts.generate(prompt, GREEDY)
+    assert first.worker_id == find_worker(apart, "decode").instance_id
+    assert first.prefill_worker_id == find_worker(apart, "prefill").instance_id
+    assert (first.cached_tokens, again.cached_tokens) == (0, 96)  # whole blocks of 32
+
+
+@pytest.mark.parametrize("mode", ["pause-all", "in-flight", "rolling"])
+def test_no_token_is_of_two_versions_when_a_refit_comes_between(
+    apart: rollway.Stack, policies: list[Policy], numbers: Iterator[int], mode: Any
+) -> None:
+    before, after = next(numbers), next(numbers)
+    apart.refit(before, policies[0].path)
+    sampling = Sampling(max_tokens=120, ignore_eos=True)
+    with ThreadPoolExecutor(8) as pool:
+        rollouts = apart.rollouts(timeout=240.0)
+        futures = [pool.submit(rollouts.generate, fresh_prompt(), sampling) for _ in range(24)]
+        wait_until(lambda: any(future.done() for future in futures), 120.0)
+        report = apart.refit(after, policies[2].path, mode=mode)
+        sampled = [rollout for future in futures for rollout in future.result()]
+    assert [worker.proof for worker in report.workers] == ["parameters"] * 2
+    assert {r.spans[-1].version for r in sampled} == {before, after}
+    assert check_versions(sampled, {before: policies[0], after: policies[2]}) < TOLERANCE
+
+
+def test_running_requests_cannot_be_kept(
+    apart: rollway.Stack, policies: list[Policy], numbers: Iterator[int]
+) -> None:
+    with pytest.raises(UsageError, match="prefill and decode apart"):
+        apart.refit(next(numbers), policies[1].path, mode="keep")
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_version_that_one_pool_has_is_refused_and_not_mixed(
+    apart: rollway.Stack, role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, version = find_worker(apart, role), 990
+    own = [taint_of(v) for v in apart.fleet.read_versions().values() if v is not None][:1]
+    _set_taints(worker, [*own, taint_of(version)])
+    try:
+        body = completion_request("tiny", fresh_prompt(), GREEDY, required_taint=taint_of(version))
+        request = urllib.request.Request(
+            f"{apart.frontend_url}/v1/completions",
+            json.dumps(body).encode(),
+            {"content-type": "application/json"},
+        )
+        with pytest.raises(urllib.error.HTTPError) as refusal:
+            urllib.request.urlopen(request, timeout=60)
+        assert refusal.value.code in (500, 503)
+    finally:
+        _set_taints(worker, own)
+    assert apart.rollouts().generate(fresh_prompt(), GREEDY)[0].token_ids
+
+
+def _set_taints(worker: Worker, taints: list[str]) -> None:
+    async def call() -> None:
+        secret = Path(secret_file(read_state(NAME))).read_text().strip()
+        async with Http() as http, DynamoAdmin(http, secret=secret).pinned() as admin:
+            await admin.set_taints(worker, taints)
+
+    asyncio.run(call())
+
+
+@pytest.mark.soak
+def test_a_killed_prefill_worker_is_healed_and_admitted(
+    apart: rollway.Stack, policies: list[Policy], numbers: Iterator[int]
+) -> None:
+    """It restarts with the base checkpoint; its pool serves the version again once it has it."""
+    version = next(numbers)
+    apart.refit(version, policies[1].path)
+    old = find_worker(apart, "prefill").instance_id
+    process = next(p for p in read_state(NAME).processes if p.worker_role == "prefill")
+    os.kill(process.pid or 0, signal.SIGKILL)
+    wait_until(
+        lambda: (
+            list(apart.fleet.read_versions().values()) == [version] * 2
+            and find_worker(apart, "prefill").instance_id != old
+        ),
+        240.0,
+        every=0.5,
+        what="the new prefill worker on the version",
+    )
+    (rollout,) = apart.rollouts().generate(fresh_prompt(), GREEDY)
+    assert rollout.prefill_worker_id != old
+    assert check_versions([rollout], {version: policies[1]}) < TOLERANCE

@@ -1,0 +1,41 @@
+"""What a real worker writes into its log while it is refitted and stopped."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import rollway
+from rollway.stack.state import StackDir
+from rollway.weights.transports.shm import ShmPublisher
+from tests.stack.policies import Policy
+from tests.stack.serving import assert_serves, tensors
+from tests.stack.stacks import VLLM_ARGS
+
+pytestmark = [pytest.mark.stack]
+MODES = ["pause-all", "rolling", "in-flight", "keep"]
+TROUBLE = re.compile(r"\bERROR\b|Traceback|force killing")
+PROBE = 'endpoint="rl"'
+"""Dynamo's own error if the frontend gives up a listing, as it may when the stack stops."""
+
+
+def test_refits_and_a_stop_write_no_error(base_model: Path, policies: list[Policy]) -> None:
+    """An engine that is asked too early raises, and each exception is an error with a stack trace;
+    an engine that gets no time to exit is killed."""
+    model = {"path": str(base_model), "name": "tiny", "args": VLLM_ARGS}
+    with rollway.up({"name": "quiet", "models": [model]}) as stack, ShmPublisher() as publisher:
+        logs = StackDir("quiet").logs
+        for version, mode in enumerate(MODES, 1):
+            policy = policies[version % len(policies)]
+            offer = publisher.publish(version, tensors(policy).items())
+            (worker,) = stack.refit(version, offer, mode=mode).workers  # type: ignore[arg-type]
+            assert (worker.state, worker.proof) == ("serving", "parameters")
+            assert_serves(stack, policy, version)
+        stack.refit(version + 1, policies[0].path)
+    workers = [path for path in logs.glob("*.log") if not path.name.startswith("frontend")]
+    lines = [line for path in workers for line in path.read_text().splitlines()]
+    assert sum("is served" in line for line in lines) >= len(MODES)  # these are the right logs
+    assert any("[shutdown]" in line for line in lines)
+    assert [line for line in lines if TROUBLE.search(line) and PROBE not in line] == []
