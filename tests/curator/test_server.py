@@ -256,11 +256,13 @@ def test_a_wrapper_around_ours_survives_uninstall(monkeypatch: pytest.MonkeyPatc
         calls.append(server)
         return below(server)
 
-    monkeypatch.setattr(curator.InferenceServer, "_create_backend", wrapper)
-    uninstall()
-    assert isinstance(choose(), DynamoBackend) and calls
-    install()
-    assert isinstance(choose(), RollwayBackend)
+    with monkeypatch.context() as patch:
+        patch.setattr(curator.InferenceServer, "_create_backend", wrapper)
+        for _ in range(2):
+            uninstall()
+            assert isinstance(choose(), DynamoBackend) and calls
+            install()
+            assert isinstance(choose(), RollwayBackend)
 
 
 def test_install_from_many_threads() -> None:

@@ -78,13 +78,20 @@ def _choose_backend(server: Any) -> RollwayBackend | None:
 
 _lock = threading.Lock()
 _is_installed = False
-_original: Callable[[Any], Any] = CuratorServer._create_backend
 
 
-def _create_installed(self: Any) -> Any:
-    """Stand in for `_create_backend` of Curator's server."""
-    backend = _choose_backend(self) if _is_installed else None
-    return backend or _original(self)
+def _make_hook(below: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a stand-in for `_create_backend` that passes on what is not Rollway's.
+
+    Every hook has its own method below. With one place for it, a hook that somebody wrapped, and
+    that is installed again on top, would be below itself."""
+
+    def create_backend(server: Any) -> Any:
+        backend = _choose_backend(server) if _is_installed else None
+        return backend or below(server)
+
+    create_backend.below = below  # type: ignore[attr-defined]
+    return create_backend
 
 
 def install() -> None:
@@ -92,11 +99,11 @@ def install() -> None:
 
     Code that names Curator's own classes (the judge workflow, the PDF server) then runs on Rollway.
     Call it as often as you like; servers that run already are not touched."""
-    global _is_installed, _original
+    global _is_installed
     with _lock:
-        if not _is_installed and CuratorServer._create_backend is not _create_installed:
-            _original = CuratorServer._create_backend
-            CuratorServer._create_backend = _create_installed
+        method = CuratorServer._create_backend
+        if not hasattr(method, "below"):
+            CuratorServer._create_backend = _make_hook(method)
         _is_installed = True
 
 
@@ -106,5 +113,5 @@ def uninstall() -> None:
     with _lock:
         _is_installed = False
         # Somebody may have wrapped the method after us; then ours stays below, and passes on.
-        if CuratorServer._create_backend is _create_installed:
-            CuratorServer._create_backend = _original
+        method = CuratorServer._create_backend
+        CuratorServer._create_backend = getattr(method, "below", method)
