@@ -15,14 +15,14 @@ The others do not apply:
                      Curator's own backend, which is what we replace
     test_backend     of the router's, three assert Curator's word for a mode (`round_robin`, None),
                      which Dynamo refuses or which says nothing (defect B), and three a rule against
-                     KV events with a hybrid cache that today's vLLM does not need; the rest mocks
-                     private methods: _launch_frontend, _deploy_and_healthcheck, _sweep_orphan_actors
+                     KV events with a hybrid cache that vLLM 0.31 does not need; the rest mocks
+                     private methods: _launch_frontend, _deploy_and_healthcheck and so on
     test_vllm        calls launch_replicas and mocks ManagedSubprocess.spawn
     test_placement   calls plan_replica_bundle_shape; tests/ray has our planner's tests
     test_subprocess_mgr   calls ManagedSubprocess, the actor that Rollway has no need of
     test_infra, test_runtime_env   call private functions of Curator's backend
-    test_config (two files)   pass, but run Curator's config classes only, which ours does not touch:
-                     they would pass without us, so they show nothing
+    test_config (two files)   pass, but run Curator's config classes only, which we do not
+                     replace: they would pass without us, so they show nothing
     test_integration, ray_serve/   need two GPUs; or are about the Ray Serve backend
 """
 
