@@ -6,6 +6,10 @@ cluster.
     F sweeps by the dashboard  G KV ports      H one replica of N   I programs, on which node
     J pip beside uv  K names   L PP and DP     M master port        N disaggregated ports
     O NATS not needed          P hash seeds    Q the head's GPUs    R nothing is watched
+
+Of the reviewers' ten findings, 2, 3 and 8 are here. 1 (a stop without a start removes nothing) is
+in test_K of test_ray.py, 5 is I, 6 and 7 (processes end before their groups) are test_F there, 10
+is test_disaggregated_roles of test_translate.py. 4 and 9 are about Curator's own tests.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -121,6 +122,15 @@ def test_B_C_two_models_and_round_robin(session: None, make_server: MakeServer) 
     config = {"router": DynamoRouterConfig(mode="round_robin")}
     with make_server("orgA/mock", "orgB/mock", config=config) as server:
         assert list_models(server) == ["orgA/mock", "orgB/mock"]
+    wait_until(is_clean)
+
+
+def test_a_port_that_is_taken_is_only_a_preference(session: None, make_server: MakeServer) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with make_server(port=port) as server:
+            assert server.port != port
+            assert list_models(server) == ["tiny"]
     wait_until(is_clean)
 
 
