@@ -24,7 +24,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", default="judged", help="a directory for the JSON lines")
     options = parser.parse_args()
-    ray = RayClient(num_gpus=None if shutil.which("nvidia-smi") else 1, include_dashboard=False)
+    ray = RayClient(num_gpus=None if shutil.which("nvidia-smi") else 1)
     ray.start()
     try:
         judge(options.out)

@@ -48,7 +48,7 @@ def main() -> None:
 
     # Without a GPU, Ray only counts what it is told: enough for engines on the CPU.
     gpus = None if shutil.which("nvidia-smi") else options.replicas
-    ray = RayClient(num_gpus=gpus, include_dashboard=False)
+    ray = RayClient(num_gpus=gpus)
     ray.start()
     try:
         with InferenceServer(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +13,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SHIM = Path(__file__).with_name("shim")
+GPUS = 4
+"""What the clusters of these tests count; there are no such devices."""
 ENGINE_PYTHON = Path(os.environ.get("ROLLWAY_TEST_ENGINE_PYTHON", ROOT / ".venv/bin/python"))
 
 if importlib.util.find_spec("nemo_curator") is None:
@@ -34,3 +38,25 @@ def nothing_stays_installed() -> Iterator[None]:
     from rollway.integrations.curator import uninstall
 
     uninstall()
+
+
+@contextlib.contextmanager
+def run_cluster(home: Path, *, dashboard: bool) -> Iterator[str]:
+    """Run a cluster of one node for the block; yield its address, which is $RAY_ADDRESS, too."""
+    from ray.cluster_utils import Cluster
+
+    head = {"num_cpus": 12, "num_gpus": GPUS, "include_dashboard": dashboard}
+    with pytest.MonkeyPatch.context() as patch:
+        # Two cores: Ray's own timeouts fire before its processes have started.
+        patch.setenv("RAY_raylet_start_wait_time_s", "400")
+        patch.setenv("RAY_agent_register_timeout_ms", "400000")
+        patch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+        patch.setenv("ROLLWAY_ENGINE_PYTHON", str(ENGINE_PYTHON))
+        # Of the actors on the node, which do not see the driver's.
+        patch.setenv("ROLLWAY_HOME", str(home))
+        nodes = Cluster(initialize_head=True, head_node_args=head)
+        patch.setenv("RAY_ADDRESS", nodes.address)
+        try:
+            yield nodes.address
+        finally:
+            nodes.shutdown()

@@ -19,37 +19,24 @@ import psutil
 import pytest
 import ray
 from nemo_curator.core.serve import DynamoRouterConfig, DynamoServerConfig, DynamoVLLMModelConfig
-from ray.cluster_utils import Cluster
 from ray.util import list_named_actors, placement_group_table
 
 from rollway.integrations.curator import InferenceServer
 from rollway.integrations.curator.backend import ServerError
-from tests.curator.conftest import ENGINE_PYTHON, ROOT, SHIM
+from rollway.stack.ray import launcher
+from tests.curator.conftest import GPUS, ROOT, SHIM, run_cluster
 from tests.footprint import Footprint
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(900)]
-GPUS = 4
-EXECUTORS = ("ray-data", "ray-actor-pool", "xenna")
 MakeServer = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a cluster of one node. It has no dashboard, which Curator's own needs (F)."""
-    head = {"num_cpus": 12, "num_gpus": GPUS, "include_dashboard": False}
-    with pytest.MonkeyPatch.context() as patch:
-        # Two cores: Ray's own timeouts fire before its processes have started.
-        patch.setenv("RAY_raylet_start_wait_time_s", "400")
-        patch.setenv("RAY_agent_register_timeout_ms", "400000")
-        patch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-        patch.setenv("ROLLWAY_ENGINE_PYTHON", str(ENGINE_PYTHON))
-        # Of the actors on the node, which do not see the driver's.
-        patch.setenv("ROLLWAY_HOME", str(tmp_path_factory.mktemp("cluster-home")))
-        nodes = Cluster(initialize_head=True, head_node_args=head)
-        patch.setenv("RAY_ADDRESS", nodes.address)
-        yield nodes.address
-        nodes.shutdown()
+    """A cluster without a dashboard, which Curator's own backend needs (F)."""
+    with run_cluster(tmp_path_factory.mktemp("cluster-home"), dashboard=False) as address:
+        yield address
 
 
 @pytest.fixture
@@ -260,66 +247,16 @@ def test_I_programs_are_looked_for_where_they_run(
 
 def test_R_a_worker_that_dies_is_replaced(session: None, make_server: MakeServer) -> None:
     with make_server() as server:
-        worker = find_worker()
-        worker.kill()
-        wait_until(lambda: (new := find_worker()) is not None and new.pid != worker.pid, 60)
+        name = server._backend_impl._stack.spec.name
+        first = find_worker(name)
+        os.kill(first, signal.SIGKILL)
+        wait_until(lambda: find_worker(name) not in (first, None), 60)
         wait_until(lambda: list_models(server) == ["tiny"], 60)
 
 
-def find_worker() -> psutil.Process | None:
-    for process in psutil.process_iter(["cmdline"]):
-        words = process.info["cmdline"] or []
-        is_engine = "dynamo.vllm" in words and any("rollway-curator" in word for word in words)
-        if is_engine and str(ROOT) in " ".join(words):
-            return process
-    return None
-
-
-def test_pipelines_on_light_workers(cluster: str, tmp_path: Path, footprint: Footprint) -> None:
-    run_pipelines("light", tmp_path)
-    assert not footprint.settle(60)
-
-
-@pytest.mark.slow
-def test_pipelines_on_vllm(cluster: str, tmp_path: Path, footprint: Footprint) -> None:
-    run_pipelines("vllm", tmp_path)
-    assert not footprint.settle(60)
-
-
-def run_pipelines(kind: str, directory: Path) -> None:
-    """Every executor in one driver: start, a pipeline per model, stop, and again."""
-    command = [sys.executable, "-m", "tests.curator.driver", kind, str(directory), *EXECUTORS]
-    log = directory / "driver.log"
-    with log.open("w") as output:
-        driver = subprocess.run(
-            command, stdout=subprocess.PIPE, stderr=output, text=True, cwd=ROOT, timeout=800
-        )
-    assert driver.returncode == 0, log.read_text()[-3000:]
-    results = [json.loads(line) for line in driver.stdout.splitlines() if line.startswith("{")]
-    assert [result["executor"] for result in results] == list(EXECUTORS)
-    for result in results:
-        assert {name: len(rows) for name, rows in result["rows"].items()} == {
-            "org-a/tiny": 6,
-            "org-b/tiny": 6,
-        }
-        assert all(row["text"] for rows in result["rows"].values() for row in rows)
-
-
-@pytest.mark.slow
-def test_the_judge_workflow_on_vllm(cluster: str, tmp_path: Path, footprint: Footprint) -> None:
-    """It names Curator's own classes, and reaches Rollway by `install`."""
-    out = tmp_path / "judged"
-    script = (
-        "import sys; sys.path.insert(0, 'examples/curator'); import judge; "
-        f"judge.judge({str(out)!r})"
-    )
-    log = tmp_path / "judge.log"
-    with log.open("w") as output:
-        result = subprocess.run(
-            [sys.executable, "-c", script], stdout=output, stderr=output, cwd=ROOT, timeout=800
-        )
-    assert result.returncode == 0, log.read_text()[-3000:]
-    rows = [json.loads(line) for file in out.glob("*.jsonl") for line in file.open()]
-    assert len(rows) == 4
-    assert {row["clarity"]["clear"]["score"] for row in rows} <= {1, 2}
-    assert not footprint.settle(60)
+def find_worker(name: str) -> int | None:
+    """Return the process id of the stack's only worker, once it is ready."""
+    stack = launcher.find(name)
+    assert stack is not None
+    (worker,) = (process for process in stack.state.processes if process.role == "worker")
+    return worker.pid if worker.state == "ready" else None

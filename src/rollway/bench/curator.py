@@ -27,6 +27,7 @@ ROWS = 600
 REPLICAS = 2
 CPUS = 10
 """Ray counts them. Curator's backend takes three for its services and one per worker."""
+FIGURES = ("ready_seconds", "stop_seconds", "rows_per_second", "client_rate", "bare_rate")
 LIMITS = {"ready": 1.0, "stop": 1.0, "rows": 0.98, "client": 0.95}
 """Ours against theirs: times at most, rates at least."""
 
@@ -66,12 +67,33 @@ class CuratorReport:
     def as_json(self) -> dict[str, Any]:
         return {
             "rounds": [asdict(r) for r in self.rounds],
+            "medians": {
+                backend: {figure: self.median(backend, figure) for figure in FIGURES}
+                for backend in ("curator", "rollway")
+            },
             "ready": self.compare("ready_seconds"),
             "stop": self.compare("stop_seconds"),
             "rows": self.compare("rows_per_second"),
             "client": self.client_ratio,
             "limits": LIMITS,
         }
+
+
+def format_figures(figures: dict[str, Any]) -> str:
+    """Write the report as a table in Markdown: theirs, ours, the ratio and what is asked of it."""
+    theirs, ours = figures["medians"]["curator"], figures["medians"]["rollway"]
+    rows = [
+        ("ready, s", theirs["ready_seconds"], ours["ready_seconds"], "ready", "at most"),
+        ("stop, s", theirs["stop_seconds"], ours["stop_seconds"], "stop", "at most"),
+        ("rows/s", theirs["rows_per_second"], ours["rows_per_second"], "rows", "at least"),
+        ("requests/s, bare client and Curator's", ours["bare_rate"], ours["client_rate"], "client",
+         "at least"),
+    ]  # fmt: skip
+    lines = ["| | Curator's | Rollway | ratio | limit |", "|---|---:|---:|---:|---:|"]
+    for title, first, second, name, word in rows:
+        limit = f"{word} {figures['limits'][name]}"
+        lines.append(f"| {title} | {first:.1f} | {second:.1f} | {figures[name]:.2f} | {limit} |")
+    return "\n".join(lines)
 
 
 def bench_curator(

@@ -53,7 +53,8 @@ def main() -> None:
 @contextlib.contextmanager
 def _run_cluster(cpus: int, gpus: int) -> Iterator[None]:
     """Run a cluster of one node, whose GPUs are only counted."""
-    head = {"num_cpus": cpus, "num_gpus": gpus, "include_dashboard": False}
+    # Curator's backend looks for leftovers through the dashboard, and would wait for it in vain.
+    head = {"num_cpus": cpus, "num_gpus": gpus, "include_dashboard": True}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     os.environ["RAY_ADDRESS"] = cluster.address
     try:

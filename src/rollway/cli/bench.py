@@ -193,6 +193,19 @@ def ray(options: argparse.Namespace) -> int:
     return 0
 
 
+def curator(options: argparse.Namespace) -> int:
+    require("torch", "transformers", "dynamo")
+    from rollway.bench.curator import bench_curator, format_figures
+
+    python = options.curator_python.absolute()
+    with tempfile.TemporaryDirectory(prefix="rollway-bench-") as scratch:
+        report = bench_curator(
+            python, Path(sys.executable), _build_demo_model(), Path(scratch), print_progress
+        )
+    _print_figures(options, report.as_json(), format_figures)
+    return 0
+
+
 def gpu(options: argparse.Namespace) -> int:
     require("torch")
     from rollway.bench.gpu import run_command
@@ -365,39 +378,3 @@ def _format_arm(report: VerlReport, row: ArmFigures) -> tuple[str, ...]:
         f"{row.mean('ms_per_token'):.2f} ({fast:.2f} to {slow:.2f})",
         "" if ratio is None else f"{ratio:.2f}",
     )
-
-
-# --- curator ---------------------------------------------------------------------------------
-
-
-def curator(options: argparse.Namespace) -> int:
-    require("torch", "transformers", "dynamo")
-    from rollway.bench.curator import LIMITS, bench_curator
-
-    with tempfile.TemporaryDirectory(prefix="rollway-bench-") as scratch:
-        report = bench_curator(
-            options.curator_python.absolute(),
-            Path(sys.executable),
-            _build_demo_model(),
-            Path(scratch),
-            print_progress,
-        )
-    if options.json:
-        print_json(report.as_json())
-        return 0
-    rows = []
-    for name, figure in (
-        ("ready", "ready_seconds"),
-        ("stop", "stop_seconds"),
-        ("rows", "rows_per_second"),
-    ):
-        theirs, ours = report.median("curator", figure), report.median("rollway", figure)
-        limit = f"{'at least' if name == 'rows' else 'at most'} {LIMITS[name]}"
-        title = figure.replace("_", " ")
-        rows.append((title, f"{theirs:.2f}", f"{ours:.2f}", f"{ours / theirs:.2f}", limit))
-    bare, client = report.median("rollway", "bare_rate"), report.median("rollway", "client_rate")
-    limit = f"at least {LIMITS['client']}"
-    title = "requests per second: bare client, Curator's"
-    rows.append((title, f"{bare:.1f}", f"{client:.1f}", f"{report.client_ratio:.2f}", limit))
-    print_table(("figure", "theirs", "ours", "ratio", "limit"), rows, text_columns=1)
-    return 0
