@@ -102,6 +102,11 @@ class _TimedStage(QAMultilingualSyntheticStage):  # type: ignore[misc]
         batch.data["seconds"] = time.perf_counter() - began
         return batch
 
+    def _process_llm_response(self, response: list[str]) -> str:
+        # A mocker's tokens may all be special ones: then the content is None, which Curator's own
+        # method does not expect.
+        return str(super()._process_llm_response([text or "" for text in response]))
+
 
 def _generate(endpoint: str, rows: int) -> float:
     """Run the pipeline; return its rows per second, without the start of Ray's workers."""
