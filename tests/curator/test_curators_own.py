@@ -18,7 +18,7 @@ The others do not apply:
                      KV events with a hybrid cache that vLLM 0.31 does not need; the rest mocks
                      private methods: _launch_frontend, _deploy_and_healthcheck and so on
     test_vllm        calls launch_replicas and mocks ManagedSubprocess.spawn
-    test_placement   calls plan_replica_bundle_shape; tests/ray has our planner's tests
+    test_placement   calls plan_replica_bundle_shape; test_defects.py has its cases
     test_subprocess_mgr   calls ManagedSubprocess, the actor that Rollway has no need of
     test_infra, test_runtime_env   call private functions of Curator's backend
     test_config (two files)   pass, but run Curator's config classes only, which we do not

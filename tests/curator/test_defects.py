@@ -29,11 +29,13 @@ from nemo_curator.core.serve import (
 
 from rollway.config import StackSpec, parse_spec
 from rollway.errors import SpecError, StartError
+from rollway.integrations.curator.backend import make_launcher_fields
 from rollway.integrations.curator.translate import make_fields, make_stack_name
 from rollway.stack import disaggregated
 from rollway.stack import plan as planning
 from rollway.stack.locks import Lease
 from rollway.stack.plan import StackPlan, plan_stack
+from rollway.stack.ray.placement import NodeInfo, Placement, plan_placement
 from tests.curator.conftest import ENGINE_PYTHON
 
 KV_EVENTS = DynamoRouterConfig(mode="kv", kv_events=True)
@@ -145,8 +147,6 @@ def test_P_all_processes_hash_alike(plan: Plan) -> None:
 
 
 def test_Q_free_gpus_of_the_head_are_not_taken_from_those_of_others() -> None:
-    from rollway.stack.ray.placement import NodeInfo, plan_placement
-
     fields = translate(DynamoVLLMModelConfig("org/m", num_replicas=2)).model_dump(mode="json")
     spec = StackSpec.model_validate({**fields, "launcher": "ray", "ray": {"head": "avoid"}})
     # The head's GPUs are all in use: taking its total off what is free would leave nothing.
@@ -154,6 +154,57 @@ def test_Q_free_gpus_of_the_head_are_not_taken_from_those_of_others() -> None:
     other = NodeInfo("w", "10.0.0.2", is_head=False, cpus=8, gpus=2, labels={})
     placement = plan_placement(spec, [head, other])
     assert {rank.node for replica in placement.replicas for rank in replica.ranks} == {"w"}
+
+
+@pytest.mark.parametrize(
+    ("size", "gpus", "nodes"),
+    [
+        (4, [8, 8], 1),
+        (4, [5, 8], 1),
+        (8, [4, 4], 2),
+        (8, [4, 4, 4, 4], 2),
+        (6, [4, 4, 4], 2),
+        (12, [4, 4, 4], 3),
+        (8, [2, 2, 2, 2], 4),
+    ],
+)
+def test_replicas_are_placed_as_in_curator(size: int, gpus: list[int], nodes: int) -> None:
+    """Curator's own cases: whole if possible, else evenly over as few nodes as possible."""
+    (replica,) = place(size, gpus).replicas
+    assert len({rank.node for rank in replica.ranks}) == nodes
+    assert {rank.gpus for rank in replica.ranks} == {size / nodes}
+
+
+@pytest.mark.parametrize(
+    ("size", "gpus"),
+    [(4, [1, 3]), (6, [2, 2]), (8, [6, 3, 3]), (3, [2, 2]), (8, [4, 2, 2]), (1, [])],
+)
+def test_replicas_without_an_even_split_are_refused_as_in_curator(
+    size: int, gpus: list[int]
+) -> None:
+    with pytest.raises(SpecError):
+        place(size, gpus)
+
+
+def test_the_head_is_left_out_as_in_curator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CURATOR_IGNORE_RAY_HEAD_NODE", "1")
+    (replica,) = place(8, [16, 4, 4]).replicas
+    assert [rank.node for rank in replica.ranks] == ["1", "2"]
+    with pytest.raises(SpecError, match="head"):
+        place(4, [8])
+
+
+def place(size: int, gpus: list[int]) -> Placement:
+    """Place a replica of this tensor-parallel size; the first node is the head."""
+    fields = translate(
+        DynamoVLLMModelConfig("org/m", engine_kwargs={"tensor_parallel_size": size})
+    ).model_dump(mode="json")
+    spec = StackSpec.model_validate({**fields, **make_launcher_fields()})
+    nodes = [
+        NodeInfo(str(i), f"10.0.0.{i}", is_head=i == 0, cpus=32, gpus=count, labels={})
+        for i, count in enumerate(gpus)
+    ]
+    return plan_placement(spec, nodes)
 
 
 def test_R_services_listen_for_their_own_machine_only(plan: Plan) -> None:
