@@ -33,5 +33,5 @@ def test_the_table_names_each_limit() -> None:
 
 
 def test_a_missing_environment_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no interpreter .*missing"):
+    with pytest.raises(UsageError, match=r"no interpreter .*missing"):
         bench_curator(tmp_path / "missing", tmp_path, tmp_path, tmp_path, print)
