@@ -43,6 +43,9 @@ def nothing_stays_installed() -> Iterator[None]:
 @contextlib.contextmanager
 def run_cluster(home: Path, *, dashboard: bool) -> Iterator[str]:
     """Run a cluster of one node for the block; yield its address, which is $RAY_ADDRESS, too."""
+    # As in the drivers of users: Curator's import sets limits of Ray's dashboard, without which
+    # the monitor of Xenna fails after some seconds.
+    import nemo_curator  # noqa: F401
     from ray.cluster_utils import Cluster
 
     head = {"num_cpus": 12, "num_gpus": GPUS, "include_dashboard": dashboard}
