@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from rollway.errors import StackNotRunning
 from rollway.stack import local
 from rollway.stack.preset import cache_dir
 from rollway.stack.state import list_stacks
@@ -64,7 +66,8 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, session_home: Path
     # A test that fails half-way must not leave a stack behind for the next one.
     monkeypatch.setenv("ROLLWAY_HOME", str(home))
     for state in list_stacks():
-        local.stop(state.name)
+        with contextlib.suppress(StackNotRunning):  # it has just ended by itself
+            local.stop(state.name)
 
 
 @pytest.fixture(scope="session")

@@ -176,6 +176,8 @@ class Engine:
                 reason = await self._slow_first_step(entry)
             else:
                 reason = self._step(entry)
+            if reason is not None:
+                self._finish(entry)  # before its last chunk is delivered, as in vLLM
             # The first token is not held back, as with vLLM's stream interval.
             if reason is not None or entry.unsent >= CHUNK or entry.count == entry.unsent == 1:
                 yield entry.chunk(reason)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
 from rollway.orders import MEMORY, SLEEP, WAKE
@@ -57,6 +57,12 @@ class AdminRoutes:
         self._sleep_level = 0
         self._sleeping: set[str] = set()
         self._load_seconds = float(os.environ.get("LIGHT_LOAD_SECONDS", "0"))
+
+    async def generate(self, request: Body, context: Any) -> AsyncIterator[Body]:
+        """Generate by the object that has the routes, as in Dynamo's vLLM workers: the guard stamps
+        the answers of that object's `generate`."""
+        async for chunk in self._engine.generate(request, context):
+            yield chunk
 
     def table(self) -> dict[str, Route]:
         names = [

@@ -110,8 +110,8 @@ class Worker:
         generate = self.runtime.endpoint(f"{namespace}.{component}.{name}")
         rl = self.runtime.endpoint(f"{namespace}.{component}.rl")
         registry = RLRouteRegistry(self.runtime, world_size=1)
-        routes = SlowRoutes(self.runtime)
-        register_rl_routes(routes, registry, AdminRoutes(self.engine).table(), enable_dispatch=True)
+        routes, admin = SlowRoutes(self.runtime), AdminRoutes(self.engine)
+        register_rl_routes(routes, registry, admin.table(), enable_dispatch=True)
         register_model_taint_route(routes, generate)
         if _loses_registration():
             log.error("Unable to register service for discovery")
@@ -120,9 +120,7 @@ class Worker:
         await self._register(generate)
         labels = [("model", self._args.served_model_name)]
         served = [
-            generate.serve_endpoint(
-                self.engine.generate, graceful_shutdown=False, metrics_labels=labels
-            ),
+            generate.serve_endpoint(admin.generate, graceful_shutdown=False, metrics_labels=labels),
             rl.serve_endpoint(
                 _slow_probe(registry), graceful_shutdown=False, metrics_labels=labels
             ),

@@ -82,8 +82,7 @@ async def test_a_later_refit_sends_two_requests_to_each_worker(
     assert not any(url.startswith(stack.rl_url) for url in urls)
     spans = [[span.version for span in rollout.spans] for group in groups for rollout in group]
     assert all(versions in ([1], [2], [1, 2]) for versions in spans)
-    # An in-flight refit of these light workers sometimes leaves no token of the old version.
-    assert mode == "in-flight" or [1, 2] not in spans
+    assert ([1, 2] in spans) == (mode == "in-flight")
 
 
 async def test_a_worker_that_joins_between_refits_is_listed_and_moved(

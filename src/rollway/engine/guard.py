@@ -156,6 +156,15 @@ def give_time_to_stop(engine_client: Any) -> None:
     engine_client.shutdown = engine_client._rollway_stop = stop
 
 
+def cache_environment() -> None:
+    """Have vLLM read its environment variables once in this process, as it does in the engine's.
+
+    It reads some for every chunk of tokens that it sends: a quarter of the time of that work."""
+    envs = sys.modules.get("vllm.envs")
+    if envs is not None and hasattr(envs, "enable_envs_cache"):
+        envs.enable_envs_cache()
+
+
 def install(guard: Guard) -> None:
     """Guard every admin route that this process registers from now on."""
     core: Any = importlib.import_module("dynamo._core")
@@ -183,6 +192,7 @@ def install(guard: Guard) -> None:
             for _, own in workers:
                 if own.belongs_to(owner):
                     handler = own.refit.stamp(handler)
+                    cache_environment()  # the engine has started, so nothing sets variables now
         return serve(endpoint, handler, *args, **kwargs)
 
     core.DistributedRuntime.register_engine_route = register_engine_route

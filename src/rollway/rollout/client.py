@@ -207,8 +207,8 @@ class Rollouts(Sender):
             return trajectory.rollout("length", ticket.version)
         if not self.resumes:
             return trajectory.rollout("aborted", ticket.version)
-        if not versions.changing:
-            # This process's own refit knows better, and hundreds of cut rollouts need not ask.
+        if ticket.version == versions.current and not versions.changing:
+            # Otherwise this process knows of the refit, and hundreds of cut rollouts need not ask.
             await self._refresh_workers(now=True)
         current = ticket.version == versions.current and not versions.changing
         if current and self._is_still_current(ticket, worker):

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import socket
+import sys
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
@@ -300,3 +301,21 @@ async def test_orders_of_a_worker_need_a_signature(monkeypatch: pytest.MonkeyPat
     order = {"rollway_order": sign("a secret", REFIT, guard.verifier.process, ORDER)}
     assert (await routes[REFIT](order))["status"] == "ok"
     assert handler._weight_version == 5
+
+
+async def test_vllm_reads_its_environment_once_when_a_worker_serves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[str] = []
+    runtime = type("Runtime", (), {"register_engine_route": lambda *_: None})
+    endpoint = type("Endpoint", (), {"serve_endpoint": lambda *_: None})
+    core = SimpleNamespace(DistributedRuntime=runtime, Endpoint=endpoint)
+    monkeypatch.setattr(importlib, "import_module", lambda _: core)
+    envs = SimpleNamespace(enable_envs_cache=lambda: calls.append("cached"))
+    monkeypatch.setitem(sys.modules, "vllm.envs", envs)  # type: ignore[arg-type]
+    install(Guard("a secret"))
+    handler = Handler()
+    runtime().register_engine_route("set_weight_version", handler.set_weight_version)
+    assert calls == []  # its engine may still be starting
+    endpoint().serve_endpoint(handler.generate)
+    assert calls == ["cached"]

@@ -157,7 +157,7 @@ class SimWorker:
         self.issued_by: int | None = None
         """The operation whose update may have failed."""
         self.entering: int | None = None
-        self.paused_by, self.served, self.known = 0, 0, True
+        self.paused_by, self.served, self.known_to = 0, 0, 0
         self.engine_label: int | None = None
         """The version whose requests the engine admits; None admits all."""
         self.sleep_level = 0
@@ -346,7 +346,8 @@ class SimWorker:
         self.served = max(self.served, version)
 
     def declare(self, version: int) -> None:
-        self.known = self.label is None or self.label >= 0
+        if self.label is None or self.label >= 0:
+            self.known_to = OP.get()  # a refit that has a canary answer from before
         self.set_label(version)
         if version >= 0:
             self.issued_by = None  # the caller has verified it
@@ -369,7 +370,7 @@ class SimWorker:
             old, self.weights = self.weights, f"{self.weights}|{new}"
             await asyncio.sleep(self.load_seconds)  # half-written meanwhile
             # Of a worker in doubt there is no canary answer from before, so a lie would not show.
-            is_lie = fault == "lie" and (self.world.verifying or self.known)
+            is_lie = fault == "lie" and (self.world.verifying or self.known_to == OP.get())
             if fault != "half":
                 self.weights = old if is_lie else new
             if verified and self.weights != new:

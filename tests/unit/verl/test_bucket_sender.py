@@ -63,3 +63,25 @@ async def test_if_the_engines_refused_their_reason_is_raised(
     pool = SimpleNamespace(receive_buckets=Refuses())
     with pytest.raises(UsageError, match="another one"):
         await BucketSender("j", 0, 2, 1).send_as_first(iter([]), pool, 1)
+
+
+async def test_the_pool_is_called_before_the_sender_blocks_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[list[str]] = []
+
+    async def reply() -> dict[str, float]:
+        return {"seconds": 1.0}
+
+    class Pool:
+        def remote(self, sockets: list[str], step: int | None) -> Any:
+            calls.append(sockets)  # Ray sends a call at once, not when its result is awaited
+            return reply()
+
+    async def send(self: BucketSender, weights: Any) -> None:
+        assert calls  # verl's sender waits here without giving way to other tasks
+
+    monkeypatch.setattr(BucketSender, "send", send)
+    pool = SimpleNamespace(receive_buckets=Pool())
+    figures = await BucketSender("j", 0, 2, 1).send_as_first(iter([]), pool, 1)
+    assert figures == {"seconds": 1.0}

@@ -144,12 +144,9 @@ class BucketSender:
     async def send_as_first(self, weights: Any, pool: Any, step: int | None) -> dict[str, float]:
         """Send as rank 0, which also has the pool start the receivers."""
         sockets = [str(self.get_socket(rank)) for rank in range(self.world)]
-
-        async def call_pool() -> dict[str, float]:
-            figures: dict[str, float] = await pool.receive_buckets.remote(sockets, step)
-            return figures
-
-        refit = asyncio.ensure_future(call_pool())
+        # The call is sent here, not in a task: verl's sender blocks the event loop until the
+        # engines receive.
+        refit = asyncio.ensure_future(pool.receive_buckets.remote(sockets, step))
         try:
             await self.send(weights)
         except Exception:
@@ -158,7 +155,8 @@ class BucketSender:
             if refit.done():
                 await refit
             raise
-        return await refit
+        figures: dict[str, float] = await refit
+        return figures
 
     async def _skip_tied(self, weights: Any) -> AsyncIterator[NamedTensor]:
         async for name, tensor in iterate(weights):
