@@ -5,7 +5,7 @@ BIN := .venv/bin
 # says which. `make test ARGS="-n 0"` runs them one after the other.
 PARALLEL := -n 2 --dist loadfile --durations 15
 
-.PHONY: help setup setup-verl demo docs test test-all test-fast test-ray test-verl lint format clean
+.PHONY: help setup setup-curator setup-verl demo docs test test-all test-curator test-fast test-ray test-verl lint format clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -16,6 +16,9 @@ setup:  ## create .venv with everything the other targets need
 setup-verl: setup  ## create .venv-verl, where verl's trainer runs
 	@$(PYTHON) scripts/setup_verl_env.py
 
+setup-curator: setup  ## create .venv-curator, where NeMo Curator's pipelines run
+	@$(PYTHON) scripts/setup_curator_env.py
+
 demo: setup  ## train a tiny policy with GRPO on a real Dynamo stack
 	@$(BIN)/rollway demo
 
@@ -23,10 +26,10 @@ docs: setup  ## write docs/api.md from the docstrings
 	@$(BIN)/python scripts/api_page.py
 
 test: setup  ## all tests but the soaks, against real Dynamo and vLLM on CPU
-	@$(BIN)/python -m pytest --ignore tests/verl --ignore tests/ray $(PARALLEL) $(ARGS)
+	@$(BIN)/python -m pytest --ignore tests/verl --ignore tests/ray --ignore tests/curator $(PARALLEL) $(ARGS)
 
 test-all: setup  ## all tests, with the soaks and every example of the fuzzers
-	@ROLLWAY_TEST_SOAK=1 $(BIN)/python -m pytest --ignore tests/verl --ignore tests/ray $(PARALLEL) $(ARGS)
+	@ROLLWAY_TEST_SOAK=1 $(BIN)/python -m pytest --ignore tests/verl --ignore tests/ray --ignore tests/curator $(PARALLEL) $(ARGS)
 
 test-fast: setup  ## unit and property tests only
 	@$(BIN)/python -m pytest -m "not stack" $(ARGS)
@@ -36,6 +39,9 @@ test-ray: setup  ## stacks on Ray clusters of several raylets of this machine
 
 test-verl: setup-verl  ## verl's own trainer on a real stack, in all of its modes
 	@$(BIN)/python -m pytest tests/verl $(ARGS)
+
+test-curator: setup-curator  ## NeMo Curator's pipelines on real stacks, on a Ray cluster
+	@.venv-curator/bin/python -m pytest tests/curator $(ARGS)
 
 lint: setup  ## ruff and mypy
 	@$(BIN)/ruff check .
@@ -47,4 +53,4 @@ format: setup  ## let ruff rewrite the files
 	@$(BIN)/ruff format .
 
 clean:  ## remove the environment and caches
-	rm -rf .venv .venv-verl .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-curator .venv-verl .mypy_cache .ruff_cache .pytest_cache .hypothesis

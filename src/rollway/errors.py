@@ -7,7 +7,7 @@ wrong input, 1 for a failure at run time.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -76,6 +76,15 @@ class StartError(RollwayError):
 
 class PortInUse(StartError):
     """Another program has a requested port."""
+
+
+def restore_error(error: Mapping[str, Any]) -> RollwayError:
+    """Make the error of a start that another process wrote with `as_json`."""
+    if error["error"] == SpecError.__name__:
+        return SpecError(error["message"], error["hint"])
+    # A caller with a choice takes another port.
+    kind = PortInUse if error["error"] == PortInUse.__name__ else StartError
+    return kind(error["message"], error["hint"], error.get("log_tail", ""))
 
 
 class StackNotRunning(RollwayError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -200,6 +201,19 @@ def ray(options: argparse.Namespace) -> int:
         run = bench_launching(spec, options.nodes, print_progress)
         figures["launching"] = asyncio.run(run)
     _print_figures(options, figures, format_figures)
+    return 0
+
+
+def curator(options: argparse.Namespace) -> int:
+    require("torch", "transformers", "dynamo")
+    from rollway.bench.curator import bench_curator, format_figures
+
+    python = options.curator_python.absolute()
+    with tempfile.TemporaryDirectory(prefix="rollway-bench-") as scratch:
+        report = bench_curator(
+            python, Path(sys.executable), _build_demo_model(), Path(scratch), print_progress
+        )
+    _print_figures(options, report.as_json(), format_figures)
     return 0
 
 

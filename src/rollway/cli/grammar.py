@@ -248,6 +248,10 @@ def _add_bench_commands(add: Add) -> None:
     parser.add_argument("--keep", type=Path, metavar="DIR", help=text)
     text = "write the table after <!-- rollway bench verl -->"
     parser.add_argument("--write", type=Path, metavar="FILE", help=text)
+    parser = add("curator", "bench:curator", "Curator's own backend and ours, one pipeline each")
+    python = Path(".venv-curator/bin/python")
+    text = "interpreter of the environment with Curator (.venv-curator/bin/python)"
+    parser.add_argument("--curator-python", type=Path, default=python, metavar="PATH", help=text)
     parser = add("refit", "bench:refit", "load new weights into a worker, over every transport")
     parser.add_argument("--megabytes", type=int, default=520, help="size of the model")
     text = "only these (and stock)"

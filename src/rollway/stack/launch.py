@@ -10,11 +10,10 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from rollway import private, processes
 from rollway.config import StackSpec
-from rollway.errors import RollwayError, SpecError, StartError
+from rollway.errors import StartError, restore_error
 from rollway.processes import ProcessId
 from rollway.stack.locks import NamedLock, describe
 from rollway.stack.state import StackDir, StackState
@@ -70,17 +69,10 @@ def wait_until_ready(
             if state.phase == "ready" and not has_exited:
                 return state
             if state.error is not None:
-                raise _restore_error(state.error)
+                raise restore_error(state.error)
         if has_exited:
             raise _make_exit_error(directory, supervisor)
         time.sleep(_POLL_SECONDS)
-
-
-def _restore_error(error: dict[str, Any]) -> RollwayError:
-    """Make the error that the supervisor wrote into its state."""
-    if error["error"] == SpecError.__name__:
-        return SpecError(error["message"], error["hint"])
-    return StartError(error["message"], error["hint"], error.get("log_tail", ""))
 
 
 def _make_stopped_error(directory: StackDir) -> StartError:

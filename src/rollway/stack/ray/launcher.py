@@ -20,7 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from rollway.config import StackSpec
-from rollway.errors import RollwayError, SpecError, StackNotRunning, StartError, UsageError
+from rollway.errors import (
+    SpecError,
+    StackNotRunning,
+    StartError,
+    UsageError,
+    restore_error,
+)
 from rollway.stack import local
 from rollway.stack.ray import cluster
 from rollway.stack.ray.access import RayAccess, create_witness, make_gone_error
@@ -195,18 +201,12 @@ def _wait_until_ready(access: RayAccess, progress: Progress | None) -> StackStat
             except ray.exceptions.RayActorError as gone:
                 raise make_gone_error(access.name, gone) from None
             if error is not None:
-                raise _restore_error(error)
+                raise restore_error(error)
         state = access.read_state()
         if progress is not None:
             progress(state)
         if done:
             return state
-
-
-def _restore_error(error: Mapping[str, Any]) -> RollwayError:
-    if error["error"] == SpecError.__name__:
-        return SpecError(error["message"], error["hint"])
-    return StartError(error["message"], error["hint"], error.get("log_tail", ""))
 
 
 # --- find and stop -------------------------------------------------------------------------------

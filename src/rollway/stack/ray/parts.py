@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollway.config import StackSpec
-from rollway.errors import RollwayError, SpecError, StartError
+from rollway.errors import RollwayError, SpecError, StartError, restore_error
 from rollway.model_spec import slug
 from rollway.ranks import PlacedWorker, merge_runtime_envs
 from rollway.stack.plan import WILDCARDS
@@ -378,10 +378,7 @@ def _choose_host(requested: str, address: str) -> str:
 
 def _locate_error(error: Mapping[str, Any], where: str) -> RollwayError:
     """Restore the error of a part's start, with its node."""
-    message = f"On {where}: {error['message']}"
-    if error["error"] == SpecError.__name__:
-        return SpecError(message, error["hint"])
-    return StartError(message, error["hint"], error.get("log_tail", ""))
+    return restore_error({**error, "message": f"On {where}: {error['message']}"})
 
 
 def _get_gpus() -> list[str]:

@@ -1,0 +1,43 @@
+"""The report of `rollway bench curator`; the measurement itself needs Curator's environment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rollway.bench.curator import CuratorReport, Round, bench_curator, format_figures
+from rollway.errors import UsageError
+
+ROUNDS = [
+    Round("curator", 20.0, 100.0, 4.0, 80.0, 90.0),
+    Round("rollway", 10.0, 110.0, 2.0, 99.0, 100.0),
+    Round("rollway", 12.0, 90.0, 3.0, 97.0, 100.0),
+    Round("rollway", 11.0, 99.0, 2.0, 98.0, 100.0),
+]
+
+
+def test_ratios_are_of_medians() -> None:
+    figures = CuratorReport(ROUNDS).as_json()
+    assert figures["ready"] == 11.0 / 20.0
+    assert figures["stop"] == 0.5
+    assert figures["rows"] == 0.99
+
+
+def test_clients_are_compared_within_a_round() -> None:
+    """Across rounds, a faster machine in one of them would look like a faster client."""
+    slow, fast = Round("rollway", 1, 1, 1, 90.0, 100.0), Round("rollway", 1, 1, 1, 180.0, 200.0)
+    figures = CuratorReport([ROUNDS[0], slow, fast]).as_json()
+    assert figures["client_ratios"] == [0.9, 0.9] and figures["client"] == 0.9
+
+
+def test_the_table_names_each_limit() -> None:
+    table = format_figures(CuratorReport(ROUNDS).as_json())
+    assert "| ready, s | 20.0 | 11.0 | 0.55 | at most 1.0 |" in table
+    assert "| rows/s | 100.0 | 99.0 | 0.99 | at least 0.98 |" in table
+    assert "| 100.0 | 98.0 | 0.98 | at least 0.95 |" in table
+
+
+def test_a_missing_environment_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"no interpreter .*missing"):
+        bench_curator(tmp_path / "missing", tmp_path, tmp_path, tmp_path, print)
