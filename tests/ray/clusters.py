@@ -65,13 +65,14 @@ def settle(seconds: float = 60.0) -> dict[str, list[str]]:
 
 def spawn_driver(code: str, *arguments: object) -> subprocess.Popen[str]:
     """Run Python code as another driver; its output is a pipe."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return subprocess.Popen(
         [sys.executable, "-c", code, *map(str, arguments)],
         stdout=subprocess.PIPE,
         stdin=subprocess.PIPE,
         text=True,
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
     )
 
 

@@ -48,6 +48,7 @@ with rollway.up(json.loads(sys.argv[2])) as stack:
     rows = job.take_all()
     report = stack.refit(1, sys.argv[3])
     rollouts = stack.rollouts().generate(list(range(40, 100)), SHORT, n=4)
+wait_until(lambda: count_free() == 4, 30)  # nodes report what is free a moment later
 answer = {
     "free": free, "rows": rows, "serving": report.serving, "left": list_left(),
     "versions": [rollout.weight_version for rollout in rollouts], "free again": count_free(),
