@@ -1,9 +1,10 @@
 # Every target creates or reuses .venv; the first run installs about 3 GB, later ones start at once.
 PYTHON ?= python3
 BIN := .venv/bin
-# Two processes: one has the tests of real engines, the other those of processes; tests/groups.py
-# says which. `make test ARGS="-n 0"` runs them one after the other.
-PARALLEL := -n 2 --dist loadfile --durations 15
+# Two processes: one begins with the tests of real engines, the other with those of processes;
+# tests/groups.py says which. The order stays, so that short unit tests fill the end.
+# `make test ARGS="-n 0"` runs them one after the other.
+PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder --durations 15
 
 .PHONY: help setup setup-curator setup-verl demo docs test test-all test-curator test-fast test-ray test-verl lint format clean
 

@@ -10,11 +10,14 @@ from pathlib import PurePath
 
 from xdist.scheduler import LoadFileScheduling
 
-PROCESSES = {
-    "bad_input", "bench_gpu_engine", "bench_router", "chaos", "chaos_gateway", "demo", "join",
-    "disaggregated_shapes", "lifecycle", "light_stack", "ranks_over_machines",
+PROCESSES = {"bad_input", "chaos", "chaos_gateway", "lifecycle", "light_stack"}
+"""Of tests/stack: those that start and kill stacks of their own."""
+ALONE = {
+    "bench_gpu_engine", "bench_router", "demo", "disaggregated_shapes", "join",
+    "ranks_over_machines",
 }  # fmt: skip
-"""Of tests/stack: those that start and kill stacks of their own. The others use real engines."""
+"""Of tests/stack: the same, each a group of its own for the process that has done its first group.
+The others share real engines."""
 ELSEWHERE = {
     "tests/device/test_models.py": "engines",
     "tests/security/test_admin_port.py": "engines",
@@ -25,9 +28,12 @@ ELSEWHERE = {
 def find_group(nodeid: str) -> str:
     """Return the group of a test; files are groups of their own unless they share a stack."""
     file = nodeid.split("::", 1)[0]
-    if PurePath(file).parts[:2] == ("tests", "stack"):
-        return "processes" if PurePath(file).stem.removeprefix("test_") in PROCESSES else "engines"
-    return ELSEWHERE.get(file, file)
+    name = PurePath(file).stem.removeprefix("test_")
+    if PurePath(file).parts[:2] != ("tests", "stack"):
+        return ELSEWHERE.get(file, file)
+    if name in ALONE:
+        return file
+    return "processes" if name in PROCESSES else "engines"
 
 
 class StackScheduling(LoadFileScheduling):

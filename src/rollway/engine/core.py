@@ -99,13 +99,14 @@ def install() -> bool:
 
 
 def is_fatal(engine: Any, request: Any) -> bool:
-    """Return whether vLLM would die of a request. With adapters enabled, its CPU kernels expect one
-    row of logits for each request, and prompt log-probs are one for each token (0.31)."""
+    """Return whether vLLM would die of a request. While an adapter is loaded, its CPU kernels need
+    one row of logits for each request, and prompt log-probs have one for each token (0.31)."""
     params: Any = getattr(request, "sampling_params", None)
     config: Any = getattr(engine, "vllm_config", None)
     if getattr(params, "prompt_logprobs", None) is None or config is None:
         return False
-    return config.lora_config is not None and config.device_config.device_type == "cpu"
+    is_exposed = config.lora_config is not None and config.device_config.device_type == "cpu"
+    return is_exposed and bool(engine.list_loras())
 
 
 def read_all_ranks(collective_rpc: Callable[..., list[Any]]) -> Callable[..., list[Any]]:

@@ -106,7 +106,7 @@ def flatten(raw: Any, ids: Sequence[int]) -> list[float | None]:
         raise RolloutError(
             f"The engine sent {count} prompt log-probs for {len(ids)} tokens.",
             "The engine must support prompt_logprobs: the mocker does not, and vLLM on a CPU not "
-            "together with `enable-lora`; serve the teacher as a model without it.",
+            "while an adapter is loaded; serve the teacher as a model without adapters.",
         )
     logprobs: list[float | None] = [None]
     for position, (entry, token) in enumerate(zip(raw, ids, strict=True)):

@@ -136,18 +136,21 @@ def test_an_engine_refuses_requests_of_other_versions(engine: Any) -> None:
 @pytest.mark.parametrize(
     ("device", "adapters", "prompt_logprobs", "refused"),
     [
-        ("cpu", "on", 0, True),
-        ("cuda", "on", 0, False),
+        ("cpu", {1}, 0, True),
+        ("cuda", {1}, 0, False),
         ("cpu", None, 0, False),
-        ("cpu", "on", None, False),
+        ("cpu", set(), 0, False),
+        ("cpu", {1}, None, False),
     ],
 )
 def test_a_request_of_which_vllm_would_die_is_refused(
-    engine: Any, device: str, adapters: str | None, prompt_logprobs: int | None, refused: bool
+    engine: Any, device: str, adapters: set[int] | None, prompt_logprobs: int | None, refused: bool
 ) -> None:
     engine.vllm_config = SimpleNamespace(
-        lora_config=adapters, device_config=SimpleNamespace(device_type=device)
+        lora_config=None if adapters is None else "on",
+        device_config=SimpleNamespace(device_type=device),
     )
+    engine.list_loras = lambda: adapters
     request: Any = FakeRequest("scored", None)
     request.sampling_params = SimpleNamespace(prompt_logprobs=prompt_logprobs)
     engine.add_request(request, 0)

@@ -14,12 +14,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import os
 import re
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rollway.errors import StartError, UsageError
@@ -28,6 +30,9 @@ from rollway.stack.ray.placement import NodeInfo
 INSTALL = "Install it with `pip install 'rollway[ray]'`."
 _HEAD_NAME = re.compile(r"rollway/([a-z0-9-]+)")
 _PART_NAME = re.compile(r"rollway/([0-9a-f]{16})/.+")
+_CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
+"""Where Ray writes the address of the cluster that was last started on this machine."""
+_REACH_SECONDS = 2.0
 _CONNECT_SECONDS = 5.0
 _ANSWER_SECONDS = 10.0
 _UNAVAILABLE_SECONDS = 0.5
@@ -99,11 +104,7 @@ def _open(ray: Any, address: str | None) -> None:
                 f"The Ray cluster at {address} does not accept this process.",
                 "If it uses tokens, set RAY_AUTH_MODE=token here, and give the cluster's token.",
             ) from None
-        where = f"at {address}" if address else "on this machine, and RAY_ADDRESS is not set"
-        raise UsageError(
-            f"There is no Ray cluster {where}.",
-            "Start one with `ray start --head`, or give its address: --on ray=HOST:PORT.",
-        ) from None
+        raise _make_absent_error(address) from None
     except RuntimeError as error:
         if "ersion mismatch" not in str(error):
             raise
@@ -113,8 +114,30 @@ def _open(ray: Any, address: str | None) -> None:
         ) from None
 
 
+def has_local_cluster() -> bool:
+    """Whether a cluster runs where Ray's file says so. One that was killed leaves the file."""
+    try:
+        host, _, port = _CURRENT_CLUSTER.read_text().strip().rpartition(":")
+        socket.create_connection((host, int(port)), _REACH_SECONDS).close()
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _make_absent_error(address: str | None) -> UsageError:
+    where = f"at {address}" if address else "on this machine, and RAY_ADDRESS is not set"
+    return UsageError(
+        f"There is no Ray cluster {where}.",
+        "Start one with `ray start --head`, or give its address: --on ray=HOST:PORT.",
+    )
+
+
 def _check_reachable(address: str | None) -> None:
-    """Raise unless something listens at host:port; Ray itself would try for half a minute."""
+    """Raise unless something listens at the address; Ray itself would try for minutes."""
+    # Without the file, Ray looks for processes of a cluster, and fails at once.
+    is_from_file = address is None and "RAY_ADDRESS" not in os.environ
+    if is_from_file and _CURRENT_CLUSTER.is_file() and not has_local_cluster():
+        raise _make_absent_error(None)
     if not _is_host_and_port(address):
         return
     host, _, port = (address or "").rpartition(":")

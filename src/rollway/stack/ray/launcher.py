@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 from rollway.config import StackSpec
@@ -38,8 +37,6 @@ _POLL_SECONDS = 0.3
 _NAME_SECONDS = 60.0
 _STOP_SECONDS = 90.0
 """What a stop may take beyond the stop time of the stack."""
-_CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
-_REACH_SECONDS = 2.0
 
 
 class RayStack:
@@ -217,18 +214,8 @@ def is_likely() -> bool:
     ray = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():
         return True
-    has_address = "RAY_ADDRESS" in os.environ or _has_cluster()
+    has_address = "RAY_ADDRESS" in os.environ or cluster.has_local_cluster()
     return has_address and importlib.util.find_spec("ray") is not None
-
-
-def _has_cluster() -> bool:
-    """Whether a cluster runs where Ray's file says so. One that was killed leaves the file."""
-    try:
-        host, _, port = _CURRENT_CLUSTER.read_text().strip().rpartition(":")
-        socket.create_connection((host, int(port)), _REACH_SECONDS).close()
-    except (OSError, ValueError):
-        return False
-    return True
 
 
 def resolve_name(name: str | None) -> str:

@@ -21,6 +21,7 @@ class Connection:
         self.is_open = is_open
         self.opened: list[str] = []
         self.closed = 0
+        monkeypatch.setattr(cluster, "_CURRENT_CLUSTER", Path("/no-cluster"))
         monkeypatch.setattr(ray, "is_initialized", lambda: self.is_open)
         monkeypatch.setattr(ray, "init", self.open)
         monkeypatch.setattr(ray, "shutdown", self.close)
@@ -101,14 +102,18 @@ def test_the_file_of_a_killed_cluster_is_no_cluster(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Otherwise every command about stacks of this machine would wait for that cluster."""
+    connection = Connection(monkeypatch, is_open=False)
     file = tmp_path / "ray_current_cluster"
-    monkeypatch.setattr(launcher, "_CURRENT_CLUSTER", file)
+    monkeypatch.setattr(cluster, "_CURRENT_CLUSTER", file)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     assert not launcher.is_likely()
     with socket.create_server(("127.0.0.1", 0)) as server:
         file.write_text(f"127.0.0.1:{server.getsockname()[1]}\n")
         assert launcher.is_likely()
     assert not launcher.is_likely()
+    with pytest.raises(UsageError, match="no Ray cluster on this machine"), cluster.connect():
+        pass
+    assert connection.opened == []  # Ray would try for minutes
 
 
 def test_a_cluster_that_refuses_this_process_is_not_called_absent(
