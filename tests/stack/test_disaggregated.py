@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import signal
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -130,13 +131,24 @@ def test_no_token_is_of_two_versions_when_a_refit_comes_between(
 ) -> None:
     before, after = next(numbers), next(numbers)
     apart.refit(before, policies[0].path)
-    sampling = Sampling(max_tokens=120, ignore_eos=True)
+    sampling, is_over = Sampling(max_tokens=120, ignore_eos=True), threading.Event()
+    rollouts, sampled = apart.rollouts(timeout=240.0), list[Rollout]()
+
+    def sample() -> None:
+        is_last = False
+        while not is_last:
+            is_last = is_over.is_set()  # one begins after the refit
+            sampled.extend(rollouts.generate(fresh_prompt(), sampling))
+
     with ThreadPoolExecutor(8) as pool:
-        rollouts = apart.rollouts(timeout=240.0)
-        futures = [pool.submit(rollouts.generate, fresh_prompt(), sampling) for _ in range(24)]
-        wait_until(lambda: any(future.done() for future in futures), 120.0)
-        report = apart.refit(after, policies[2].path, mode=mode)
-        sampled = [rollout for future in futures for rollout in future.result()]
+        futures = [pool.submit(sample) for _ in range(8)]
+        try:
+            wait_until(lambda: sampled, 120.0)
+            report = apart.refit(after, policies[2].path, mode=mode)
+        finally:
+            is_over.set()
+        for future in futures:
+            future.result()
     assert [worker.proof for worker in report.workers] == ["parameters"] * 2
     assert {r.spans[-1].version for r in sampled} == {before, after}
     assert check_versions(sampled, {before: policies[0], after: policies[2]}) < TOLERANCE
