@@ -37,6 +37,11 @@ class Ticket:
     stamped: bool = False
     """Whether the worker is asked to name the versions of the tokens in its answer."""
 
+    def add_salt(self, salt: str) -> str | None:
+        """Return the cache salt of a request that has one of its own. An engine reads the version
+        at its beginning, so a caller's salt stands behind it and can never name one."""
+        return f"{self.salt or 'own'}:{salt}" if salt else self.salt
+
 
 class VersionRecord(Protocol):
     """A record, shared with other processes, of the versions and of how to load the current one."""
@@ -112,6 +117,12 @@ class FleetVersions:
             )
         self.check_identity(version, identity)
         self._identities[version] = identity
+
+    def choose_version(self, identity: str) -> int:
+        """Return the version under which weights can be served: the newest that is known if it
+        names them already, else the next."""
+        newest = max((BASE_VERSION, self.newest or BASE_VERSION, *self._identities))
+        return newest if self._identities.get(newest) == identity else newest + 1
 
     def check_identity(self, version: int, identity: str) -> None:
         """Raise if the version is known to name other weights."""

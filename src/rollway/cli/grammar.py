@@ -30,6 +30,7 @@ def make_parser() -> argparse.ArgumentParser:
         ("fleet", "list, pause, refit, sleep, watch the workers of a stack", _add_fleet_commands),
         ("weights", "inspect weights, compare them, plan their transfer", _add_weights_commands),
         ("bench", "measure, as ratios within one run", _add_bench_commands),
+        ("prime-rl", "serve prime-rl's orchestrator and trainer", _add_prime_rl_commands),
     ):
         group = commands.add_parser(name, help=text, description=text).add_subparsers(
             title="commands", metavar="COMMAND", required=True
@@ -118,6 +119,22 @@ def _add_stack_commands(add: Add) -> None:
     parser = add("doctor", "stack:doctor", "check this machine: versions, ports, memory, GPUs")
     text = "list where running stacks (or one) listen, and who can reach them"
     parser.add_argument("--ports", nargs="?", const="", metavar="NAME", help=text)
+
+
+def _add_prime_rl_commands(add: Add) -> None:
+    parser = add("serve", "prime_rl:serve", "look like one prime-rl inference server of any size")
+    _add_gateway(parser)
+    text = "serve admin calls here instead, and not at --port (0 for a free one)"
+    parser.add_argument("--admin-port", type=int, help=text)
+    text = "where --admin-port listens (default: loopback)"
+    parser.add_argument("--admin-host", default="127.0.0.1", help=text)
+    text = "the directory that the trainer's relative paths begin at"
+    parser.add_argument("--output-dir", type=Path, help=text)
+    markers = ["either", "STABLE", ".finished"]
+    text = "the file that marks a broadcast as complete (default: either of the two)"
+    parser.add_argument("--marker", choices=markers, default="either", help=text)
+    text = "how long a request waits between /pause and /resume (default 1800)"
+    parser.add_argument("--gate-seconds", type=float, default=1800.0, help=text)
 
 
 def _add_gateway(parser: argparse.ArgumentParser) -> None:

@@ -5,38 +5,62 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
 
 from rollway.api import make_spec
 from rollway.cli.output import get_spec_file, print_json, print_progress, print_result, print_table
 from rollway.config import StackSpec
 from rollway.errors import UsageError, require
 
+if TYPE_CHECKING:
+    from ssl import SSLContext
+
+    from rollway.gateway.access import Access
+    from rollway.gateway.command import GatewayOptions
+
 
 def gateway(options: argparse.Namespace) -> int:
-    """Run the gateway until a signal ends it.
+    """Run the gateway until a signal ends it."""
+    from rollway.gateway.command import serve
+
+    access, tls = check_exposure(options, [options.host])
+    asyncio.run(serve(read_gateway_options(options), access, tls))
+    return 0
+
+
+def check_exposure(
+    options: argparse.Namespace, hosts: Sequence[str]
+) -> tuple[Access, SSLContext | None]:
+    """Return who may call a gateway, and its TLS; refuse to let strangers in.
 
     Tokens come from the environment: the list of processes would show an argument to everybody."""
     from rollway.gateway.access import AGENT_TOKENS, OPERATOR_TOKENS, Access, is_loopback_host
-    from rollway.gateway.command import GatewayOptions, make_tls_context, serve
+    from rollway.gateway.command import make_tls_context
 
     access = Access.from_environment(os.environ)
     tls = make_tls_context(options.tls_cert, options.tls_key)
-    host = f"[{options.host}]" if ":" in options.host else options.host
-    if not is_loopback_host(host):
+    for host in hosts:
+        if is_loopback_host(f"[{host}]" if ":" in host else host):
+            continue
         if not access.needs_token:
             raise UsageError(
-                f"Listening on {options.host} without a token would let anybody in.",
+                f"Listening on {host} without a token would let anybody in.",
                 f"Set {AGENT_TOKENS} (agents) or {OPERATOR_TOKENS} (operators) to one or more "
                 "tokens.",
             )
         if tls is None:
             print_progress(
-                f"Tokens and prompts cross the network of {options.host} in the clear. Give "
+                f"Tokens and prompts cross the network of {host} in the clear. Give "
                 "--tls-cert and --tls-key to serve https."
             )
-    serve_options = GatewayOptions(
+    return access, tls
+
+
+def read_gateway_options(options: argparse.Namespace) -> GatewayOptions:
+    from rollway.gateway.command import GatewayOptions
+
+    return GatewayOptions(
         stack=options.name,
         host=options.host,
         port=options.port,
@@ -49,8 +73,6 @@ def gateway(options: argparse.Namespace) -> int:
         routed_experts=options.routed_experts,
         json=options.json,
     )
-    asyncio.run(serve(serve_options, access, tls))
-    return 0
 
 
 def demo(options: argparse.Namespace) -> int:

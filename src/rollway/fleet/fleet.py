@@ -296,6 +296,13 @@ class Fleet:
                     self._recipes.put(version, chosen)
                 self._note_doubts(refit)
 
+    async def choose_version(self, identity: str) -> int:
+        """Return the version for a refit to these weights, for a trainer that repeats its steps:
+        the newest version if it names them already, else a new one."""
+        self._labels.learn_claims()
+        await self.read_versions()
+        return self.versions.choose_version(identity)
+
     async def load_adapter(
         self, name: str, version: int, offer: Offer, config: Mapping[str, Any], *, keep: int = 2
     ) -> str:

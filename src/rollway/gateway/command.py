@@ -10,12 +10,15 @@ import logging
 import signal
 import ssl
 import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from aiohttp import web
 
 import rollway
+from rollway.aio import Stack
 from rollway.errors import UsageError
 from rollway.gateway.access import Access
 from rollway.gateway.connections import raise_file_limit
@@ -57,12 +60,22 @@ async def serve(
     recorder_type: type[Recorder] = Recorder,
 ) -> None:
     """Serve until a signal arrives."""
+    async with open_gateway(options, access, recorder_type) as (_, gateway):
+        place = Place(gateway, options.host, options.port)
+        await serve_until_signal(place, tls=tls, as_json=options.json)
+
+
+@asynccontextmanager
+async def open_gateway(
+    options: GatewayOptions, access: Access, recorder_type: type[Recorder] = Recorder
+) -> AsyncIterator[tuple[Stack, Gateway]]:
+    """Open the stack and the journal; yield the gateway, which does not listen yet."""
     if warning := raise_file_limit():
         print(warning, file=sys.stderr)
     target = launcher.resolve_name(options.stack)
     async with rollway.attach(target, rl_url=options.rl_url) as stack:
         model = options.model or (stack.models[0] if len(stack.models) == 1 else None)
-        tokenizer = options.tokenizer or _model_path(stack.name, model)
+        tokenizer = options.tokenizer or find_model_path(stack.name, model)
         journal = options.journal or make_home() / "gateway" / f"{stack.name or 'attached'}.jsonl"
         recorder = recorder_type(journal, sync=options.journal_sync)
         try:
@@ -76,7 +89,7 @@ async def serve(
                 routed_experts=options.routed_experts,
             )
             _tune_collector()
-            await _serve_until_signal(gateway, options, tls)
+            yield stack, gateway
         finally:
             recorder.close()
 
@@ -91,7 +104,8 @@ def _tune_collector() -> None:
     gc.set_threshold(20_000, 20, 20)
 
 
-def _model_path(stack: str, model: str | None) -> str:
+def find_model_path(stack: str, model: str | None) -> str:
+    """Return the directory of a served model, which has its tokenizer."""
     state = StackDir(stack).read() if stack else None
     path = state.model_paths.get(model or "") if state else None
     if path is None:
@@ -117,25 +131,45 @@ def make_tls_context(certificate: str | None, key: str | None) -> ssl.SSLContext
     return context
 
 
-async def _serve_until_signal(
-    gateway: Gateway, options: GatewayOptions, tls: ssl.SSLContext | None
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A gateway, and where it listens."""
+
+    gateway: Gateway
+    host: str
+    port: int
+
+    def make_url(self, port: int, scheme: str) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{scheme}://{host}:{port}/v1"
+
+
+async def serve_until_signal(
+    place: Place,
+    admin: Place | None = None,
+    *,
+    tls: ssl.SSLContext | None = None,
+    as_json: bool = False,
 ) -> None:
-    server = await listen(gateway, options.host, options.port, tls)
-    try:
-        port = server.port
-        host = f"[{options.host}]" if ":" in options.host else options.host
-        scheme = "https" if tls else "http"
-        url = f"{scheme}://{host}:{port}/v1"
-        ready = json.dumps({"url": url, "model": gateway.model})
-        print(ready if options.json else f"{url} serves {gateway.model}", flush=True)
+    """Listen, print the addresses, and serve until SIGINT or SIGTERM."""
+    async with AsyncExitStack() as servers:
+        urls = []
+        for each in filter(None, (place, admin)):
+            server = await listen(each.gateway, each.host, each.port, tls)
+            servers.push_async_callback(server.close)
+            urls.append(each.make_url(server.port, "https" if tls else "http"))
+        ready = {"url": urls[0], "model": place.gateway.model}
+        text = f"{urls[0]} serves {place.gateway.model}"
+        if admin is not None:
+            ready["admin_url"] = urls[1]
+            text += f", {urls[1]} takes admin calls"
+        print(json.dumps(ready) if as_json else text, flush=True)
         stop_requested = asyncio.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             with contextlib.suppress(NotImplementedError):
                 asyncio.get_running_loop().add_signal_handler(number, stop_requested.set)
         await stop_requested.wait()
         print("stopping", file=sys.stderr)
-    finally:
-        await server.close()
 
 
 class Listener:

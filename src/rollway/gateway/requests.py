@@ -206,7 +206,7 @@ def read_text(body: Mapping[str, Any], name: str) -> str:
     return text
 
 
-_CHECKED_APART = ("messages", "prompt", "tokens", PREFIX)
+_CHECKED_APART = ("messages", "prompt", "tokens", "token_ids", PREFIX)
 _OBJECT, _LIST, _TEXT, _FLAG = "an object", "a list", "a text", "true or false"
 _TYPES: dict[str, tuple[type, ...]] = {
     _OBJECT: (dict,), _LIST: (list,), _TEXT: (str,), _FLAG: (bool,)

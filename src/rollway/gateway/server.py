@@ -23,8 +23,9 @@ from aiohttp import web
 from rollway.aio import Stack
 from rollway.errors import UsageError
 from rollway.gateway import replies, requests, threads
-from rollway.gateway.access import Access, Caller
+from rollway.gateway.access import Access
 from rollway.gateway.connections import Connections
+from rollway.gateway.extension import BODY, CALLER, Extension
 from rollway.gateway.messages import Message, Prefix, chain, find_sent_prefix
 from rollway.gateway.recorder import Recorder, Session, Turn
 from rollway.gateway.replies import json_response, send_data, send_event
@@ -38,9 +39,6 @@ from rollway.rollout.wire import COMPLETIONS, Wire
 T = TypeVar("T")
 
 _UNBOUNDED = 1_000_000  # the number of connections bounds it
-# aiohttp before 3.14 knows only plain names; later versions warn about them.
-_CALLER: Any = web.RequestKey("caller", Caller) if hasattr(web, "RequestKey") else "caller"
-_BODY: Any = web.RequestKey("body", bytearray) if hasattr(web, "RequestKey") else "body"
 _LONG_BODY = 200_000
 """Above this size, a thread even decodes the body and hashes its messages."""
 _SMALL_BODY = 2**16
@@ -66,6 +64,8 @@ class Gateway:
     started: float = field(default_factory=time.time)
     body_bytes: int = 2**30
     """The limit for all bodies that are being read or answered together."""
+    extension: Extension | None = None
+    """More routes, for one trainer."""
     _pages: threads.PageThreads = field(default_factory=threads.PageThreads)
     _budget: requests.Budget = field(init=False)
 
@@ -78,6 +78,8 @@ class Gateway:
         """Return the aiohttp application with all routes."""
         limit = requests.get_body_limit(self.context_length)
         app = web.Application(client_max_size=limit, middlewares=[self._guard])
+        if self.extension is not None:
+            self.extension.add_routes(app.router)  # first: the first of two equal paths wins
         app.router.add_post("/v1/chat/completions", self.chat_completions)
         app.router.add_post("/v1/completions", self.completions)
         app.router.add_get("/v1/models", self.models)
@@ -93,10 +95,10 @@ class Gateway:
     # --- OpenAI ----------------------------------------------------------------------------------
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
-        body = await self._parse(request)
+        body = await self.parse(request)
         messages, digests = await self._read_messages(request, body)
         count = requests.read_choice_count(body)
-        name = self.access.session_name(request[_CALLER], request)
+        name = self.access.session_name(request[CALLER], request)
         session = self.recorder.open(name) if name else Session()  # without a name, not recorded
         prompt, parent, forked = await self._prompt(body, messages, session, digests)
         chat_request = self._make_request(CHAT, body, prompt, name)
@@ -110,8 +112,8 @@ class Gateway:
         return await self._reply(request, body, name, answers, [pending] * count)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        body = await self._parse(request)
-        name = self.access.session_name(request[_CALLER], request)
+        body = await self.parse(request)
+        name = self.access.session_name(request[CALLER], request)
         prompts = await self._run_work(
             request, lambda: requests.read_prompts(body, self.context_length), "Reading the prompts"
         )
@@ -145,7 +147,7 @@ class Gateway:
         return json_response({"object": "list", "data": [entry]})
 
     async def tokenize(self, request: web.Request) -> web.Response:
-        body = await self._parse(request)
+        body = await self.parse(request)
         if "messages" in body:
             messages, _ = await self._read_messages(request, body)
             prefix = find_sent_prefix(body, messages, self.context_length)
@@ -160,7 +162,7 @@ class Gateway:
         )
 
     async def detokenize(self, request: web.Request) -> web.Response:
-        body = await self._parse(request)
+        body = await self.parse(request)
         ids = requests.read_ids(body, "tokens", self.context_length)
         return json_response({"prompt": await self.template.decode(ids)})
 
@@ -168,25 +170,25 @@ class Gateway:
 
     async def health(self, request: web.Request) -> web.Response:
         state: dict[str, Any] = {"status": "ok", "model": self.model}
-        if request[_CALLER].operator:
+        if request[CALLER].operator:
             state["sessions"] = len(self.recorder.sessions)
         return json_response(state)
 
     async def sessions(self, request: web.Request) -> web.Response:
         sessions = self.recorder.sessions
         # Copy the names: a thread may add to them.
-        visible = self.access.visible(request[_CALLER], list(sessions))
+        visible = self.access.visible(request[CALLER], list(sessions))
         pairs = [(shown, sessions.get(name)) for shown, name in visible.items()]
         known = {shown: session for shown, session in pairs if session is not None}
         body: dict[str, Any] = {"sessions": {name: len(each.turns) for name, each in known.items()}}
         if lost := {name: each.lost for name, each in known.items() if each.lost}:
             body["lost"] = lost
-        if self.recorder.lost and request[_CALLER].operator:
+        if self.recorder.lost and request[CALLER].operator:
             body["unreadable_lines"] = self.recorder.lost
         return json_response(body)
 
     async def trajectories(self, request: web.Request) -> web.Response:
-        caller, requested = request[_CALLER], request.match_info["session"]
+        caller, requested = request[CALLER], request.match_info["session"]
         for name in self.access.candidates(caller, requested):
             session = self.recorder.sessions.get(name)
             if session is not None:
@@ -198,7 +200,7 @@ class Gateway:
         raise self.access.missing(caller, requested)
 
     async def forget(self, request: web.Request) -> web.Response:
-        caller, requested = request[_CALLER], request.match_info["session"]
+        caller, requested = request[CALLER], request.match_info["session"]
         for name in self.access.candidates(caller, requested):
             if await self.recorder.forget_async(name):
                 shown = self.access.show(caller, name)
@@ -234,7 +236,8 @@ class Gateway:
         room = requests.count_room(body, len(prompt), self.context_length)
         session = name if name.isascii() else hashlib.sha256(name.encode()).hexdigest()
         session = session or new_id()
-        return make_request(wire, body, self.model, prompt, room, session, self.routed_experts)
+        model = self.extension.find_model(body.get("model")) if self.extension else self.model
+        return make_request(wire, body, model, prompt, room, session, self.routed_experts)
 
     async def _reply(
         self,
@@ -256,7 +259,7 @@ class Gateway:
                 replies.add_bundle(target, answer.request.prompt_ids, answer.completion)
             choices.append(choice)
         recorded = await self._record(pending[0].session, turns)
-        shown = self.access.show(request[_CALLER], name)
+        shown = self.access.show(request[CALLER], name)
         return json_response(replies.join_choices(answers, choices, self.model, shown, recorded))
 
     async def _stream(
@@ -313,8 +316,9 @@ class Gateway:
         """Record the turns of an answer; return False when their session was deleted."""
         return not session.name or await self.recorder.add_async(session, turns)
 
-    async def _parse(self, request: web.Request) -> dict[str, Any]:
-        work = partial(requests.parse, request[_BODY])
+    async def parse(self, request: web.Request) -> dict[str, Any]:
+        """Decode and check the body of a request."""
+        work = partial(requests.parse, request[BODY])
         return await self._run_work(request, work, "Decoding the body")
 
     async def _read_messages(
@@ -330,7 +334,7 @@ class Gateway:
 
     async def _run_work(self, request: web.Request, work: Callable[[], T], what: str) -> T:
         """Return the result of `work`; run it in a thread if the request has a long body."""
-        if len(request[_BODY]) < _LONG_BODY:
+        if len(request[BODY]) < _LONG_BODY:
             return work()
         return await self.template.threads.run(work, what)
 
@@ -365,13 +369,15 @@ class Gateway:
     ) -> web.StreamResponse:
         """Check access, wait for the body, and give every failure OpenAI's form."""
         connection, body = request.protocol, bytearray()
-        request[_BODY] = body
+        request[BODY] = body
         try:
-            request[_CALLER] = self.access.admit(request)
+            request[CALLER] = self.access.admit(request)
             if request.method == "POST":
                 self.connections.mark_receiving(connection)
                 await self._receive(request, body)
             self.connections.mark_answering(connection)
+            if self.extension is not None:
+                await self.extension.admit(request)
             return await handler(request)
         except ConnectionError:
             # The client is gone, or does not read; a plain close would wait until it does.

@@ -53,6 +53,7 @@ class Rollouts(Sender):
         *,
         group: str | None = None,
         version: int | None = None,
+        salt: str = "",
     ) -> list[Rollout]:
         """Sample n rollouts of one prompt.
 
@@ -62,6 +63,7 @@ class Rollouts(Sender):
             n: How many rollouts. They form a group and share the cached prompt.
             group: A session id that keeps several calls on one worker.
             version: A weight version that some worker still serves; by default the current one.
+            salt: Requests with another salt share no cached prompt with these.
 
         Returns:
             The rollouts, each with token ids, log-probs and the version of every token.
@@ -81,11 +83,9 @@ class Rollouts(Sender):
         session = group or uuid.uuid4().hex
         chosen = sampling or Sampling()
         if n == 1:  # in the caller's task, so a cancelled call is either complete or has no token
-            return [await self._sample(prompt, chosen, session, version)]
-        return await all_or_none(
-            self._sample(prompt, chosen.offset_seed(index), shared_session(session, index), version)
-            for index in range(n)
-        )
+            return [await self._sample(prompt, chosen, session, version, salt)]
+        seeded = ((chosen.offset_seed(i), shared_session(session, i)) for i in range(n))
+        return await all_or_none(self._sample(prompt, *each, version, salt) for each in seeded)
 
     async def generate_batch(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling | None = None, n: int = 1
@@ -161,10 +161,10 @@ class Rollouts(Sender):
         yield rollout
 
     async def _sample(
-        self, prompt: list[int], sampling: Sampling, session: str, version: int | None
+        self, prompt: list[int], sampling: Sampling, session: str, version: int | None, salt: str
     ) -> Rollout:
         """Sample until the rollout is complete and every token has a version."""
-        trajectory = Trajectory(prompt, sampling, self.adapter)
+        trajectory = Trajectory(prompt, sampling, self.adapter, salt)
         attempt = self._attempt(session)
         async with self._slots, self._deadline():
             while True:
@@ -239,7 +239,7 @@ class Rollouts(Sender):
             self.model,
             prompt,
             sampling,
-            cache_salt=ticket.salt,
+            cache_salt=ticket.add_salt(trajectory.salt),
             required_taint=ticket.taint,
             pin=pin,
             stamped=ticket.stamped,

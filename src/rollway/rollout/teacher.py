@@ -75,7 +75,7 @@ class Teacher(Sender):
                 )
                 if answer is None:  # a temporary failure; `_send` has waited
                     continue
-                raw, worker = _read(answer)
+                raw, worker = read_prompt_logprobs(answer)
                 if await self._is_attributed(ticket, worker):
                     return Scores(ids, flatten(raw, ids), ticket.version)
                 await attempt.retry_elsewhere(ticket)
@@ -141,7 +141,7 @@ class _Answer(msgspec.Struct):
     nvext: Nvext | None = None
 
 
-def _read(raw: Any) -> tuple[Any, int | None]:
+def read_prompt_logprobs(raw: Any) -> tuple[Any, int | None]:
     """Return the prompt log-probs as the engine sent them, and the worker."""
     answer = parse(raw, _Answer)
     nvext, choice = answer.nvext or Nvext(), only_choice(answer.choices) or _Choice()

@@ -85,6 +85,8 @@ class Trajectory:
     prompt: list[int]
     sampling: Sampling
     adapter: str | None = None
+    salt: str = ""
+    """The caller's own cache salt."""
     token_ids: list[int] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     _logprobs: list[float] = field(default_factory=list)

@@ -143,11 +143,8 @@ def check_checkpoint(
         )
     if path.is_dir():
         _check_links(path, allowed)
-        if not (path / "config.json").exists():
-            raise UsageError(
-                f"{path} has no config.json.", "Save the model's config with its weights."
-            )
-        read_config(path / "config.json")
+        if (path / "config.json").exists():  # prime-rl writes none beside its weights
+            read_config(path / "config.json")
     tensors = read_headers(path)
     recorded = _read_stable(path)
     if recorded is not None and whole:

@@ -16,7 +16,7 @@ from rollway.gateway.upstream import CHAT
 from rollway.http import Http
 from rollway.rollout.client import Rollouts, events
 from rollway.rollout.sampling import Sampling
-from rollway.rollout.teacher import _read, flatten
+from rollway.rollout.teacher import flatten, read_prompt_logprobs
 from rollway.rollout.wire import COMPLETIONS, GENERATE, VLLM, Wire, get_wire
 from rollway.versions import FleetVersions
 from tests.unit.rollout.headers import JSON
@@ -195,7 +195,7 @@ def test_the_score_is_that_of_the_token_and_not_of_the_first_entry() -> None:
 def test_arbitrary_scores_are_read_or_refused(raw: Any, entry: Any) -> None:
     for body in (raw, {"prompt_logprobs": raw}, {"nvext": {"prompt_logprobs": [None, entry]}}):
         try:
-            scores = flatten(_read(body)[0], [4, 5])
+            scores = flatten(read_prompt_logprobs(body)[0], [4, 5])
         except RolloutError:
             continue
         assert scores[0] is None and isinstance(scores[1], float)

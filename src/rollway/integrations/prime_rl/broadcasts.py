@@ -1,0 +1,137 @@
+"""Check a directory that prime-rl's trainer has broadcast, before any worker is touched.
+
+    <output_dir>/broadcasts/step_7/
+        model-00001-of-00002.safetensors …   no config.json; bf16; or an adapter, as PEFT saves it
+        STABLE                               the trainer has written all of it (until August 2026)
+        .sender_ready .receiver_ready .started .finished        the same, later
+
+A marker says that the directory is complete. prime-rl neither flushes the files nor, before August,
+removes an old marker when it writes a step again, so a marker that is older than a file counts for
+nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from rollway.errors import UsageError
+from rollway.weights.checkpoint import Checkpoint, check_checkpoint, read_config
+
+Marker = Literal["either", "STABLE", ".finished"]
+MARKERS: tuple[Marker, ...] = get_args(Marker)
+_STEP = re.compile(r"step[_-](\d{1,15})")
+_FILES = (".safetensors", ".json")
+_MARKER_SECONDS = 10.0
+"""How long a marker may take to appear: the orchestrator has seen it, possibly on another machine,
+and network file systems show new files a few seconds later."""
+_POLL_SECONDS = 0.2
+# Names of vLLM's fused kernels and of their scales: weights that the trainer has quantised.
+_KERNEL_NAMES = re.compile(r"(w13_weight|w2_weight|weight_scale(_inv)?|_scale_inv)$")
+
+
+@dataclass(frozen=True, slots=True)
+class BroadcastRules:
+    """Where broadcasts may be, and what marks them as complete."""
+
+    roots: Sequence[Path] = ()
+    """`checkpoint_roots` of the stack; empty allows every directory."""
+    output_dir: Path | None = None
+    """The trainer's output directory, for relative paths; without `roots` also the only root."""
+    marker: Marker = "either"
+    marker_seconds: float = _MARKER_SECONDS
+
+    async def find(self, name: str) -> Path:
+        """Return the directory that a request names, once its marker is there."""
+        path = self._resolve(name)
+        deadline = time.monotonic() + self.marker_seconds
+        while problem := self._find_problem(path):
+            if time.monotonic() >= deadline:
+                raise UsageError(problem, "Send it once the trainer has written all of it.")
+            await asyncio.sleep(_POLL_SECONDS)
+        return path
+
+    async def check_weights(self, path: Path) -> Checkpoint:
+        """Read the headers of a whole model; raise if it cannot be served."""
+        checkpoint = await asyncio.to_thread(
+            check_checkpoint, path, roots=self.allowed, whole=False
+        )
+        quantised = sorted(filter(_KERNEL_NAMES.search, checkpoint.tensors))
+        if quantised or any(t.dtype.startswith("F8") for t in checkpoint.tensors.values()):
+            first = quantised[0] if quantised else "an FP8 tensor"
+            raise UsageError(
+                f"{path} has weights in a kernel's layout ({first}). The engine makes its own "
+                "scales, so they would be quantised twice.",
+                "Broadcast plain bf16 weights: quantize_in_weight_transfer = false.",
+            )
+        return checkpoint
+
+    @property
+    def allowed(self) -> list[Path]:
+        """The directories that broadcasts must be in; none allows all."""
+        return list(self.roots) or ([self.output_dir] if self.output_dir else [])
+
+    def _resolve(self, name: str) -> Path:
+        path = Path(name)
+        if not path.is_absolute():
+            if self.output_dir is None:
+                raise UsageError(
+                    f"`{name}` is a relative path.",
+                    "Start the server with --output-dir, the directory that the trainer's "
+                    "output_dir is relative to, or use an absolute output_dir.",
+                )
+            path = self.output_dir / path
+        try:
+            path = path.resolve()
+        except (OSError, RuntimeError, ValueError) as error:  # a link to itself, NUL
+            raise UsageError(f"{name!a} leads nowhere: {error}.", "Check the path.") from error
+        roots = [root.resolve() for root in self.allowed]
+        if roots and not any(path.is_relative_to(root) for root in roots):
+            raise UsageError(
+                f"{path} is outside the allowed checkpoint roots ({', '.join(map(str, roots))}).",
+                "Set `checkpoint_roots` of the stack, or output_dir of the trainer, accordingly.",
+            )
+        return path
+
+    def _find_problem(self, path: Path) -> str:
+        """Return why a directory is not complete; empty if it is."""
+        if not path.is_dir():
+            return f"There is no directory {path}."
+        names = ["STABLE", ".finished"] if self.marker == "either" else [self.marker]
+        marked = [_read_time(path / name) for name in names]
+        if not any(marked):
+            return f"{path} has no marker {' or '.join(names)}."
+        # Markers have their own times; only what the trainer wrote as data must be older.
+        written = max((_read_time(f) for f in path.iterdir() if f.suffix in _FILES), default=0)
+        if written > max(marked):
+            return f"{path} has files that are newer than its marker."
+        return ""
+
+
+def read_step(path: Path) -> int | None:
+    """Return the step in the name of a directory; None if it names none."""
+    match = _STEP.fullmatch(path.name)
+    return int(match[1]) if match else None
+
+
+def read_adapter_config(path: Path) -> dict[str, object]:
+    """Return PEFT's config of an adapter directory."""
+    if not (path / "adapter_config.json").is_file():
+        raise UsageError(
+            f"{path} has no adapter_config.json, so it is not an adapter.",
+            "/load_lora_adapter takes adapters, /update_weights whole models.",
+        )
+    return read_config(path / "adapter_config.json")
+
+
+def _read_time(path: Path) -> int:
+    """Return when a file was written, in nanoseconds; 0 if it is not there."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0

@@ -1,0 +1,257 @@
+"""`POST /inference/v1/generate` as prime-rl's clients send and read it: ids in, ids out.
+
+A request goes out over Dynamo's completions, which heed the taint of a weight version; Dynamo's own
+generate route heeds none. The client, `renderers`, ends an episode when a reply has a log-prob too
+few, one that is not finite, or the floor that engines write for "unknown", so such an answer is
+sampled again and never passed on.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rollway.errors import RolloutError, UsageError
+from rollway.gateway.messages import make_context_error
+from rollway.gateway.requests import read_ids
+from rollway.rollout.client import Rollouts
+from rollway.rollout.completion import Completion
+from rollway.rollout.sampling import Sampling
+from rollway.rollout.sender import Sender
+from rollway.rollout.teacher import flatten, read_prompt_logprobs
+from rollway.rollout.trajectory import Rollout, Trajectory
+
+FLOOR = -9999.0
+"""What vLLM and Dynamo write for a log-prob that is unknown or too small."""
+_ATTEMPTS = 3
+_MAX_SALT = 256
+# Fields that change nothing here: ids are returned anyway, and nothing is detokenized.
+_WITHOUT_EFFECT = {
+    *("return_token_ids", "skip_special_tokens", "spaces_between_special_tokens", "detokenize"),
+    *("logprobs", "prompt_logprobs", "routed_experts_prompt_start", "output_kind"),
+}
+_SAMPLING = {
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty"),
+    *("frequency_penalty", "min_tokens", "ignore_eos", "stop_token_ids", "seed", "max_tokens"),
+}
+_NUMBERS = _SAMPLING - {"ignore_eos", "stop_token_ids"}
+_WHOLE = ("max_tokens", "min_tokens", "top_k", "seed", "prompt_logprobs", "logprobs")
+_BODY = {
+    *("model", "token_ids", "sampling_params", "cache_salt", "request_id", "stream"),
+    *("priority", "return_token_ids", "features", "content_parts", "stream_options"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """A checked request."""
+
+    request_id: str
+    model: str
+    prompt: list[int]
+    sampling: Sampling
+    salt: str = ""
+    wants_prompt_logprobs: bool = False
+    experts_start: int = 0
+
+    @classmethod
+    def read(
+        cls, body: Mapping[str, Any], context_length: int, *, routed_experts: bool = False
+    ) -> GenerateRequest:
+        """Check a body; anything wrong is a `UsageError` with the field's name."""
+        _refuse_unknown(body, _BODY, "The body")
+        for name in ("stream", "features", "content_parts"):
+            if body.get(name):
+                raise UsageError(f"`{name}` is not supported.", "Leave it out.")
+        prompt = read_ids(body, "token_ids", context_length)
+        raw = body.get("sampling_params") or {}
+        if not isinstance(raw, dict):
+            raise UsageError("sampling_params must be an object.")
+        params = {name: value for name, value in raw.items() if value is not None}
+        room = context_length - len(prompt)
+        if room < 1:
+            raise make_context_error(len(prompt), context_length)
+        return cls(
+            request_id=_read_text(body, "request_id") or uuid.uuid4().hex,
+            model=_read_text(body, "model"),
+            prompt=prompt,
+            sampling=_read_sampling(params, room, routed_experts),
+            salt=_read_text(body, "cache_salt"),
+            # 0 asks too, for the prompt's own tokens alone.
+            wants_prompt_logprobs=params.get("prompt_logprobs", -1) >= 0,
+            experts_start=_read_start(params.get("routed_experts_prompt_start", 0), len(prompt)),
+        )
+
+
+class Scorer(Sender):
+    """Samples with the log-probs of the prompt, in one request of one weight version."""
+
+    async def ask(self, request: GenerateRequest, session: str) -> tuple[Rollout, list[Any]]:
+        """Return a rollout and the log-prob of each prompt token. What a refit cuts is sampled
+        again: the prompt's log-probs are those of one version."""
+        attempt = self._attempt(session)
+        async with self._slots, self._deadline():
+            while True:
+                ticket = await self._ticket(attempt.trouble)
+                body = self.wire.request(
+                    self.model,
+                    request.prompt,
+                    request.sampling,
+                    cache_salt=ticket.add_salt(request.salt),
+                    required_taint=ticket.taint,
+                    pin=attempt.pins.now,
+                    stamped=ticket.stamped,
+                )
+                # 0: no alternatives. prime-rl takes the first entry, so there must be one only.
+                body["prompt_logprobs"] = 0
+                body["nvext"]["extra_fields"] = [*body["nvext"]["extra_fields"], "prompt_logprobs"]
+                answer = await self._send(body, ticket, attempt)
+                if answer is None:
+                    continue
+                raw, _ = read_prompt_logprobs(answer)
+                assembly = self.wire.assembly(request.sampling, len(request.prompt))
+                assembly.add(answer)
+                completion = assembly.finish()
+                if _is_whole(completion) and await self._is_attributed(ticket, completion):
+                    trajectory = Trajectory(request.prompt, request.sampling, self.adapter)
+                    trajectory.add(completion, ticket.version)
+                    rollout = trajectory.rollout(completion.finish_reason, ticket.version)
+                    return rollout, flatten(raw, request.prompt)
+                await attempt.retry_elsewhere(ticket)
+
+
+@dataclass(slots=True)
+class Generator:
+    """Answers generate requests of one served model or adapter."""
+
+    rollouts: Rollouts
+    scorer: Scorer
+    experts: int | None = None
+    """The number of experts, if replies carry those of each token."""
+
+    async def answer(self, request: GenerateRequest, session: str) -> dict[str, Any]:
+        """Sample until the reply can be trusted."""
+        for _ in range(_ATTEMPTS):
+            prompt_logprobs = None
+            if request.wants_prompt_logprobs:
+                rollout, prompt_logprobs = await self.scorer.ask(request, session)
+            else:
+                (rollout,) = await self.rollouts.generate(
+                    request.prompt, request.sampling, group=session, salt=request.salt
+                )
+            if all(logprob > FLOOR for logprob in rollout.logprobs or []):
+                return make_reply(request, rollout, prompt_logprobs, self.experts)
+        raise RolloutError(
+            f"The engine had no log-prob for a token that it sampled, {_ATTEMPTS} times.",
+            "Sample without cuts of the distribution (top_p = 1, top_k = -1, min_p = 0).",
+        )
+
+
+def make_reply(
+    request: GenerateRequest,
+    rollout: Rollout,
+    prompt_logprobs: Sequence[float | None] | None = None,
+    experts: int | None = None,
+) -> dict[str, Any]:
+    """Return the reply that `renderers` reads."""
+    choice: dict[str, Any] = {
+        "index": 0,
+        "token_ids": rollout.token_ids,
+        "logprobs": None,
+        # vLLM's word; renderers has no other.
+        "finish_reason": "abort" if rollout.finish_reason == "aborted" else rollout.finish_reason,
+    }
+    if rollout.logprobs is not None:
+        pairs = zip(rollout.token_ids, rollout.logprobs, strict=True)
+        entries = [{"token": f"token_id:{token}", "logprob": logprob} for token, logprob in pairs]
+        choice["logprobs"] = {"content": entries}
+    if experts is not None:
+        choice["routed_experts"] = _read_experts(request, rollout, experts)
+    prompt, sampled = len(rollout.prompt_ids), len(rollout.token_ids)
+    details = {"cached_tokens": rollout.cached_tokens}
+    return {
+        "request_id": request.request_id,
+        "choices": [choice],
+        "prompt_logprobs": make_prompt_logprobs(rollout.prompt_ids, prompt_logprobs),
+        "usage": {
+            "prompt_tokens": prompt,
+            "completion_tokens": sampled,
+            "total_tokens": prompt + sampled,
+            "prompt_tokens_details": details,
+        },
+        "weight_version": rollout.weight_version,
+        "spans": [[span.start, span.end, span.version] for span in rollout.spans],
+    }
+
+
+def make_prompt_logprobs(
+    prompt: Sequence[int], logprobs: Sequence[float | None] | None
+) -> list[dict[str, Any] | None] | None:
+    """Return vLLM's form, with the entry of the prompt's own token alone: prime-rl takes the first
+    entry of a position, whichever it is."""
+    if logprobs is None:
+        return None
+    pairs = zip(prompt, logprobs, strict=True)
+    return [None if lp is None else {str(token): {"logprob": lp}} for token, lp in pairs]
+
+
+def _read_experts(request: GenerateRequest, rollout: Rollout, experts: int) -> dict[str, Any]:
+    routed = rollout.routed_experts
+    if routed is None:
+        raise RolloutError("The engine sent no routed experts.")
+    routed.check(len(rollout.prompt_ids) + len(rollout.token_ids), experts)
+    # The dtype follows from the model, never from the sample: a trainer joins many of them.
+    return routed.cast(experts).since(request.experts_start).as_json()
+
+
+def _is_whole(completion: Completion) -> bool:
+    return completion.finish_reason != "aborted" and not completion.is_mixed
+
+
+def _read_sampling(params: Mapping[str, Any], room: int, routed_experts: bool) -> Sampling:
+    _refuse_unknown(params, _SAMPLING | _WITHOUT_EFFECT | {"n", "stop"}, "sampling_params")
+    if params.get("n", 1) != 1:
+        raise UsageError(f"n is {params['n']}.", "Ask for one completion in each request.")
+    if params.get("stop"):
+        raise UsageError("`stop` is not supported.", "Use stop_token_ids: ids are exact.")
+    for name in (*_NUMBERS, *_WHOLE):
+        value = params.get(name, 0)
+        kinds = int if name in _WHOLE else int | float
+        if isinstance(value, bool) or not isinstance(value, kinds):
+            raise UsageError(f"sampling_params.{name} must be a number.")
+    stops = params.get("stop_token_ids", [])
+    if not isinstance(stops, list) or not all(type(stop) is int for stop in stops):
+        raise UsageError("sampling_params.stop_token_ids must be a list of token ids.")
+    fields = {name: params[name] for name in _SAMPLING if name in params}
+    fields["stop_token_ids"] = tuple(dict.fromkeys(stops))
+    fields["max_tokens"] = min(params.get("max_tokens", room), room)
+    wants_logprobs = params.get("logprobs", -1) >= 0
+    return Sampling(**fields, logprobs=wants_logprobs, routed_experts=routed_experts)
+
+
+def _refuse_unknown(fields: Mapping[str, Any], known: set[str], what: str) -> None:
+    unknown = sorted(name for name in fields if name not in known and fields[name] is not None)
+    if unknown:
+        raise UsageError(
+            f"{what} has `{unknown[0]}`, which would have no effect here.",
+            f"Leave it out; known are {', '.join(sorted(known))}.",
+        )
+
+
+def _read_text(body: Mapping[str, Any], name: str) -> str:
+    text = body.get(name)
+    if text is None:
+        return ""
+    if not isinstance(text, str) or len(text) > _MAX_SALT or not text.isprintable():
+        raise UsageError(f"{name} must be a text of at most {_MAX_SALT} printable characters.")
+    return text
+
+
+def _read_start(start: Any, prompt_length: int) -> int:
+    if type(start) is not int or not 0 <= start <= prompt_length:
+        raise UsageError(
+            f"routed_experts_prompt_start is {start}; the prompt has {prompt_length} tokens."
+        )
+    return start

@@ -1,0 +1,78 @@
+"""What the server remembers across its own restarts: one small private file per stack and model.
+
+The orchestrator does not notice a restart: it may have sent `/pause` to the old process and send
+`/update_weights` to the new one."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from rollway import private
+from rollway.errors import RollwayError
+from rollway.model_spec import slug
+from rollway.stack.state import make_home
+
+log = logging.getLogger(__name__)
+
+Phase = Literal["serving", "paused", "failed"]
+_LARGEST = 1 << 20
+
+
+class LoadedAdapter(msgspec.Struct):
+    """The newest version of an adapter."""
+
+    number: int
+    directory: str
+    older: list[int] = []
+    """Numbers of versions that may still be loaded."""
+
+
+class Record(msgspec.Struct):
+    """The state of one server."""
+
+    run: str = ""
+    """The run of the stack; a record of another run means nothing."""
+    phase: Phase = "serving"
+    cause: str = ""
+    """Why the last update failed."""
+    step: int | None = None
+    version: int | None = None
+    adapters: dict[str, LoadedAdapter] = {}
+
+
+class Memory:
+    """Reads the record once, and replaces its file at each change."""
+
+    def __init__(self, file: Path | None = None, run: str = "") -> None:
+        """Without a file, nothing is kept."""
+        self._file = file
+        self.record = Record(run=run)
+        if file is None:
+            return
+        with contextlib.suppress(OSError, msgspec.MsgspecError, ValueError):
+            record = msgspec.json.decode(private.read_file(file, _LARGEST), type=Record)
+            if record.run == run:
+                self.record = record
+
+    def save(self) -> None:
+        """Write the record; raise if it cannot be written, before anything depends on it."""
+        if self._file is None:
+            return
+        try:
+            private.make_directory(self._file.parent)
+            private.replace_file(self._file, msgspec.json.encode(self.record))
+        except OSError as error:
+            raise RollwayError(
+                f"The server's state cannot be written to {self._file}: {error}.",
+                "Check the disk space and the permissions.",
+            ) from error
+
+
+def find_file(stack: str, model: str) -> Path:
+    """Return the file of a stack's model."""
+    return make_home() / "prime-rl" / f"{slug(stack or 'attached')}-{slug(model)}.json"

@@ -1,0 +1,118 @@
+"""`rollway prime-rl serve`: open the stack, make the gateway with prime-rl's routes, listen."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rollway.aio import Stack
+from rollway.errors import UsageError
+from rollway.gateway.access import Access
+from rollway.gateway.command import (
+    GatewayOptions,
+    Place,
+    find_model_path,
+    open_gateway,
+    serve_until_signal,
+)
+from rollway.gateway.connections import Connections
+from rollway.gateway.server import Gateway
+from rollway.http import Http
+from rollway.integrations.prime_rl.broadcasts import BroadcastRules, Marker
+from rollway.integrations.prime_rl.engine_metrics import EngineMetrics
+from rollway.integrations.prime_rl.lora import AdapterAliases
+from rollway.integrations.prime_rl.memory import Memory, find_file
+from rollway.integrations.prime_rl.routes import PrimeRl
+from rollway.integrations.prime_rl.updates import GATE_SECONDS, WeightUpdates
+from rollway.stack.state import StackDir
+from rollway.weights.checkpoint import read_config
+
+_EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+@dataclass(slots=True)
+class ServeOptions:
+    """The options of `rollway prime-rl serve` beyond those of the gateway."""
+
+    gateway: GatewayOptions
+    admin_host: str = "127.0.0.1"
+    admin_port: int | None = None
+    """None serves admin calls on the address of the rollouts."""
+    output_dir: Path | None = None
+    marker: Marker = "either"
+    gate_seconds: float = GATE_SECONDS
+
+
+async def serve(options: ServeOptions, access: Access, tls: ssl.SSLContext | None = None) -> None:
+    """Serve until a signal arrives."""
+    where = options.gateway
+    async with (
+        open_gateway(where, access) as (stack, plain),
+        extend(stack, plain, options) as gateway,
+    ):
+        if options.admin_port is None:
+            place = Place(gateway, where.host, where.port)
+            await serve_until_signal(place, tls=tls, as_json=where.json)
+            return
+        rollouts, admin = split_planes(gateway)
+        await serve_until_signal(
+            Place(rollouts, where.host, where.port),
+            Place(admin, options.admin_host, options.admin_port),
+            tls=tls,
+            as_json=where.json,
+        )
+
+
+@asynccontextmanager
+async def extend(stack: Stack, gateway: Gateway, options: ServeOptions) -> AsyncIterator[Gateway]:
+    """Return the gateway with prime-rl's routes."""
+    fleet = stack.fleet_of(gateway.model)
+    state = StackDir(stack.name).read() if stack.name else None
+    roots = [Path(root) for root in state.checkpoint_roots] if state else []
+    output_dir = options.output_dir and options.output_dir.expanduser().resolve()
+    rules = BroadcastRules(roots, output_dir, options.marker)
+    memory = Memory(
+        find_file(stack.name, gateway.model), state.run_id if state else stack.frontend_url
+    )
+    experts = None
+    if gateway.routed_experts:
+        path = options.gateway.tokenizer or find_model_path(stack.name, gateway.model)
+        experts = count_experts(Path(path))
+    async with Http() as http:
+        extension = PrimeRl(
+            stack,
+            gateway.model,
+            gateway.context_length,
+            WeightUpdates(fleet, rules, memory, options.gate_seconds),
+            AdapterAliases(fleet, rules, memory, lambda: stack.publisher("auto", gateway.model)),
+            EngineMetrics(http, fleet),
+            experts,
+        )
+        try:
+            yield replace(gateway, extension=extension)
+        finally:
+            await extension.close()
+
+
+def split_planes(gateway: Gateway) -> tuple[Gateway, Gateway]:
+    """Return one gateway for rollouts and one for admin calls, which share everything but their
+    connections."""
+    assert isinstance(gateway.extension, PrimeRl)
+    rollouts = replace(gateway, extension=replace(gateway.extension, plane="rollouts"))
+    admin = replace(gateway.extension, plane="admin")
+    return rollouts, replace(gateway, extension=admin, connections=Connections())
+
+
+def count_experts(model: Path) -> int:
+    """Return the number of experts of a checkpoint's model."""
+    config = read_config(model / "config.json")
+    for name in _EXPERT_FIELDS:
+        if isinstance(count := config.get(name), int) and count > 0:
+            return count
+    raise UsageError(
+        f"{model} has no experts ({', '.join(_EXPERT_FIELDS)}).",
+        "Leave --routed-experts: the model is dense.",
+    )

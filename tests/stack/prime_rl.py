@@ -1,0 +1,143 @@
+"""A prime-rl inference server in a process of its own, and what prime-rl's trainer writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+
+PAUSE = "/pause?mode=keep&clear_cache=false"
+GENERATE = "/inference/v1/generate"
+
+
+@dataclass
+class PrimeServer:
+    """`rollway prime-rl serve` in front of a running stack."""
+
+    stack: str
+    output_dir: Path
+    options: tuple[str, ...] = ()
+    env: dict[str, str] = field(default_factory=dict)
+    port: int = 0
+    process: subprocess.Popen[str] | None = None
+    ready: dict[str, str] = field(default_factory=dict)
+
+    def start(self) -> PrimeServer:
+        """Start it; once it has had a port, it gets the same one again."""
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "rollway.cli", "prime-rl", "serve", self.stack, "--json",
+             "--port", str(self.port), "--journal", str(self.output_dir / "journal.jsonl"),
+             "--output-dir", str(self.output_dir), *self.options],
+            env={**os.environ, **self.env}, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line.startswith("{"), "the server did not start"
+        self.ready = json.loads(line)
+        self.port = int(self.url.rpartition(":")[2])
+        return self
+
+    def end(self, *, kill: bool = False) -> None:
+        assert self.process is not None
+        (self.process.kill if kill else self.process.terminate)()
+        assert self.process.wait(20) == (-9 if kill else 0)
+
+    @property
+    def url(self) -> str:
+        return self.ready["url"].removesuffix("/v1")
+
+    @property
+    def admin_url(self) -> str:
+        return self.ready.get("admin_url", self.ready["url"]).removesuffix("/v1")
+
+    def get(self, path: str, **headers: str) -> tuple[int, Any]:
+        return self._send(urllib.request.Request(f"{self.url}{path}", headers=headers))
+
+    def post(self, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
+        """POST as prime-rl does: without a body there is no content type either."""
+        data = b"" if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(f"{self.url}{path}", data, headers, method="POST")
+        if body is not None:
+            request.add_header("content-type", "application/json")
+        else:
+            request.add_unredirected_header("content-type", "")
+        return self._send(request)
+
+    def update(self, directory: Path | str) -> None:
+        """Broadcast a directory as the orchestrator does."""
+        assert self.post(PAUSE) == (200, {"status": "paused"})
+        status, answer = self.post("/update_weights", {"weight_dir": str(directory)})
+        assert (status, answer["status"]) == (200, "ok"), answer
+        assert self.post("/resume") == (200, {"status": "resumed"})
+
+    def generate(self, prompt: list[int], max_tokens: int = 8, **more: Any) -> dict[str, Any]:
+        """Send what `renderers` sends, and return its reply after its own checks."""
+        status, answer = self.post(GENERATE, make_request(prompt, max_tokens, **more))
+        assert status == 200, answer
+        check_reply(answer)
+        return dict(answer)
+
+    def metrics(self) -> dict[str, float]:
+        """Return Rollway's own series."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as answer:
+            lines = answer.read().decode().splitlines()
+        own = (line.split() for line in lines if line.startswith("rollway_"))
+        return {name: float(value) for name, value in own}
+
+    def _send(self, request: urllib.request.Request) -> tuple[int, Any]:
+        try:
+            with urllib.request.urlopen(request, timeout=120) as answer:
+                return answer.status, json.load(answer)
+        except urllib.error.HTTPError as error:
+            return error.code, json.load(error)
+
+
+def make_request(prompt: list[int], max_tokens: int = 8, **more: Any) -> dict[str, Any]:
+    """Return the body that was captured from renderers 0.1.12."""
+    params = {
+        "temperature": 1.0, "top_p": 1.0, "max_tokens": max_tokens, "top_k": -1, "min_p": 0.0,
+        "return_token_ids": True, "logprobs": 1, "stop_token_ids": [1],
+        "skip_special_tokens": False, **more,
+    }  # fmt: skip
+    return {"model": "tiny", "token_ids": prompt, "sampling_params": params, "cache_salt": "3"}
+
+
+def check_reply(answer: dict[str, Any]) -> None:
+    """Apply the checks of renderers 0.1.12, which end an episode."""
+    (choice,) = answer["choices"]
+    ids, content = choice["token_ids"], choice["logprobs"]["content"]
+    assert [entry["token"] for entry in content] == [f"token_id:{token}" for token in ids]
+    assert all(-9999.0 < entry["logprob"] <= 1e-5 for entry in content)
+    assert choice["finish_reason"] in ("stop", "length") and choice["index"] == 0
+    assert answer["prompt_logprobs"] is None and answer["request_id"]
+
+
+def read_logprobs(answer: dict[str, Any]) -> list[float]:
+    return [entry["logprob"] for entry in answer["choices"][0]["logprobs"]["content"]]
+
+
+def broadcast(
+    output_dir: Path, step: int, checkpoint: Path, markers: tuple[str, ...] = ("STABLE",)
+) -> Path:
+    """Write a step as prime-rl's trainer does: sharded weights, an index, no config, a marker."""
+    directory = output_dir / "broadcasts" / f"step_{step}"
+    directory.mkdir(parents=True, exist_ok=True)
+    tensors = load_file(checkpoint / "model.safetensors")
+    names = sorted(tensors)
+    shards = [names[::2], names[1::2]]
+    files = [f"model-{i + 1:05}-of-00002.safetensors" for i in range(2)]
+    for file, part in zip(files, shards, strict=True):
+        save_file({name: tensors[name] for name in part}, directory / file)
+    where = {name: file for file, part in zip(files, shards, strict=True) for name in part}
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    for marker in markers:
+        (directory / marker).touch()
+    return directory
