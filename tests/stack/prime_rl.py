@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 from safetensors.torch import load_file, save_file
+
+import rollway
+from tests.light.spec import light
 
 PAUSE = "/pause?mode=keep&clear_cache=false"
 GENERATE = "/inference/v1/generate"
+
+
+@contextlib.contextmanager
+def light_stack(base_model: Path, home: Path, output_dir: Path) -> Iterator[rollway.Stack]:
+    """Two light workers that take orders, as real ones do, and may read the trainer's output."""
+    spec = light(base_model, "prime", LIGHT_ORDERS="1", LIGHT_STEP_SECONDS="0.01")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ROLLWAY_HOME", str(home))
+        opening = rollway.up({**spec, "checkpoint_roots": [str(output_dir)]})
+        running = opening.__enter__()
+    yield running
+    opening.__exit__(None, None, None)
 
 
 @dataclass

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,15 +11,17 @@ from pathlib import Path
 import pytest
 
 import rollway
-from tests.light.spec import light
 from tests.stack.policies import Policy
 from tests.stack.prime_rl import (
+    GENERATE,
     PAUSE,
     PrimeServer,
     broadcast,
+    light_stack,
+    make_request,
     read_logprobs,
 )
-from tests.stack.serving import TOLERANCE, fresh_prompt
+from tests.stack.serving import TOLERANCE, fresh_prompt, read_state
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.stack
@@ -35,14 +39,8 @@ def output_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def stack(home: Path, output_dir: Path, base_model: Path) -> Iterator[rollway.Stack]:
-    """Two workers that take orders, as real ones do."""
-    spec = light(base_model, "prime", LIGHT_ORDERS="1", LIGHT_STEP_SECONDS="0.01")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ROLLWAY_HOME", str(home))
-        opening = rollway.up({**spec, "checkpoint_roots": [str(output_dir)]})
-        running = opening.__enter__()
-    yield running
-    opening.__exit__(None, None, None)
+    with light_stack(base_model, home, output_dir) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
@@ -110,3 +108,158 @@ def test_a_request_waits_at_the_gate_and_a_running_one_goes_on(
             policy = old if version == before else new
             part = policy.distance(prompt + ids[:start], ids[start:end], logprobs[start:end])
             assert part < TOLERANCE
+
+
+def test_a_repeated_update_joins_the_one_that_runs(
+    server: PrimeServer, output_dir: Path, policies: list[Policy]
+) -> None:
+    """prime-rl repeats a call after a timeout: the workers must not change twice."""
+    broadcast(output_dir, 3, policies[1].path)
+    before = server.metrics()["rollway_weight_updates"]
+    assert server.post(PAUSE)[0] == 200 and server.post(PAUSE)[0] == 200
+    body = {"weight_dir": "broadcasts/step_3"}
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda _: server.post("/update_weights", body), range(4)))
+    again = server.post("/update_weights", body)  # its answer got lost
+    assert {status for status, _ in (*answers, again)} == {200}
+    assert len({answer["weight_version"] for _, answer in (*answers, again)}) == 1
+    assert server.metrics()["rollway_weight_updates"] == before + 1
+    assert server.post("/resume")[0] == 200 and server.post("/resume")[0] == 200
+
+
+def test_a_resumed_run_begins_at_a_lower_step(
+    server: PrimeServer, output_dir: Path, policies: list[Policy]
+) -> None:
+    broadcast(output_dir, 4, policies[1].path)
+    server.update("broadcasts/step_4")
+    version = server.generate(fresh_prompt(20))["weight_version"]
+    broadcast(output_dir, 2, policies[2].path, markers=(".sender_ready", ".finished"))
+    server.update("broadcasts/step_2")
+    prompt = fresh_prompt(20)
+    answer = server.generate(prompt)
+    assert answer["weight_version"] == version + 1
+    assert distance(policies[2], prompt, answer) < TOLERANCE
+
+
+def test_a_server_killed_in_a_broadcast_goes_on_where_it_was(
+    server: PrimeServer, output_dir: Path, policies: list[Policy]
+) -> None:
+    broadcast(output_dir, 5, policies[1].path)
+    assert server.post(PAUSE)[0] == 200
+    server.end(kill=True)
+    server.start()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(server.generate, fresh_prompt(20))
+        wait_until(lambda: server.metrics()["rollway_gate_waiting"] == 1, 10)
+        status, answer = server.post("/update_weights", {"weight_dir": "broadcasts/step_5"})
+        assert status == 200 and not waiting.done()
+        assert server.post("/resume")[0] == 200
+        assert waiting.result(60)["weight_version"] == answer["weight_version"]
+
+
+def test_a_worker_killed_between_pause_and_update_delays_nothing(
+    server: PrimeServer, stack: rollway.Stack, output_dir: Path, policies: list[Policy]
+) -> None:
+    broadcast(output_dir, 6, policies[2].path)
+    assert server.post(PAUSE)[0] == 200
+    victim = next(p for p in read_state("prime").processes if p.instance)
+    os.kill(victim.pid or 0, signal.SIGKILL)
+    status, answer = server.post("/update_weights", {"weight_dir": "broadcasts/step_6"})
+    assert status == 200, answer
+    assert server.post("/resume")[0] == 200
+    versions = stack.fleet.read_versions
+    wait_until(lambda: list(versions().values()) == [answer["weight_version"]] * 2, 60)
+    prompt = fresh_prompt(20)
+    assert distance(policies[2], prompt, server.generate(prompt)) < TOLERANCE
+
+
+def test_refusals_are_4xx_and_nothing_changes(
+    server: PrimeServer, output_dir: Path, policies: list[Policy], tmp_path: Path
+) -> None:
+    """prime-rl repeats a 5xx for minutes, and ends with the answer of a 4xx."""
+    whole = broadcast(output_dir, 20, policies[1].path)
+    half = broadcast(output_dir, 22, policies[1].path)
+    (half / "model-00002-of-00002.safetensors").unlink()
+    outside = broadcast(tmp_path, 23, policies[1].path)
+    before = server.generate(fresh_prompt(20))["weight_version"]
+    status, answer = server.post("/update_weights", {"weight_dir": str(whole)})
+    assert status == 409 and "without /pause" in answer["error"]["message"]
+    assert server.post(PAUSE)[0] == 200
+    for body, reason in (
+        ({"weight_dir": str(half)}, "lacks weight files"),
+        ({"weight_dir": str(outside)}, "outside the allowed checkpoint roots"),
+        ({"weight_dir": "../../etc"}, "outside the allowed checkpoint roots"),
+        ({"weight_dir": None}, "filesystem"),
+    ):
+        status, answer = server.post("/update_weights", body)
+        assert status == 400 and reason in answer["error"]["message"], answer
+    assert server.post("/resume") == (200, {"status": "resumed"})
+    assert server.generate(fresh_prompt(20))["weight_version"] == before
+    assert server.post("/pause?mode=never")[0] == 400
+
+
+def test_a_transport_that_is_missing_is_named_twice(server: PrimeServer) -> None:
+    """prime-rl ignores every answer to /init_broadcaster but 404."""
+    body = {"host": "127.0.0.1", "port": 29501, "rank_offset": 0, "inference_world_size": 2,
+            "timeout": 1200, "quantize_in_weight_transfer": False}  # fmt: skip
+    for status, answer in (server.post("/init_broadcaster", body), server.post(PAUSE)):
+        assert status == 409 and 'type = "filesystem"' in answer["error"]["message"]
+    assert server.post(PAUSE)[0] == 200  # the next run may use files
+    assert server.post("/resume")[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"token_ids": []}, "no token"),
+        ({"token_ids": list(range(100000))}, "context length"),
+        ({"stream": True}, "stream"),
+        ({"features": {"mm_hashes": {}}}, "features"),
+        ({"kv_transfer_params": {}}, "kv_transfer_params"),
+        ({"sampling_params": {"stop": ["x"]}}, "stop_token_ids"),
+        ({"sampling_params": {"structured_outputs": {}}}, "structured_outputs"),
+        ({"sampling_params": {"n": 2}}, "n is 2"),
+        ({"sampling_params": {"temperature": "hot"}}, "temperature"),
+        ({"sampling_params": {"stop_token_ids": [1.5]}}, "stop_token_ids"),
+        ({"cache_salt": 7}, "cache_salt"),
+    ],
+)
+def test_a_wrong_request_is_named(
+    server: PrimeServer, change: dict[str, object], reason: str
+) -> None:
+    status, answer = server.post(GENERATE, {**make_request([5, 6, 7]), **change})
+    assert status == 400 and reason in answer["error"]["message"], answer
+
+
+def test_sessions_and_unknown_models(server: PrimeServer) -> None:
+    headers = {"X-Session-ID": "trace-1", "Authorization": "Bearer EMPTY"}
+    for _ in range(2):
+        assert server.post(GENERATE, make_request([5, 6, 7]), **headers)[0] == 200
+        assert server.post("/finish_session?session_id=trace-1")[0] == 200
+    assert server.post("/finish_session")[0] == 400
+    assert server.post(GENERATE, {**make_request([5, 6, 7]), "model": "other"})[0] == 404
+    assert server.get("/liveness") == (200, {"status": "ok"})
+
+
+def test_two_addresses_and_their_tokens(server: PrimeServer, output_dir: Path, home: Path) -> None:
+    env = {"ROLLWAY_HOME": str(home), "ROLLWAY_GATEWAY_TOKENS": "agent"}
+    env["ROLLWAY_GATEWAY_OPERATOR_TOKENS"] = "operator"
+    server.end()
+    other = PrimeServer("prime", output_dir, ("--admin-port", "0"), env).start()
+    try:
+        agent = {"Authorization": "Bearer agent"}
+        operator = {"Authorization": "Bearer operator"}
+        request = make_request([5, 6, 7])
+        assert other.post(GENERATE, request, **agent)[0] == 200
+        assert other.post(GENERATE, request)[0] == 401
+        assert other.post(PAUSE, **operator)[0] == 404  # the rollouts' address
+        other.ready["url"] = other.ready["admin_url"]
+        assert other.post(PAUSE, **agent)[0] == 403
+        assert other.post(PAUSE, Authorization="Bearer wrong")[0] == 401
+        assert other.post(GENERATE, request, **agent)[0] == 404
+        assert other.get("/v1/models", **agent)[0] == 200
+        assert other.post(PAUSE, **operator)[0] == 200
+        assert other.post("/resume", **operator)[0] == 200
+    finally:
+        other.end()
+        server.start()

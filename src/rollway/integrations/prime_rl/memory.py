@@ -6,18 +6,17 @@ The orchestrator does not notice a restart: it may have sent `/pause` to the old
 from __future__ import annotations
 
 import contextlib
-import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
 from rollway import private
-from rollway.errors import RollwayError
+from rollway.errors import RollwayError, UsageError
 from rollway.model_spec import slug
+from rollway.stack.locks import NamedLock, describe
 from rollway.stack.state import make_home
-
-log = logging.getLogger(__name__)
 
 Phase = Literal["serving", "paused", "failed"]
 _LARGEST = 1 << 20
@@ -43,6 +42,21 @@ class Record(msgspec.Struct):
     step: int | None = None
     version: int | None = None
     adapters: dict[str, LoadedAdapter] = {}
+
+
+@contextlib.contextmanager
+def hold_alone(file: Path) -> Iterator[None]:
+    """Refuse a second server of the same model: two of them would pause and update apart."""
+    lock = NamedLock(f"prime-rl/{file}")
+    if not lock.acquire():
+        raise UsageError(
+            f"Another server answers prime-rl for this model ({describe(lock.find_holder())}).",
+            "End it first, or use its address.",
+        )
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 class Memory:

@@ -33,6 +33,11 @@ from rollway.gateway.server import Gateway
 from rollway.integrations.prime_rl.engine_metrics import EngineMetrics, format_gauges
 from rollway.integrations.prime_rl.generate import GenerateRequest, Generator, Scorer
 from rollway.integrations.prime_rl.lora import AdapterAliases
+from rollway.integrations.prime_rl.token_chat import (
+    has_token_data,
+    make_chat_reply,
+    read_token_chat,
+)
 from rollway.integrations.prime_rl.updates import WeightUpdates
 from rollway.rollout.client import Rollouts
 
@@ -79,6 +84,7 @@ class PrimeRl:
             router.add_get(path, handler)
         if self.plane != "admin":
             router.add_post("/inference/v1/generate", self.generate)
+            router.add_post("/v1/chat/completions", self.chat)
             router.add_post("/finish_session", self.finish_session)
         if self.plane != "rollouts":
             for path, handler in (
@@ -128,6 +134,19 @@ class PrimeRl:
         generator = self._get_generator(self.find_model(wanted.model))
         reply = await generator.answer(wanted, self._name_session(request))
         return web.Response(body=msgspec.json.encode(reply), content_type="application/json")
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        """Answer chats with token ids here; others are the gateway's."""
+        assert self.gateway is not None
+        # A look at the bytes: the gateway decodes long bodies in a thread.
+        if b'"token_data"' not in request[BODY] or not has_token_data(body := parse(request[BODY])):
+            return await self.gateway.chat_completions(request)
+        wanted = read_token_chat(body, self.context_length, routed_experts=self.experts is not None)
+        generator = self._get_generator(self.find_model(wanted.model))
+        reply = await generator.answer(wanted, self._name_session(request))
+        text = await self.gateway.template.decode(reply["choices"][0]["token_ids"])
+        chat = make_chat_reply(body, wanted, reply, text)
+        return web.Response(body=msgspec.json.encode(chat), content_type="application/json")
 
     async def finish_session(self, request: web.Request) -> web.Response:
         session = check_name(request.query.get("session_id", ""))

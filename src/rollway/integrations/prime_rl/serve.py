@@ -6,6 +6,7 @@ import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from rollway.aio import Stack
@@ -24,7 +25,7 @@ from rollway.http import Http
 from rollway.integrations.prime_rl.broadcasts import BroadcastRules, Marker
 from rollway.integrations.prime_rl.engine_metrics import EngineMetrics
 from rollway.integrations.prime_rl.lora import AdapterAliases
-from rollway.integrations.prime_rl.memory import Memory, find_file
+from rollway.integrations.prime_rl.memory import Memory, find_file, hold_alone
 from rollway.integrations.prime_rl.routes import PrimeRl
 from rollway.integrations.prime_rl.updates import GATE_SECONDS, WeightUpdates
 from rollway.stack.state import StackDir
@@ -74,27 +75,28 @@ async def extend(stack: Stack, gateway: Gateway, options: ServeOptions) -> Async
     roots = [Path(root) for root in state.checkpoint_roots] if state else []
     output_dir = options.output_dir and options.output_dir.expanduser().resolve()
     rules = BroadcastRules(roots, output_dir, options.marker)
-    memory = Memory(
-        find_file(stack.name, gateway.model), state.run_id if state else stack.frontend_url
-    )
+    file, run = find_file(stack.name, gateway.model), state.run_id if state else stack.frontend_url
     experts = None
     if gateway.routed_experts:
         path = options.gateway.tokenizer or find_model_path(stack.name, gateway.model)
         experts = count_experts(Path(path))
-    async with Http() as http:
-        extension = PrimeRl(
-            stack,
-            gateway.model,
-            gateway.context_length,
-            WeightUpdates(fleet, rules, memory, options.gate_seconds),
-            AdapterAliases(fleet, rules, memory, lambda: stack.publisher("auto", gateway.model)),
-            EngineMetrics(http, fleet),
-            experts,
-        )
-        try:
-            yield replace(gateway, extension=extension)
-        finally:
-            await extension.close()
+    with hold_alone(file):
+        memory = Memory(file, run)
+        async with Http() as http:
+            extension = PrimeRl(
+                stack,
+                gateway.model,
+                gateway.context_length,
+                WeightUpdates(fleet, rules, memory, options.gate_seconds),
+                AdapterAliases(fleet, rules, memory, partial(stack.publisher, model=gateway.model)),
+                EngineMetrics(http, fleet),
+                experts,
+            )
+            extension.gateway = replace(gateway, extension=extension)
+            try:
+                yield extension.gateway
+            finally:
+                await extension.close()
 
 
 def split_planes(gateway: Gateway) -> tuple[Gateway, Gateway]:

@@ -1,0 +1,55 @@
+"""A fleet that does what a test tells it to, and checkpoints without an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rollway.fleet.report import RefitReport
+from rollway.versions import FleetVersions
+
+
+class FakeFleet:
+    """Counts refits; `work` decides how each goes."""
+
+    def __init__(self) -> None:
+        self.versions = FleetVersions()
+        self.versions.current = 0
+        self.refits: list[tuple[int, Path, dict[str, Any]]] = []
+        self.began = asyncio.Event()
+        self.go_on = asyncio.Event()
+        self.go_on.set()
+        self.fail: Exception | None = None
+        self.identify: Callable[[Path], str] = str
+
+    async def choose_version(self, identity: str) -> int:
+        self._identity = identity
+        return self.versions.choose_version(identity)
+
+    async def refit(self, version: int, path: Path, **options: Any) -> RefitReport:
+        self.refits.append((version, path, options))
+        self.began.set()
+        await self.go_on.wait()
+        if self.fail is not None:
+            raise self.fail
+        self.versions.claim(version, self._identity)
+        self.versions.note_served(version)
+        return RefitReport(version, "in-flight")
+
+
+def write_weights(directory: Path, *names: str, dtype: str = "BF16", value: int = 0) -> Path:
+    """Write a checkpoint of small tensors, without a config."""
+    directory.mkdir(parents=True, exist_ok=True)
+    width = 1 if dtype.startswith("F8") else 2
+    header: dict[str, Any] = {}
+    for index, name in enumerate(names or ("model.norm.weight",)):
+        span = [index * 4 * width, (index + 1) * 4 * width]
+        header[name] = {"dtype": dtype, "shape": [4], "data_offsets": span}
+    raw = json.dumps(header).encode()
+    body = bytes([value]) * (len(header) * 4 * width)
+    (directory / "model.safetensors").write_bytes(struct.pack("<Q", len(raw)) + raw + body)
+    return directory

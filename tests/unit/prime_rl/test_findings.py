@@ -1,0 +1,68 @@
+"""What reviewers of prime-rl's own Dynamo work found, and the test that fails without the fix.
+
+Numbers and letters are those of the contract sheet. Findings about parts that Rollway does not
+have yet (the client library, NCCL, discovery, charts) are not in the list.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+from tests.unit.prime_rl import test_broadcasts, test_generate, test_lora, test_updates
+
+FINDINGS = {
+    "5: a missing transport was skipped silently": (
+        test_updates.test_a_failed_broadcaster_is_the_answer_of_the_next_pause_once
+    ),
+    "10: experts were asserted to be uint8": (
+        test_generate.test_experts_have_the_dtype_of_the_model_and_begin_where_asked
+    ),
+    "11: the dtype of experts followed from the sample": (
+        test_generate.test_experts_have_the_dtype_of_the_model_and_begin_where_asked
+    ),
+    "12: a teacher's empty messages were refused": (
+        test_generate.test_chats_with_token_ids_are_answered_where_june_looks
+    ),
+    "1.4: a teacher's first entry was of another token": (
+        test_generate.test_a_teacher_gets_the_prompts_own_token_alone
+    ),
+    "3.3: experts that were not captured went to the trainer": (
+        test_generate.test_experts_that_were_not_captured_are_an_error
+    ),
+    "a: a pause that failed half-way left engines paused": (
+        test_updates.test_a_pause_touches_no_worker
+    ),
+    "b: a failed /init_broadcaster was ignored": (
+        test_updates.test_a_failed_broadcaster_is_the_answer_of_the_next_pause_once
+    ),
+    "c: an update was sent twice after a timeout": (
+        test_updates.test_an_update_needs_a_pause_and_calls_may_be_repeated
+    ),
+    "d: all engines resumed after an update that failed on some": (
+        test_updates.test_a_failed_update_stays_paused_until_one_succeeds
+    ),
+    "e: a marker of an earlier run counted": (
+        test_broadcasts.test_an_old_marker_of_a_step_that_is_written_again_counts_for_nothing
+    ),
+    "f: an adapter's name that was taken kept its weights": (
+        test_lora.test_every_broadcast_has_a_name_of_its_own
+    ),
+    "g: an engine's .npy string went to the client": (
+        test_generate.test_an_engines_npy_string_becomes_what_clients_read
+    ),
+    "h: a floored log-prob ended the turn": (
+        test_generate.test_a_floored_log_prob_is_sampled_again_and_never_passed_on
+    ),
+    "l: a relative weight_dir was taken for a repository": (
+        test_broadcasts.test_paths_stay_below_their_roots
+    ),
+}
+
+
+@pytest.mark.parametrize("finding", FINDINGS)
+def test_a_finding_has_a_test_that_runs(finding: str) -> None:
+    test = FINDINGS[finding]
+    module = importlib.import_module(test.__module__)
+    assert getattr(module, test.__name__) is test and test.__name__.startswith("test_")
