@@ -1,7 +1,7 @@
 """What reviewers of prime-rl's own Dynamo work found, and the test that fails without the fix.
 
 Numbers and letters are those of the contract sheet. Findings about parts that Rollway does not
-have yet (the client library, NCCL, discovery, charts) are not in the list.
+have yet (the client library, NCCL, charts) are not in the list.
 """
 
 from __future__ import annotations
@@ -10,7 +10,13 @@ import importlib
 
 import pytest
 
-from tests.unit.prime_rl import test_broadcasts, test_generate, test_lora, test_updates
+from tests.unit.prime_rl import (
+    test_broadcasts,
+    test_generate,
+    test_lora,
+    test_updates,
+    test_virtual_worker,
+)
 
 FINDINGS = {
     "5: a missing transport was skipped silently": (
@@ -54,6 +60,15 @@ FINDINGS = {
     ),
     "h: a floored log-prob ended the turn": (
         test_generate.test_a_floored_log_prob_is_sampled_again_and_never_passed_on
+    ),
+    "i: weight_version is sent as `step_N` and as `N`": (
+        test_virtual_worker.test_a_step_has_two_spellings
+    ),
+    "k: an adapter's answer says `success`, others say `ok`": (
+        test_virtual_worker.test_answers_have_the_words_that_clients_wait_for
+    ),
+    "m: the listing named 0.0.0.0": (
+        test_virtual_worker.test_the_listing_has_the_address_that_was_asked
     ),
     "l: a relative weight_dir was taken for a repository": (
         test_broadcasts.test_paths_stay_below_their_roots

@@ -3,6 +3,7 @@
     rollouts   POST /inference/v1/generate   POST /v1/chat/completions   POST /finish_session
     admin      POST /pause /update_weights /resume /init_broadcaster
                POST /load_lora_adapter /unload_lora_adapter
+               GET /v1/rl/workers   POST /collective_rpc /engine/*   (`virtual_worker`)
     both       GET /health /liveness /v1/models /metrics
 
 The handlers translate between HTTP and the parts that decide: `updates`, `lora`, `generate`,
@@ -39,6 +40,7 @@ from rollway.integrations.prime_rl.token_chat import (
     read_token_chat,
 )
 from rollway.integrations.prime_rl.updates import WeightUpdates
+from rollway.integrations.prime_rl.virtual_worker import VirtualWorker
 from rollway.rollout.client import Rollouts
 
 log = logging.getLogger(__name__)
@@ -96,6 +98,9 @@ class PrimeRl:
                 ("/unload_lora_adapter", self.unload_adapter),
             ):
                 router.add_post(path, _for_operators(handler))
+            router.add_get("/v1/rl/workers", self.list_workers)
+            router.add_post("/collective_rpc", _for_operators(self.call_method))
+            router.add_post("/engine/{route}", _for_operators(self.call_route))
 
     async def admit(self, request: web.Request) -> None:
         """Let requests for new tokens wait at the gate."""
@@ -253,13 +258,16 @@ class PrimeRl:
     async def init_broadcaster(self, request: web.Request) -> web.Response:
         """Refuse a transport that this server does not have. prime-rl ignores the answer, so the
         next `/pause` has it too."""
-        kind = "nixl" if "session_id" in _read_object(request) else "nccl"
+        raise self._refuse_broadcaster(_read_object(request))
+
+    def _refuse_broadcaster(self, body: Mapping[str, Any]) -> Refused:
+        kind = "nixl" if "session_id" in body else "nccl"
         cause = (
             f'weight_broadcast.type = "{kind}" is not available: this server reads broadcasts '
             'from files. Set weight_broadcast.type = "filesystem".'
         )
         self.updates.broadcaster_failure = cause
-        raise Refused(409, cause)
+        return Refused(409, cause)
 
     async def load_adapter(self, request: web.Request) -> web.Response:
         name, directory = _read_texts(request, "lora_name", "lora_path")
@@ -273,6 +281,23 @@ class PrimeRl:
         (name,) = _read_texts(request, "lora_name")
         await self.adapters.unload(name)
         return json_response({"status": "ok"})
+
+    # --- for generations that discover workers ---------------------------------------------------
+
+    async def list_workers(self, request: web.Request) -> web.Response:
+        error = "" if await self._list_answering() else "no worker answers yet"
+        origin = f"{request.scheme}://{request.host}"
+        return json_response(self._make_worker().list_workers(origin, error))
+
+    async def call_method(self, request: web.Request) -> web.Response:
+        return json_response(await self._make_worker().call_method(_read_object(request)))
+
+    async def call_route(self, request: web.Request) -> web.Response:
+        name = request.match_info["route"]
+        return json_response(await self._make_worker().call_route(name, _read_object(request)))
+
+    def _make_worker(self) -> VirtualWorker:
+        return VirtualWorker(self.model, self.updates, self.adapters, self._refuse_broadcaster)
 
 
 def _for_operators(handler: Handler) -> Handler:

@@ -110,8 +110,10 @@ class WeightUpdates:
         self._gate.clear()
         self._running = None  # what this pause updates is new, also from the same directory
 
-    async def update(self, name: str) -> int:
-        """Move all workers to the weights of a directory; return the version that they serve."""
+    async def update(self, name: str, step: int | None = None) -> int:
+        """Move all workers to the weights of a directory; return the version that they serve.
+
+        `step` is the trainer's, if its call names it besides the directory."""
         self._check_paused()
         directory = str(Path(name))
         running = self._running
@@ -123,7 +125,7 @@ class WeightUpdates:
             )
         is_answered = running is not None and running.directory == directory
         if running is None or not is_answered or (running.is_done and not running.has_succeeded):
-            running = _Running(directory, asyncio.create_task(self._update(directory)))
+            running = _Running(directory, asyncio.create_task(self._update(directory, step)))
             # A failure is reported to whoever asks; nobody may be left to ask.
             running.task.add_done_callback(lambda task: task.cancelled() or task.exception())
             self._running = running
@@ -158,10 +160,14 @@ class WeightUpdates:
                 409, "/update_weights came without /pause.", "Send /pause first, then this again."
             )
 
-    async def _update(self, name: str) -> int:
+    async def _update(self, name: str, step: int | None) -> int:
         path = await self.rules.find(name)
+        named = read_step(path)
+        if step is not None and named not in (None, step):
+            raise UsageError(f"{path} is of step {named}, and weight_version of step {step}.")
+        step = named if step is None else step
         checkpoint = await self.rules.check_weights(path)
-        step, version = read_step(path), await self.fleet.choose_version(checkpoint.identity)
+        version = await self.fleet.choose_version(checkpoint.identity)
         self._log_step(step, version)
         self.updates += 1
         # Before the first worker changes: if this process ends now, its successor must not resume.
