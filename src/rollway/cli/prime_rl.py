@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+from dataclasses import asdict
 
+from rollway.cli.output import print_json
 from rollway.cli.programs import check_exposure, read_gateway_options
 from rollway.errors import UsageError
+from rollway.http import Http
 
 
 def serve(options: argparse.Namespace) -> int:
@@ -32,3 +35,46 @@ def serve(options: argparse.Namespace) -> int:
     )
     asyncio.run(server.serve(serve_options, access, tls))
     return 0
+
+
+def config(options: argparse.Namespace) -> int:
+    """Print the part of prime-rl's config that names a running server."""
+    from rollway.integrations.prime_rl.check import make_toml
+
+    url = f"{options.url.rstrip('/').removesuffix('/v1')}/v1"
+    admin = f"{(options.admin_url or url).rstrip('/').removesuffix('/v1')}/v1"
+
+    async def read_model() -> str:
+        async with Http() as http:
+            answer = await http.get(f"{url}/models", timeout=10.0)
+        return str(answer["data"][0]["id"])
+
+    model = asyncio.run(read_model())
+    text = make_toml(model, url, admin, options.generation)
+    if options.json:
+        print_json({"toml": text})
+    else:
+        print(text, end="")
+    return 0
+
+
+def check(options: argparse.Namespace) -> int:
+    """Print what in a config will not work; exit with 1 if there is anything."""
+    from rollway.integrations.prime_rl.check import (
+        find_problems,
+        find_remote_problems,
+        read_toml,
+    )
+
+    settings = read_toml(options.file)
+    problems = find_problems(settings)
+    if not options.offline:
+        problems += asyncio.run(find_remote_problems(settings))
+    if options.json:
+        print_json({"problems": [asdict(problem) for problem in problems]})
+    else:
+        for problem in problems:
+            print(f"{problem.key}: {problem.cause} {problem.fix}")
+        if not problems:
+            print("no problem found")
+    return 1 if problems else 0

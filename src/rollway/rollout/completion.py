@@ -49,6 +49,9 @@ class Completion:
     prefill_worker_id: int | None = None
     """With prefill and decode apart, the worker that computed the prompt. `cached_tokens` are its
     prefix hits."""
+    sampling_mask: list[list[int]] | None = None
+    """For each token, the ids that top-k, top-p and min-p had left; None if the engine does not say
+    (vLLM's `return-sampling-mask`)."""
 
     @property
     def is_mixed(self) -> bool:
@@ -73,6 +76,7 @@ class Assembly:
     _cached: int = 0
     _experts: Any = None
     _versions: list[tuple[int, int]] | None = None
+    _mask: list[list[int]] = field(default_factory=list)
     _has_ids: bool = False
 
     def add(self, raw: Any) -> list[int]:
@@ -99,6 +103,7 @@ class Assembly:
             # A worker knows only its own part of an answer that migrated.
             versions=None if self._has_migrated else self._versions,
             prefill_worker_id=None if self._has_migrated else self._prefill_worker_id,
+            sampling_mask=self._mask if len(self._mask) == len(self.token_ids) else None,
         )
 
     def _add_ids(self, token_ids: list[int] | None) -> list[int]:
@@ -115,8 +120,9 @@ class Assembly:
         self._worker_id = self._worker_id if nvext.worker is None else nvext.worker
         self._prefill_worker_id = nvext.prefill_worker or self._prefill_worker_id
         self._experts = nvext.routed_experts or self._experts
-        if nvext.engine_data is not None and nvext.engine_data.rollway_versions:
-            self._versions = nvext.engine_data.rollway_versions
+        if nvext.engine_data is not None:
+            self._versions = nvext.engine_data.rollway_versions or self._versions
+            self._mask += nvext.engine_data.sampling_mask or []
         return self._add_ids(nvext.completion_token_ids)
 
     def _add_usage(self, usage: Usage | None) -> None:
@@ -198,6 +204,7 @@ class WorkerIds(msgspec.Struct):
 
 class EngineData(msgspec.Struct):
     rollway_versions: list[tuple[int, int]] | None = None
+    sampling_mask: list[list[int]] | None = None
 
 
 class Nvext(msgspec.Struct):

@@ -58,6 +58,8 @@ class Rollout:
     adapter: str | None = None
     """The LoRA adapter of the whole rollout, as `name@version`. `weight_version` is the version of
     the policy below it."""
+    sampling_mask: list[list[int]] | None = None
+    """The ids from which each token was sampled, if the engine reports them."""
 
     @property
     def weight_version(self) -> int | None:
@@ -93,6 +95,7 @@ class Trajectory:
     _legs: int = 0
     _cached: int | None = None
     _experts: list[RoutedExperts] = field(default_factory=list)
+    _mask: list[list[int]] = field(default_factory=list)
 
     def next_leg(self) -> tuple[Sequence[int], Sampling]:
         """Return the prompt and the sampling parameters of the next leg."""
@@ -113,6 +116,7 @@ class Trajectory:
         start = len(self.token_ids)
         self.token_ids += completion.token_ids
         self._logprobs += completion.logprobs or []
+        self._mask += completion.sampling_mask or []
         self._legs += 1
         if self.sampling.routed_experts and completion.token_ids:
             self._add_experts(completion.routed_experts)
@@ -139,6 +143,7 @@ class Trajectory:
         Penalties count sampled tokens, but a continuation would count them as prompt."""
         if self.sampling.has_penalties:
             self.token_ids, self._logprobs, self.spans, self._experts = [], [], [], []
+            self._mask = []
 
     @property
     def is_full(self) -> bool:
@@ -161,6 +166,8 @@ class Trajectory:
             self._cached or 0,
             self._join_experts(),
             self.adapter,
+            # A leg without one would shift the others to wrong tokens.
+            self._mask if self._mask and len(self._mask) == len(self.token_ids) else None,
         )
 
     def _join_experts(self) -> RoutedExperts | None:

@@ -46,7 +46,7 @@ async def test_a_marker_may_appear_late(tmp_path: Path) -> None:
     """A network file system shows it some seconds after the orchestrator has seen it."""
     path = write_weights(tmp_path / "step_3")
     finding = asyncio.create_task(BroadcastRules(output_dir=tmp_path).find("step_3"))
-    await asyncio.sleep(0)
+    await asyncio.sleep(0)  # one turn of the loop
     assert not finding.done()
     (path / "STABLE").touch()
     await wait_until_async(finding.done, 5)

@@ -29,6 +29,7 @@ from rollway.rollout.completion import Completion
 from rollway.rollout.experts import RoutedExperts
 from rollway.rollout.sampling import Sampling
 from rollway.rollout.trajectory import Rollout, Span, Trajectory
+from rollway.rollout.wire import COMPLETIONS
 
 BODY: dict[str, Any] = {
     "model": "m",
@@ -149,6 +150,23 @@ def test_experts_that_were_not_captured_are_an_error(ids: Any) -> None:
         make_reply(request, rollout, experts=8)
     with pytest.raises(RolloutError, match="no routed experts"):
         make_reply(request, make_rollout(), experts=8)
+
+
+def test_sampling_masks_are_joined_over_a_cut_or_left_out() -> None:
+    request = GenerateRequest.read(BODY, 100)
+    for second, wanted in (([[8, 9]], [[7], [8, 9]]), (None, None)):
+        trajectory = Trajectory([4, 5, 6], request.sampling)
+        legs = ([7], [[7]], "aborted"), ([8], second, "length")
+        for ids, mask, reason in legs:
+            raw = {
+                "choices": [{"logprobs": {"token_logprobs": [-0.5]}, "finish_reason": reason}],
+                "nvext": {"completion_token_ids": ids, "engine_data": {"sampling_mask": mask}},
+            }
+            assembly = COMPLETIONS.assembly(request.sampling, 3)
+            assembly.add(raw)
+            trajectory.add(assembly.finish(), 3)
+        (choice,) = make_reply(request, trajectory.rollout("length", 3))["choices"]
+        assert choice.get("sampling_mask") == wanted
 
 
 def test_a_start_beyond_the_prompt_is_refused() -> None:

@@ -87,7 +87,7 @@ async def test_a_client_that_hangs_up_does_not_stop_the_update(steps: Path) -> N
     call.cancel()
     await asyncio.gather(call, return_exceptions=True)
     resuming = asyncio.create_task(updates.resume())  # it gave up, and resumes
-    await asyncio.sleep(0)
+    await asyncio.sleep(0)  # one turn of the loop
     assert not updates.is_open
     fleet.go_on.set()
     await resuming
@@ -112,7 +112,7 @@ async def test_a_request_waits_at_the_gate_for_a_bounded_time(steps: Path) -> No
     assert refusal.value.status == 503 and updates.waiting == 0
     updates.gate_seconds = 60.0
     waiting = asyncio.create_task(updates.wait_open())
-    await asyncio.sleep(0)
+    await asyncio.sleep(0)  # one turn of the loop
     assert updates.waiting == 1
     await updates.resume()
     await waiting

@@ -167,6 +167,8 @@ def make_reply(
         pairs = zip(rollout.token_ids, rollout.logprobs, strict=True)
         entries = [{"token": f"token_id:{token}", "logprob": logprob} for token, logprob in pairs]
         choice["logprobs"] = {"content": entries}
+    if rollout.sampling_mask is not None:
+        choice["sampling_mask"] = rollout.sampling_mask
     if experts is not None:
         choice["routed_experts"] = _read_experts(request, rollout, experts)
     prompt, sampled = len(rollout.prompt_ids), len(rollout.token_ids)

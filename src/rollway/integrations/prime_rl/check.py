@@ -1,0 +1,186 @@
+"""Read a user's prime-rl config, and say what will not work with this server, and why.
+
+Generations of prime-rl have different keys, and refuse unknown ones at the start; a value that is
+wrong for this server shows much later, as a run with one episode in flight or with old weights.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from rollway.errors import RollwayError, UsageError
+from rollway.http import ONCE, Http
+
+Generation = Literal["june", "snapshot", "main"]
+_JUNE = ("backend", "rl_base_url", "elastic", "dp_rank_count", "router_url", "timeout")
+_CLIENT_TABLES = (
+    ("orchestrator", "model", "client"),
+    ("model", "client"),
+    ("orchestrator", "client"),
+    ("client",),
+)
+_OFF_POLICY_STEPS = 8  # prime-rl's default of max_off_policy_steps
+_SHARED_PORT = 8001
+_PROBE_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that will not work."""
+
+    key: str
+    cause: str
+    fix: str
+
+
+def read_toml(file: Path) -> dict[str, Any]:
+    """Read a config file."""
+    try:
+        return tomllib.loads(file.read_text())
+    except OSError as error:
+        raise UsageError(f"{file} cannot be read: {error.strerror}.", "Check the path.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{file} is not TOML: {error}.", "Correct that line.") from error
+
+
+def find_problems(config: Mapping[str, Any]) -> list[Problem]:
+    """Return what is wrong in the file itself."""
+    client, name = _find_client(config)
+    problems = [*_check_client(client, name), *_check_broadcast(config)]
+    if "inference" in config:
+        problems.append(
+            Problem(
+                "inference",
+                "prime-rl's launcher would start an inference server of its own.",
+                "Remove the block; the addresses in the client say where to sample.",
+            )
+        )
+    return problems
+
+
+async def find_remote_problems(config: Mapping[str, Any]) -> list[Problem]:
+    """Ask the addresses in a config; return what they lack."""
+    client, name = _find_client(config)
+    problems = []
+    async with Http() as http:
+        for url in _list_urls(client.get("admin_base_url") or client.get("base_url")):
+            base = url.rstrip("/").removesuffix("/v1")
+            key = f"{name}.admin_base_url"
+            try:
+                await http.get(f"{base}/health", timeout=_PROBE_SECONDS, retry=ONCE)
+                page = await http.get_text(f"{base}/metrics", timeout=_PROBE_SECONDS)
+            except RollwayError as error:
+                fix = "Start `rollway prime-rl serve`, and use the addresses that it prints."
+                problems.append(Problem(key, error.message, fix))
+                continue
+            if "vllm:" not in page:
+                cause = f"{base}/metrics has no vllm:* series, so one episode stays in flight."
+                fix = "Use the server's address, not a frontend's; are its workers vLLM's?"
+                problems.append(Problem(key, cause, fix))
+    return problems
+
+
+def make_toml(model: str, url: str, admin_url: str, generation: Generation = "snapshot") -> str:
+    """Return the part of prime-rl's config that names a running server."""
+    client = [f'base_url = "{url}"', f'admin_base_url = ["{admin_url}"]']
+    if generation == "june":
+        client = [
+            'backend = "dynamo"',
+            f'base_url = ["{url}"]',
+            f'rl_base_url = ["{admin_url.removesuffix("/v1")}"]',
+        ]
+    table = "orchestrator.client" if generation == "june" else "orchestrator.model.client"
+    lines = [
+        "[orchestrator.model]",
+        f'name = "{model}"',
+        "",
+        f"[{table}]",
+        *client,
+        "",
+        "[weight_broadcast]",
+        'type = "filesystem"',
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _check_client(client: Mapping[str, Any], name: str) -> Iterator[Problem]:
+    if not client:
+        yield Problem(
+            "orchestrator.model.client",
+            "There is no client table, so prime-rl samples at http://localhost:8000/v1.",
+            "Add base_url and admin_base_url; `rollway prime-rl config` prints them.",
+        )
+        return
+    june = [key for key in _JUNE if key in client]
+    if june and "dynamo" in client:
+        cause = f"`{june[0]}` is a key of June 2026, `dynamo` of September."
+        yield Problem(f"{name}.{june[0]}", cause, "Keep the one that your prime-rl knows.")
+    if not june and isinstance(client.get("base_url"), list):
+        cause = "base_url is a list, which only prime-rl of June 2026 accepts."
+        yield Problem(f"{name}.base_url", cause, "Write one text.")
+    if client.get("elastic"):
+        cause = "The elastic pool talks to each worker by itself, past the server's gate."
+        yield Problem(f"{name}.elastic", cause, "Remove it: the server follows the fleet.")
+    for url in _list_urls(client.get("admin_base_url")):
+        if urlsplit(url).path.rstrip("/") not in ("", "/v1"):
+            cause = f"{url} is not a server's address, but a path of a frontend."
+            yield Problem(f"{name}.admin_base_url", cause, "Use http://HOST:PORT/v1 of the server.")
+    if "admin_base_url" in client and len(_list_urls(client["admin_base_url"])) > 1:
+        cause = "One address pauses, updates and resumes the whole fleet."
+        yield Problem(f"{name}.admin_base_url", cause, "Name the server once.")
+
+
+def _check_broadcast(config: Mapping[str, Any]) -> Iterator[Problem]:
+    tables = (config, config.get("orchestrator", {}), config.get("trainer", {}))
+    for table in (t for t in tables if isinstance(t, dict)):
+        broadcast = table.get("weight_broadcast")
+        if not isinstance(broadcast, dict):
+            continue
+        kind = broadcast.get("type", "filesystem")
+        if kind != "filesystem":
+            cause = f'"{kind}" is not available.'
+            if kind == "nccl" and _has_lora(config):
+                cause = "prime-rl itself refuses NCCL with LoRA."
+            yield Problem("weight_broadcast.type", cause, 'Use "filesystem".')
+        if broadcast.get("quantize_in_weight_transfer"):
+            cause = "The engine makes its own scales; weights would be quantised twice."
+            yield Problem("weight_broadcast.quantize_in_weight_transfer", cause, "Use false.")
+        if kind in ("nixl", "mx_refit") and broadcast.get("port", _SHARED_PORT) == _SHARED_PORT:
+            cause = f"ModelExpress and Dynamo's worker listing both use port {_SHARED_PORT}."
+            yield Problem("weight_broadcast.port", cause, "Choose another port for one of them.")
+        keep, steps = broadcast.get("keep_recent"), _find_off_policy_steps(config)
+        if isinstance(keep, int) and keep < steps:
+            cause = f"Rollouts may be {steps} steps old, and need a directory that is deleted."
+            yield Problem("weight_broadcast.keep_recent", cause, f"Keep at least {steps}.")
+
+
+def _find_client(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
+    for path in _CLIENT_TABLES:
+        table: Any = config
+        for part in path:
+            table = table.get(part) if isinstance(table, dict) else None
+        if isinstance(table, dict):
+            return table, ".".join(path)
+    return {}, ".".join(_CLIENT_TABLES[0])
+
+
+def _find_off_policy_steps(config: Mapping[str, Any]) -> int:
+    for table in (config.get("orchestrator"), config):
+        if isinstance(table, dict) and isinstance(table.get("max_off_policy_steps"), int):
+            return int(table["max_off_policy_steps"])
+    return _OFF_POLICY_STEPS
+
+
+def _has_lora(config: Mapping[str, Any]) -> bool:
+    tables = [config.get("model"), config.get("trainer", {}).get("model")]
+    return any(isinstance(t, dict) and bool(t.get("lora")) for t in tables)
+
+
+def _list_urls(value: Any) -> list[str]:
+    urls = value if isinstance(value, list) else [value]
+    return [url for url in urls if isinstance(url, str) and url]

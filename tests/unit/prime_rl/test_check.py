@@ -1,0 +1,92 @@
+"""A user's own config: what is wrong in it is named with its key, its cause and its fix."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from rollway.errors import UsageError
+from rollway.integrations.prime_rl.check import (
+    Generation,
+    find_problems,
+    find_remote_problems,
+    make_toml,
+    read_toml,
+)
+
+CLIENT = """
+[orchestrator.model.client]
+base_url = "http://gw:8000/v1"
+admin_base_url = ["http://gw:8100/v1"]
+"""
+
+
+@pytest.mark.parametrize("generation", ["june", "snapshot", "main"])
+def test_what_config_prints_has_no_problem(generation: Generation) -> None:
+    text = make_toml("policy", "http://gw:8000/v1", "http://gw:8100/v1", generation)
+    assert find_problems(tomllib.loads(text)) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("", "orchestrator.model.client"),
+        (CLIENT + "[inference]\n", "inference"),
+        (CLIENT + "[weight_broadcast]\ntype = 'nccl'\n", "weight_broadcast.type"),
+        (CLIENT + "[trainer.weight_broadcast]\ntype = 'nixl'\n", "weight_broadcast.port"),
+        (CLIENT + "[weight_broadcast]\nkeep_recent = 2\n", "weight_broadcast.keep_recent"),
+        (
+            CLIENT + "[weight_broadcast]\nquantize_in_weight_transfer = true\n",
+            "weight_broadcast.quantize_in_weight_transfer",
+        ),
+        (CLIENT + "backend = 'dynamo'\ndynamo = {}\n", "orchestrator.model.client.backend"),
+        (CLIENT + "elastic = {hostname = 'a'}\n", "orchestrator.model.client.elastic"),
+        (CLIENT.replace("8100/v1", "8100/v1/rl"), "orchestrator.model.client.admin_base_url"),
+        (
+            CLIENT.replace(":8100/v1", ":1', 'http://b:1"),
+            "orchestrator.model.client.admin_base_url",
+        ),
+        ("[client]\nbase_url = ['http://gw:8000/v1']\n", "client.base_url"),
+    ],
+)
+def test_a_problem_is_named_by_its_key(text: str, key: str) -> None:
+    problems = find_problems(tomllib.loads(text.replace('", "', "','").replace("1', 'h", '1", "h')))
+    assert key in [problem.key for problem in problems]
+    assert all(problem.cause and problem.fix for problem in problems)
+
+
+def test_steps_may_be_fewer(tmp_path: Path) -> None:
+    text = CLIENT + "[weight_broadcast]\nkeep_recent = 2\n"
+    assert find_problems(tomllib.loads("[orchestrator]\nmax_off_policy_steps = 2\n" + text)) == []
+    file = tmp_path / "rl.toml"
+    file.write_text("a =")
+    with pytest.raises(UsageError, match="not TOML"):
+        read_toml(file)
+    with pytest.raises(UsageError, match="cannot be read"):
+        read_toml(tmp_path / "none.toml")
+
+
+async def test_addresses_are_asked_for_their_series() -> None:
+    page = ["dynamo_frontend_requests_total 1\n"]
+
+    async def metrics(request: web.Request) -> web.Response:
+        return web.Response(text=page[0])
+
+    async def health(request: web.Request) -> web.Response:
+        return web.json_response({})
+
+    app = web.Application()
+    app.router.add_get("/metrics", metrics)
+    app.router.add_get("/health", health)
+    async with TestServer(app) as server:
+        config = {"client": {"admin_base_url": [f"{server.make_url('/v1')}"]}}
+        (problem,) = await find_remote_problems(config)
+        assert "vllm:*" in problem.cause
+        page[0] = 'vllm:num_requests_running{engine="0"} 0\n'
+        assert await find_remote_problems(config) == []
+    (problem,) = await find_remote_problems(config)
+    assert "prime-rl serve" in problem.fix
