@@ -300,7 +300,8 @@ class Fleet:
         """Return the version for a refit to these weights, for a trainer that repeats its steps:
         the newest version if it names them already, else a new one."""
         self._labels.learn_claims()
-        await self.read_versions()
+        if self.versions.newest is None:
+            await self.read_versions()
         return self.versions.choose_version(identity)
 
     async def load_adapter(

@@ -11,7 +11,8 @@ import importlib
 import pytest
 
 from tests.unit.prime_rl import (
-    test_broadcasts,
+    test_broadcast,
+    test_directories,
     test_generate,
     test_lora,
     test_updates,
@@ -21,6 +22,9 @@ from tests.unit.prime_rl import (
 FINDINGS = {
     "5: a missing transport was skipped silently": (
         test_updates.test_a_failed_broadcaster_is_the_answer_of_the_next_pause_once
+    ),
+    "9: steps were deleted that rollouts still needed": (
+        test_broadcast.test_steps_are_kept_as_long_as_rollouts_may_need_them
     ),
     "10: experts were asserted to be uint8": (
         test_generate.test_experts_have_the_dtype_of_the_model_and_begin_where_asked
@@ -50,7 +54,7 @@ FINDINGS = {
         test_updates.test_a_failed_update_stays_paused_until_one_succeeds
     ),
     "e: a marker of an earlier run counted": (
-        test_broadcasts.test_an_old_marker_of_a_step_that_is_written_again_counts_for_nothing
+        test_directories.test_an_old_marker_of_a_step_that_is_written_again_counts_for_nothing
     ),
     "f: an adapter's name that was taken kept its weights": (
         test_lora.test_every_broadcast_has_a_name_of_its_own
@@ -71,7 +75,7 @@ FINDINGS = {
         test_virtual_worker.test_the_listing_has_the_address_that_was_asked
     ),
     "l: a relative weight_dir was taken for a repository": (
-        test_broadcasts.test_paths_stay_below_their_roots
+        test_directories.test_paths_stay_below_their_roots
     ),
 }
 

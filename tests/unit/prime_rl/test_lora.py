@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from rollway.errors import AdminError, UsageError
 from rollway.fleet.fleet import Fleet
 from rollway.gateway.replies import Refused
-from rollway.integrations.prime_rl.broadcasts import BroadcastRules
+from rollway.integrations.prime_rl.directories import BroadcastRules
 from rollway.integrations.prime_rl.lora import AdapterAliases
 from rollway.integrations.prime_rl.memory import Memory
 from rollway.publishing import AsyncPublisher

@@ -11,7 +11,7 @@ import pytest
 from rollway.errors import RefitError, UsageError
 from rollway.fleet.fleet import Fleet
 from rollway.gateway.replies import Refused
-from rollway.integrations.prime_rl.broadcasts import BroadcastRules
+from rollway.integrations.prime_rl.directories import BroadcastRules
 from rollway.integrations.prime_rl.memory import Memory, hold_alone
 from rollway.integrations.prime_rl.updates import WeightUpdates
 from tests.unit.prime_rl.fakes import FakeFleet, write_weights

@@ -17,7 +17,7 @@ from typing import Any
 from rollway.errors import RollwayError, UsageError, WeightsError
 from rollway.fleet.fleet import Fleet
 from rollway.gateway.replies import Refused
-from rollway.integrations.prime_rl.broadcasts import (
+from rollway.integrations.prime_rl.directories import (
     BroadcastRules,
     read_adapter_config,
     read_step,

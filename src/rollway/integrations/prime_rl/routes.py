@@ -132,7 +132,8 @@ class PrimeRl:
     # --- rollouts --------------------------------------------------------------------------------
 
     async def generate(self, request: web.Request) -> web.Response:
-        body = parse(request[BODY])
+        assert self.gateway is not None
+        body = await self.gateway.parse(request)
         wanted = GenerateRequest.read(
             body, self.context_length, routed_experts=self.experts is not None
         )
@@ -143,8 +144,10 @@ class PrimeRl:
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """Answer chats with token ids here; others are the gateway's."""
         assert self.gateway is not None
-        # A look at the bytes: the gateway decodes long bodies in a thread.
-        if b'"token_data"' not in request[BODY] or not has_token_data(body := parse(request[BODY])):
+        body: Mapping[str, Any] = {}
+        if b'"token_data"' in request[BODY]:  # otherwise the gateway decodes it, and once
+            body = await self.gateway.parse(request)
+        if not has_token_data(body):
             return await self.gateway.chat_completions(request)
         wanted = read_token_chat(body, self.context_length, routed_experts=self.experts is not None)
         generator = self._get_generator(self.find_model(wanted.model))

@@ -22,7 +22,7 @@ from rollway.gateway.command import (
 from rollway.gateway.connections import Connections
 from rollway.gateway.server import Gateway
 from rollway.http import Http
-from rollway.integrations.prime_rl.broadcasts import BroadcastRules, Marker
+from rollway.integrations.prime_rl.directories import BroadcastRules, Marker
 from rollway.integrations.prime_rl.engine_metrics import EngineMetrics
 from rollway.integrations.prime_rl.lora import AdapterAliases
 from rollway.integrations.prime_rl.memory import Memory, find_file, hold_alone

@@ -29,7 +29,7 @@ from rollway.errors import RollwayError, UsageError
 from rollway.fleet.fleet import Fleet
 from rollway.fleet.report import RefitMode
 from rollway.gateway.replies import Refused
-from rollway.integrations.prime_rl.broadcasts import BroadcastRules, read_step
+from rollway.integrations.prime_rl.directories import BroadcastRules, read_step
 from rollway.integrations.prime_rl.memory import Memory, Phase
 
 log = logging.getLogger(__name__)

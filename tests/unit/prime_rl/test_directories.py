@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rollway.errors import UsageError
-from rollway.integrations.prime_rl.broadcasts import (
+from rollway.integrations.prime_rl.directories import (
     BroadcastRules,
     Marker,
     read_adapter_config,
