@@ -108,7 +108,7 @@ class LightWorker:
         self._use(share_tensors(Path(weight_path)))
         from rollway.weights.checkpoint import check_checkpoint
 
-        check_checkpoint(Path(weight_path))
+        check_checkpoint(Path(weight_path), needs_config=False)
         for name, array in read_tensors(Path(weight_path)).items():
             if not np.array_equal(self.model.tensors[name], array, equal_nan=True):
                 raise RuntimeError(f"{name} is not what {weight_path} holds")

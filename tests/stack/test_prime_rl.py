@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import rollway
+from tests.light.spec import light
 from tests.stack.policies import Policy
 from tests.stack.prime_rl import (
     GENERATE,
@@ -299,3 +300,30 @@ def test_two_addresses_and_their_tokens(server: PrimeServer, output_dir: Path, h
     finally:
         other.end()
         server.start()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("count", [8, 64])
+def test_many_workers_behind_one_admin_url(
+    base_model: Path, tmp_path: Path, policies: list[Policy], count: int
+) -> None:
+    """Two processes with half of the workers each; prime-rl sees one server."""
+    spec = light(base_model, "many")
+    spec["models"][0]["args"] = {"count": count // 2}
+    with rollway.up({**spec, "warmup": False}) as many:
+        wait_until(lambda: len(many.fleet.workers()) == count, 120)
+        server = PrimeServer("many", tmp_path).start()
+        try:
+            for step in (0, 1, 2):
+                policy = policies[1 + step % 2]
+                broadcast(tmp_path, step, policy.path)
+                server.update(f"broadcasts/step_{step}")
+                assert set(many.fleet.read_versions().values()) == {step + 1}
+                prompts = [fresh_prompt(20) for _ in range(2 * count)]
+                with ThreadPoolExecutor(32) as pool:
+                    for prompt, done in zip(
+                        prompts, pool.map(server.generate, prompts), strict=True
+                    ):
+                        assert distance(policy, prompt, done) < TOLERANCE
+        finally:
+            server.end()

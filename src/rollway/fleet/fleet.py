@@ -257,6 +257,7 @@ class Fleet:
         share: float = 0.5,
         expected: Answer | None = None,
         allow_cast: bool = False,
+        needs_config: bool = True,
     ) -> RefitReport:
         """Load new weights into every worker, and return when all of them serve the version.
 
@@ -270,6 +271,7 @@ class Fleet:
             share: with "rolling", the share of the workers that is updated at a time.
             expected: what the canary must answer afterwards; by default the workers must agree.
             allow_cast: accept another dtype than the served one.
+            needs_config: refuse a checkpoint directory without config.json.
 
         Returns:
             The state and the times of every worker.
@@ -284,7 +286,7 @@ class Fleet:
                 f"A refit is not possible with mode {mode!r} and share {share!r}.",
                 f"Modes are {', '.join(get_args(RefitMode))}; a share is above 0 and at most 1.",
             )
-        chosen = await self._recipes.make_update(update, allow_cast)
+        chosen = await self._recipes.make_update(update, allow_cast, needs_config)
         async with self._lock, self._guard():
             refit = self._make_refit(version, chosen, expected)
             refit.mode, refit.share = mode, share

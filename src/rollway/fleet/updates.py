@@ -119,6 +119,8 @@ class FromDisk:
     allow_cast: bool = False
     whole: bool = True
     """Whether every byte is compared with the digests in STABLE."""
+    needs_config: bool = True
+    """Whether a directory without config.json is refused."""
     repeatable: bool = True
     staged: bool = True
     """Whether workers load it beside the served model before they are paused, where they can."""
@@ -140,7 +142,9 @@ class FromDisk:
             path = Path(self.path).expanduser().resolve()
             # Before the files are read, so that a write during the check is noticed as well.
             self._stamps = stamps(path) if path.is_dir() else {}
-            return check_checkpoint(path, roots=self.roots, whole=self.whole)
+            return check_checkpoint(
+                path, roots=self.roots, whole=self.whole, needs_config=self.needs_config
+            )
 
         self.checkpoint = await asyncio.to_thread(check)
         self.path = self.checkpoint.path
@@ -367,14 +371,23 @@ class Recipes:
     _last: tuple[int, Update] | None = None
     """The last version that this process refitted to, and its update."""
 
-    async def make_update(self, weights: Weights, allow_cast: bool) -> Update:
+    async def make_update(
+        self, weights: Weights, allow_cast: bool, needs_config: bool = True
+    ) -> Update:
         if isinstance(weights, Offer) and weights.transport == "files":
             weights = Path(weights.where["path"])  # workers without the extension can load it too
         if isinstance(weights, Offer):
             return Offered(weights, self.secret, allow_cast)
         if isinstance(weights, str | Path):
             served = await self._read_served_headers()
-            return FromDisk(Path(weights), self.roots, served, allow_cast, secret=self.secret)
+            return FromDisk(
+                Path(weights),
+                self.roots,
+                served,
+                allow_cast,
+                needs_config=needs_config,
+                secret=self.secret,
+            )
         if isinstance(weights, FromDisk) and not weights.secret:
             weights.secret = self.secret
         return weights
@@ -392,7 +405,8 @@ class Recipes:
         recorded = self.record.get() if self.record is not None else None
         if recorded is None or recorded[0] != version:
             return None
-        return FromDisk(recorded[1], self.roots, secret=self.secret)
+        # Whether it needs a config was decided when it was first served.
+        return FromDisk(recorded[1], self.roots, needs_config=False, secret=self.secret)
 
     async def _read_served_headers(self) -> dict[str, TensorHeader] | None:
         """Return the tensor headers of the served model; None if this process cannot know them."""

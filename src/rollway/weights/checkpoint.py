@@ -122,7 +122,12 @@ def publish_checkpoint(
 
 
 def check_checkpoint(
-    directory: Path, *, roots: Sequence[Path] = (), whole: bool = True, weights: bool = True
+    directory: Path,
+    *,
+    roots: Sequence[Path] = (),
+    whole: bool = True,
+    weights: bool = True,
+    needs_config: bool = True,
 ) -> Checkpoint:
     """Read a checkpoint's headers and verify that the checkpoint is complete.
 
@@ -131,6 +136,7 @@ def check_checkpoint(
         roots: directories that it must be in, links included; any directory if empty.
         whole: also compare the digest of every file with `STABLE`, where the file exists.
         weights: whether these include the weight files, which the caller may compare otherwise.
+        needs_config: refuse a directory without config.json; some trainers write weights alone.
 
     Raises `UsageError` with the reason if the checkpoint cannot be used.
     """
@@ -143,8 +149,12 @@ def check_checkpoint(
         )
     if path.is_dir():
         _check_links(path, allowed)
-        if (path / "config.json").exists():  # prime-rl writes none beside its weights
+        if (path / "config.json").exists():
             read_config(path / "config.json")
+        elif needs_config:
+            raise UsageError(
+                f"{path} has no config.json.", "Save the model's config with its weights."
+            )
     tensors = read_headers(path)
     recorded = _read_stable(path)
     if recorded is not None and whole:

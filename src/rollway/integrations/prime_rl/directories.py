@@ -59,7 +59,7 @@ class BroadcastRules:
     async def check_weights(self, path: Path) -> Checkpoint:
         """Read the headers of a whole model; raise if it cannot be served."""
         checkpoint = await asyncio.to_thread(
-            check_checkpoint, path, roots=self.allowed, whole=False
+            check_checkpoint, path, roots=self.allowed, whole=False, needs_config=False
         )
         quantised = sorted(filter(_KERNEL_NAMES.search, checkpoint.tensors))
         if quantised or any(t.dtype.startswith("F8") for t in checkpoint.tensors.values()):

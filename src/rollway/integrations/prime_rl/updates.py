@@ -174,7 +174,8 @@ class WeightUpdates:
         was, why = self.memory.record.phase, self.memory.record.cause
         self._remember("failed", f"the server ended during the update to step {step}.")
         try:
-            await self.fleet.refit(version, path, mode=MODE, allow_cast=True)
+            # prime-rl sends bf16, whatever is served, and no config.json.
+            await self.fleet.refit(version, path, mode=MODE, allow_cast=True, needs_config=False)
         except UsageError:  # refused by the workers' own checks: nothing was changed
             self._remember(was, why)
             raise

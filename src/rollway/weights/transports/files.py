@@ -155,17 +155,19 @@ class FilesReader(Reader):
         if sums:
             yield from _read_summed(directory, sums, summed)
             whole = bool(offer.where.get("whole", True))
-            now = check_checkpoint(directory, whole=whole, weights=False)
+            now = check_checkpoint(directory, whole=whole, weights=False, needs_config=False)
             if now.identity != offer.identity:
                 raise WeightsError(f"{directory} changed while it was read.", "Write it again.")
             return
-        check = partial(check_checkpoint, directory, whole=bool(offer.where.get("whole", True)))
+        # The weights count here; whoever made the offer has decided whether they need a config.
+        whole = bool(offer.where.get("whole", True))
+        check = partial(check_checkpoint, directory, whole=whole, needs_config=False)
         with ThreadPoolExecutor(1) as pool:
             # Beside reading, since hashing takes about as long.
             verified = pool.submit(check)
             yield from read_tensors(directory)
             checkpoint = verified.result()
-        now = check_checkpoint(directory, whole=False)
+        now = check_checkpoint(directory, whole=False, needs_config=False)
         if not checkpoint.identity == now.identity == offer.identity:
             raise WeightsError(f"{directory} changed while it was read.", "Write it again.")
 
