@@ -174,6 +174,42 @@ def test_a_worker_killed_between_pause_and_update_delays_nothing(
     assert distance(policies[2], prompt, server.generate(prompt)) < TOLERANCE
 
 
+@pytest.mark.parametrize("victim", ["a worker", "the server"])
+def test_a_death_during_an_update_leaves_no_old_version_in_service(
+    server: PrimeServer, stack: rollway.Stack, output_dir: Path, policies: list[Policy], victim: str
+) -> None:
+    """prime-rl repeats a call that failed with a 5xx or with its connection."""
+    step, policy = (7, policies[1]) if victim == "a worker" else (8, policies[2])
+    broadcast(output_dir, step, policy.path)
+    began = server.metrics()["rollway_weight_updates"]
+    assert server.post(PAUSE)[0] == 200
+    body = {"weight_dir": f"broadcasts/step_{step}"}
+    with ThreadPoolExecutor(1) as pool:
+        updating = pool.submit(server.post, "/update_weights", body)
+        wait_until(lambda: server.metrics()["rollway_weight_updates"] > began, 10, every=0.001)
+        if victim == "a worker":
+            process = next(p for p in read_state("prime").processes if p.instance)
+            os.kill(process.pid or 0, signal.SIGKILL)
+        else:
+            server.end(kill=True)
+            server.start()
+    # It may have been done before the kill; else it is not, and must be repeated.
+    status = 0 if updating.exception() else updating.result()[0]
+    for _ in range(5):
+        if status == 200 and victim == "a worker":
+            break
+        status, answer = server.post("/update_weights", body)
+        assert status in (200, 503), answer
+    assert status == 200
+    version = server.post("/update_weights", body)[1]["weight_version"]
+    assert server.post("/resume")[0] == 200
+    wait_until(lambda: list(stack.fleet.read_versions().values()) == [version] * 2, 60)
+    for _ in range(4):
+        prompt = fresh_prompt(20)
+        done = server.generate(prompt)
+        assert done["weight_version"] == version and distance(policy, prompt, done) < TOLERANCE
+
+
 def test_refusals_are_4xx_and_nothing_changes(
     server: PrimeServer, output_dir: Path, policies: list[Policy], tmp_path: Path
 ) -> None:
