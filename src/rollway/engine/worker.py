@@ -29,6 +29,7 @@ from rollway.engine.drafts import Draft, split_draft
 from rollway.engine.fingerprint import Proof
 from rollway.engine.incoming import Incoming
 from rollway.engine.memory import HostBuffers
+from rollway.engine.packing import wait_until_packed
 from rollway.engine.patching import set_served
 from rollway.engine.receivers import reader_for
 from rollway.engine.shadow import ParameterArena, explain_no_swap
@@ -177,6 +178,7 @@ def load_checkpoint(worker: Any, path: str, *, identity: str = "") -> None:
     check_servable(worker, path, allow_cast=True)  # the files may have changed since
     if identity and check_checkpoint(Path(path), whole=False).identity != identity:
         raise RuntimeError(f"{path} has other weights than the order names")
+    wait_until_packed(worker)
     proof = Proof(_model(worker))
     set_served(worker, None)
     with ThreadPoolExecutor(1) as pool:
@@ -201,10 +203,9 @@ def _staging(worker: Any) -> Staging | None:
 
 
 def _arena(worker: Any) -> ParameterArena:
-    """Return the memory of the last staging, or new memory if that is still in use."""
-    arena: ParameterArena | None = getattr(worker, "_rollway_arena", None)
-    if arena is None or not arena.is_free:
-        arena = worker._rollway_arena = ParameterArena()
+    if not hasattr(worker, "_rollway_arena"):
+        worker._rollway_arena = ParameterArena()
+    arena: ParameterArena = worker._rollway_arena
     return arena
 
 
