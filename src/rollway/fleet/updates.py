@@ -30,6 +30,7 @@ from rollway.weights.checkpoint import (
     TensorHeader,
     check_checkpoint,
     differences,
+    has_word_sums,
     refuse_differences,
     stamps,
 )
@@ -105,6 +106,8 @@ class FromDisk:
     _verifying: set[int] = field(default_factory=set)
     """Workers that load it in place by Rollway's method, which verifies the parameters."""
     _stamps: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+    _weights_checked: bool = False
+    """Whether the weight files, too, were compared with STABLE."""
 
     @property
     def identity(self) -> str:
@@ -116,7 +119,11 @@ class FromDisk:
             path = Path(self.path).expanduser().resolve()
             # Before the files are read, so that a write during the check is noticed as well.
             self._stamps = stamps(path) if path.is_dir() else {}
-            return check_checkpoint(path, roots=self.roots, whole=self.whole)
+            # Workers that stage compare every tensor with its checksum, so hashing the weights here
+            # would only delay them.
+            self._weights_checked = not (self.staged and has_word_sums(path))
+            weights = self._weights_checked
+            return check_checkpoint(path, roots=self.roots, whole=self.whole, weights=weights)
 
         self.checkpoint = await asyncio.to_thread(check)
         self.path = self.checkpoint.path
@@ -135,6 +142,9 @@ class FromDisk:
 
     async def _check_in(self, admin: AdminAPI, worker: Worker) -> bool:
         assert self.checkpoint is not None
+        if not self._weights_checked:
+            await asyncio.to_thread(check_checkpoint, self.path, whole=self.whole)
+            self._weights_checked = True
         arguments = {"path": str(self.path), "allow_cast": self.allow_cast}
         order = sign(self.secret, CHECK_METHOD, "", arguments)
         try:
