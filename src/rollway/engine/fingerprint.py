@@ -17,14 +17,7 @@ import torch
 
 from rollway.engine.packing import make_probe, products_agree
 from rollway.weights.checkpoint import TensorHeader
-from rollway.weights.digest.checksums import (
-    DTYPES,
-    integers,
-    map_in_threads,
-    raw_bytes,
-    split_words,
-    word_sum,
-)
+from rollway.weights.digest.checksums import DTYPES, integers, raw_bytes, split_words, word_sum
 
 _LINEAR, _SQUARE = -7046029254386353131, -4658895280553007687  # odd 64-bit constants of splitmix
 _CHUNK = 1 << 16  # stays in a core's cache
@@ -57,16 +50,6 @@ def start_fingerprint(tensor: torch.Tensor, *, words: bool) -> Started:
     if words:
         return _signed(word_sum(tensor))
     return _combine([int(total) for total in _sum_elements(tensor, _CHUNK)])
-
-
-def start_fingerprints(tensors: Sequence[tuple[torch.Tensor, bool]]) -> list[Started]:
-    """Start the fingerprints of tensors, each by words or by elements."""
-    by_words = {i: t for i, (t, words) in enumerate(tensors) if words and t.device.type == "cpu"}
-    sums = dict(zip(by_words, map_in_threads(word_sum, list(by_words.values())), strict=True))
-    return [
-        _signed(sums[i]) if i in sums else start_fingerprint(tensor, words=words)
-        for i, (tensor, words) in enumerate(tensors)
-    ]
 
 
 def sum_on_device(tensor: torch.Tensor, *, words: bool) -> list[torch.Tensor]:
@@ -236,7 +219,7 @@ class Proof:
         self.finish_collecting()
         parameters = _parameters(model)
         readable = {n: group for n, group in self._groups.items() if parameters[n].numel()}
-        started = start_fingerprints([(parameters[n], g.words) for n, g in readable.items()])
+        started = [start_fingerprint(parameters[n], words=g.words) for n, g in readable.items()]
         self._wrong = []
         for (name, group), held in zip(readable.items(), finish_fingerprints(started), strict=True):
             group.held = held

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -84,6 +85,7 @@ class Packing:
         self._done.wait()
 
     def _run(self) -> None:
+        began = time.perf_counter()
         try:
             torch.get_num_threads()  # initialises this thread's setting, which share_cores changes
             share_cores(alone=False)
@@ -93,6 +95,7 @@ class Packing:
                     self._kernels.pop(0).pack()
         finally:
             self._done.set()
+        log.info("its layers are packed (%.3f s)", time.perf_counter() - began)
 
 
 def set_packing(worker: Any, packing: Packing | None) -> None:
@@ -109,33 +112,42 @@ def wait_until_packed(worker: Any) -> None:
         set_packing(worker, None)
 
 
-def defer_packing(model: torch.nn.Module) -> list[LateKernel]:
+def defer_packing(model: torch.nn.Module, serving: torch.nn.Module) -> list[LateKernel]:
     """Give layers that vLLM would only pack a `LateKernel`, and keep vLLM from packing them.
 
-    These are unquantised layers with a plain weight matrix. vLLM packs all others before they
-    serve: experts, and layers with a bias, which it may convert together with the weights."""
+    These are unquantised layers with a plain weight matrix that are packed in the serving model.
+    vLLM packs all others before they serve: experts, and layers with a bias, which it may convert
+    together with the weights."""
     kernels = []
-    for module in model.modules():
+    live = dict(serving.named_modules())
+    for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
-        name = f"{type(method).__module__}.{type(method).__qualname__}"
+        kind = f"{type(method).__module__}.{type(method).__qualname__}"
         weight = getattr(module, "weight", None)
         is_plain = (
-            name in (_LINEAR, _EMBEDDING)
+            kind in (_LINEAR, _EMBEDDING)
             and weight is not None
             and weight.dim() == 2
             and getattr(module, "bias", None) is None
-            and not getattr(module, "_cpu_skip_gemm_dispatch", False)
         )
-        if not is_plain:
+        if not is_plain or not _is_packed(live.get(name), kind):
             continue
         kernel = LateKernel(weight.detach())
         setattr(module, KERNEL, kernel)
         module.quant_method = None  # type: ignore[assignment]
         kernels.append(kernel)
-        if name == _LINEAR:  # as vLLM leaves a packed layer; an embedding is also looked up
+        if kind == _LINEAR:  # as vLLM leaves a packed layer; an embedding is also looked up
             empty = torch.empty(0, dtype=weight.dtype, device=weight.device)
             module.weight = torch.nn.Parameter(empty, requires_grad=False)
     return kernels
+
+
+def _is_packed(layer: Any, kind: str) -> bool:
+    """Return whether vLLM packed the weights of a serving layer: its kernel holds on to them."""
+    if layer is None or (kind == _LINEAR and layer.weight.numel()):
+        return False
+    kernel = layer.__dict__.get(KERNEL)
+    return isinstance(kernel, LateKernel) or bool(getattr(kernel, "__closure__", None))
 
 
 def _pack(weight: torch.Tensor) -> Multiply:

@@ -123,7 +123,8 @@ class Shadow:
         from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
         with torch.no_grad():
-            self._kernels = defer_packing(self.model)
+            serving = self._worker.model_runner.get_model()
+            self._kernels = defer_packing(self.model, serving)
             process_weights_after_loading(self.model, self._config, torch.device("cpu"))
             self.arena.release(self.model)
         self.model.eval()

@@ -23,8 +23,9 @@ from typing import Any
 
 import torch
 
-from rollway.engine import core, rpc
+from rollway.engine import core, receivers, rpc
 from rollway.engine.adapters import adapters_of
+from rollway.engine.background import BackgroundTask
 from rollway.engine.drafts import Draft, split_draft
 from rollway.engine.fingerprint import Proof
 from rollway.engine.incoming import Incoming
@@ -156,6 +157,12 @@ class WorkerExtension:
     def rollway_adapter_drop(self, served: str) -> None:
         """Discard an adapter that was unloaded, or that will not be loaded."""
         adapters_of(self, _served_headers(self)).discard(served)
+
+
+def start_warm_up(worker: Any) -> None:
+    """Prepare for the first refit in the background; an error only means that it will be slower."""
+    device = next(_model(worker).parameters()).device
+    worker._rollway_warm_up = BackgroundTask("the warm-up", receivers.warm_up, device)
 
 
 def check_servable(worker: Any, path: str, *, allow_cast: bool) -> None:
@@ -296,5 +303,5 @@ def _ranks() -> tuple[int, Callable[[torch.Tensor], torch.Tensor]]:
 
 
 if rpc.in_worker_process():
-    rpc.guard_rpc(WorkerExtension)
+    rpc.guard_rpc(WorkerExtension, start_warm_up)
     core.install()

@@ -15,7 +15,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Annotated
 
 import msgspec
@@ -148,7 +147,10 @@ def start_encoding(
     for name, old, new, _ in changes:
         check_same_kind(name, old, new)
     as_bits = [(integers(old), integers(new)) for _, old, new, _ in changes if old is not None]
-    wait = start_packing(as_bits, pool) if _is_on_gpu(as_bits) else partial(_pack_pairs, as_bits)
+    if _is_on_gpu(as_bits):
+        wait = start_packing(as_bits, pool)
+    else:
+        wait = [pack(*pair) for pair in as_bits].copy
     befores = _complete_digests([(known, old) for _, old, _, known in changes])
 
     def finish(copies: Mapping[str, Tensor] | None = None) -> list[Encoded]:
@@ -187,22 +189,14 @@ def start_encoding(
 
 
 def encode_changes(
-    name: str,
-    tensor: Tensor,
-    changes: Changes,
-    checksum: Checksum,
-    *,
-    version: int,
-    base: int,
-    before: str,
-) -> Encoded:
+    name: str, tensor: Tensor, changes: Changes, checksum: Checksum,
+    *, version: int, base: int, before: str,
+) -> Encoded:  # fmt: skip
     """Encode known changes of a tensor in CPU memory, which has them and the checksum already."""
-    if is_majority(changes[0].numel(), tensor.numel()):
-        packed = _pack_whole(raw_bytes(tensor), tensor)  # a sample had shown fewer changes
-    else:
-        packed = pack_changes(changes, tensor.numel())
-    if _is_longer(packed, tensor):
-        packed = _pack_whole(raw_bytes(tensor), tensor)
+    packed = _pack_whole(raw_bytes(tensor), tensor)
+    if not is_majority(changes[0].numel(), tensor.numel()):  # a sample had shown fewer
+        change = pack_changes(changes, tensor.numel())
+        packed = packed if _is_longer(change, tensor) else change
     packed = replace(packed, checksum=checksum)
     return _encode(name, tensor, version, base, packed, before, checksum.digest)
 
@@ -219,10 +213,6 @@ def check_same_kind(name: str, old: Tensor | None, new: Tensor) -> None:
 
 def _kind(tensor: Tensor) -> tuple[object, ...]:
     return tensor.dtype, tensor.shape, tensor.device
-
-
-def _pack_pairs(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Packed]:
-    return [pack(*pair) for pair in pairs]
 
 
 def _is_longer(change: Packed | None, tensor: Tensor) -> bool:

@@ -137,7 +137,9 @@ class DeltaPublisher(Publisher):
 
     def _put(self, version: int, kind: Kind, parts: Iterator[Buffer]) -> Object:
         key = object_key(version, kind)
-        return Object(key, self._store.put(key, parts))
+        # A power loss ends the trainer too, and the next publisher begins with a snapshot. A reader
+        # that meets a delta which the disk never got refuses it by its size and its digests.
+        return Object(key, self._store.put(key, parts, durable=kind == "snapshot"))
 
     def _hold(self, tensors: Iterable[NamedTensor]) -> None:
         for name, tensor in tensors:
