@@ -95,6 +95,10 @@ class RefitFigures:
     model_bytes: int = 0
     memcpy_gb_per_s: float = 0.0
     """The median over all rounds; each ratio is to the memcpy beside it."""
+    read_gb_per_s: float = 0.0
+    """The speed of one thread that only reads and sums."""
+    memcpy_ratio_limit: float = 0.0
+    """What `ratio_to_memcpy` can be if a checksum reads all bytes once before they are copied."""
     transports: dict[str, TransportFigures] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
@@ -242,7 +246,7 @@ async def _run_round(
     first = number % len(names)
     rows: dict[str, Row] = {}
     for name in names[first:] + names[:first]:
-        speed = _measure_memcpy(bench.policies[0])
+        speed, read = _measure_memcpy(bench.policies[0])
         if name == STOCK:
             rows[name] = await bench.update_by_stock(number % 2)
         else:
@@ -250,7 +254,7 @@ async def _run_round(
             indices = cases[name].turns if number % 2 else cases[name].turns[::-1]
             for index in indices:
                 rows[name] = await bench.refit(cases[name], index)
-        rows[name]["memcpy"] = speed
+        rows[name] |= {"memcpy": speed, "read": read}
         row = rows[name]
         say(f"{name}: {row['refit_seconds']:.3f} s, of which paused {row['pause_seconds']:.3f} s")
     return rows
@@ -307,23 +311,31 @@ def _add_figures(figures: RefitFigures, rounds: list[dict[str, Row]]) -> None:
             row["speedup_over_stock"] = stock["seconds"] / row["seconds"]
             row["refit_over_stock"] = row["refit_seconds"] / stock["refit_seconds"]
             row["pause_over_stock"] = row["pause_seconds"] / stock["pause_seconds"]
-    speeds = [row.pop("memcpy") for rows in rounds for row in rows.values()]
-    figures.memcpy_gb_per_s = median(speeds)
+    all_rows = [row for rows in rounds for row in rows.values()]
+    limits = [row["read"] / (row["read"] + row["memcpy"]) for row in all_rows]
+    figures.memcpy_ratio_limit = median(limits)
+    figures.memcpy_gb_per_s = median(row.pop("memcpy") for row in all_rows)
+    figures.read_gb_per_s = median(row.pop("read") for row in all_rows)
     for name in rounds[0]:
         figures.transports[name] = _take_medians([rows[name] for rows in rounds])
 
 
-def _measure_memcpy(state: State) -> float:
-    """Return the GB/s of a memcpy of these tensors on one thread, the best of three."""
+def _measure_memcpy(state: State) -> tuple[float, float]:
+    """Return the GB/s of a memcpy of these tensors, and of a sum, on one thread; best of three."""
     sources = [raw_bytes(tensor).numpy() for tensor in state.values()]
     copies = [np.zeros_like(source) for source in sources]
-    best = float("inf")
+    nbytes = sum(source.nbytes for source in sources)
+    best = [float("inf")] * 2
     for _ in range(3):
         began = time.perf_counter()
         for copy, source in zip(copies, sources, strict=True):
             copy[:] = source
-        best = min(best, time.perf_counter() - began)
-    return float(sum(source.nbytes for source in sources) / best / 1e9)
+        copied = time.perf_counter()
+        for source in sources:
+            source[: len(source) // 8 * 8].view(np.int64).sum()
+        seconds = copied - began, time.perf_counter() - copied
+        best = [min(pair) for pair in zip(best, seconds, strict=True)]
+    return nbytes / best[0] / 1e9, nbytes / best[1] / 1e9
 
 
 def _build_model(directory: Path, megabytes: int) -> Path:

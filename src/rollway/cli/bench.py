@@ -74,7 +74,8 @@ def refit(options: argparse.Namespace) -> int:
 
 def _describe_refits(figures: dict[str, Any]) -> str:
     size = f"{figures['model_bytes'] / 1e6:.0f} MB"
-    lines = [f"memcpy {figures['memcpy_gb_per_s']:.1f} GB/s, {size}"]
+    limit = f"at most {figures['memcpy_ratio_limit']:.2f} of it with a checksum"
+    lines = [f"memcpy {figures['memcpy_gb_per_s']:.1f} GB/s, {limit}, {size}"]
     for name, entry in figures["transports"].items():
         lines.append(
             f"{name}: {entry['refit_seconds']:.3f} s, paused {entry['pause_seconds']:.3f} s; "

@@ -123,7 +123,7 @@ def defer_packing(model: torch.nn.Module, serving: torch.nn.Module) -> list[Late
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
         kind = f"{type(method).__module__}.{type(method).__qualname__}"
-        weight = getattr(module, "weight", None)
+        weight: Any = getattr(module, "weight", None)
         is_plain = (
             kind in (_LINEAR, _EMBEDDING)
             and weight is not None
@@ -134,7 +134,7 @@ def defer_packing(model: torch.nn.Module, serving: torch.nn.Module) -> list[Late
             continue
         kernel = LateKernel(weight.detach())
         setattr(module, KERNEL, kernel)
-        module.quant_method = None  # type: ignore[assignment]
+        module.quant_method = None
         kernels.append(kernel)
         if kind == _LINEAR:  # as vLLM leaves a packed layer; an embedding is also looked up
             empty = torch.empty(0, dtype=weight.dtype, device=weight.device)

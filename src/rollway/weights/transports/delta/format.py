@@ -155,37 +155,34 @@ def start_encoding(
 
     def finish(copies: Mapping[str, Tensor] | None = None) -> list[Encoded]:
         packed = iter(wait())
-        rows: list[tuple[str, Tensor, Packed | None, str]] = []
+        rows: list[_Row] = []
         for (name, old, new, _), before in zip(changes, befores, strict=True):
             change = None if old is None else next(packed)
             source = new if copies is None else copies[name]
             rows.append((name, source, None if _is_longer(change, new) else change, before))
-        # An unchanged tensor keeps its digest, so the new one is not computed.
-        afters = _complete_digests(
-            [
-                (change and change.checksum and change.checksum.digest, tensor)
-                if change is None or change.places != "none"
-                else (before, None)
-                for _, tensor, change, before in rows
-            ]
-        )
-        whole = iter(
-            copy_to_host([raw_bytes(tensor) for _, tensor, change, _ in rows if not change])
-        )
-        return [
-            _encode(
-                name,
-                tensor,
-                version,
-                base,
-                change or _pack_whole(next(whole), tensor),
-                before,
-                after,
-            )
-            for (name, tensor, change, before), after in zip(rows, afters, strict=True)
-        ]
+        return _encode_rows(rows, version, base)
 
     return finish
+
+
+_Row = tuple[str, Tensor, Packed | None, str]
+"""A name, the new tensor, its change (None if the tensor is sent whole), and the old digest."""
+
+
+def _encode_rows(rows: Sequence[_Row], version: int, base: int) -> list[Encoded]:
+    known: list[tuple[str | None, Tensor | None]] = []
+    for _, tensor, change, before in rows:
+        if change is not None and change.places == "none":
+            known.append((before, None))  # an unchanged tensor keeps its digest
+        else:
+            checksum = change.checksum if change is not None else None
+            known.append((checksum.digest if checksum is not None else None, tensor))
+    whole = iter(copy_to_host([raw_bytes(tensor) for _, tensor, change, _ in rows if not change]))
+    encoded = []
+    for (name, tensor, change, before), after in zip(rows, _complete_digests(known), strict=True):
+        packed = change or _pack_whole(next(whole), tensor)
+        encoded.append(_encode(name, tensor, version, base, packed, before, after))
+    return encoded
 
 
 def encode_changes(
@@ -219,7 +216,7 @@ def _is_longer(change: Packed | None, tensor: Tensor) -> bool:
     """Return whether the whole tensor is shorter than its change."""
     if change is None or change.places == "none":
         return False
-    return len(change.place_bytes) + len(change.value_bytes) >= tensor.nbytes
+    return bool(len(change.place_bytes) + len(change.value_bytes) >= tensor.nbytes)
 
 
 def _is_on_gpu(pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
