@@ -22,7 +22,8 @@ from rollway.weights.digest.checksums import integers, word_sums
 from rollway.weights.digest.running import RunningSums
 from rollway.weights.offer import Offer
 from rollway.weights.transports.delta import DeltaPublisher, DeltaReader, Store
-from rollway.weights.transports.delta.format import write_elements
+from rollway.weights.transports.delta.format import read_elements, write_elements
+from rollway.weights.transports.delta.unpacking import add_bits
 
 ROUNDS = 3
 State = dict[str, Tensor]
@@ -75,7 +76,7 @@ class _Parts:
 
         def write() -> None:
             for name, (positions, bits, relative) in moved:
-                new = live[name].index_select(0, positions) + bits if relative else bits
+                new = add_bits(read_elements(live[name], positions), bits) if relative else bits
                 write_elements(live[name], positions, new)
 
         self.measure("write", write)

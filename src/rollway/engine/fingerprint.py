@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from rollway.engine.packing import make_probe, products_agree
 from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.digest.checksums import DTYPES, integers, raw_bytes, split_words, word_sum
 
@@ -299,7 +298,7 @@ class Proof:
                 self.by_sum.add(name)
             group.parts.append((name, 1 if cut else self._count_copies(name) or 1))
         else:
-            group.products[name.split(".")[-2]] = values.float() @ make_probe(values.shape[1])
+            group.products[name.split(".")[-2]] = values.float() @ _probe(values.shape[1])
 
     def _start(self, name: str, tensor: torch.Tensor) -> Started:
         target = self._target(name)
@@ -364,9 +363,14 @@ class Proof:
         if kernel is None or set(order) != set(group.products):
             return False
         expected = torch.cat([group.products[part] for part in order])
-        probe = make_probe(_width(layer)).to(layer.weight.dtype)
-        product = kernel(probe[None], layer.weight, None)[0]
-        return products_agree(product, expected, layer.weight.dtype)
+        probe = _probe(_width(layer)).to(layer.weight.dtype)
+        product = kernel(probe[None], layer.weight, None)[0].float()
+        if product.numel() != expected.numel():
+            return False
+        # The packed kernel adds in another order than torch, so the products differ by rounding.
+        scale = expected.abs().max().clamp(min=1e-6)
+        is_precise = layer.weight.dtype == torch.float32
+        return bool((product - expected).abs().max() / scale < (1e-4 if is_precise else 3e-2))
 
 
 def _parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
@@ -378,6 +382,11 @@ def _replicas(model: torch.nn.Module) -> dict[str, int]:
     """Return the number of KV replicas of fused QKV layers by name, where it is more than one."""
     replicas = {n: getattr(m, "num_kv_head_replicas", 1) for n, m in model.named_modules()}
     return {n.replace(".base_layer", ""): count for n, count in replicas.items() if count > 1}
+
+
+def _probe(width: int) -> torch.Tensor:
+    """Return the known vector that packed layers are multiplied with."""
+    return torch.cos(torch.arange(width, dtype=torch.float32) * 1.7 + 0.3)
 
 
 def _width(layer: Any) -> int:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from rollway.engine import memory
+from rollway.engine.background import use_one_core
 from rollway.engine.fingerprint import Proof
 from rollway.engine.incoming import Incoming
 from rollway.engine.loading import LoadPlan, PlannedCopy, Region, record_plan
@@ -210,7 +211,7 @@ class Patch:
         name = translation.parameter
         places, bits = translation.translate(elements.positions, elements.bits)
         if elements.relative:
-            old = self._live[name].index_select(0, places)
+            old = _read(self._live[name], places)
             if name in self._staged:
                 old = _look_up(*self._staged[name], places, old)
             bits = old + bits
@@ -231,7 +232,21 @@ class Patch:
     def run(self) -> None:
         """Write; on a GPU this only starts the writes."""
         for name, (places, bits) in self._staged.items():
-            self._live[name].scatter_(0, places, bits)
+            _write(self._live[name], places, bits)
+
+
+def _read(tensor: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    if tensor.device.type == "cpu":
+        # numpy, because torch's threads wait for each other when cores are busy.
+        return torch.from_numpy(tensor.numpy().take(places.numpy()))
+    return tensor.index_select(0, places)
+
+
+def _write(tensor: torch.Tensor, places: torch.Tensor, bits: torch.Tensor) -> None:
+    if tensor.device.type == "cpu":
+        tensor.numpy()[places.numpy()] = bits.numpy()
+    else:
+        tensor.scatter_(0, places, bits)
 
 
 def _sort(places: torch.Tensor, bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -297,6 +312,7 @@ def apply_changes(
     changes = _read_changes(incoming, contents)
     proof = _expect_published(incoming, model)
     count = 0
+    use_one_core()  # the changes of one tensor are too few to be divided among threads
     for step in changes.steps:
         patch = Patch(plan, model, elements)
         _add(patch, step, incoming, torch.device("cpu"))

@@ -77,20 +77,22 @@ def test_a_layer_that_cannot_be_packed_keeps_a_copy_of_its_weights(
     torch.testing.assert_close(kernel(X, torch.empty(0), None), expected)
 
 
-def test_weights_that_pack_wrongly_are_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packing_never_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's oneDNN kernels share scratch memory: a second thread would spoil the engine's."""
     from vllm.model_executor.layers import utils
 
-    def corrupt(layer: Any, remove_weight: bool) -> None:
-        wrong = layer.weight.detach().roll(1, 0)
-        layer.cpu_linear = lambda x, weight, bias: torch.nn.functional.linear(x, wrong, bias)
+    products: list[str] = []
+
+    def dispatch(layer: Any, remove_weight: bool) -> None:
+        layer.cpu_linear = lambda *_: products.append(threading.current_thread().name)
         layer.weight = torch.nn.Parameter(torch.empty(0), requires_grad=False)
 
-    monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", corrupt)
-    weight = torch.randn(8, 16)
-    kernel = LateKernel(weight)
-    kernel.pack()
-    assert not kernel.is_packed
-    torch.testing.assert_close(kernel(X, torch.empty(0), None), X @ weight.t())
+    monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", dispatch)
+    kernel = LateKernel(torch.randn(8, 16))
+    Packing([kernel], []).wait()
+    assert kernel.is_packed and products == []
+    kernel(X, torch.empty(0), None)
+    assert products == [threading.current_thread().name]
 
 
 def test_what_served_before_is_released_by_the_thread() -> None:

@@ -319,7 +319,7 @@ def _check_kind(header: Header, tensor: Tensor) -> None:
 
 def read_elements(tensor: Tensor, positions: Tensor) -> Tensor:
     """Return the bits of the elements at flat positions."""
-    return pick(integers(tensor), positions)
+    return _pick(integers(tensor), positions)
 
 
 def write_elements(tensor: Tensor, positions: Tensor, bits: Tensor) -> None:
