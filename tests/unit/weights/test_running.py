@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from hypothesis import given
@@ -21,12 +23,12 @@ def make(size: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     return raw.view(dtype)
 
 
-def check(old: torch.Tensor, new: torch.Tensor) -> None:
+def check(old: torch.Tensor, new: torch.Tensor, pool: ThreadPoolExecutor | None = None) -> None:
     old, new = integers(old), integers(new)
     sums = RunningSums.of(old)
     assert sums.checksum == (digest(old), word_sum(old))
     held = old.clone()
-    changes = sums.advance(held, new)
+    changes = sums.advance(held, new, pool)
     assert torch.equal(held, new)
     assert sums.checksum == (digest(new), word_sum(new))
     for actual, expected in zip(changes, find_changes(old, new), strict=True):
@@ -43,6 +45,7 @@ def test_small_tensors(dtype: torch.dtype, size: int, places: set[int], seed: in
     """Also those with bytes that fill no word, and with slabs of two words."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(running, "_SLAB", 2)
+        patch.setattr(running, "_PART", 4)
         old = make(size, dtype, seed)
         other, new = make(size, dtype, seed + 1), old.clone()
         for place in places:
@@ -53,11 +56,17 @@ def test_small_tensors(dtype: torch.dtype, size: int, places: set[int], seed: in
 
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.2, 1.0])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_tensors_of_several_blocks(dtype: torch.dtype, share: float) -> None:
+def test_tensors_of_several_blocks(
+    dtype: torch.dtype, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     size = (2 * BLOCK + BLOCK // 2) * 8 // dtype.itemsize + 1
     old = make(size, dtype, 1)
     chosen = torch.rand(size, generator=torch.Generator().manual_seed(2)) < share
-    check(old, torch.where(chosen, make(size, dtype, 3), old))
+    new = torch.where(chosen, make(size, dtype, 3), old)
+    check(old, new)
+    monkeypatch.setattr(running, "_PART", BLOCK)
+    with ThreadPoolExecutor(3) as pool:
+        check(old, new, pool)
 
 
 def test_sums_follow_many_versions() -> None:

@@ -229,7 +229,7 @@ class DeltaPublisher(Publisher):
         if name not in self._running:
             self._running[name] = RunningSums.of(held)
         sums = self._running[name]
-        changes = sums.advance(old, new)
+        changes = sums.advance(old, new, pool)
         checksum = sums.checksum
         future = pool.submit(
             encode_changes, name, held, changes, checksum,
