@@ -106,8 +106,8 @@ class FromDisk:
     _verifying: set[int] = field(default_factory=set)
     """Workers that load it in place by Rollway's method, which verifies the parameters."""
     _stamps: dict[str, tuple[int, int, int]] = field(default_factory=dict)
-    _weights_checked: bool = False
-    """Whether the weight files, too, were compared with STABLE."""
+    _skips_weights: bool = False
+    """Whether the weight files were not compared with STABLE yet."""
 
     @property
     def identity(self) -> str:
@@ -121,9 +121,8 @@ class FromDisk:
             self._stamps = stamps(path) if path.is_dir() else {}
             # Workers that stage compare every tensor with its checksum, so hashing the weights here
             # would only delay them.
-            self._weights_checked = not (self.staged and has_word_sums(path))
-            weights = self._weights_checked
-            return check_checkpoint(path, roots=self.roots, whole=self.whole, weights=weights)
+            self._skips_weights = skips = self.staged and has_word_sums(path)
+            return check_checkpoint(path, roots=self.roots, whole=self.whole, weights=not skips)
 
         self.checkpoint = await asyncio.to_thread(check)
         self.path = self.checkpoint.path
@@ -142,9 +141,9 @@ class FromDisk:
 
     async def _check_in(self, admin: AdminAPI, worker: Worker) -> bool:
         assert self.checkpoint is not None
-        if not self._weights_checked:
+        if self._skips_weights:
             await asyncio.to_thread(check_checkpoint, self.path, whole=self.whole)
-            self._weights_checked = True
+            self._skips_weights = False
         arguments = {"path": str(self.path), "allow_cast": self.allow_cast}
         order = sign(self.secret, CHECK_METHOD, "", arguments)
         try:
