@@ -311,6 +311,12 @@ def read_word_sums(directory: Path) -> dict[str, int]:
         return {}  # the files themselves are compared instead
 
 
+def has_word_sums(directory: Path) -> bool:
+    """Return whether the publisher recorded a checksum of every tensor."""
+    sums = read_word_sums(directory)
+    return bool(sums) and sums.keys() == read_headers(directory).keys()
+
+
 def _check_digest(fields: Any) -> dict[str, Any]:
     """Return the size and SHA-256 of one file if they are well-formed."""
     if (
