@@ -219,8 +219,9 @@ def refuse_differences(sentences: Sequence[str], path: Path | str) -> None:
         more = f" and {len(sentences) - 5} more" if len(sentences) > 5 else ""
         raise UsageError(
             f"{path} does not fit the model that is served: {'; '.join(sentences[:5])}{more}.",
-            "Save a checkpoint of the served architecture, with all tensors; another dtype is "
-            "accepted from Python, with refit(version, FromDisk(path, allow_cast=True)).",
+            "Publish all tensors of the served architecture. If only dtypes differ, as with an "
+            "engine that casts its checkpoint (`dtype`), use `refit(…, allow_cast=True)` or "
+            "--allow-cast.",
         )
 
 
