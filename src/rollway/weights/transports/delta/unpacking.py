@@ -161,7 +161,7 @@ def _decompress(header: Header, data: Buffer, at_most: int) -> Tensor:
         plain = np.empty(size, np.uint8)
         # `decompress` returns bytes, which must be copied: in Python, one thread at a time.
         with zstandard.ZstdDecompressor().stream_reader(data) as stream:
-            rest = memoryview(plain)
+            rest = plain.data
             while len(rest) and (count := stream.readinto(rest)):
                 rest = rest[count:]
     except zstandard.ZstdError as error:
