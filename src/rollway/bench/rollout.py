@@ -23,8 +23,9 @@ from aiohttp import web
 from rollway.aio import Stack, up
 from rollway.bench import Say
 from rollway.config import StackSpec
+from rollway.gateway.command import create_gateway
 from rollway.gateway.recorder import Recorder
-from rollway.gateway.server import Gateway, create_gateway
+from rollway.gateway.server import Gateway
 from rollway.gateway.template import Template
 from rollway.rollout.sampling import Sampling
 from rollway.rollout.wire import completion_request

@@ -175,7 +175,9 @@ class FromDisk:
     async def _check_in(self, admin: AdminAPI, worker: Worker) -> bool:
         assert self.checkpoint is not None
         if self._skips_weights:
-            await asyncio.to_thread(check_checkpoint, self.path, whole=self.whole)
+            await asyncio.to_thread(
+                check_checkpoint, self.path, whole=self.whole, needs_config=self.needs_config
+            )
             self._skips_weights = False
         arguments = {"path": str(self.path), "allow_cast": self.allow_cast}
         order = sign(self.secret, CHECK_METHOD, "", arguments)

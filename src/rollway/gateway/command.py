@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from aiohttp import web
 
@@ -23,12 +24,15 @@ from rollway.errors import UsageError
 from rollway.gateway.access import Access
 from rollway.gateway.connections import raise_file_limit
 from rollway.gateway.recorder import Recorder
-from rollway.gateway.server import Gateway, create_gateway
+from rollway.gateway.server import Gateway
 from rollway.gateway.template import Template
+from rollway.gateway.upstream import CHAT, Upstream
+from rollway.rollout.wire import COMPLETIONS
 from rollway.stack.ray import launcher
 from rollway.stack.state import StackDir, make_home
 
 _BACKLOG = 4096
+_UNBOUNDED = 1_000_000  # the number of connections bounds it
 _HANDSHAKE_SECONDS = 5.0
 # aiohttp logs malformed requests with their raw text: keys would be in the log, and strangers could
 # fill it. The gateway itself logs what fails in a handler.
@@ -92,6 +96,16 @@ async def open_gateway(
             yield stack, gateway
         finally:
             recorder.close()
+
+
+async def create_gateway(
+    stack: Stack, template: Template, recorder: Recorder, model: str | None = None, **options: Any
+) -> Gateway:
+    """Create the gateway of one model of a running stack."""
+    chat = stack.sender(Upstream, model, wire=CHAT, concurrency=_UNBOUNDED)
+    text = stack.sender(Upstream, model, wire=COMPLETIONS, concurrency=_UNBOUNDED)
+    length = await stack.context_length(chat.model)
+    return Gateway(chat.model, template, recorder, chat, text, length, **options)
 
 
 def _tune_collector() -> None:

@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
-from rollway.aio import Stack
 from rollway.errors import UsageError
 from rollway.gateway import replies, requests, threads
 from rollway.gateway.access import Access
@@ -38,7 +37,6 @@ from rollway.rollout.wire import COMPLETIONS, Wire
 
 T = TypeVar("T")
 
-_UNBOUNDED = 1_000_000  # the number of connections bounds it
 _LONG_BODY = 200_000
 """Above this size, a thread even decodes the body and hashes its messages."""
 _SMALL_BODY = 2**16
@@ -389,16 +387,6 @@ class Gateway:
         finally:
             self._budget.give_back(_count_bytes(len(body)))
             self.connections.mark_idle(connection)
-
-
-async def create_gateway(
-    stack: Stack, template: Template, recorder: Recorder, model: str | None = None, **options: Any
-) -> Gateway:
-    """Create the gateway of one model of a running stack."""
-    chat = stack.sender(Upstream, model, wire=CHAT, concurrency=_UNBOUNDED)
-    text = stack.sender(Upstream, model, wire=COMPLETIONS, concurrency=_UNBOUNDED)
-    length = await stack.context_length(chat.model)
-    return Gateway(chat.model, template, recorder, chat, text, length, **options)
 
 
 def _count_bytes(size: int) -> int:

@@ -64,11 +64,12 @@ class BroadcastSender:
 
         A step that is there already, from a run that was resumed, is replaced."""
         source = inspect_source(tensors)
+        sums: dict[str, int] = {}
 
         def write(directory: Path) -> None:
-            save_tensors(directory, source.pairs(), self._shard_bytes)
+            sums.update(save_tensors(directory, source.pairs(), self._shard_bytes))
 
-        return self._publish(step, write)
+        return self._publish(step, write, sums)
 
     def send_adapter(
         self, step: int, tensors: Mapping[str, Any], config: Mapping[str, Any]
@@ -89,7 +90,9 @@ class BroadcastSender:
         names = (_STEP.fullmatch(path.name) for path in self._root.iterdir())
         return sorted(int(name[1]) for name in names if name)
 
-    def _publish(self, step: int, write: Callable[[Path], None]) -> Path:
+    def _publish(
+        self, step: int, write: Callable[[Path], None], sums: Mapping[str, int] | None = None
+    ) -> Path:
         if step < 0:
             raise UsageError(f"Step {step} is below 0.", "Steps are whole numbers from 0.")
 
@@ -101,7 +104,7 @@ class BroadcastSender:
         directory = self._root / f"step_{step}"
         try:
             self._discard(directory)
-            publish_checkpoint(directory, write_all)
+            publish_checkpoint(directory, write_all, sums)
         except OSError as error:
             raise WeightsError(
                 f"Step {step} cannot be written to {self._root}: {error.strerror}."
