@@ -42,7 +42,7 @@ from rollway.weights.transports.delta.reader import DeltaVersions
 from rollway.weights.transports.delta.store import Buffer, Store
 from rollway.weights.transports.versions import check_next, check_retention
 
-_BATCH_BYTES = 1 << 30
+_BATCH_BYTES = 2 << 30
 """Bytes that a GPU encodes together."""
 _AHEAD, _AHEAD_ON_HOST = 2, 64
 """Batches of a GPU, and tensors of a CPU, that are compressed while others are compared."""

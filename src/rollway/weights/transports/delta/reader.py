@@ -42,7 +42,7 @@ _FEW_CHANGED = 0.02
 """Up to this share of changed elements, writing only them is faster than copying the tensor."""
 _WORTH_THREADS = 1 << 20
 """From this size on, the changes of a step are read in several threads."""
-_MAX_THREADS = 8
+_MAX_THREADS = 16
 State = dict[str, Tensor]
 Result = TypeVar("Result")
 
