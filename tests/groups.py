@@ -14,7 +14,7 @@ PROCESSES = {"bad_input", "chaos", "chaos_gateway", "lifecycle", "light_stack"}
 """Of tests/stack: those that start and kill stacks of their own."""
 ALONE = {
     "bench_gpu_engine", "bench_router", "demo", "disaggregated_shapes", "join",
-    "ranks_over_machines",
+    "prime_rl", "prime_rl_lora", "ranks_over_machines",
 }  # fmt: skip
 """Of tests/stack: the same, each a group of its own for the process that has done its first group.
 The others share real engines."""
