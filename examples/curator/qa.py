@@ -10,6 +10,7 @@ then have digits instead of sentences. With a GPU: --model Qwen/Qwen3-0.6B --rep
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 from pathlib import Path
 
@@ -46,10 +47,7 @@ def main() -> None:
     parser.add_argument("--executor", choices=EXECUTORS, default="xenna")
     options = parser.parse_args()
 
-    # Without a GPU, Ray only counts what it is told: enough for engines on the CPU.
-    gpus = None if shutil.which("nvidia-smi") else options.replicas
-    ray = RayClient(num_gpus=gpus)
-    ray.start()
+    ray = start_ray(options.replicas)
     try:
         with InferenceServer(
             models=[make_model(options.model, options.replicas)],
@@ -60,6 +58,18 @@ def main() -> None:
     finally:
         ray.stop()
     print(f"{options.rows} rows are in {Path(options.out).absolute()}")
+
+
+def start_ray(replicas: int) -> RayClient:
+    """Start a Ray cluster on this machine; the caller stops it."""
+    if Path("~/.ray/auth_token").expanduser().exists():
+        # Ray's head then asks for this token, which an earlier `ray.init` has saved. Curator waits
+        # for `ray status`, which sends the token in this mode only.
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+    # Without a GPU, Ray only counts what it is told: enough for engines on the CPU.
+    client = RayClient(num_gpus=None if shutil.which("nvidia-smi") else replicas)
+    client.start()
+    return client
 
 
 def make_model(path: str | None, replicas: int) -> DynamoVLLMModelConfig:
