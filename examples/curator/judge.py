@@ -12,8 +12,10 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from qa import start_ray  # the example beside this one; it must be imported before Ray
+
+# isort: split
 from nemo_curator.eval.llm_judge.workflow import LLMJudgeWorkflow
-from qa import start_ray  # the example beside this one
 
 from rollway.integrations.curator import install
 

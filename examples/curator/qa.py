@@ -14,6 +14,11 @@ import os
 import shutil
 from pathlib import Path
 
+# Ray's head asks for the token that an earlier `ray.init` has saved. Other processes send it in
+# this mode only, which Ray reads when it is imported.
+if Path("~/.ray/auth_token").expanduser().exists():
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+
 from nemo_curator.backends.ray_actor_pool import RayActorPoolExecutor
 from nemo_curator.backends.ray_data import RayDataExecutor
 from nemo_curator.backends.xenna import XennaExecutor
@@ -62,12 +67,10 @@ def main() -> None:
 
 def start_ray(replicas: int) -> RayClient:
     """Start a Ray cluster on this machine; the caller stops it."""
-    if Path("~/.ray/auth_token").expanduser().exists():
-        # Ray's head then asks for this token, which an earlier `ray.init` has saved. Curator waits
-        # for `ray status`, which sends the token in this mode only.
-        os.environ.setdefault("RAY_AUTH_MODE", "token")
-    # Without a GPU, Ray only counts what it is told: enough for engines on the CPU.
-    client = RayClient(num_gpus=None if shutil.which("nvidia-smi") else replicas)
+    # Ray only counts what it is told: engines on the CPU need no GPU. Without a CPU for each stage
+    # beside the server's, Curator's executors would wait forever.
+    gpus = None if shutil.which("nvidia-smi") else replicas
+    client = RayClient(num_gpus=gpus, num_cpus=max(os.cpu_count() or 1, replicas + 5))
     client.start()
     return client
 
