@@ -202,7 +202,7 @@ def _warn_without_cpus(stack: OwnedStack) -> None:
     if stack.free_cpus is not None and stack.free_cpus < 1:
         log.warning(
             "The server holds all CPUs that this Ray cluster counts, so a pipeline would wait "
-            "forever. Start Ray with more: RayClient(num_cpus=8), for example; Ray only counts them."
+            "forever. Start Ray with more, as with RayClient(num_cpus=8): it only counts them."
         )
 
 
