@@ -62,7 +62,8 @@ def install() -> bool:
     """Add both to the engine of this process; return whether it runs here."""
     module = sys.modules.get(_ENGINE)
     core: Any = getattr(module, "EngineCore", None)
-    if core is None or not hasattr(module, "EngineCoreProc"):
+    process: Any = getattr(module, "EngineCoreProc", None)
+    if core is None or process is None:
         return False
     if getattr(core, "_rollway_hook", False):
         return True
@@ -100,7 +101,6 @@ def install() -> bool:
 
     core.add_request, core.collective_rpc, core._rollway_hook = check_and_add, run, True
     core._rollway_refit = None
-    process: Any = module.EngineCoreProc
     process.shutdown = stop_without_collecting(process.shutdown)
     return True
 
