@@ -14,9 +14,10 @@ import os
 import shutil
 from pathlib import Path
 
-# Ray's head asks for the token that an earlier `ray.init` has saved. Other processes send it in
-# this mode only, which Ray reads when it is imported.
-if Path("~/.ray/auth_token").expanduser().exists():
+# A cluster that is started here asks for the token that an earlier `ray.init` has saved. Other
+# processes send it in this mode only, which Ray reads when it is imported. A cluster that runs
+# already may have no token: a driver in this mode would refuse its calls.
+if "RAY_ADDRESS" not in os.environ and Path("~/.ray/auth_token").expanduser().exists():
     os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 from nemo_curator.backends.ray_actor_pool import RayActorPoolExecutor
