@@ -110,7 +110,7 @@ def stop_without_collecting(shutdown: Callable[[Any], None]) -> Callable[[Any], 
 
     vLLM 0.31 does so on its way out, and Python again: 5 s of CPU time in an engine with NIXL, all
     for memory that the end of the process frees. A prefill and a decode worker on two cores stopped
-    in 9.7 s, and now in 2.4 s; with other work on the cores, engines outlasted their 10 s."""
+    in 9.7 s, and now in 2.4 s; with other work on the cores, engines could outlast their 10 s."""
 
     def stop(engine: Any) -> None:
         gc.freeze()
