@@ -12,7 +12,9 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from nemo_curator.core.client import RayClient
+from qa import start_ray  # the example beside this one; it must be imported before Ray
+
+# isort: split
 from nemo_curator.eval.llm_judge.workflow import LLMJudgeWorkflow
 
 from rollway.integrations.curator import install
@@ -24,8 +26,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", default="judged", help="a directory for the JSON lines")
     options = parser.parse_args()
-    ray = RayClient(num_gpus=None if shutil.which("nvidia-smi") else 1)
-    ray.start()
+    ray = start_ray(replicas=1)
     try:
         judge(options.out)
     finally:

@@ -10,8 +10,15 @@ then have digits instead of sentences. With a GPU: --model Qwen/Qwen3-0.6B --rep
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 from pathlib import Path
+
+# A cluster that is started here asks for the token that an earlier `ray.init` has saved. Other
+# processes send it in this mode only, which Ray reads when it is imported. A cluster that runs
+# already may have no token: a driver in this mode would refuse its calls.
+if "RAY_ADDRESS" not in os.environ and Path("~/.ray/auth_token").expanduser().exists():
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 from nemo_curator.backends.ray_actor_pool import RayActorPoolExecutor
 from nemo_curator.backends.ray_data import RayDataExecutor
@@ -46,10 +53,7 @@ def main() -> None:
     parser.add_argument("--executor", choices=EXECUTORS, default="xenna")
     options = parser.parse_args()
 
-    # Without a GPU, Ray only counts what it is told: enough for engines on the CPU.
-    gpus = None if shutil.which("nvidia-smi") else options.replicas
-    ray = RayClient(num_gpus=gpus)
-    ray.start()
+    ray = start_ray(options.replicas)
     try:
         with InferenceServer(
             models=[make_model(options.model, options.replicas)],
@@ -60,6 +64,16 @@ def main() -> None:
     finally:
         ray.stop()
     print(f"{options.rows} rows are in {Path(options.out).absolute()}")
+
+
+def start_ray(replicas: int) -> RayClient:
+    """Start a Ray cluster on this machine; the caller stops it."""
+    # Ray only counts what it is told: engines on the CPU need no GPU. Without a CPU for each stage
+    # beside the server's, Curator's executors would wait forever.
+    gpus = None if shutil.which("nvidia-smi") else replicas
+    client = RayClient(num_gpus=gpus, num_cpus=max(os.cpu_count() or 1, replicas + 5))
+    client.start()
+    return client
 
 
 def make_model(path: str | None, replicas: int) -> DynamoVLLMModelConfig:

@@ -5,6 +5,7 @@ CI runs `test_one_pipeline`; the others take minutes."""
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -75,3 +76,25 @@ def test_the_judge_workflow_on_vllm(cluster: str, tmp_path: Path, footprint: Foo
     assert len(rows) == 4
     assert {row["clarity"]["clear"]["score"] for row in rows} <= {1, 2}
     assert not footprint.settle(60)
+
+
+def test_the_examples_cluster_starts_where_a_token_is_saved(tmp_path: Path) -> None:
+    """As in the home of anybody who has called `ray.init` with Ray 2.60."""
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text("0" * 64)
+    script = (
+        "import sys; sys.path.insert(0, 'examples/curator'); import qa, ray; "
+        "client = qa.start_ray(2); ray.init(); print(ray.cluster_resources()['GPU']); "
+        "ray.shutdown(); client.stop()"
+    )
+    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_A")}
+    binaries = f"{Path(sys.executable).parent}:{env['PATH']}"
+    result = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**env, "HOME": str(tmp_path), "PATH": binaries},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert "2.0" in result.stdout.splitlines(), result.stderr[-3000:]

@@ -100,6 +100,7 @@ def test_A_the_users_session_survives(
         manifest = next(Path(server._backend_impl._stack.log_dir).glob("manifest.json"))
         assert "nemo_curator_dynamo_" in str(manifest)
         assert [p["replica"] for p in json.loads(manifest.read_text())["placements"]] == [0, 1]
+        assert server._backend_impl._stack.free_cpus == 12 - 3  # two replicas and the services
     assert ray.get(users.answer.remote()) == "alive"
     wait_until(is_clean)
     assert not footprint.settle()

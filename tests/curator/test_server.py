@@ -12,6 +12,7 @@ import threading
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -123,6 +124,21 @@ def test_no_engine_is_said_before_anything_starts(
     monkeypatch.delenv("ROLLWAY_ENGINE_PYTHON")
     with pytest.raises(ValueError, match="ROLLWAY_ENGINE_PYTHON"):
         make_server().start()
+
+
+@pytest.mark.parametrize(("free_cpus", "is_warned"), [(0.5, True), (1.0, False), (None, False)])
+def test_a_server_that_leaves_no_cpu_to_pipelines_warns(
+    make_server: MakeServer,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    free_cpus: float | None,
+    is_warned: bool,
+) -> None:
+    stack = SimpleNamespace(free_cpus=free_cpus, frontend="nowhere", stop=lambda: None)
+    monkeypatch.setattr(backend, "start_stack", lambda spec: stack)
+    with pytest.raises(ValueError, match="nowhere"):
+        make_server().start()
+    assert ("a pipeline would wait forever" in caplog.text) is is_warned
 
 
 DRIVER = """

@@ -28,7 +28,7 @@ from rollway.rollout.client import Rollout
 from rollway.rollout.sampling import Sampling
 from rollway.rollout.wire import completion_request
 from rollway.stack.disaggregated import has_nixl
-from rollway.stack.state import secret_file
+from rollway.stack.state import StackDir, secret_file
 from rollway.versions import taint_of
 from rollway.weights.transports.shm import ShmPublisher
 from tests.conftest import Cli
@@ -201,9 +201,8 @@ def test_an_adapter_is_on_both_workers(
             assert base.distance(prompt, rollout.token_ids, rollout.logprobs or []) > 0.01
         (rollout,) = stack.rollouts().generate(prompt, GREEDY)
         assert base.distance(prompt, rollout.token_ids, rollout.logprobs or []) < TOLERANCE
-        # The prefill engine refuses it, of which Dynamo makes a 500 without a cause.
-        with pytest.raises(RolloutError):
-            stack.teacher(patience=2.0).score([prompt])
+        with pytest.raises(RolloutError, match=r"not while an adapter is loaded"):
+            stack.teacher().score([prompt])
         assert {worker.instance_id for worker in stack.fleet.workers()} == workers
 
 
@@ -260,3 +259,13 @@ def test_a_killed_prefill_worker_is_healed_and_admitted(
     (rollout,) = apart.rollouts().generate(fresh_prompt(), GREEDY)
     assert rollout.prefill_worker_id != old
     assert check_versions([rollout], {version: policies[1]}) < TOLERANCE
+
+
+def test_its_workers_exit_by_themselves(apart: rollway.Stack, cli: Cli) -> None:
+    """The last test of this file: it stops the stack."""
+    assert cli("down", NAME).returncode == 0
+    directory = StackDir(NAME)
+    assert [event for event in directory.events() if event["event"] == "killed"] == []
+    for role in ("prefill", "decode"):
+        log = (directory.logs / f"tiny-{role}-0.log").read_text()
+        assert "EngineCore: exiting busy loop" in log and "force killing" not in log

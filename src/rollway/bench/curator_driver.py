@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -35,6 +35,9 @@ TOKENS = 16
 TIMEOUT = 120
 """The default of Curator's client."""
 PROMPT = "Write one question and its answer in {language}."
+PAIRS, REQUESTS = 20, 96
+"""Pairs of runs of the two clients in each round, and the requests of a run: some 0.7 s."""
+Ask = Callable[[], Awaitable[None]]
 
 
 def main() -> None:
@@ -86,12 +89,13 @@ def _measure(backend: str, server: Any, rows: int) -> Round:
     try:
         _generate(server.endpoint, 8)  # the first run of a pipeline starts Ray's workers
         rate = _generate(server.endpoint, rows)
-        client, bare = _compare_clients(server.endpoint, rows)
+        # Which backend serves makes no difference between clients.
+        rates = asyncio.run(_compare_clients(server.endpoint)) if backend == "rollway" else ([], [])
     finally:
         began = time.perf_counter()
         server.stop()
         stop = time.perf_counter() - began
-    return Round(backend, ready, rate, stop, client, bare)
+    return Round(backend, ready, rate, stop, *rates)
 
 
 class _TimedStage(QAMultilingualSyntheticStage):  # type: ignore[misc]
@@ -124,6 +128,7 @@ def _generate(endpoint: str, rows: int) -> float:
     return float(rows / batch.data["seconds"].iloc[0])
 
 
+_MESSAGES: Any = [{"role": "user", "content": PROMPT}]
 _CONFIG = GenerationConfig(max_tokens=TOKENS, temperature=1.0)
 
 
@@ -133,41 +138,22 @@ def _make_client(endpoint: str) -> Any:
     )
 
 
-def _compare_clients(endpoint: str, rows: int) -> tuple[float, float]:
-    """Return requests per second of Curator's client and of a bare one, each measured twice.
+async def _compare_clients(endpoint: str) -> tuple[list[float], list[float]]:
+    """Return requests per second of Curator's client and of a bare one, in short runs by turns.
 
-    The bare one is second and third: other work on the machine comes and goes."""
-    seconds = {_query_by_curator: 0.0, _query_bare: 0.0}
-    for query in (_query_by_curator, _query_bare, _query_bare, _query_by_curator):
-        seconds[query] += asyncio.run(query(endpoint, rows))
-    client, bare = seconds.values()
-    return 2 * rows / client, 2 * rows / bare
+    Other work on the machine comes and goes, and hits both runs of a pair. Who is first
+    alternates."""
+    curators, bare = _make_client(endpoint), AsyncOpenAI(base_url=endpoint, api_key="unused")
+    curators.setup()
 
+    async def ask_curators() -> None:
+        await curators.query_model(messages=_MESSAGES, model=NAME, generation_config=_CONFIG)
 
-async def _query_by_curator(endpoint: str, rows: int) -> float:
-    """Return the seconds that these requests take."""
-    client = _make_client(endpoint)
-    client.setup()
-
-    async def ask() -> None:
-        messages = [{"role": "user", "content": PROMPT}]
-        await client.query_model(messages=messages, model=NAME, generation_config=_CONFIG)
-
-    began = time.perf_counter()
-    await asyncio.gather(*(ask() for _ in range(rows)))
-    return time.perf_counter() - began
-
-
-async def _query_bare(endpoint: str, rows: int) -> float:
-    """The same with OpenAI's own client."""
-    client = AsyncOpenAI(base_url=endpoint, api_key="unused")
-    slots = asyncio.Semaphore(CONCURRENCY)
-
-    async def ask() -> None:
+    async def ask_bare() -> None:
         async with slots:
-            await client.chat.completions.create(
+            await bare.chat.completions.create(
                 model=NAME,
-                messages=[{"role": "user", "content": PROMPT}],
+                messages=_MESSAGES,
                 max_tokens=_CONFIG.max_tokens,
                 temperature=_CONFIG.temperature,
                 top_p=_CONFIG.top_p,
@@ -178,9 +164,21 @@ async def _query_bare(endpoint: str, rows: int) -> float:
                 timeout=TIMEOUT,
             )
 
+    slots = asyncio.Semaphore(CONCURRENCY)
+    rates: dict[Ask, list[float]] = {ask_curators: [], ask_bare: []}
+    for ask in rates:
+        await _measure_rate(ask)  # opens the connections
+    for pair in range(PAIRS):
+        order: tuple[Ask, ...] = (ask_curators, ask_bare)
+        for ask in order if pair % 2 == 0 else reversed(order):
+            rates[ask].append(await _measure_rate(ask))
+    return rates[ask_curators], rates[ask_bare]
+
+
+async def _measure_rate(ask: Ask) -> float:
     began = time.perf_counter()
-    await asyncio.gather(*(ask() for _ in range(rows)))
-    return time.perf_counter() - began
+    await asyncio.gather(*(ask() for _ in range(REQUESTS)))
+    return REQUESTS / (time.perf_counter() - began)
 
 
 if __name__ == "__main__":

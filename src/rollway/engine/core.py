@@ -24,6 +24,7 @@ for example because `VLLM_PLUGINS` leaves it out, workers are refitted by single
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import sys
@@ -61,7 +62,8 @@ def install() -> bool:
     """Add both to the engine of this process; return whether it runs here."""
     module = sys.modules.get(_ENGINE)
     core: Any = getattr(module, "EngineCore", None)
-    if core is None or not hasattr(module, "EngineCoreProc"):
+    process: Any = getattr(module, "EngineCoreProc", None)
+    if core is None or process is None:
         return False
     if getattr(core, "_rollway_hook", False):
         return True
@@ -69,6 +71,10 @@ def install() -> bool:
 
     def check_and_add(engine: Any, request: Any, request_wave: int = 0) -> None:
         transferred.watch(engine)
+        if is_fatal(engine, request) and transferred.is_for_decode_worker(request):
+            # The decode engine computes them itself, and refuses the request with an answer that
+            # says so. Of a refusal here Dynamo would make an error 500 without a cause.
+            request.sampling_params.prompt_logprobs = None
         if is_admitted(engine, request) and not is_fatal(engine, request):
             add_request(engine, request, request_wave)
         else:
@@ -95,7 +101,24 @@ def install() -> bool:
 
     core.add_request, core.collective_rpc, core._rollway_hook = check_and_add, run, True
     core._rollway_refit = None
+    process.shutdown = stop_without_collecting(process.shutdown)
     return True
+
+
+def stop_without_collecting(shutdown: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Return a `shutdown` of the engine's process that does not search all objects for garbage.
+
+    vLLM 0.31 does so on its way out, and Python again: 5 s of CPU time in an engine with NIXL, all
+    for memory that the end of the process frees. A prefill and a decode worker on two cores stopped
+    in 9.7 s, and now in 2.4 s; with other work on the cores, engines could outlast their 10 s."""
+
+    def stop(engine: Any) -> None:
+        gc.freeze()
+        gc.unfreeze = lambda: None  # vLLM calls it, so that its collection finds everything
+        shutdown(engine)
+        gc.freeze()  # what the shutdown made; Python collects once more at the exit
+
+    return stop
 
 
 def is_fatal(engine: Any, request: Any) -> bool:

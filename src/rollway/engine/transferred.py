@@ -103,6 +103,11 @@ def get_age(request: Any) -> float:
     return 0.0 if computed_at is None else time.time() - computed_at
 
 
+def is_for_decode_worker(request: Any) -> bool:
+    """Return whether this engine only computes the prompt, for a decode worker."""
+    return bool((request.kv_transfer_params or {}).get("do_remote_decode"))
+
+
 def _is_late(engine: Any, name: str, lease: float) -> bool:
     request = engine.scheduler.requests.get(name)
     return request is not None and not request.is_finished() and get_age(request) > lease

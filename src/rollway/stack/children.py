@@ -210,6 +210,10 @@ class Children:
                 break
             memory |= processes.find_shared_memory(processes.find_members(self.state.run_id))
             time.sleep(0.05)
+        for name, child in self.running.items():
+            if child.poll() is None:
+                detail = f"it did not exit within {seconds:g} s of SIGTERM"
+                self.directory.record("killed", process=name, pid=child.pid, detail=detail)
         # Children of a child that has exited may still be on their way out: half a second.
         memory |= processes.end(lambda: processes.find_members(self.state.run_id), 0.5)
         for child in self.running.values():

@@ -5,9 +5,11 @@ tests/stack has the same on real engines. Here the engine fails where a real one
 
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
 import tomllib
+import weakref
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
@@ -28,6 +30,7 @@ class FakeRequest:
     cache_salt: str | None = None
     num_output_tokens: int = 0
     client_index: int = 0
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 @dataclass
@@ -83,6 +86,11 @@ class Engine:
 
     def _send_abort_outputs_to_client(self, ids: list[str], client_index: int) -> None:
         self.aborted += ids
+
+    def shutdown(self) -> None:
+        """As vLLM's: it makes all objects visible to the collector, and collects."""
+        gc.unfreeze()
+        gc.collect()
 
 
 @pytest.fixture
@@ -156,6 +164,19 @@ def test_a_request_of_which_vllm_would_die_is_refused(
     engine.add_request(request, 0)
     assert (engine.aborted == ["scored"]) is refused
     assert ("scored" in engine.scheduler.requests) is not refused
+
+
+def test_a_prefill_engine_leaves_fatal_log_probs_to_the_decode_engine(engine: Any) -> None:
+    engine.vllm_config = SimpleNamespace(
+        lora_config="on", device_config=SimpleNamespace(device_type="cpu")
+    )
+    engine.list_loras = lambda: {1}
+    request: Any = FakeRequest("scored", None)
+    request.kv_transfer_params = {"do_remote_decode": True}
+    request.sampling_params = SimpleNamespace(prompt_logprobs=0)
+    engine.add_request(request, 0)
+    assert "scored" in engine.scheduler.requests and engine.aborted == []
+    assert request.sampling_params.prompt_logprobs is None
 
 
 def test_an_engine_without_a_label_admits_all(engine: Any) -> None:
@@ -373,3 +394,19 @@ def test_a_sleeping_engine_refuses_a_refit(engine: Any) -> None:
     (report,) = refit(engine).result(0)
     assert report == {"state": "refused", "error": "the engine sleeps"}
     assert engine.calls == [] and engine._rollway_label == 4
+
+
+def test_an_engine_that_ends_does_not_search_for_garbage(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unfreeze = gc.unfreeze
+    monkeypatch.setattr(gc, "unfreeze", unfreeze)  # the engine's process never needs it again
+    garbage = FakeScheduler()
+    garbage.itself = garbage  # type: ignore[attr-defined]
+    reference = weakref.ref(garbage)
+    del garbage
+    engine.shutdown()
+    assert reference() is not None
+    unfreeze()
+    gc.collect()
+    assert reference() is None

@@ -6,14 +6,18 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import os
 import socket
+import subprocess
 import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from rollway.engine import guard
 from rollway.engine.guard import STOP_SECONDS, EngineOrders, Guard, install
 from rollway.engine.refit_orders import STAMPS
 from rollway.orders import CANCEL, DOOR, MEMORY, REFIT, SLEEP, STAGE, WAKE, sign
@@ -319,3 +323,16 @@ async def test_vllm_reads_its_environment_once_when_a_worker_serves(
     assert calls == []  # its engine may still be starting
     endpoint().serve_endpoint(handler.generate)
     assert calls == ["cached"]
+
+
+def test_a_worker_that_ends_does_not_search_for_garbage(tmp_path: Path) -> None:
+    report = "import atexit, gc; atexit.register(lambda: print(gc.get_freeze_count() > 0))"
+    (tmp_path / "ending.py").write_text(report)
+    worker = subprocess.run(
+        [sys.executable, guard.__file__, "ending"],
+        cwd=tmp_path,
+        env={"PATH": os.environ["PATH"]},
+        capture_output=True,
+        text=True,
+    )
+    assert worker.stdout == "True\n", worker.stderr

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import logging
 import os
 import secrets
 import sys
@@ -25,6 +26,8 @@ from rollway.errors import PortInUse, RollwayError, StartError, UsageError
 from rollway.integrations.curator import translate
 from rollway.integrations.curator.owner import OwnedStack, start_stack
 from rollway.integrations.curator.translate import ConfigError
+
+log = logging.getLogger(__name__)
 
 ENGINE_PYTHON = "ROLLWAY_ENGINE_PYTHON"
 """Names the interpreter whose environment has Dynamo and the engine, if it is not the driver's."""
@@ -74,6 +77,7 @@ class RollwayBackend:
                 return
             spec = self._make_spec(source)
             self._stack = self._start_stack(spec)
+            _warn_without_cpus(self._stack)
             self._set_address(self._stack.frontend)
             self._wait_for_models([model.name for model in spec.models], deadline)
             self._write_manifest(spec)
@@ -191,6 +195,15 @@ class RollwayBackend:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             text = json.dumps(manifest, indent=2)
             private.replace_file(directory / "manifest.json", text.encode())
+
+
+def _warn_without_cpus(stack: OwnedStack) -> None:
+    """Warn if a pipeline would find no CPU: Curator's executors then wait without a word."""
+    if stack.free_cpus is not None and stack.free_cpus < 1:
+        log.warning(
+            "The server holds all CPUs that this Ray cluster counts, so a pipeline would wait "
+            "forever. Start Ray with more, as with RayClient(num_cpus=8): it only counts them."
+        )
 
 
 def make_launcher_fields() -> dict[str, Any]:

@@ -48,6 +48,8 @@ class OwnedStack:
         self.frontend = ""
         self.log_dir = ""
         self.placements: list[dict[str, Any]] = []
+        self.free_cpus: float | None = None
+        """What the stack leaves to pipelines, by Ray's count; None without Ray."""
         self._process = process
         self._log = log
 
@@ -68,6 +70,7 @@ class OwnedStack:
         self.frontend = report["frontend"]
         self.log_dir = report["log_dir"]
         self.placements = report["placements"]
+        self.free_cpus = report["free_cpus"]
 
     def stop(self) -> None:
         """Stop the stack and return when nothing of it is left."""
@@ -192,7 +195,7 @@ def _open(spec: StackSpec) -> Iterator[dict[str, Any]]:
         else:
             running = local.start(spec)
         try:
-            yield _describe(spec, running.state)
+            yield {**_describe(spec, running.state), "free_cpus": _count_free_cpus(spec)}
         finally:
             running.stop()
         # The driver waits for this process. Ray's disconnect and the end of the interpreter would
@@ -210,6 +213,14 @@ def _add_log_dir(spec: StackSpec) -> StackSpec:
     session = Path(context.get_temp_dir()) / context.get_session_name()
     run = spec.name.rpartition("-")[2]
     return spec.model_copy(update={"log_dir": session / f"nemo_curator_dynamo_{run}"})
+
+
+def _count_free_cpus(spec: StackSpec) -> float | None:
+    if spec.launcher != "ray":
+        return None
+    from rollway.stack.ray import cluster
+
+    return sum(node.cpus for node in cluster.read_nodes())
 
 
 def _describe(spec: StackSpec, state: StackState) -> dict[str, Any]:

@@ -157,11 +157,42 @@ def _is_host_and_port(address: str | None) -> bool:
 
 def _check_same_cluster(ray: Any, address: str) -> None:
     current = ray.get_runtime_context().gcs_address
-    if address not in ("auto", current):
+    if address != "auto" and not _is_same_address(address, current):
         raise UsageError(
             f"This process is connected to the Ray cluster at {current}, not to {address}.",
             "Leave the address out, or disconnect first: `ray.shutdown()`.",
         )
+
+
+def _is_same_address(first: str, second: str) -> bool:
+    """Return whether both are one port of one machine. Ray names a cluster by its node's address,
+    Curator's client by what the host's name stands for, often 127.0.0.1."""
+    if first == second:
+        return True
+    if not (_is_host_and_port(first) and _is_host_and_port(second)):
+        return False
+    (host, _, port), (other_host, _, other_port) = first.rpartition(":"), second.rpartition(":")
+    hosts, other_hosts = _resolve(host), _resolve(other_host)
+    is_here = any(map(_is_own_host, hosts)) and any(map(_is_own_host, other_hosts))
+    return port == other_port and (is_here or bool(hosts & other_hosts))
+
+
+def _resolve(host: str) -> set[str]:
+    try:
+        return {str(entry[4][0]) for entry in socket.getaddrinfo(host.strip("[]"), None)}
+    except OSError:
+        return set()
+
+
+def _is_own_host(host: str) -> bool:
+    """Return whether an IP address is one of this machine's: only those can be bound."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family) as probe:
+            probe.bind((host, 0))
+    except OSError:
+        return False
+    return True
 
 
 def get_address() -> str:

@@ -131,3 +131,30 @@ def test_a_cluster_that_refuses_this_process_is_not_called_absent(
         with pytest.raises(UsageError, match=r"does not accept this process.*RAY_AUTH_MODE=token"):
             cluster.connect(address).__enter__()
     assert not connection.is_open
+
+
+@pytest.mark.parametrize(
+    ("address", "current", "is_same"),
+    [
+        ("127.0.0.1:6379", "127.0.0.2:6379", True),  # both are this machine's
+        ("localhost:6379", "127.0.0.1:6379", True),
+        ("127.0.0.1:6379", "127.0.0.1:6380", False),
+        ("127.0.0.1:6379", "203.0.113.9:6379", False),
+        ("203.0.113.9:6379", "203.0.113.9:6379", True),
+        ("no-such-host.invalid:6379", "203.0.113.9:6379", False),
+        ("ray://127.0.0.1:6379", "127.0.0.1:6379", False),
+    ],
+)
+def test_a_cluster_has_several_addresses(
+    monkeypatch: pytest.MonkeyPatch, address: str, current: str, is_same: bool
+) -> None:
+    """Ray names a cluster by its node's address, Curator's client often by 127.0.0.1."""
+    Connection(monkeypatch, is_open=True)
+    context = SimpleNamespace(gcs_address=current)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+    if is_same:
+        with cluster.connect(address):
+            pass
+    else:
+        with pytest.raises(UsageError, match="not to"):
+            cluster.connect(address).__enter__()
