@@ -29,9 +29,9 @@ from rollway.publishing import find_addresses
 from rollway.rollout.client import Rollouts as AsyncRollouts
 from rollway.rollout.teacher import Teacher as AsyncTeacher
 
-# Coroutines that only Rollway calls: background work of an event loop.
+# Coroutines that only Rollway calls: background work of an event loop, and integrations.
 INTERNAL = {
-    AsyncFleet: {"refresh", "still_serves", "watch"},
+    AsyncFleet: {"choose_version", "refresh", "still_serves", "watch"},
     AsyncStack: {"learn", "unwatch", "count_receivers"},
     AsyncRollouts: set(),
     AsyncTeacher: set(),
