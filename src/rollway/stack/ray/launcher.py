@@ -29,6 +29,7 @@ from rollway.errors import (
 from rollway.stack import local
 from rollway.stack.ray import cluster
 from rollway.stack.ray.access import RayAccess, create_witness, make_gone_error
+from rollway.stack.ray.node_check import check_nodes
 from rollway.stack.ray.placement import NodeInfo, Placement, plan_placement
 from rollway.stack.state import StackState
 
@@ -122,7 +123,7 @@ def _check_placement(spec: StackSpec, placement: Placement, nodes: list[NodeInfo
         )
     needs_etcd = spec.needs_etcd or (len(used) > 1 and spec.etcd_endpoints is None)
     programs = {"etcd": needs_etcd, "nats-server": spec.needs_nats}
-    cluster.check_nodes(
+    check_nodes(
         {node.id: node.address for node in nodes if node.id in used},
         {
             "python": get_python(spec),
