@@ -122,12 +122,18 @@ class Keeper:
         return running
 
     async def wait_until_joinable(self, name: str) -> dict[str, Any]:
-        """Return how to join a stack of this node, as soon as its frontend answers."""
+        """Return how to join a stack of this node, as soon as its services answer. Workers need
+        no frontend to load their models."""
         while True:
             state = await asyncio.to_thread(StackDir(name).read)
-            if state is not None and any(
-                process.role == "frontend" and process.state == "ready"
-                for process in state.processes
+            if (
+                state is not None
+                and state.processes
+                and all(
+                    process.state == "ready"
+                    for process in state.processes
+                    if process.role == "service"
+                )
             ):
                 join = {**state.join_spec["join"], "secret": read_secret(state)}
                 return {**state.join_spec, "join": join}
