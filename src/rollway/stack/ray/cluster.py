@@ -272,14 +272,22 @@ def create_group(name: str, bundles: Sequence[tuple[str, Mapping[str, float]]]) 
 def remove_groups(names: Sequence[str]) -> None:
     """Remove placement groups by their exact names; return when Ray shows their resources as
     free."""
-    from ray.util.placement_group import get_placement_group, remove_placement_group
+    from ray import PlacementGroupID
+    from ray.util.placement_group import (
+        PlacementGroup,
+        placement_group_table,
+        remove_placement_group,
+    )
 
-    removed: set[str] = set()
-    for name in names:
-        with contextlib.suppress(ValueError):  # it is gone already
-            group = get_placement_group(name)
-            remove_placement_group(group)
-            removed.add(group.id.hex())
+    # From the table: a lookup by name sees only the groups of this process's namespace, and each
+    # would be a call of its own.
+    removed = {
+        identity
+        for identity, entry in (placement_group_table() if names else {}).items()
+        if entry["name"] in names and entry["state"] != "REMOVED"
+    }
+    for identity in removed:
+        remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(identity))))
     # Ray forgets a group at once, but each node reports what it has freed up to 0.1 s later. A
     # stack that is started again before that would be refused for want of GPUs.
     deadline = time.monotonic() + _REPORT_SECONDS

@@ -27,6 +27,7 @@ from rollway.private import is_plain_name
 from rollway.stack import local, logs, preset
 from rollway.stack.locks import Lease
 from rollway.stack.ray import cluster
+from rollway.stack.ray.node_check import Problem, find_problem
 from rollway.stack.state import StackDir, StackState, is_ray_part, list_stacks, read_secret
 
 POLL_SECONDS = 0.1
@@ -77,6 +78,10 @@ class Keeper:
         """Clear what dead runs left on this node; return its GPUs and the pid of this actor."""
         await asyncio.to_thread(_clear_dead_parts)
         return {"gpus": preset.list_gpus(), "pid": os.getpid()}
+
+    async def find_problem(self, needs: dict[str, Any]) -> Problem | None:
+        """Return what a stack needs and this node does not have."""
+        return await asyncio.to_thread(find_problem, needs)
 
     async def add_group(self, name: str, *, is_shared: bool) -> None:
         """Note a group with a bundle on this node. Called before the group is created."""

