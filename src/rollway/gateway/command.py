@@ -23,7 +23,7 @@ from rollway.gateway.recorder import Recorder
 from rollway.gateway.server import Gateway, create_gateway
 from rollway.gateway.template import Template
 from rollway.stack.ray import launcher
-from rollway.stack.state import StackDir, make_home
+from rollway.stack.state import make_home
 
 _BACKLOG = 4096
 _HANDSHAKE_SECONDS = 5.0
@@ -62,7 +62,9 @@ async def serve(
     target = launcher.resolve_name(options.stack)
     async with rollway.attach(target, rl_url=options.rl_url) as stack:
         model = options.model or (stack.models[0] if len(stack.models) == 1 else None)
-        tokenizer = options.tokenizer or _model_path(stack.name, model)
+        tokenizer = options.tokenizer or stack.find_checkpoint(model)
+        if tokenizer is None:
+            raise UsageError("The model's tokenizer is not known.", "Pass it with --tokenizer.")
         journal = options.journal or make_home() / "gateway" / f"{stack.name or 'attached'}.jsonl"
         recorder = recorder_type(journal, sync=options.journal_sync)
         try:
@@ -89,14 +91,6 @@ def _tune_collector() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
-
-
-def _model_path(stack: str, model: str | None) -> str:
-    state = StackDir(stack).read() if stack else None
-    path = state.model_paths.get(model or "") if state else None
-    if path is None:
-        raise UsageError("The model's tokenizer is not known.", "Pass it with --tokenizer.")
-    return path
 
 
 def make_tls_context(certificate: str | None, key: str | None) -> ssl.SSLContext | None:
