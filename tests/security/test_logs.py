@@ -126,6 +126,26 @@ def test_following_a_log_survives_rotations_and_a_new_run(tmp_path: Path) -> Non
     assert shown == ["zero", "half", "one", "two", "three", "four", "five", "new", "last"]
 
 
+def test_a_follower_reads_all_files_while_a_rotation_renames_them(tmp_path: Path) -> None:
+    """Two rotations since the last read, and a third that has moved `.2` and `.3`, not yet `.1`."""
+    log = tmp_path / "w.log"
+    log.write_text("first\n")
+    assert logs.rotate(log, 1, 5)
+    follower = logs.Follower(log, 5)
+    assert follower.read() == ["first"]
+    for text in ("second\n", "third\n"):
+        with log.open("a") as file:
+            file.write(text)
+        assert logs.rotate(log, 1, 5)
+    for number in (3, 2):
+        (tmp_path / f"w.log.{number}").rename(tmp_path / f"w.log.{number + 1}")
+    try:
+        assert follower.read() == ["second", "third"]
+        assert logs.tail(log) == ["first", "second", "third"]
+    finally:
+        follower.close()
+
+
 def test_following_a_log_loses_no_line_while_it_is_rotated(tmp_path: Path) -> None:
     log = tmp_path / "w.log"
     log.touch()

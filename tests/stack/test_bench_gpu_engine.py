@@ -27,6 +27,9 @@ def test_every_part_runs_or_says_why_not(cli: Cli, footprint: Footprint) -> None
         assert part["check"]["is_of_version"] and part["later"]["paused_seconds"] > 0
         (refit,) = part["refits"]
         assert refit["report"]["workers"][0]["state"] == "serving"
+    parts = figures["delta"]["parts"]
+    assert parts["seconds"].keys() == {"publish", "compare", "read", "unpack", "write", "sum"}
+    assert parts["delta_bytes"] > 0
     assert figures["shm"]["first"]["is_first_of_process"]
     assert not figures["delta"]["first"]["is_first_of_process"]
     (refit,) = figures["in-flight"]["refits"]

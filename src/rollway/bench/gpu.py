@@ -219,7 +219,7 @@ def _compare(bench: _Bench, config: dict[str, Any]) -> dict[str, Any]:
     works: dict[str, Work] = {
         "": find,
         "count_": lambda: compare_pairs(pairs),
-        "count_and_digest_": lambda: compare_pairs(pairs, with_digests=True),
+        "count_and_digest_": lambda: compare_pairs(pairs, with_checksums=True),
         "with_packing_": pack,
         "one_by_one_": one_by_one,
     }

@@ -35,6 +35,7 @@ import torch
 
 from rollway.aio import Stack, up
 from rollway.bench import Say, round_floats
+from rollway.bench.delta_parts import measure_parts
 from rollway.bench.gpu_colocated import measure_colocated
 from rollway.bench.gpu_limits import MemoryWatch, measure_limits, synchronize
 from rollway.bench.gpu_load import Load, make_prompts
@@ -208,7 +209,12 @@ class GpuEngineBench:
     async def _measure_delta(self) -> dict[str, Any]:
         # No second snapshot: every version after the first is a delta.
         options = {"directory": self.scratch / "deltas", "snapshot_every": 1000}
-        return await self._measure_refits("delta", options, change_some)
+        figures = await self._measure_refits("delta", options, change_some)
+        # Afterwards, and not on the weights that later parts publish.
+        copy = {name: tensor.clone() for name, tensor in self.weights.items()}
+        parts = await asyncio.to_thread(measure_parts, copy, change_some, self.scratch / "parts")
+        self.say(f"delta: {json.dumps(round_floats(parts, '.4g'))}")
+        return figures | {"parts": parts}
 
     async def _measure_refits(
         self, transport: Transport, options: dict[str, Any], change: Change = change_all

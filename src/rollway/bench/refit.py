@@ -3,6 +3,10 @@
     stock       save a checkpoint, pause, Dynamo's update_weights_from_disk, resume
     files …     publish and refit: staged while the worker generates, swapped during a pause
 
+    round 1     stock  files  shm  delta      two refits each, of which the second counts
+    round 2     files  shm  delta  stock      ratios are taken within a round, then their median
+    …
+
 Two policies alternate, so that every refit changes every parameter; deltas change one element in a
 hundred. After each refit, the worker's greedy answer is compared with its answer after a stock
 update to the same policy.
@@ -10,10 +14,11 @@ update to the same policy.
 
 from __future__ import annotations
 
+import asyncio
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
@@ -40,15 +45,19 @@ from rollway.weights.transports.files import FilesPublisher, read_tensors
 from rollway.weights.transports.nixl import NixlPublisher
 from rollway.weights.transports.shm import ShmPublisher
 
-ROUNDS = 4
+ROUNDS = 5
 CHANGED = 0.01
 """Share of the elements that a delta changes."""
 State = dict[str, Tensor]
 _NO_WEIGHTS = shutil.ignore_patterns("*.safetensors")
 # The line that a worker logs after a swap (rollway.engine.staging).
 _SERVED = re.compile(r"is served \((.*)\)")
+_PACKED = re.compile(r"its layers are packed \((\S+) s\)")
 _PARTS = ("load", "prove", "prepare", "swap")
 """The parts of a refit whose seconds the worker logs."""
+_PACKING_SECONDS = 30.0
+STOCK = "stock"
+Row = dict[str, float]
 
 
 @dataclass(slots=True)
@@ -69,20 +78,27 @@ class TransportFigures:
     ratio_to_memcpy: float = 0.0
     speedup_over_stock: float = 0.0
     """Ratio of `seconds`. Dynamo's own update reads, loads and packs in one step, during the pause,
-    so its `seconds` cover all of that. `refit_speedup_over_stock` compares whole refits."""
-    refit_speedup_over_stock: float = 0.0
+    so its `seconds` cover all of that. `refit_over_stock` compares whole refits."""
+    refit_over_stock: float = 0.0
     pause_over_stock: float = 0.0
     publish_seconds: float = 0.0
     load_seconds: float = 0.0
     prove_seconds: float = 0.0
     prepare_seconds: float = 0.0
     swap_seconds: float = 0.0
+    pack_seconds: float = 0.0
+    """What the worker does after the refit has returned, beside generation."""
 
 
 @dataclass(slots=True)
 class RefitFigures:
     model_bytes: int = 0
     memcpy_gb_per_s: float = 0.0
+    """The median over all rounds; each ratio is to the memcpy beside it."""
+    read_gb_per_s: float = 0.0
+    """The speed of one thread that only reads and sums."""
+    memcpy_ratio_limit: float = 0.0
+    """What `ratio_to_memcpy` can be if a checksum reads all bytes once before they are copied."""
     transports: dict[str, TransportFigures] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
@@ -111,59 +127,69 @@ class _Bench:
     answers: dict[int, list[int]] = field(default_factory=dict)
     version: int = 0
 
-    async def measure_stock(self) -> TransportFigures:
-        """Update the worker as Dynamo's guide describes, and remember its answers."""
+    async def remember_answers(self) -> None:
+        """Update the worker to each policy by stock, and remember what it answers."""
+        for index in range(len(self.policies)):
+            await self.update_by_stock(index)
+            self.answers[index] = await self._answer()
+
+    async def update_by_stock(self, index: int) -> Row:
+        """Update the worker as Dynamo's guide describes."""
         from safetensors.torch import save_file
 
         (worker,) = await self.stack.fleet.workers()
-        admin, rows = self.stack.fleet.admin, []
-        for index in self._turns((0, 1, 2)):
-            directory = self.scratch / f"stock-{self.version}"
-            shutil.copytree(self.model, directory, ignore=_NO_WEIGHTS)
-            began = time.perf_counter()
-            save_file(self.policies[index], directory / "model.safetensors", {"format": "pt"})
-            saved = time.perf_counter()
-            await admin.pause(worker)
-            await admin.update_from_disk(worker, directory, self.version)
-            await admin.resume(worker)
-            ended = time.perf_counter()
-            shutil.rmtree(directory)
-            # Without the taint of its version, the worker gets no requests.
-            await admin.set_taints(worker, [taint_of(self.version)])
-            await self.stack.fleet.read_versions()
-            self.answers[index] = await self._answer()
-            rows.append({"publish_seconds": saved - began, "pause_seconds": ended - saved})
-        figures = _take_medians(rows[1:])  # the first update warms up
-        figures.seconds = figures.refit_seconds = figures.publish_seconds + figures.pause_seconds
-        return figures
+        admin = self.stack.fleet.admin
+        self.version += 1
+        directory = self.scratch / f"stock-{self.version}"
+        shutil.copytree(self.model, directory, ignore=_NO_WEIGHTS)
+        began = time.perf_counter()
+        save_file(self.policies[index], directory / "model.safetensors", {"format": "pt"})
+        saved = time.perf_counter()
+        await admin.pause(worker)
+        await admin.update_from_disk(worker, directory, self.version)
+        await admin.resume(worker)
+        ended = time.perf_counter()
+        shutil.rmtree(directory)
+        # Without the taint of its version, the worker gets no requests.
+        await admin.set_taints(worker, [taint_of(self.version)])
+        await self.stack.fleet.read_versions()
+        return {
+            "publish_seconds": saved - began,
+            "pause_seconds": ended - saved,
+            "refit_seconds": ended - began,
+            "seconds": ended - began,
+        }
 
-    async def measure(self, case: _Case) -> TransportFigures:
-        rows = []
-        for index in self._turns(case.turns):
-            case.before(self.policies[index])
-            began = time.perf_counter()
-            offer = case.publish(self.version, self.policies[index])
-            published = time.perf_counter() - began
-            report = await self.stack.refit(self.version, offer)
-            ended = time.perf_counter() - began
-            row = {
-                "publish_seconds": published,
-                "refit_seconds": ended,
-                "pause_seconds": report.paused_seconds,
-                "bytes_fraction": case.get_share(offer),
-            }
-            rows.append(row | self._read_parts())
-            if self.answers[index] != await self._answer():
-                raise RolloutError("The worker answers differently than after a stock update.")
-        figures = _take_medians(rows[2:])  # the first refits open and map memory
-        figures.seconds = figures.publish_seconds + figures.load_seconds
-        return figures
+    async def refit(self, case: _Case, index: int) -> Row:
+        """Publish a policy and refit to it; return how long each part took."""
+        self.version += 1
+        case.before(self.policies[index])
+        packings = len(_PACKED.findall(self._read_log()))
+        began = time.perf_counter()
+        offer = case.publish(self.version, self.policies[index])
+        published = time.perf_counter() - began
+        report = await self.stack.refit(self.version, offer)
+        ended = time.perf_counter() - began
+        if self.answers[index] != await self._answer():
+            raise RolloutError("The worker answers differently than after a stock update.")
+        parts = self._read_parts()
+        return {
+            "publish_seconds": published,
+            "refit_seconds": ended,
+            "pause_seconds": report.paused_seconds,
+            "bytes_fraction": case.get_share(offer),
+            "seconds": published + parts["load_seconds"],
+            "pack_seconds": await self._wait_until_packed(packings),
+        } | parts
 
-    def _turns(self, indices: tuple[int, ...]) -> Iterator[int]:
-        """Yield which policy each next version has."""
-        for number in range(ROUNDS + 2):  # the first ones warm up
-            self.version += 1
-            yield indices[number % len(indices)]
+    async def _wait_until_packed(self, before: int) -> float:
+        """Wait until the worker has packed its layers: the next measurement needs the cores."""
+        deadline = time.perf_counter() + _PACKING_SECONDS
+        while len(seconds := _PACKED.findall(self._read_log())) <= before:
+            if time.perf_counter() > deadline:
+                raise RolloutError("The worker does not say that it has packed its layers.")
+            await asyncio.sleep(0.05)
+        return float(seconds[-1])
 
     async def _answer(self) -> list[int]:
         greedy = Sampling(max_tokens=12, temperature=0.0, ignore_eos=True)
@@ -172,16 +198,19 @@ class _Bench:
 
     def _read_parts(self) -> dict[str, float]:
         """Read the seconds of each part of the last refit from the worker's log."""
-        state = StackDir(self.stack.name).read()
-        assert state is not None
-        (log,) = [process.log for process in state.processes if process.role == "worker"]
-        lines = _SERVED.findall(Path(log).read_text(errors="replace"))
+        lines = _SERVED.findall(self._read_log())
         parts = [part.split() for part in lines[-1].split(", ")] if lines else []
         seconds = {part[0]: float(part[1]) for part in parts}
         return {f"{name}_seconds": seconds.get(name, 0.0) for name in _PARTS}
 
+    def _read_log(self) -> str:
+        state = StackDir(self.stack.name).read()
+        assert state is not None
+        (log,) = [process.log for process in state.processes if process.role == "worker"]
+        return Path(log).read_text(errors="replace")
 
-def _take_medians(rows: list[dict[str, float]]) -> TransportFigures:
+
+def _take_medians(rows: list[Row]) -> TransportFigures:
     return TransportFigures(**{name: median(row[name] for row in rows) for name in rows[0]})
 
 
@@ -198,23 +227,37 @@ async def bench_refit(
     args = {"dtype": "bfloat16", "max-model-len": 512, "max-num-seqs": 16}
     served = {"path": str(model), "name": "bench", "args": args}
 
-    def add(name: str, transport: TransportFigures) -> None:
-        figures.transports[name] = transport
-        pause = f"of which paused {transport.pause_seconds:.3f} s"
-        say(f"{name}: {transport.refit_seconds:.3f} s, {pause}")
-
     async with up(make_spec({"name": "bench-refit", "models": [served]})) as stack:
         bench = _Bench(stack, model, scratch, policies)
         with ExitStack() as cleanup:
-            add("stock", await bench.measure_stock())
-            for name, case in _make_cases(bench, cleanup).items():
-                if not wanted or name in wanted:
-                    add(name, await bench.measure(case))
-                    # Between the transports, so that both see the same load of the machine.
-                    speed = _measure_memcpy(first)
-                    figures.memcpy_gb_per_s = max(figures.memcpy_gb_per_s, speed)
-    _add_ratios(figures)
+            cases = _make_cases(bench, cleanup)
+            chosen = {name: case for name, case in cases.items() if not wanted or name in wanted}
+            await bench.remember_answers()
+            rounds = [await _run_round(bench, chosen, number, say) for number in range(ROUNDS + 1)]
+    _add_figures(figures, rounds[1:])  # the first round opens and maps memory
     return figures
+
+
+async def _run_round(
+    bench: _Bench, cases: dict[str, _Case], number: int, say: Say
+) -> dict[str, Row]:
+    """Refit by each transport and by stock, each round in another order."""
+    names = [STOCK, *cases]
+    first = number % len(names)
+    rows: dict[str, Row] = {}
+    for name in names[first:] + names[:first]:
+        speed, read = _measure_memcpy(bench.policies[0])
+        if name == STOCK:
+            rows[name] = await bench.update_by_stock(number % 2)
+        else:
+            # The first refit follows one of another transport, which no training run has.
+            indices = cases[name].turns if number % 2 else cases[name].turns[::-1]
+            for index in indices:
+                rows[name] = await bench.refit(cases[name], index)
+        rows[name] |= {"memcpy": speed, "read": read}
+        row = rows[name]
+        say(f"{name}: {row['refit_seconds']:.3f} s, of which paused {row['pause_seconds']:.3f} s")
+    return rows
 
 
 def _make_cases(bench: _Bench, cleanup: ExitStack) -> dict[str, _Case]:
@@ -257,28 +300,42 @@ def _make_cases(bench: _Bench, cleanup: ExitStack) -> dict[str, _Case]:
     return cases
 
 
-def _add_ratios(figures: RefitFigures) -> None:
-    stock = figures.transports["stock"]
-    for entry in figures.transports.values():
-        entry.pause_fraction = entry.pause_seconds / entry.refit_seconds
-        entry.gb_per_s = figures.model_bytes / entry.seconds / 1e9
-        entry.ratio_to_memcpy = entry.gb_per_s / figures.memcpy_gb_per_s
-        entry.speedup_over_stock = stock.seconds / entry.seconds
-        entry.refit_speedup_over_stock = stock.refit_seconds / entry.refit_seconds
-        entry.pause_over_stock = entry.pause_seconds / stock.pause_seconds
+def _add_figures(figures: RefitFigures, rounds: list[dict[str, Row]]) -> None:
+    """Take medians; ratios are taken within a round, because the load of a machine changes."""
+    for rows in rounds:
+        stock = rows[STOCK]
+        for row in rows.values():
+            row["pause_fraction"] = row["pause_seconds"] / row["refit_seconds"]
+            row["gb_per_s"] = figures.model_bytes / row["seconds"] / 1e9
+            row["ratio_to_memcpy"] = row["gb_per_s"] / row["memcpy"]
+            row["speedup_over_stock"] = stock["seconds"] / row["seconds"]
+            row["refit_over_stock"] = row["refit_seconds"] / stock["refit_seconds"]
+            row["pause_over_stock"] = row["pause_seconds"] / stock["pause_seconds"]
+    all_rows = [row for rows in rounds for row in rows.values()]
+    limits = [row["read"] / (row["read"] + row["memcpy"]) for row in all_rows]
+    figures.memcpy_ratio_limit = median(limits)
+    figures.memcpy_gb_per_s = median(row.pop("memcpy") for row in all_rows)
+    figures.read_gb_per_s = median(row.pop("read") for row in all_rows)
+    for name in rounds[0]:
+        figures.transports[name] = _take_medians([rows[name] for rows in rounds])
 
 
-def _measure_memcpy(state: State) -> float:
-    """Return the GB/s of a memcpy of these tensors on one thread, the best of six."""
+def _measure_memcpy(state: State) -> tuple[float, float]:
+    """Return the GB/s of a memcpy of these tensors, and of a sum, on one thread; best of three."""
     sources = [raw_bytes(tensor).numpy() for tensor in state.values()]
     copies = [np.zeros_like(source) for source in sources]
-    best = float("inf")
-    for _ in range(6):
+    nbytes = sum(source.nbytes for source in sources)
+    best = [float("inf")] * 2
+    for _ in range(3):
         began = time.perf_counter()
         for copy, source in zip(copies, sources, strict=True):
             copy[:] = source
-        best = min(best, time.perf_counter() - began)
-    return float(sum(source.nbytes for source in sources) / best / 1e9)
+        copied = time.perf_counter()
+        for source in sources:
+            source[: len(source) // 8 * 8].view(np.int64).sum()
+        seconds = copied - began, time.perf_counter() - copied
+        best = [min(pair) for pair in zip(best, seconds, strict=True)]
+    return nbytes / best[0] / 1e9, nbytes / best[1] / 1e9
 
 
 def _build_model(directory: Path, megabytes: int) -> Path:

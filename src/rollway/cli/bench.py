@@ -75,13 +75,14 @@ def refit(options: argparse.Namespace) -> int:
 
 def _describe_refits(figures: dict[str, Any]) -> str:
     size = f"{figures['model_bytes'] / 1e6:.0f} MB"
-    lines = [f"memcpy {figures['memcpy_gb_per_s']:.1f} GB/s, {size}"]
+    limit = f"at most {figures['memcpy_ratio_limit']:.2f} of it with a checksum"
+    lines = [f"memcpy {figures['memcpy_gb_per_s']:.1f} GB/s, {limit}, {size}"]
     for name, entry in figures["transports"].items():
         lines.append(
             f"{name}: {entry['refit_seconds']:.3f} s, paused {entry['pause_seconds']:.3f} s; "
             f"moved in {entry['seconds']:.3f} s ({entry['gb_per_s']:.2f} GB/s, "
-            f"{entry['ratio_to_memcpy']:.2f} of memcpy, {entry['speedup_over_stock']:.1f} times "
-            "stock)"
+            f"{entry['ratio_to_memcpy']:.2f} of memcpy); everything "
+            f"{entry['refit_over_stock']:.2f} times stock"
         )
     return "\n".join(lines)
 

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 from rollway.engine import memory
+from rollway.engine.background import use_one_core
 from rollway.engine.fingerprint import Proof
 from rollway.engine.incoming import Incoming
-from rollway.engine.loading import LoadPlan, PlannedCopy, Region
+from rollway.engine.loading import LoadPlan, PlannedCopy, Region, record_plan
 from rollway.errors import WeightsError
 from rollway.weights.digest.checksums import integers
 from rollway.weights.transports.base import Reader
@@ -32,6 +33,7 @@ _SCRATCH_BYTES = 48
 _UNPACKED = 1 << 24
 """How many elements it unpacks together, if no tensor has more."""
 _SERVED = "_rollway_serving"
+_LOADING = "_rollway_loading_plans"
 
 
 class NoPatch(Exception):
@@ -209,7 +211,7 @@ class Patch:
         name = translation.parameter
         places, bits = translation.translate(elements.positions, elements.bits)
         if elements.relative:
-            old = self._live[name].index_select(0, places)
+            old = _read(self._live[name], places)
             if name in self._staged:
                 old = _look_up(*self._staged[name], places, old)
             bits = old + bits
@@ -230,7 +232,21 @@ class Patch:
     def run(self) -> None:
         """Write; on a GPU this only starts the writes."""
         for name, (places, bits) in self._staged.items():
-            self._live[name].scatter_(0, places, bits)
+            _write(self._live[name], places, bits)
+
+
+def _read(tensor: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    if tensor.device.type == "cpu":
+        # numpy, because torch's threads wait for each other when cores are busy.
+        return torch.from_numpy(tensor.numpy().take(places.numpy()))
+    return tensor.index_select(0, places)
+
+
+def _write(tensor: torch.Tensor, places: torch.Tensor, bits: torch.Tensor) -> None:
+    if tensor.device.type == "cpu":
+        tensor.numpy()[places.numpy()] = bits.numpy()
+    else:
+        tensor.scatter_(0, places, bits)
 
 
 def _sort(places: torch.Tensor, bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -263,36 +279,94 @@ def prepare_patch(incoming: Incoming, plan: LoadPlan, device: torch.device) -> t
     """Stage the changes since the served version; raise NoPatch where whole tensors are needed.
 
     The proof expects the published sums of all tensors."""
-    served, offer, reader = get_served(incoming.worker), incoming.offer, incoming.reader
-    if getattr(type(reader), "changes", Reader.changes) is Reader.changes:
-        raise NoPatch("")
-    if served is None:
-        raise NoPatch("it is not known which version is served")
-    if incoming.draft is not None:
-        raise NoPatch("the draft model changes too")
-    elements = {n: torch.Size(h.shape).numel() for n, h in incoming.headers.items()}
-    patch = Patch(plan, incoming.model, elements)
-    changes = reader.changes(offer, served.identity, sum(elements.values()) // MOST_CHANGED)
-    if changes is None or changes.refusal:
-        raise NoPatch(changes.refusal if changes is not None else "")
-    proof = Proof(incoming.model, reader.sums(offer))
-    unknown = proof.expect(incoming.headers)
-    if unknown:
-        raise NoPatch(f"{unknown} cannot be verified by a published sum")
+    served = get_served(incoming.worker)
+    _refuse_whole(incoming, served)
+    assert served is not None
+    patch = Patch(plan, incoming.model, _count_elements(incoming))
+    changes = _read_changes(incoming, served)
+    proof = _expect_published(incoming, incoming.model)
     # Steps count from the old bits. Sums tell whether somebody changed these since the last swap.
     proof.measure(incoming.model)
     if proof.list_fingerprints() != served.fingerprints:
         raise NoPatch("the served parameters are not as they were after the last swap")
     _refuse_without_memory(changes, device)
     for step in changes.steps:
-        if incoming.abandoned.is_set():
-            raise RuntimeError(f"version {offer.version} was discarded")
-        try:
-            patch.add(step, device)
-        except WeightsError as error:
-            raise NoPatch(error.message) from error
+        _add(patch, step, incoming, device)
     patch.warm_up()
     return patch, proof
+
+
+def apply_changes(
+    incoming: Incoming, model: torch.nn.Module, contents: Served | None
+) -> tuple[Proof, int]:
+    """Write the changes since `contents` into the parameters of a model on CPU that does not serve;
+    raise NoPatch where whole tensors are needed. Return how many elements changed, and a proof that
+    expects the published sums: only they show that the model had these contents."""
+    _refuse_whole(incoming, contents)
+    assert contents is not None
+    if incoming.ranks > 1:
+        raise NoPatch("the model is divided among ranks")
+    plan = _plan_loading(incoming, model)
+    elements = _count_elements(incoming)
+    Patch(plan, model, elements)  # refuses before anything is read
+    changes = _read_changes(incoming, contents)
+    proof = _expect_published(incoming, model)
+    count = 0
+    use_one_core()  # the changes of one tensor are too few to be divided among threads
+    for step in changes.steps:
+        patch = Patch(plan, model, elements)
+        _add(patch, step, incoming, torch.device("cpu"))
+        patch.run()
+        count += patch.count
+    return proof, count
+
+
+def _refuse_whole(incoming: Incoming, served: Served | None) -> None:
+    if getattr(type(incoming.reader), "changes", Reader.changes) is Reader.changes:
+        raise NoPatch("")
+    if served is None:
+        raise NoPatch("it is not known which version is served")
+    if incoming.draft is not None:
+        raise NoPatch("the draft model changes too")
+
+
+def _count_elements(incoming: Incoming) -> dict[str, int]:
+    return {n: torch.Size(h.shape).numel() for n, h in incoming.headers.items()}
+
+
+def _read_changes(incoming: Incoming, served: Served) -> Changes:
+    most = sum(_count_elements(incoming).values()) // MOST_CHANGED
+    changes = incoming.reader.changes(incoming.offer, served.identity, most)
+    if changes is None or changes.refusal:
+        raise NoPatch(changes.refusal if changes is not None else "")
+    return changes
+
+
+def _expect_published(incoming: Incoming, model: torch.nn.Module) -> Proof:
+    proof = Proof(model, incoming.reader.sums(incoming.offer))
+    unknown = proof.expect(incoming.headers)
+    if unknown:
+        raise NoPatch(f"{unknown} cannot be verified by a published sum")
+    return proof
+
+
+def _add(patch: Patch, step: ChangedStep, incoming: Incoming, device: torch.device) -> None:
+    if incoming.abandoned.is_set():
+        raise RuntimeError(f"version {incoming.offer.version} was discarded")
+    try:
+        patch.add(step, device)
+    except WeightsError as error:
+        raise NoPatch(error.message) from error
+
+
+def _plan_loading(incoming: Incoming, model: torch.nn.Module) -> LoadPlan:
+    """Return how vLLM loads tensors into a model before it packs any layer; record it once."""
+    plans: dict[Any, LoadPlan] = incoming.worker.__dict__.setdefault(_LOADING, {})
+    key = tuple(sorted((name, h.dtype, h.shape) for name, h in incoming.headers.items()))
+    if key not in plans:
+        plans.clear()  # another set of tensors: the old one does not come back
+        plans[key] = record_plan(model, incoming.headers, Proof(model).target_of, {})
+    return plans[key]
 
 
 def _refuse_without_memory(changes: Changes, device: torch.device) -> None:

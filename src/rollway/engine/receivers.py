@@ -9,7 +9,7 @@ from rollway.errors import WeightsError
 from rollway.weights.offer import Offer
 from rollway.weights.transports.base import Reader
 
-__all__ = ["reader_for"]
+__all__ = ["reader_for", "warm_up"]
 
 _READERS = {
     "files": ("rollway.weights.transports.files", "FilesReader"),
@@ -20,6 +20,19 @@ _READERS = {
     "nixl": ("rollway.weights.transports.nixl", "NixlReader"),
     "verl_buckets": ("rollway.engine.verl_buckets", "VerlBucketsReceiver"),
 }
+
+
+_WARMED_UP = ("shm", "files", "delta", "cuda_ipc")
+"""Transports without packages of their own; a worker meets the others when it is offered one."""
+
+
+def warm_up() -> None:
+    """Import readers and compile their kernels now, so that the first refit does not wait."""
+    for transport in _WARMED_UP:
+        module, name = _READERS[transport]
+        reader: Reader = getattr(import_module(module), name)()
+        reader.warm_up()
+        reader.close()
 
 
 def reader_for(offer: Offer, readers: dict[str, Reader]) -> Reader:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable
 from typing import Any
 
 log = logging.getLogger(__name__)
@@ -36,6 +37,7 @@ ENGINE_METHODS = frozenset(
 """For vLLM 0.31 and Dynamo 1.6. Left out on purpose: `update_environment_variables`,
 `save_sharded_state`, `apply_model`, and vLLM's own weight transfer, which checks no signature."""
 
+_LAST_OF_START = "compile_or_warm_up_model"
 _WORKER_BASE = "vllm.v1.worker.worker_base"
 _MULTIPROCESS = "vllm.v1.executor.multiproc_executor"
 _UNIPROCESS = "vllm.v1.executor.uniproc_executor"
@@ -84,17 +86,18 @@ def _is_extension_method(worker: Any, method: str, extension: type) -> bool:
     return not hasattr(worker, method)
 
 
-def guard_rpc(extension: type) -> None:
-    """Check every RPC of this process from now on."""
+def guard_rpc(extension: type, when_up: Callable[[Any], None]) -> None:
+    """Check every RPC of this process from now on; call `when_up` with the worker when its engine
+    is up."""
     if not {_MULTIPROCESS, _UNIPROCESS} & sys.modules.keys():
         log.warning("unknown vLLM executor: its RPC methods are not restricted")
     if _MULTIPROCESS in sys.modules:
-        _guard_multiprocess(sys.modules[_MULTIPROCESS], extension)
+        _guard_multiprocess(sys.modules[_MULTIPROCESS], extension, when_up)
     if _UNIPROCESS in sys.modules:
-        _guard_uniprocess(sys.modules[_UNIPROCESS], extension)
+        _guard_uniprocess(sys.modules[_UNIPROCESS], extension, when_up)
 
 
-def _guard_multiprocess(module: Any, extension: type) -> None:
+def _guard_multiprocess(module: Any, extension: type, when_up: Callable[[Any], None]) -> None:
     execute = getattr(module.WorkerProc, "_execute_worker_rpc", None)
     if execute is None:
         log.warning("this vLLM runs RPCs differently: its methods are not restricted")
@@ -109,11 +112,13 @@ def _guard_multiprocess(module: Any, extension: type) -> None:
             proc.worker.worker._rollway_refusal = refusal
             request = ("rollway_refuse", (), {}, rest[-1])
         execute(proc, request)
+        if method == _LAST_OF_START:
+            when_up(proc.worker.worker)
 
     module.WorkerProc._execute_worker_rpc = check_and_execute
 
 
-def _guard_uniprocess(module: Any, extension: type) -> None:
+def _guard_uniprocess(module: Any, extension: type, when_up: Callable[[Any], None]) -> None:
     run = getattr(module, "run_method", None)
     if run is None:
         log.warning("this vLLM runs RPCs differently: its methods are not restricted")
@@ -121,6 +126,9 @@ def _guard_uniprocess(module: Any, extension: type) -> None:
 
     def check_and_run(worker: Any, method: Any, args: Any, kwargs: Any) -> Any:
         check_method(worker, method, extension)
-        return run(worker, method, args, kwargs)
+        result = run(worker, method, args, kwargs)
+        if method == _LAST_OF_START:
+            when_up(getattr(worker, "worker", worker))
+        return result
 
     module.run_method = check_and_run

@@ -3,7 +3,8 @@
 vLLM's own code builds and loads it, exactly as in a starting worker: fused, cut, padded and packed.
 So the swapped-in weights are what a fresh engine would serve, also for layers that vLLM cannot load
 twice (its mixture-of-experts layers on CPU). All of this happens while the serving model generates.
-Then the two models exchange their parameters.
+Then the two models exchange their parameters. Plain linear layers are packed after that
+(`rollway.engine.packing`).
 
 This works only if nothing caches a parameter's address: on CPU without compiled graphs. Elsewhere
 `rollway.engine.staging` lets vLLM load the verified tensors in place.
@@ -12,14 +13,18 @@ This works only if nothing caches a parameter's address: on CPU without compiled
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rollway.engine.packing import KERNEL, LateKernel, Packing, defer_packing, set_packing
+
+if TYPE_CHECKING:
+    from rollway.engine.patching import Served
+
 _ALIGNED = 64
-_KERNEL = "cpu_linear"
-"""The attribute of a packed linear layer that holds its weights, as a function."""
 
 
 def explain_no_swap(worker: Any) -> str:
@@ -41,10 +46,13 @@ def explain_no_swap(worker: Any) -> str:
 
 class ParameterArena:
     """Memory for the second model's parameters, kept from one version to the next: fresh pages cost
-    more than the copy into them."""
+    more than the copy into them. Its contents stay too, so that a delta can be applied to them."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
+        self._lock = threading.Lock()
+        self.contents: Served | None = None
+        """The version whose loaded parameters it has; None if that is not known."""
 
     @property
     def nbytes(self) -> int:
@@ -57,16 +65,19 @@ class ParameterArena:
         return _count_users(self._memory) == _count_users(torch.empty(1, dtype=torch.uint8))
 
     def place(self, model: torch.nn.Module) -> None:
-        """Move all parameters of an empty model into this memory."""
+        """Move all parameters of an empty model into this memory, or into new memory if somebody
+        still uses this: a version that was discarded while it was loaded, or the serving model."""
         lengths = {name: parameter.nbytes for name, parameter in model.named_parameters()}
         needed = sum(-(-length // _ALIGNED) * _ALIGNED for length in lengths.values())
-        if self._memory.nbytes < needed:
-            self._memory = torch.empty(needed, dtype=torch.uint8)
-        offset = 0
-        for name, parameter in model.named_parameters():
-            part = self._memory[offset : offset + lengths[name]]
-            parameter.data = part.view(parameter.dtype).view(parameter.shape)
-            offset += -(-lengths[name] // _ALIGNED) * _ALIGNED
+        with self._lock:
+            if self._memory.nbytes < needed or not self.is_free:
+                self.contents = None
+                self._memory = torch.empty(needed, dtype=torch.uint8)
+            offset = 0
+            for name, parameter in model.named_parameters():
+                part = self._memory[offset : offset + lengths[name]]
+                parameter.data = part.view(parameter.dtype).view(parameter.shape)
+                offset += -(-lengths[name] // _ALIGNED) * _ALIGNED
 
     def release(self, model: torch.nn.Module) -> None:
         """Copy parameters out of this memory, because the model is going to serve."""
@@ -93,21 +104,29 @@ class Shadow:
         config.compilation_config.static_forward_context = {}
         with set_default_torch_dtype(self._config.dtype), torch.device("cpu"):
             self.model = initialize_model(vllm_config=config, model_config=self._config)
-        self._arena = arena
-        arena.place(self.model)
+        self.arena = arena
+        self._kernels: list[LateKernel] = []
+
+    def place(self) -> None:
+        """Move the parameters into the arena; nothing may read what that had."""
+        self.arena.place(self.model)
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load tensors with vLLM's loader."""
+        self.arena.contents = None
         with torch.no_grad():
             self.model.load_weights(tensors)
 
     def prepare(self) -> None:
-        """Convert the weights to the form in which the engine uses them."""
+        """Convert the weights to the form in which the engine uses them, but for what is packed
+        after the swap."""
         from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
         with torch.no_grad():
+            serving = self._worker.model_runner.get_model()
+            self._kernels = defer_packing(self.model, serving)
             process_weights_after_loading(self.model, self._config, torch.device("cpu"))
-            self._arena.release(self.model)
+            self.arena.release(self.model)
         self.model.eval()
 
     def exchange(self) -> None:
@@ -117,11 +136,16 @@ class Shadow:
         self._worker.model_runner.reset_encoder_cache()
         self._worker.model_runner.reset_mm_cache()
 
+    def start_packing(self) -> None:
+        """Start to pack what serves now, and release what served before."""
+        replaced, self.model = [self.model], torch.nn.Module()
+        set_packing(self._worker, Packing(self._kernels, replaced))
+
 
 def exchange(live: Any, fresh: Any) -> None:
     """Exchange the parameters of two layers of one kind. References to the layer stay valid."""
     live._parameters, fresh._parameters = fresh._parameters, live._parameters
-    if _KERNEL in fresh.__dict__:
+    if KERNEL in fresh.__dict__:
         live.cpu_linear, fresh.cpu_linear = fresh.cpu_linear, live.cpu_linear
 
 

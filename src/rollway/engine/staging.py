@@ -2,7 +2,7 @@
 
     rollway_stage ─► background: read ─► stage ─► verify ─► prepare
     rollway_staging ─► running, failed or ready
-    rollway_swap ─► (paused) serve the staged weights
+    rollway_swap ─► (paused) serve the staged weights ─► background: pack layers (CPU)
 
 There are two ways to swap. On CPU, the serving model exchanges its parameters with a second model
 that was loaded beside it (`Exchange`). Elsewhere the parameters stay where they are and get new
@@ -25,7 +25,8 @@ from rollway.engine.fingerprint import Proof
 from rollway.engine.in_place import InPlace
 from rollway.engine.incoming import Incoming
 from rollway.engine.memory import HostBuffers, explain_exhaustion, read_host_memory
-from rollway.engine.patching import set_served
+from rollway.engine.packing import wait_until_packed
+from rollway.engine.patching import NoPatch, Served, apply_changes, set_served
 from rollway.engine.shadow import ParameterArena, Shadow, explain_no_swap
 from rollway.engine.sleep_mode import refuse_sleeping
 from rollway.engine.slices import zero_padded
@@ -196,6 +197,7 @@ class Staging:
     def _run(self) -> None:
         failed = True
         try:
+            wait_until_packed(self.incoming.worker)
             with self._explain_exhaustion():
                 self._running_method().receive()
             failed = False
@@ -215,7 +217,6 @@ class Exchange:
     """Loads a second model beside the serving one and exchanges their parameters."""
 
     strategy = "exchange"
-    reason = "nothing holds on to the addresses of the parameters"
 
     def __init__(self, incoming: Incoming, arena: ParameterArena) -> None:
         """Create the second model; runs on the serving thread."""
@@ -224,23 +225,49 @@ class Exchange:
         self._proof: Proof | None = None
         self.nbytes = 0
         self.reloaded: list[str] = []
+        self.reason = "nothing holds on to the addresses of the parameters"
 
     def receive(self) -> None:
         incoming, shadow = self._incoming, self._shadow
         assert shadow is not None
         incoming.restrict(shadow.model)
-        with incoming.measure("load"):
-            sums = incoming.reader.sums(incoming.offer)
-            proof = self._proof = Proof(shadow.model, sums, incoming.slices.boxes)
-            tensors = incoming.tensors(proof.by_sum.__contains__)
-            shadow.load(zero_padded(incoming.slices, proof.collect(tensors)))
-        with incoming.measure("prove"):
-            self._verify(proof, shadow.model)
+        shadow.place()
+        if not self._receive_changes(shadow):
+            with incoming.measure("load"):
+                sums = incoming.reader.sums(incoming.offer)
+                proof = self._proof = Proof(shadow.model, sums, incoming.slices.boxes)
+                tensors = incoming.tensors(proof.by_sum.__contains__)
+                shadow.load(zero_padded(incoming.slices, proof.collect(tensors)))
+            with incoming.measure("prove"):
+                self._verify(proof, shadow.model)
         with incoming.measure("prepare"):
             shadow.prepare()
             if incoming.draft is not None:
                 incoming.draft.load(incoming.ranks)
         self.nbytes = incoming.offer.nbytes
+
+    def _receive_changes(self, shadow: Shadow) -> bool:
+        """Apply what changed since the version that the second model still has from the last
+        refit. Otherwise note why not: it is then loaded as a whole."""
+        incoming, contents = self._incoming, shadow.arena.contents
+        shadow.arena.contents = None  # until all of it is verified
+        try:
+            with incoming.measure("load"):
+                proof, count = apply_changes(incoming, shadow.model, contents)
+            with incoming.measure("prove"):
+                proof.check(shadow.model)
+        except NoPatch as refusal:
+            why_not = f"{refusal}"
+        except RuntimeError as error:
+            if incoming.abandoned.is_set():
+                raise
+            why_not = f"{error}"
+        else:
+            self._proof = proof
+            self.reason += f"; {count} elements changed since the served version"
+            return True
+        self.reason += f"; no patch, because {why_not}" if why_not else ""
+        return False
 
     def swap(self) -> dict[str, float]:
         assert self._proof is not None and self._shadow is not None
@@ -252,6 +279,10 @@ class Exchange:
         self._shadow.exchange()
         if self._incoming.draft is not None:
             self._incoming.draft.exchange()
+        self._shadow.start_packing()
+        self._shadow.arena.contents = Served(
+            self._incoming.offer.identity, self._proof.list_fingerprints()
+        )
         return {"verify": verified - began, "exchange": time.perf_counter() - verified}
 
     def release(self, *, wait: bool = True) -> None:

@@ -23,12 +23,14 @@ from typing import Any
 
 import torch
 
-from rollway.engine import core, rpc, transferred
+from rollway.engine import core, receivers, rpc, transferred
 from rollway.engine.adapters import adapters_of
+from rollway.engine.background import BackgroundTask
 from rollway.engine.drafts import Draft, split_draft
 from rollway.engine.fingerprint import Proof
 from rollway.engine.incoming import Incoming
 from rollway.engine.memory import HostBuffers
+from rollway.engine.packing import wait_until_packed
 from rollway.engine.patching import set_served
 from rollway.engine.receivers import reader_for
 from rollway.engine.shadow import ParameterArena, explain_no_swap
@@ -172,6 +174,12 @@ class WorkerExtension:
         adapters_of(self, _served_headers(self)).discard(served)
 
 
+def start_warm_up(worker: Any) -> None:
+    """Prepare for the first refit in the background; an error only means that it will be slower."""
+    device = next(_model(worker).parameters()).device
+    worker._rollway_warm_up = BackgroundTask("the warm-up", receivers.warm_up, device)
+
+
 def check_servable(worker: Any, path: str, *, allow_cast: bool) -> None:
     """Raise if this worker could not serve a checkpoint, or could not verify it afterwards."""
     _refuse_corruption_by_vllm(_model(worker))
@@ -193,6 +201,7 @@ def load_checkpoint(worker: Any, path: str, *, identity: str = "") -> None:
     refuse_sleeping(_model(worker))
     if identity and check_checkpoint(Path(path), whole=False).identity != identity:
         raise RuntimeError(f"{path} has other weights than the order names")
+    wait_until_packed(worker)
     proof = Proof(_model(worker))
     set_served(worker, None)
     with ThreadPoolExecutor(1) as pool:
@@ -217,10 +226,9 @@ def _staging(worker: Any) -> Staging | None:
 
 
 def _arena(worker: Any) -> ParameterArena:
-    """Return the memory of the last staging, or new memory if that is still in use."""
-    arena: ParameterArena | None = getattr(worker, "_rollway_arena", None)
-    if arena is None or not arena.is_free:
-        arena = worker._rollway_arena = ParameterArena()
+    if not hasattr(worker, "_rollway_arena"):
+        worker._rollway_arena = ParameterArena()
+    arena: ParameterArena = worker._rollway_arena
     return arena
 
 
@@ -311,6 +319,6 @@ def _ranks() -> tuple[int, Callable[[torch.Tensor], torch.Tensor]]:
 
 
 if rpc.in_worker_process():
-    rpc.guard_rpc(WorkerExtension)
+    rpc.guard_rpc(WorkerExtension, start_warm_up)
     core.install()
     transferred.rest_between_polls()

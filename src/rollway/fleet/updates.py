@@ -36,6 +36,7 @@ from rollway.weights.checkpoint import (
     TensorHeader,
     check_checkpoint,
     differences,
+    has_word_sums,
     read_headers,
     refuse_differences,
     stamps,
@@ -129,6 +130,8 @@ class FromDisk:
     _verifying: set[int] = field(default_factory=set)
     """Workers that load it in place by Rollway's method, which verifies the parameters."""
     _stamps: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+    _skips_weights: bool = False
+    """Whether the weight files were not compared with STABLE yet."""
 
     @property
     def identity(self) -> str:
@@ -140,7 +143,10 @@ class FromDisk:
             path = Path(self.path).expanduser().resolve()
             # Before the files are read, so that a write during the check is noticed as well.
             self._stamps = stamps(path) if path.is_dir() else {}
-            return check_checkpoint(path, roots=self.roots, whole=self.whole)
+            # Workers that stage compare every tensor with its checksum, so hashing the weights here
+            # would only delay them.
+            self._skips_weights = skips = self.staged and has_word_sums(path)
+            return check_checkpoint(path, roots=self.roots, whole=self.whole, weights=not skips)
 
         self.checkpoint = await asyncio.to_thread(check)
         self.path = self.checkpoint.path
@@ -160,6 +166,9 @@ class FromDisk:
 
     async def _check_in(self, admin: AdminAPI, worker: Worker) -> bool:
         assert self.checkpoint is not None
+        if self._skips_weights:
+            await asyncio.to_thread(check_checkpoint, self.path, whole=self.whole)
+            self._skips_weights = False
         arguments = {"path": str(self.path), "allow_cast": self.allow_cast}
         order = sign(self.secret, CHECK_METHOD, "", arguments)
         try:

@@ -149,12 +149,19 @@ class _Reader:
         files = list_rotated(self._path)
         inodes = [_get_inode([file]) for file in files]
         count = inodes.index(self._newest) if self._newest in inodes else len(files)
-        blocks: list[bytes] = []
-        for file in reversed(files[:count]):
-            blocks.append(file.read_bytes()[0 if blocks else self.position :])
-        if not files:
-            return b""  # a rotation is renaming the files at this moment
-        self.position, self._newest = 0, inodes[0]
+        try:
+            blocks = [file.read_bytes() for file in reversed(files[:count])]
+        except OSError:
+            return b""
+        if [_get_inode([file]) for file in list_rotated(self._path)] != inodes:
+            # A rotation has renamed the files meanwhile, so that a name may have meant two of
+            # them. The next call reads them all again.
+            return b""
+        self._newest = inodes[0] if inodes else None
+        if not blocks:
+            return b""
+        blocks[0] = blocks[0][self.position :]
+        self.position = 0
         return b"".join(blocks) or self.read()
 
     def _open_next_run(self) -> bytes:
@@ -268,11 +275,15 @@ def _move_lines(source: int, target: Path) -> None:
 
 
 def list_rotated(path: Path) -> list[Path]:
-    """List the files that hold a log's older lines, newest first."""
-    files: list[Path] = []
-    while (file := _add_suffix(path, len(files) + 1)).is_file():
-        files.append(file)
-    return files
+    """List the files that hold a log's older lines, newest first.
+
+    A rotation renames them one after the other, so a number may be missing for a moment."""
+    name = re.compile(re.escape(path.name) + r"\.([0-9]+)")
+    with contextlib.suppress(OSError), os.scandir(path.parent) as entries:
+        matches = [name.fullmatch(entry.name) for entry in entries if entry.is_file()]
+        numbers = sorted(int(match[1]) for match in matches if match)
+        return [_add_suffix(path, number) for number in numbers]
+    return []
 
 
 def record_names(log_dir: Path, names: Iterable[str]) -> None:

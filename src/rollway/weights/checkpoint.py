@@ -219,8 +219,9 @@ def refuse_differences(sentences: Sequence[str], path: Path | str) -> None:
         more = f" and {len(sentences) - 5} more" if len(sentences) > 5 else ""
         raise UsageError(
             f"{path} does not fit the model that is served: {'; '.join(sentences[:5])}{more}.",
-            "Save a checkpoint of the served architecture, with all tensors; another dtype is "
-            "accepted from Python, with refit(version, FromDisk(path, allow_cast=True)).",
+            "Publish all tensors of the served architecture. If only dtypes differ, as with an "
+            "engine that casts its checkpoint (`dtype`), use `refit(…, allow_cast=True)` or "
+            "--allow-cast.",
         )
 
 
@@ -309,6 +310,12 @@ def read_word_sums(directory: Path) -> dict[str, int]:
         return {check_tensor_name(name): int(digits, 16) for name, digits in words.items()}
     except (OSError, TypeError, ValueError):
         return {}  # the files themselves are compared instead
+
+
+def has_word_sums(directory: Path) -> bool:
+    """Return whether the publisher recorded a checksum of every tensor."""
+    sums = read_word_sums(directory)
+    return bool(sums) and sums.keys() == read_headers(directory).keys()
 
 
 def _check_digest(fields: Any) -> dict[str, Any]:

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import socket
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from rollway.errors import AdminError, UsageError
+from rollway.errors import AdminError, UsageError, WeightsError
 from rollway.fleet import admin as admin_module
 from rollway.fleet.admin import NoSuchMethod, NoSuchOrder, StageReply
 from rollway.fleet.discovery import Worker
-from rollway.fleet.updates import Offered, stage
+from rollway.fleet.updates import FromDisk, Offered, stage
+from rollway.weights.checkpoint import publish_checkpoint
 from rollway.weights.offer import Offer, read_offer
+from rollway.weights.transports.files import FilesPublisher, FilesReader
+from tests.checkpoints import write_checkpoint
 
 OFFER = Offer("shm", 3, "a" * 32, 10, {"slot": "x"})
 SIGNED = OFFER.sign("secret")
@@ -131,3 +137,49 @@ async def test_an_offer_is_discarded_by_its_identity() -> None:
 
     await Offered(OFFER, "secret").discard(Recording(), WORKER)  # type: ignore[arg-type]
     assert calls == [("rollway_unstage", {"identity": OFFER.identity})]
+
+
+class FileAdmin:
+    """A worker that stages checkpoints, or one that cannot."""
+
+    def __init__(self, *, can_stage: bool) -> None:
+        self.can_stage = can_stage
+
+    async def stage(self, worker: Worker, order: Mapping[str, Any]) -> StageReply:
+        if not self.can_stage:
+            raise NoSuchMethod("an older worker")
+        return StageReply(4, [{"state": "ready", "error": ""}])
+
+
+@pytest.mark.parametrize("can_stage", [True, False])
+async def test_weights_are_hashed_only_for_workers_that_do_not_compare_them(
+    tmp_path: Path, can_stage: bool
+) -> None:
+    model = write_checkpoint(tmp_path / "model")
+    offer = FilesPublisher(tmp_path / "versions", model).publish(1, [("a", torch.ones(4))])
+    path = Path(str(offer.where["path"]))
+    raw = bytearray((path / "model.safetensors").read_bytes())
+    raw[-1] ^= 1
+    (path / "model.safetensors").write_bytes(raw)
+    update = FromDisk(path, secret="secret")
+    await update.prepare()
+    admin: Any = FileAdmin(can_stage=can_stage)
+    if can_stage:  # the worker compares each tensor with its sum, and refuses
+        assert (await update.preflight(admin, WORKER)).verifies_itself
+        with pytest.raises(WeightsError, match="a changed after it was published"):
+            list(FilesReader().tensors(offer))
+    else:
+        with pytest.raises(UsageError, match="corrupt"):
+            await update.preflight(admin, WORKER)
+
+
+async def test_a_checkpoint_without_sums_is_hashed_before_anything_else(tmp_path: Path) -> None:
+    def write(directory: Path) -> None:
+        shutil.copytree(write_checkpoint(tmp_path / "model"), directory, dirs_exist_ok=True)
+
+    path = publish_checkpoint(tmp_path / "v1", write)
+    raw = bytearray((path / "model.safetensors").read_bytes())
+    raw[-1] ^= 1
+    (path / "model.safetensors").write_bytes(raw)
+    with pytest.raises(UsageError, match="corrupt"):
+        await FromDisk(path, secret="secret").prepare()

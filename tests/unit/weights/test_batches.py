@@ -17,7 +17,15 @@ from torch import Tensor
 from rollway.weights import copies
 from rollway.weights.copies import SummedCopies
 from rollway.weights.digest import changes, checksums
-from rollway.weights.digest.checksums import DTYPES, digest, digests, integers, raw_bytes
+from rollway.weights.digest.checksums import (
+    DTYPES,
+    Checksum,
+    digest,
+    digests,
+    integers,
+    raw_bytes,
+    word_sum,
+)
 from rollway.weights.transports.delta import format as delta
 from rollway.weights.transports.delta import packing
 from tests.tensors import noise
@@ -135,9 +143,11 @@ def test_changes_together_equal_changes_alone(seed: int, way: str) -> None:
         if not some:
             continue
         alone = [changes.find_changes(*pair) for pair in some]
-        comparison = changes.compare_pairs(some, with_digests=True)
+        comparison = changes.compare_pairs(some, with_checksums=True)
         assert comparison.counts == [positions.numel() for positions, _, _ in alone]
-        assert comparison.digests == [plainly(new) for _, new in some]
+        assert comparison.checksums == [
+            Checksum(plainly(new), word_sum(new.cpu())) for _, new in some
+        ]
         cut = len(some) // 2
         for first, end in ((0, len(some)), (0, cut + 1), (cut, len(some))):
             wanted = [torch.cat(parts) for parts in zip(*alone[first:end], strict=True)]
@@ -172,7 +182,7 @@ def test_changes_encoded_together_have_the_same_bytes(
 def test_empty_tensors(way: str) -> None:
     none = torch.empty(0, 3, dtype=torch.int16, device=DEVICE)
     assert digests([none, none]) == [plainly(none)] * 2
-    comparison = changes.compare_pairs([(none, none)], with_digests=True)
-    assert (comparison.counts, comparison.digests) == ([0], [plainly(none)])
+    comparison = changes.compare_pairs([(none, none)], with_checksums=True)
+    assert (comparison.counts, comparison.checksums) == ([0], [Checksum(plainly(none), 0)])
     assert [part.numel() for part in comparison.gather(0, 1)] == [0, 0, 0]
     assert SummedCopies([(none.clone(), none)]).start()() == [plainly(none)]

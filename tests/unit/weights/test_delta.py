@@ -220,6 +220,16 @@ def test_a_decompression_bomb_is_refused() -> None:
         apply(decode(Encoded(header, bomb, good.values).to_bytes()), OLD.clone())
 
 
+def test_a_stream_that_ends_early_is_refused() -> None:
+    good = decode(GOOD[0.05])
+    values = bytes(good.values)[:-5]
+    header = msgspec.structs.replace(good.header, values_bytes=len(values))
+    tensor = OLD.clone()
+    with pytest.raises(WeightsError, match="ends too early"):
+        apply(decode(Encoded(header, good.places, values).to_bytes()), tensor)
+    assert equal_bits(tensor, OLD)
+
+
 @given(st.sampled_from([torch.bfloat16, torch.float32, torch.int8]), st.data())
 def test_a_digest_detects_every_change(dtype: torch.dtype, data: st.DataObject) -> None:
     tensor = noise((777,), dtype, 1)

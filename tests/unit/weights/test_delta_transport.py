@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollway.errors import RollwayError, UsageError, WeightsError
-from rollway.weights.digest.checksums import digest
+from rollway.weights.digest import changes
+from rollway.weights.digest.checksums import digest, word_sum
 from rollway.weights.layout import Box, Piece, Shard
 from rollway.weights.sources import HeldTensor
 from rollway.weights.transports.delta import (
@@ -376,11 +377,11 @@ publisher = DeltaPublisher(store, snapshot_every=2)
 weight = torch.arange(100000.0)
 publisher.publish(1, [("a", weight), ("b", weight)])
 put = store.put
-def stuck(key, data):
+def stuck(key, data, **options):
     if {{at}}(key):
         print("half", flush=True)
         sys.stdin.read()
-    return put(key, data)
+    return put(key, data, **options)
 store.put = stuck
 def stream():
     yield "a", weight + 1
@@ -461,3 +462,41 @@ def test_whole_held_tensors_are_published_and_parts_refused(tmp_path: Path) -> N
         publisher.publish(2)
     with pytest.raises(UsageError, match="cannot adopt"):
         publisher.adopt(model().items())
+
+
+def _misjudge(tensor: torch.Tensor) -> torch.Tensor:
+    """Change every element that a sample does not look at."""
+    flat = tensor.clone().view(-1)
+    step = max(1, flat.numel() // changes._SAMPLE)
+    chosen = torch.arange(flat.numel()) % step != 0
+    flat[chosen] += 1
+    return flat.view(tensor.shape)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])
+def test_checksums_that_are_carried_over_are_those_of_the_tensors(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    """Whatever changed: little, nothing, everything, or more than a sample shows."""
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randint(0, 100, (3, 20_001), generator=generator).to(dtype)
+    state = {"few": noise.clone(), "none": noise[0, :3].clone(), "small": noise[0, :5].clone()}
+    state |= {"all": noise.clone(), "misjudged": noise.clone()}
+    publisher = DeltaPublisher(Store(tmp_path), snapshot_every=100)
+    publisher.publish(1, state.items())
+    held = {name: tensor.data_ptr() for name, tensor in publisher._held.items()}
+    reader = DeltaReader()
+    for version in range(2, 5):
+        state["few"][version % 3, version::97] += 1
+        state["small"] += 1
+        state["all"] += 1
+        state["misjudged"] = _misjudge(state["misjudged"])
+        offer = publisher.publish(version, state.items())
+        entries = publisher.versions.read_manifest(version).tensors
+        for name, tensor in state.items():
+            assert entries[name].digest == digest(tensor), name
+            assert entries[name].sum == word_sum(tensor), name
+            assert torch.equal(publisher._held[name], tensor)
+        received = dict(reader.tensors(offer))
+        assert all(torch.equal(received[name], tensor) for name, tensor in state.items())
+    assert {name: tensor.data_ptr() for name, tensor in publisher._held.items()} == held

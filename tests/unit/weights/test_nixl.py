@@ -184,7 +184,8 @@ def test_a_receiver_serves_others_when_the_trainer_dies() -> None:
     with (
         CatalogServer(secret=WORD) as catalog,
         Trainer(catalog=catalog.url) as trainer,
-        NixlReader(secret=WORD, serve=True) as first,
+        # The second holds the trainer while it reads, and the first does not wait for its turn.
+        NixlReader(secret=WORD, serve=True, patience=0.5) as first,
         NixlReader(secret=WORD, window_bytes=5000) as second,
     ):
         offer = trainer.publish(0)

@@ -35,6 +35,18 @@ def test_objects_are_written_listed_replaced_and_deleted(tmp_path: Path) -> None
         store.get("a/two")
 
 
+def test_only_durable_objects_wait_for_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[int] = []
+    monkeypatch.setattr(os, "fsync", waits.append)
+    store = Store(tmp_path)
+    store.put("fast", b"12", durable=False)
+    assert waits == [] and store.get("fast") == b"12"
+    store.put("safe", b"34")
+    assert len(waits) == 2  # the file and its directory
+
+
 def test_parts_of_an_object_can_be_read(tmp_path: Path) -> None:
     store = Store(tmp_path)
     store.put("x", b"0123456789")

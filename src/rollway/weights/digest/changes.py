@@ -17,11 +17,13 @@ from torch import Tensor
 
 from rollway.weights.digest.checksums import (
     BLOCK,
+    Checksum,
     blocks_at_once,
     digests,
     raw_bytes,
     split_words,
     uses_triton,
+    word_sums,
 )
 
 Pair = tuple[Tensor, Tensor]
@@ -31,14 +33,14 @@ Changes = tuple[Tensor, Tensor, Tensor]
 
 ESCAPE = 255
 """A gap byte that means: 255 unchanged elements, and no changed element after them."""
-SAMPLE = 1 << 16
+_SAMPLE = 1 << 12
 
 
 def is_mostly_changed(old: Tensor, new: Tensor) -> bool:
     """Return whether more than half of the elements changed; positions are then not worth sending.
 
     A sample decides first, since counting all of them is slow."""
-    stride = max(1, new.numel() // SAMPLE)
+    stride = max(1, new.numel() // _SAMPLE)
     if not is_majority(_count_different(old[::stride], new[::stride]), -(-new.numel() // stride)):
         return False
     return is_majority(_count_different(old, new), new.numel())
@@ -60,8 +62,8 @@ class Comparison(Protocol):
 
     counts: list[int]
     """How many elements of each tensor changed."""
-    digests: list[str]
-    """The digests of the new tensors, if they were requested."""
+    checksums: list[Checksum]
+    """The checksums of the new tensors, if they were requested."""
 
     def gather(self, first: int, end: int) -> Changes:
         """Return the changes in the pairs from `first` up to `end`, one tensor after the other.
@@ -70,19 +72,19 @@ class Comparison(Protocol):
         ...
 
 
-def compare_pairs(pairs: Sequence[Pair], with_digests: bool = False) -> Comparison:
+def compare_pairs(pairs: Sequence[Pair], with_checksums: bool = False) -> Comparison:
     """Compare pairs on one device; the host waits for the device once."""
     if uses_triton(pairs[0][0].device):
         from rollway.weights.digest.gpu import TritonComparison
 
-        return TritonComparison(pairs, with_digests)
-    return _TorchComparison(pairs, with_digests)
+        return TritonComparison(pairs, with_checksums)
+    return _TorchComparison(pairs, with_checksums)
 
 
 class _TorchComparison:
     """Compares all pairs as one long tensor, since a call costs more than a small tensor does."""
 
-    def __init__(self, pairs: Sequence[Pair], with_digests: bool) -> None:
+    def __init__(self, pairs: Sequence[Pair], with_checksums: bool) -> None:
         old, new = (torch.cat([pair[side].view(-1) for pair in pairs]) for side in (0, 1))
         self._changes = find_changes(old, new)
         bounds = [0, *accumulate(pair[0].numel() for pair in pairs)]
@@ -92,7 +94,8 @@ class _TorchComparison:
         self.counts = [end - start for start, end in pairwise(self._ends)]
         offsets = torch.repeat_interleave(starts[:-1], ends.diff(), output_size=self._ends[-1])
         self._changes[0].sub_(offsets)
-        self.digests = digests([new for _, new in pairs]) if with_digests else []
+        tensors = [new for _, new in pairs] if with_checksums else []
+        self.checksums = list(map(Checksum, digests(tensors), word_sums(tensors)))
 
     def gather(self, first: int, end: int) -> Changes:
         part = slice(self._ends[first], self._ends[end])

@@ -235,8 +235,13 @@ def map_in_threads(work: Callable[[Tensor], Result], tensors: Sequence[Tensor]) 
 
 
 def _sum_blocks_on_cpu(tensor: Tensor) -> NDArray[np.int64]:
-    words = tensor.view(-1).view(torch.int64).numpy()
-    factors, scratch = keys(tensor.device).numpy(), np.empty(min(BLOCK, len(words)), np.int64)
+    return sum_blocks(tensor.view(-1).view(torch.int64).numpy())
+
+
+def sum_blocks(words: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the sums of a tensor's blocks in CPU memory, from which its digest is made."""
+    factors = keys(torch.device("cpu")).numpy()
+    scratch = np.empty(min(BLOCK, len(words)), np.int64)
     sums = np.empty(-(-len(words) // BLOCK), np.int64)
     for number in range(len(sums)):
         block = words[number * BLOCK : (number + 1) * BLOCK]

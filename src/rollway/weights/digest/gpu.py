@@ -124,15 +124,22 @@ class DigestKernel:
 
         def finish() -> list[checksums.Checksum]:
             wait()
-            digests = _finish_digests(host, runs.blocks, self._sizes)
-            return list(map(checksums.Checksum, digests, _finish_word_sums(host, self._sizes)))
+            return _finish_checksums(host, runs.blocks, self._sizes)
 
         return finish
 
 
+def _finish_checksums(
+    sums: Tensor, blocks: Sequence[int], sizes: Sequence[int]
+) -> list[checksums.Checksum]:
+    """Return the checksums, from sums in host memory: one for each block of each run, then for each
+    run the bytes that fill no word, and the sum of its words."""
+    digests, word_sums = _finish_digests(sums, blocks, sizes), _finish_word_sums(sums, sizes)
+    return list(map(checksums.Checksum, digests, word_sums))
+
+
 def _finish_digests(sums: Tensor, blocks: Sequence[int], sizes: Sequence[int]) -> list[str]:
-    """Return the digests, from sums in host memory: one for each block of each run, then for each
-    run the bytes that fill no word."""
+    """Return the digests, from the beginning of sums in host memory."""
     data = sums.numpy().tobytes()
     at, tail = 0, 8 * sum(blocks)
     digests = []
@@ -156,16 +163,18 @@ def _finish_word_sums(sums: Tensor, sizes: Sequence[int]) -> list[int]:
 
 
 class TritonComparison:
-    """A `changes.Comparison` by kernels; the digests of the new tensors cost no further read."""
+    """A `changes.Comparison` by kernels; the checksums of the new tensors cost no further read."""
 
-    def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]], with_digests: bool = False) -> None:
+    def __init__(
+        self, pairs: Sequence[tuple[Tensor, Tensor]], with_checksums: bool = False
+    ) -> None:
         old, new = ([make_run(pair[side]) for pair in pairs] for side in (0, 1))
         self._runs = old, new  # kept alive: kernels still read copies that `make_run` made
         self._dtype, self._device = new[0].dtype, new[0].device
         sizes = [run.nbytes for run in new]
         old_addresses, new_addresses = ([run.data_ptr() for run in runs] for runs in (old, new))
         self._table = table(old_addresses, new_addresses, sizes, self._device)
-        sums = self._mark(with_digests)
+        sums = self._mark(with_checksums)
         steps = self._table.parts * STEPS
         # Row 0: how many words are marked before each step. Row 1: how many elements.
         self._starts = torch.zeros(2, steps + 1, dtype=torch.int64, device=self._device)
@@ -179,14 +188,15 @@ class TritonComparison:
         self._word_ends: list[int] = host[:bounds].tolist()
         self._ends: list[int] = host[bounds : 2 * bounds].tolist()
         self.counts = [end - start for start, end in pairwise(self._ends)]
-        self.digests: list[str] = []
-        if with_digests:
-            self.digests = _finish_digests(host[2 * bounds :], self._table.blocks, sizes)
+        self.checksums: list[checksums.Checksum] = []
+        if with_checksums:
+            self.checksums = _finish_checksums(host[2 * bounds :], self._table.blocks, sizes)
 
-    def _mark(self, with_digests: bool) -> Tensor:
-        """Mark and count what differs; return the sums of blocks, and then each tensor's tail."""
+    def _mark(self, with_checksums: bool) -> Tensor:
+        """Mark and count what differs; return the sums of blocks, and then each tensor's tail and
+        the sum of its words."""
         blocks = self._table.blocks
-        size = sum(blocks) + len(blocks) if with_digests else 0
+        size = sum(blocks) + 2 * len(blocks) if with_checksums else 0
         sums = torch.zeros(size, dtype=torch.int64, device=self._device)
         parts = self._table.parts
         self._marks = torch.empty(parts * PART, dtype=torch.uint8, device=self._device)
@@ -195,8 +205,9 @@ class TritonComparison:
             with _on(self._device):
                 _mark[(parts,)](
                     self._table.rows, self._table.owners, checksums.keys(self._device),
-                    sums, sum(blocks), self._marks, self._counts, parts * STEPS,
-                    SUMS=with_digests, SIZE=self._dtype.itemsize, BLOCK=checksums.BLOCK,
+                    sums, sum(blocks), sum(blocks) + len(blocks),
+                    self._marks, self._counts, parts * STEPS, SUMS=with_checksums,
+                    SIZE=self._dtype.itemsize, BLOCK=checksums.BLOCK,
                     STEP=STEP, STEPS=STEPS, COLUMNS=COLUMNS, num_warps=WARPS,
                 )  # fmt: skip
         return sums
@@ -295,9 +306,9 @@ def _fold(  # type: ignore[no-untyped-def]
             tl.store(end + lane, byte, mask=lane < tail)
 
 
-@triton.jit(do_not_specialize=["tails", "steps"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["tails", "totals", "steps"])  # type: ignore[untyped-decorator]
 def _mark(  # type: ignore[no-untyped-def]
-    rows, owners, keys, sums, tails, marks, counts, steps,
+    rows, owners, keys, sums, tails, totals, marks, counts, steps,
     SUMS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
     STEP: tl.constexpr, STEPS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -314,6 +325,7 @@ def _mark(  # type: ignore[no-untyped-def]
     key = keys + start % BLOCK
     lanes = tl.arange(0, STEP)
     total = tl.zeros((STEP,), dtype=tl.int64)
+    plain = tl.zeros((STEP,), dtype=tl.int64)
     for step in range(STEPS):
         at = step * STEP + lanes
         before = tl.load(old + at, mask=at < words, other=0)
@@ -337,9 +349,11 @@ def _mark(  # type: ignore[no-untyped-def]
         tl.store(counts + steps + program * STEPS + step, both & 0xFFFF)
         if SUMS:
             total += ((after >> 32) + after) * tl.load(key + at, mask=at < whole, other=0)
+            plain += tl.where(at < whole, after, 0)
     if SUMS:
         if whole > 0:
             tl.atomic_add(sums + tl.load(row + 4) + start // BLOCK, tl.sum(total, axis=0))
+            tl.atomic_add(sums + totals + owner, tl.sum(plain, axis=0))
         if words > whole:
             tl.store(sums + tails + owner, tl.load(new + whole))
 

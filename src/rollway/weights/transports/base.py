@@ -206,7 +206,11 @@ class Reader(ABC):
         """Note that the version is served: no view of its tensors is used any more."""
 
     def warm_up(self) -> None:
-        """Do now what would slow down the first version: imports, and kernels to compile."""
+        """Do now what would slow down the first version: imports, and kernels to compile. A worker
+        does it in the background when its engine is up."""
+        from rollway.weights.digest.checksums import warm_up
+
+        warm_up()
 
     def release(self) -> None:
         """Serve peers nothing of a version that this worker will not serve."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from rollway.errors import WeightsError
 from rollway.weights import leftovers
 from rollway.weights.checkpoint import TensorHeader
-from rollway.weights.digest.checksums import start_digests, warm_up
+from rollway.weights.digest.checksums import start_digests
 from rollway.weights.offer import Entry, Manifest, Offer, read_manifest
 from rollway.weights.transports.base import Reader, never
 from rollway.weights.transports.cuda_ipc.device_memory import Handle, local_device, open_handle
@@ -144,9 +144,6 @@ class CudaIpcReader(Reader):
         """Close the trainer's memory, if the trainer wants it back between versions."""
         if not _read_location(offer).keep_open:
             self.close()
-
-    def warm_up(self) -> None:
-        warm_up()
 
     def close(self) -> None:
         """Release the trainer's memory."""

@@ -13,6 +13,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
+from rollway.weights.device_copies import join_on_device
 from rollway.weights.digest.changes import ESCAPE
 from rollway.weights.transports.changes import ChangedElements
 from rollway.weights.transports.delta.unpacking import (
@@ -71,7 +72,7 @@ def _move_batch(
     size, relative = header.element_bytes, header.values == "steps"
     # All first bytes together, then all second bytes, as in the values of a single tensor.
     planes = [c.values.view(size, c.count)[plane] for plane in range(size) for c in batch]
-    bits = join_planes(torch.cat(planes).to(device), size, relative)
+    bits = join_planes(join_on_device(planes, device), size, relative)
     for change, (first, end) in zip(batch, pairwise(ends), strict=True):
         elements = ChangedElements(positions[first:end], bits[first:end], relative)
         yield change.name, elements
@@ -80,7 +81,7 @@ def _move_batch(
 def _move_positions(batch: Sequence[Streams], ends: list[int], device: torch.device) -> Tensor:
     """Return the positions of all tensors, each from the start of its own tensor."""
     lengths = list(accumulate(change.places.numel() for change in batch))
-    stream = torch.cat([change.places for change in batch]).to(device)
+    stream = join_on_device([change.places for change in batch], device)
     at = torch.nonzero(stream != ESCAPE).view(-1)
     byte_ends = torch.tensor(lengths, device=device)
     if torch.searchsorted(at, byte_ends).tolist() != ends[1:]:

@@ -12,8 +12,9 @@ leaves a tensor with exactly the new bytes, or as it was.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 import msgspec
@@ -22,9 +23,10 @@ from torch import Tensor
 
 from rollway.errors import UsageError, WeightsError
 from rollway.weights.device_copies import copy_to_host
-from rollway.weights.digest.changes import pick
+from rollway.weights.digest.changes import Changes, is_majority, pick
 from rollway.weights.digest.checksums import (
     DTYPES,
+    Checksum,
     describe,
     digest,
     digests,
@@ -34,7 +36,15 @@ from rollway.weights.digest.checksums import (
 )
 from rollway.weights.layout import ELEMENT_BYTES
 from rollway.weights.offer import Count
-from rollway.weights.transports.delta.packing import Packed, Places, Values, pack, pack_all
+from rollway.weights.transports.delta.packing import (
+    Packed,
+    Places,
+    Values,
+    open_pool,
+    pack,
+    pack_changes,
+    start_packing,
+)
 from rollway.weights.transports.delta.store import Buffer
 from rollway.weights.transports.delta.unpacking import (
     add_bits,
@@ -90,6 +100,8 @@ class Encoded:
     header: Header
     places: Buffer = b""
     values: Buffer = b""
+    word_sum: int | None = None
+    """The word sum of the new tensor, where the comparison computed it on the way."""
 
     def parts(self) -> list[Buffer]:
         """Return the bytes in parts, so that large ones are not copied."""
@@ -121,55 +133,94 @@ def encode_all(changes: Sequence[Change], *, version: int = 1, base: int = 0) ->
     """Encode the changes of several tensors on one device.
 
     A GPU handles many tensors per launch: waiting for each would take longer than comparing it."""
+    with open_pool() as pool:
+        return start_encoding(changes, pool, version=version, base=base)()
+
+
+def start_encoding(
+    changes: Sequence[Change], pool: ThreadPoolExecutor, *, version: int = 1, base: int = 0
+) -> Callable[..., list[Encoded]]:
+    """Do the same, but return a function that waits until threads have compressed the changes.
+
+    Meanwhile the device can compare other tensors. If old and new tensors change before the
+    function is called, it needs copies of the new ones by name, for those that are sent whole."""
     for name, old, new, _ in changes:
-        dtype_name(new)
-        if old is not None and _kind(old) != _kind(new):
-            raise UsageError(
-                f"{name} was {describe(old)} and is {describe(new)}; only values may change.",
-                "Publish a tensor of another kind under a new name.",
-            )
-    packed = _pack_pairs([(old, new) for _, old, new, _ in changes])
-    rows = list(zip(changes, packed, strict=True))
-    befores = _complete_digests(
-        [(known, old if change else None) for (_, old, _, known), change in rows]
-    )
-    # An unchanged tensor keeps its digest, so the new one is not computed.
-    afters = _complete_digests(
-        [
-            (change.digest if change else None, None if _is_unchanged(change) else new)
-            for (_, _, new, _), change in rows
-        ]
-    )
-    whole = iter(copy_to_host([raw_bytes(new) for (_, _, new, _), change in rows if not change]))
-    return [
-        _encode(name, new, version, base, change or _pack_whole(next(whole), new), before, after)
-        for ((name, _, new, _), change), before, after in zip(rows, befores, afters, strict=True)
-    ]
+        check_same_kind(name, old, new)
+    as_bits = [(integers(old), integers(new)) for _, old, new, _ in changes if old is not None]
+    if _is_on_gpu(as_bits):
+        wait = start_packing(as_bits, pool)
+    else:
+        wait = [pack(*pair) for pair in as_bits].copy
+    befores = _complete_digests([(known, old) for _, old, _, known in changes])
+
+    def finish(copies: Mapping[str, Tensor] | None = None) -> list[Encoded]:
+        packed = iter(wait())
+        rows: list[_Row] = []
+        for (name, old, new, _), before in zip(changes, befores, strict=True):
+            change = None if old is None else next(packed)
+            source = new if copies is None else copies[name]
+            rows.append((name, source, None if _is_longer(change, new) else change, before))
+        return _encode_rows(rows, version, base)
+
+    return finish
+
+
+_Row = tuple[str, Tensor, Packed | None, str]
+"""A name, the new tensor, its change (None if the tensor is sent whole), and the old digest."""
+
+
+def _encode_rows(rows: Sequence[_Row], version: int, base: int) -> list[Encoded]:
+    known: list[tuple[str | None, Tensor | None]] = []
+    for _, tensor, change, before in rows:
+        if change is not None and change.places == "none":
+            known.append((before, None))  # an unchanged tensor keeps its digest
+        else:
+            checksum = change.checksum if change is not None else None
+            known.append((checksum.digest if checksum is not None else None, tensor))
+    whole = iter(copy_to_host([raw_bytes(tensor) for _, tensor, change, _ in rows if not change]))
+    encoded = []
+    for (name, tensor, change, before), after in zip(rows, _complete_digests(known), strict=True):
+        packed = change or _pack_whole(next(whole), tensor)
+        encoded.append(_encode(name, tensor, version, base, packed, before, after))
+    return encoded
+
+
+def encode_changes(
+    name: str, tensor: Tensor, changes: Changes, checksum: Checksum,
+    *, version: int, base: int, before: str,
+) -> Encoded:  # fmt: skip
+    """Encode known changes of a tensor in CPU memory, which has them and the checksum already."""
+    packed = _pack_whole(raw_bytes(tensor), tensor)
+    if not is_majority(changes[0].numel(), tensor.numel()):  # a sample had shown fewer
+        change = pack_changes(changes, tensor.numel())
+        packed = packed if _is_longer(change, tensor) else change
+    packed = replace(packed, checksum=checksum)
+    return _encode(name, tensor, version, base, packed, before, checksum.digest)
+
+
+def check_same_kind(name: str, old: Tensor | None, new: Tensor) -> None:
+    """Raise unless a tensor has the kind that it had before."""
+    dtype_name(new)
+    if old is not None and _kind(old) != _kind(new):
+        raise UsageError(
+            f"{name} was {describe(old)} and is {describe(new)}; only values may change.",
+            "Publish a tensor of another kind under a new name.",
+        )
 
 
 def _kind(tensor: Tensor) -> tuple[object, ...]:
     return tensor.dtype, tensor.shape, tensor.device
 
 
-def _pack_pairs(pairs: Sequence[tuple[Tensor | None, Tensor]]) -> list[Packed | None]:
-    """Pack what changed; None where there is no base, or the whole tensor is shorter."""
-    as_bits = [(integers(old), integers(new)) for old, new in pairs if old is not None]
-    changes = iter(pack_all(as_bits) if _is_on_gpu(as_bits) else [pack(*pair) for pair in as_bits])
-    packed: list[Packed | None] = []
-    for old, new in pairs:
-        change = None if old is None else next(changes)
-        if change and len(change.place_bytes) + len(change.value_bytes) >= max(new.nbytes, 1):
-            change = None
-        packed.append(change)
-    return packed
+def _is_longer(change: Packed | None, tensor: Tensor) -> bool:
+    """Return whether the whole tensor is shorter than its change."""
+    if change is None or change.places == "none":
+        return False
+    return bool(len(change.place_bytes) + len(change.value_bytes) >= tensor.nbytes)
 
 
 def _is_on_gpu(pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
     return bool(pairs) and bool(pairs[0][0].is_cuda)
-
-
-def _is_unchanged(change: Packed | None) -> bool:
-    return change is not None and change.places == "none"
 
 
 def _complete_digests(rows: Sequence[tuple[str | None, Tensor | None]]) -> list[str]:
@@ -194,14 +245,16 @@ def _encode(
         version=version,
         base=None if is_whole else base,
         before=None if is_whole else before,
-        digest=before if _is_unchanged(change) else after,
+        digest=after,
         places=change.places,
         values=change.values,
         count=change.count,
         places_bytes=len(change.place_bytes),
         values_bytes=len(change.value_bytes),
     )
-    return Encoded(header, change.place_bytes, change.value_bytes)
+    checksum = change.checksum
+    word_sum = checksum.word_sum if checksum is not None else None
+    return Encoded(header, change.place_bytes, change.value_bytes, word_sum)
 
 
 def decode(data: Buffer) -> Encoded:
@@ -266,7 +319,7 @@ def _check_kind(header: Header, tensor: Tensor) -> None:
 
 def read_elements(tensor: Tensor, positions: Tensor) -> Tensor:
     """Return the bits of the elements at flat positions."""
-    return pick(integers(tensor), positions)
+    return _pick(integers(tensor), positions)
 
 
 def write_elements(tensor: Tensor, positions: Tensor, bits: Tensor) -> None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from rollway.weights.device_copies import copy_to_host
 from rollway.weights.digest.changes import (
-    SAMPLE,
+    Changes,
     Comparison,
     Pair,
     compare_pairs,
@@ -34,6 +35,7 @@ from rollway.weights.digest.changes import (
     split_planes,
     zigzag,
 )
+from rollway.weights.digest.checksums import Checksum
 from rollway.weights.transports.delta.store import Buffer
 
 Places = Literal["none", "gaps", "bitmap", "all", "whole"]
@@ -48,6 +50,8 @@ _LEAST = 1 << 16
 """Bytes that a small tensor counts as there."""
 _GATHERED = 1 << 25
 """Changed elements that are encoded together; each needs about 50 bytes of scratch memory."""
+_TRIED = 1 << 13
+"""Elements of a sample that shows which values compress better."""
 _MAX_THREADS = 16
 _local = threading.local()
 
@@ -61,8 +65,8 @@ class Packed:
     place_bytes: bytes
     values: Values
     value_bytes: Buffer
-    digest: str | None = None
-    """The digest of the new tensor, if the comparison computed it on the way."""
+    checksum: Checksum | None = None
+    """The checksums of the new tensor, if the comparison computed them on the way."""
 
 
 _UNCHANGED = Packed("none", 0, b"", "new", b"")
@@ -72,24 +76,36 @@ def pack(old: Tensor, new: Tensor) -> Packed:
     """Pack the change of one tensor, given as integers."""
     if is_mostly_changed(old, new):
         return _pack_all_elements(old, new)
-    positions, old_bits, new_bits = find_changes(old, new)
-    count = positions.numel()
-    if count == 0:
-        return _UNCHANGED
-    if is_majority(count, new.numel()):  # the sample misjudged it
+    changes = find_changes(old, new)
+    if is_majority(changes[0].numel(), new.numel()):  # the sample misjudged it
         return _pack_all_elements(old, new)
-    kind, stream = encode_positions(positions, new.numel())
-    values = _pack_values(split_planes(zigzag(new_bits - old_bits)), split_planes(new_bits))
-    return Packed(kind, count, compress(stream), *values)
+    return pack_changes(changes, new.numel())
 
 
-def pack_all(pairs: Sequence[Pair]) -> list[Packed]:
-    """Pack the changes of many tensors on one device; element sizes may differ."""
-    packed: dict[int, Packed] = {}
-    with ThreadPoolExecutor(min(_MAX_THREADS, len(os.sched_getaffinity(0)))) as pool:
-        for batch in _split_batches(pairs):
-            packed.update(zip(batch, _pack_batch([pairs[i] for i in batch], pool), strict=True))
-    return [packed[i] for i in range(len(pairs))]
+def pack_changes(changes: Changes, elements: int) -> Packed:
+    """Pack the changes of a tensor with so many elements, of which less than half changed."""
+    positions, old, new = changes
+    if positions.numel() == 0:
+        return _UNCHANGED
+    kind, stream = encode_positions(positions, elements)
+    values = _pack_values(split_planes(zigzag(new - old)), split_planes(new))
+    return Packed(kind, positions.numel(), compress(stream), *values)
+
+
+def open_pool() -> ThreadPoolExecutor:
+    """Return the threads that compress, as many as there are cores."""
+    return ThreadPoolExecutor(min(_MAX_THREADS, len(os.sched_getaffinity(0))))
+
+
+def start_packing(pairs: Sequence[Pair], pool: ThreadPoolExecutor) -> Callable[[], list[Packed]]:
+    """Compare and encode tensors, and let threads compress; return a function that waits for them.
+
+    When this returns, the tensors are not needed any more."""
+    pending: dict[int, Callable[[], Packed]] = {}
+    for batch in _split_batches(pairs):
+        started = _start_batch([pairs[i] for i in batch], pool)
+        pending.update(zip(batch, started, strict=True))
+    return lambda: [pending[i]() for i in range(len(pairs))]
 
 
 def compress(data: Tensor) -> bytes:
@@ -103,21 +119,23 @@ def compress(data: Tensor) -> bytes:
     return compressed
 
 
-def _pack_batch(pairs: Sequence[Pair], pool: ThreadPoolExecutor) -> list[Packed]:
-    """Pack tensors with elements of one size, which are compared together."""
-    comparison = compare_pairs(pairs, with_digests=True)
-    packed: dict[int, Packed] = {}
+def _start_batch(pairs: Sequence[Pair], pool: ThreadPoolExecutor) -> Iterator[Callable[[], Packed]]:
+    """Start tensors with elements of one size, which are compared together."""
+    comparison = compare_pairs(pairs, with_checksums=True)
     pending: dict[int, Future[Packed]] = {}
     for first, end in _split_ranges(comparison.counts, [new.numel() for _, new in pairs]):
         if is_majority(comparison.counts[first], pairs[first][1].numel()):
-            packed[first] = _pack_all_elements(*pairs[first])
+            pending[first] = Future()
+            pending[first].set_result(_pack_all_elements(*pairs[first]))
         else:
             pending.update(_submit_range(comparison, pairs, first, end, pool))
-    packed |= {i: future.result() for i, future in pending.items()}
-    return [
-        replace(packed.get(i, _UNCHANGED), digest=digest)
-        for i, digest in enumerate(comparison.digests)
-    ]
+    for i, checksum in enumerate(comparison.checksums):
+        yield partial(_finish, pending.get(i), checksum)
+
+
+def _finish(pending: Future[Packed] | None, checksum: Checksum) -> Packed:
+    packed = _UNCHANGED if pending is None else pending.result()
+    return replace(packed, checksum=checksum)
 
 
 def _submit_range(
@@ -157,7 +175,7 @@ def _pack_values(steps: Tensor, new: Tensor) -> tuple[Values, bytes]:
 
     An optimizer step mostly moves a bfloat16 to its neighbour, so distances are small numbers
     that compress well. A sample shows which of the two to compress."""
-    stride = max(1, new.shape[1] // SAMPLE)
+    stride = max(1, new.shape[1] // _TRIED)
     as_steps, as_new = (compress(planes[:, ::stride]) for planes in (steps, new))
     if len(as_steps) < len(as_new):
         return "steps", as_steps if stride == 1 else compress(steps)

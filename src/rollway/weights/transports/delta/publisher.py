@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import torch
@@ -13,10 +15,19 @@ from rollway.errors import UsageError
 from rollway.weights import leftovers
 from rollway.weights.copies import copy_all
 from rollway.weights.device_copies import stream_to_host
-from rollway.weights.digest.checksums import word_sums
+from rollway.weights.digest.changes import is_mostly_changed
+from rollway.weights.digest.checksums import integers, word_sums
+from rollway.weights.digest.running import RunningSums
 from rollway.weights.offer import Offer
 from rollway.weights.transports.base import NamedTensor, Publisher, Source, named_tensors
-from rollway.weights.transports.delta.format import Encoded, encode_all
+from rollway.weights.transports.delta.format import (
+    Change,
+    Encoded,
+    check_same_kind,
+    encode_all,
+    encode_changes,
+    start_encoding,
+)
 from rollway.weights.transports.delta.manifest import (
     OBJECTS,
     Entry,
@@ -26,12 +37,15 @@ from rollway.weights.transports.delta.manifest import (
     manifest_key,
     object_key,
 )
+from rollway.weights.transports.delta.packing import open_pool
 from rollway.weights.transports.delta.reader import DeltaVersions
 from rollway.weights.transports.delta.store import Buffer, Store
 from rollway.weights.transports.versions import check_next, check_retention
 
-_BATCH_BYTES = 1 << 30
+_BATCH_BYTES = 2 << 30
 """Bytes that a GPU encodes together."""
+_AHEAD, _AHEAD_ON_HOST = 2, 64
+"""Batches of a GPU, and tensors of a CPU, that are compressed while others are compared."""
 
 
 class DeltaPublisher(Publisher):
@@ -66,6 +80,8 @@ class DeltaPublisher(Publisher):
         self._hold_on_cpu = hold_on_cpu
         self._guard = leftovers.Guard(carrier.root) if temporary else None
         self._held: dict[str, Tensor] = {}
+        self._running: dict[str, RunningSums] = {}
+        """The checksums of the held tensors in CPU memory."""
         self._last: Manifest | None = None
         self._since_snapshot = 0
         carrier.sweep()
@@ -90,7 +106,7 @@ class DeltaPublisher(Publisher):
         except BaseException:
             # The held tensors may be half of a version that nobody will see: drop them, so that
             # the next version is a snapshot.
-            self._held, self._last = {}, None
+            self._held, self._running, self._last = {}, {}, None
             for kind in ("delta", "snapshot"):
                 self._store.delete(object_key(version, kind))
             raise
@@ -102,7 +118,7 @@ class DeltaPublisher(Publisher):
 
     def close(self) -> None:
         """Free the copy of the last version, and remove a temporary store."""
-        self._held, self._last = {}, None
+        self._held, self._running, self._last = {}, {}, None
         if self._guard is not None:
             self._guard.close()
             self._guard = None
@@ -121,7 +137,9 @@ class DeltaPublisher(Publisher):
 
     def _put(self, version: int, kind: Kind, parts: Iterator[Buffer]) -> Object:
         key = object_key(version, kind)
-        return Object(key, self._store.put(key, parts))
+        # A power loss ends the trainer too, and the next publisher begins with a snapshot. A reader
+        # that meets a delta which the disk never got refuses it by its size and its digests.
+        return Object(key, self._store.put(key, parts, durable=kind == "snapshot"))
 
     def _hold(self, tensors: Iterable[NamedTensor]) -> None:
         for name, tensor in tensors:
@@ -135,41 +153,89 @@ class DeltaPublisher(Publisher):
         self, version: int, tensors: Iterable[NamedTensor], entries: dict[str, Entry]
     ) -> Iterator[Buffer]:
         """Encode tensors as they arrive, fill in `entries`, and update the held copies."""
-        assert self._last is not None
-        base, at = self._last, 0
-        for batch in _split_batches(tensors):
-            changes = []
-            for name, tensor in batch:
-                held, last = self._held.get(name), base.tensors.get(name)
-                if held is None or last is None or name in entries:
-                    raise UsageError(
-                        f"{name} came twice, or was not part of version {base.version}.",
-                        "Publish the same tensors every time; another model needs its own "
-                        "publisher.",
-                    )
-                changes.append((name, held, tensor, last.digest))
-                entries[name] = msgspec.structs.replace(last, delta=None, snapshot=None)
-            changed = []
-            with _use_one_thread(batch[0][1].device):
-                encoded_changes = encode_all(changes, version=version, base=base.version)
-            for encoded in encoded_changes:
-                header = encoded.header
-                if header.places == "none":
-                    continue
-                parts, size = _measure(encoded)
-                entries[header.name] = Entry(header.dtype, header.shape, header.digest, (at, size))
-                yield from parts
-                at += size
-                changed.append(header.name)
-            new = dict(batch)
-            copy_all([(self._held[name], new[name].detach()) for name in changed])
-            self._set_sums(changed, entries)
+        at = 0
+        for encoded in self._encode_in_order(version, tensors, entries):
+            header = encoded.header
+            if header.places == "none":
+                continue
+            parts, size = _measure(encoded)
+            entries[header.name] = Entry(
+                header.dtype, header.shape, header.digest, (at, size), sum=encoded.word_sum
+            )
+            yield from parts
+            at += size
+        self._set_sums([name for name, entry in entries.items() if entry.sum is None], entries)
         missing = sorted(self._held.keys() - entries.keys())
         if missing:
             raise UsageError(
                 f"Tensors are missing: {', '.join(missing[:5])}.",
                 "Publish all of them every time; unchanged tensors cost nothing.",
             )
+
+    def _encode_in_order(
+        self, version: int, tensors: Iterable[NamedTensor], entries: dict[str, Entry]
+    ) -> Iterator[Encoded]:
+        """Yield all changes. While threads compress those of a batch, the next is compared."""
+        pending: deque[Callable[[], list[Encoded]]] = deque()
+        with _use_one_thread(), open_pool() as pool:
+            for batch in _split_batches(tensors):
+                self._note_names(batch, entries)
+                if batch[0][1].device.type == "cpu":
+                    pending.append(self._start_on_host(version, *batch[0], pool))
+                else:
+                    pending.append(self._start_on_device(version, batch, pool))
+                while len(pending) > (_AHEAD if batch[0][1].is_cuda else _AHEAD_ON_HOST):
+                    yield from pending.popleft()()
+            while pending:
+                yield from pending.popleft()()
+
+    def _note_names(self, batch: Sequence[NamedTensor], entries: dict[str, Entry]) -> None:
+        """Add the entries of unchanged tensors; changed ones are replaced later."""
+        assert self._last is not None
+        for name, _ in batch:
+            last = self._last.tensors.get(name)
+            if name not in self._held or last is None or name in entries:
+                raise UsageError(
+                    f"{name} came twice, or was not part of version {self._last.version}.",
+                    "Publish the same tensors every time; another model needs its own publisher.",
+                )
+            entries[name] = msgspec.structs.replace(last, delta=None, snapshot=None)
+
+    def _start_on_device(
+        self, version: int, batch: Sequence[NamedTensor], pool: ThreadPoolExecutor
+    ) -> Callable[[], list[Encoded]]:
+        """Compare a batch, and update the held copies on the device."""
+        assert self._last is not None
+        known = self._last.tensors
+        changes: list[Change] = [(n, self._held[n], t, known[n].digest) for n, t in batch]
+        finish = start_encoding(changes, pool, version=version, base=self._last.version)
+        copy_all([(self._held[name], tensor.detach()) for name, tensor in batch])
+        return lambda: finish(self._held)
+
+    def _start_on_host(
+        self, version: int, name: str, tensor: Tensor, pool: ThreadPoolExecutor
+    ) -> Callable[[], list[Encoded]]:
+        """Compare a tensor, and update the held copy where it changed."""
+        assert self._last is not None
+        held, before = self._held[name], self._last.tensors[name].digest
+        check_same_kind(name, held, tensor)
+        old, new = integers(held), integers(tensor)
+        if is_mostly_changed(old, new):
+            change: Change = (name, held, tensor, before)
+            encoded = encode_all([change], version=version, base=self._last.version)
+            held.copy_(tensor.detach())
+            self._running.pop(name, None)
+            return lambda: encoded
+        if name not in self._running:
+            self._running[name] = RunningSums.of(held)
+        sums = self._running[name]
+        changes = sums.advance(old, new, pool)
+        checksum = sums.checksum
+        future = pool.submit(
+            encode_changes, name, held, changes, checksum,
+            version=version, base=self._last.version, before=before,
+        )  # fmt: skip
+        return lambda: [future.result()]
 
     def _encode_snapshot(self, version: int, entries: dict[str, Entry]) -> Iterator[Buffer]:
         at = 0
@@ -215,15 +281,12 @@ class DeltaPublisher(Publisher):
 
 
 @contextlib.contextmanager
-def _use_one_thread(device: torch.device) -> Iterator[None]:
-    """Keep torch from dividing small operations among threads on a CPU.
+def _use_one_thread() -> Iterator[None]:
+    """Keep torch from dividing small operations on a CPU among threads.
 
     They wait for each other after each operation: on two busy cores, encoding 1% of 537 MB took
     12 s with two threads, and 0.5 s with one."""
     before = torch.get_num_threads()
-    if device.type != "cpu" or before == 1:
-        yield
-        return
     torch.set_num_threads(1)
     try:
         yield

@@ -42,7 +42,7 @@ _FEW_CHANGED = 0.02
 """Up to this share of changed elements, writing only them is faster than copying the tensor."""
 _WORTH_THREADS = 1 << 20
 """From this size on, the changes of a step are read in several threads."""
-_MAX_THREADS = 8
+_MAX_THREADS = 16
 State = dict[str, Tensor]
 Result = TypeVar("Result")
 
@@ -270,9 +270,13 @@ class DeltaReader(Reader):
         base = self._served[2]
         try:
             steps = versions.find_chain(base.version, manifest.version)
-            return read_changes(versions, base, steps, at_most)
+            changes = read_changes(versions, base, steps, at_most)
         except WeightsError as error:
             return Changes(refusal=error.message)
+        if not changes.refusal:
+            # The caller holds the version itself: a second model in memory has no use.
+            self._held, self._state = None, {}
+        return changes
 
     def finish(self, offer: Offer) -> None:
         # No file is read here, and nothing is hashed: the worker is paused.

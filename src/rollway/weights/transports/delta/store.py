@@ -36,8 +36,11 @@ class Store:
         self.root = root
         self._private = private
 
-    def put(self, key: str, data: Buffer | Iterable[Buffer]) -> int:
-        """Write an object and return its size; readers see all of it, or the previous one."""
+    def put(self, key: str, data: Buffer | Iterable[Buffer], *, durable: bool = True) -> int:
+        """Write an object and return its size; readers see all of it, or the previous one.
+
+        After a power loss, an object that is not `durable` may be cut short. Writing is faster, as
+        it does not wait for the disk."""
         path = self._path(key)
         chunks = [data] if isinstance(data, Buffer) else data
         scratch = path.with_name(leftovers.scratch_name(f"{path.name}.{secrets.token_hex(4)}"))
@@ -49,11 +52,13 @@ class Store:
                 for chunk in chunks:
                     file.write(chunk)
                 file.flush()
-                # Before the rename: after a power loss the name must not point at missing bytes.
-                os.fsync(file.fileno())
+                if durable:
+                    # Before the rename: after a power loss, the name must not point at nothing.
+                    os.fsync(file.fileno())
                 size = file.tell()
             scratch.replace(path)
-            sync(path.parent)
+            if durable:
+                sync(path.parent)
         except OSError as error:
             is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             raise WeightsError(

@@ -158,10 +158,17 @@ def _decompress(header: Header, data: Buffer, at_most: int) -> Tensor:
         size = zstandard.get_frame_parameters(data).content_size
         if not 0 < size <= at_most:
             raise damaged(f"A change of {header.name} has a wrong size inside.")
-        plain = zstandard.ZstdDecompressor().decompress(data, max_output_size=size)
+        plain = np.empty(size, np.uint8)
+        # `decompress` returns bytes, which must be copied: in Python, one thread at a time.
+        with zstandard.ZstdDecompressor().stream_reader(data) as stream:
+            rest = plain.data
+            while len(rest) and (count := stream.readinto(rest)):
+                rest = rest[count:]
     except zstandard.ZstdError as error:
         raise damaged(f"A change of {header.name} cannot be decompressed ({error}).") from error
-    return _tensor_from(plain)
+    if len(rest):
+        raise damaged(f"A change of {header.name} ends too early.")
+    return torch.from_numpy(plain)
 
 
 def damaged(message: str) -> WeightsError:
