@@ -108,6 +108,11 @@ class Stack:
             return read_stack_secret()
         return self._access.read_secret()
 
+    def find_checkpoint(self, model: str | None) -> str | None:
+        """Return the checkpoint that a model was started from; None if this process cannot know."""
+        state = self._read_state()
+        return None if state is None else state.model_paths.get(model or "")
+
     @property
     def join_spec(self) -> dict[str, Any]:
         """Fields for the spec of workers that join this stack, with the secret."""
@@ -236,13 +241,12 @@ class Stack:
     ) -> Publisher:
         """Open a publisher in this thread; `publisher` calls it with the workers it found."""
         model = self._find_model(model)
-        state = self._read_state()
         publisher = open_for_stack(
             transport,
             options,
             stack=self.name or "attached",
             secret=self.weights_secret,
-            checkpoint="" if state is None else state.model_paths.get(model, ""),
+            checkpoint=self.find_checkpoint(model) or "",
             workers=workers,
             count_receivers=count_receivers,
             run_dir=self.run_dir,

@@ -56,8 +56,9 @@ class VersionRecord(Protocol):
 
     def claims(self) -> dict[int, str]: ...
 
-    def newest(self) -> int | None:
-        """Return the newest claimed version; cheap, because it is called for every answer."""
+    async def newest(self) -> int | None:
+        """Return the newest version that was claimed before this call, or since; cheap, because it
+        is called for every answer."""
         ...
 
 

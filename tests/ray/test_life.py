@@ -49,9 +49,10 @@ def test_a_stack_over_two_nodes_is_one_fleet(
             assert report.serving == 4
         group = stack.rollouts().generate([*PROMPT, 7], SHORT, n=4)
         assert worst(policies[2], group) < TOLERANCE
+    # At once: a stack that needs all of them may be started right after the stop.
+    assert sum(node.gpus for node in names.read_nodes()) == 4
     assert list_left() == {}
     assert footprint.settle() == {}
-    assert sum(node.gpus for node in names.read_nodes()) == 4
 
 
 def test_a_dead_owner_takes_its_stack_with_it(
@@ -188,6 +189,47 @@ def test_a_failed_start_names_the_node_and_leaves_nothing(
         rollway.up({**spec, "python": "/no/python"}).__enter__()
     with pytest.raises(SpecError, match="5"):
         rollway.up(on_ray(base_model, "large", 5)).__enter__()
+    assert list_left() == {}
+    assert footprint.settle() == {}
+
+
+LEFTOVER = """
+import ray
+from rollway.stack.ray import cluster
+ray.init(namespace="another", log_to_driver=False)
+(node, *_) = cluster.read_nodes()
+cluster.create_group("rollway/0123456789abcdef/tiny-0", [(node.id, {"GPU": 1})]).wait(30)
+"""
+"""A driver that leaves the group of a run of which no actor lives."""
+
+
+def test_leftovers_of_another_namespace_are_cleared(two_nodes: Cluster) -> None:
+    assert spawn_driver(LEFTOVER).wait(60) == 0
+    assert list_left() == {"groups": ["rollway/0123456789abcdef/tiny-0"]}
+    assert launcher.clear_leftovers() == ["rollway/0123456789abcdef/tiny-0"]
+    assert list_left() == {}
+    assert sum(node.gpus for node in names.read_nodes()) == 4
+
+
+def test_a_node_without_rollway_is_named(
+    two_nodes: Cluster, base_model: Path, tmp_path: Path, footprint: Footprint
+) -> None:
+    broken = tmp_path / "rollway"
+    broken.mkdir()
+    (broken / "__init__.py").write_text("raise ImportError('not on this node')")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(tmp_path))
+        node = two_nodes.add_node(num_cpus=8, num_gpus=2, labels={"pool": "bare"})
+    try:
+        two_nodes.wait_for_nodes()
+        unable = r"its Python cannot import Rollway \(ImportError: not on this node\)"
+        with pytest.raises(StartError, match=rf"Node .*: {unable}"):  # its Keeper cannot start
+            rollway.up(on_ray(base_model, "bare", 5)).__enter__()
+        only_there = on_ray(base_model, "bare", 2, labels={"pool": "bare"})
+        with pytest.raises(StartError, match=f"The node of the services: {unable}"):
+            rollway.up(only_there).__enter__()
+    finally:
+        two_nodes.remove_node(node)
     assert list_left() == {}
     assert footprint.settle() == {}
 

@@ -48,7 +48,7 @@ with rollway.up(json.loads(sys.argv[2])) as stack:
     rows = job.take_all()
     report = stack.refit(1, sys.argv[3])
     rollouts = stack.rollouts().generate(list(range(40, 100)), SHORT, n=4)
-wait_until(lambda: count_free() == 4, 30)  # nodes report what is free a moment later
+wait_until(lambda: count_free() == 4, 30)  # the job's own GPU is reported free a moment later
 answer = {
     "free": free, "rows": rows, "serving": report.serving, "left": list_left(),
     "versions": [rollout.weight_version for rollout in rollouts], "free again": count_free(),
@@ -99,7 +99,6 @@ def test_a_stack_and_a_pipeline_share_a_cluster(
 ) -> None:
     """Three of four GPUs are the stack's. A job that wants all it can get never has more than one,
     and ends all the same."""
-    pytest.importorskip("ray.data", reason="pip install 'ray[data]'")
     spec = json.dumps(on_ray(base_model, "shares", 3))
     driver = spawn_driver(DRIVER, started, spec, policies[1].path)
     output, _ = driver.communicate(timeout=200)

@@ -275,7 +275,7 @@ def test_a_state_is_synced_before_it_replaces_the_old_one(monkeypatch: pytest.Mo
     assert steps[1:] == ["replace", f"fsync {state_file.parent}"]
 
 
-def test_damaged_history_and_versions_are_skipped() -> None:
+async def test_damaged_history_and_versions_are_skipped() -> None:
     put_state("s")
     directory = StackDir("s")
     directory.record("start", run=RUN)
@@ -289,7 +289,8 @@ def test_damaged_history_and_versions_are_skipped() -> None:
     damaged = [json.dumps({"run": RUN, **record}) for record in records]
     for text in ("", "[" * 100_000, *damaged):
         file.write_text(text)
-        assert weights.get() is None and weights.claims() == {} and weights.newest() is None
+        assert weights.get() is None and weights.claims() == {}
+        assert await weights.newest() is None
         weights.claim(1, "identity")
         assert weights.claims() == {1: "identity"}
 

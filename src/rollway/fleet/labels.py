@@ -94,7 +94,7 @@ class Labels:
                 # During a refit of this process the newest claim is its own, so the claim from
                 # before counts (the guard keeps other processes out meanwhile).
                 is_ours = self._versions.changing > 0
-                claimed = self._claimed_before if is_ours else self._record.newest()
+                claimed = self._claimed_before if is_ours else await self._record.newest()
                 if claimed is None or claimed <= ticket.version:
                     return True
             # With a taint, only a worker on the version got the request. These labels say that it
@@ -126,8 +126,9 @@ class Labels:
     def learn_claims(self) -> None:
         """Learn the versions that other processes have claimed, before this one changes weights."""
         if self._record is not None:
-            self._claimed_before = self._record.newest()
-            self._versions.learn_claims(self._record.claims())
+            claims = self._record.claims()
+            self._claimed_before = max(claims, default=None)
+            self._versions.learn_claims(claims)
 
     async def read_from(self, workers: Sequence[Worker]) -> dict[int, int | None]:
         """Return the labels of these workers by their ids; None for those that do not answer."""

@@ -29,7 +29,7 @@ from rollway.gateway.template import Template
 from rollway.gateway.upstream import CHAT, Upstream
 from rollway.rollout.wire import COMPLETIONS
 from rollway.stack.ray import launcher
-from rollway.stack.state import StackDir, make_home
+from rollway.stack.state import make_home
 
 _BACKLOG = 4096
 _UNBOUNDED = 1_000_000  # the number of connections bounds it
@@ -79,7 +79,7 @@ async def open_gateway(
     target = launcher.resolve_name(options.stack)
     async with rollway.attach(target, rl_url=options.rl_url) as stack:
         model = options.model or (stack.models[0] if len(stack.models) == 1 else None)
-        tokenizer = options.tokenizer or find_model_path(stack.name, model)
+        tokenizer = options.tokenizer or find_model_path(stack, model)
         journal = options.journal or make_home() / "gateway" / f"{stack.name or 'attached'}.jsonl"
         recorder = recorder_type(journal, sync=options.journal_sync)
         try:
@@ -118,10 +118,9 @@ def _tune_collector() -> None:
     gc.set_threshold(20_000, 20, 20)
 
 
-def find_model_path(stack: str, model: str | None) -> str:
+def find_model_path(stack: Stack, model: str | None) -> str:
     """Return the directory of a served model, which has its tokenizer."""
-    state = StackDir(stack).read() if stack else None
-    path = state.model_paths.get(model or "") if state else None
+    path = stack.find_checkpoint(model)
     if path is None:
         raise UsageError("The model's tokenizer is not known.", "Pass it with --tokenizer.")
     return path

@@ -320,7 +320,7 @@ class WeightsFile:
     def claims(self) -> dict[int, str]:
         return {int(version): identity for version, identity in self._read().claims.items()}
 
-    def newest(self) -> int | None:
+    async def newest(self) -> int | None:
         """Return the newest claimed version. It costs one `stat` unless the file was replaced."""
         try:
             status = self._file.stat()

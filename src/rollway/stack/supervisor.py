@@ -106,7 +106,9 @@ class Supervisor:
     async def _start(self) -> None:
         children, healer = self._children, self._healer
         plan = children.prepare(self._ports)
-        if self._spec.join is not None:
+        # A launcher that has placed the workers here starts the frontend at the same time, and ends
+        # the whole stack if that fails.
+        if self._spec.join is not None and self._spec.placed is None:
             await self._run_start_step(wait_until_joinable(self._http, plan))
         for service in plan.by_role("service"):
             children.spawn(service)

@@ -704,7 +704,7 @@ class World:
     def claims(self) -> dict[int, str]:
         return dict(self.claimed)
 
-    def newest(self) -> int | None:
+    async def newest(self) -> int | None:
         return max(self.claimed, default=None)
 
 

@@ -78,7 +78,7 @@ async def extend(stack: Stack, gateway: Gateway, options: ServeOptions) -> Async
     file, run = find_file(stack.name, gateway.model), state.run_id if state else stack.frontend_url
     experts = None
     if gateway.routed_experts:
-        path = options.gateway.tokenizer or find_model_path(stack.name, gateway.model)
+        path = options.gateway.tokenizer or find_model_path(stack, gateway.model)
         experts = count_experts(Path(path))
     with hold_alone(file):
         memory = Memory(file, run)

@@ -23,6 +23,8 @@ from rollway.stack.state import StackState
 _STATE_SECONDS = 1.0
 _UNAVAILABLE_SECONDS = 60.0
 """How long a Head may be neither reachable nor dead."""
+_SHARE_SECONDS = 0.02
+"""The least time between two calls for the newest claim."""
 
 
 class RayAccess:
@@ -67,6 +69,10 @@ class RayAccess:
                 if is_dead or time.monotonic() > deadline:
                     raise make_gone_error(self.name, error) from None
             time.sleep(0.5)  # Ray does not know yet whether it lives
+
+    async def call_ledger(self, method: str, *arguments: Any) -> Any:
+        """Read or write the versions of a model, without blocking the event loop."""
+        return await self._call("call_ledger", method, *arguments)
 
     async def _call(self, method: str, *arguments: Any) -> Any:
         import ray
@@ -134,10 +140,16 @@ class WatchedHttp(Http):
 
 
 class _Record:
-    """The versions of a model, kept by the Head. One call takes about a millisecond."""
+    """The versions of a model, kept by the Head.
+
+    A refit waits for its few calls, of a millisecond or more each. Answers of rollouts, thousands
+    in a second, share theirs."""
 
     def __init__(self, access: RayAccess, model: str) -> None:
         self._access, self._model = access, model
+        self._asked_at = float("-inf")
+        self._question: asyncio.Task[int | None] | None = None
+        """The call that will be sent next."""
 
     def put(self, version: int, path: Path) -> None:
         self._call("put", version, str(path))
@@ -152,8 +164,19 @@ class _Record:
     def claims(self) -> dict[int, str]:
         return dict(self._call("claims"))
 
-    def newest(self) -> int | None:
-        newest: int | None = self._call("newest")
+    async def newest(self) -> int | None:
+        if self._question is None:
+            self._question = asyncio.create_task(self._ask_for_newest())
+            self._question.add_done_callback(lambda t: t.cancelled() or t.exception())
+        return await asyncio.shield(self._question)
+
+    async def _ask_for_newest(self) -> int | None:
+        await asyncio.sleep(self._asked_at + _SHARE_SECONDS - time.monotonic())
+        self._asked_at = time.monotonic()
+        # Before the call: a claim may be made after it was answered, so an answer of an engine that
+        # comes later must not use it.
+        self._question = None
+        newest: int | None = await self._access.call_ledger("newest", self._model)
         return newest
 
     def _call(self, method: str, *arguments: Any) -> Any:

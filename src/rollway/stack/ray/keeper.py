@@ -27,6 +27,7 @@ from rollway.private import is_plain_name
 from rollway.stack import local, logs, preset
 from rollway.stack.locks import Lease
 from rollway.stack.ray import cluster
+from rollway.stack.ray.node_check import Problem, find_problem
 from rollway.stack.state import StackDir, StackState, is_ray_part, list_stacks, read_secret
 
 POLL_SECONDS = 0.1
@@ -78,6 +79,10 @@ class Keeper:
         await asyncio.to_thread(_clear_dead_parts)
         return {"gpus": preset.list_gpus(), "pid": os.getpid()}
 
+    async def find_problem(self, needs: dict[str, Any]) -> Problem | None:
+        """Return what a stack needs and this node does not have."""
+        return await asyncio.to_thread(find_problem, needs)
+
     async def add_group(self, name: str, *, is_shared: bool) -> None:
         """Note a group with a bundle on this node. Called before the group is created."""
         self._groups[name] = is_shared
@@ -122,12 +127,18 @@ class Keeper:
         return running
 
     async def wait_until_joinable(self, name: str) -> dict[str, Any]:
-        """Return how to join a stack of this node, as soon as its frontend answers."""
+        """Return how to join a stack of this node, as soon as its services answer. Workers need
+        no frontend to load their models."""
         while True:
             state = await asyncio.to_thread(StackDir(name).read)
-            if state is not None and any(
-                process.role == "frontend" and process.state == "ready"
-                for process in state.processes
+            if (
+                state is not None
+                and state.processes
+                and all(
+                    process.state == "ready"
+                    for process in state.processes
+                    if process.role == "service"
+                )
             ):
                 join = {**state.join_spec["join"], "secret": read_secret(state)}
                 return {**state.join_spec, "join": join}

@@ -29,6 +29,7 @@ from rollway.errors import (
 from rollway.stack import local
 from rollway.stack.ray import cluster
 from rollway.stack.ray.access import RayAccess, create_witness, make_gone_error
+from rollway.stack.ray.node_check import check_runtime_envs, get_python, make_import_error
 from rollway.stack.ray.placement import NodeInfo, Placement, plan_placement
 from rollway.stack.state import StackState
 
@@ -86,7 +87,7 @@ def start(
         cluster.clear_leftovers()
         nodes = cluster.read_nodes()
         placement = placement or plan_placement(spec, nodes)
-        _check_placement(spec, placement, nodes)
+        _check_placement(spec, placement)
         witness, access = create_witness(), None
         try:
             head = _create_head(spec, placement, given_gpus, witness)
@@ -109,28 +110,16 @@ def plan(spec: StackSpec) -> tuple[Placement, list[NodeInfo]]:
         return plan_placement(spec, nodes), nodes
 
 
-def _check_placement(spec: StackSpec, placement: Placement, nodes: list[NodeInfo]) -> None:
-    """Refuse what cannot work on the nodes of the plan, before anything is started there."""
-    from rollway.stack.ray.parts import check_runtime_envs, get_python
-
+def _check_placement(spec: StackSpec, placement: Placement) -> None:
+    """Refuse what cannot work on any nodes; `node_check` looks at those of the plan."""
     check_runtime_envs(spec)
+    get_python(spec)
     used = {placement.services, *(r.node for p in placement.replicas for r in p.ranks)}
     if len(used) > 1 and any(model.engine == "mocker" for model in spec.models):
         raise SpecError(
             "Mockers run on one node only: no listing shows which stack a mocker belongs to.",
             "Lower `replicas`, or use `engine: custom`.",
         )
-    needs_etcd = spec.needs_etcd or (len(used) > 1 and spec.etcd_endpoints is None)
-    programs = {"etcd": needs_etcd, "nats-server": spec.needs_nats}
-    cluster.check_nodes(
-        {node.id: node.address for node in nodes if node.id in used},
-        {
-            "python": get_python(spec),
-            "models": [model.path for model in spec.models],
-            "programs": {name: placement.services for name, is_needed in programs.items()
-                         if is_needed},
-        },
-    )  # fmt: skip
 
 
 def _create_head(
@@ -196,10 +185,16 @@ def _wait_until_ready(access: RayAccess, progress: Progress | None) -> StackStat
             try:
                 error = ray.get(ready)
             except ray.exceptions.RayActorError as gone:
-                raise make_gone_error(access.name, gone) from None
+                unable = make_import_error(gone, "The node of the services")
+                raise unable or make_gone_error(access.name, gone) from None
             if error is not None:
                 raise restore_error(error)
-        state = access.read_state()
+        try:
+            state = access.read_state()
+        except StackNotRunning:
+            if done:
+                raise
+            continue  # the Head has died, and `ready` is about to say why
         if progress is not None:
             progress(state)
         if done:

@@ -8,17 +8,18 @@ has the services and the frontend.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from rollway.config import StackSpec
-from rollway.errors import RollwayError, SpecError, StartError, restore_error
+from rollway.errors import RollwayError, StartError, restore_error
 from rollway.model_spec import slug
-from rollway.ranks import PlacedWorker, merge_runtime_envs
+from rollway.ranks import PlacedWorker
 from rollway.stack.plan import WILDCARDS
 from rollway.stack.ray import cluster
 from rollway.stack.ray.keeper import Keeper
+from rollway.stack.ray.node_check import get_python, list_needs, make_import_error
 from rollway.stack.ray.placement import Placement, RankPlace, ReplicaPlace
 from rollway.stack.state import make_ray_part_name
 
@@ -88,6 +89,7 @@ class Parts:
         nodes = {placement.services, *(r.node for p in placement.replicas for r in p.ranks)}
         self._is_spread = len(self.addresses) > 1
         await asyncio.gather(*(self.create_keeper(node) for node in sorted(nodes)))
+        await asyncio.gather(*(self._check_node(n, placement.services, nodes) for n in nodes))
         await self.reserve(placement.replicas, services=placement.services)
         parts = self._divide(placement.replicas, services=placement.services)
         is_on_one_node = len(nodes) == 1
@@ -158,6 +160,17 @@ class Parts:
     def read_addresses(self) -> None:
         self.addresses = {node.id: node.address for node in cluster.read_nodes()}
 
+    async def _check_node(self, node: str, services: str, nodes: Collection[str]) -> None:
+        """Raise StartError unless a node has what the stack needs there."""
+        needs = list_needs(self.spec, runs_services=node == services, is_spread=len(nodes) > 1)
+        problem = await self.record.keepers[node].find_problem.remote(needs)
+        if problem is not None:
+            message, hint = problem
+            raise StartError(f"Node {self._name_node(node)}: {message}", hint)
+
+    def _name_node(self, node: str) -> str:
+        return f"{self.addresses.get(node, '?')} ({node[:8]})"
+
     # --- keepers ---------------------------------------------------------------------------------
 
     async def create_keeper(self, node: str) -> None:
@@ -182,10 +195,12 @@ class Parts:
                 if node in nodes:  # it follows a Keeper that died
                     await keeper.add_group.remote(group, is_shared=len(nodes) > 1)
             facts = await keeper.examine.remote()
-        except ray.exceptions.RayError:  # the node has gone, or is too new for Ray to use it
+        except ray.exceptions.RayError as error:  # it has gone, or is too new for Ray to use it
             if self.record.keepers.get(node) is keeper:
                 del self.record.keepers[node]
             ray.kill(keeper)
+            if (cause := make_import_error(error, f"Node {self._name_node(node)}")) is not None:
+                raise cause from None
             raise
         self._has_gpus[node] = bool(facts["gpus"])
 
@@ -340,35 +355,6 @@ class Parts:
         if self.spec.log_dir is not None and part.number != SERVICES:
             own["log_dir"] = str(self.spec.log_dir / f"node-{part.number}")
         return own
-
-
-def check_runtime_envs(spec: StackSpec) -> None:
-    """Refuse what Rollway would not carry out: engines are processes of supervisors, not Ray's."""
-    for model in spec.models:
-        merged = merge_runtime_envs(spec.runtime_env, model.runtime_env)
-        unused = sorted(merged.keys() - {"env_vars", "py_executable", "config"})
-        if unused:
-            raise SpecError(
-                f"The runtime_env of `{model.name}` has `{unused[0]}`, which Rollway does not "
-                "install.",
-                "Install it on the nodes, and name that interpreter with `py_executable` or "
-                "`python`.",
-            )
-
-
-def get_python(spec: StackSpec) -> str | None:
-    """Return the interpreter of the engines: `python`, or the runtime_env's `py_executable`."""
-    named = {
-        merge_runtime_envs(spec.runtime_env, model.runtime_env).get("py_executable")
-        for model in spec.models
-    } - {None}
-    if len(named | ({spec.python} - {None})) > 1:
-        raise SpecError(
-            f"The stack names several interpreters: {', '.join(sorted(map(str, named)))}"
-            f"{f', {spec.python}' if spec.python else ''}.",
-            "All processes of a stack run in one; keep one of `python` and `py_executable`.",
-        )
-    return spec.python or next(iter(named), None)
 
 
 def _choose_host(requested: str, address: str) -> str:

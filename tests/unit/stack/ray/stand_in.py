@@ -214,6 +214,9 @@ class FakeKeeper:
             await asyncio.Event().wait()
         return {"gpus": []}
 
+    async def find_problem(self, needs: dict[str, Any]) -> None:
+        return None
+
     async def add_group(self, name: str, *, is_shared: bool) -> None:
         self.groups.add(name)
 

@@ -10,7 +10,8 @@ import pytest
 
 from rollway.config import StackSpec, load_spec
 from rollway.errors import SpecError
-from rollway.stack.ray.parts import Parts, check_runtime_envs, get_python
+from rollway.stack.ray.node_check import check_runtime_envs, get_python
+from rollway.stack.ray.parts import Parts
 from rollway.stack.ray.placement import RankPlace, ReplicaPlace
 from rollway.stack.state import is_ray_part
 
