@@ -102,6 +102,18 @@ def install() -> bool:
     core.add_request, core.collective_rpc, core._rollway_hook = check_and_add, run, True
     core._rollway_refit = None
     process.shutdown = stop_without_collecting(process.shutdown)
+    handle_shutdown = process._handle_shutdown
+
+    def release_and_stop(engine: Any) -> bool:
+        """vLLM ends only when it holds no KV for decode workers, of which some may never fetch
+        theirs: until the lease of 30 s is over, while it has 10 s to exit."""
+        is_first_look = engine.shutdown_state.name == "REQUESTED"
+        is_busy = bool(handle_shutdown(engine))
+        if is_first_look and is_busy:
+            transferred.release_held(engine, collective_rpc)
+        return is_busy
+
+    process._handle_shutdown = release_and_stop
     return True
 
 

@@ -24,6 +24,9 @@ from rollway.engine import core
 ORDER = {"identity": "w5", "mode": "abort", "version": 5, "leaving": -10}
 
 
+Shutdown = Enum("Shutdown", ["RUNNING", "REQUESTED", "SHUTTING_DOWN"])
+
+
 @dataclass
 class FakeRequest:
     request_id: str
@@ -86,6 +89,11 @@ class Engine:
 
     def _send_abort_outputs_to_client(self, ids: list[str], client_index: int) -> None:
         self.aborted += ids
+
+    def _handle_shutdown(self) -> bool:
+        """As vLLM's: return whether the engine goes on."""
+        state, self.shutdown_state = self.shutdown_state, Shutdown.SHUTTING_DOWN
+        return state is not Shutdown.SHUTTING_DOWN
 
     def shutdown(self) -> None:
         """As vLLM's: it makes all objects visible to the collector, and collects."""
@@ -410,3 +418,15 @@ def test_an_engine_that_ends_does_not_search_for_garbage(
     unfreeze()
     gc.collect()
     assert reference() is None
+
+
+def test_an_engine_that_ends_releases_what_it_holds_for_decode_workers(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    releases: list[Any] = []
+    monkeypatch.setattr(core.transferred, "release_held", lambda *args: releases.append(args[0]))
+    engine.shutdown_state = Shutdown.RUNNING
+    assert engine._handle_shutdown() and releases == []
+    engine.shutdown_state = Shutdown.REQUESTED
+    assert engine._handle_shutdown() and releases == [engine]
+    assert not engine._handle_shutdown() and releases == [engine]
