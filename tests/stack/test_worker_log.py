@@ -18,8 +18,8 @@ pytestmark = [pytest.mark.stack]
 MODES = ["pause-all", "rolling", "in-flight", "keep"]
 TROUBLE = re.compile(r"\bERROR\b|Traceback|force killing")
 ABANDONED = re.compile(r'endpoint="rl"|tcp::client: writer task returned error .*Broken pipe')
-"""Dynamo's own errors in a worker that answers a listing while the frontend exits."""
-TIME = re.compile(r"\d{4}-\d\d-\d\dT[\d:.]+Z")
+"""Dynamo's own errors: a frontend that lists workers closes the stream after the first item, and may
+be faster than the worker's "this was all"."""
 
 
 def test_refits_and_a_stop_write_no_error(base_model: Path, policies: list[Policy]) -> None:
@@ -35,17 +35,8 @@ def test_refits_and_a_stop_write_no_error(base_model: Path, policies: list[Polic
             assert (worker.state, worker.proof) == ("serving", "parameters")
             assert_serves(stack, policy, version)
         stack.refit(version + 1, policies[0].path)
-    frontend = (logs / "frontend.log").read_text().splitlines()
-    stop = next(line for line in frontend if "Runtime shutdown initiated" in line)
     workers = [path for path in logs.glob("*.log") if path.name != "frontend.log"]
     lines = [line for path in workers for line in path.read_text().splitlines()]
     assert sum("is served" in line for line in lines) >= len(MODES)  # these are the right logs
     assert any("[shutdown]" in line for line in lines)
-    assert [line for line in lines if TROUBLE.search(line) and not is_abandoned(line, stop)] == []
-
-
-def is_abandoned(line: str, stop: str) -> bool:
-    """Whether a worker wrote this error because the frontend had begun to exit."""
-    time, began = TIME.search(line), TIME.search(stop)
-    assert began
-    return bool(time and ABANDONED.search(line) and time[0] >= began[0])
+    assert [line for line in lines if TROUBLE.search(line) and not ABANDONED.search(line)] == []
