@@ -18,8 +18,8 @@ pytestmark = [pytest.mark.stack]
 MODES = ["pause-all", "rolling", "in-flight", "keep"]
 TROUBLE = re.compile(r"\bERROR\b|Traceback|force killing")
 ABANDONED = re.compile(r'endpoint="rl"|tcp::client: writer task returned error .*Broken pipe')
-"""Dynamo's own errors: a frontend that lists workers closes the stream after the first item, and may
-be faster than the worker's "this was all"."""
+"""Dynamo's own errors: a frontend that lists workers closes the stream after the first item, and
+may be faster than the worker's "this was all"."""
 
 
 def test_refits_and_a_stop_write_no_error(base_model: Path, policies: list[Policy]) -> None:
