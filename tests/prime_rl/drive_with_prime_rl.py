@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,13 @@ async def drive(url: str, admin_url: str, model: str, *directories: str) -> dict
         await pool.update_weights(Path(directory), step=step)
     refusals = []
     await init_nccl_broadcast(pool.admin_clients, "127.0.0.1", 29501, 5, 1)  # it ignores our 409
-    for directory in (directories[0], "/nowhere/step_9"):
-        try:
-            await pool.update_weights(Path(directory), step=9)
-        except httpx.HTTPStatusError as error:
-            refusals.append([error.response.status_code, error.response.json()["error"]["message"]])
+    with tempfile.TemporaryDirectory() as elsewhere:  # prime-rl writes its own marker there
+        for directory in (directories[0], f"{elsewhere}/step_9"):
+            try:
+                await pool.update_weights(Path(directory), step=9)
+            except httpx.HTTPStatusError as error:
+                message = error.response.json()["error"]["message"]
+                refusals.append([error.response.status_code, message])
     await pool.update_weights(Path(directories[-1]), step=len(directories) - 1)
     await pool.stop()
     return {"refusals": refusals}

@@ -176,15 +176,16 @@ def test_a_killed_keeper_is_replaced_and_its_workers_are_refitted(
 
 
 def test_a_failed_start_names_the_node_and_leaves_nothing(
-    two_nodes: Cluster, base_model: Path, footprint: Footprint
+    two_nodes: Cluster, base_model: Path, footprint: Footprint, tmp_path: Path
 ) -> None:
     spec = on_ray(base_model, "broken", 2)
     spec["models"][0]["module"] = "tests.no_such_worker"
     with pytest.raises(StartError, match=r"On node .*exited with status"):
         rollway.up(spec).__enter__()
     assert list_left() == {}
-    with pytest.raises(StartError, match=r"Node .*there is no model directory /nowhere"):
-        rollway.up({**spec, "models": [{**spec["models"][0], "path": "/nowhere"}]}).__enter__()
+    nowhere = str(tmp_path / "nowhere")
+    with pytest.raises(StartError, match=f"Node .*there is no model directory {nowhere}"):
+        rollway.up({**spec, "models": [{**spec["models"][0], "path": nowhere}]}).__enter__()
     with pytest.raises(StartError, match="there is no interpreter /no/python"):
         rollway.up({**spec, "python": "/no/python"}).__enter__()
     with pytest.raises(SpecError, match="5"):
