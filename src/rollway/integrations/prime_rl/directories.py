@@ -59,7 +59,7 @@ class BroadcastRules:
     async def check_weights(self, path: Path) -> Checkpoint:
         """Read the headers of a whole model; raise if it cannot be served."""
         checkpoint = await asyncio.to_thread(
-            check_checkpoint, path, roots=self.allowed, whole=False, needs_config=False
+            check_checkpoint, path, roots=self.allowed_roots, whole=False, needs_config=False
         )
         quantised = sorted(filter(_KERNEL_NAMES.search, checkpoint.tensors))
         if quantised or any(t.dtype.startswith("F8") for t in checkpoint.tensors.values()):
@@ -72,7 +72,7 @@ class BroadcastRules:
         return checkpoint
 
     @property
-    def allowed(self) -> list[Path]:
+    def allowed_roots(self) -> list[Path]:
         """The directories that broadcasts must be in; none allows all."""
         return list(self.roots) or ([self.output_dir] if self.output_dir else [])
 
@@ -90,7 +90,7 @@ class BroadcastRules:
             path = path.resolve()
         except (OSError, RuntimeError, ValueError) as error:  # a link to itself, NUL
             raise UsageError(f"{name!a} leads nowhere: {error}.", "Check the path.") from error
-        roots = [root.resolve() for root in self.allowed]
+        roots = [root.resolve() for root in self.allowed_roots]
         if roots and not any(path.is_relative_to(root) for root in roots):
             raise UsageError(
                 f"{path} is outside the allowed checkpoint roots ({', '.join(map(str, roots))}).",

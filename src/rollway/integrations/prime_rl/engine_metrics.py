@@ -89,8 +89,8 @@ def join_pages(pages: Mapping[str, str]) -> str:
             elif match := _SERIES.fullmatch(line):
                 series, labels, value = match.groups()
                 engine = f"{name}-{_find_engine(line)}" if len(engines) > 1 else name
-                kept = _ENGINE.sub("", labels or "").strip(",")
-                text = f'{series}{{engine="{engine}"{"," if kept else ""}{kept}}} {value}'
+                rest = _ENGINE.sub("", labels or "").strip(",")
+                text = f'{series}{{engine="{engine}"{"," if rest else ""}{rest}}} {value}'
                 samples.setdefault(_find_family(series, help_lines), []).append(text)
     # All samples of a family stand together, as the format requires.
     out: list[str] = []
